@@ -94,12 +94,17 @@ def open_static(hosts: Hosts, path: Path, name: RunName, start: NodeStart) -> Pr
     return StaticProvider(spec, name.run, leases, secret, ending=ending_command(path, name), job=name.job)
 
 
+def slurm_logs(spec: SlurmSpec, path: Path) -> Path:
+    """Return the folder for what jobs write; ``path``: the cloud file, to whose folder it is relative."""
+    return path.resolve().parent / spec.logs
+
+
 def open_slurm(spec: SlurmSpec, path: Path, name: RunName, start: NodeStart) -> Provider:
     """Open the provider of jobs of Slurm; nothing is asked yet. ``path``: the cloud file."""
     return SlurmProvider(
         spec,
         name,
         partial(job_script, start, spec),
-        path.resolve().parent / spec.logs,
+        slurm_logs(spec, path),
         ending=ending_command(path, name),
     )

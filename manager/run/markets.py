@@ -27,11 +27,12 @@ from manager.providers.aws.spec import AwsSpec, AwsType
 from manager.providers.azure import spec as azure
 from manager.providers.azure.prices import retail_prices
 from manager.providers.azure.spec import PUBLIC_AZURE, AzureSpec
-from manager.providers.factory import aws_spec, azure_spec, open_aws, open_azure, open_slurm, open_static
+from manager.providers.factory import aws_spec, azure_spec, open_aws, open_azure, open_slurm, open_static, slurm_logs
 from manager.providers.hosts.ssh import SshHost
 from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
 from manager.providers.interface.cloud import Finding, SizeT
 from manager.providers.interface.provider import Misconfigured, Price, RunName, Vm, end_all
+from manager.providers.slurm import spec as slurm
 from manager.providers.slurm.provider import PROGRAMS, SlurmProvider
 from manager.providers.slurm.spec import SlurmSpec
 from morph.contract.base import Value
@@ -72,6 +73,9 @@ class Market(ABC):
     mark: str = ""
     """A field that files of this market alone have, by which a file's kind is known."""
 
+    kind: str = ""
+    """Its name in the registry."""
+
     @abstractmethod
     def most_devices(self, described: Any) -> int:
         """Return the maximum number of devices of a VM."""
@@ -102,7 +106,7 @@ class Market(ABC):
         Raises:
             ConfigError: this kind has no checks.
         """
-        raise ConfigError("has no checks of its own", field="--kind", value=self.mark, allowed="aws")
+        raise ConfigError("cloud files of this kind have no checks", field="--kind", value=self.kind, allowed="aws")
 
     def policy(self, _described: Any) -> dict[str, Any]:
         """Return the least rights that the manager's user must have.
@@ -110,15 +114,16 @@ class Market(ABC):
         Raises:
             ConfigError: this kind needs no rights.
         """
-        raise ConfigError("has no policy", field="--kind", value=self.mark, allowed="aws")
+        raise ConfigError("cloud files of this kind have no policy", field="--kind", value=self.kind, allowed="aws")
 
-    def planned(self, _described: Any, *_names: Any) -> list[dict[str, Any]]:
+    def planned(self, _described: Any, _path: Path, *_names: Any) -> list[dict[str, Any]]:
         """Return what a request would create, for ``run``, ``job``, ``request``, ``count`` and the shown part of boots.
 
         Raises:
             ConfigError: VMs of this kind are not created.
         """
-        raise ConfigError("has nothing to show: nothing is created for these", field="--kind", value=self.mark)
+        allowed = "azure, aws or slurm"
+        raise ConfigError("nothing is created for this kind", field="--kind", value=self.kind, allowed=allowed)
 
     @abstractmethod
     def end_run(self, described: Any, path: Path, run: str, job: str, told: Callable[[str], None]) -> tuple[Vm, ...]:
@@ -174,7 +179,7 @@ class AzureMarket(Market):
 
         return end_run(described, run, job, told=told)
 
-    def planned(self, described: AzureSpec, *names: Any) -> list[dict[str, Any]]:
+    def planned(self, described: AzureSpec, _path: Path, *names: Any) -> list[dict[str, Any]]:
         """See ``Market``."""
         return azure.planned(described, *names)
 
@@ -237,7 +242,7 @@ class AwsMarket(Market):
     def policy(self, described: AwsSpec) -> dict[str, Any]:
         return aws.policy(described)
 
-    def planned(self, described: AwsSpec, *names: Any) -> list[dict[str, Any]]:
+    def planned(self, described: AwsSpec, _path: Path, *names: Any) -> list[dict[str, Any]]:
         return aws.planned(described, *names)
 
 
@@ -354,10 +359,15 @@ class SlurmMarket(Market):
         priced = described if vms.usd_per_h is None else described.model_copy(update={"usd_per_h": vms.usd_per_h})
         return Providing(partial(open_slurm, priced, path, name), lock_path=run_dir / LOCK_NAME)
 
+    def planned(self, described: SlurmSpec, path: Path, *names: Any) -> list[dict[str, Any]]:
+        """See ``Market``."""
+        return slurm.planned(described, slurm_logs(described, path), *names)
+
     def end_run(
         self, described: SlurmSpec, path: Path, run: str, job: str, told: Callable[[str], None]
     ) -> tuple[Vm, ...]:
         """See ``Market``."""
+        self.check(str(path))
         provider = SlurmProvider(described, RunName(run=run, job=job), lambda _node, _grace_s: "", path.parent)
         left = provider.list()
         if not left:
@@ -383,7 +393,9 @@ def market_of(kind: str) -> Market:
         ConfigError: there is no such kind, or the market that another package registered cannot be loaded.
     """
     if kind in _BUILT_IN:
-        return _BUILT_IN[kind]()
+        market = _BUILT_IN[kind]()
+        market.kind = kind
+        return market
     if kind not in market_entry_points():
         allowed = " or ".join([*_BUILT_IN, *market_entry_points()])
         raise ConfigError("no such kind", field="--kind", value=kind, allowed=allowed)
@@ -395,6 +407,7 @@ def market_of(kind: str) -> Market:
         raise ConfigError(
             "cannot be used: what is registered under this name is no Market", field="vms.kind", value=kind
         )
+    found.kind = kind
     return found
 
 

@@ -164,7 +164,7 @@ class Given:
         assert lines[0].startswith("error: ")
         assert result.stdout == ""
         new = {path for path in self.folder.rglob("*") if "__pycache__" not in path.parts} - set(before)
-        assert new == set(), "something was written"
+        assert new == set(), f"something was written: {new}"
         assert psutil.Process().children(recursive=True) == children, "something was started"
         return lines[0].removeprefix("error: ")
 

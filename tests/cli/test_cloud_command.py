@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from azure.core.exceptions import ClientAuthenticationError
 from typer.testing import CliRunner
 
 from manager.providers.azure import provider as azure_provider
@@ -68,7 +70,7 @@ def test_a_dry_run_shows_the_cloud_config_without_secrets(tmp_path: Path) -> Non
     assert "(secret)" in shown["bootcmd"][0]
     path.write_text("vms: {kind: local}", encoding="utf-8")
     code, output = morph("cloud", "dry-run", AZURE, "--cluster", path)
-    assert (code, "vms.kind: these VMs have none (got 'local'); allowed: azure" in output) == (2, True)
+    assert (code, "vms.kind: is not that of the cloud file (got 'local'); allowed: azure" in output) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -188,4 +190,44 @@ def test_a_cloud_file_for_aws_is_known_by_its_fields(tmp_path: Path) -> None:
     assert code == 0
     assert "ec2:CreateFleet" in json.loads(output)["Statement"][1]["Action"]
     code, output = morph("cloud", "check", AZURE)
-    assert (code, "has no checks of its own" in output) == (2, True)
+    assert (code, output) == (2, "error: --kind: cloud files of this kind have no checks (got 'azure'); allowed: aws\n")
+
+
+def test_a_dry_run_on_slurm_shows_the_jobs_and_their_script_without_secrets() -> None:
+    configs = AZURE.parents[1]
+    slurm = configs / "clouds/slurm.yaml"
+    options = ["--count", 2, "--job", "tiny", "--cluster", configs / "runs/slurm.yaml"]
+    code, output = morph("cloud", "dry-run", slurm, *options)
+    assert code == 0, output
+    jobs = json.loads(output)
+    commands = [shlex.split(job["command"]) for job in jobs]
+    assert [command[0] for command in commands] == ["sbatch", "sbatch"]
+    logs = (configs / "clouds" / "../../runs/slurm-logs").resolve()
+    for node, command in zip(("tiny-1-0", "tiny-1-1"), commands, strict=True):
+        outputs = [option.removeprefix("--output=") for option in command if option.startswith("--output=")]
+        assert [Path(path).resolve() for path in outputs] == [logs / f"{node}-%j.log"]
+        assert {f"--job-name={node}", "--partition=preempt", "--gres=gpu:1", "--time=8:00:00"} <= {*command}
+    script = jobs[0]["standard input"]
+    assert script[0] == "#!/bin/sh"
+    assert script.count("(secret)") == 2
+    assert "(the boot program)" in script
+    assert any("module load python/3.11" in line for line in script)
+    code, output = morph("cloud", "dry-run", slurm)
+    assert (code, json.loads(output)[0]["standard input"]) == (0, "(the job script; it holds secrets)")
+    code, output = morph("cloud", "policy", slurm)
+    assert (code, output) == (2, "error: --kind: cloud files of this kind have no policy (got 'slurm'); allowed: aws\n")
+
+
+def test_without_an_account_every_market_says_so_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(*_scopes: str, **_options: object) -> None:
+        raise ClientAuthenticationError("the credential failed.\nAttempted:\n\tthis\n\tthat")
+
+    monkeypatch.setattr("azure.identity.DefaultAzureCredential.get_token", nobody)
+    monkeypatch.setattr("manager.run.markets.shutil.which", lambda _program: None)
+    for name, said in (
+        ("azure", "no login to Azure (`az login`, or an identity of this VM): the credential failed."),
+        ("slurm", "needs Slurm's programs, and sbatch is not on the PATH of this machine"),
+    ):
+        code, output = morph("cloud", "reconcile", AZURE.with_name(f"{name}.yaml"), "--run", "r", "--job", "j")
+        assert (code != 0, len(output.strip().splitlines())) == (True, 1), output
+        assert said in output

@@ -83,6 +83,7 @@ class FakeEc2:
     faults: list[Fault] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    dropped: set[tuple[str, str]] = field(default_factory=set)
     kill: Callable[[str, bool], bool] = lambda _operation, _after: False
 
     def __post_init__(self) -> None:
@@ -181,6 +182,17 @@ class FakeEc2:
             raise error("CreateLaunchTemplateVersion", "InvalidUserData.Malformed")
         return self._once(asked, lambda: self.real.create_launch_template_version(**asked))
 
+    def _delete_launch_template_versions(self, asked: dict[str, Any]) -> dict[str, Any]:
+        found = [
+            {"LaunchTemplateName": asked["LaunchTemplateName"], "VersionNumber": int(one)} for one in asked["Versions"]
+        ]
+        self.dropped |= {(one["LaunchTemplateName"], str(one["VersionNumber"])) for one in found}
+        return {"SuccessfullyDeletedLaunchTemplateVersions": found, "UnsuccessfullyDeletedLaunchTemplateVersions": []}
+
+    def _delete_launch_template(self, asked: dict[str, Any]) -> dict[str, Any]:
+        self.dropped = {one for one in self.dropped if one[0] != asked["LaunchTemplateName"]}
+        return self.real.delete_launch_template(**asked)  # type: ignore[no-any-return]
+
     def _check_template(self, data: dict[str, Any]) -> None:
         holds = {
             "IMDSv2": data["MetadataOptions"]["HttpTokens"] == "required",
@@ -210,6 +222,9 @@ class FakeEc2:
 
     def _fleet(self, asked: dict[str, Any]) -> dict[str, Any]:
         (config,) = asked["LaunchTemplateConfigs"]
+        used = config["LaunchTemplateSpecification"]
+        if (used["LaunchTemplateName"], used["Version"]) in self.dropped:
+            raise error("CreateFleet", "InvalidLaunchTemplateId.VersionNotFound")
         tagged = {one["ResourceType"]: tuple_of(one["Tags"]) for one in asked["TagSpecifications"]}
         if set(tagged) != {"fleet", "instance", "volume", "network-interface"}:
             self.wrong.append(f"CreateFleet tags {sorted(tagged)}")

@@ -42,6 +42,7 @@ class FakeSlurm:
         self.calls: list[tuple[str, ...]] = []
         self.is_down = self.loses_answers = False
         self.refusal = ""
+        self.unlisted: set[str] = set()
         self._number = 0
 
     def active(self) -> list[FakeJob]:
@@ -90,7 +91,7 @@ class FakeSlurm:
 
     def _squeue(self, options: list[str], _given: str) -> Said:
         assert f"--user={UID}" in options
-        assert "--states=all" in options
+        assert {"--states=all", "--all"} <= {*options}, "without --all there are no jobs of hidden partitions"
         if "--json" in options:
             return Said(0, json.dumps({"errors": [], "jobs": [self._object(job) for job in self.jobs.values()]}), "")
         lines = [
@@ -108,6 +109,7 @@ class FakeSlurm:
                 )
             )
             for job in self.jobs.values()
+            if job.number not in self.unlisted
         ]
         return Said(0, "\n".join([QUEUE_HEADER, *lines, ""]), "")
 

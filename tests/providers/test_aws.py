@@ -149,6 +149,8 @@ def test_a_type_that_is_short_is_followed_by_larger_ones(ec2: FakeEc2, tmp_path:
         ("", 200, Transient),
         ("UnauthorizedOperation", 403, Misconfigured),
         ("InvalidAMIID.NotFound", 400, Misconfigured),
+        ("AuthFailure", 401, Transient),
+        ("InvalidLaunchTemplateId.VersionNotFound", 400, Transient),
         ("SomethingNew", 400, Misconfigured),
     ],
 )
@@ -156,6 +158,42 @@ def test_errors_say_what_to_do_next(code: str, status: int, kind: type[ProviderE
     found = provider_error(code, "a\n  sentence", status, "VM a-0")
     assert type(found) is kind
     assert str(found) == f"VM a-0: {code}: a sentence"
+
+
+def test_an_image_of_somebody_elses_is_no_login_that_expired() -> None:
+    assert type(provider_error("AuthFailure", "Not authorized for images: [ami-1]", 403)) is Misconfigured
+
+
+def test_a_vm_is_known_by_its_own_tag_whatever_a_console_calls_it(ec2: FakeEc2, tmp_path: Path) -> None:
+    provider = ec2.provider(tmp_path)
+    provider.request("a", 2)
+    first, second = (ec2.living()[name] for name in ("a-0", "a-1"))
+    ec2.real.create_tags(Resources=[first], Tags=[{"Key": "Name", "Value": "web"}])
+    ec2.real.delete_tags(Resources=[second], Tags=[{"Key": "Name"}, {"Key": "morph-vm"}])
+    assert [vm.name for vm in ec2.provider(tmp_path / "other").list()] == ["a-0", second]
+    ec2.provider(tmp_path / "other").dismantle()
+    assert ec2.left() == NOTHING
+
+
+def test_what_an_instance_boots_with_is_deleted_once_it_is_made_or_refused(ec2: FakeEc2, tmp_path: Path) -> None:
+    provider = ec2.provider(tmp_path)
+    provider.request("a", 1)
+    ec2.error_of_all = "InsufficientInstanceCapacity"
+    with pytest.raises(CapacityShort):
+        provider.request("b", 1)
+    assert ec2.calls.count("CreateLaunchTemplateVersion") == len(ec2.dropped) >= 2
+
+
+def test_without_a_login_one_sentence_says_so(ec2: FakeEc2) -> None:
+    class Nobody:
+        def get_caller_identity(self) -> dict[str, str]:
+            raise NoCredentialsError
+
+    (found,) = Checks(ec2.spec, lambda _service: Nobody(), 1).run()
+    assert found == (
+        False,
+        "who you are: Unable to locate credentials (`aws configure`, AWS_PROFILE, or an instance with a role)",
+    )
 
 
 def test_a_fleets_own_errors_have_no_status() -> None:

@@ -179,7 +179,7 @@ def of_two_types(kind: str, arm: Any, directory: Path) -> Provider:
     """A provider with two VMs of each of two types, at least."""
     if kind == "aws":
         types = tuple(
-            known.model_copy(update={"num_gpus": 1, "node_type": of})
+            known.model_copy(update={"num_gpus": 1, "node_type": of, "usd_per_h": USD[of]})
             for known, of in zip(arm.spec.types, TYPES, strict=True)
         )
         return arm.provider(directory, spec=arm.spec.model_copy(update={"types": types}))

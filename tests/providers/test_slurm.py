@@ -34,7 +34,7 @@ from manager.providers.slurm.answers import (
     why_over,
 )
 from manager.providers.slurm.provider import run_program
-from manager.providers.slurm.spec import SlurmSpec, job_script
+from manager.providers.slurm.spec import LOGIN_S, SlurmSpec, job_script
 from tests.cloud.waiting import until
 from tests.providers.fake_slurm import NOW_S, SPEC, FakeSlurm, provider
 
@@ -130,6 +130,8 @@ def test_what_is_no_queue_is_not_an_empty_one(answer: str) -> None:
         '{"errors": [{"error": "down"}], "jobs": []}',
         '{"errors": [], "jobs": [{"job_id": {"set": false}, "job_state": "RUNNING", "user_id": 0, "name": "x"}]}',
         '{"errors": [], "jobs": [{"job_id": 1, "job_state": [], "user_id": 0, "name": "x"}]}',
+        '{"errors": [], "jobs": [{"job_id": 1, "job_state": "RUNNING", "user_id": {"set": false}, "name": "x"}]}',
+        '{"errors": [], "jobs": [{"job_id": 1, "job_state": "RUNNING", "user_id": 0, "name": "x", "comment": {}}]}',
     ],
 )
 def test_what_is_no_queue_in_json_is_not_an_empty_one(answer: str) -> None:
@@ -225,6 +227,35 @@ def test_a_cluster_that_takes_comments_away_gets_no_job(tmp_path: Path) -> None:
     assert [job.state for job in cluster.jobs.values()] == ["CANCELLED"]
 
 
+def test_jobs_that_squeue_does_not_list_are_ended_and_not_followed_by_more(tmp_path: Path) -> None:
+    cluster = FakeSlurm()
+    cluster.unlisted = {"1", "2"}
+    with pytest.raises(Misconfigured, match=r"does not list jobs that were submitted \(1, 2\): they are ended"):
+        provider(cluster, tmp_path).request("a", 2)
+    assert [job.state for job in cluster.jobs.values()] == ["CANCELLED", "CANCELLED"]
+
+
+def test_of_two_jobs_with_one_name_the_later_is_cancelled(tmp_path: Path) -> None:
+    """The first was taken late: sbatch had been given up, and the request repeated."""
+    cluster = FakeSlurm()
+    slurm = provider(cluster, tmp_path)
+    cluster.loses_answers, cluster.unlisted = True, {"1"}
+    with pytest.raises(Transient, match="did not end"):
+        slurm.request("a", 1)
+    cluster.loses_answers = False
+    slurm.request("a", 1)
+    cluster.unlisted = set()
+    assert [vm.name for vm in slurm.list()] == ["a-0"]
+    assert [job.state for job in cluster.jobs.values()] == ["RUNNING", "CANCELLED"]
+    assert [vm.name for vm in slurm.list()] == ["a-0"]
+
+
+def test_a_folder_for_logs_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file")
+    with pytest.raises(Misconfigured, match="logs: the folder for logs cannot be made: File exists"):
+        provider(FakeSlurm(), tmp_path / "logs").request("a", 1)
+
+
 def test_what_cannot_be_ended_is_named(tmp_path: Path) -> None:
     cluster = FakeSlurm()
     slurm = provider(cluster, tmp_path)
@@ -259,6 +290,8 @@ def test_a_job_is_asked_for_as_the_user_says(tmp_path: Path) -> None:
         ("sbatch_options", ("-x",)),
         ("sbatch_options", ("--requeue",)),
         ("sbatch_options", ("--comment=mine",)),
+        ("sbatch_options", ("--comm=mine",)),
+        ("sbatch_options", ("--clusters=other",)),
         ("srun_options", ("--a=b\nc",)),
         ("gpus", 1),
     ],
@@ -316,9 +349,9 @@ esac
 class Step:
     """A job's script that runs here, with the processes of its node."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, login: str = "", login_s: int = LOGIN_S) -> None:
         self.folder, self.calls = folder, folder / "calls"
-        for name, text in (("srun", SRUN), ("python", PYTHON)):
+        for name, text in (("srun", SRUN), ("python", PYTHON), *([("bash", login)] if login else [])):
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
         start = NodeStart(
@@ -328,7 +361,7 @@ class Step:
             python_version="3.11.7",
             wheel_sha256="0" * 64,
         )
-        self.script = job_script(start, SPEC, "a-0", 8.0)
+        self.script = job_script(start, SPEC, "a-0", 8.0).replace(f"-ge {LOGIN_S * 10} ", f"-ge {login_s * 10} ")
         known = {"PATH": f"{folder}:{os.environ['PATH']}", "TMPDIR": str(folder), "CALLS": str(self.calls)}
         self.process = subprocess.Popen(
             ["sh", "-s"],
@@ -340,6 +373,8 @@ class Step:
         self.process.stdin.write(self.script.encode())
         self.process.stdin.close()
         until(lambda: self.calls.exists() and "node " in self.calls.read_text(), "a node")
+        if login:
+            return
         self.node_pid = int(self.calls.read_text().partition("node ")[2].split()[0])
         (self.place,) = folder.glob("morph-a-0-*")
 
@@ -354,7 +389,8 @@ class Step:
 
 @pytest.fixture
 def step(tmp_path: Path) -> Iterator[Step]:
-    step = Step(tmp_path)
+    (folder := tmp_path / "a folder").mkdir()
+    step = Step(folder)
     yield step
     step.close()
 
@@ -367,6 +403,8 @@ def test_a_step_notes_the_signal_and_its_node_lives_on(step: Step) -> None:
     until(lambda: (step.place / "notice").exists(), "the note")
     assert step.node_lives()
     assert step.process.poll() is None
+    os.utime(step.place / "notice", (995, 995))
+    os.killpg(step.process.pid, signal.SIGTERM)  # again at the end of the grace time, from which there is none left
     (step.place / "left").touch()
     assert step.process.wait(60) == 0
     assert not step.node_lives()
@@ -379,6 +417,18 @@ def test_a_step_that_is_ended_leaves_nothing(step: Step, name: str) -> None:
     until(lambda: not step.node_lives(), "the end of the node")
     until(lambda: not step.place.exists(), "the end of its folder")
     assert "signalled" in step.calls.read_text(), "it was asked to end, not killed"
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_login_shell_that_hangs_ends_with_its_step(tmp_path: Path, is_told: bool) -> None:
+    hangs = '#!/bin/sh\necho "node $$ hangs" >>"$CALLS"; exec sleep 600\n'
+    step = Step(tmp_path, hangs, LOGIN_S if is_told else 0)
+    if is_told:
+        step.process.send_signal(signal.SIGUSR1)
+    assert step.process.wait(60) == 1
+    shell = int(step.calls.read_text().split()[1])
+    until(lambda: not Path(f"/proc/{shell}/exe").exists(), "the end of the login shell")
+    assert not list(tmp_path.glob("morph-a-0-*"))
 
 
 def test_a_node_that_ends_by_itself_ends_its_step(step: Step) -> None:

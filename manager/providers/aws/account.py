@@ -14,7 +14,7 @@ from typing import Any
 
 from manager.providers.aws.client import MAX_PER_PAGE, Aws, code_of, reading
 from manager.providers.aws.errors import TEMPLATE_EXISTS
-from manager.providers.aws.spec import NAME_TAG, AwsSpec, template_body, template_name
+from manager.providers.aws.spec import VM_TAG, AwsSpec, template_body, template_name
 from manager.providers.interface.cloud import (
     DEVICES_TAG,
     JOB_TAG,
@@ -111,7 +111,7 @@ class Account:
         if not isinstance(created, datetime):
             raise TypeError(f"no time: {created!r}")
         vm = self.vm(
-            tags[NAME_TAG],
+            tags.get(VM_TAG) or str(told["InstanceId"]),  # somebody took its tag away: it is the run's all the same
             tags.get(REQUEST_TAG, ""),
             str(told["InstanceType"]),
             str(told["Placement"]["AvailabilityZone"]),

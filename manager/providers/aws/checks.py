@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from manager.providers.aws.client import Aws, code_of, reading
 from manager.providers.aws.errors import DRY_RUN
 from manager.providers.aws.prices import prices_of
-from manager.providers.aws.spec import AwsSpec, fleet_body, template_body
+from manager.providers.aws.spec import AwsSpec, AwsType, fleet_body, template_body
 from manager.providers.interface.cloud import Finding, Identity, turns
-from manager.providers.interface.provider import ProviderError
+from manager.providers.interface.provider import Misconfigured, ProviderError
 
 IDENTITY = Identity(run="check", job="check")
 LIVING = [{"Name": "instance-state-name", "Values": ["pending", "running"]}]
@@ -32,9 +33,19 @@ class Checks:
         self._types: dict[str, dict[str, Any]] = {}
 
     def run(self) -> Iterator[Finding]:
-        """Yield what is found, one sentence each; a check that fails keeps no other from being made."""
-        yield from self._found(self._login)
-        for check in (self._known_types, self._image, self._network, self._offers, self._rights, self._quota):
+        """Yield what is found, one sentence each; a check that fails keeps no other from being made.
+
+        Without a login there is nothing else to check.
+        """
+        try:
+            with reading("AWS"):
+                yield from self._login()
+        except ProviderError as error:
+            yield Finding(False, str(error))
+            if isinstance(error, Misconfigured):
+                return
+        types: list[Callable[[], Iterator[Finding]]] = [partial(self._known_type, known) for known in self._spec.types]
+        for check in (*types, self._image, self._network, self._offers, self._rights, self._quota):
             yield from self._found(check)
         price = self._spec.price(prices_of(self._spec, self._open).dearest)
         if price is None:
@@ -53,17 +64,16 @@ class Checks:
         told = Aws(lambda: self._open("sts")).call("get_caller_identity", "who you are")
         yield Finding(True, f"AWS knows you as {told['Arn']}")
 
-    def _known_types(self) -> Iterator[Finding]:
-        for known in self._spec.types:
-            told = self._ec2.call("describe_instance_types", known.name, InstanceTypes=[known.name])
-            self._types[known.name] = described = told["InstanceTypes"][0]
-            num_gpus = sum(gpu["Count"] for gpu in described.get("GpuInfo", {}).get("Gpus", []))
-            if known.num_gpus > num_gpus:
-                yield Finding(False, f"{known.name} has {num_gpus} GPUs, and num_gpus is {known.num_gpus}")
-            elif self._spec.spot and "spot" not in described["SupportedUsageClasses"]:
-                yield Finding(False, f"{known.name} is not for spot instances")
-            else:
-                yield Finding(True, f"{known.name} has {num_gpus} GPUs")
+    def _known_type(self, known: AwsType) -> Iterator[Finding]:
+        told = self._ec2.call("describe_instance_types", known.name, InstanceTypes=[known.name])
+        self._types[known.name] = described = told["InstanceTypes"][0]
+        num_gpus = sum(gpu["Count"] for gpu in described.get("GpuInfo", {}).get("Gpus", []))
+        if known.num_gpus > num_gpus:
+            yield Finding(False, f"{known.name} has {num_gpus} GPUs, and num_gpus is {known.num_gpus}")
+        elif self._spec.spot and "spot" not in described["SupportedUsageClasses"]:
+            yield Finding(False, f"{known.name} is not for spot instances")
+        else:
+            yield Finding(True, f"{known.name} has {num_gpus} GPUs")
 
     def _image(self) -> Iterator[Finding]:
         told = self._ec2.call("describe_images", "the image", ImageIds=[self._spec.image])["Images"][0]
@@ -143,6 +153,8 @@ class Checks:
             for told, _ in quotas.pages("list_service_quotas", "Quotas", "the quotas", ServiceCode="ec2")
         }
         name = quota_of(family, known, spot=self._spec.spot)
+        if first.name not in self._types:  # which was said above
+            return
         if name is None:
             yield Finding(False, f"no quota of EC2 is known for {first.name}")
             return

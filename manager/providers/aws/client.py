@@ -147,6 +147,8 @@ NOT_LOGGED_IN = (
 
 def _unanswered(error: Exception, what: str) -> ProviderError:
     text = f"{what}{': ' if what else ''}{' '.join(str(error).split())}"
+    if isinstance(error, NoCredentialsError):
+        text += " (`aws configure`, AWS_PROFILE, or an instance with a role)"
     if isinstance(error, NOT_LOGGED_IN) and not isinstance(error, HTTPClientError):
         return Misconfigured(text)
     return Transient(text)

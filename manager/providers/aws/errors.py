@@ -55,6 +55,7 @@ NOT_YET = {
     "IncorrectInstanceState",
     "InvalidInstanceID.NotFound",
     "InvalidLaunchTemplateId.NotFound",
+    "InvalidLaunchTemplateId.VersionNotFound",
     "InvalidLaunchTemplateName.NotFoundException",
     "InvalidNetworkInterfaceID.NotFound",
     "InvalidVolume.NotFound",
@@ -76,6 +77,8 @@ def provider_error(code: str, message: str, status: int, begin: str = "") -> Pro
         return QuotaExceeded(text)
     if code in CAPACITY:
         return CapacityShort(text)
+    if code == "AuthFailure" and message.startswith("Not authorized"):  # for an image or a network, not to log in
+        return Misconfigured(text)
     if code in EXPIRED or code in NOT_YET or code == MISMATCH or status >= 500 or status < 400:
         return Transient(text)
     return Misconfigured(text)

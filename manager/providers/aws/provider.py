@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,7 @@ class AwsProvider:
     def _make_one(self, name: str, request: str, num_devices: int, spec: AwsSpec) -> None:
         """Ask for one VM, or ask again, under the same client token, what an earlier manager asked."""
         kept = self._operations.token(name) or ""
+        version = ""
         token = str(uuid.uuid4()) if not kept or kept.startswith("{") else kept
         self._operations.begun(name, token)
         user_data = self._user_data(name, num_devices)
@@ -154,6 +156,7 @@ class AwsProvider:
             answer = self._ec2.call("create_fleet", f"VM {name}", **body)
         except (Refused, Misconfigured):
             self._operations.ended(name)
+            self._drop_version(version)
             raise
         except ProviderError as error:
             if code_of(error) == MISMATCH:  # what is asked for was changed since: AWS tells of what there is by then
@@ -169,11 +172,20 @@ class AwsProvider:
                 zone = told.get("AvailabilityZone") or next(iter(zones), "unknown")
                 vm = self.account.vm(name, request, str(told["InstanceType"]), zone, num_devices, time.time())
                 self._operations.begun(name, _Made(id=instance, vm=vm).model_dump_json())
+                self._drop_version(version)
                 return
         self._operations.ended(name)
+        self._drop_version(version)
         if not errors:
             raise Transient(f"VM {name}: its fleet has neither an instance nor an error")
         raise _chief([fleet_error(code, message, f"VM {name}") for code, message in errors])
+
+    def _drop_version(self, version: str) -> None:
+        """Delete a version that no fleet needs: it holds a node's secrets, and a template may have 10,000."""
+        with suppress(ProviderError):  # it goes with the template
+            if version:
+                known = {"LaunchTemplateName": self.account.template, "Versions": [version]}
+                self._ec2.call("delete_launch_template_versions", "", **known)
 
     def _new(self) -> list[_Made]:
         """Those that were made lately."""

@@ -12,7 +12,8 @@ from manager.providers.interface.provider import Price, vm_name
 from morph.contract.base import Value
 from morph.contract.cluster import UsdPerHourAtMost
 
-NAME_TAG = "Name"
+NAME_TAG, VM_TAG = "Name", "morph-vm"
+"""The first is what consoles show, and people change it there: a VM is known by the second."""
 PUBLIC_DOMAIN = "amazonaws.com"
 
 
@@ -141,7 +142,7 @@ def fleet_body(
         version: Of the launch template, with what it boots with.
         token: By which AWS knows the same request again.
     """
-    tags = identity.tags(request) | {NAME_TAG: name, DEVICES_TAG: str(num_devices)}
+    tags = identity.tags(request) | {NAME_TAG: name, VM_TAG: name, DEVICES_TAG: str(num_devices)}
     types = [known for known in spec.types if known.num_devices == num_devices]
     limit = {} if spec.max_usd_per_h is None or not spec.spot else {"MaxPrice": f"{spec.max_usd_per_h:g}"}
     prioritized = spec.strategy == "capacity-optimized-prioritized" or not spec.spot
@@ -243,8 +244,8 @@ def policy(spec: AwsSpec, account: str = "*") -> dict[str, Any]:
             "Sid": "ChangeAndEndWhatIsMorphs",
             "Effect": "Allow",
             "Action": [
-                "ec2:CreateLaunchTemplateVersion", "ec2:DeleteLaunchTemplate", "ec2:DeleteNetworkInterface",
-                "ec2:DeleteVolume", "ec2:GetConsoleOutput", "ec2:TerminateInstances",
+                "ec2:CreateLaunchTemplateVersion", "ec2:DeleteLaunchTemplate", "ec2:DeleteLaunchTemplateVersions",
+                "ec2:DeleteNetworkInterface", "ec2:DeleteVolume", "ec2:GetConsoleOutput", "ec2:TerminateInstances",
             ],
             "Resource": [f"{here}:{kind}/*" for kind in made[:3] + made[4:5]],
             "Condition": ours,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ from azure.mgmt.compute import ComputeManagementClient
 from manager.providers.azure.errors import retry_after_s
 from manager.providers.azure.spec import PUBLIC_AZURE
 
+logging.getLogger("azure").addHandler(logging.NullHandler())
+"""What the SDK warns of comes as an error too, in one sentence."""
 CONNECT_TIMEOUT_S = 10
 READ_TIMEOUT_S = 60
 SHORT_PAUSE_S = 10.0

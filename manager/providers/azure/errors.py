@@ -86,8 +86,9 @@ def translated(error: AzureError, begin: str) -> ProviderError:
     code, target = str(getattr(error.error, "code", None) or ""), str(getattr(error.error, "target", None) or "")
     if code:  # the SDK's own message says everything twice
         text = f"{begin}{code}: {' '.join(str(error.error.message).split())[:MESSAGE_CHARACTERS]}"
-    if isinstance(error, ClientAuthenticationError) and error.response is None:  # whoever asks is not known
-        return Misconfigured(text)
+    if isinstance(error, ClientAuthenticationError) and error.response is None:  # the SDK says of each way why not
+        first = str(error.message).strip().partition("\n")[0][:MESSAGE_CHARACTERS]
+        return Misconfigured(f"{begin}no login to Azure (`az login`, or an identity of this VM): {first}")
     status = int(error.status_code or 0)
     after_s = retry_after_s(error.response.headers) if error.response is not None else None
     if status == 429 or code in THROTTLED:

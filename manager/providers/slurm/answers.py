@@ -114,18 +114,25 @@ def jobs_in_json(text: str, uid: int) -> tuple[Job, ...]:
         found = json.loads(text)
         if found.get("errors"):
             raise Transient(f"squeue: {json.dumps(found['errors'])[:200]}")
-        return tuple(_job_of_object(job) for job in found["jobs"] if _number(job["user_id"]) == uid)
+        return tuple(_job_of_object(job) for job in found["jobs"] if _owner(job) == uid)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Transient(f"squeue: the answer is not a list of jobs: {type(error).__name__}: {error}") from error
 
 
+def _owner(job: dict[str, Any]) -> float:
+    owner = _number(job["user_id"])
+    if owner is None:
+        raise ValueError("a job without a user")
+    return owner
+
+
 def _job_of_object(job: dict[str, Any]) -> Job:
-    states = job["job_state"]
+    states, comment = job["job_state"], "" if job.get("comment") is None else job["comment"]
     number = _number(job["job_id"])
-    if number is None or not states:
-        raise ValueError("a job without a number or a state")
+    if number is None or not states or not isinstance(comment, str):
+        raise ValueError("a job without a number or a state, or with a comment that is not a text")
     return Job(
-        number=f"{number:g}" if number < 1e6 else str(int(number)),
+        number=str(int(number)),
         name=str(job["name"]),
         states=frozenset([states] if isinstance(states, str) else map(str, states)),
         partition=str(job.get("partition") or ""),
@@ -133,7 +140,7 @@ def _job_of_object(job: dict[str, Any]) -> Job:
         reason=str(job.get("state_reason") or ""),
         starts_s=_number(job.get("start_time")) or None,
         ends_s=_number(job.get("end_time")) or None,
-        mark=mark_in(str(job.get("comment") or "")),
+        mark=mark_in(comment),
     )
 
 
@@ -197,7 +204,8 @@ _KINDS: Sequence[tuple[type[ProviderError], str]] = (
         Misconfigured,
         r"[Ii]nvalid (partition|account|qos|generic resource|--?\w|time|wckey|constraint|feature|job array|user|"
         r"qos specification)|[Pp]ermission denied|not permitted|unrecognized option|[Rr]equested node configuration"
-        r"|[Rr]equested time limit|[Mm]emory (specification|required)|Batch script|invalid option|not available to",
+        r"|[Rr]equested time limit|[Ii]nvalid (node name|reservation)|can ?not be satisfied|More processors requested"
+        r"|[Mm]emory (specification|required)|Batch script|invalid option|not available to",
     ),
 )
 """What a refusal means, by words in it. Whatever else Slurm says may be over the next time."""

@@ -143,7 +143,7 @@ class SlurmProvider:
     ) -> tuple[Vm, ...]:
         """See ``Provider``. Every job is submitted at once; when one begins is Slurm's to say."""
         most = count if max_vms is None else max_vms
-        jobs = self._jobs()
+        jobs = self._one_each(self._jobs())
         known = {job.name for job in jobs}
         there = [job for job in jobs if job.phase != "over" and _mark(job).request == request]
         missing = min(-(-count // self._spec.num_gpus), most) - len(there)
@@ -170,7 +170,7 @@ class SlurmProvider:
 
     def list(self) -> tuple[Vm, ...]:
         """See ``Provider``."""
-        return tuple(self._vm(job) for job in self._jobs() if job.phase != "over")
+        return tuple(self._vm(job) for job in self._one_each(self._jobs()) if job.phase != "over")
 
     def delete(self, names: Sequence[str]) -> None:
         """See ``Provider``: a node ends by itself when it is told to, sooner than by scancel, which follows."""
@@ -237,9 +237,11 @@ class SlurmProvider:
 
     def _submit(self, node: str, request: str) -> str:
         mark = Mark(run=self._name.run, job=self._name.job, request=request, devices=self._spec.num_gpus)
-        self._logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        log = f"{self._logs}/".replace("%", "%%") + f"{node}-%j.log"
-        command = sbatch_command(self._spec, node, mark, log)
+        try:
+            self._logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise Misconfigured(f"{self._logs}: the folder for logs cannot be made: {error.strerror}") from error
+        command = sbatch_command(self._spec, node, mark, self._logs)
         said = self._run(command, self._script(node, self._grace()))
         if said.code:
             raise error_of("sbatch", said.err or said.out)
@@ -249,12 +251,15 @@ class SlurmProvider:
         """The run's jobs, with those that were submitted just now.
 
         Raises:
-            Misconfigured: the cluster takes jobs' comments away, by which they are known; they are ended.
+            Misconfigured: jobs that were submitted cannot be found again, and would be paid and lost; they are ended.
         """
         jobs = self._all()
         if bare := [job.number for job in jobs if job.number in submitted and job.mark is None]:
             self._run(["scancel", *bare])
             raise Misconfigured("the cluster replaces the comments of jobs, by which Morph knows them: they are ended")
+        if unseen := sorted({*submitted} - {job.number for job in jobs}, key=int):
+            self._run(["scancel", *unseen])
+            raise Misconfigured(f"squeue does not list jobs that were submitted ({', '.join(unseen)}): they are ended")
         return tuple(job for job in jobs if self._is_ours(job))
 
     def _grace(self) -> float:
@@ -271,6 +276,17 @@ class SlurmProvider:
 
     def _jobs(self) -> tuple[Job, ...]:
         return tuple(job for job in self._all() if self._is_ours(job))
+
+    def _one_each(self, jobs: Sequence[Job]) -> tuple[Job, ...]:
+        """Cancel the later of two jobs with one name: Slurm took the first after sbatch had been given up."""
+        first: dict[str, Job] = {}
+        for job in sorted(jobs, key=lambda job: (job.phase != "running", int(job.number))):
+            if job.phase != "over":
+                first.setdefault(job.name, job)
+        later = {job.number for job in jobs if job.phase != "over" and first[job.name] is not job}
+        if later:
+            self._run(["scancel", *sorted(later, key=int)])
+        return tuple(job for job in jobs if job.number not in later)
 
     def _is_ours(self, job: Job) -> bool:
         return job.mark is not None and (job.mark.run, job.mark.job) == (self._name.run, self._name.job)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from typing import Self
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from manager.providers.boot.cloud_init import NodeStart
 from manager.providers.hosts.static_node import secret_of, static_node
+from manager.providers.interface.provider import vm_name
 from manager.providers.slurm.answers import QUEUE_FORMAT, TIME_FORMAT, Mark
 from morph.contract.base import Value
 from morph.contract.cluster import UsdPerHour
@@ -19,10 +22,13 @@ from morph.contract.vm_names import MAX_DEVICES
 WORD = r"^[A-Za-z0-9_.,:+-]+$"
 TIME = r"^(\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2})$"
 OURS = (
-    "array", "comment", "cpus-per-task", "error", "export", "job-name", "nodes", "no-requeue", "ntasks", "output",
-    "parsable", "partition", "requeue", "signal", "time", "uid", "wait", "wrap",
+    "array", "clusters", "comment", "cpus-per-task", "error", "export", "job-name", "nodes", "no-requeue", "ntasks",
+    "output", "parsable", "partition", "requeue", "signal", "test-only", "time", "uid", "wait", "wrap",
 )  # fmt: skip
-"""Options of sbatch that Morph sets by itself."""
+"""Options of sbatch that Morph sets by itself, or with which it would not find its jobs again."""
+
+LOGIN_S = 300
+"""For how long the login shell of a node may take before its first line."""
 
 
 class SlurmSpec(Value):
@@ -79,8 +85,9 @@ class SlurmSpec(Value):
     @model_validator(mode="after")
     def _not_ours(self) -> Self:
         for option in self.sbatch_options:
-            if option.removeprefix("--").partition("=")[0] in OURS:
-                raise ValueError(f"sbatch_options: {option!r} is set by Morph")
+            name = option.removeprefix("--").partition("=")[0]
+            if known := next((known for known in OURS if known.startswith(name)), None):  # sbatch takes abbreviations
+                raise ValueError(f"sbatch_options: {option!r} is not yours to set: --{known} belongs to Morph")
         return self
 
     @property
@@ -89,8 +96,12 @@ class SlurmSpec(Value):
         return self.partition if self.gres is None else f"{self.partition}/{self.gres}"
 
 
-def sbatch_command(spec: SlurmSpec, node: str, mark: Mark, log: str) -> list[str]:
-    """Write the command that submits the job of a node, whose script it reads from standard input."""
+def sbatch_command(spec: SlurmSpec, node: str, mark: Mark, logs: Path) -> list[str]:
+    """Write the command that submits the job of a node, whose script it reads from standard input.
+
+    ``logs``: the folder for what jobs write.
+    """
+    log = f"{logs}/".replace("%", "%%") + f"{node}-%j.log"
     given = {
         "partition": spec.partition, "account": spec.account, "qos": spec.qos, "gres": spec.gres,
         "mem": spec.memory, "time": spec.time_limit,
@@ -103,10 +114,33 @@ def sbatch_command(spec: SlurmSpec, node: str, mark: Mark, log: str) -> list[str
     ]  # fmt: skip
 
 
+def planned(
+    spec: SlurmSpec,
+    logs: Path,
+    run: str,
+    job: str,
+    request: str,
+    count: int,
+    script: Callable[[str, int], Any] = lambda _node, _num_devices: "(the job script; it holds secrets)",
+) -> list[dict[str, Any]]:
+    """Return what a request for ``count`` devices would submit, in order; for the user.
+
+    ``script``: what is shown of that of a node of this name, with so many devices; it holds secrets.
+    """
+    mark = Mark(run=run, job=job, request=request, devices=spec.num_gpus)
+    num_jobs = min(-(-count // spec.num_gpus), spec.max_jobs or count)
+    nodes = [vm_name(request, index) for index in range(num_jobs)]
+    commands = [shlex.join(sbatch_command(spec, node, mark, logs)) for node in nodes]
+    return [
+        {"command": command, "standard input": script(node, spec.num_gpus)}
+        for node, command in zip(nodes, commands, strict=True)
+    ]
+
+
 def squeue_command(uid: int, *, as_json: bool) -> list[str]:
-    """Write the command that lists the jobs of a user, also those that ended a while ago."""
+    """Write the command that lists a user's jobs, also those that ended a while ago and those in hidden partitions."""
     form = ["--json"] if as_json else [f"--format={QUEUE_FORMAT}"]
-    return ["squeue", f"--user={uid}", "--states=all", *form]
+    return ["squeue", f"--user={uid}", "--states=all", "--all", *form]
 
 
 def job_script(start: NodeStart, spec: SlurmSpec, node: str, grace_s: float) -> str:
@@ -134,7 +168,7 @@ def _leader(start: NodeStart, spec: SlurmSpec, node: str, grace_s: float) -> str
 
     Some clusters signal every process that descends from the step's, by which Ray would end at once. So the node has a
     session of its own, and no parent here. A guard in it ends it when this shell is gone, for whatever reason: it reads
-    a pipe that this shell holds open.
+    a pipe that this shell holds open. A login shell that hangs, as on a file system that is away, is ended here.
     """
     limits = json.dumps({"grace_s": grace_s, "ahead_s": spec.successor_s}).replace("}", ', "ends_s": %s}')
     known = {"{node}": node, "{address}": "", "{devices}": str(spec.num_gpus)}
@@ -147,15 +181,22 @@ def _leader(start: NodeStart, spec: SlurmSpec, node: str, grace_s: float) -> str
         'tail -c 20000 "$d/log" >&7; t=$(cat "$d/elsewhere" 2>/dev/null); rm -rf "$d" ${t:+"$t"}; kill -s KILL 0) &'
     )
     in_session = f'd=$(dirname "$MORPH_SECRET_FILE")\n{guard}\necho $! $$ >"$d/pids"; exec 8<&- 7>&-\n{script}'
+    named = 'echo $$ >"$0/session"; exec "$@"'
     lines = [
         "umask 077",
         f'd=$(mktemp -d "${{TMPDIR:-/tmp}}/morph-{node}-XXXXXX") || exit 1; cat >"$d/secret"; mkfifo "$d/alive"',
         'case "$SLURM_JOB_END_TIME" in ""|*[!0-9]*) ends=null ;; *) ends=$SLURM_JOB_END_TIME ;; esac',
         f'printf \'{limits}\' "$ends" >"$d/limits"',
-        "end=; trap 'date +%s >\"$d/notice\"' TERM USR2; trap end=1 USR1",
+        'end=; trap \'[ -e "$d/notice" ] || date +%s >"$d/notice"\' TERM USR2; trap end=1 USR1',
         's=$(command -v bash || command -v sh); MORPH_SECRET_FILE="$d/secret"; export MORPH_SECRET_FILE',
-        f'(setsid "$s" -lc {shlex.quote(in_session)} 7>&1 8<"$d/alive" >"$d/log" 2>&1 </dev/null &)',
-        'exec 9>"$d/alive"; until [ -s "$d/pids" ]; do sleep 0.1; done; read -r guard node <"$d/pids"',
+        'exec 9<>"$d/alive"',
+        f'(setsid sh -c {shlex.quote(named)} "$d" "$s" -lc {shlex.quote(in_session)} '
+        '7>&1 8<"$d/alive" 9>&- >"$d/log" 2>&1 </dev/null &)',
+        f'i=0; until [ -s "$d/pids" ] || [ -n "$end" ] || [ $i -ge {LOGIN_S * 10} ]; do sleep 0.1; i=$((i+1)); done',
+        'if [ ! -s "$d/pids" ]; then tail -c 20000 "$d/log"; echo "the login shell of this node did not begin"; '
+        'i=0; until [ -s "$d/session" ] || [ $i -ge 600 ]; do sleep 0.1; i=$((i+1)); done; '
+        'kill -s KILL -- -"$(cat "$d/session")"; rm -rf "$d"; exit 1; fi',
+        'read -r guard node <"$d/pids"',
         'while [ -z "$end" ] && [ ! -e "$d/left" ] && [ -e "/proc/$node/exe" ]; do sleep 1 & wait $!; done',
         "exec 9>&-",
         'i=0; while [ -e "/proc/$guard/exe" ] && [ $i -lt 150 ]; do sleep 0.1; i=$((i+1)); done',

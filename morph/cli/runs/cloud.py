@@ -35,7 +35,10 @@ def dry_run_command(
     run: RunOption = "run",
     job: JobOption = "job",
     cluster: Annotated[
-        Path | None, typer.Option(help="Cluster or job file: show the cloud-config of its VMs, without the secrets.")
+        Path | None,
+        typer.Option(
+            help="Cluster or job file: show how its VMs boot, as a cloud-config or a job script, without secrets."
+        ),
     ] = None,
     kind: KindOption = None,
 ) -> None:
@@ -52,31 +55,35 @@ def dry_run_command(
 
     market = market_of_file(read_yaml(file), kind)
     spec = load_yaml(file, market.described)
-    shown = [_cloud_config_of(cluster)] if cluster else []
-    print(json.dumps(market.planned(spec, run, job, f"{job}-1", count, *shown), indent=1))
+    shown = [_boot_of(cluster, market.kind, spec)] if cluster else []
+    print(json.dumps(market.planned(spec, file, run, job, f"{job}-1", count, *shown), indent=1))
 
 
-def _cloud_config_of(path: Path) -> Callable[[str, int], Any]:
-    """Return the visible part of the cloud-config of VMs that a cluster file describes."""
+def _boot_of(path: Path, kind: str, spec: Any) -> Callable[[str, int], Any]:
+    """Return the visible part of the cloud-config, or of the job script, of VMs that a cluster file describes."""
     import json
 
     from pydantic import SecretStr
 
     from manager.providers.boot.cloud_init import cloud_init, node_start
-    from manager.providers.boot.first_boot import program
+    from manager.providers.boot.first_boot import packed, program
     from manager.providers.boot.own_wheel import make_wheel
-    from morph.contract.cluster import CloudVms
+    from manager.providers.slurm.spec import job_script
+    from morph.contract.cluster import CloudVms, SlurmVms
     from morph.contract.errors import ConfigError
     from morph.yaml_files import load_config
 
     vms = load_config(path).vms
-    if not isinstance(vms, CloudVms):
+    if not isinstance(vms, CloudVms | SlurmVms) or vms.kind != kind:
         raise ConfigError(
-            "these VMs have none", source=str(path), field="vms.kind", value=vms.kind, allowed="azure or aws"
+            "is not that of the cloud file", source=str(path), field="vms.kind", value=vms.kind, allowed=kind
         )
     ray = f"{vms.address}:{vms.ray_port}"
     start = node_start(vms, vms.notice_port, "", make_wheel(), "", ray_address=ray, gpus=vms.device == "cuda")
     start = start.model_copy(update={"ray_token": SecretStr("(secret)"), "node_secret": SecretStr("(secret)")})
+
+    def script(node: str, _num_devices: int) -> Any:
+        return job_script(start, spec, node, spec.grace_s or 0.0).replace(packed(), "(the boot program)").splitlines()
 
     def shown(node: str, num_devices: int) -> Any:
         shown = json.loads(cloud_init(start, node, vms.kind, num_devices).partition("\n")[2])
@@ -84,7 +91,7 @@ def _cloud_config_of(path: Path) -> Callable[[str, int], Any]:
             shown["bootcmd"] = [line.replace(f"\n{text.rstrip()}\n", f"\n({name})\n") for line in shown["bootcmd"]]
         return shown
 
-    return shown
+    return script if isinstance(vms, SlurmVms) else shown
 
 
 @cloud_app.command("check")
