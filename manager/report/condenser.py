@@ -117,6 +117,8 @@ class Condenser:
 def condense_all(path: Path, tell: Callable[[str], None]) -> None:
     """Condense a journal before a run is resumed with it, and report progress if that takes long.
 
+    Where there is no journal yet, none is made: the run may still be refused.
+
     Raises:
         RunDirError: the journal cannot be opened, or not written now.
     """
@@ -128,6 +130,8 @@ def condense_all(path: Path, tell: Callable[[str], None]) -> None:
             tenths = line * 10 // last
             tell(f"the run's journal is being condensed, once: {line} of {last} lines are done")
 
+    if not path.exists():
+        return
     with Journal.open(path) as journal:
         journal.condense(Condenser, tell=told)
 
