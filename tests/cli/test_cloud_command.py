@@ -173,7 +173,7 @@ def test_reconcile_ends_what_a_run_left_on_hosts(tmp_path: Path, monkeypatch: py
     assert (code, "2 VMs of tiny-1 were there; none is left" in output) == (0, True), output
     for run, job in (("tiny-1", "tiny"), ("tiny-2", "tiny"), ("other", "tinny")):
         code, output = morph("cloud", "reconcile", path, "--run", run, "--job", job)
-        assert (code, f"run {run} of job {job} has no host: it was ended before" in output) == (1, True), output
+        assert (code, f"run {run} of job {job} has no host: it has ended already" in output) == (1, True), output
     assert sorted(ended) == ["h1", "h3"]
     assert list(json.loads((tmp_path / "leases.json").read_text())) == ["h2:22"]
 
