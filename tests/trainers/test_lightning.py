@@ -60,7 +60,9 @@ def trained_by_lightning(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers", "ignore:.*LeafSpec:FutureWarning", "ignore:The `srun` command is available"
+)
 @pytest.mark.parametrize("texts", [False, True])
 def test_losses_and_weights_are_those_of_lightning(tmp_path: Path, texts: bool) -> None:
     """Points, or texts of varying length, which are padded to each batch's longest there, and to a bucket here."""
