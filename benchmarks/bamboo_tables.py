@@ -14,6 +14,7 @@ which Bamboo is 2.5 times as fast, as in figure 12 at 10 %, is looked for, on as
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.harness import head, row
@@ -23,6 +24,7 @@ from manager.simulation.spot.job import PUBLISHED, SpotJob, job_from_profile
 from manager.simulation.spot.outcome import Outcome
 from manager.simulation.spot.run_end import SpotPrices, Until
 from morph.contract.plan import Plan, by_pool
+from morph.contract.pool import Pool
 from simulator import PlanRequest, simulate, spot_model, synthetic_profile
 
 NODES, STAGES, PIPELINES = 48, 12, 4
@@ -73,9 +75,12 @@ def job(step_s: float) -> SpotJob:
         expected = plan.expected.model_copy(update={"mini_batch_s": seconds, "examples_per_s": BATCH / seconds})
         return plan.model_copy(update={"expected": expected})
 
-    plans = {pool.num_gpus: scaled(plan) for pool, plan in by_pool(found.plans) if pool.num_gpus < NODES}
-    plans[NODES] = scaled(whole)
-    return found.model_copy(update={"plans": plans})
+    def with_whole(plans: Mapping[int, Plan] | Mapping[Pool, Plan]) -> dict[int, Plan]:
+        fewer = {pool.num_gpus: scaled(plan) for pool, plan in by_pool(plans) if pool.num_gpus < NODES}
+        return {**fewer, NODES: scaled(whole)}
+
+    equal = None if found.equal_plans is None else with_whole(found.equal_plans)
+    return found.model_copy(update={"plans": with_whole(found.plans), "equal_plans": equal})
 
 
 def play(of: SpotJob, row: Row, policy: str, seeds: int, nodes: int = NODES) -> list[Outcome]:

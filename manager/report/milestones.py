@@ -92,7 +92,7 @@ class Milestones:
         if isinstance(event, CheckpointFound):
             lost = version - record.version
             cost = f"; {lost} more step{'s' if lost > 1 else ''} are run again" if lost > 0 else ""
-            without = f"version {version} is gone, and version {event.manifest.version} is the newest that is whole"
+            without = f"version {version} is gone, and version {event.manifest.version} is the newest whole version"
             sentences = event.passed_over or ((without,) if lost > 0 else ())
             told += [Milestone("passed_over", sentence + cost) for sentence in sentences]
         for action in record.actions:

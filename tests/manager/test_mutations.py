@@ -120,7 +120,7 @@ def _nothing_happens(transition: Transition, *arguments: Any, **fields: Any) -> 
     """Neither the state nor the actions change."""
 
 
-def _a_refusal_means_nothing(transition: Transition, why: str, _retry_s: float | None = None) -> None:
+def _a_refusal_means_nothing(transition: Transition, why: str, _node_type: str, _retry_s: float | None = None) -> None:
     transition.change_provisioning(next_request_s=None)
     transition.say(node_requests.ReasonCode.REQUEST_REFUSED, why)
 

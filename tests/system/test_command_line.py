@@ -78,7 +78,7 @@ def test_calibrate_plan_simulate_run_and_status_work_one_after_the_other(
     assert any("vm1" in found.lost_workers for found in report.morphs)
 
     (kind,) = json.loads(morph("history", "--json"))
-    assert kind["facts"] == {"provider": "local", "size": "", "region": "", "zone": ""}
+    assert kind["facts"] == {"provider": "local", "size": "", "region": "", "zone": "", "node_type": ""}
     assert (kind["seen"]["num_vms"], kind["seen"]["num_lost"], kind["estimate"]["num_preparations"]) == (3, 1, 0)
     lives = {life.vm: life for life in lives_of(entries)}
     assert {vm: life.ending for vm, life in lives.items()} == {

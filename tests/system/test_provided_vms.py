@@ -188,7 +188,7 @@ def test_a_host_that_dies_with_both_its_devices_is_replaced_and_one_without_a_ma
     held = job_file(tmp_path, hosts, calibrated, TOO_SMALL_ALONE_BYTES, **told)
     path, leases = tmp_path / "job.yaml", hosts.directory / "leases.json"
     checked = CliRunner().invoke(app, ["config", "check", str(path)]).stdout
-    assert "with 2 workers in shape 2x1, with 2 at least" in checked
+    assert "with 2 workers in shape 2x1, at least 2 needed" in checked
     made = tmp_path / "made"
     with RunningMorph("run", path, "--verbose", "--no-page", secrets_path=made) as run:
         assert "2x1 on 2 of 2 ready workers" in run.wait_for_line("generation 1 is formed")
