@@ -16,7 +16,8 @@ from manager.controller.state.state import ControllerState, OutstandingOrder, Ph
 from manager.controller.state.transition import Transition
 from manager.controller.steps.checkpoints import SAVING, save_if_due
 from manager.controller.steps.failures import FORMED_PHASES, dissolve, lose
-from manager.controller.steps.recovery import find_if_due, in_doubt, loading_workers, note_doubt, rest_over
+from manager.controller.steps.recovery import find_if_due, in_doubt, is_saved, loading_workers, note_doubt, rest_over
+from manager.controller.steps.training_loop import end_if_saved
 from manager.controller.stragglers import probe_at_s, probe_if_due
 from morph.contract.messages import Failed, WorkerId
 from morph.words import counted
@@ -125,7 +126,12 @@ def _end_long_waits(transition: Transition) -> None:
         case Phase.SEALING if (
             state.saving.sealing_since_s is not None and now_s >= state.saving.sealing_since_s + limit_s
         ):
-            transition.end("failed", f"the manifest of version {state.version} was not written within {limit_s:.4g} s")
+            if is_saved(state):  # only earlier ones are missing
+                transition.change_saving(sealing=(), sealing_since_s=None)
+                end_if_saved(transition)
+            else:
+                told = f"the manifest of version {state.version} was not written within {limit_s:.4g} s"
+                transition.end("failed", told)
         case Phase.COMMITTING | Phase.SEALING:
             save_if_due(transition)
         case Phase.HOLDING if waits.hold_until_s is not None and now_s >= waits.hold_until_s:

@@ -270,7 +270,7 @@ def test_nothing_is_asked_of_a_device_where_tensors_go_through_the_host() -> Non
 
 
 def test_what_is_no_handle_of_cuda_memory_is_not_opened() -> None:
-    with pytest.raises(ValueError, match="3 bytes are no handle"):
+    with pytest.raises(ValueError, match="3 bytes are not a handle"):
         CudaDevice(torch.device("cuda:0")).opened(b"abc")
 
 

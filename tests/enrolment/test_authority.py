@@ -120,9 +120,9 @@ def test_a_wrong_certificate_is_told_from_the_right_one(authority: Authority) ->
     check_certificate(certificate_of(authority, key), trusted, key, ADDRESS)
     early, late = now() - 2 * LIFE, now() + LIFE
     wrong: Sequence[tuple[str, str]] = [
-        (certificate_of(other, key), "none of this run's authority"),
-        ("words", "none of this run's authority"),
-        (trusted.decode(), "none of this run's authority"),
+        (certificate_of(other, key), "not from this run's authority"),
+        ("words", "not from this run's authority"),
+        (trusted.decode(), "not from this run's authority"),
         (certificate_of(authority, new_key()), "for another key"),
         (certificate_of(authority, key, "127.0.0.3"), "not for 127.0.0.2"),
         (authority.certify(key.public_key(), NODE, ADDRESS, LIFE, early).decode(), "clocks is wrong"),

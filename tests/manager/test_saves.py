@@ -62,6 +62,7 @@ def step_to(script: Script, time_s: float) -> list[SendStep]:
     return actions
 
 
+@pytest.mark.parametrize("manifests", ["in order", "two at once, the newer first"])
 @pytest.mark.parametrize("num_steps_a_save", [1, 2, 5])
 @pytest.mark.parametrize(
     "losses",
@@ -72,12 +73,15 @@ def step_to(script: Script, time_s: float) -> list[SendStep]:
         [5, 4, 6, 1, 2, 3, 4, 5, 6],
     ],
 )
-def test_the_best_version_is_saved_however_slow_storage_is(losses: list[int], num_steps_a_save: int) -> None:
+def test_the_best_version_is_saved_however_slow_storage_is(
+    losses: list[int], num_steps_a_save: int, manifests: str
+) -> None:
     script = Script(num_steps=len(losses) + 1)
     script.ready("n1", "n2", "n3", "n4")
     size = EvaluationSize(every_steps=1, num_micro_batches=1, best=BestRule())
     script.state = changed(script.state, evaluation=size)
     queue: list[int] = []
+    sealing: list[int] = []
     marked = [0]
 
     def act(actions: Sequence[Action]) -> None:
@@ -91,7 +95,10 @@ def test_the_best_version_is_saved_however_slow_storage_is(losses: list[int], nu
     def write() -> None:
         version = queue.pop(0)
         act(script.written(version))
-        act(script.tell(ManifestWritten(version=version)))
+        sealing.append(version)
+        if manifests == "in order" or len(sealing) == 2 or not queue:
+            while sealing:
+                act(script.tell(ManifestWritten(version=sealing.pop())))
 
     script.reshaped()
     while script.state.phase is Phase.TRAINING:

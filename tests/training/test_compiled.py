@@ -154,5 +154,5 @@ class Noted(nn.Module):
 def test_a_model_that_is_cut_at_marks_is_refused() -> None:
     marked = replace(plain, model=Noted, num_sections=2, compile=True)
     model = cut(export_job(marked), num_sections=2, micro_batch_size=MICRO_BATCH_SIZE)
-    with pytest.raises(JobError, match=r"compile: cannot be had.*allowed: False for a model that is cut at marks"):
+    with pytest.raises(JobError, match=r"compile: is not possible.*allowed: False for a model that is cut at marks"):
         refuse_marked(model)

@@ -64,7 +64,7 @@ def set_back_judged(transition: Transition, version: int) -> None:
 def note_complete(transition: Transition, version: int) -> None:
     """A checkpoint is complete: mark it if its version is the best of those that are."""
     saving = transition.state.saving
-    transition.change_saving(newest=(*saving.newest, version)[-MOST_NEWEST:])
+    transition.change_saving(newest=tuple(sorted((*saving.newest, version)))[-MOST_NEWEST:])
     _mark(transition)
 
 
@@ -88,7 +88,9 @@ def _mark(transition: Transition) -> None:
     if marked is not None and marked != saving.marked:
         transition.actions.append(MarkBest(best=marked))
     newest = max(saving.newest, default=0)
-    left = tuple(candidate for candidate in saving.candidates if candidate.version > newest)
+    # a newer version may be complete before one that is on the way
+    on_the_way = {one.version for one in saving.under_way} | {one.version for one in saving.sealing}
+    left = tuple(one for one in saving.candidates if one.version > newest or one.version in on_the_way)
     transition.change_saving(marked=marked, candidates=left)
 
 

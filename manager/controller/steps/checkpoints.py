@@ -82,7 +82,8 @@ def on_checkpoint_failed(transition: Transition, event: CheckpointFailed) -> Non
         left = tuple(entry for entry in saving.sealing if event.version not in (None, entry.version))
         since_s = saving.sealing_since_s if left else None
         transition.change_saving(sealing=left, sealing_since_s=since_s, checkpoint_base=_last_try(state))
-        return _abandon(transition, f"the manifest cannot be written: {event.error}")
+        _abandon(transition, f"the manifest cannot be written: {event.error}")
+        return end_if_saved(transition) if state.phase is Phase.SEALING else None
     lasting = tuple(one for one in saving.earlier if one.version != event.version or event.worker not in one.debtors)
     if lasting != saving.earlier:
         transition.change_saving(earlier=lasting)  # what was written before a checkpoint has delayed it

@@ -175,10 +175,17 @@ def seal(transition: Transition, pending: PendingCheckpoint) -> None:
 
 
 def end_if_saved(transition: Transition) -> None:
-    """While sealing: end once the decided version is a complete checkpoint."""
+    """While sealing: end once the decided version is a complete checkpoint, and those before it, one may be the best.
+
+    Manifests are written side by side, so that a newer one may be there first.
+    """
     state = transition.state
     if state.saving.checkpoint is not None and state.saving.checkpoint.version == state.version:
-        return _end(transition)
+        if not state.saving.sealing:
+            return _end(transition)
+        return transition.say(
+            ReasonCode.CHECKPOINT_COMPLETE, "the last checkpoint is complete; earlier ones are awaited"
+        )
     return transition.say(ReasonCode.CHECKPOINT_COMPLETE, "an earlier checkpoint is complete; the last one is awaited")
 
 
