@@ -16,7 +16,7 @@ from tests.worker_setup import SETUP
 
 STEP = SimpleNamespace(step=3, attempt=0)
 PLAN = SimpleNamespace(
-    num_micro_batches=4, stages=(SimpleNamespace(sections=range(1), first_section=0, end_section=1),)
+    num_micro_batches=4, num_sections=1, stages=(SimpleNamespace(sections=range(1), first_section=0, end_section=1),)
 )
 
 
@@ -26,7 +26,7 @@ def _current(every: int = 1) -> Any:
         plan=PLAN,
         order=SimpleNamespace(copy_sums_every=every, keep_sums=True),
         units={},
-        topology=SimpleNamespace(unit_rings={}),
+        topology=SimpleNamespace(unit_rings={}, split_units=frozenset(), rounds={}),
         ring_of=lambda _unit: None,
         interrupt=Interrupt(1),
         salvage_in=lambda _order: None,
