@@ -98,6 +98,21 @@ def test_every_link_of_the_pages_at_the_root_leads_somewhere() -> None:
             assert not anchor or anchor in _anchors(found), (page.name, target, anchor)
 
 
+def test_the_picture_of_the_packages_shows_each_once() -> None:
+    """Small packages and modules that all others use may be left out."""
+    shown = re.findall(r'class="p">([^<]+)<', (REPOSITORY / "docs/images/architecture.svg").read_text(encoding="utf-8"))
+    used_by_all = {
+        f"morph/{name}" for name in ("contract", "link", "pictures.py", "tables.py", "user_cache.py", "words.py")
+    }
+    used_by_all |= {"morph/yaml_files.py", "manager/run_dir.py", "morph/runtime"}
+    packages = {"simulator", "calibrate"}
+    for top in ("morph", "manager", "morph/runtime"):
+        for path in (REPOSITORY / top).iterdir():
+            if (path.suffix == ".py" and path.name != "__init__.py") or (path / "__init__.py").is_file():
+                packages.add(f"{top}/{path.name}")
+    assert sorted(shown) == sorted(packages - used_by_all)
+
+
 def _command(found: click.Command, words: list[str]) -> tuple[click.Command, list[str]]:
     while words and words[0] in getattr(found, "commands", {}):
         found, words = found.commands[words[0]], words[1:]  # type: ignore[attr-defined]

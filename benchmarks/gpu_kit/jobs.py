@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -16,7 +15,6 @@ gpt2_355m_fast = replace(gpt2_355m, name="gpt2-355m-fast", accumulation="fast")
 gpt2_355m_compiled = replace(gpt2_355m, name="gpt2-355m-compiled", compile=True)
 gpt2_355m_clipped = replace(gpt2_355m, name="gpt2-355m-clipped", clip_grad_norm=1.0)
 gpt2_355m_m16 = replace(gpt2_355m, name="gpt2-355m-m16", micro_batch_size=16)
-llama_1b = jobs.llama_1b
 
 
 def _dropped(width: int, layers: int, length: int) -> GPT2LMHeadModel:
@@ -24,7 +22,7 @@ def _dropped(width: int, layers: int, length: int) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(vocab_size=4096, use_cache=False, bos_token_id=None, eos_token_id=None, **sizes))
 
 
-def _job(name: str, width: int, layers: int, length: int, **more: Any) -> Job:
+def _job(name: str, width: int, layers: int, length: int) -> Job:
     return replace(
         jobs.gpt2_355m,
         name=name,
@@ -33,12 +31,9 @@ def _job(name: str, width: int, layers: int, length: int, **more: Any) -> Job:
         num_sections=layers,
         batch_size=32,
         micro_batch_size=4,
-        **more,
     )
 
 
 # dropout of 0.1 and flash attention in bf16: what recompute, random streams and kernels have to agree on
 bits = _job("bits", 512, 6, 256)
-bits_clipped = _job("bits-clipped", 512, 6, 256, clip_grad_norm=1.0)
 tiny = _job("tiny", 32, 3, 16)
-tiny_fast = replace(tiny, name="tiny-fast", accumulation="fast")

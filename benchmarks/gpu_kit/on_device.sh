@@ -1,6 +1,6 @@
 #!/bin/bash
 # On a machine with one CUDA device, in the root of this tree: bash benchmarks/gpu_kit/on_device.sh A|B|C [cpu]
-#   A: facts, tests/gpu, calibrate, managed runs with a kill and bits compared, probes of suspicions
+#   A: facts, tests/gpu, calibrate, managed runs with a kill and bits compared
 #   B: step times beside plain loops with profiles, then the content of `make bench-gpu`
 #   C: what is left: runs by mailboxes and with salvage, more step times
 # `cpu` runs the same at sizes that say nothing, to see that it works. Every stage has a time-out of its own, and what
@@ -25,7 +25,7 @@ stage() {  # name, most seconds, lines shown, command..
   timeout -k 5 "$room" "$@" > "$WORK/stage.log" 2>&1; local rc=$?
   { echo "######## $PART $name: rc $rc, $(($(date +%s) - start)) s of $room"; cat "$WORK/stage.log"; } >> "$LOG"
   echo "$PART $name: rc $rc, $(($(date +%s) - start)) s of $room" | tee -a "$OUT/summary.txt"
-  grep -hE '^(RESULT|PROFILE)|SUSPICION HOLDS|TIMED OUT' "$WORK/stage.log" | cut -c1-220 | sed 's/^/    /' >> "$OUT/summary.txt"
+  grep -hE '^(RESULT|PROFILE)' "$WORK/stage.log" | cut -c1-220 | sed 's/^/    /' >> "$OUT/summary.txt"
   tail -n "$lines" "$WORK/stage.log" | cut -c1-220
 }
 if [ "$SITE" != none ]; then
@@ -43,14 +43,12 @@ KITMOD=benchmarks.gpu_kit
 case $PART in
 A)
   stage facts 60 22 "$PY" -m $KITMOD.facts
-  stage probes-quick 75 14 "$PY" -m $KITMOD.probes "$DEV" fork bits repeated
   stage tests 200 25 "$PY" -m pytest -m gpu tests/gpu -p no:cacheprovider -q --timeout 90 --durations 6
   grep -q ' failed\| error' "$WORK/stage.log" && \
     CUDA_MODULE_LOADING=EAGER stage tests-eager 100 12 "$PY" -m pytest -m gpu tests/gpu -p no:cacheprovider -q --timeout 60 -k "test_links or test_mailboxes"
   stage calibrate 120 12 "$PY" -m morph.cli.main calibrate "$STDLIB" --device "$DEV" --samples 8 -o "$WORK/profile.json" --commit-round
   cp "$WORK/profile.json" "$OUT/profile.json" 2>/dev/null
   stage runs 220 16 "$PY" -m $KITMOD.runs --device "$DEV" --job "$STDLIB" --profile "$WORK/profile.json" --folder "$WORK/runs" one pair killed
-  stage probes 120 30 "$PY" -m $KITMOD.probes "$DEV" host_times pinning alignment reduction_waits ipc_room
   ;;
 B)
   for mode in morph plain plain-free; do

@@ -21,9 +21,7 @@ from morph.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 KIT = ROOT / "benchmarks" / "gpu_kit"
-SCRIPT, RUNS, PROBES, JOBS = (
-    (KIT / name).read_text(encoding="utf-8") for name in ("on_device.sh", "runs.py", "probes.py", "jobs.py")
-)
+SCRIPT, RUNS, JOBS = ((KIT / name).read_text(encoding="utf-8") for name in ("on_device.sh", "runs.py", "jobs.py"))
 
 
 def test_every_module_file_and_name_that_the_kit_runs_is_there() -> None:
@@ -32,10 +30,6 @@ def test_every_module_file_and_name_that_the_kit_runs_is_there() -> None:
     modules |= set(re.findall(r'^HOST = "(.+)"', RUNS, re.MULTILINE))
     assert modules >= {"benchmarks.gpu_kit.facts", "morph.cli.main", "manager.engine.on_processes.process_host"}
     assert [name for name in modules if find_spec(name) is None] == []
-    probes = re.findall(r"^@probe\ndef (\w+)", PROBES, re.MULTILINE)
-    run = [name for line in re.findall(r'probes "\$DEV" (.+)', SCRIPT) for name in line.split()]
-    assert "bits" in run
-    assert set(run) <= set(probes)
     jobs = [*re.findall(r"job (\w+)\)", SCRIPT), *re.findall(r"for variant in (.+);", SCRIPT)[0].split(), "tiny"]
     assert [name for name in jobs if not re.search(rf"^{name} = ", JOBS, re.MULTILINE)] == []
     for path in ("tests/gpu", "configs/jobs/gpt2_stdlib.py", "configs/jobs/tiny_gpt.py", "tests/gpu/test_mailboxes.py"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from benchmarks.bamboo_redundancy import inferred_latency_s, overhead, simulated
 from benchmarks.bamboo_tables import ROWS
 from benchmarks.bamboo_tables import job as bert
 from benchmarks.bamboo_tables import play as play_row
-from benchmarks.next_split import H100S, in_halves, llama, shared, zero_1
 from benchmarks.printed import pages, stale
 from benchmarks.published import questions as published_questions
 from benchmarks.published.bamboo import MODELS_OF_TABLE_4, STAGES, Published, bert_layers, resnet_layers
@@ -21,7 +19,6 @@ from benchmarks.published.questions import (
     TABLE_3,
     TABLE_7,
     Answer,
-    best_shape,
     mean_error,
     shipped,
     table_3,
@@ -31,10 +28,8 @@ from benchmarks.published.questions import (
 )
 from benchmarks.sailor import GROUPS, main
 from benchmarks.spotify_tables import HEAVY, LIGHT, MTTP_S, STEPS, Inferred, play
-from morph.contract.profile import Profile
 from morph.contract.trace import write_trace
 from simulator import spot_model
-from simulator.costs.reductions import reduced_units
 from tests.grids import IS_LONG
 
 
@@ -140,12 +135,6 @@ def test_the_deep_pipeline_loses_as_published(answers: tuple[Answer, ...]) -> No
     assert rate[18, 5] < 0.9 * min(rate[6, 16], rate[9, 11])
 
 
-def test_the_best_shape_is_of_the_asked_number_of_gpus(answers: tuple[Answer, ...]) -> None:
-    assert best_shape(answers, 36, "published") == (6, 6)
-    assert best_shape(answers, 100, "published") == (9, 11)
-    assert best_shape(answers, 36, "answered") in TABLE_3
-
-
 def test_a_message_longer_than_a_forward_sets_gpipe_back_as_published() -> None:
     first, *predicted = published_questions.table_5_inferred()
     assert (first.is_anchor, first.ratio) == (True, pytest.approx(1.0, abs=0.001))
@@ -161,27 +150,6 @@ def test_vms_of_four_gpus_reduce_over_shared_links() -> None:
     assert four.answered < one.answered
 
 
-def test_an_anchor_does_not_count_as_a_prediction() -> None:
-    rows = [Answer("a", (1, 1), 1.0, 1.1), Answer("b", (1, 1), 1.0, 1.0, is_anchor=True), Answer("c", (1, 1), 2.0, 1.4)]
-    assert mean_error(rows) == (pytest.approx(0.2), pytest.approx(0.3))
-
-
-@pytest.mark.slow
-def test_the_command_prints_every_table_beside_the_published_values(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # the search takes long on VMs
-    one_shape = partial(published_questions.plan, pipeline_depth=9, num_replicas=4, schedule="varuna", recompute=True)
-    monkeypatch.setattr(published_questions, "plan", one_shape)
-    published_questions.main()
-    printed = capsys.readouterr().out
-    assert printed.count("anchor, no prediction") == 3
-    assert printed.count("Table 3") == 2
-    assert printed.count("any shape, m and partition") == 4
-    for value in ("164.3", "0.426", "35.9", "390"):
-        assert value in printed
-
-
 def test_the_document_has_the_figures_that_are_computed() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     for answers in (table_7_estimated(), table_7()):
@@ -192,10 +160,6 @@ def test_the_document_has_the_figures_that_are_computed() -> None:
         figures = (varuna.published, varuna.answered, varuna.ratio, other.published, other.answered, other.ratio)
         cells = " | ".join(f"{value:g}" if at % 3 == 0 else f"{value:.2f}" for at, value in enumerate(figures))
         assert f"| {varuna.question.split(':')[0]}, {varuna.shape[0]}x{varuna.shape[1]} | {cells} |" in text
-
-
-def test_the_papers_own_simulator_is_as_far_off_as_its_table_says() -> None:
-    assert mean_error(table_7_estimated()) == (pytest.approx(0.022, abs=0.0005), pytest.approx(0.056, abs=0.0005))
 
 
 def made_up_artifact(root: Path) -> None:
@@ -252,22 +216,3 @@ def test_runs_of_sailor_are_simulated_with_the_times_of_each_node(
     assert cells[2:6] == ["2x2, 2, 40", "2.000", "+50.0 %", f"{100 * (expected_s / 2 - 1):+.1f} %"]
     assert len(lines) == 2 * len(GROUPS)
     assert "the same times as N4 D2" in lines[1]
-
-
-def test_a_job_that_is_split_further_computes_holds_and_reduces_as_much_as_before() -> None:
-    whole, attention = llama(4, 4096, 14_336)
-    halves, quarter = in_halves(whole, attention), shared(whole, H100S, 4)
-
-    def totals(profile: Profile) -> list[float]:
-        sizes = [
-            sum(each.optimizer_bytes for each in profile.sections),
-            sum(each.gradient_bytes for each in profile.sections),
-        ]
-        times_s = [sum(each.backward[2].median_s for each in profile.sections)]
-        return [*times_s, *sizes, sum(unit.reduced_bytes for unit in reduced_units(profile))]
-
-    assert totals(halves) == pytest.approx(totals(whole))
-    assert len(halves.sections) == len(halves.units) == len(whole.sections) + 4
-    assert [4 * size for size in totals(quarter)[1:]] == pytest.approx(totals(whole)[1:])
-    assert 1.06 < 4 * totals(quarter)[0] / totals(whole)[0] < 1.2  # with its own all-reduces
-    assert [2 * size for size in totals(zero_1(whole, 6, 3))[1:2]] == pytest.approx(totals(whole)[1:2])

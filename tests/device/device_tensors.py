@@ -1,10 +1,10 @@
 """Tensors of a device that is not the host, with numbers: what the host may not do with a device's memory fails.
 
-They take torch's slot for backends that others bring (PrivateUse1), as in ``step_counts``; autograd, optimizers and
-views are torch's own. Each storage has an address at which nobody can read, and host memory of its own that only this
-module finds, in which operations are computed. So ``.numpy()`` and buffers are refused by torch, whoever reads at an
-address ends the process, an operation that mixes devices is refused here, and a copy between the host and the device
-is an error where no ``Stream`` makes it (``copies_allowed``), but for the few bytes of ``.tolist()`` and the like.
+They take torch's slot for backends that others bring (PrivateUse1); autograd, optimizers and views are torch's own.
+Each storage has an address at which nobody can read, and host memory of its own that only this module finds, in which
+operations are computed. So ``.numpy()`` and buffers are refused by torch, whoever reads at an address ends the process,
+an operation that mixes devices is refused here, and a copy between the host and the device is an error where no
+``Stream`` makes it (``copies_allowed``), but for the few bytes of ``.tolist()`` and the like.
 """
 
 from __future__ import annotations
