@@ -12,7 +12,7 @@ from manager.accounting.account import Account, Part
 from manager.accounting.spent import NOTHING
 from manager.controller.state.events import WorkerAnswered
 from manager.journal.journal import Journal
-from manager.report.picture import LABEL_WIDTH_PX, PLANNED, UNPLANNED, draw_run, label_rows, run_figure
+from manager.report.picture import PLANNED, UNPLANNED, draw_run, run_figure
 from manager.report.steps import Cost, SetBack, Step, StepRecord, Steps
 from manager.report.values import MorphRecord, RunReport, ShapeSpan, SourceSum, VmCount
 from manager.run_dir import JOURNAL, RunFacts
@@ -138,14 +138,6 @@ def test_every_panel_marks_every_morph_with_its_colour_and_pause() -> None:
     assert labels == {"600 ms": UNPLANNED, "1400 ms": UNPLANNED, "480 ms": PLANNED, "550 ms": UNPLANNED}
 
 
-def test_each_shape_that_lasted_is_labelled_and_keeps_its_colour() -> None:
-    panel = run_figure(report()).axes[1]
-    assert [text.get_text() for text in panel.texts] == ["3x2", "2x2", "3x1", "3x2", "5x1"]
-    colours = [patch.get_facecolor() for patch in panel.patches if patch.get_alpha() is None]
-    assert colours[0] == colours[4]
-    assert len(set(colours)) == 5
-
-
 def test_the_curves_hold_what_the_report_holds() -> None:
     _, _, throughput, loss = run_figure(report()).axes
     measured = [line for line in throughput.lines if line.get_marker() == "."]
@@ -158,33 +150,11 @@ def test_the_curves_hold_what_the_report_holds() -> None:
     assert [round(value, 6) for value in again.get_ydata()] == [round(steps()[i].loss or 0, 6) for i in (71, 72)]
 
 
-def test_workers_in_use_fall_to_none_between_shapes() -> None:
-    panel = run_figure(report()).axes[0]
-    line = next(line for line in panel.lines if line.get_label() == "workers in use")
-    assert list(line.get_ydata()) == [0, 6, 0, 4, 0, 4, 0, 3, 0, 6, 0, 5, 0]
-
-
 def test_a_run_that_never_stepped_can_be_drawn(tmp_path: Path) -> None:
     empty = report(shapes=(), morphs=(), steps=Steps(), vms=(), version=0, end_s=START_S)
     assert "no step was decided" in [text.get_text() for text in run_figure(empty).axes[2].texts]
     draw_run(empty, tmp_path / "run.png")
     assert (tmp_path / "run.png").stat().st_size > 0
-
-
-def test_one_shape_is_no_shapes() -> None:
-    one = run_figure(report(shapes=SPANS[:1], version=1))
-    assert [text.get_text() for text in one.texts if " in " in text.get_text()] == ["gpt2-stdlib: 1 step in 1 shape"]
-
-
-def test_a_morph_that_was_never_resumed_is_said_to_be_so() -> None:
-    panel = run_figure(report(morphs=(morph(108, None, "3x2", "5x1"),))).axes[0]
-    assert [text.get_text() for text in panel.texts] == ["not resumed"]
-
-
-def test_neighbouring_labels_stand_in_different_rows() -> None:
-    near = LABEL_WIDTH_PX / 2
-    assert label_rows([0, near, 2 * near, 2 * near + 1, 1000]) == [0, 1, 0, 2, 0]
-    assert label_rows([]) == []
 
 
 TIMES = ComputeTimes(forward_s=1, recompute_s=0, backward_s=1, reduce_s=0, wait_s=0, step_s=2)

@@ -9,8 +9,6 @@ import json
 import os
 import platform
 import re
-import signal
-import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -32,7 +30,6 @@ from manager.engine.joining.notice_server import NoticeServer
 from manager.engine.loop.event_queue import EventQueue
 from manager.enrolment.authority import check_certificate
 from manager.enrolment.files import Certificates
-from manager.host.processes import lives
 from manager.journal.records import Fact
 from manager.providers.boot.cloud_init import (
     CODE_DIRECTORY,
@@ -45,10 +42,10 @@ from manager.providers.boot.cloud_init import (
 from manager.providers.boot.own_wheel import make_wheel, requirements
 from morph.contract.cluster import JOB_UID
 from morph.link.authority import authority_of
-from tests.cloud.hosts import ROOT, Host, Hosts, not_permitted
+from tests.cloud.hosts import Host, Hosts, not_permitted
 from tests.cloud.image import bare_python
 from tests.cloud.metadata import ADDRESS
-from tests.cloud.units import UnitError, read_unit
+from tests.cloud.units import read_unit
 from tests.cloud.virtual_azure import VirtualAzure, in_namespace
 from tests.cloud.waiting import until
 
@@ -99,52 +96,6 @@ def test_a_real_cloud_config_is_carried_out_inside_the_host(hosts: Hosts, tmp_pa
     until(lambda: (tmp_path / "seen").exists() and "python" in (tmp_path / "seen").read_text(), "the first boot")
     assert (tmp_path / "seen").read_text().split() == ["600", START.node_secret.get_secret_value(), "vm", "python"]
     assert not Path(SECRET_PATH).exists()
-
-
-def test_a_service_is_started_again_until_it_cannot_run_at_all(hosts: Hosts, tmp_path: Path) -> None:
-    unit = (
-        "[Unit]\nStartLimitIntervalSec=60\nStartLimitBurst=3\nStartLimitAction=poweroff-force\n"
-        f"[Service]\nEnvironment=WORD=again\nExecStart=/bin/sh -c 'echo $$WORD >> {tmp_path}/seen'\n"
-        "Restart=always\nRestartSec=0.05\n"
-    )
-    host = booted(hosts, cloud_config(["systemctl", "start", "x.service"], units={"x": unit}))
-    until(lambda: not host.is_on, "the host to switch itself off")
-    assert (tmp_path / "seen").read_text().split() == ["again"] * 3
-
-
-def test_killing_a_host_ends_everything_in_it_at_once(hosts: Hosts) -> None:
-    unit = "[Service]\nExecStart=/bin/sh -c 'setsid sleep 1000 & sleep 1000'\n"
-    host = booted(hosts, cloud_config(["systemctl", "start", "x.service"], units={"x": unit}))
-    inside: list[psutil.Process] = []
-
-    def both_sleep() -> bool:
-        inside[:] = psutil.Process(host.pid).children(recursive=True)
-        return sum(process.name() == "sleep" for process in inside) == 2
-
-    until(both_sleep, "the service and the process that left its session")
-    host.kill()
-    assert not [process for process in inside if lives(process)]
-
-
-def test_nothing_outlives_the_process_that_made_it(tmp_path: Path) -> None:
-    program = (
-        "import time\nfrom pathlib import Path\nfrom tests.cloud.hosts import Hosts\n"
-        f"with Hosts([Path({str(tmp_path)!r})], {{}}) as hosts:\n"
-        "    hosts.furnish('vm'); host = hosts.boot('vm', '')\n"
-        "    print(host.pid, hosts.directory, flush=True)\n    time.sleep(1000)\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE
-    ) as maker:
-        assert maker.stdout is not None
-        pid, directory = maker.stdout.readline().decode().split()
-        process = psutil.Process(int(pid))
-        maker.send_signal(signal.SIGKILL)
-        maker.wait()
-    until(lambda: not lives(process), "the host's end")
-    with Hosts([], {}):  # removes what is left of processes that are gone
-        until(lambda: not list(Path("/run/netns").glob(f"morph-{maker.pid}-*")), "another test that removes them, too")
-        assert not Path(directory).exists()
 
 
 @contextmanager
@@ -334,14 +285,6 @@ def test_a_vm_whose_metadata_service_stays_open_to_the_job_is_unfit(
         assert (fact.name, fact.worker) == ("vm_unfit", "tiny-1-0")
         assert "cannot be closed to the job's code (vms.metadata: true leaves it open): it answers" in fact.detail
         assert host.log("morph-node") == ""
-
-
-@pytest.mark.parametrize(
-    "text", ["[Service]\n", "[Service]\nExecStart=sleep 1\n", "[Service]\nType=forking\nExecStart=/a\n"]
-)
-def test_a_unit_that_the_stand_in_does_not_understand_is_an_error(text: str) -> None:
-    with pytest.raises(UnitError):
-        read_unit(text)
 
 
 def test_the_units_of_a_node_are_understood() -> None:

@@ -72,7 +72,6 @@ class Explorer:
     """Walks the histories of one scenario."""
 
     scenario: Scenario
-    reduced: bool = True
     most_worlds: int = 5_000_000
     _states: list[MemberState] = field(default_factory=list)
     _state_ids: dict[MemberState, int] = field(default_factory=dict)
@@ -96,7 +95,6 @@ class Explorer:
         self._may_leave = {*scenario.killed, *(other for _, other in scenario.doubts), *everyone[len(founders) :]}
         stays = set(founders) - self._may_leave
         self._goes_on = is_majority(stays, founders) and is_majority(stays, everyone)
-        self._reduces = self.reduced and self._goes_on
         self._num = len(everyone)
         states = [member.founder(me, founders) for me in founders]
         states += [member.joiner(me) for me in everyone[len(founders) :]]
@@ -147,7 +145,7 @@ class Explorer:
         if beaten is not world:
             yield ("beaten tokens end",), 0, beaten, 0
             return
-        chosen = self._one_that_decides_alone(world) if self._reduces else None
+        chosen = self._one_that_decides_alone(world) if self._goes_on else None
         for me in range(self._num) if chosen is None else (chosen,):
             yield from self._of_member(world, me)
 

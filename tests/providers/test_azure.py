@@ -122,14 +122,6 @@ def test_a_vm_that_another_manager_made_larger_counts_with_its_devices(arm: Fake
     assert set(arm.machines) == {vm.name for vm in vms}
 
 
-@pytest.mark.parametrize("code", ["AllocationFailed", "OverconstrainedAllocationRequest", "SkuNotAvailable"])
-def test_no_capacity_anywhere_is_told_and_leaves_nothing(arm: FakeArm, tmp_path: Path, code: str) -> None:
-    arm.shortages = {(size.name, zone): code for size in SPEC.sizes for zone in SPEC.zones}
-    with pytest.raises(CapacityShort, match="no Standard_NC"):
-        provider(arm, tmp_path).request("a", 1)
-    assert arm.machines == {}
-
-
 def test_some_of_what_was_asked_for_is_granted(arm: FakeArm, tmp_path: Path) -> None:
     arm.shortages = {(size.name, zone): "AllocationFailed" for size in SPEC.sizes for zone in ("1", "2", "3")}
     del arm.shortages["Standard_NC6", "2"]
@@ -138,24 +130,6 @@ def test_some_of_what_was_asked_for_is_granted(arm: FakeArm, tmp_path: Path) -> 
     again = provider(arm, tmp_path)
     arm.shortages["Standard_NC6", "2"] = "AllocationFailed"
     assert names(again.request(grant, 1)) == ["a-0"]
-
-
-def test_a_quota_that_is_used_up_is_tried_in_no_other_zone(arm: FakeArm, tmp_path: Path) -> None:
-    text = "Operation could not be completed as it results in exceeding approved LowPriorityCores Quota"
-    arm.at_once = {size.name: (409, "OperationNotAllowed", text) for size in SPEC.sizes}
-    with pytest.raises(QuotaExceeded, match="LowPriorityCores"):
-        provider(arm, tmp_path).request("a", 1)
-    assert len(puts(arm)) == len(SPEC.sizes)
-
-
-def test_a_throttled_call_says_how_long_to_wait_and_is_not_repeated(arm: FakeArm, tmp_path: Path) -> None:
-    arm.faults = [Fault("PUT", "virtualMachines/", 429, "TooManyRequests", {"Retry-After": "17"})]
-    azure = provider(arm, tmp_path)
-    with pytest.raises(Throttled) as raised:
-        azure.request("a", 1)
-    assert raised.value.retry_after_s == 17
-    assert len(puts(arm)) == 1
-    assert len(azure.request("a", 1)) == 1
 
 
 @pytest.mark.parametrize(
@@ -179,27 +153,6 @@ def test_after_an_error_the_same_request_makes_no_second_vm(arm: FakeArm, tmp_pa
         azure.request("a", 2)
     assert sorted(names(azure.request("a", 2))) == ["a-0", "a-1"]
     assert set(arm.machines) == {"a-0", "a-1"}
-
-
-@pytest.mark.parametrize("status", [403, 404, 400])
-def test_what_the_user_must_mend_is_told_as_such(arm: FakeArm, tmp_path: Path, status: int) -> None:
-    arm.faults = [Fault("PUT", "virtualMachines/", status, "AuthorizationFailed")]
-    with pytest.raises(Misconfigured, match="injected"):
-        provider(arm, tmp_path).request("a", 1)
-
-
-def test_an_operation_is_picked_up_by_another_manager(arm: FakeArm, tmp_path: Path) -> None:
-    arm.num_polls = 10**6
-    first = provider(arm, tmp_path, make_s=0.5)
-    with pytest.raises(Transient, match="not done in time"):
-        first.request("a", 1)
-    for operation in arm.operations.values():
-        operation.polls_left = 0
-    arm.num_polls = 1
-    before = len(arm.calls)
-    assert names(provider(arm, tmp_path).request("a", 1)) == ["a-0"]
-    assert len(puts(arm)) == 1
-    assert any(call.startswith("GET /operations/") for call in arm.calls[before:])
 
 
 def test_the_file_with_operations_is_for_its_owner_alone_and_is_emptied(arm: FakeArm, tmp_path: Path) -> None:
@@ -278,19 +231,6 @@ def test_another_manager_goes_on_wherever_the_first_was_killed(arm: FakeArm, tmp
     assert kill_at > 5
 
 
-def test_everything_is_gone_in_the_end_and_ending_twice_changes_nothing(arm: FakeArm, tmp_path: Path) -> None:
-    azure = provider(arm, tmp_path)
-    azure.request("a", 3)
-    other = provider(arm, tmp_path, run="tiny-2")
-    other.request("b", 1)
-    azure.dismantle()
-    assert set(arm.machines) == {"b-0"}
-    assert set(arm.sets) == {"tiny-2"}
-    azure.dismantle()
-    azure.delete(["b-0", "not-there"])
-    assert set(arm.machines) == {"b-0"}
-
-
 def test_an_evicted_vm_disappears_and_another_can_be_requested(arm: FakeArm, tmp_path: Path) -> None:
     azure = provider(arm, tmp_path)
     azure.request("a", 2)
@@ -366,18 +306,6 @@ def test_a_second_page_that_fails_makes_the_whole_list_unknown(arm: FakeArm, tmp
     with pytest.raises(ProviderError):
         azure.list()
     assert len(azure.list()) == 5
-
-
-def test_a_foreign_scale_set_of_the_same_name_is_left_alone(arm: FakeArm, tmp_path: Path) -> None:
-    arm.put_by_others("web-1", scale_set="tiny-1")
-    arm.put_by_others("web-2", scale_set="tiny-1")
-    azure = provider(arm, tmp_path)
-    azure.dismantle()
-    assert set(arm.machines) == {"web-1", "web-2"}
-    assert set(arm.sets) == {"tiny-1"}
-    with pytest.raises(Misconfigured, match="tiny-1 is there without the tags of this run"):
-        azure.request("a", 1)
-    assert not any(call.startswith(("PUT", "DELETE")) for call in arm.calls)
 
 
 def test_a_foreign_vm_in_the_runs_scale_set_survives(arm: FakeArm, tmp_path: Path) -> None:

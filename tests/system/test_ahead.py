@@ -47,18 +47,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return run(tmp_path_factory.mktemp("undisturbed"), emulated, Case(SHAPES, 2, STEPS)).weights
 
 
-def test_workers_join_with_units_that_were_sent_ahead_and_no_bit_changes(
-    undisturbed: dict[str, str], tmp_path: Path
-) -> None:
-    ran = run(tmp_path, emulated, Case(SHAPES, 2, STEPS, Joining))
-    assert ran.weights == undisturbed
-    assert ran.kinds()[-1] == {"keep", "ahead"}
-    (morph,) = [morph for morph in ran.report.morphs if morph.to_shape == "2x2"]
-    assert morph.planned
-    assert morph.steps_redone == 0
-    assert morph.sources["ahead"].count == 6  # both newcomers: two units of the stage's own, and the tied one
-
-
 def test_a_sender_that_is_killed_while_it_sends_ahead_costs_no_more_than_any_member(
     undisturbed: dict[str, str], tmp_path: Path
 ) -> None:

@@ -12,12 +12,9 @@ import pytest
 from manager.controller.state.events import NoticeGiven
 from manager.controller.state.state import Phase
 from manager.engine.local_vms.vm_fleet import VmFleet
-from manager.engine.loop import driver
 from manager.engine.loop.driver import Observed, Observer
 from manager.rehearsal.device import stretched
-from morph.contract.messages import SlowSpell
-from morph.contract.rules import PreCopyRules, StutterRules
-from tests.system.ahead_runs import PROFILE, Case, Ran, best, emulated, real, run
+from tests.system.ahead_runs import PROFILE, Case, Ran, emulated, real, run
 from tests.system.harness import uninterrupted
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -107,38 +104,3 @@ def test_a_real_job_drained_ahead_equals_one_that_ran_alone(tmp_path: Path) -> N
     assert ran.kinds()[-1] == {"keep", "ahead"}
     assert_nothing_was_lost(ran, "vm0")
     assert ran.weights == uninterrupted(ran.version, tmp_path / "alone")
-
-
-def test_a_slow_member_is_replaced_by_units_sent_ahead(
-    alone: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(driver, "TIMES_EVERY_S", 0.25)
-    spells = (SlowSpell(worker="vm1", factor=2.0, first_step=6, end_step=OPEN_ENDED),)
-    case = Case(
-        {3: "3x1"},
-        4,
-        OPEN_ENDED,
-        leaving("vm1", 4, noticed=True),
-        spells=spells,
-        stutter=StutterRules(probe_every_s=0.5, max_probes=100),
-    )
-    ran = run(tmp_path, emulated, case)
-    assert ran.kinds()[-1] == {"keep", "ahead"}
-    assert_nothing_was_lost(ran, "vm1")
-    assert ran.weights == alone(ran.version)
-
-
-@pytest.mark.parametrize("worth", [True, False])
-def test_if_worth_a_drain_sends_ahead_what_would_make_a_long_pause_and_nothing_else(
-    worth: bool, alone: Weights, tmp_path: Path
-) -> None:
-    """Nothing was measured yet, so that the policy's own speed decides: a step to send a stage's units, or far less."""
-    step_s = best(PROFILE, "2x1").expected.mini_batch_s
-    stage_bytes = sum(unit.parameter_bytes for unit in PROFILE.units) / 2
-    speed = stage_bytes / step_s if worth else stage_bytes * 1e3
-    rules = PreCopyRules(when="if_worth", bytes_per_s=speed, min_saved_s=0.02)
-    ran = run(tmp_path, emulated, Case({2: "2x1"}, 3, OPEN_ENDED, leaving("vm1", 3), ahead=rules))
-    assert ran.kinds()[-1] == {"keep", "ahead" if worth else "peer"}
-    assert (ran.sent_ahead() > 0) == worth
-    assert_nothing_was_lost(ran, "vm1")
-    assert ran.weights == alone(ran.version)

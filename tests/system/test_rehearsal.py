@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,28 +115,6 @@ def test_unequal_pipelines_on_two_types_of_node_take_no_less_than_simulated_and_
     assert mixed.measured_s > 0.9 * mixed.planned.simulation.expected.lower_bound_s
     fast = simulate_plan(PROFILE, together([deep, shallow]))
     assert mixed.planned.simulation.expected.mini_batch_s > 1.2 * fast.expected.mini_batch_s
-
-
-def test_stages_that_recompute_their_sections_in_groups_take_no_less_than_simulated_and_have_the_same_weights(
-    tmp_path: Path,
-) -> None:
-    spec, found = spec_of(2, 1), []
-    for sizes in ((None, None), (1, 2)):
-        planned = plan_rehearsal(spec)
-        stages = tuple(
-            stage if size is None else stage.model_copy(update={"recompute": True, "live_sections": size})
-            for stage, size in zip(planned.plan.stages, sizes, strict=True)
-        )
-        plan = planned.plan.model_copy(update={"stages": stages})
-        planned = replace(planned, simulation=simulate_plan(planned.profile, plan))
-        result, weights = run_planned(planned, tmp_path / f"{sizes}")
-        assert 0.9 * planned.simulation.expected.lower_bound_s < result.measured_s
-        found.append((planned.simulation.expected.parts_s, result.parts_s, weights))
-    (whole_s, _, weights), (expected_s, grouped, others) = found
-    assert weights == others
-    for part in ("forward", "recompute", "backward"):  # on a busy machine tasks end late
-        assert grouped[part] > 0.95 * expected_s[part], part
-    assert expected_s["backward"] > 1.2 * whole_s["backward"]
 
 
 def test_a_device_without_the_memory_ends_the_rehearsal_as_out_of_memory(tmp_path: Path) -> None:
