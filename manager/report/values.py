@@ -108,11 +108,6 @@ class MorphRecord(Value):
         return None if self.resumed_at_s is None else (self.resumed_at_s - self._began_s) * 1e3
 
     @property
-    def reshape_ms(self) -> float | None:
-        """The time from the kill (else the detection) to the first order of the new generation."""
-        return None if self.reformed_at_s is None else (self.reformed_at_s - self._began_s) * 1e3
-
-    @property
     def _began_s(self) -> float:
         """The time of the kill, unless training had stopped before it, for newcomers or because of another loss."""
         return self.detected_at_s if self.killed_at_s is None else min(self.killed_at_s, self.detected_at_s)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from morph.contract.errors import ConfigError, GenerationAborted
-from morph.runtime.device.devices import Device, HostDevice, check_kernels, has_kernels, usable_device
+from morph.runtime.device.devices import Device, check_kernels, has_kernels, usable_device
 from morph.runtime.device.links import HostLink, StagedLink
 from morph.runtime.device.staging import Staging
 from morph.runtime.groups.channels import Pending
@@ -37,12 +37,6 @@ class TestGloo(LinkContract):
     def ends(self, pair: Pair) -> Ends:
         links = {name: HostLink(pair.channel(name)) for name in "ab"}
         return Ends(pair, links)  # type: ignore[arg-type]
-
-
-class TestStagedOnTheHost(LinkContract):
-    @pytest.fixture
-    def ends(self, pair: Pair) -> Ends:
-        return staged_ends(pair, {name: HostDevice() for name in "ab"})
 
 
 class TestStagedOnAFakeDevice(LinkContract):

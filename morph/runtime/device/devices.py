@@ -1,14 +1,14 @@
 """The interface of a device for transports: streams, events and pinned host memory.
 
 Work that is enqueued on a stream runs later, in order; only an event tells that it is done. ``CudaDevice`` is the real
-device. ``HostDevice`` does everything at once on the CPU, so that code for a device runs without one.
+device; tests have a fake one (``tests/device/fake_device.py``).
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Protocol
 
@@ -170,58 +170,6 @@ class SharingDevice(Device, Protocol):
         Raises:
             RuntimeError, OSError, ValueError: if this process cannot open it, or the handle is invalid.
         """
-
-
-class Passed:
-    """An event that is always done."""
-
-    done = True
-
-    def wait(self) -> None:
-        """See ``Event.wait``."""
-
-
-class HostStream:
-    """A stream that does enqueued work at once."""
-
-    def copy(self, into: Tensor, source: Tensor) -> None:
-        into.copy_(source)
-
-    def wait(self, event: Event) -> None:
-        """See ``Stream.wait``."""
-
-    def record(self) -> Event:
-        return Passed()
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
-
-    def use(self, tensor: Tensor) -> None:
-        """See ``Stream.use``."""
-
-    def computing(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def run(self, work: Callable[[], object]) -> None:
-        work()
-
-
-class HostDevice:
-    """The CPU as a device."""
-
-    kind = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.current = HostStream()
-
-    def stream(self) -> Stream:
-        return self.current
-
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
-
-    def release(self) -> None:
-        """See ``Device.release``: the host's allocator keeps nothing."""
 
 
 class CudaEvent:
