@@ -16,6 +16,7 @@ from morph.contract.cluster import LinkSetting
 from morph.contract.messages import Aborted, Fault, ReshapeOrder, Slot
 from tests.crew import Crew, check_that_morphs_leave_nothing
 from tests.device.fake_mailboxes import FakeMailRoom
+from tests.grids import cells
 from tests.runtime.test_salvage import await_copies, follow, give_up, in_step, keeping, train_followed
 from tests.system.harness import JOB, TinyJob
 
@@ -97,12 +98,7 @@ def goes_on_without_the_last(crew: Crew, reference: dict[str, str]) -> None:
     assert crew.digests() == reference
 
 
-@pytest.fixture(params=["staged", "ipc"])
-def links(request: pytest.FixtureRequest) -> LinkSetting:
-    found: LinkSetting = request.param
-    return found
-
-
+@pytest.mark.parametrize("links", ["staged", "ipc"])
 def test_shapes_and_morphs_over_a_fake_device_end_with_the_same_bits(
     crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path, links: LinkSetting
 ) -> None:
@@ -120,7 +116,9 @@ def test_shapes_and_morphs_over_a_fake_device_end_with_the_same_bits(
     assert all(member.control("staged_bytes") for member in crew.members.values())
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "before_commit"])
+@pytest.mark.parametrize(
+    ("phase", "links"), cells(("forward", "backward", "reduce", "before_commit"), ("staged", "ipc"))
+)
 def test_workers_on_a_fake_device_go_on_without_one_that_was_killed(
     crew: Crew,
     job: TinyJob,
@@ -171,7 +169,7 @@ def test_workers_that_share_a_device_reduce_through_the_host(
     assert not any(member.control("launches") for member in crew.members.values())
 
 
-@pytest.mark.parametrize("kill_at", [("reduce", 0), ("exchange", 1), ("gather", 0), ("gather", 2)])
+@pytest.mark.parametrize("kill_at", [("reduce", 0), ("exchange", 1), ("gather", 2)])
 def test_workers_survive_a_kill_during_a_reduction_on_devices(
     crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path, kill_at: tuple[str, int]
 ) -> None:
@@ -236,9 +234,7 @@ def test_workers_go_on_without_one_that_was_killed_while_mailboxes_are_formed(
     goes_on_without_the_last(crew, reference)
 
 
-@pytest.mark.parametrize(
-    "kill_at", [("fill", 0), ("fill", 5), ("told", 5), ("read", 1), ("read", 6), ("answer", 3)], ids=str
-)
+@pytest.mark.parametrize("kill_at", [("fill", 5), ("told", 5), ("read", 1), ("answer", 3)], ids=str)
 def test_workers_survive_a_kill_while_a_message_is_on_its_way(
     crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path, kill_at: tuple[str, int]
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from manager.controller.state.actions import SendPreCopy
@@ -18,10 +18,10 @@ from manager.run.session import RunSpec, run_session
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import ClusterConfig, Policy
-from morph.contract.messages import Fault, SlowSpell
+from morph.contract.messages import Fault
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
-from morph.contract.rules import PreCopyRules, Rules, StutterRules
+from morph.contract.rules import PreCopyRules, Rules
 from morph.jobs.snapshot import collect, pack
 from simulator import synthetic_profile
 from tests.system.emulated import emulated_run
@@ -76,15 +76,11 @@ class Case:
     steps: int
     attend: Callable[[VmFleet], Observer] | None = None
     faults: tuple[Fault, ...] = ()
-    spells: tuple[SlowSpell, ...] = ()
-    ahead: PreCopyRules = ALWAYS
-    stutter: StutterRules = field(default_factory=StutterRules)
 
     @property
     def policy(self) -> Policy:
-        """Of the run."""
-        rules = Rules(ahead=self.ahead, stutter=self.stutter)
-        return Policy(checkpoint_every_steps=1000, rules=rules, redundancy="off")  # or followers have it all before
+        """Of the run: followers would have it all before."""
+        return Policy(checkpoint_every_steps=1000, rules=Rules(ahead=ALWAYS), redundancy="off")
 
 
 def best(profile: Profile, shape: str) -> Plan:
@@ -101,7 +97,6 @@ def emulated(case: Case, log_path: Path, profile: Profile = PROFILE) -> tuple[Ru
         config=spec.config.model_copy(update={"policy": case.policy}),
         cluster=ClusterConfig(policy=case.policy),
         faults=case.faults,
-        slow_spells=case.spells,
         machines=Processes(log_path),
     )
     return spec, facts

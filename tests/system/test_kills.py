@@ -1,4 +1,7 @@
-"""Workers die with SIGKILL in every phase of a step; the weights end bit for bit as if nothing had happened."""
+"""Workers die with SIGKILL; the weights end bit for bit as if nothing had happened.
+
+``tests/runtime/test_kill_grid.py`` has every phase and victim.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +34,6 @@ HISTORIES = {
         fault("vm1", "forward", 2, nth=1),
         fault("vm3", "backward", 5, nth=2),
         fault("vm0", "reduce", 8),
-    ),
-    "before the commit barrier, behind it, and when the step is applied": (
-        fault("vm0", "before_commit", 3),
-        fault("vm2", "after_commit", 6),
-        fault("vm1", "applied", 9),
-    ),
-    "in a morph, while its state moves, and in a checkpoint": (
-        fault("vm3", "backward", 3),
-        fault("vm1", "reshape", 3),
-        *(fault("vm2", "checkpoint", version) for version in range(6, 15)),  # the next one that is due, or the last
     ),
     # the two may hold the only copies of a stage: then the run goes back to a checkpoint, and vm2 dies loading it
     "two at once, then while state moves": (
