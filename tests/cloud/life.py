@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -74,8 +74,9 @@ class Life:
     """One run. ``directory``: on storage that every host sees; made before.
 
     ``steps_after``: it is stopped, as by Ctrl-C, so many steps after the last VM's end was known or, if ``whole``, made
-    good; None: it goes on to its last step. ``secrets_path``: where the run's secrets are written down. ``step_s``:
-    what a step takes at least, most of it asleep, for VMs take their time to come and to go. ``code``: a folder for the code of such a job, where that of others was before.
+    good; None: it goes on to its last step. ``on_line``: called with each line that the run tells. ``secrets_path``:
+    where the run's secrets are written down. ``step_s``: what a step takes at least, most of it asleep, for VMs take
+    their time to come and to go. ``code``: a folder for the code of such a job, where that of others was before.
     ``uid``: of the user whom the manager is and as whom the job runs on VMs; root otherwise. ``vms``: further settings.
     ``killed``: the VMs that lived at each death.
     """
@@ -99,6 +100,7 @@ class Life:
     vms: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
+    on_line: Callable[[dict[str, Any]], None] = lambda _line: None
     taken: list[Taken] = field(default_factory=list)
     ready: set[str] = field(default_factory=set)
     gone: set[str] = field(default_factory=set)
@@ -181,6 +183,7 @@ class Life:
                     if line["version"] >= self._stop_at:
                         psutil.Process(process.pid).children()[0].send_signal(signal.SIGINT)
                         self.steps_after = None
+                self.on_line(line)
             self.code = process.wait(END_BOUND_S)
         return death
 

@@ -186,11 +186,7 @@ def main() -> None:
         inner = model.optimizer()
         schedule = torch.optim.lr_scheduler.StepLR(inner, 6, 0.7)  # one that takes added groups along
         options = {"lr_scheduler": schedule, "clip_grad_norm": 0.5}
-    options["accumulation"] = os.environ.get("ACCUMULATION", "exact")
     optimizer = morph.elastic.Optimizer(inner, model, sync=sync, **options)
-    own_schedule = None
-    if os.environ.get("OWN_SCHEDULE"):
-        own_schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1.0 / (1 + step))
     if os.environ.get("IS_JOINER"):
         (FOLDER / "joiner").touch()
     first_rank = optimizer.rank
@@ -219,8 +215,6 @@ def main() -> None:
                 if isinstance(model, Changing):
                     model.change(inner, optimizer.num_steps)
                 mean = optimizer.step(loss)
-                if own_schedule is not None:
-                    own_schedule.step()
                 syncs.append(optimizer.sync)
                 if sync != "s-sgd":
                     hashes.append(hash_of(model))
