@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
@@ -57,18 +57,6 @@ class Taken:
     version: int
 
 
-@dataclass(frozen=True)
-class Death:
-    """The manager is killed once so many steps are decided and all VMs train, after every taking.
-
-    ``then``: what is given to go on. ``with_head``: Ray's head node dies too, so that there is nothing to take over.
-    """
-
-    step: int
-    then: Literal["the same", "resume"] = "the same"
-    with_head: bool = False
-
-
 @dataclass
 class Life:
     """One run. ``directory``: on storage that every host sees; made before.
@@ -78,7 +66,6 @@ class Life:
     where the run's secrets are written down. ``step_s``: what a step takes at least, most of it asleep, for VMs take
     their time to come and to go. ``code``: a folder for the code of such a job, where that of others was before.
     ``uid``: of the user whom the manager is and as whom the job runs on VMs; root otherwise. ``vms``: further settings.
-    ``killed``: the VMs that lived at each death.
     """
 
     azure: VirtualAzure
@@ -89,24 +76,20 @@ class Life:
     takings: Sequence[Taking]
     seed: int = 0
     checkpoint_every: int = 20
-    tls: bool = False
     uid: int = 0
     step_s: float = 0.0
     code: Path | None = None
     steps_after: int | None = None
     whole: bool = True
     secrets_path: Path | None = None
-    deaths: list[Death] = field(default_factory=list)
     vms: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
-    policy: dict[str, Any] = field(default_factory=dict)
     on_line: Callable[[dict[str, Any]], None] = lambda _line: None
     taken: list[Taken] = field(default_factory=list)
     ready: set[str] = field(default_factory=set)
     gone: set[str] = field(default_factory=set)
     output: list[str] = field(default_factory=list)
     code: int | None = None
-    killed: list[list[str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._chooser = random.Random(self.seed)
@@ -133,12 +116,11 @@ class Life:
                 "device": "cpu",
                 "address": self.azure.manager_address,
                 "shared_storage": True,
-                "tls": self.tls,
                 **({"job_uid": self.uid} if self.uid else {}),
                 "environment": {"python": bare_python(self.directory / "image")},
                 **self.vms,
             },
-            "policy": {"checkpoint_every_steps": self.checkpoint_every, **self.policy},
+            "policy": {"checkpoint_every_steps": self.checkpoint_every},
         }
         path = self.directory / "job.yaml"
         path.write_text(json.dumps(document, indent=1))
@@ -146,19 +128,15 @@ class Life:
 
     def live(self) -> RunReport:
         """Run to the end; blocks, and gives up when nothing is told for ``LINE_BOUND_S``."""
-        arguments = ["run", str(self.write_files())]
         waiting = deque(self.takings)
-        while (death := self._manage(arguments, waiting)) is not None:
-            if death.then == "resume":
-                arguments = ["resume", str(self.run_dir)]
+        self._manage(["run", str(self.write_files())], waiting)
         assert self.code == (0 if self._stop_at is None else STOPPED), self.told()
         assert not waiting, f"the run was over before {waiting}"
         return read_report(self.run_dir)
 
-    def _manage(self, arguments: Sequence[str], waiting: deque[Taking]) -> Death | None:
-        """One manager to its end; returns how it was killed."""
+    def _manage(self, arguments: Sequence[str], waiting: deque[Taking]) -> None:
+        """The manager to its end."""
         program = ["-m", "morph.cli.main"] if self.secrets_path is None else ["-c", RECORDED, str(self.secrets_path)]
-        death = None
         command = [sys.executable, *program, *arguments, "--log-format", "json"]
         if self.uid:
             os.chown(self.directory, self.uid, self.uid)
@@ -167,17 +145,11 @@ class Life:
         with self.azure.popen(command, **self.environment) as process:
             for line in self._lines(process):
                 whole = self._is_whole(line)
-                if death is not None:
-                    continue  # what it had told before
                 if waiting and whole and line["version"] >= waiting[0].step:
                     taking = waiting.popleft()
                     vm = self._chooser.choice(sorted(self.azure.region.living()))
                     if self._inject(vm, taking) if taking.injected else self.azure.region.take(vm, taking.notice_s):
                         self.taken.append(Taken(vm, taking, line["version"]))
-                elif not waiting and self.deaths:
-                    if whole and line["version"] >= self.deaths[0].step:
-                        death = self.deaths.pop(0)
-                        self._kill(process.pid, death)
                 elif not waiting and self.steps_after is not None and (whole if self.whole else self._all_known()):
                     self._stop_at = line["version"] + self.steps_after if self._stop_at is None else self._stop_at
                     if line["version"] >= self._stop_at:
@@ -185,7 +157,6 @@ class Life:
                         self.steps_after = None
                 self.on_line(line)
             self.code = process.wait(END_BOUND_S)
-        return death
 
     def _inject(self, vm: str, taking: Taking) -> bool:
         options = ("--vm", vm, "--notice", f"{taking.notice_s or 0:g}s")
@@ -193,19 +164,6 @@ class Life:
             told, _ = given.communicate(timeout=END_BOUND_S)
         self.output.append(told)
         return given.returncode == 0 and f"{vm}  taken" in told
-
-    def _kill(self, pid: int, death: Death) -> None:
-        self.killed.append(self.azure.region.living())
-        manager = psutil.Process(pid).children()[0]
-        heads = [
-            process
-            for process in self.azure.manager.processes()
-            if "manager.engine.on_ray.vm_host" in process.cmdline()
-        ]
-        assert len(heads) == 1
-        manager.kill()
-        if death.with_head:
-            heads[0].kill()
 
     def told(self) -> str:
         """Everything that the run and its VMs told, for a failure."""

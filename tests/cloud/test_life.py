@@ -18,7 +18,7 @@ from manager.providers.boot.cloud_init import STAY_PATH
 from tests.cloud.accounts import BEGIN_S, facts, requests, saved_before_loss, splits
 from tests.cloud.exposed import LOGIN, Watch
 from tests.cloud.hosts import CACHE, ROOT, Host, not_permitted
-from tests.cloud.life import JOB, Death, Life, Taking, digests
+from tests.cloud.life import JOB, Life, Taking, digests
 from tests.cloud.virtual_azure import USD_PER_H, VirtualAzure
 from tests.system.commands import calibrated_once, of_all_workers
 from tests.system.harness import uninterrupted
@@ -142,26 +142,3 @@ def test_vms_are_asked_for_taken_replaced_and_all_gone_in_the_end(
     assert digests(life.run_dir) == uninterrupted(report.version, tmp_path / "undisturbed", NUM_SECTIONS)
     assert not azure.hosts.directory.exists()
     assert not list(Path("/run/netns").glob(f"morph-{os.getpid()}-*"))
-
-
-def test_a_killed_manager_keeps_its_vm_unless_the_head_node_died_too(
-    profile: Path, user: dict[str, str], tmp_path: Path
-) -> None:
-    """Several VMs that go on with another manager: ``test_provided_vms``."""
-    with VirtualAzure(profile.parent, tmp_path) as azure:
-        life = a_life(azure, tmp_path, profile, user, 1)
-        life.deaths = [Death(5), Death(10, then="resume", with_head=True)]
-        report = life.live()
-        assert azure.region.left() == {"VMs": [], "scale sets": [], "NICs": [], "disks": []}
-        assert (azure.region.troubles, azure.region.wrong) == ([], [])
-        bill = {entry.name: entry.end for entry in azure.region.bill}
-    old, kept = life.killed
-    assert len(old) == 1
-    assert kept == old
-    assert "1 VM of this run lives: going on with it" in life.told()
-    new = set(bill) - set(old)
-    assert len(new) == 1
-    assert set(bill.values()) == {"deleted"}
-    reconciled = facts(life.run_dir, "vm_reconciled")
-    assert [vm for vm in old if not any(vm in detail for detail in reconciled)] == []
-    assert digests(life.run_dir) == uninterrupted(report.version, tmp_path / "undisturbed", NUM_SECTIONS)

@@ -60,7 +60,7 @@ def _even_times(num_stages: int, *, latency: int = 0, slope: int = 1, recompute:
     )
 
 
-@each_seed(300)
+@each_seed(150, in_long=300)
 def test_every_task_starts_when_the_reference_engine_starts_it(seed: int) -> None:
     rng = np.random.default_rng(seed)
     times = _random_times(rng, int(rng.integers(1, 7)))
@@ -68,7 +68,7 @@ def test_every_task_starts_when_the_reference_engine_starts_it(seed: int) -> Non
     assert_alike(run_pipeline(times, counts, keep_times=True), reference.run_pipeline(times, counts))
 
 
-@each_seed(300)
+@each_seed(150, in_long=300)
 def test_skipping_periods_changes_nothing(seed: int) -> None:
     rng = np.random.default_rng(1000 + seed)
     times = _random_times(rng, int(rng.integers(1, 9)))

@@ -50,7 +50,7 @@ def _cases(draw: st.DrawFn) -> Simulation:
 
 @pytest.mark.slow
 @settings(
-    max_examples=150 if IS_LONG else 75, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=150 if IS_LONG else 40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(_cases())
 def test_no_expected_time_is_below_its_bound_and_parts_add_up(case: Simulation) -> None:

@@ -92,7 +92,7 @@ def executors_rules(
 
 
 @pytest.mark.slow
-@each_seed(200, in_long=400)
+@each_seed(100, in_long=400)
 def test_every_task_starts_when_the_reference_engine_starts_it_by_its_rules_and_by_the_executors(seed: int) -> None:
     rng = np.random.default_rng(seed)
     schedule = SCHEDULES[seed % len(SCHEDULES)]
@@ -107,7 +107,7 @@ def test_every_task_starts_when_the_reference_engine_starts_it_by_its_rules_and_
     assert_alike(played, reference.execute_orders(lanes, orders, times.window, **given, decide=decide))
 
 
-@each_seed(100, in_long=200)
+@each_seed(50, in_long=200)
 def test_an_order_followed_on_devices_and_links_of_its_own_ends_when_it_was_planned_to(seed: int) -> None:
     rng = np.random.default_rng(5000 + seed)
     schedule = SCHEDULES[seed % len(SCHEDULES)]
@@ -125,7 +125,7 @@ def test_an_order_followed_on_devices_and_links_of_its_own_ends_when_it_was_plan
         assert followed.last_backward_ns.tolist() == planned.last_backward_ns.tolist()
 
 
-@each_seed(150, in_long=300)
+@each_seed(75, in_long=300)
 def test_skipping_periods_of_those_who_follow_orders_changes_no_end(seed: int) -> None:
     rng = np.random.default_rng(9000 + seed)
     schedule = SCHEDULES[seed % len(SCHEDULES)]

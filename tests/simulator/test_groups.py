@@ -124,7 +124,7 @@ def test_an_emulated_stage_takes_what_is_simulated_and_holds_one_group(seed: int
         assert memory.peak_bytes - empty == largest * device.sections[0].activation_bytes
 
 
-@each_seed(100)
+@each_seed(60, in_long=100)
 def test_every_task_starts_when_the_reference_engine_starts_it(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_profile(seed, num_sections=6, micro_batch_sizes=(1,))

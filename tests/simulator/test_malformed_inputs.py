@@ -116,9 +116,7 @@ def _refused(path: Path, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-@settings(
-    max_examples=300 if IS_LONG else 150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
-)
+@settings(max_examples=300 if IS_LONG else 75, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(arguments=_commands(), changes=st.lists(st.tuples(st.sampled_from(PLACES), st.sampled_from(ODD)), max_size=2))
 def test_whatever_is_given_is_answered_or_refused_in_one_line(
     arguments: list[str], changes: Changes, tmp_path_factory: pytest.TempPathFactory

@@ -41,7 +41,7 @@ _CONDITIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
-@each_seed(60, in_long=240)
+@each_seed(40, in_long=240)
 def test_a_shape_that_the_reference_engine_plays_comes_to_the_same_in_every_part(seed: int) -> None:
     rng = np.random.default_rng(seed)
     conditions: list[dict[str, Any]] = [

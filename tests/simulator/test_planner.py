@@ -85,7 +85,7 @@ def _limited(seed: int, **changes: object) -> tuple[Profile, int]:
 
 @pytest.mark.slow
 @given(st.integers(0, 10_000), st.booleans(), st.sampled_from([None, 2, 3, 5]))
-@settings(max_examples=25 if IS_LONG else 10, deadline=None)
+@settings(max_examples=25 if IS_LONG else 6, deadline=None)
 def test_more_gpus_never_make_the_best_plan_slower(seed: int, limited: bool, num_gpus_per_node: int | None) -> None:
     profile, memory_bytes = _limited(seed)
     if seed % 2:
@@ -150,7 +150,7 @@ def test_the_table_has_the_best_micro_batch_size_for_its_range() -> None:
 
 
 @pytest.mark.slow
-@each_seed(5, in_long=12)
+@each_seed(3, in_long=12)
 def test_the_table_answers_what_plan_answers_where_busy_cores_hinder_each_other(seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_sections = int(rng.integers(2, 5))
@@ -269,7 +269,7 @@ def test_too_few_gpus_for_the_memory_are_told_how_many_would_do() -> None:
 
 
 @given(st.integers(0, 10_000), st.sampled_from([0.1, 0.3, 0.7, 2.0]), st.sampled_from([0.1, 0.3, 0.7, 2.0]))
-@settings(max_examples=100 if IS_LONG else 20, deadline=None)
+@settings(max_examples=100 if IS_LONG else 12, deadline=None)
 def test_each_cure_that_a_refusal_names_does_and_a_byte_less_does_not(seed: int, device: float, host: float) -> None:
     profile, memory_bytes = _limited(seed)
     fixed: dict[str, Any] = [{}, {"pipeline_depth": 1}, {"num_replicas": 2}][seed % 3]

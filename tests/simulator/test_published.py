@@ -3,18 +3,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from benchmarks.harness import PROFILES
-from benchmarks.published import GPU_MEMORY_BYTES, MODELS, SHIPPED, published_profile
-from benchmarks.published.hardware import half_normal_quantiles_s
+from benchmarks.published import MODELS, SHIPPED, published_profile
 from benchmarks.published.profiles import profile_text
 from benchmarks.published.speeds import ANCHORS, speed_of
-from morph.contract.errors import PlanError
-from morph.contract.profile import Profile, load_profile
-from simulator import plan, simulate
-from simulator.inputs.transfer import AllReduce
+from morph.contract.profile import load_profile
+from simulator import simulate
 
 KINDS = ("Varuna", "Bamboo", "derived: ", "assumed: ", "not published", "docs/", "this table")
 
@@ -121,47 +117,3 @@ def test_the_word_embedding_is_one_unit_of_both_end_sections() -> None:
         == 2 * profile.job.num_parameters
         == sum(u.parameter_bytes for u in profile.units)
     )
-
-
-def test_jitter_is_half_normal() -> None:
-    quantiles = half_normal_quantiles_s(1.0)
-    assert sum(quantiles) / len(quantiles) == pytest.approx(0.798, rel=0.02)
-    assert quantiles[len(quantiles) // 2] == pytest.approx(0.6745, rel=1e-3)
-    sent = published_profile("gpt2-2.5b").inter_node.activation[0].time
-    assert sent.quantiles_s[0] < 1e-3 < sent.median_s < sent.mean_s < sent.quantiles_s[-1]
-
-
-def test_links_have_the_published_bandwidth_and_a_slower_network_less_of_it() -> None:
-    def seconds_per_gigabyte(profile: Profile) -> float:
-        small, large = profile.inter_node.gradient[0], profile.inter_node.gradient[-1]
-        return (large.time.median_s - small.time.median_s) / (large.size_bytes - small.size_bytes) * 1e9
-
-    assert seconds_per_gigabyte(published_profile("gpt2-8.3b")) == pytest.approx(0.8)
-    assert seconds_per_gigabyte(published_profile("gpt2-8.3b", slower_network=2)) == pytest.approx(1.6)
-
-
-def test_four_all_reduces_on_one_link_take_nearly_four_times_as_long() -> None:
-    profile = published_profile("gpt2-2.5b")
-    alone, shared = (int(AllReduce(profile, k).times_ns(8, np.array([1e9]))[0]) for k in (1, 4))
-    assert 3.5 < shared / alone < 4
-
-
-@pytest.mark.slow
-def test_plans_fit_from_the_published_minimum_depth_on() -> None:
-    profile = published_profile("gpt2-2.5b")
-    found = plan(profile, num_gpus=36, memory_bytes=GPU_MEMORY_BYTES)
-    assert found.best.pipeline_depth >= 4
-    with pytest.raises(PlanError, match="does not fit"):
-        plan(profile, num_gpus=2, memory_bytes=GPU_MEMORY_BYTES)
-
-
-def test_uniform_boundaries_keep_the_embedding_first_and_the_head_last() -> None:
-    assert MODELS["gpt2-2.5b"].uniform_boundaries(9) == (0, 7, 13, 19, 25, 31, 37, 43, 49)
-    with pytest.raises(ValueError, match="do not divide 54 layers"):
-        MODELS["gpt2-2.5b"].uniform_boundaries(7)
-
-
-@pytest.mark.parametrize(("model", "slower"), [("gpt3", 1.0), ("gpt2-2.5b", 0.0), ("gpt2-2.5b", float("nan"))])
-def test_what_cannot_be_built_is_refused_with_what_is_allowed(model: str, slower: float) -> None:
-    with pytest.raises(ValueError, match="allowed: "):
-        published_profile(model, slower_network=slower)

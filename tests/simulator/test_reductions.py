@@ -64,7 +64,7 @@ def assert_same_end(one: Finish, other: Finish) -> None:
 
 
 @pytest.mark.slow
-@each_seed(80)
+@each_seed(40, in_long=80)
 def test_reductions_end_when_the_reference_engine_ends_them(seed: int) -> None:
     found = random_simulation(np.random.default_rng(seed))
     after = finished(found)

@@ -30,7 +30,7 @@ def with_redundant_tasks(lanes: ShapeTimes, rng: np.random.Generator, *, backwar
 
 
 @pytest.mark.slow
-@each_seed(150, in_long=400)
+@each_seed(75, in_long=400)
 def test_every_task_and_every_redundant_one_is_when_the_reference_engine_has_it(seed: int) -> None:
     rng = np.random.default_rng(20_000 + seed)
     schedule = SCHEDULES[seed % len(SCHEDULES)]

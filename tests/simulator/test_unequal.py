@@ -183,7 +183,7 @@ def test_plans_of_small_pools_are_hardly_slower_than_the_best_of_all(seed: int) 
 
 
 @pytest.mark.slow
-@each_seed(4, in_long=100)
+@each_seed(2, in_long=100)
 def test_no_gpu_and_no_type_of_gpu_makes_a_plan_slower(seed: int) -> None:
     """But for what unequal pipelines have to gain before they replace equal ones."""
     rng = np.random.default_rng(seed)

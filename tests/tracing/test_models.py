@@ -161,12 +161,6 @@ def next_token(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=32, n_layer=2, n_head=2))
-
-
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -182,10 +176,9 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-@pytest.mark.parametrize(("model", "num_tied"), [(gpt2, 1), (llama, 0)])
-def test_transformers_have_no_false_positives(tools: Any, model: Any, num_tied: int) -> None:
+def test_transformers_have_no_false_positives(tools: Any) -> None:
     pytest.importorskip("transformers")
-    report = tools.trace(tools.make_job(model=model, loss=next_token, dataset=Texts))
+    report = tools.trace(tools.make_job(model=llama, loss=next_token, dataset=Texts))
     assert report.violations == ()
-    assert len(of_kind(report, "tied")) == num_tied
+    assert of_kind(report, "tied") == []
     assert of_kind(report, "activation")
