@@ -5,25 +5,19 @@ its stage's. A plain reader is as many processes with as many threads that read 
 Both alternate. Files of a local disk are thrown out of the page cache before each (``--warm``: they are not).
 
     python -m benchmarks checkpoint_restore --mib 1024 --rounds 3
-
-``--store``: from the tests' stand-in of that object store, a process of its own, through the real SDK; with
-``--bytes-per-s`` no faster than that. S3's needs s3fs and moto, see CONTRIBUTING.md.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import fsspec
 import torch
@@ -38,8 +32,6 @@ from morph.cutting import ParameterUnit
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.pre_copy.state_moves import NUM_PREFETCHED, MoveContext, take_units
 from morph.runtime.state.unit_state import UnitState
-from tests.checkpoint.fake_blobs import CONTAINER, BlobService, blob_service
-from tests.checkpoint.fake_buckets import BucketService, bucket_service
 
 NUM_UNITS = 24
 VERSION = 40
@@ -149,52 +141,13 @@ def timed(work: Work, url: str, width: int, depth: int) -> tuple[float, float]:
     return took_s, sum(busy_s)
 
 
-def _serve(store: str, bytes_per_s: float | None, told: Connection) -> None:
-    """Be a stand-in until the other end of ``told`` is closed; tells it a URL and the environment to use it in."""
-    service: BlobService | BucketService
-    with ExitStack() as stack:
-        if store == "azure":
-            service = stack.enter_context(blob_service())
-            environment = {"AZURE_STORAGE_CONNECTION_STRING": service.connection_string}
-            told.send((f"abfs://{CONTAINER}/restore", environment))
-        else:
-            service = stack.enter_context(bucket_service())
-            told.send((f"s3://{service.bucket}/restore", service.environment))
-        service.bytes_per_s = bytes_per_s
-        told.poll(None)
-
-
-@contextmanager
-def stand_in(store: str, bytes_per_s: float | None) -> Iterator[str]:
-    """Serve checkpoints from a stand-in while the block runs; yields their URL."""
-    context = multiprocessing.get_context("spawn")
-    told, end = context.Pipe()
-    process = context.Process(target=_serve, args=(store, bytes_per_s, end))
-    process.start()
-    end.close()
-    try:
-        if not told.poll(60):
-            raise SystemExit(f"the stand-in for {store} did not start")
-        url, environment = told.recv()
-        os.environ.update(environment)
-        yield url
-    finally:
-        told.close()
-        process.join(60)
-
-
 def main(
     mib: int = 1024,
     rounds: int = 3,
     warm: bool = False,
     url: Annotated[str | None, option("any fsspec URL; default: a temporary folder")] = None,
-    store: Annotated[Literal["azure", "s3"] | None, option("a stand-in of it")] = None,
-    bytes_per_s: Annotated[float | None, option("that the stand-in sends at most, to all together")] = None,
 ) -> None:
     print(machine())
-    if store:
-        with stand_in(store, bytes_per_s) as served:
-            return compare(served, mib, rounds)
     if url:
         return compare(url, mib, rounds)
     folder = tempfile.mkdtemp(prefix="morph-restore-")

@@ -12,7 +12,6 @@ import hmac
 import re
 import secrets
 import threading
-import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,10 +31,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass
 class BlobService:
-    """What is stored, who requested what, and faults to give instead of an answer, the next one first.
-
-    ``bytes_per_s``: how fast it sends, all answers together; None: as fast as it can.
-    """
+    """What is stored, who requested what, and faults to give instead of an answer, the next one first."""
 
     key: str = field(default_factory=lambda: base64.b64encode(secrets.token_bytes(32)).decode())
     blobs: dict[str, bytes] = field(default_factory=dict)
@@ -44,7 +40,6 @@ class BlobService:
     faults: list[tuple[int, str]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     port: int = 0
-    bytes_per_s: float | None = None
 
     @property
     def connection_string(self) -> str:
@@ -213,6 +208,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            if self.service.bytes_per_s is not None:
-                time.sleep(len(body) / self.service.bytes_per_s)
             self.wfile.write(body)

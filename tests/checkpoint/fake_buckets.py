@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,10 +20,7 @@ REGION = "us-east-1"
 
 @dataclass
 class BucketService:
-    """Who requested what, and faults to give instead of an answer, the next one first.
-
-    ``bytes_per_s``: how fast it sends, all answers together; None: as fast as it can.
-    """
+    """Who requested what, and faults to give instead of an answer, the next one first."""
 
     bucket: str = field(default_factory=lambda: f"checkpoints-{secrets.token_hex(4)}")
     key_id: str = field(default_factory=lambda: f"AKIA{secrets.token_hex(8).upper()}")
@@ -33,7 +29,6 @@ class BucketService:
     faults: list[tuple[int, str]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     port: int = 0
-    bytes_per_s: float | None = None
 
     @property
     def environment(self) -> dict[str, str]:
@@ -67,12 +62,7 @@ def bucket_service() -> Iterator[BucketService]:
         if f"Credential={service.key_id}/" not in environ.get("HTTP_AUTHORIZATION", ""):
             fault = (403, "InvalidAccessKeyId")
         if fault is None:
-            if service.bytes_per_s is None:
-                return moto(environ, start)
-            body = list(moto(environ, start))
-            with service.lock:
-                time.sleep(sum(map(len, body)) / service.bytes_per_s)
-            return body
+            return moto(environ, start)
         status, code = fault
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         start(f"{status} {code}", [("Content-Type", "application/xml")])
