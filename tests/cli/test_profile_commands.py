@@ -83,15 +83,6 @@ def test_its_curves_are_drawn(path: Path, tmp_path: Path) -> None:
     assert picture.stat().st_size > 20_000
 
 
-@pytest.mark.slow
-def test_a_profile_without_all_reduces_or_spreads_is_drawn_too(tmp_path: Path) -> None:
-    bare = synthetic_profile(num_sections=2, micro_batch_sizes=(1,)).model_copy(update={"all_reduce": ()})
-    file = tmp_path / "bare.json"
-    file.write_text(bare.model_dump_json(), encoding="utf-8")
-    shown(file, "--png", tmp_path / "bare.png")
-    assert (tmp_path / "bare.png").is_file()
-
-
 def test_a_picture_that_cannot_be_written_is_refused_at_once(path: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["profile", "show", str(path), "--png", str(tmp_path / "no/p.png")])
     assert result.exit_code == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from rich.progress import Progress
 from typer.testing import CliRunner
 
 from manager.simulation.replay import POLICIES, Replay, policies_of
@@ -20,7 +18,6 @@ from manager.simulation.spot.job import job_from_profile
 from manager.simulation.spot.run_end import Until
 from morph.cli.main import app
 from morph.cli.plans import replay_shown
-from morph.cli.reading.progress import Lines, rest_column
 from morph.contract.profile import load_profile
 from morph.contract.trace import load_trace, write_trace
 from morph.pictures import picture
@@ -322,31 +319,6 @@ def test_the_advice_goes_by_what_is_wanted(files: tuple[str, str]) -> None:
 
 
 # ---- how long it takes ----
-
-
-def test_the_remaining_time_is_printed_once_known_and_updated() -> None:
-    now_s, out = [100.0], io.StringIO()
-    told = Lines(out, remaining=True, clock=lambda: now_s[0])
-    for elapsed_s in range(0, 101):
-        now_s[0] = 100.0 + elapsed_s
-        told("simulating", elapsed_s / 100)
-    assert out.getvalue().splitlines() == [
-        "simulating ...",
-        *(f"about {rest_s} s to go" for rest_s in (97, 94, 88, 76, 52, 4)),
-    ]
-
-
-def test_the_rest_that_a_bar_tells_grows_while_nothing_happens() -> None:
-    now_s = [0.0]
-    bar = Progress(rest_column(), get_time=lambda: now_s[0])
-    bar.add_task("simulating", total=1.0)
-    (task,) = bar.tasks
-    shown = []
-    for elapsed_s, share in ((1.0, 0.1), (10.0, 0.1), (20.0, 0.1), (20.0, 0.5), (600.0, 0.5)):
-        now_s[0] = elapsed_s
-        bar.update(task.id, completed=share)
-        shown.append(str(bar.columns[0].render(task)))  # type: ignore[union-attr]
-    assert shown == ["", "about 90 s to go", "about 3 min to go", "about 20 s to go", "about 10 min to go"]
 
 
 def test_progress_grows_within_a_trace_and_outcomes_stay_in_order(files: tuple[str, str]) -> None:

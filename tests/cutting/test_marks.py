@@ -130,45 +130,6 @@ def check_against_whole(tools: Any, job: Any, exported: Any, model: CutModel, it
         torch.testing.assert_close(parameters[name].grad, gradient)
 
 
-class Sloped(nn.Module):
-    """Takes a gradient behind its mark, by what is in front of it or not; and passes its own input on or not."""
-
-    def __init__(self, kept: float, *, across: bool = False) -> None:
-        super().__init__()
-        self.first, self.second, self.cut = Branching(), nn.Linear(6, 6), morph.CutPoint()
-        self.kept, self.across = kept, across
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        y = self.cut(self.first(x))
-        by = x if self.across else y
-        slope = torch.autograd.grad(self.second(y).pow(2 if self.kept else 1).sum(), by, create_graph=True)[0]
-        return slope + self.kept * y
-
-
-@pytest.mark.parametrize("kept", [0.0, 1.0])
-def test_a_gradient_that_is_taken_behind_a_mark_is_that_of_the_whole(tools: Any, kept: float) -> None:
-    """Without what is kept, none goes back to the first section."""
-    job = tools.make_job(lambda: Sloped(kept), mean_loss, ITEMS)
-    exported = export_job(job)
-    assert isinstance(exported, MarkedJob)
-    model = cut(exported, num_sections=2, micro_batch_size=3)
-    if kept:
-        check_against_whole(tools, job, exported, model, ITEMS)
-    assert "first.linear.weight" in model.sections[0].parameters
-
-
-def test_a_gradient_that_is_taken_across_a_mark_is_refused_with_its_line(tools: Any) -> None:
-    lines, first = inspect.getsourcelines(Sloped)
-    line = first + next(place for place, text in enumerate(lines) if "autograd.grad(" in text)
-    exported = export_job(tools.make_job(lambda: Sloped(1.0, across=True), mean_loss, ITEMS))
-    with pytest.raises(
-        ExportError, match=r"behind the cut in front of cut, .* the model fails: .*; or no cut"
-    ) as caught:
-        cut(exported, num_sections=2, micro_batch_size=3)
-    assert caught.value.source == f"{__file__}:{line}"
-
-
 def test_what_export_refuses_is_not_cut_where_the_job_asks_for_one_section(tools: Any) -> None:
     def penalised(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         x = batch["x"].clone().requires_grad_()

@@ -183,35 +183,6 @@ def test_a_vm_with_several_devices_is_ended_once_none_of_its_workers_is_known_or
     assert world.there() == {"job-2-0", "job-3-0", "job-4-0"}
 
 
-def test_all_workers_of_a_vm_that_is_gone_behind_our_back_are_lost() -> None:
-    world = World(look_every_s=0.02)
-    world.shell.begin((), ())
-    world.cloud.num_devices = 2
-    world.shell.request(RequestNodes(request="job-1", count=4))
-    world.next(NodesGranted)
-    world.cloud.delete(["job-1-1"])
-    cause = "the provider no longer has its VM"
-    assert world.next(WorkerLost) == WorkerLost(worker="job-1-1.d0", cause=cause)
-    assert world.next(WorkerLost) == WorkerLost(worker="job-1-1.d1", cause=cause)
-    assert world.shell.request_of("job-1-1.d0") is None
-    world.shell.close()
-
-
-def test_a_manager_that_takes_over_ends_a_vm_with_the_last_worker_that_lived() -> None:
-    world = World()
-    world.cloud.num_devices = 2
-    world.cloud.add("job-1", 2)
-    world.shell.begin({"job-1-0.d1"}, ())  # the other had been lost
-    know(world.shell, ["job-1-0.d1"])
-    know(world.shell, [])
-    world.shell.request(RequestNodes(request="job-2", count=1))
-    granted = world.next(NodesGranted)
-    assert isinstance(granted, NodesGranted)
-    assert granted.nodes == ("job-2-0.d0", "job-2-0.d1")
-    assert world.there() == {"job-2-0"}
-    world.shell.close()
-
-
 def test_a_vm_that_could_not_be_ended_is_ended_later() -> None:
     world = World(look_every_s=0.02)
     world.shell.begin((), ())

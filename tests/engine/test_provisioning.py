@@ -249,25 +249,6 @@ def test_a_vm_with_several_devices_counts_once_to_the_limits_and_brings_a_node_f
         world.shell.close()
 
 
-def test_a_limit_that_leaves_workers_out_is_told() -> None:
-    limited = World(max_vms=1)
-    limited.cloud.num_devices = 4
-    try:
-        limited.get(count=6)
-    finally:
-        limited.shell.close()
-    (fact,) = [fact for fact in limited.facts if fact.name == "request_reduced"]
-    assert fact.detail == "job-1: 4 of 6 workers: vms.limits.max_vms is 1"
-
-
-def test_the_vm_of_a_worker_that_is_lost_is_ended_and_room_is_made(world: World) -> None:
-    world.get()
-    know(world.shell, {"job-1-0": 1, "job-1-1": 2, "of another kind": 3})
-    know(world.shell, {"job-1-1": 2})
-    world.get("job-2", 1)
-    assert world.settle() == ["job-1-0"]
-
-
 def test_what_the_controller_gives_back_is_ended(world: World) -> None:
     world.get()
     world.shell.release(ReleaseNodes(nodes=("job-1-1", "never-there")))

@@ -174,45 +174,12 @@ def test_a_vm_that_is_revoked_while_it_boots_never_appears(played: list[Play]) -
     assert one.host.killed == ["a"]
 
 
-def test_a_vm_that_is_revoked_before_its_turn_is_not_booted(played: list[Play]) -> None:
-    one = play(played, "0,add,a", "0,add,b", "0.01,remove,b", "0.02,add,c")
-    boot = one.host.hold("a")
-    one.start(clock=False)
-    assert one.host.booting["a"].wait(BOUND_S)
-    one.replayer.start_clock()
-    one.until("vm_requested c")
-    boot.set()
-    one.until("up a", "up c")
-    assert one.host.up == ["a", "c"]
-    assert one.host.killed == []
-
-
-def test_a_vm_added_and_removed_at_one_moment_ends_revoked(played: list[Play]) -> None:
-    one = play(played, "0,add,a", "0.01,add,b", "0.01,remove,b", "0.01,remove,a", "0.01,add,a", "0.02,add,c")
-    one.start(clock=False)
-    one.until("up a")
-    one.replayer.start_clock()
-    one.until("up a.2", "up c")
-    assert "a" in one.host.killed
-    assert set(one.host.up) - set(one.host.killed) == {"a.2", "c"}
-
-
 def test_a_vm_that_does_not_come_up_is_reported_and_skipped(played: list[Play]) -> None:
     one = play(played, "0,add,a", "0,add,b")
     one.host.broken.add("a")
     one.start()
     one.until("vm_failed a", "lost a", "up b")
     assert "up a" not in one.seen
-
-
-def test_the_whole_trace_is_played_at_some_time(played: list[Play]) -> None:
-    one = play(played, "0,add,a", "0.001,add,b", "0.002,remove,b")
-    one.start()
-    one.until("vm_requested b")
-    for thread in threading.enumerate():
-        if thread.name == "morph-vm-trace":
-            thread.join(BOUND_S)
-    assert one.replayer.finished
 
 
 def test_closing_ends_the_play_and_its_threads_also_in_the_middle() -> None:
@@ -252,16 +219,6 @@ def test_a_notice_comes_before_the_revocation_by_its_lead(played: list[Play]) ->
     assert after == ["notice a", f"{VM_KILLED} a", "vm_requested c"]
     assert one.notices["a"].lead_s == pytest.approx(0.25, abs=1e-3)
     assert one.notices["a"].notice == "trace-a"
-
-
-def test_a_booting_vms_notice_is_given_once_it_is_up(played: list[Play]) -> None:
-    one = play(played, "0,add,a,,,,", "100,remove,a,,,100,")
-    boot = one.host.hold("a")
-    one.start()
-    assert one.host.booting["a"].wait(BOUND_S)
-    boot.set()
-    assert one.until("notice a")[-2:] == ["up a", "notice a"]
-    assert 0 < one.notices["a"].lead_s <= 100
 
 
 def test_a_vm_comes_with_its_zone_type_and_price(played: list[Play]) -> None:

@@ -331,35 +331,6 @@ def test_a_vm_that_loses_one_worker_while_booting_is_paid_whole() -> None:
     assert (account.part_s(Part.WARMING), account.part_s(Part.SPARE)) == (10.0 + 40.0, 30.0)
 
 
-def test_workers_lost_together_cost_no_more_and_returners_once() -> None:
-    together = WorkerLost(worker="v.d0", cause="its VM is gone", beside=("v.d1",))
-    lost = WorkerLost(worker="v.d0", cause="its process died")
-    again = NodeAppeared(node="v.d0", paid=Paid(usd_per_h=2.0, num_nodes=2, before_s=20.0))
-    timed = [*pair_up(), (10.0, lost), (20.0, again), (50.0, together), (90.0, Tick())]
-    ledger = booked(timed, target_nodes=2, expected_nodes=3)
-    account = check_whole(ledger, 50)
-    assert account.part_s(Part.SPARE) == 10.0
-    assert not ledger.since_ns
-    assert not ledger.idle
-
-
-@pytest.mark.parametrize("told", ["grant", "appearance"])
-def test_a_vms_price_may_come_after_one_of_its_workers_left(told: str) -> None:
-    paid = Paid(usd_per_h=2.0, num_nodes=2, before_s=12.0)
-    granted = NodesGranted(request="job-1", nodes=PAIR, paid=dict.fromkeys(PAIR, paid))
-    timed: list[tuple[float, Event]] = [(0.0, Tick())]
-    timed += [(10.0, NodeAppeared(node=node, request="job-1")) for node in PAIR]
-    timed += [(11.0, WorkerLost(worker="v.d0", cause="its process died"))]
-    heard: Event = granted if told == "grant" else NodeAppeared(node="v.d0", paid=paid)
-    ledger = booked([*timed, (12.0, heard), (14.0, Tick())], target_nodes=3)
-    account = ledger.account()
-    assert ledger.rates["v.d0"].cost == SHARES // 2 * nano_usd(2.0)
-    assert account.total_s == (28.0 if told == "grant" else 18.0), "with what was paid before they appeared"
-    assert sum(account.parts.values(), NOTHING) == account.total
-    for spent in account.parts.values():
-        assert min(spent.node_ns, spent.vm_ns, spent.unpriced_ns, spent.cost) >= 0
-
-
 class EachStep(Ledger):
     """Sums up no steps."""
 

@@ -107,15 +107,6 @@ def test_an_error_repeated_at_one_step_ends_the_run_saved() -> None:
     assert finish.sentence == wanted
 
 
-def test_an_error_on_several_workers_at_once_came_only_once() -> None:
-    script = script_in(Phase.TRAINING)
-    for worker in ("n2", "n1", "n3", "n4"):
-        fail(script, worker, "job")
-    assert script.state.phase is Phase.RESHAPING
-    assert script.state.failing is not None
-    assert not script.state.failing.final
-
-
 def test_what_nothing_would_mend_ends_the_run_saved_whoever_else_says_so() -> None:
     script = script_in(Phase.TRAINING)
     script.prepared()
@@ -149,15 +140,6 @@ def test_memory_exhausted_twice_at_one_step_ends_the_run_with_advice() -> None:
     finish = save(script)
     assert finish.outcome == "failed"
     assert "lower vms.memory_bytes" in finish.sentence
-
-
-def test_memory_exhausted_without_a_replacement_ends_the_run_saved() -> None:
-    script = Script(expected_nodes=2)
-    script.ready("n1", "n2")
-    script.reshaped()
-    fail(script, "n2", "memory")
-    script.aborted()
-    assert save(script).outcome == "failed"
 
 
 def test_a_device_that_fails_in_setup_costs_its_worker_then_a_pause() -> None:
@@ -332,11 +314,6 @@ def test_a_manifest_that_was_being_written_is_written_again() -> None:
     assert [kind for kind, _ in taken_over(script)] == ["write_manifest"]
 
 
-def test_a_run_that_was_over_is_over() -> None:
-    script = script_in(Phase.ENDED)
-    assert [kind for kind, _ in taken_over(script)] == ["finish"]
-
-
 def test_a_lost_worker_aborts_the_generation() -> None:
     script = script_in(Phase.TRAINING)
     script.prepared("n1")
@@ -464,13 +441,6 @@ def test_below_the_minimum_survivors_save_what_they_hold_and_wait() -> None:
     order = next(action.order for action in script.ready("n5") if isinstance(action, SendReshape))
     assert order.version == 1
     assert {source.kind for source in order.sources} == {"keep", "peer"}
-
-
-def test_losing_a_spare_only_removes_it() -> None:
-    script = script_in(Phase.TRAINING)
-    script.ready("n5")
-    assert script.tell(WorkerLost(worker="n5", cause="killed")) == ()
-    assert (script.state.phase, script.code) == (Phase.TRAINING, "worker_removed")
 
 
 def test_an_abort_before_the_loss_is_known_reforms_with_everybody_believed_alive() -> None:

@@ -237,12 +237,6 @@ def test_a_notice_that_is_told_again_is_acknowledged_again() -> None:
     assert script.code == "notice_acknowledged"
 
 
-def test_a_repeated_notice_does_not_release_a_member() -> None:
-    script = training()
-    noticed(script, "n2")
-    assert acknowledged(script.tell(NoticeGiven(worker="n2", lead_s=2.0, notice="first"))) == []
-
-
 def test_who_still_writes_units_of_a_checkpoint_is_not_let_go() -> None:
     script = training()
     while script.state.saving.pending is None:
@@ -335,16 +329,6 @@ def test_a_two_device_vm_drains_whole_by_an_early_notice(count: int) -> None:
     for worker in ("v.d0", "v.d1"):
         script.tell(NodeAppeared(node=worker, request="job-1"))
         assert script.state.workers[worker].node is NodeState.DRAINING
-    assert script.state.provisioning.kept_notices == {}
-
-
-def test_a_kept_notice_of_a_further_worker_is_forgotten_with_its_vm() -> None:
-    script = Script(target_nodes=1, num_steps=20)
-    script.tell(Tick())
-    script.tell(NoticeGiven(worker="v.d1", lead_s=30.0, notice="first"))
-    script.tell(NodeAppeared(node="v.d0", request="job-1"))
-    assert set(script.state.provisioning.kept_notices) == {"v.d1"}
-    script.tell(WorkerLost(worker="v.d0", cause="its VM is gone", beside=("v.d1",)))
     assert script.state.provisioning.kept_notices == {}
 
 

@@ -48,12 +48,6 @@ def test_one_replica_is_held_against_the_profile_and_not_judged_without_it() -> 
     assert judge({"a": SLOW}, None, STUTTER) == {}
 
 
-def test_what_slows_everybody_is_nobodys_fault() -> None:
-    measure = usual([SLOW, SLOW, SLOW, 2 * SLOW])
-    assert measure is not None
-    assert measure.expects(2.0) == Expected(2 * SLOW, 0.0)
-
-
 def test_one_or_two_workers_prove_neither_worker_nor_profile_wrong() -> None:
     assert usual([SLOW]) is None
     assert usual([1.0, SLOW]) is None
@@ -82,11 +76,6 @@ def test_random_differences_on_shared_cores_are_no_stutter() -> None:
         medians_s = {worker: statistics.median(samples_s) for worker, samples_s in windows.items()}
         num_slow += any(judgement.slow for judgement in judge(medians_s, None, STUTTER, errors_s).values())
     assert (num_slow / 2000) ** STUTTER.windows < 1e-5
-
-
-def test_between_well_and_slow_nothing_changes() -> None:
-    judgement = judge({"a": 1.1, "b": 1.0}, None, STUTTER)["a"]
-    assert (judgement.slow, judgement.well) == (False, False)
 
 
 def trained(**fields: object) -> Script:
@@ -284,11 +273,6 @@ def test_a_probe_is_compared_with_how_the_others_match_the_profile() -> None:
     assert probed_against_s({}) == pytest.approx(2.0)
     assert probed_against_s({"n1": SLOW, "n3": SLOW, "n4": SLOW}) == pytest.approx(2.0 * SLOW)
     assert probed_against_s({"n1": 0.8, "n3": 0.8, "n4": 0.8}) == pytest.approx(2.0 * 0.8)
-
-
-def test_a_probe_is_compared_with_a_slower_successor_on_its_stage() -> None:
-    assert probed_against_s({"n4": SLOW}) == pytest.approx(2.0 * SLOW)
-    assert probed_against_s({"n4": 0.8}) == pytest.approx(2.0)
 
 
 def left_out() -> Script:

@@ -207,18 +207,6 @@ def test_a_node_lost_before_its_grant_is_replaced() -> None:
     assert requested([*lost, *actions]) == [("job-2", 1)]
 
 
-def test_a_vm_that_never_appears_is_given_back_and_replaced() -> None:
-    script = asking()
-    script.tell(Tick())
-    script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
-    granted_s = script.now_s
-    for node in ("n1", "n2", "n3"):
-        script.tell(NodeAppeared(node=node, request="job-1"))
-    actions = script.tell(Tick(), at_s=granted_s + REQUESTS.boot_s)
-    assert ReleaseNodes(nodes=("n4",)) in actions
-    assert requested(actions) == [("job-2", 1)]
-
-
 def absent(script: Script, number: int) -> Sequence[Action]:
     """A request is granted, and its VM does not appear."""
     script.tell(NodesGranted(request=f"job-{number}", nodes=(f"m{number}",)))
@@ -261,19 +249,6 @@ def test_unfit_vms_are_requested_as_rarely_as_absent_ones() -> None:
         script.tell(WorkerLost(worker=f"m{number}", cause="its Python is 3.10.12", unfit=True))
     assert "none of them joined: no further one is requested" in script.sentence
     assert requested(script.tell(Tick(), at_s=script.now_s + 10 * REQUESTS.backoff_max_s)) == []
-
-
-def test_one_that_appears_makes_up_for_those_that_did_not() -> None:
-    script = asking()
-    script.tell(Tick())
-    script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
-    script.tell(Tick(), at_s=script.now_s + REQUESTS.boot_s)
-    for number in range(2, REQUESTS.max_absent):
-        absent(script, number)
-        script.tell(Tick(), at_s=script.now_s + REQUESTS.backoff_max_s)
-    assert script.state.provisioning.num_absent == REQUESTS.max_absent - 1
-    script.tell(NodeAppeared(node="late", request=f"job-{REQUESTS.max_absent}"))
-    assert script.state.provisioning.num_absent == 0
 
 
 def test_a_run_with_too_few_vms_and_no_requests_left_ends() -> None:
@@ -325,15 +300,6 @@ def test_too_few_vms_pause_the_run_until_more_come() -> None:
     assert {slot.worker for slot in script.state.slots} == {"n1", "n3"}
 
 
-def test_a_vm_taken_while_it_boots_is_replaced() -> None:
-    script = asking()
-    script.tell(Tick())
-    script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
-    assert requested(script.tell(WorkerLost(worker="n3", cause="the provider no longer has its VM"))) == [("job-2", 1)]
-    assert "n3 never appeared: the provider no longer has its VM" in script.sentence
-    assert set(script.state.provisioning.requests["job-1"].granted) == {"n1", "n2", "n4"}
-
-
 def test_vms_that_die_while_booting_are_replaced_less_and_less_often() -> None:
     script = asking()
     script.tell(Tick())
@@ -375,21 +341,6 @@ def test_every_state_is_reachable_and_all_but_gone_can_be_lost() -> None:
     assert reached == set(NodeState)
     for state in set(NodeState) - {NodeState.GONE}:
         assert after(state, NodeEvent.LOST) is NodeState.GONE
-
-
-def test_gone_is_final_and_only_a_setup_makes_nodes_ready() -> None:
-    assert not [pair for pair in NODE_TRANSITIONS if pair[0] is NodeState.GONE]
-    leading = {pair for pair, synced in NODE_TRANSITIONS.items() if synced is NodeState.READY}
-    assert {event for state, event in leading if state is NodeState.WARMING} == {NodeEvent.SET_UP}
-
-
-def test_only_a_withdrawn_or_void_notice_leads_out_of_draining_alive() -> None:
-    out = {
-        event
-        for (state, event), synced in NODE_TRANSITIONS.items()
-        if state is NodeState.DRAINING and synced not in (NodeState.DRAINING, NodeState.GONE)
-    }
-    assert out == {NodeEvent.SPARED, NodeEvent.SPARED_UNREADY}
 
 
 @pytest.mark.parametrize(

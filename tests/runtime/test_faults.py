@@ -41,20 +41,6 @@ def test_arrivals_are_counted_anew_from_each_beginning(kills: list[tuple[int, in
     assert len(kills) == 1
 
 
-def test_background_work_names_its_own_step(kills: list[tuple[int, int]]) -> None:
-    faults = plan(phase="checkpoint", step=5)
-    faults.begin(9)
-    faults.reach("checkpoint", 4)
-    assert kills == []
-
-
-def test_without_faults_nothing_happens(kills: list[tuple[int, int]]) -> None:
-    faults = FaultPlan([])
-    faults.begin(0)
-    faults.reach("forward")
-    assert kills == []
-
-
 def test_a_slow_spell_lasts_from_its_first_step_until_before_its_end() -> None:
     spells = [
         SlowSpell(worker="w", factor=1.5, first_step=2, end_step=4),

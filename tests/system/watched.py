@@ -74,11 +74,6 @@ class WatchedMorph:
         return self._output.decode(errors="replace")
 
     @property
-    def process_runs(self) -> bool:
-        """Whether the command itself has not ended."""
-        return self._process.poll() is None
-
-    @property
     def secrets(self) -> list[str]:
         """Every secret that the command's own process has made."""
         return recorded(self._secrets_path)
