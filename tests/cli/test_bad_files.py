@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
-import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -64,17 +62,6 @@ def test_a_job_named_like_a_path_in_a_profile_makes_no_directory(
 def test_a_trace_names_no_vm_like_a_path(name: str) -> None:
     with pytest.raises(TraceError, match="node_id"):
         parse_trace([HEADER, f"0,add,{name},z,t,s"], "trace.csv")
-
-
-@pytest.mark.slow
-def test_weights_that_are_named_like_paths_are_no_weights_of_the_model(tmp_path: Path) -> None:
-    hostile = tmp_path / "weights.safetensors"
-    safetensors.torch.save_file({"../../elsewhere": torch.zeros(1), "/elsewhere": torch.zeros(1)}, str(hostile))
-    job = f"{ROOT / 'configs/jobs/tiny_gpt.py'}:job"
-    before = set(tmp_path.rglob("*"))
-    told = refused("import", job, hostile, tmp_path / "run", "--m", 2)
-    assert "weights.safetensors" in told
-    assert set(tmp_path.rglob("*")) == before
 
 
 Place = tuple[Any, ...]
@@ -181,7 +168,7 @@ ODD: tuple[Any, ...] = (
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data(), kind=st.sampled_from(sorted(FILES)))
 def test_odd_values_are_taken_or_refused_in_one_line(
     data: st.DataObject, kind: str, tmp_path_factory: pytest.TempPathFactory

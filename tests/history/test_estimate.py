@@ -156,7 +156,7 @@ def test_nine_of_ten_intervals_hold_the_true_rate_of_the_population(
     drawn: Callable[[random.Random, float], list[Life]],
 ) -> None:
     draw, held, ratios = random.Random(11), 0, []
-    rounds = 250
+    rounds = 120
     for _ in range(rounds):
         shape = PRIOR.per_vm_h * PRIOR.weight_vm_h
         per_vm_h = max(0.01, draw.gammavariate(shape, 1 / PRIOR.weight_vm_h))

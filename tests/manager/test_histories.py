@@ -160,8 +160,8 @@ def test_a_manager_killed_while_it_seeks_a_checkpoint_is_succeeded() -> None:
 
 @pytest.mark.parametrize("kind", sorted({*FATAL_ACTIONS} - {"probe_worker", "finish"}))
 def test_a_manager_killed_before_it_acts_is_succeeded(kind: str) -> None:
-    died = 0
-    for seed in range(10):
+    died, seeds = 0, range(10 if IS_LONG else 4)
+    for seed in seeds:
         faults = Faults(
             dies_before=kind,
             deaths_after_s=((3.5, 1),),
@@ -178,7 +178,7 @@ def test_a_manager_killed_before_it_acts_is_succeeded(kind: str) -> None:
         cluster = SimulatedCluster(seed, config, faults, observers=INVARIANTS)
         cluster.check(cluster.run(5).outcome == "finished", "did not finish")
         died += cluster.died_before
-    assert died >= (3 if kind in ("abort", "end_worker") else 10)
+    assert died >= (1 if kind in ("abort", "end_worker") else len(seeds))
 
 
 def test_the_histories_reach_every_phase_and_every_kind_of_decision(played: list[Reached]) -> None:

@@ -13,7 +13,7 @@ from simulated_job import RULES, make_config, make_plan
 from manager.controller.state.events import ComputeTimesSeen, WorkerTimes
 from manager.controller.state.nodes import NodeState
 from morph.contract.rules import StutterRules
-from tests.grids import cells
+from tests.grids import IS_LONG, cells
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ SHAPES = [(3, 1), (6, 1), (1, 2), (3, 2), (2, 3), (3, 3)]
 JITTER = [(0.05, 0.0), (0.3, 0.0), (0.1, 0.95), (0.2, 0.95)]
 """Spread and memory."""
 WINDOWS = 80
-SEEDS = 12
+SEEDS = 12 if IS_LONG else 5
 SLOW = 1.3
 
 
