@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-import torch
 import typer
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -76,20 +71,3 @@ def test_the_kit_packs_all_that_the_image_for_which_it_is_made_lacks() -> None:
     own = {Requirement(text).name for text in project["dependencies"]} - {"ray"}
     there = required_by("torch", "numpy", "numba", "pandas", "matplotlib", "pytest")
     assert required_by(*own, "transformers", "pytest-timeout") - there - packed() == set()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_the_kit_starts_and_says_that_there_is_no_device(tmp_path: Path) -> None:
-    places = {"OUT": str(tmp_path / "out"), "WORK": str(tmp_path / "work"), "SITE": "none", "PY": sys.executable}
-    done = subprocess.run(
-        ["bash", str(KIT / "on_device.sh"), "A"],
-        env={**os.environ, **places},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 1
-    assert "numba compiles: True" in done.stdout
-    assert not re.search(r"(torch|transformers|safetensors|pydantic|typer|cryptography) FAILS", done.stdout)
-    assert "error: torch finds no CUDA device here; `bash benchmarks/gpu_kit/on_device.sh A cpu`" in done.stderr

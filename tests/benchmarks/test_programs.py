@@ -9,12 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.__main__ import HERE, load_program, programs
-from benchmarks.device_speed.__main__ import TINY, communicators, copies, kernels, steps
-from benchmarks.remote import InThisProcess
-from morph.runtime.step.kernels import kernels_now, set_kernels
+from benchmarks.device_speed.__main__ import communicators, copies, kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 HOW = re.compile(r"^\|.*\| (`[^|]*`) \|$", re.MULTILINE)
@@ -78,18 +75,3 @@ def test_sums_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(re.fullmatch(r".+: \d+\.\d GB/s", line) for line in rates)
     assert of_copies == "copies through pinned memory: need a CUDA device"
     assert of_communicators == "communicators: need a CUDA device, and a torch with NCCL"
-
-
-@pytest.mark.slow
-def test_a_worker_is_timed_beside_a_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
-    """In this process, where everything is imported already."""
-    num_threads, kernels_before = torch.get_num_threads(), kernels_now()
-    try:
-        ((name, job_path),) = TINY.items()
-        steps("cpu", name, job_path, 1, depths=(1,), make=InThisProcess)
-    finally:
-        torch.set_num_threads(num_threads)
-        set_kernels(kernels_before)
-    plain, morph = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"tiny_gpt, plain loop: \d+\.\d{3} s a step", plain)
-    assert re.fullmatch(r"tiny_gpt, Morph 1x1: \d+\.\d{3} s a step, \d+\.\d\d of the plain loop", morph)

@@ -109,7 +109,7 @@ def state_of(trained: Trained) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", ["lora", "dora"])
+@pytest.mark.parametrize("name", ["lora", pytest.param("dora", marks=pytest.mark.long)])
 def test_adapters_end_where_peft_brings_them_in_every_shape_and_after_losses(
     name: str, jobs: Path, crew: ShapesCrew, tmp_path: Path
 ) -> None:

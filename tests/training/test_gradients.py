@@ -22,7 +22,7 @@ from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 8
-JOBS = ("complex_numbers", "complex_fast", "choosing", "choosing_adam", "choosing_fast", "cut_off")
+JOBS = ("complex_numbers", "complex_fast", "choosing_adam", "choosing_fast", "cut_off")
 
 
 def trained(name: str, directory: Path) -> tuple[Manifest, list[float]]:
