@@ -7,7 +7,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -189,18 +189,11 @@ class Ring(Forks):
         num_workers: At the start.
         work: What each does with its end of a pipe.
         silence_s: Until a silent worker is given up.
-        own: More variables of the worker that is started as number so many.
     """
 
-    def __init__(
-        self,
-        num_workers: int,
-        work: Callable[[Connection], object],
-        silence_s: float = 10.0,
-        own: Callable[[int], Mapping[str, str]] | None = None,
-    ) -> None:
+    def __init__(self, num_workers: int, work: Callable[[Connection], object], silence_s: float = 10.0) -> None:
         super().__init__()
-        self._work, self._own = work, own
+        self._work = work
         os.environ |= {SECRET: "benchmark", SILENCE: str(silence_s)}
         if num_workers == 1:
             self._fork({FOUNDERS: "1"})
@@ -217,10 +210,10 @@ class Ring(Forks):
         self._fork({JOIN: f"{host}:{port}"})
 
     def _fork(self, environment: dict[str, str]) -> None:
-        own = {NUMBER: str(self.num_started), **(self._own(self.num_started) if self._own else {})}
+        number = str(self.num_started)
 
         def body(lane: Connection) -> None:
-            os.environ |= {**environment, **own}
+            os.environ |= {**environment, NUMBER: number}
             self._work(lane)
 
         self.start(body)
