@@ -18,6 +18,7 @@ from morph.contract.profile import Profile
 from morph.contract.trace import Trace
 from simulator import PlanRequest, Simulation, plan_table, pool_plan_table, simulate, simulate_plan
 from simulator import plan as best_plan
+from simulator.inputs.conditions import check_made_for
 from simulator.search.micro_batch import knee_micro_batch_size
 
 TASK_CPU_S = 0.003
@@ -114,6 +115,8 @@ def plan_rehearsal(spec: RehearsalSpec) -> Planned:
     spec = _with_batch(spec)
     if spec.network == "namespaces":
         check_permitted()
+    if spec.plan is not None:
+        check_made_for(spec.profile, spec.plan)
     num_cores = os.cpu_count() or 1
     if spec.trace is None:
         scales = choose_scales(spec, plan_shape(spec, spec.profile).plan, num_cores)

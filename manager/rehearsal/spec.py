@@ -11,7 +11,7 @@ from morph.contract.plan import Plan, Schedule
 from morph.contract.profile import Profile
 from morph.contract.trace import UNKNOWN, Trace
 from simulator import PlanRequest
-from simulator.inputs.conditions import of_pool_type, slow_workers
+from simulator.inputs.conditions import of_pool_type
 
 Network = Literal["loopback", "namespaces"]
 
@@ -122,17 +122,7 @@ class RehearsalSpec(PlanRequest):
             if scale is not None:
                 possible.check(name, scale)
         if self.trace is not None:
-            return self._check_trace()
-        num_stages, num_replicas = self.depth, self.num_replicas
-        if self.plan is not None:
-            num_stages, num_replicas = len(self.plan.stages), self.plan.num_replicas
-            _check_plan(self.plan, self.profile)
-        for stage, replica, _ in slow_workers(self.slow):
-            if stage >= num_stages or (replica or 0) >= num_replicas:
-                where = f"stage {stage}" + ("" if replica is None else f", replica {replica}")
-                allowed = f"stages 0 to {num_stages - 1}, replicas 0 to {num_replicas - 1}"
-                raise PlanError("there is no such worker", field="slow", value=where, allowed=allowed)
-        return None
+            self._check_trace()
 
     def _check_trace(self) -> None:
         default = {field.name: field.default for field in fields(RehearsalSpec)}
@@ -143,16 +133,6 @@ class RehearsalSpec(PlanRequest):
                 )
         for name in self.types:
             of_pool_type(self.profile, name)
-
-
-def _check_plan(plan: Plan, profile: Profile) -> None:
-    if plan.fingerprint != profile.job.fingerprint:
-        raise PlanError(
-            "was made for another model than the profile",
-            field="fingerprint",
-            value=plan.fingerprint,
-            allowed=profile.job.fingerprint,
-        )
 
 
 def worker_name(index: int) -> str:

@@ -412,7 +412,7 @@ def profile(tmp_path: Path) -> Path:
         (["-P", "2", "--set", "state_scale=3"], ["--set state_scale", "got 3.0", "at most 1"]),
         (["-P", "2", "--slow", "1"], ["--slow", "got '1'", "STAGE:FACTOR"]),
         (["-P", "2", "--slow", "1:-2"], ["--slow", "got '1:-2'"]),
-        (["-P", "2", "--slow", "5:1.5"], ["--slow", "stage 5", "stages 0 to 1"]),
+        (["-P", "2", "--slow", "5:1.5"], ["--slow", "got 5", "stages 0 to 1"]),
         (["-P", "2", "--memory-gib", "-1"], ["--memory-gib", "above 0"]),
         (["-P", "2", "--trace", "trace.csv"], ["-P", "one of -P (with -D), --plan and --trace"]),
         (["--trace", "trace.csv", "-D", "2"], ["-D", "is for one shape, and a trace leads to several"]),

@@ -28,8 +28,8 @@ from morph.contract.timeline import ComputeTimes
 from morph.contract.trace import Trace, TraceEvent
 from simulator import simulate, synthetic_profile
 from simulator.costs.stage_costs import SectionCosts
+from simulator.inputs.synthetic import with_type
 from simulator.inputs.transfer import AllReduce, bandwidth_bytes_per_s
-from tests.system.emulated import slower_type
 
 RINGS = (2, 3, 4, 6, 12)
 
@@ -229,7 +229,7 @@ def trace_of(*changes: tuple[float, str, str, str]) -> Trace:
 
 def test_a_trace_is_planned_for_every_pool_and_stretched_with_the_profile() -> None:
     trace = trace_of((5, "add", "a", OWN), (5, "add", "b", "slow"), (9, "remove", "a", OWN))
-    profile = slower_type(synthetic_profile(num_sections=4), "slow", 2.0)
+    profile = with_type(synthetic_profile(num_sections=4), "slow", 2.0)
     planned = plan_rehearsal(spec_of(profile=profile, num_stages=None, num_replicas=1, trace=trace, time_scale=2.0))
     assert planned.spec.trace is not None
     assert [event.time_s for event in planned.spec.trace.events] == [0, 0, 8]
@@ -275,8 +275,8 @@ def spec_of(**fields: Any) -> RehearsalSpec:
         ({"time_scale": float("nan")}, ["time_scale", "nan"]),
         ({"message_scale": 1.5}, ["message_scale", "at most 1"]),
         ({"state_scale": -1.0}, ["state_scale", "above 0"]),
-        ({"slow": {3: 1.5}}, ["slow", "stage 3", "stages 0 to 2"]),
-        ({"slow": {(1, 2): 1.5}}, ["slow", "replica 2", "replicas 0 to 1"]),
+        ({"slow": {3: 1.5}}, ["slow", "got 3", "stages 0 to 2"]),
+        ({"slow": {(1, 2): 1.5}}, ["slow", "got (1, 2)", "replicas 0 to 1"]),
         ({"trace": trace_of((0, "add", "a", "p3"))}, ["num_stages", "is for one shape", "leave it out"]),
         (
             {"trace": trace_of((0, "add", "a", "p3")), "num_stages": None, "num_replicas": 1, "slow": {0: 1.5}},

@@ -18,24 +18,11 @@ from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import ClusterConfig, LocalVms, Policy
 from morph.contract.messages import SlowSpell
 from morph.contract.plan import Plan
-from morph.contract.profile import NodeTypeProfile, Profile
+from morph.contract.profile import Profile
 from simulator import plan
 from tests.system.harness import constant_vms, facts_of
 
 M = 2
-
-
-def slower_type(profile: Profile, name: str, factor: float) -> Profile:
-    """The profile with a second type of node, whose compute takes so many times as long."""
-    slow = profile.corrected((factor,) * profile.num_sections)
-    added = NodeTypeProfile(
-        name=name,
-        environment=profile.environment,
-        forward=tuple(section.forward for section in slow.sections),
-        backward=tuple(section.backward for section in slow.sections),
-        optimizer_step=tuple(section.optimizer_step for section in slow.sections),
-    )
-    return profile.model_copy(update={"node_types": (added,)})
 
 
 def shape(profile: Profile, stages: int, replicas: int) -> Plan:

@@ -27,8 +27,8 @@ from morph.contract.errors import ConfigError, TrainingStopped
 from morph.contract.profile import Timing
 from morph.contract.trace import Trace, TraceEvent
 from simulator import simulate_plan, synthetic_profile
+from simulator.inputs.synthetic import with_type
 from tests.system.commands import COMMAND, ROOT
-from tests.system.emulated import slower_type
 from tests.system.harness import together
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -125,7 +125,7 @@ AT = 3
 
 def test_losses_of_either_type_re_shape_mixed_plans_and_change_no_bit(tmp_path: Path) -> None:
     """A plan as given takes no less than simulated, and has the weights of equal pipelines on one type."""
-    profile = slower_type(PROFILE, "slow", 2.0)
+    profile = with_type(PROFILE, "slow", 2.0)
     deep, shallow = (plan_rehearsal(spec_of(stages, 1)).plan for stages in (3, 2))
     slow = tuple(stage.model_copy(update={"node_type": "slow"}) for stage in shallow.stages)
     plan = together([deep, shallow.model_copy(update={"stages": slow})])

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from morph.cli.plans.plan_options import memory_bytes_of, slow_of
+from morph.cli.plans.plan_options import in_plan_file, memory_bytes_of, slow_of
 from morph.cli.plans.settings import RehearseSettings, with_settings
 from morph.cli.reading.errors import places
 from morph.cli.reading.options import (
     JitterOption,
     MicroBatchOption,
-    OptionalStagesOption,
     PlainOption,
     PlanFileOption,
     ProfileArgument,
@@ -26,6 +25,7 @@ from morph.cli.reading.options import (
     ScheduleOption,
     SettingsOption,
     SlowOption,
+    StagesOption,
 )
 from morph.cli.reading.progress import doing
 from morph.contract.errors import PlanError
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 @with_settings(RehearseSettings)
 def rehearse_command(
     profile: ProfileArgument,
-    pipeline_depth: OptionalStagesOption = None,
+    pipeline_depth: StagesOption = None,
     num_replicas: ReplicasOption = 1,
     plan: PlanFileOption = None,
     trace: Annotated[
@@ -120,7 +120,9 @@ def rehearse_command(
         "memory_bytes": "--memory-gib",
     }
     places_of = {field: (str(profile), name) for field, name in options.items()}
-    of_files = {"fingerprint": (str(plan), "fingerprint"), "pool": (str(trace), "VMs by instance_type")}
+    of_files = {"pool": (str(trace), "VMs by instance_type")}
+    if plan is not None:
+        of_files |= in_plan_file(plan)
     with places(places_of | of_files):
         planned = plan_rehearsal(
             RehearsalSpec(
