@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from manager.engine.local_vms.namespaces import check_permitted
 from manager.rehearsal.device import stretched
@@ -89,20 +89,25 @@ def _rounded_up(value: float) -> float:
 class Planned:
     """A checked and planned rehearsal; nothing is started yet.
 
-    ``profile`` is stretched by ``scales.time``; ``plans`` and ``simulation`` use it, with the profile's commit time.
-    ``plans``: for every number or pool of VMs that there may be; of them ``simulation`` is the one to begin with.
+    ``profile`` is stretched by ``scales.time``; ``simulation`` and ``table`` use it, with the profile's commit time.
+    ``table``: plans for every number or pool of VMs that a trace may have; empty: there is one plan.
     """
 
     spec: RehearsalSpec
     scales: Scales
     profile: Profile
-    plans: dict[Pool, Plan]
     simulation: Simulation
+    table: dict[Pool, Plan] = field(default_factory=dict)
 
     @property
     def plan(self) -> Plan:
         """The plan to begin with."""
         return self.simulation.plan
+
+    @property
+    def plans(self) -> dict[Pool, Plan]:
+        """Every plan that may be run."""
+        return self.table or {self.plan.pool: self.plan}
 
 
 def plan_rehearsal(spec: RehearsalSpec) -> Planned:
@@ -121,14 +126,13 @@ def plan_rehearsal(spec: RehearsalSpec) -> Planned:
     if spec.trace is None:
         scales = choose_scales(spec, plan_shape(spec, spec.profile).plan, num_cores)
         profile = stretched(spec.profile, scales.time)
-        simulation = plan_shape(spec, profile)
-        return Planned(spec, scales, profile, {simulation.plan.pool: simulation.plan}, simulation)
+        return Planned(spec, scales, profile, plan_shape(spec, profile))
     trace = from_its_first_event(spec.trace)
     each = [choose_scales(spec, plan, num_cores) for plan in _plans_for(spec, trace, spec.profile).values()]
     scales = Scales(max(one.time for one in each), min(one.message for one in each), each[0].state)
     spec, profile = replace(spec, trace=trace.scaled(scales.time)), stretched(spec.profile, scales.time)
     plans = _plans_for(spec, trace, profile)
-    return Planned(spec, scales, profile, plans, plan_shape(spec, profile, _first_of(spec, trace, plans)))
+    return Planned(spec, scales, profile, plan_shape(spec, profile, _first_of(spec, trace, plans)), plans)
 
 
 def _plans_for(spec: RehearsalSpec, trace: Trace, profile: Profile) -> dict[Pool, Plan]:
@@ -137,7 +141,7 @@ def _plans_for(spec: RehearsalSpec, trace: Trace, profile: Profile) -> dict[Pool
     Raises:
         PlanError: not even all of them can run the job.
     """
-    own = {field.name for field in fields(PlanRequest)}
+    own = {each.name for each in fields(PlanRequest)}
     given = {name: getattr(spec, name) for name in own} | {"num_replicas": None, "unequal": True}
     request = PlanRequest(**given)
     most = Pool.of(spec.num_workers)
