@@ -101,6 +101,7 @@ class RehearsalSpec(PlanRequest):
         if self.num_workers > room:
             needed = -(-self.num_workers // self.workers_per_host)
             shape = self.plan.shape if self.plan is not None else f"{self.depth} x {self.num_replicas}"
+            shape = shape if self.trace is None else "the trace"
             raise PlanError(
                 f"{shape} needs {self.num_workers} workers, and there is room for {room}",
                 field="num_hosts",
