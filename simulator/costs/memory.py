@@ -191,14 +191,23 @@ class StageMemory:
     def _fill(self, tables: Ints, size: int) -> None:
         """Work out ``group_tables``, both of which are zero."""
         taken, stored = tables
-        one = np.zeros_like(taken)
-        for end in range(1, self._num_sections + 1):
-            begin, cut = np.arange(end), max(0, end - size)
-            one[:end, end] = self._running(self._peaks, begin, np.array(end)) - self.activations[begin]
-            taken[:end, end], stored[:end, end] = one[:end, end], self.stored[:end]
-            taken[:cut, end] = np.maximum(taken[:cut, cut], one[cut, end])
-            stored[:cut, end] = stored[:cut, cut] + self.stored[cut]
+        sections, one = np.arange(self._num_sections + 1), self._alone
+        taken[:] = one
+        stored[:-1] = self.stored[: self._num_sections, None] * (sections[:-1, None] < sections)
+        for first in range(size + 1, self._num_sections + 1, size):  # what is before the last group is known by then
+            ends = sections[first : first + size]
+            cuts = ends - size
+            before = sections[:, None] < cuts
+            taken[:, ends] = np.where(before, np.maximum(taken[:, cuts], one[cuts, ends]), taken[:, ends])
+            stored[:, ends] = np.where(before, stored[:, cuts] + self.stored[cuts], stored[:, ends])
         taken += self.tables[0] - one
+
+    @cached_property
+    def _alone(self) -> Ints:
+        """What the forward of every run of sections takes when it is run again as one group: [K + 1, K + 1]."""
+        found, (begin, end) = np.zeros_like(self.tables[0]), np.triu_indices(self._num_sections)
+        found[begin, end + 1] = self._running(self._peaks, begin, end + 1) - self.activations[begin]
+        return found
 
     def fitting_sizes(
         self, begin: Ints, end: Ints, window: Ints, recompute: npt.NDArray[np.bool_], usable: int

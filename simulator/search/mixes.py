@@ -163,7 +163,7 @@ class Mixes:
         def play(group: Group, number: int) -> None:
             if 1 <= number < self.total and number not in known[group]:
                 kind, depth = group
-                known[group][number] = self.types[kind].alone_ns(depth, number, number, num_replicas)
+                known[group][number] = self.types[kind].alone_ns(depth, number, num_replicas)
 
         level = dict.fromkeys(chosen, max(1, self.total // num_replicas))
         for _ in range(_ROUNDS):
@@ -352,7 +352,7 @@ class Search:
             few = max(1, number * 3 // 4)
             numbers = {few, number, *((number + 1,) if number <= _FEW else ())}
             alone_ns = self.mixes.types[kind].alone_ns
-            times = [(each, alone_ns(depth, each, number, num_replicas)) for each in numbers]
+            times = [(each, alone_ns(depth, each, num_replicas)) for each in numbers]
             self.mixes.lines[key] = Line(times)
         return self.mixes.lines[key]
 
