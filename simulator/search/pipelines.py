@@ -69,9 +69,17 @@ class Pipelines:
         bound: Ints = np.maximum.accumulate(found, axis=0)
         return bound
 
-    def depths(self, num_gpus: int) -> Ints:
-        """Those of which a pipeline fits into memory, beside others."""
-        found: Ints = np.flatnonzero(self.bounds_ns[0, : num_gpus + 1] < NEVER)
+    @cached_property
+    def free_bounds_ns(self) -> Ints:
+        """The same if memory had no limit, which is known at once."""
+        found = np.array(
+            [
+                np.min([setting.bounds_ns(number) for setting in self.settings if not setting.grouped], axis=0)
+                for number in self.numbers
+            ],
+            np.int64,
+        )
+        found[:, 0] = NEVER
         return found
 
     def costs(self, depth: int, num_micro_batches: int, *, quick: bool = False) -> StageCosts | None:
@@ -155,6 +163,17 @@ class Line:
             return self.times_ns[0] * number / self.numbers[0]
         (low, high), (early, late) = self._around(place)
         return early + (number - low) * (late - early) / (high - low)
+
+    def points(self, count: int) -> tuple[list[float], list[float]]:
+        """So many numbers of micro-batches and their times: those that are known, and more in line with the last."""
+        numbers, times_ns = [*map(float, self.numbers)], [*map(float, self.times_ns)]
+        if len(numbers) == 1:
+            numbers, times_ns = [0.0, *numbers], [0.0, *times_ns]
+        step, later = numbers[-1] - numbers[-2], times_ns[-1] - times_ns[-2]
+        for _ in range(count - len(numbers)):
+            numbers.append(numbers[-1] + step)
+            times_ns.append(times_ns[-1] + later)
+        return numbers, times_ns
 
     def _around(self, place: int) -> tuple[list[int], list[int]]:
         first = max(1, min(place, len(self.numbers) - 1)) - 1

@@ -211,14 +211,21 @@ class Sweep:
         return depths
 
     def fastest(
-        self, num_gpus: int, depths: Iterable[int], count: int, most_replicas: int | None = None
+        self,
+        num_gpus: int,
+        depths: Iterable[int],
+        count: int,
+        most_replicas: int | None = None,
+        below_s: float = math.inf,
     ) -> list[Outcome]:
         """The ``count`` fastest on this many GPUs, best first, each P with the D that suits it best, and no other.
 
-        Fewer replicas are looked at only while their computing alone might be as fast.
+        Fewer replicas are looked at only while their computing alone might be as fast, and none that take longer than
+        ``below_s``.
         """
         most = min(self.total, most_replicas or self.total)
-        return self._ranked([(depth, min(num_gpus // depth, most)) for depth in depths], count, None, fewer=True)
+        shapes = [(depth, min(num_gpus // depth, most)) for depth in depths]
+        return self._ranked(shapes, count, None, fewer=True, below=below_s)
 
     def best(
         self, shapes: Iterable[Shape], count: int, objective: Objective | None = None, below: float = math.inf
