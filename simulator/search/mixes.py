@@ -23,7 +23,7 @@ from simulator.costs.outcome import Kind, together
 from simulator.costs.reductions import Rings, rings
 from simulator.engine.compilation import compiled, entry, inlined
 from simulator.engine.times import Ints
-from simulator.search.pipelines import NEVER, Line, Pipelines
+from simulator.search.pipelines import NEVER, Line, Pipelines, Stages, anchor
 
 Floats = npt.NDArray[np.float64]
 Group = tuple[int, int]
@@ -32,17 +32,28 @@ Chosen = tuple[tuple[Group, int], ...]
 """How many pipelines of each kind, in their order."""
 _HOPE = 0.5
 """What is played of other depths is taken to surpass its bound by so much of the least that was seen, at best."""
+_NEIGHBOUR_HOPE, _STEP = 0.85, 6
+"""The same where depths not further apart than this have been played on both sides."""
+_ROUGHLY = 1.2
+"""By how much the first bound is short of the answer, about."""
 _NEAR = 1e-4
 _ROUNDS = 40
 _PLAYED, _FEW = {True: 24, False: 8}, 12
+_ALIKE = 4
+"""So many mixes of pipelines of one depth are looked at in any case."""
+_EXACT: tuple[Stages, ...] = ("even", "best")
 _FINALS = {True: 24, False: 3}
 """Of these, so many are looked at with the stages that suit them best: of tiny pools, and others."""
-_POINTS = 3
+_PLAYS, _FAR = 3, 1.5
+"""So often each kind is played, with numbers of micro-batches that are so many times as large as another one."""
+_POINTS = 3 * _PLAYS
 """Of a kind that was played: at most so many times are known."""
 _GUESSED = 6
 """So many kinds are played before a search is given up by what is guessed of others."""
 _TINY = 8
 """On so few GPUs all mixes are looked at."""
+_LARGE = 64
+"""On more GPUs, where one depth matters less, a few depths are played first and others guessed by those around."""
 _DOUBT = {True: 1.03, False: 1.01}
 """Mixes that would take so much longer, as far as is known, are looked at all the same: of tiny pools, and others."""
 _CHANGES = 2
@@ -112,6 +123,7 @@ class Mix:
 
     shares: tuple[tuple[Group, tuple[int, ...]], ...]
     mini_batch_ns: int
+    stages: Stages
 
     @property
     def workers(self) -> dict[int, int]:
@@ -136,9 +148,9 @@ class Mixes:
         self.most_replicas = min(self.total, most_replicas or self.total)
         self._found: dict[tuple[int, ...], tuple[float, list[Mix]]] = {}
         self._searches: dict[tuple[int, ...], Search] = {}
-        self._settled: dict[tuple[Chosen, bool, bool], tuple[int, tuple[int, ...]] | None] = {}
+        self._settled: dict[tuple[Chosen, Stages, bool], tuple[int, tuple[int, ...]] | None] = {}
         self._rings: dict[object, Rings] = {}
-        self.lines: dict[tuple[Group, int, int], Line] = {}
+        self.lines: dict[tuple[Group, int, frozenset[int]], Line] = {}
 
     def best(self, gpus: tuple[int, ...], below_ns: float = math.inf) -> list[Mix]:
         """The fastest that are found on all of these GPUs, a number of each type; none where none may take less."""
@@ -160,48 +172,46 @@ class Mixes:
         rough = {
             chosen: found[0]
             for chosen in search.promising(below_ns)
-            if (found := self.settled(chosen, quick=True, thorough=search.is_tiny)) is not None
+            if (found := self.settled(chosen, "rough", thorough=search.is_tiny)) is not None
         }
-        mixes = [
-            self._mix(chosen, *found)
-            for chosen in sorted(rough, key=lambda each: (rough[each], len(each)))[:num_finals]
-            if (found := self.settled(chosen, quick=False, thorough=search.is_tiny)) is not None
-        ]
+        mixes = []
+        for chosen in sorted(rough, key=lambda each: (rough[each], len(each)))[:num_finals]:
+            found = ((stages, self.settled(chosen, stages, thorough=search.is_tiny)) for stages in _EXACT)
+            mixes += [self._mix(chosen, stages, *each) for stages, each in found if each is not None]
         return sorted(mixes, key=lambda mix: (mix.mini_batch_ns, len(mix.shares), sum(mix.workers.values())))
 
     @staticmethod
-    def _mix(chosen: Chosen, mini_batch_ns: int, totals: tuple[int, ...]) -> Mix:
+    def _mix(chosen: Chosen, stages: Stages, mini_batch_ns: int, totals: tuple[int, ...]) -> Mix:
         dealt = ((group, deal(total, number)) for (group, number), total in zip(chosen, totals, strict=True))
-        return Mix(tuple(dealt), mini_batch_ns)
+        return Mix(tuple(dealt), mini_batch_ns, stages)
 
-    def settled(self, chosen: Chosen, *, quick: bool, thorough: bool) -> tuple[int, tuple[int, ...]] | None:
+    def settled(self, chosen: Chosen, stages: Stages, *, thorough: bool) -> tuple[int, tuple[int, ...]] | None:
         """How long these pipelines take with the micro-batches of each kind that suit them; None where they do not fit.
 
         Args:
             chosen: Pipelines.
-            quick: See :meth:`Pipelines.costs`.
+            stages: See :meth:`Pipelines.costs`.
             thorough: Whether micro-batches are moved between any two kinds, else only from those that are last.
         """
-        key = chosen, quick, thorough
+        key = chosen, stages, thorough
         if key not in self._settled:
             num_replicas = sum(number for _, number in chosen)
             shares: tuple[int, ...] | None = None
-            if not quick and (before := self.settled(chosen, quick=True, thorough=thorough)) is not None:
-                shares = before[1]
-            elif quick and 2 <= num_replicas <= self.most_replicas:
+            if stages != "rough":
+                before = self.settled(chosen, "rough", thorough=thorough)
+                shares = None if before is None else before[1]
+            elif 2 <= num_replicas <= self.most_replicas:
                 shares = self._shares(dict(chosen), num_replicas)
-            self._settled[key] = None if shares is None else self._improved(chosen, shares, quick, thorough)
+            self._settled[key] = None if shares is None else self._improved(chosen, shares, stages, thorough)
         return self._settled[key]
 
     def _improved(
-        self, chosen: Chosen, shares: tuple[int, ...], quick: bool, thorough: bool
+        self, chosen: Chosen, shares: tuple[int, ...], stages: Stages, thorough: bool
     ) -> tuple[int, tuple[int, ...]] | None:
-        best_ns, last = self._played(chosen, shares, quick=quick)
+        best_ns, last = self._played(chosen, shares, stages)
         for _ in range(_ROUNDS):
             givers = range(len(chosen)) if thorough else (last,)
-            tried = {
-                other: self._played(chosen, other, quick=quick) for other in _shifted(chosen, shares, givers)
-            }
+            tried = {other: self._played(chosen, other, stages) for other in _shifted(chosen, shares, givers)}
             other = min(tried, key=lambda each: tried[each][0], default=None)
             if other is None or tried[other][0] >= best_ns:
                 break
@@ -254,14 +264,14 @@ class Mixes:
 
     def exact_ns(self, chosen: Chosen, totals: tuple[int, ...]) -> int:
         """The whole mini-batch."""
-        return self._played(chosen, totals, quick=False)[0]
+        return self._played(chosen, totals, "best")[0]
 
-    def _played(self, chosen: Chosen, totals: tuple[int, ...], *, quick: bool) -> tuple[int, int]:
+    def _played(self, chosen: Chosen, totals: tuple[int, ...], stages: Stages) -> tuple[int, int]:
         """The whole mini-batch, and the place of the kind whose backwards are the last to end."""
         ended, numbers = [], []
         for ((kind, depth), number), total in zip(chosen, totals, strict=True):
             pipelines, most = self.types[kind], -(-total // number)
-            each = [pipelines.ended(depth, count, most, quick=quick) for count in {most, total // number}]
+            each = [pipelines.ended(depth, count, most, stages) for count in {most, total // number}]
             if each[0] is None or total < number:
                 return NEVER, 0
             backwards = [one.last_backward_ns for one in each if one is not None]
@@ -283,7 +293,7 @@ class Mixes:
         kinds, names = [], []
         for (kind, depth), counts in mix.shares:
             pipelines = self.types[kind]
-            costs = pipelines.costs(depth, max(counts))
+            costs = pipelines.costs(depth, max(counts), mix.stages)
             assert costs is not None, "a mix that does not fit"
             kinds.append(Kind(pipelines.sweep.shape_simulator, costs, counts))
             names.append(pipelines.node_type)
@@ -291,6 +301,14 @@ class Mixes:
             SimulatedKind(outcome, kind.simulator, name)
             for outcome, kind, name in zip(together(kinds), kinds, names, strict=True)
         ]
+
+
+def _growing(times_ns: Mapping[int, int]) -> dict[int, int]:
+    """The same, none less than that of fewer micro-batches: under windows that were chosen for more it can be."""
+    least, found = 0, {}
+    for number in sorted(times_ns):
+        least = found[number] = max(least + 1, times_ns[number])
+    return found
 
 
 def _shifted(chosen: Chosen, totals: tuple[int, ...], givers: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -333,8 +351,8 @@ class Search:
     def __init__(self, mixes: Mixes, gpus: tuple[int, ...], *, limited: bool = True) -> None:
         self.mixes, self.gpus, self.total = mixes, gpus, mixes.total
         self.lines: dict[Group, Line] = {}
-        self.played: dict[Group, int] = {}
-        """For how many micro-batches."""
+        self.played: dict[Group, frozenset[int]] = {}
+        """For which numbers of micro-batches: anchors."""
         found = [each.bounds_ns if limited else each.free_bounds_ns for each in mixes.types]
         self.depths = [
             np.flatnonzero(each[0, : number + 1] < NEVER) for each, number in zip(found, gpus, strict=True)
@@ -351,7 +369,7 @@ class Search:
             self.bound_numbers = np.append(self.bound_numbers, [self.total] * more)
         self.numbers = np.repeat(self.bound_numbers[:, None], len(self.groups), axis=1)
         self.times_ns = self.bounds.copy()
-        self.is_tiny = sum(gpus) <= _TINY
+        self.is_tiny, self.is_large = sum(gpus) <= _TINY, sum(gpus) > _LARGE
         self.doubt = _DOUBT[self.is_tiny]
         self.ratios = np.ones(len(self.groups))
         self.num_replicas = 2
@@ -369,6 +387,8 @@ class Search:
                 found.setdefault(other[1], other[0])
         for other_chosen in self.of_one_depth(time_ns):
             found.setdefault(other_chosen, self.time_ns(other_chosen))
+        alike = {each: self.time_ns(each) for each in self.alike()}
+        alike = {each: alike[each] for each in sorted(alike, key=alike.__getitem__)[:_ALIKE]}
         if self.is_tiny:
             for group in self.groups:
                 if group not in self.lines:
@@ -378,8 +398,10 @@ class Search:
         for moved in [moved for near in found for moved in self.moved(near)]:
             if moved and moved not in found:
                 found[moved] = self.time_ns(moved)
+        found |= alike
         hopeful = [each for each in found if found[each] < below_ns * self.doubt]
-        yield from sorted(hopeful, key=lambda each: (found[each], len(each)))[: _PLAYED[self.is_tiny]]
+        nearest = sorted(hopeful, key=lambda each: (found[each], len(each)))[: _PLAYED[self.is_tiny]]
+        yield from dict.fromkeys((*nearest, *(each for each in alike if each in hopeful)))
 
     def solve(
         self, without: frozenset[Group], least_ns: float = 0.0, below_ns: float = math.inf
@@ -389,6 +411,10 @@ class Search:
         None where it is not below this.
         """
         changes = 0
+        if not self.lines and self.is_large:
+            rough_ns = self.least_ns()
+            for place in range(0, len(self.groups), _STEP):
+                self.play(self.groups[place], rough_ns * _ROUGHLY)
         while True:
             found = self.least_time(without, least_ns)
             if found is None:
@@ -400,42 +426,72 @@ class Search:
             num_replicas = sum(number for _, number in chosen)
             if abs(num_replicas - self.num_replicas) > self.num_replicas // 8 and changes < _CHANGES:
                 self.num_replicas, changes = num_replicas, changes + 1
-                self.lines, known = {}, list(self.lines)
-                for group in known:
-                    self.play(group, time_ns)
+                for group in self.lines:
+                    self.replace(group)
                 continue
+            new += [group for group, _ in chosen if group in self.lines and self.is_far(group, time_ns)]
             if not new:
                 return time_ns, chosen
             for group in new:
                 self.play(group, time_ns)
 
+    def is_far(self, group: Group, time_ns: float) -> bool:
+        """Whether a kind would have far more, or fewer, micro-batches than it was played with."""
+        number = self._anchor(self.lines[group].number(time_ns))
+        played = self.played[group]
+        return len(played) < _PLAYS and all(max(number, each) > _FAR * min(number, each) for each in played)
+
+    def _anchor(self, number: float) -> int:
+        return min(anchor(max(1, int(min(number, self.total)))), max(1, self.total - 1))
+
     def play(self, group: Group, time_ns: float) -> None:
         """Replace what is taken of a kind by what a pipeline takes with about as many micro-batches."""
-        place = self.place[group]
-        bounds = self.bounds[:, place]
-        guess = float(np.interp(time_ns / self.ratios[place], bounds, self.bound_numbers))
-        number = min(max(1, int(guess)), max(1, self.total - 1))
-        self.played[group] = number
+        if group in self.lines:
+            number = self.lines[group].number(time_ns)
+        else:
+            place = self.place[group]
+            number = float(np.interp(time_ns / self.ratios[place], self.bounds[:, place], self.bound_numbers))
+        self.played[group] = self.played.get(group, frozenset()) | {self._anchor(number)}
+        self.replace(group)
+
+    def replace(self, group: Group) -> None:
+        """Put what was played in the place of what was guessed."""
+        place, numbers = self.place[group], self.played[group]
         line = self.lines[group] = self.line_of(group, self.num_replicas)
         self.numbers[:, place], self.times_ns[:, place] = line.points(len(self.bounds))
+        number = max(numbers)
         if (time_ns := line.time_ns(number)) < NEVER:
-            self.ratios[place] = max(1.0, time_ns / float(np.interp(number, self.bound_numbers, bounds)))
-            first, end = self.ends[group[0]], self.ends[group[0] + 1]
-            others = np.array([other not in self.lines for other in self.groups[first:end]], np.bool_)
-            hoped = 1 + _HOPE * (self.ratios[first:end][~others].min() - 1)
-            self.ratios[first:end][others] = hoped
-            self.times_ns[:, first:end][:, others] = self.bounds[:, first:end][:, others] * hoped
+            bound_ns = float(np.interp(number, self.bound_numbers, self.bounds[:, place]))
+            self.ratios[place] = max(1.0, time_ns / bound_ns)
+            self._hope(group[0])
+
+    def _hope(self, kind: int) -> None:
+        """Guess what pipelines of other depths take, by those of the next depths that were played."""
+        first, end = self.ends[kind], self.ends[kind + 1]
+        is_known = np.array([other in self.lines for other in self.groups[first:end]], np.bool_)
+        known, others = np.flatnonzero(is_known), np.flatnonzero(~is_known)
+        ratios, after = self.ratios[first:end], np.searchsorted(known, others)
+        below, above = np.maximum(0, after - 1), np.minimum(len(known) - 1, after)
+        is_between = (after > 0) & (after < len(known))
+        is_between &= self.is_large & (known[above] - known[below] <= _STEP)
+        hope = np.where(is_between, _NEIGHBOUR_HOPE, _HOPE)
+        hoped = 1 + hope * (np.minimum(ratios[known[below]], ratios[known[above]]) - 1)
+        ratios[others] = hoped
+        self.times_ns[:, first:end][:, others] = self.bounds[:, first:end][:, others] * hoped
 
     def line_of(self, group: Group, num_replicas: int) -> Line:
         """What a kind takes that has been played, one of D pipelines."""
         key = group, num_replicas, self.played[group]
         if key not in self.mixes.lines:
-            (kind, depth), number = group, self.played[group]
-            few = max(1, number * 3 // 4)
-            numbers = {few, number, *((number + 1,) if number <= _FEW else ())}
-            alone_ns = self.mixes.types[kind].alone_ns
-            times = [(each, alone_ns(depth, each, num_replicas)) for each in numbers]
-            self.mixes.lines[key] = Line(times)
+            (kind, depth), alone_ns = group, self.mixes.types[group[0]].alone_ns
+            times_ns: dict[int, int] = {}
+            for number in sorted(self.played[group]):
+                is_few = number <= _FEW
+                others = (max(1, number * 3 // 4), number + 1) if is_few else (number * 3 // 4,)
+                for each in others:
+                    times_ns.setdefault(each, alone_ns(depth, each, num_replicas, None if is_few else number))
+                times_ns[number] = alone_ns(depth, number, num_replicas)
+            self.mixes.lines[key] = Line(_growing(times_ns).items())
         return self.mixes.lines[key]
 
     def gains(self, time_ns: float, without: frozenset[Group] = frozenset()) -> Ints:
@@ -530,6 +586,15 @@ class Search:
             best = np.argsort(-gains * (number // np.maximum(1, depths)), kind="stable")[:3]
             ways.append([(((kind, int(depths[place])), number // int(depths[place])),) for place in best.tolist()])
         yield from (tuple(chain.from_iterable(each)) for each in product(*(way or [()] for way in ways)))
+
+    def alike(self) -> Iterator[Chosen]:
+        """Mixes with one depth for all types: those that are cut alike need fewest rings."""
+        for depth in sorted({depth for _, depth in self.groups}):
+            yield tuple(
+                ((kind, depth), number // depth)
+                for kind, number in enumerate(self.gpus)
+                if number >= depth and (kind, depth) in self.place
+            )
 
     def all_mixes(self) -> Iterator[Chosen]:
         """Every mix of two pipelines or more."""

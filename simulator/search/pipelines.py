@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -21,6 +22,8 @@ from simulator.search.sweep import Sweep
 from simulator.search.windows import Trial
 
 NEVER = 2**62
+Stages = Literal["rough", "even", "best"]
+"""Of a pipeline: the most even ones under the best of three windows, as planned or as they run, or the best of all."""
 _EXACT = 12
 """Up to so many micro-batches each number has windows of its own."""
 
@@ -82,13 +85,13 @@ class Pipelines:
         found[:, 0] = NEVER
         return found
 
-    def costs(self, depth: int, num_micro_batches: int, *, quick: bool = False) -> StageCosts | None:
-        """The best stages of one pipeline with so many micro-batches; None where it does not fit.
+    def costs(self, depth: int, num_micro_batches: int, stages: Stages) -> StageCosts | None:
+        """Stages of one pipeline with so many micro-batches; None where it does not fit.
 
-        They are those that are best as planned: what it is like to share links is seen of the whole mix. ``quick``:
-        neither other cuts than the most even one nor many windows are tried, which take most of the time.
+        The best ones are those that are so as planned: what it is like to share links is seen of the whole mix. To find
+        them takes most of the time. Of several types the most even ones may be better, which are cut alike.
         """
-        key = depth, min(anchor(num_micro_batches), max(1, self.total - 1)), quick
+        key = depth, min(anchor(num_micro_batches), max(1, self.total - 1)), stages != "best"
         if key not in self._costs:
             self._costs[key] = self._best(*key)
         return self._costs[key]
@@ -102,33 +105,32 @@ class Pipelines:
                 continue
             if not setting.fits(depth, number):
                 continue
-            trial = Trial(
-                setting, self.sweep.shape_simulator, layout, depth, counts, moves=not quick, quick=quick
-            )
-            if setting.grouped and best is not None and trial.closest_ns * 101 >= best[1] * 100:
-                continue
+            trial = Trial(setting, self.sweep.shape_simulator, layout, depth, counts, moves=not quick, quick=quick)
+            if setting.grouped and best is not None:  # whole stages run again fit too
+                if trial.roomy if quick else trial.closest_ns * 101 >= best[1] * 100:
+                    continue
             found = trial.planned
             if best is None or found[1] < best[1]:
                 best = found
         return None if best is None else best[0]
 
-    def ended(self, depth: int, number: int, most: int, *, quick: bool = False) -> Ended | None:
-        """How one pipeline ends that has so many micro-batches, the busiest of its kind ``most``.
-
-        ``quick``: of stages that were found so, as planned.
-        """
-        costs = self.costs(depth, most, quick=quick)
+    def ended(self, depth: int, number: int, most: int, stages: Stages) -> Ended | None:
+        """How one pipeline ends that has so many micro-batches, the busiest of its kind ``most``."""
+        costs = self.costs(depth, most, stages)
         if costs is None:
             return None
-        key = id(costs), number, quick
+        key, is_rough = (id(costs), number, stages == "rough"), stages == "rough"
         if key not in self._ended:
             simulator = self.sweep.shape_simulator
-            self._ended[key] = (simulator.planned_end if quick else simulator.ended)(costs, (number,))
+            self._ended[key] = (simulator.planned_end if is_rough else simulator.ended)(costs, (number,))
         return self._ended[key]
 
-    def alone_ns(self, depth: int, number: int, num_replicas: int) -> int:
-        """About what a mini-batch takes of D pipelines with so many micro-batches; ``NEVER`` where it does not fit."""
-        ended = self.ended(depth, number, number, quick=True)
+    def alone_ns(self, depth: int, number: int, num_replicas: int, most: int | None = None) -> int:
+        """About what a mini-batch takes of D pipelines with so many micro-batches; ``NEVER`` where it does not fit.
+
+        ``most``: of how many the stages are that it has; None: of the same number.
+        """
+        ended = self.ended(depth, number, most or number, "rough")
         return NEVER if ended is None else self._through_ns(ended, num_replicas)
 
     def _through_ns(self, ended: Ended, num_replicas: int) -> int:
