@@ -411,10 +411,7 @@ class Search:
         None where it is not below this.
         """
         changes = 0
-        if not self.lines and self.is_large:
-            rough_ns = self.least_ns()
-            for place in range(0, len(self.groups), _STEP):
-                self.play(self.groups[place], rough_ns * _ROUGHLY)
+        self.sketch_ns()
         while True:
             found = self.least_time(without, least_ns)
             if found is None:
@@ -434,6 +431,14 @@ class Search:
                 return time_ns, chosen
             for group in new:
                 self.play(group, time_ns)
+
+    def sketch_ns(self) -> float:
+        """The same as ``least_ns``, and on many GPUs by what some of the depths take."""
+        if not self.lines and self.is_large:
+            rough_ns = self.least_ns()
+            for place in range(0, len(self.groups), _STEP):
+                self.play(self.groups[place], rough_ns * _ROUGHLY)
+        return self.least_ns()
 
     def is_far(self, group: Group, time_ns: float) -> bool:
         """Whether a kind would have far more, or fewer, micro-batches than it was played with."""

@@ -188,7 +188,8 @@ class Pools:
     ) -> list[tuple[int, Schedule]]:
         """Micro-batch sizes and schedules for mixes: those of equal pipelines, and the most promising others.
 
-        A size is known first by a bound, then by one within memory, then by what mixes of it are estimated to take.
+        A size is known first by a bound, then by one within memory, then by a sketch, then by what mixes of it are
+        estimated to take.
         """
         found: dict[tuple[int, Schedule], None] = {}
         for each in equal:
@@ -208,8 +209,10 @@ class Pools:
             if known == 0:
                 heapq.heappush(heap, (search.least_ns(), 1, size))
             elif known == 1:
+                heapq.heappush(heap, (search.sketch_ns(), 2, size))
+            elif known == 2:
                 solved = search.solve(frozenset())
-                heapq.heappush(heap, (math.inf if solved is None else solved[0], 2, size))
+                heapq.heappush(heap, (math.inf if solved is None else solved[0], 3, size))
             else:
                 taken.append(time_ns)
                 found[size, schedule] = None

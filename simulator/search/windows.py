@@ -51,6 +51,7 @@ class Trial:
     slope: int | None = None
     moves: bool = True
     quick: bool = False
+    _costs: dict[tuple[Rule, tuple[int, ...] | None], StageCosts | None] = field(default_factory=dict)
     _bounds: dict[tuple[int, ...] | None, int] = field(default_factory=dict)
     _plans: dict[tuple[object, ...], Finish] = field(default_factory=dict)
     _outcomes: dict[tuple[object, ...], Outcome] = field(default_factory=dict)
@@ -160,7 +161,10 @@ class Trial:
         return chosen[1], fastest
 
     def _stages(self, rule: Rule, boundaries: tuple[int, ...] | None) -> StageCosts | None:
-        return self.setting.stages(rule, self.most, self.layout, boundaries, depth=self.depth)
+        key = rule, boundaries
+        if key not in self._costs:
+            self._costs[key] = self.setting.stages(rule, self.most, self.layout, boundaries, depth=self.depth)
+        return self._costs[key]
 
     def _windowed(self, schedule: Schedule, windows: tuple[int, ...], boundaries: tuple[int, ...]) -> StageCosts | None:
         return self.setting.windowed(schedule, windows, boundaries, self.layout, single=len(self.counts) == 1)
