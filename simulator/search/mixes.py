@@ -54,7 +54,7 @@ _TINY = 8
 """On so few GPUs all mixes are looked at."""
 _LARGE = 64
 """On more GPUs, where one depth matters less, a few depths are played first and others guessed by those around."""
-_DOUBT = {True: 1.03, False: 1.01}
+_DOUBT = {True: 1.03, False: 1.02}
 """Mixes that would take so much longer, as far as is known, are looked at all the same: of tiny pools, and others."""
 _CHANGES = 2
 """Of the number of replicas, by which reducing takes longer, after which it is left at that."""
@@ -208,10 +208,10 @@ class Mixes:
     def _improved(
         self, chosen: Chosen, shares: tuple[int, ...], stages: Stages, thorough: bool
     ) -> tuple[int, tuple[int, ...]] | None:
-        best_ns, last = self._played(chosen, shares, stages)
+        best_ns, last = self.played(chosen, shares, stages)
         for _ in range(_ROUNDS):
             givers = range(len(chosen)) if thorough else (last,)
-            tried = {other: self._played(chosen, other, stages) for other in _shifted(chosen, shares, givers)}
+            tried = {other: self.played(chosen, other, stages) for other in _shifted(chosen, shares, givers)}
             other = min(tried, key=lambda each: tried[each][0], default=None)
             if other is None or tried[other][0] >= best_ns:
                 break
@@ -264,9 +264,9 @@ class Mixes:
 
     def exact_ns(self, chosen: Chosen, totals: tuple[int, ...]) -> int:
         """The whole mini-batch."""
-        return self._played(chosen, totals, "best")[0]
+        return self.played(chosen, totals, "best")[0]
 
-    def _played(self, chosen: Chosen, totals: tuple[int, ...], stages: Stages) -> tuple[int, int]:
+    def played(self, chosen: Chosen, totals: tuple[int, ...], stages: Stages) -> tuple[int, int]:
         """The whole mini-batch, and the place of the kind whose backwards are the last to end."""
         ended, numbers = [], []
         for ((kind, depth), number), total in zip(chosen, totals, strict=True):

@@ -122,10 +122,8 @@ class Setting:
 
     def fitting(self, most: int) -> npt.NDArray[np.bool_]:
         """Of which P stages fit in memory somehow: bool[K + 1]."""
-        if self.memory_bytes is None:
-            return np.ones(self.sections.num_sections + 1, np.bool_)
-        found = np.zeros(self.sections.num_sections + 1, np.bool_)
-        for rule in self._frugal(most):
+        found = np.full(self.sections.num_sections + 1, self.memory_bytes is None)
+        for rule in () if self.memory_bytes is None else self._frugal(most):
             if rule.schedule == "gpipe":
                 found |= -(-most // rule.slope) <= self._widest_alike(self.single(most))
             else:
