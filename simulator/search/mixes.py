@@ -42,7 +42,7 @@ _PLAYED, _FEW = {True: 24, False: 8}, 12
 _ALIKE = 4
 """So many mixes of pipelines of one depth are looked at in any case."""
 _EXACT: tuple[Stages, ...] = ("even", "best")
-_FINALS = {True: 24, False: 3}
+_FINALS = {True: 24, False: 4}
 """Of these, so many are looked at with the stages that suit them best: of tiny pools, and others."""
 _PLAYS, _FAR = 3, 1.5
 """So often each kind is played, with numbers of micro-batches that are so many times as large as another one."""

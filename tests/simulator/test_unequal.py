@@ -12,7 +12,7 @@ import pytest
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
 from morph.contract.pool import Pool
-from morph.contract.profile import NodeTypeProfile, Profile
+from morph.contract.profile import Profile
 from simulator import (
     PlanRequest,
     Simulation,
@@ -28,24 +28,12 @@ from simulator.costs.outcome import EngineName, Kind, ShapeSimulator, engine_of,
 from simulator.costs.stage_costs import SectionCosts, stage_costs
 from simulator.engine.schedules import stage_windows
 from simulator.inputs.conditions import Conditions, of_pool_type
+from simulator.inputs.synthetic import with_type
 from simulator.search.mixes import Chosen, Mixes, Search
 from simulator.search.pipelines import Stages
 from simulator.search.pools import WORTH, Pools, cheapest_enough
 from tests.seeds import each_seed
 from tests.simulator.test_reductions import random_job
-
-
-def with_type(profile: Profile, name: str, slower: float, memory_bytes: int | None = None) -> Profile:
-    """The profile with a type of node on which every section takes so much longer."""
-    environment = profile.environment.model_copy(update={"device": name, "device_memory_bytes": memory_bytes})
-    added = NodeTypeProfile(
-        name=name,
-        environment=environment,
-        forward=tuple({m: t.longer(slower) for m, t in section.forward.items()} for section in profile.sections),
-        backward=tuple({m: t.longer(slower) for m, t in section.backward.items()} for section in profile.sections),
-        optimizer_step=tuple(section.optimizer_step.longer(slower) for section in profile.sections),
-    )
-    return profile.model_copy(update={"node_types": (*profile.node_types, added)})
 
 
 def mix(
@@ -184,7 +172,8 @@ def test_plans_of_small_pools_are_hardly_slower_than_the_best_of_all(seed: int) 
 @each_seed(20)
 def test_the_cheapest_gpus_that_are_enough_are_those_of_all(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    done = [np.append(0, np.cumsum(rng.integers(0, 6, int(rng.integers(1, 7))))) for _ in range(int(rng.integers(1, 4)))]
+    lengths = rng.integers(1, 7, int(rng.integers(1, 4))).tolist()
+    done = [np.append(0, np.cumsum(rng.integers(0, 6, length))) for length in lengths]
     usd_per_h, total = rng.uniform(0.1, 2, len(done)).tolist(), int(rng.integers(1, 40))
     enough = {
         gpus: float(np.dot(gpus, usd_per_h))
