@@ -354,9 +354,7 @@ class Search:
         self.played: dict[Group, frozenset[int]] = {}
         """For which numbers of micro-batches: anchors."""
         found = [each.bounds_ns if limited else each.free_bounds_ns for each in mixes.types]
-        self.depths = [
-            np.flatnonzero(each[0, : number + 1] < NEVER) for each, number in zip(found, gpus, strict=True)
-        ]
+        self.depths = [np.flatnonzero(each[0, : number + 1] < NEVER) for each, number in zip(found, gpus, strict=True)]
         self.groups = [(kind, depth) for kind, depths in enumerate(self.depths) for depth in depths.tolist()]
         self.place = {group: place for place, group in enumerate(self.groups)}
         self.ends = np.cumsum([0, *map(len, self.depths)]).tolist()
@@ -488,7 +486,7 @@ class Search:
         """What a kind takes that has been played, one of D pipelines."""
         key = group, num_replicas, self.played[group]
         if key not in self.mixes.lines:
-            (kind, depth), alone_ns = group, self.mixes.types[group[0]].alone_ns
+            depth, alone_ns = group[1], self.mixes.types[group[0]].alone_ns
             times_ns: dict[int, int] = {}
             for number in sorted(self.played[group]):
                 is_few = number <= _FEW

@@ -106,13 +106,17 @@ class Pipelines:
             if not setting.fits(depth, number):
                 continue
             trial = Trial(setting, self.sweep.shape_simulator, layout, depth, counts, moves=not quick, quick=quick)
-            if setting.grouped and best is not None:  # whole stages run again fit too
-                if trial.roomy if quick else trial.closest_ns * 101 >= best[1] * 100:
-                    continue
+            if setting.grouped and best is not None and self._beats_groups(trial, best[1]):
+                continue
             found = trial.planned
             if best is None or found[1] < best[1]:
                 best = found
         return None if best is None else best[0]
+
+    @staticmethod
+    def _beats_groups(trial: Trial, best_ns: int) -> bool:
+        """Whether whole stages, which fit too, are as good as those that run their sections again in groups."""
+        return trial.roomy if trial.quick else trial.closest_ns * 101 >= best_ns * 100
 
     def ended(self, depth: int, number: int, most: int, stages: Stages) -> Ended | None:
         """How one pipeline ends that has so many micro-batches, the busiest of its kind ``most``."""

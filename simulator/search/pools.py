@@ -37,7 +37,7 @@ _NEAR = 1.01
 _HOPEFUL = 1.01
 """What is estimated may be so much faster."""
 _SLOWER, _LENGTHS, _CHEAP = 16.0, 24, 6
-"""How much longer mini-batches may be that cost less, of how many lengths they are looked for, and how many are played."""
+"""How much longer mini-batches may be that cost less, how many lengths are looked at, and how many GPUs of those."""
 _SUBSETS = {True: 16, False: 2}
 """Of fewer GPUs, numbers that are looked at: where there are few, and where there are many."""
 
@@ -183,9 +183,7 @@ class Pools:
                     below = float(best[0].mini_batch_ns)
         return best
 
-    def _promising(
-        self, gpus: tuple[int, ...], equal: Sequence[Found], below_ns: float
-    ) -> list[tuple[int, Schedule]]:
+    def _promising(self, gpus: tuple[int, ...], equal: Sequence[Found], below_ns: float) -> list[tuple[int, Schedule]]:
         """Micro-batch sizes and schedules for mixes: those of equal pipelines, and the most promising others.
 
         A size is known first by a bound, then by one within memory, then by a sketch, then by what mixes of it are
