@@ -3,7 +3,8 @@
 In a given time each pipeline is through with so many micro-batches; so the question is which pipelines do most in that
 time on the GPUs that there are, which is a knapsack for each type of node, and in what least time that is enough. Most
 depths are known by a bound alone at first. Those that the best answer has are then played, until it has no others.
-What comes near it is played as a whole, with whole micro-batches and the rings that all pipelines form.
+What comes near it is played as a whole, with whole micro-batches and the rings that all pipelines form. Pipelines that
+are cut alike form fewest rings, so that they are looked at in any case.
 """
 
 from __future__ import annotations
@@ -176,8 +177,10 @@ class Mixes:
         }
         mixes = []
         for chosen in sorted(rough, key=lambda each: (rough[each], len(each)))[:num_finals]:
-            found = ((stages, self.settled(chosen, stages, thorough=search.is_tiny)) for stages in _EXACT)
-            mixes += [self._mix(chosen, stages, *each) for stages, each in found if each is not None]
+            for stages in _EXACT:
+                exact = self.settled(chosen, stages, thorough=search.is_tiny)
+                if exact is not None:
+                    mixes.append(self._mix(chosen, stages, *exact))
         return sorted(mixes, key=lambda mix: (mix.mini_batch_ns, len(mix.shares), sum(mix.workers.values())))
 
     @staticmethod

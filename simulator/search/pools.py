@@ -140,7 +140,7 @@ class Pools:
         """
         found = []
         for place, (sweep, number) in enumerate(zip(self.sweeps, gpus, strict=True)):
-            depths = range(1, min(number, sweep.num_sections) + 1)
+            depths: Sequence[int] = range(1, min(number, sweep.num_sections) + 1)
             if below_ns == math.inf:
                 depths = sweep.depths(number, most_replicas=self.most_replicas) if number else ()
             if depths:
