@@ -39,8 +39,9 @@ def main(
     times: Annotated[bool, typer.Option("--times", help="Also say how long each search takes.")] = False,
 ) -> None:
     """Print both tables."""
-    profile = with_type(load_profile(PROFILES / "gpt2-2.5b.json"), "t4", V100 / T4)
-    profile = with_type(profile, "old", 3.0)
+    profile = load_profile(PROFILES / "gpt2-2.5b.json")
+    memory_bytes = profile.environment.device_memory_bytes
+    profile = with_type(with_type(profile, "t4", V100 / T4, memory_bytes), "old", 3.0, memory_bytes)
     more = " | search, equal | unequal" if times else ""
     head(f"V100s | equal | examples/s | unequal | examples/s | gain{more}")
     for number in NUMBERS:

@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from morph.contract.cluster import MAILBOX_SLOT_BYTES, MAILBOX_SLOTS, RING_PIECE_BYTES, RING_PIECES
 from morph.contract.profile import Profile
+from simulator.engine.compilation import compiled, entry
 from simulator.engine.redundant_loop import LAG
 from simulator.inputs.request import MemoryRules
 
@@ -153,7 +154,7 @@ class StageMemory:
         if grouped:
             sizes = np.geomspace(1, max(1, len(sections) - 1), _MOST_GROUP_SIZES).round().astype(int)
             self.group_sizes = tuple(np.unique(sizes)[::-1].tolist())
-        self._groups: dict[int, Ints] = {}
+        self._groups: dict[int, tuple[Ints, Ints]] = {}
 
     # ---- of stages ----
 
@@ -174,31 +175,22 @@ class StageMemory:
     def group_tables(self, size: int) -> tuple[Ints, Ints]:
         """Of every run of sections, [K + 1, K + 1]: ``base`` and ``each`` where groups of so many are run again."""
         if size not in self._groups:
-            self._groups[size] = np.zeros((2, *self.tables[0].shape), np.int64)
-            self._fill(self._groups[size], size)
-        taken, stored = self._groups[size]
-        return taken, stored
+            taken, stored = self._of_groups((size,))
+            self._groups[size] = taken[0], stored[0]
+        return self._groups[size]
 
     @cached_property
     def all_group_tables(self) -> tuple[Ints, Ints]:
         """The same of each of ``group_sizes``: [sizes, K + 1, K + 1]."""
-        tables = np.zeros((2, len(self.group_sizes), *self.tables[0].shape), np.int64)
-        for place, size in enumerate(self.group_sizes):
-            self._fill(tables[:, place], size)
-            self._groups[size] = tables[:, place]
-        return tables[0], tables[1]
+        tables = self._of_groups(self.group_sizes)
+        self._groups |= {size: (taken, stored) for size, taken, stored in zip(self.group_sizes, *tables, strict=True)}
+        return tables
 
-    def _fill(self, tables: Ints, size: int) -> None:
-        """Work out ``group_tables``, both of which are zero."""
-        taken, stored = tables
-        one = np.zeros_like(taken)
-        for end in range(1, self._num_sections + 1):
-            begin, cut = np.arange(end), max(0, end - size)
-            one[:end, end] = self._running(self._peaks, begin, np.array(end)) - self.activations[begin]
-            taken[:end, end], stored[:end, end] = one[:end, end], self.stored[:end]
-            taken[:cut, end] = np.maximum(taken[:cut, cut], one[cut, end])
-            stored[:cut, end] = stored[:cut, cut] + self.stored[cut]
-        taken += self.tables[0] - one
+    def _of_groups(self, sizes: Sequence[int]) -> tuple[Ints, Ints]:
+        alone, (begin, end) = np.zeros_like(self.tables[0]), np.triu_indices(self._num_sections)
+        alone[begin, end + 1] = self._running(self._peaks, begin, end + 1) - self.activations[begin]
+        taken, stored = _tabulate_groups(alone, self.stored, np.array(sizes, np.int64))
+        return taken + (self.tables[0] - alone), stored
 
     def fitting_sizes(
         self, begin: Ints, end: Ints, window: Ints, recompute: npt.NDArray[np.bool_], usable: int
@@ -450,6 +442,27 @@ class StageMemory:
     @cached_property
     def _largest(self) -> dict[int, Ints]:
         return {}
+
+
+@entry
+@compiled
+def _tabulate_groups(alone, stored, sizes):  # type: ignore[no-untyped-def]
+    """What activations take of every run of sections in groups of each size, and what each micro-batch in flight does.
+
+    ``alone``: what the forward of every run takes as one group.
+    """
+    taken = np.zeros((len(sizes), *alone.shape), np.int64)
+    each = np.zeros((len(sizes), *alone.shape), np.int64)
+    for place in range(len(sizes)):
+        for end in range(1, len(alone)):
+            cut = max(0, end - sizes[place])
+            for begin in range(end):
+                if begin < cut:
+                    taken[place, begin, end] = max(taken[place, begin, cut], alone[cut, end])
+                    each[place, begin, end] = each[place, begin, cut] + stored[cut]
+                else:
+                    taken[place, begin, end], each[place, begin, end] = alone[begin, end], stored[begin]
+    return taken, each
 
 
 def spans(boundaries: Sequence[int], num_sections: int) -> tuple[Ints, Ints]:

@@ -105,7 +105,7 @@ class ShapeSimulator:
         """The end of the pipelines as planned, without what follows."""
         sizes = _sizes(counts)
         played = self.engine.run_pipeline(costs.times, sizes, schedule=costs.schedule)
-        replicas = [sizes.index(count) for count in counts]
+        replicas = [0] * len(counts) if len(sizes) == 1 else [sizes.index(count) for count in counts]
         return Ended(costs, played.last_backward_ns[:, replicas], costs.to_come_ns[:, None])
 
     def full(self, costs: StageCosts, counts: tuple[int, ...], planned: Finish | None = None) -> Outcome:

@@ -3,7 +3,8 @@
 In a given time each pipeline is through with so many micro-batches; so the question is which pipelines do most in that
 time on the GPUs that there are, which is a knapsack for each type of node, and in what least time that is enough. Most
 depths are known by a bound alone at first. Those that the best answer has are then played, until it has no others.
-What comes near it is played as a whole, with whole micro-batches and the rings that all pipelines form.
+What comes near it is played as a whole, with whole micro-batches and the rings that all pipelines form. Pipelines that
+are cut alike form fewest rings, so that they are looked at in any case.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, permutations, product
+from itertools import chain, product
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +22,9 @@ from simulator.costs.answer import SimulatedKind, deal
 from simulator.costs.finish import Ended, finish_together
 from simulator.costs.outcome import Kind, together
 from simulator.costs.reductions import Rings, rings
-from simulator.engine.compilation import compiled, entry
+from simulator.engine.compilation import compiled, entry, inlined
 from simulator.engine.times import Ints
-from simulator.search.pipelines import NEVER, Line, Pipelines
+from simulator.search.pipelines import NEVER, Line, Pipelines, Stages, anchor
 
 Floats = npt.NDArray[np.float64]
 Group = tuple[int, int]
@@ -32,17 +33,71 @@ Chosen = tuple[tuple[Group, int], ...]
 """How many pipelines of each kind, in their order."""
 _HOPE = 0.5
 """What is played of other depths is taken to surpass its bound by so much of the least that was seen, at best."""
+_NEIGHBOUR_HOPE, _STEP = 0.85, 6
+"""The same where depths not further apart than this have been played on both sides."""
+_ROUGHLY = 1.2
+"""By how much the first bound is short of the answer, about."""
 _NEAR = 1e-4
 _ROUNDS = 40
 _PLAYED, _FEW = {True: 24, False: 8}, 12
+_ALIKE = 4
+"""So many mixes of pipelines of one depth are looked at in any case."""
+_EXACT: tuple[Stages, ...] = ("even", "best")
+_FINALS = {True: 24, False: 4}
+"""Of these, so many are looked at with the stages that suit them best: of tiny pools, and others."""
+_PLAYS, _FAR = 3, 1.5
+"""So often each kind is played, with numbers of micro-batches that are so many times as large as another one."""
+_POINTS = 3 * _PLAYS
+"""Of a kind that was played: at most so many times are known."""
 _GUESSED = 6
 """So many kinds are played before a search is given up by what is guessed of others."""
 _TINY = 8
 """On so few GPUs all mixes are looked at."""
-_DOUBT = {True: 1.03, False: 1.01}
+_LARGE = 64
+"""On more GPUs, where one depth matters less, a few depths are played first and others guessed by those around."""
+_DOUBT = {True: 1.03, False: 1.02}
 """Mixes that would take so much longer, as far as is known, are looked at all the same: of tiny pools, and others."""
 _CHANGES = 2
 """Of the number of replicas, by which reducing takes longer, after which it is left at that."""
+
+
+@entry
+@compiled
+def _gains(time_ns, numbers, times_ns, total):  # type: ignore[no-untyped-def]
+    """Whole micro-batches of each kind in so much time: linear between those of which times are known, and beyond."""
+    last, num_kinds = len(numbers) - 1, numbers.shape[1]
+    found = np.zeros(num_kinds, np.int64)
+    for kind in range(num_kinds):
+        at = 1
+        while at < last and times_ns[at, kind] <= time_ns:
+            at += 1
+        found[kind] = int(min(total, max(0.0, _number(time_ns, numbers, times_ns, at, kind)) + 1e-9))
+    return found
+
+
+@inlined
+def _number(time_ns, numbers, times_ns, at, kind):  # type: ignore[no-untyped-def]
+    low, early = numbers[at - 1, kind], times_ns[at - 1, kind]
+    return low + (time_ns - early) * (numbers[at, kind] - low) / max(1.0, times_ns[at, kind] - early)
+
+
+@entry
+@compiled
+def _least_ns(numbers, times_ns, counts, total, low, high):  # type: ignore[no-untyped-def]
+    """In which so many pipelines are through with all micro-batches, parts of one counted too."""
+    last = len(numbers) - 1
+    while high - low > _NEAR / 100 * high:
+        middle, done = (low + high) / 2, 0.0
+        for kind in range(len(counts)):
+            at = 1
+            while at < last and times_ns[at, kind] <= middle:
+                at += 1
+            done += counts[kind] * max(0.0, _number(middle, numbers, times_ns, at, kind))
+        if done >= total:
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 @entry
@@ -55,10 +110,11 @@ def _knapsack(sizes, gains, most):  # type: ignore[no-untyped-def]
         best[number] = best[number - 1]
         for place in range(len(sizes)):
             size = sizes[place]
-            if size <= number and gains[place] > 0:
-                gain = best[number - size] + gains[place]
-                if gain > best[number]:
-                    best[number], taken[number] = gain, place
+            if size > number:
+                break  # they grow
+            gain = best[number - size] + gains[place]
+            if gain > best[number]:
+                best[number], taken[number] = gain, place
     return best, taken
 
 
@@ -68,6 +124,7 @@ class Mix:
 
     shares: tuple[tuple[Group, tuple[int, ...]], ...]
     mini_batch_ns: int
+    stages: Stages
 
     @property
     def workers(self) -> dict[int, int]:
@@ -90,71 +147,79 @@ class Mixes:
         self.types = tuple(types)
         self.total = types[0].total
         self.most_replicas = min(self.total, most_replicas or self.total)
-        self._found: dict[tuple[int, ...], tuple[float, Mix | None]] = {}
+        self._found: dict[tuple[int, ...], tuple[float, list[Mix]]] = {}
         self._searches: dict[tuple[int, ...], Search] = {}
-        self._played: dict[Chosen, Mix | None] = {}
+        self._settled: dict[tuple[Chosen, Stages, bool], tuple[int, tuple[int, ...]] | None] = {}
         self._rings: dict[object, Rings] = {}
-        self.lines: dict[tuple[Group, int, int], Line] = {}
+        self.lines: dict[tuple[Group, int, frozenset[int]], Line] = {}
 
-    def best(self, gpus: tuple[int, ...], below_ns: float = math.inf) -> Mix | None:
-        """The fastest that is found on all of these GPUs, a number of each type; None where none may take less."""
+    def best(self, gpus: tuple[int, ...], below_ns: float = math.inf) -> list[Mix]:
+        """The fastest that are found on all of these GPUs, a number of each type; none where none may take less."""
         known = self._found.get(gpus)
-        if known is None or (known[1] is None and known[0] < below_ns):
+        if known is None or (not known[1] and known[0] < below_ns):
             known = self._found[gpus] = below_ns, self._search(gpus, below_ns)
         return known[1]
 
-    def least_ns(self, gpus: tuple[int, ...]) -> float:
-        """No pipelines on these GPUs are faster, side by side."""
-        found = Search(self, gpus).least_time(frozenset(), 0.0)
-        return math.inf if found is None else found[0] * (1 - _NEAR)
+    def search(self, gpus: tuple[int, ...]) -> Search:
+        """The search on these GPUs, with what it has found out so far."""
+        if gpus not in self._searches:
+            self._searches[gpus] = Search(self, gpus)
+        return self._searches[gpus]
 
-    def most(self, gpus: tuple[int, ...], time_ns: float) -> list[Ints]:
-        """The most micro-batches in so much time on 0, 1, ... GPUs of each type, as far as is known."""
-        search = self._searches.get(gpus) or Search(self, gpus)
-        return [
-            _knapsack(depths, search.gains(kind, time_ns, frozenset()), number)[0]
-            if len(depths)
-            else np.zeros(number + 1, np.int64)
-            for kind, (depths, number) in enumerate(zip(search.depths, gpus, strict=True))
-        ]
+    def _search(self, gpus: tuple[int, ...], below_ns: float) -> list[Mix]:
+        """Mixes that seem promising are settled with stages that are found quickly, the best of them with the best."""
+        search = self.search(gpus)
+        num_finals = _FINALS[search.is_tiny]
+        rough = {
+            chosen: found[0]
+            for chosen in search.promising(below_ns)
+            if (found := self.settled(chosen, "rough", thorough=search.is_tiny)) is not None
+        }
+        mixes = []
+        for chosen in sorted(rough, key=lambda each: (rough[each], len(each)))[:num_finals]:
+            for stages in _EXACT:
+                exact = self.settled(chosen, stages, thorough=search.is_tiny)
+                if exact is not None:
+                    mixes.append(self._mix(chosen, stages, *exact))
+        return sorted(mixes, key=lambda mix: (mix.mini_batch_ns, len(mix.shares), sum(mix.workers.values())))
 
-    def _search(self, gpus: tuple[int, ...], below_ns: float) -> Mix | None:
-        search = self._searches[gpus] = Search(self, gpus)
-        played: dict[Chosen, Mix] = {}
-        for chosen in search.promising(below_ns):
-            found = self.played(chosen)
-            if found is not None:
-                played[chosen] = found
-        if not played:
-            return None
-        least = min(mix.mini_batch_ns for mix in played.values())
-        near = [mix for mix in played.values() if mix.mini_batch_ns <= least]
-        return min(near, key=lambda mix: (len(mix.shares), sum(mix.workers.values())))
+    @staticmethod
+    def _mix(chosen: Chosen, stages: Stages, mini_batch_ns: int, totals: tuple[int, ...]) -> Mix:
+        dealt = ((group, deal(total, number)) for (group, number), total in zip(chosen, totals, strict=True))
+        return Mix(tuple(dealt), mini_batch_ns, stages)
 
-    def played(self, chosen: Chosen) -> Mix | None:
-        """These pipelines with the micro-batches that suit them; None where they do not fit or are too many."""
-        if chosen not in self._played:
-            self._played[chosen] = self._settled(chosen)
-        return self._played[chosen]
+    def settled(self, chosen: Chosen, stages: Stages, *, thorough: bool) -> tuple[int, tuple[int, ...]] | None:
+        """How long these pipelines take with the micro-batches of each kind that suit them; None where they do not fit.
 
-    def _settled(self, chosen: Chosen) -> Mix | None:
-        num_replicas = sum(number for _, number in chosen)
-        if not 2 <= num_replicas <= self.most_replicas:
-            return None
-        shares = self._shares(dict(chosen), num_replicas)
-        if shares is None:
-            return None
-        best_ns = self.exact_ns(chosen, shares)
+        Args:
+            chosen: Pipelines.
+            stages: See :meth:`Pipelines.costs`.
+            thorough: Whether micro-batches are moved between any two kinds, else only from those that are last.
+        """
+        key = chosen, stages, thorough
+        if key not in self._settled:
+            num_replicas = sum(number for _, number in chosen)
+            shares: tuple[int, ...] | None = None
+            if stages != "rough":
+                before = self.settled(chosen, "rough", thorough=thorough)
+                shares = None if before is None else before[1]
+            elif 2 <= num_replicas <= self.most_replicas:
+                shares = self._shares(dict(chosen), num_replicas)
+            self._settled[key] = None if shares is None else self._improved(chosen, shares, stages, thorough)
+        return self._settled[key]
+
+    def _improved(
+        self, chosen: Chosen, shares: tuple[int, ...], stages: Stages, thorough: bool
+    ) -> tuple[int, tuple[int, ...]] | None:
+        best_ns, last = self.played(chosen, shares, stages)
         for _ in range(_ROUNDS):
-            tried = {other: self.exact_ns(chosen, other) for other in _shifted(chosen, shares)}
-            if not tried or min(tried.values()) >= best_ns:
+            givers = range(len(chosen)) if thorough else (last,)
+            tried = {other: self.played(chosen, other, stages) for other in _shifted(chosen, shares, givers)}
+            other = min(tried, key=lambda each: tried[each][0], default=None)
+            if other is None or tried[other][0] >= best_ns:
                 break
-            shares = min(tried, key=tried.__getitem__)
-            best_ns = tried[shares]
-        if best_ns >= NEVER:
-            return None
-        dealt = ((group, deal(total, number)) for (group, number), total in zip(chosen, shares, strict=True))
-        return Mix(tuple(dealt), best_ns)
+            shares, (best_ns, last) = other, tried[other]
+        return None if best_ns >= NEVER else (best_ns, shares)
 
     def _shares(self, chosen: Mapping[Group, int], num_replicas: int) -> tuple[int, ...] | None:
         """Micro-batches of each kind, so that the slowest pipeline is as fast as can be, if none waits for others."""
@@ -163,7 +228,7 @@ class Mixes:
         def play(group: Group, number: int) -> None:
             if 1 <= number < self.total and number not in known[group]:
                 kind, depth = group
-                known[group][number] = self.types[kind].alone_ns(depth, number, number, num_replicas)
+                known[group][number] = self.types[kind].alone_ns(depth, number, num_replicas)
 
         level = dict.fromkeys(chosen, max(1, self.total // num_replicas))
         for _ in range(_ROUNDS):
@@ -176,7 +241,7 @@ class Mixes:
             if sum(map(len, known.values())) == before:
                 break
             lines = {group: Line(times.items()) for group, times in known.items()}
-            time_ns = _least_time_ns(self.total, [(lines[group], number) for group, number in chosen.items()])
+            time_ns = least_time_ns(self.total, [(lines[group], number) for group, number in chosen.items()])
             level = {group: min(self.total - 1, max(1, int(lines[group].number(time_ns)))) for group in chosen}
         return self._whole(chosen, level, known)
 
@@ -202,12 +267,16 @@ class Mixes:
 
     def exact_ns(self, chosen: Chosen, totals: tuple[int, ...]) -> int:
         """The whole mini-batch."""
+        return self.played(chosen, totals, "best")[0]
+
+    def played(self, chosen: Chosen, totals: tuple[int, ...], stages: Stages) -> tuple[int, int]:
+        """The whole mini-batch, and the place of the kind whose backwards are the last to end."""
         ended, numbers = [], []
         for ((kind, depth), number), total in zip(chosen, totals, strict=True):
             pipelines, most = self.types[kind], -(-total // number)
-            each = [pipelines.ended(depth, count, most) for count in {most, total // number}]
+            each = [pipelines.ended(depth, count, most, stages) for count in {most, total // number}]
             if each[0] is None or total < number:
-                return NEVER
+                return NEVER, 0
             backwards = [one.last_backward_ns for one in each if one is not None]
             last = backwards[0] if len(backwards) == 1 else np.concatenate(backwards, axis=1)
             ended.append(Ended(each[0].costs, last, each[0].to_come_ns))
@@ -218,14 +287,16 @@ class Mixes:
             of_kinds = [(one.costs.reduced, number) for one, number in zip(ended, numbers, strict=True)]
             self._rings[key] = rings(of_kinds, sections.own_reduced_sum_bytes, sections.shared_units)
         conditions = [self.types[kind].sweep.shape_simulator.conditions for ((kind, _), _) in chosen]
-        return finish_together(ended, self._rings[key], conditions, numbers)[0].mini_batch_ns
+        last_ns = [int(one.last_backward_ns.max()) for one in ended]
+        time_ns = finish_together(ended, self._rings[key], conditions, numbers)[0].mini_batch_ns
+        return time_ns, last_ns.index(max(last_ns))
 
     def described(self, mix: Mix) -> list[SimulatedKind]:
         """The mix as the parts of an answer."""
         kinds, names = [], []
         for (kind, depth), counts in mix.shares:
             pipelines = self.types[kind]
-            costs = pipelines.costs(depth, max(counts))
+            costs = pipelines.costs(depth, max(counts), mix.stages)
             assert costs is not None, "a mix that does not fit"
             kinds.append(Kind(pipelines.sweep.shape_simulator, costs, counts))
             names.append(pipelines.node_type)
@@ -235,45 +306,73 @@ class Mixes:
         ]
 
 
-def _shifted(chosen: Chosen, totals: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def _growing(times_ns: Mapping[int, int]) -> dict[int, int]:
+    """The same, none less than that of fewer micro-batches: under windows that were chosen for more it can be."""
+    least, found = 0, {}
+    for number in sorted(times_ns):
+        least = found[number] = max(least + 1, times_ns[number])
+    return found
+
+
+def _shifted(chosen: Chosen, totals: tuple[int, ...], givers: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """With the last micro-batch of the busiest pipelines of one kind given to another kind."""
-    for place, other in permutations(range(len(totals)), 2):
+    for place, other in product(givers, range(len(totals))):
         number = chosen[place][1]
         step = (totals[place] - 1) % number + 1
-        if totals[place] - step >= number:
+        if place != other and totals[place] - step >= number:
             shifted = list(totals)
             shifted[place] -= step
             shifted[other] += step
             yield tuple(shifted)
 
 
-def _least_time_ns(total: int, lines: Sequence[tuple[Line, int]]) -> float:
+def least_time_ns(total: int, lines: Sequence[tuple[Line, int]]) -> float:
     """In which so many pipelines are through with all micro-batches, parts of one counted too."""
-    low, high = 0.0, float(max(line.time_ns(total) for line, _ in lines))
-    while high - low > _NEAR / 100 * high:
-        middle = (low + high) / 2
-        done = sum(line.number(middle) * number for line, number in lines)
-        low, high = (low, middle) if done >= total else (middle, high)
-    return high
+    high = float(max(line.time_ns(total) for line, _ in lines))
+    if high >= NEVER:
+        return NEVER
+    numbers, times_ns = _columns([line for line, _ in lines])
+    counts = np.array([number for _, number in lines], np.float64)
+    return float(_least_ns(numbers, times_ns, counts, total, 0.0, high))
+
+
+def _columns(lines: Sequence[Line], least: int = 2) -> tuple[Floats, Floats]:
+    """Micro-batches and times of each, as many of all: [points, lines]; what is missing goes on as before."""
+    num_points = max(least, *(len(line.numbers) for line in lines))
+    numbers, times_ns = np.zeros((2, num_points, len(lines)))
+    for place, line in enumerate(lines):
+        numbers[:, place], times_ns[:, place] = line.points(num_points)
+    return numbers, times_ns
 
 
 class Search:
-    """The search for one number of GPUs of each type. What it finds depends on nothing but these."""
+    """The search for one number of GPUs of each type. What it finds depends on nothing but these.
 
-    def __init__(self, mixes: Mixes, gpus: tuple[int, ...]) -> None:
+    ``limited``: to what fits into memory; else only ``least_ns`` means anything.
+    """
+
+    def __init__(self, mixes: Mixes, gpus: tuple[int, ...], *, limited: bool = True) -> None:
         self.mixes, self.gpus, self.total = mixes, gpus, mixes.total
         self.lines: dict[Group, Line] = {}
-        self.played: dict[Group, int] = {}
-        """For how many micro-batches."""
-        self.depths = [pipelines.depths(number) for pipelines, number in zip(mixes.types, gpus, strict=True)]
-        self.bounds = [
-            pipelines.bounds_ns[:, depths].astype(np.float64)
-            for pipelines, depths in zip(mixes.types, self.depths, strict=True)
-        ]
-        self.numbers = np.array(mixes.types[0].numbers, np.float64)
-        self.is_tiny = sum(gpus) <= _TINY
+        self.played: dict[Group, frozenset[int]] = {}
+        """For which numbers of micro-batches: anchors."""
+        found = [each.bounds_ns if limited else each.free_bounds_ns for each in mixes.types]
+        self.depths = [np.flatnonzero(each[0, : number + 1] < NEVER) for each, number in zip(found, gpus, strict=True)]
+        self.groups = [(kind, depth) for kind, depths in enumerate(self.depths) for depth in depths.tolist()]
+        self.place = {group: place for place, group in enumerate(self.groups)}
+        self.ends = np.cumsum([0, *map(len, self.depths)]).tolist()
+        bounds = [each[:, depths] for each, depths in zip(found, self.depths, strict=True)]
+        self.bounds = np.concatenate(bounds, axis=1).astype(np.float64)
+        self.bound_numbers = np.array(mixes.types[0].numbers, np.float64)
+        if len(self.bounds) < _POINTS:  # lines that are played need so many rows
+            more = _POINTS - len(self.bounds)
+            self.bounds = np.concatenate([self.bounds, *[self.bounds[-1:] + each for each in range(1, more + 1)]])
+            self.bound_numbers = np.append(self.bound_numbers, [self.total] * more)
+        self.numbers = np.repeat(self.bound_numbers[:, None], len(self.groups), axis=1)
+        self.times_ns = self.bounds.copy()
+        self.is_tiny, self.is_large = sum(gpus) <= _TINY, sum(gpus) > _LARGE
         self.doubt = _DOUBT[self.is_tiny]
-        self.ratios = [np.ones(len(depths)) for depths in self.depths]
+        self.ratios = np.ones(len(self.groups))
         self.num_replicas = 2
 
     def promising(self, below_ns: float) -> Iterator[Chosen]:
@@ -289,8 +388,10 @@ class Search:
                 found.setdefault(other[1], other[0])
         for other_chosen in self.of_one_depth(time_ns):
             found.setdefault(other_chosen, self.time_ns(other_chosen))
+        alike = {each: self.time_ns(each) for each in self.alike()}
+        alike = {each: alike[each] for each in sorted(alike, key=alike.__getitem__)[:_ALIKE]}
         if self.is_tiny:
-            for group in [(kind, depth) for kind, depths in enumerate(self.depths) for depth in depths.tolist()]:
+            for group in self.groups:
                 if group not in self.lines:
                     self.play(group, time_ns)
             for each in self.all_mixes():
@@ -298,8 +399,10 @@ class Search:
         for moved in [moved for near in found for moved in self.moved(near)]:
             if moved and moved not in found:
                 found[moved] = self.time_ns(moved)
+        found |= alike
         hopeful = [each for each in found if found[each] < below_ns * self.doubt]
-        yield from sorted(hopeful, key=lambda each: (found[each], len(each)))[: _PLAYED[self.is_tiny]]
+        nearest = sorted(hopeful, key=lambda each: (found[each], len(each)))[: _PLAYED[self.is_tiny]]
+        yield from dict.fromkeys((*nearest, *(each for each in alike if each in hopeful)))
 
     def solve(
         self, without: frozenset[Group], least_ns: float = 0.0, below_ns: float = math.inf
@@ -309,6 +412,7 @@ class Search:
         None where it is not below this.
         """
         changes = 0
+        self.sketch_ns()
         while True:
             found = self.least_time(without, least_ns)
             if found is None:
@@ -320,82 +424,122 @@ class Search:
             num_replicas = sum(number for _, number in chosen)
             if abs(num_replicas - self.num_replicas) > self.num_replicas // 8 and changes < _CHANGES:
                 self.num_replicas, changes = num_replicas, changes + 1
-                self.lines, known = {}, list(self.lines)
-                for group in known:
-                    self.play(group, time_ns)
+                for group in self.lines:
+                    self.replace(group)
                 continue
+            new += [group for group, _ in chosen if group in self.lines and self.is_far(group, time_ns)]
             if not new:
                 return time_ns, chosen
             for group in new:
                 self.play(group, time_ns)
 
+    def sketch_ns(self) -> float:
+        """The same as ``least_ns``, and on many GPUs by what some of the depths take."""
+        if not self.lines and self.is_large:
+            rough_ns = self.least_ns()
+            for place in range(0, len(self.groups), _STEP):
+                self.play(self.groups[place], rough_ns * _ROUGHLY)
+        return self.least_ns()
+
+    def is_far(self, group: Group, time_ns: float) -> bool:
+        """Whether a kind would have far more, or fewer, micro-batches than it was played with."""
+        number = self._anchor(self.lines[group].number(time_ns))
+        played = self.played[group]
+        return len(played) < _PLAYS and all(max(number, each) > _FAR * min(number, each) for each in played)
+
+    def _anchor(self, number: float) -> int:
+        return min(anchor(max(1, int(min(number, self.total)))), max(1, self.total - 1))
+
     def play(self, group: Group, time_ns: float) -> None:
         """Replace what is taken of a kind by what a pipeline takes with about as many micro-batches."""
-        kind, depth = group
-        place = int(np.searchsorted(self.depths[kind], depth))
-        bounds = self.bounds[kind][:, place]
-        guess = float(np.interp(time_ns / self.ratios[kind][place], bounds, self.numbers))
-        number = min(max(1, int(guess)), max(1, self.total - 1))
-        self.played[group] = number
+        if group in self.lines:
+            number = self.lines[group].number(time_ns)
+        else:
+            place = self.place[group]
+            number = float(np.interp(time_ns / self.ratios[place], self.bounds[:, place], self.bound_numbers))
+        self.played[group] = self.played.get(group, frozenset()) | {self._anchor(number)}
+        self.replace(group)
+
+    def replace(self, group: Group) -> None:
+        """Put what was played in the place of what was guessed."""
+        place, numbers = self.place[group], self.played[group]
         line = self.lines[group] = self.line_of(group, self.num_replicas)
+        self.numbers[:, place], self.times_ns[:, place] = line.points(len(self.bounds))
+        number = max(numbers)
         if (time_ns := line.time_ns(number)) < NEVER:
-            self.ratios[kind][place] = max(1.0, time_ns / float(np.interp(number, self.numbers, bounds)))
-            known = [int(np.searchsorted(self.depths[kind], deep)) for other, deep in self.lines if other == kind]
-            hoped = 1 + _HOPE * (self.ratios[kind][known].min() - 1)
-            self.ratios[kind][np.delete(np.arange(len(self.depths[kind])), known)] = hoped
+            bound_ns = float(np.interp(number, self.bound_numbers, self.bounds[:, place]))
+            self.ratios[place] = max(1.0, time_ns / bound_ns)
+            self._hope(group[0])
+
+    def _hope(self, kind: int) -> None:
+        """Guess what pipelines of other depths take, by those of the next depths that were played."""
+        first, end = self.ends[kind], self.ends[kind + 1]
+        is_known = np.array([other in self.lines for other in self.groups[first:end]], np.bool_)
+        known, others = np.flatnonzero(is_known), np.flatnonzero(~is_known)
+        ratios, after = self.ratios[first:end], np.searchsorted(known, others)
+        below, above = np.maximum(0, after - 1), np.minimum(len(known) - 1, after)
+        is_between = (after > 0) & (after < len(known))
+        is_between &= self.is_large & (known[above] - known[below] <= _STEP)
+        hope = np.where(is_between, _NEIGHBOUR_HOPE, _HOPE)
+        hoped = 1 + hope * (np.minimum(ratios[known[below]], ratios[known[above]]) - 1)
+        ratios[others] = hoped
+        self.times_ns[:, first:end][:, others] = self.bounds[:, first:end][:, others] * hoped
 
     def line_of(self, group: Group, num_replicas: int) -> Line:
         """What a kind takes that has been played, one of D pipelines."""
         key = group, num_replicas, self.played[group]
         if key not in self.mixes.lines:
-            (kind, depth), number = group, self.played[group]
-            few = max(1, number * 3 // 4)
-            numbers = {few, number, *((number + 1,) if number <= _FEW else ())}
-            alone_ns = self.mixes.types[kind].alone_ns
-            times = [(each, alone_ns(depth, each, number, num_replicas)) for each in numbers]
-            self.mixes.lines[key] = Line(times)
+            depth, alone_ns = group[1], self.mixes.types[group[0]].alone_ns
+            times_ns: dict[int, int] = {}
+            for number in sorted(self.played[group]):
+                is_few = number <= _FEW
+                others = (max(1, number * 3 // 4), number + 1) if is_few else (number * 3 // 4,)
+                for each in others:
+                    times_ns.setdefault(each, alone_ns(depth, each, num_replicas, None if is_few else number))
+                times_ns[number] = alone_ns(depth, number, num_replicas)
+            self.mixes.lines[key] = Line(_growing(times_ns).items())
         return self.mixes.lines[key]
 
-    def gains(self, kind: int, time_ns: float, without: frozenset[Group]) -> Ints:
-        """Micro-batches of a pipeline of each depth in so much time."""
-        bounds, scaled = self.bounds[kind], time_ns / self.ratios[kind]
-        above = (bounds <= scaled).sum(axis=0)
-        high = np.clip(above, 1, len(bounds) - 1) if len(bounds) > 1 else above * 0
-        columns = np.arange(bounds.shape[1])
-        low = np.maximum(high - 1, 0)
-        early, late = bounds[low, columns], bounds[high, columns]
-        step = np.where(late > early, (scaled - early) / np.maximum(1.0, late - early), 1.0)
-        numbers = self.numbers[low] + step * (self.numbers[high] - self.numbers[low])
-        numbers[above == 0] = 0.0
-        for (other, depth), line in self.lines.items():
-            if other == kind:
-                numbers[np.searchsorted(self.depths[kind], depth)] = line.number(time_ns)
-        for other, depth in without:
-            if other == kind:
-                numbers[self.depths[kind] == depth] = 0.0
-        whole: Ints = np.clip(np.floor(numbers + 1e-9), 0, self.total).astype(np.int64)
-        return whole
+    def gains(self, time_ns: float, without: frozenset[Group] = frozenset()) -> Ints:
+        """Micro-batches of a pipeline of each kind in so much time."""
+        found: Ints = _gains(time_ns, self.numbers, self.times_ns, self.total)
+        found[[self.place[group] for group in without]] = 0
+        return found
+
+    def done(self, time_ns: float) -> list[Ints]:
+        """The most micro-batches in so much time on 0, 1, ... GPUs of each type, as far as is known."""
+        gains = self.gains(time_ns)
+        return [_knapsack(*each)[0] for each in self._parts(gains)]
+
+    def _parts(self, gains: Ints) -> Iterator[tuple[Ints, Ints, int]]:
+        """Of each type: depths, gains, GPUs."""
+        for kind, (depths, number) in enumerate(zip(self.depths, self.gpus, strict=True)):
+            yield depths, gains[self.ends[kind] : self.ends[kind + 1]], number
 
     def most(self, time_ns: float, without: frozenset[Group]) -> tuple[int, Chosen]:
         """The most micro-batches in so much time, and the pipelines that do them."""
         done, chosen = 0, Counter[Group]()
-        for kind, (depths, number) in enumerate(zip(self.depths, self.gpus, strict=True)):
-            if len(depths):
-                best, taken = _knapsack(depths, self.gains(kind, time_ns, without), number)
-                done += int(best[number])
-                while number > 0:
-                    place = int(taken[number])
-                    if place < 0:
-                        number -= 1
-                    else:
-                        chosen[kind, int(depths[place])] += 1
-                        number -= int(depths[place])
+        for kind, (depths, gains, number) in enumerate(self._parts(self.gains(time_ns, without))):
+            best, taken = _knapsack(depths, gains, number)
+            done += int(best[number])
+            while number > 0:
+                place = int(taken[number])
+                if place < 0:
+                    number -= 1
+                else:
+                    chosen[kind, int(depths[place])] += 1
+                    number -= int(depths[place])
         return done, tuple(sorted(chosen.items()))
+
+    def least_ns(self) -> float:
+        """No pipelines on these GPUs are faster, side by side, but for what is known better; inf: none fit."""
+        found = self.least_time(frozenset(), 0.0)
+        return math.inf if found is None else found[0] * (1 - _NEAR)
 
     def least_time(self, without: frozenset[Group], least_ns: float) -> tuple[float, Chosen] | None:
         """The least time in which some pipelines are through with all micro-batches."""
-        high = max(least_ns, float(min((bounds.min() for bounds in self.bounds if bounds.size), default=0)))
-        if not high:
+        high = max(least_ns, float(self.times_ns.min(initial=NEVER)))
+        if high >= NEVER:
             return None
         low = high
         for _ in range(_ROUNDS):
@@ -416,10 +560,8 @@ class Search:
 
     def needed(self, chosen: Chosen, time_ns: float) -> Chosen:
         """Without pipelines that the others can do without."""
-        gains = [self.gains(kind, time_ns, frozenset()) for kind in range(len(self.depths))]
-        number_of = {
-            group: int(gains[group[0]][np.searchsorted(self.depths[group[0]], group[1])]) for group, _ in chosen
-        }
+        gains = self.gains(time_ns)
+        number_of = {group: int(gains[self.place[group]]) for group, _ in chosen}
         spare, kept = sum(number_of[group] * number for group, number in chosen) - self.total, dict(chosen)
         for group in sorted(kept, key=lambda each: -each[1]):
             drop = min(kept[group], spare // number_of[group]) if number_of[group] else kept[group]
@@ -434,26 +576,31 @@ class Search:
             (self.line_of(group, num_replicas) if group in self.played else self.line(group), number)
             for group, number in chosen
         ]
-        return _least_time_ns(self.total, lines)
+        return least_time_ns(self.total, lines)
 
     def line(self, group: Group) -> Line:
         """What is known of a kind, or taken to be so."""
         if group in self.lines:
             return self.lines[group]
-        kind, place = group[0], int(np.searchsorted(self.depths[group[0]], group[1]))
-        times = (self.bounds[kind][:, place] * self.ratios[kind][place]).tolist()
-        return Line(zip(map(int, self.numbers), map(int, times), strict=True))
+        place = self.place[group]
+        return Line(zip(map(int, self.numbers[:, place]), map(int, self.times_ns[:, place]), strict=True))
 
     def of_one_depth(self, time_ns: float) -> Iterator[Chosen]:
         """Mixes with one depth for each type."""
         ways: list[list[tuple[tuple[Group, int], ...]]] = []
-        for kind, (depths, number) in enumerate(zip(self.depths, self.gpus, strict=True)):
-            gains = (
-                self.gains(kind, time_ns, frozenset()) * (number // np.maximum(1, depths)) if len(depths) else depths
-            )
-            best = np.argsort(-gains, kind="stable")[:3]
+        for kind, (depths, gains, number) in enumerate(self._parts(self.gains(time_ns))):
+            best = np.argsort(-gains * (number // np.maximum(1, depths)), kind="stable")[:3]
             ways.append([(((kind, int(depths[place])), number // int(depths[place])),) for place in best.tolist()])
         yield from (tuple(chain.from_iterable(each)) for each in product(*(way or [()] for way in ways)))
+
+    def alike(self) -> Iterator[Chosen]:
+        """Mixes with one depth for all types: those that are cut alike need fewest rings."""
+        for depth in sorted({depth for _, depth in self.groups}):
+            yield tuple(
+                ((kind, depth), number // depth)
+                for kind, number in enumerate(self.gpus)
+                if number >= depth and (kind, depth) in self.place
+            )
 
     def all_mixes(self) -> Iterator[Chosen]:
         """Every mix of two pipelines or more."""
@@ -482,8 +629,7 @@ class Search:
             moved = Counter(kept)
             moved.subtract([(kind, depth), (kind, deep)])
             moved.update([(kind, depth - 1), (kind, deep + 1)])
-            known = set(self.depths[kind].tolist())
-            if depth - 1 in known and deep + 1 in known:
+            if (kind, depth - 1) in self.place and (kind, deep + 1) in self.place:
                 yield tuple(sorted((group, number) for group, number in moved.items() if number))
         for group in kept:
             fewer = kept | {group: kept[group] - 1}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -21,6 +22,8 @@ from simulator.search.sweep import Sweep
 from simulator.search.windows import Trial
 
 NEVER = 2**62
+Stages = Literal["rough", "even", "best"]
+"""Of a pipeline: the most even ones under the best of three windows, as planned or as they run, or the best of all."""
 _EXACT = 12
 """Up to so many micro-batches each number has windows of its own."""
 
@@ -47,7 +50,7 @@ class Pipelines:
         self.settings: tuple[Setting, ...] = tuple(setting.under(schedule) for setting in sweep.settings)
         self.total = self.settings[0].num_micro_batches
         self._costs: dict[tuple[int, int, bool], StageCosts | None] = {}
-        self._ended: dict[tuple[int, int], Ended] = {}
+        self._ended: dict[tuple[int, int, bool], Ended] = {}
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
@@ -63,68 +66,75 @@ class Pipelines:
         """No pipeline of P stages is faster, for each of ``numbers``: int64[numbers, K + 1]."""
         found = np.full((len(self.numbers), self.sweep.num_sections + 1), NEVER)
         for setting in self.settings:
-            bounds = np.array([setting.bounds_ns(number) for number in self.numbers], np.int64)
-            for depth in range(1, self.sweep.num_sections + 1):
-                fitting = self._num_fitting(setting, depth)
-                found[:fitting, depth] = np.minimum(found[:fitting, depth], bounds[:fitting, depth])
+            for place, number in enumerate(self.numbers):
+                fitting = setting.fitting(min(number, max(1, self.total - 1)))  # beside others
+                found[place, fitting] = np.minimum(found[place, fitting], setting.bounds_ns(number)[fitting])
         bound: Ints = np.maximum.accumulate(found, axis=0)
         return bound
 
-    def _num_fitting(self, setting: Setting, depth: int) -> int:
-        """Of ``numbers`` those of which a pipeline, beside others, fits into memory: the first so many."""
-
-        def is_too_large(number: int) -> bool:
-            return not setting.fits(depth, min(number, max(1, self.total - 1)))
-
-        if setting.memory_bytes is None or not is_too_large(self.numbers[-1]):
-            return len(self.numbers)
-        return bisect_left(self.numbers, True, key=is_too_large)
-
-    def depths(self, num_gpus: int) -> Ints:
-        """Those of which a pipeline fits into memory, beside others."""
-        found: Ints = np.flatnonzero(self.bounds_ns[0, : num_gpus + 1] < NEVER)
+    @cached_property
+    def free_bounds_ns(self) -> Ints:
+        """The same if memory had no limit, which is known at once."""
+        found = np.array(
+            [
+                np.min([setting.bounds_ns(number) for setting in self.settings if not setting.grouped], axis=0)
+                for number in self.numbers
+            ],
+            np.int64,
+        )
+        found[:, 0] = NEVER
         return found
 
-    def costs(self, depth: int, num_micro_batches: int, *, moves: bool = True) -> StageCosts | None:
-        """The best stages of one pipeline with so many micro-batches; None where it does not fit.
+    def costs(self, depth: int, num_micro_batches: int, stages: Stages) -> StageCosts | None:
+        """Stages of one pipeline with so many micro-batches; None where it does not fit.
 
-        ``moves``: whether cuts next to the most even one are tried, which takes most of the time.
+        The best ones are those that are so as planned: what it is like to share links is seen of the whole mix. To find
+        them takes most of the time. Of several types the most even ones may be better, which are cut alike.
         """
-        key = depth, min(anchor(num_micro_batches), max(1, self.total - 1)), moves
+        key = depth, min(anchor(num_micro_batches), max(1, self.total - 1)), stages != "best"
         if key not in self._costs:
             self._costs[key] = self._best(*key)
         return self._costs[key]
 
-    def _best(self, depth: int, number: int, moves: bool) -> StageCosts | None:
+    def _best(self, depth: int, number: int, quick: bool) -> StageCosts | None:
         counts = (number,) * max(2, round(self.total / number))
-        best: tuple[int, StageCosts] | None = None
+        best: tuple[StageCosts, int] | None = None
         layout = self.sweep.layouts((depth, len(counts)))[0]
         for setting in sorted(self.settings, key=lambda each: (each.bound_ns(depth, number), each.grouped)):
-            if best is not None and setting.bound_ns(depth, number) >= best[0]:
+            if best is not None and setting.bound_ns(depth, number) >= best[1]:
                 continue
             if not setting.fits(depth, number):
                 continue
-            trial = Trial(setting, self.sweep.shape_simulator, layout, depth, counts, moves=moves)
-            if setting.grouped and best is not None and trial.closest_ns * 101 >= best[0] * 100:
+            trial = Trial(setting, self.sweep.shape_simulator, layout, depth, counts, moves=not quick, quick=quick)
+            if setting.grouped and best is not None and self._beats_groups(trial, best[1]):
                 continue
-            found = trial.best()
-            if best is None or found.mini_batch_ns < best[0]:
-                best = found.mini_batch_ns, found.costs
-        return None if best is None else best[1]
+            found = trial.planned
+            if best is None or found[1] < best[1]:
+                best = found
+        return None if best is None else best[0]
 
-    def ended(self, depth: int, number: int, most: int, *, moves: bool = True) -> Ended | None:
+    @staticmethod
+    def _beats_groups(trial: Trial, best_ns: int) -> bool:
+        """Whether whole stages, which fit too, are as good as those that run their sections again in groups."""
+        return trial.roomy if trial.quick else trial.closest_ns * 101 >= best_ns * 100
+
+    def ended(self, depth: int, number: int, most: int, stages: Stages) -> Ended | None:
         """How one pipeline ends that has so many micro-batches, the busiest of its kind ``most``."""
-        costs = self.costs(depth, most, moves=moves)
+        costs = self.costs(depth, most, stages)
         if costs is None:
             return None
-        key = id(costs), number
+        key, is_rough = (id(costs), number, stages == "rough"), stages == "rough"
         if key not in self._ended:
-            self._ended[key] = self.sweep.shape_simulator.ended(costs, (number,))
+            simulator = self.sweep.shape_simulator
+            self._ended[key] = (simulator.planned_end if is_rough else simulator.ended)(costs, (number,))
         return self._ended[key]
 
-    def alone_ns(self, depth: int, number: int, most: int, num_replicas: int) -> int:
-        """What a mini-batch takes of D pipelines like that; ``NEVER`` where it does not fit."""
-        ended = self.ended(depth, number, most, moves=False)
+    def alone_ns(self, depth: int, number: int, num_replicas: int, most: int | None = None) -> int:
+        """About what a mini-batch takes of D pipelines with so many micro-batches; ``NEVER`` where it does not fit.
+
+        ``most``: of how many the stages are that it has; None: of the same number.
+        """
+        ended = self.ended(depth, number, most or number, "rough")
         return NEVER if ended is None else self._through_ns(ended, num_replicas)
 
     def _through_ns(self, ended: Ended, num_replicas: int) -> int:
@@ -159,6 +169,17 @@ class Line:
             return self.times_ns[0] * number / self.numbers[0]
         (low, high), (early, late) = self._around(place)
         return early + (number - low) * (late - early) / (high - low)
+
+    def points(self, count: int) -> tuple[list[float], list[float]]:
+        """So many numbers of micro-batches and their times: those that are known, and more in line with the last."""
+        numbers, times_ns = [*map(float, self.numbers)], [*map(float, self.times_ns)]
+        if len(numbers) == 1:
+            numbers, times_ns = [0.0, *numbers], [0.0, *times_ns]
+        step, later = numbers[-1] - numbers[-2], times_ns[-1] - times_ns[-2]
+        for _ in range(count - len(numbers)):
+            numbers.append(numbers[-1] + step)
+            times_ns.append(times_ns[-1] + later)
+        return numbers, times_ns
 
     def _around(self, place: int) -> tuple[list[int], list[int]]:
         first = max(1, min(place, len(self.numbers) - 1)) - 1

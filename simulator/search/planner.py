@@ -224,9 +224,9 @@ def plan(
     values = [objectively.value(one.shape, one.mini_batch_ns / 1e9) for one in ranked]
     if objective == "examples_per_s" and allows_unequal(request):
         pools = Pools(profile, request, ("",), (sweep,))
-        mix = pools.unequal((gpus,), [pools.of_outcome(0, ranked[0])])
-        if mix is not None:
-            simulations = [pools.described(mix), *simulations][: 1 + num_runners_up]
+        mixes = pools.unequal((gpus,), [pools.of_outcome(0, ranked[0])])
+        if mixes:
+            simulations = [pools.described(mixes[0]), *simulations][: 1 + num_runners_up]
             values = [simulations[0].expected.examples_per_s, *values][: 1 + num_runners_up]
     return PlanChoice(
         simulations=tuple(simulations),
@@ -245,19 +245,17 @@ def _plan_pool(profile: Profile, request: PlanRequest, pool: Pool, num_runners_u
     """
     _check_pool(request, pool)
     gpus, pools = [pool[name] for name in pool.types], Pools(profile, request, pool.types)
-    equal, prices = pools.equal(gpus, 1 + num_runners_up), _prices(request, pool)
+    prices = _prices(request, pool)
     if prices is None:
-        best_of_type = list({each.node_type: each for each in reversed(equal)}.values())
-        best_of_type.sort(key=lambda each: each.mini_batch_ns)
-        mix = pools.unequal(gpus, best_of_type)
+        ranked = pools.best(gpus, 1 + num_runners_up)
     else:
         equal = _cheapest_equal(pools, gpus, prices, 1 + num_runners_up)
         mix = pools.cheapest(gpus, equal, prices)
-    ranked = ([mix] if mix else []) + equal
-    simulations = tuple(pools.described(each) for each in ranked[: 1 + num_runners_up])
+        ranked = (([mix] if mix else []) + equal)[: 1 + num_runners_up]
+    simulations = tuple(pools.described(each) for each in ranked)
     batch_size, values = profile.job.batch_size, [simulation.expected.examples_per_s for simulation in simulations]
     if prices is not None:
-        usd_per_h = [sum(map(operator.mul, each.workers, prices)) for each in ranked[: 1 + num_runners_up]]
+        usd_per_h = [sum(map(operator.mul, each.workers, prices)) for each in ranked]
         values = [
             usd / 3600 * simulation.expected.mini_batch_s / batch_size
             for usd, simulation in zip(usd_per_h, simulations, strict=True)

@@ -7,6 +7,8 @@ that might be as fast are looked at too, so that no GPU makes a plan slower.
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -19,9 +21,10 @@ from morph.contract.pool import Pool
 from morph.contract.profile import Profile
 from simulator.costs.answer import SimulatedKind, Simulation, describe_kinds
 from simulator.costs.outcome import Outcome
+from simulator.engine.times import Ints
 from simulator.inputs.conditions import of_pool_type
 from simulator.inputs.request import PlanRequest
-from simulator.search.mixes import Mix, Mixes
+from simulator.search.mixes import Mix, Mixes, Search
 from simulator.search.pipelines import Pipelines
 from simulator.search.sweep import Sweep
 
@@ -29,8 +32,12 @@ WORTH = 0.999
 """Of the time of equal pipelines what unequal ones may take at most to replace them."""
 _SIZES, _MANY = 4, 64
 """Of micro-batch sizes, those that are looked at because their bounds are least; one of more GPUs than that."""
-_SLOWER, _LENGTHS = 16.0, 24
-"""How much longer mini-batches may be that cost less, and of how many lengths they are looked for."""
+_NEAR = 1.01
+"""Sizes are looked at too with which mixes are estimated to take so much longer than with the best one."""
+_HOPEFUL = 1.01
+"""What is estimated may be so much faster."""
+_SLOWER, _LENGTHS, _CHEAP = 16.0, 24, 6
+"""How much longer mini-batches may be that cost less, how many lengths are looked at, and how many GPUs of those."""
 _SUBSETS = {True: 16, False: 2}
 """Of fewer GPUs, numbers that are looked at: where there are few, and where there are many."""
 
@@ -59,17 +66,41 @@ def allows_unequal(request: PlanRequest) -> bool:
     return request.unequal and request.objective != "progress" and all(each is None for each in (*given, *shape))
 
 
-def _cheap_subsets(
-    mixes: Mixes, gpus: tuple[int, ...], fastest_ns: int, usd_per_h: Sequence[float]
-) -> list[tuple[int, ...]]:
-    """The cheapest GPUs of these that may be enough, for mini-batches of several lengths."""
-    found: dict[tuple[int, ...], None] = {}
-    for time_ns in np.geomspace(fastest_ns, fastest_ns * _SLOWER, _LENGTHS).tolist():
-        done = mixes.most(gpus, time_ns)
-        enough = np.argwhere(sum(np.ix_(*done)) >= mixes.total)
-        if len(enough):
-            found[tuple(enough[(enough @ np.array(usd_per_h)).argmin()].tolist())] = None
-    return [subset for subset in found if sum(subset) > 1]
+def _cheap_subsets(mixes: Mixes, gpus: tuple[int, ...], usd_per_h: Sequence[float]) -> list[tuple[int, ...]]:
+    """GPUs of these that may make examples for fewest dollars: of mini-batches of several lengths the cheapest."""
+    search = mixes.search(gpus)
+    solved = search.solve(frozenset())
+    if solved is None:
+        return []
+    found: dict[tuple[int, ...], float] = {}
+    for time_ns in np.geomspace(solved[0], solved[0] * _SLOWER, _LENGTHS).tolist():
+        subset = cheapest_enough(search.done(time_ns), mixes.total, usd_per_h)
+        if subset is not None and sum(subset) > 1:
+            usd = time_ns * float(np.dot(subset, usd_per_h))
+            found[subset] = min(usd, found.get(subset, math.inf))
+    return sorted(found, key=found.__getitem__)[:_CHEAP]
+
+
+def cheapest_enough(done: Sequence[Ints], total: int, usd_per_h: Sequence[float]) -> tuple[int, ...] | None:
+    """The cheapest numbers of GPUs of each type that do so many micro-batches; None where all do fewer.
+
+    Of the numbers of some types those are kept that no others surpass at no higher price.
+
+    Args:
+        done: Of each type, what 0, 1, ... GPUs do.
+        total: Micro-batches.
+        usd_per_h: Price of a GPU of each type.
+    """
+    most, usd, counts = np.zeros(1, np.int64), np.zeros(1), np.zeros((1, 0), np.int64)
+    for each, price in zip(done, usd_per_h, strict=True):
+        first, number = np.divmod(np.arange(len(most) * len(each)), len(each))
+        most, usd = np.minimum(total, most[first] + each[number]), usd[first] + price * number
+        order = np.lexsort((-most, usd))
+        before = np.maximum.accumulate(np.concatenate([[-1], most[order][:-1]]))
+        order = order[most[order] > before]
+        most, usd = most[order], usd[order]
+        counts = np.column_stack([counts[first[order]], number[order]])
+    return tuple(counts[-1].tolist()) if most[-1] >= total else None
 
 
 class Pools:
@@ -101,20 +132,37 @@ class Pools:
         ]
         self._mixes: dict[tuple[int, Schedule], Mixes] = {}
 
-    def equal(self, gpus: Sequence[int], count: int = 1) -> list[Found]:
-        """The fastest equal pipelines on each type alone, best first.
+    def equal(self, gpus: Sequence[int], count: int = 1, below_ns: float = math.inf) -> list[Found]:
+        """The fastest equal pipelines on each type alone, best first; none that take longer than ``below_ns``.
+
+        Raises:
+            PlanError: the job fits on none of them, if that is not known to be otherwise: there is a ``below_ns``.
+        """
+        found = []
+        for place, (sweep, number) in enumerate(zip(self.sweeps, gpus, strict=True)):
+            depths: Sequence[int] = range(1, min(number, sweep.num_sections) + 1)
+            if below_ns == math.inf:
+                depths = sweep.depths(number, most_replicas=self.most_replicas) if number else ()
+            if depths:
+                outcomes = sweep.fastest(number, depths, count, self.most_replicas, below_ns / 1e9)
+                found += [self.of_outcome(place, outcome) for outcome in outcomes]
+        if not found and below_ns == math.inf:
+            raise self._too_small(gpus)
+        return sorted(found, key=lambda each: (each.mini_batch_ns, sum(each.workers)))
+
+    def best(self, gpus: Sequence[int], count: int = 1) -> list[Found]:
+        """The fastest answers, best first: a mix of all types, unless equal pipelines of one are about as fast.
 
         Raises:
             PlanError: the job fits on none of them.
         """
-        found = []
-        for place, (sweep, number) in enumerate(zip(self.sweeps, gpus, strict=True)):
-            depths = sweep.depths(number, most_replicas=self.most_replicas) if number else ()
-            for outcome in sweep.fastest(number, depths, count, self.most_replicas) if depths else ():
-                found.append(self.of_outcome(place, outcome))
-        if not found:
-            raise self._too_small(gpus)
-        return sorted(found, key=lambda each: (each.mini_batch_ns, sum(each.workers)))
+        mixes = self.unequal(gpus)
+        below_ns = mixes[0].mini_batch_ns / WORTH if mixes else math.inf
+        equal = self.equal(gpus, count, below_ns)
+        if equal:
+            mixes = self.unequal(gpus, equal) or mixes
+        is_worth = mixes and not (equal and equal[0].mini_batch_ns * WORTH <= mixes[0].mini_batch_ns)
+        return (mixes + equal if is_worth else equal + mixes)[:count]
 
     def of_outcome(self, place: int, outcome: Outcome) -> Found:
         """Equal pipelines of a type as an answer."""
@@ -122,33 +170,50 @@ class Pools:
         workers[place] = outcome.shape[0] * outcome.shape[1]
         return Found(outcome.mini_batch_ns, tuple(workers), self.names[place], outcome)
 
-    def unequal(self, gpus: Sequence[int], equal: Sequence[Found]) -> Found | None:
-        """The fastest mix on these GPUs, or fewer, that surpasses the best equal pipelines; None: there is none."""
-        best, below = None, equal[0].mini_batch_ns * WORTH
-        for size, schedule in self._promising(gpus, equal):
+    def unequal(self, gpus: Sequence[int], equal: Sequence[Found] = ()) -> list[Found]:
+        """The fastest mixes on these GPUs, or fewer, best first, that surpass the best equal pipelines."""
+        best: list[Found] = []
+        below = equal[0].mini_batch_ns * WORTH if equal else math.inf
+        for size, schedule in self._promising(tuple(gpus), equal, below):
             mixes = self.mixes(size, schedule)
             for subset in self._subsets(mixes, tuple(gpus), below):
-                mix = mixes.best(subset, below)
-                if mix is not None and mix.mini_batch_ns < below:
-                    best, below = self._of_mix(mix, mixes), float(mix.mini_batch_ns)
+                found = [mix for mix in mixes.best(subset, below) if mix.mini_batch_ns < below]
+                if found:
+                    best = [*(self._of_mix(mix, mixes) for mix in found), *best]
+                    below = float(best[0].mini_batch_ns)
         return best
 
-    def _promising(self, gpus: Sequence[int], equal: Sequence[Found]) -> list[tuple[int, Schedule]]:
-        """Micro-batch sizes and schedules for mixes: those of equal pipelines on each type, and a few others."""
+    def _promising(self, gpus: tuple[int, ...], equal: Sequence[Found], below_ns: float) -> list[tuple[int, Schedule]]:
+        """Micro-batch sizes and schedules for mixes: those of equal pipelines, and the most promising others.
+
+        A size is known first by a bound, then by one within memory, then by a sketch, then by what mixes of it are
+        estimated to take.
+        """
         found: dict[tuple[int, Schedule], None] = {}
         for each in equal:
             assert each.outcome is not None, "equal pipelines were simulated"
             costs = each.outcome.costs
             schedules: tuple[Schedule, ...] = (costs.schedule,) if self.request.schedule else ("varuna", costs.schedule)
             found |= dict.fromkeys((costs.sections.micro_batch_size, schedule) for schedule in schedules)
-        below_ns = equal[0].mini_batch_ns
-        bounds_ns = {
-            size: self.mixes(size, self.request.schedule or "varuna").least_ns(tuple(gpus)) for size in self.sizes()
-        }
-        num_sizes = _SIZES if sum(gpus) <= _MANY else 1
-        for size in sorted(bounds_ns, key=bounds_ns.__getitem__)[:num_sizes]:
-            if bounds_ns[size] < below_ns:
-                found[size, self.request.schedule or "varuna"] = None
+        schedule, num_sizes = self.request.schedule or "varuna", _SIZES if sum(gpus) <= _MANY else 1
+        heap = [(Search(self.mixes(size, schedule), gpus, limited=False).least_ns(), 0, size) for size in self.sizes()]
+        heapq.heapify(heap)
+        taken: list[float] = []
+        while heap and len(taken) < num_sizes:
+            time_ns, known, size = heapq.heappop(heap)
+            if time_ns >= min(below_ns * _HOPEFUL, taken[0] * _NEAR if taken else math.inf):
+                break
+            search = self.mixes(size, schedule).search(gpus)
+            if known == 0:
+                heapq.heappush(heap, (search.least_ns(), 1, size))
+            elif known == 1:
+                heapq.heappush(heap, (search.sketch_ns(), 2, size))
+            elif known == 2:
+                solved = search.solve(frozenset())
+                heapq.heappush(heap, (math.inf if solved is None else solved[0], 3, size))
+            else:
+                taken.append(time_ns)
+                found[size, schedule] = None
         return list(found)
 
     def cheapest(self, gpus: Sequence[int], equal: Sequence[Found], usd_per_h: Sequence[float]) -> Found | None:
@@ -164,15 +229,12 @@ class Pools:
             return found.mini_batch_ns * float(np.dot(found.workers, usd_per_h))
 
         best, below = None, cost(equal[0]) * WORTH
-        for size, schedule in self._promising(gpus, equal):
+        for size, schedule in self._promising(tuple(gpus), equal, math.inf):
             mixes = self.mixes(size, schedule)
-            fastest = mixes.best(tuple(gpus))
-            for subset in (
-                [] if fastest is None else _cheap_subsets(mixes, tuple(gpus), fastest.mini_batch_ns, usd_per_h)
-            ):
-                mix = mixes.best(subset)
-                if mix is not None and cost(found := self._of_mix(mix, mixes)) < below:
-                    best, below = found, cost(found)
+            for subset in _cheap_subsets(mixes, tuple(gpus), usd_per_h):
+                for mix in mixes.best(subset):
+                    if cost(found := self._of_mix(mix, mixes)) < below:
+                        best, below = found, cost(found)
         return best
 
     def table(
@@ -198,9 +260,9 @@ class Pools:
             if alone:
                 best = min(alone, key=lambda each: (each.mini_batch_ns, sum(each.workers)))
                 below = min([best.mini_batch_ns * WORTH, *(each.mini_batch_ns for each in known)])
-                mix = mixes.best(gpus, below) if sum(gpus) > 1 else None
-                if mix is not None and mix.mini_batch_ns < below:
-                    known.append(self._of_mix(mix, mixes))
+                for mix in mixes.best(gpus, below)[:1] if sum(gpus) > 1 else ():
+                    if mix.mini_batch_ns < below:
+                        known.append(self._of_mix(mix, mixes))
                 if known:
                     least[gpus] = min(known, key=lambda each: each.mini_batch_ns)
                 is_worth = known and least[gpus].mini_batch_ns < best.mini_batch_ns * WORTH
@@ -234,7 +296,7 @@ class Pools:
         yield gpus
         count = _SUBSETS[sum(gpus) <= _MANY]
         least = np.array([max(0, number - count) for number in gpus])
-        done = [each[fewest:] for each, fewest in zip(mixes.most(gpus, below_ns), least.tolist(), strict=True)]
+        done = [each[fewest:] for each, fewest in zip(mixes.search(gpus).done(below_ns), least.tolist(), strict=True)]
         sums = sum(np.ix_(*done)) if len(done) > 1 else done[0]
         enough = least + np.argwhere(np.asarray(sums) >= mixes.total)
         order = np.argsort(-enough.sum(axis=1), kind="stable")

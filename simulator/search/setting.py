@@ -7,6 +7,7 @@ from operator import le
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
@@ -118,6 +119,17 @@ class Setting:
     def fits(self, depth: int, most: int) -> bool:
         """Whether P stages fit in memory somehow, where the busiest replica has ``most`` micro-batches."""
         return self.memory_bytes is None or any(self.has_room(rule, depth, most) for rule in self._frugal(most))
+
+    def fitting(self, most: int) -> npt.NDArray[np.bool_]:
+        """Of which P stages fit in memory somehow: bool[K + 1]."""
+        found = np.full(self.sections.num_sections + 1, self.memory_bytes is None)
+        for rule in () if self.memory_bytes is None else self._frugal(most):
+            if rule.schedule == "gpipe":
+                found |= -(-most // rule.slope) <= self._widest_alike(self.single(most))
+            else:
+                found |= self._tight_table(rule, most).bottleneck_ns < NEVER
+        found[0] = False
+        return found
 
     def least_bytes(self, depth: int, most: int) -> int:
         """The least memory per device that P stages need."""
@@ -286,6 +298,11 @@ class Setting:
     def _tight_cut(self, rule: Rule, depth: int, most: int) -> tuple[int, ...] | None:
         if rule.schedule == "gpipe" and not self.has_room(rule, depth, most):
             return None
+        table = self._tight_table(rule, most)
+        return table.boundaries(depth) if table.fits(depth) else None
+
+    def _tight_table(self, rule: Rule, most: int) -> PartitionTable:
+        """The most even cuts that fit in memory."""
         rule = rule._replace(schedule="varuna") if rule.schedule == "1f1b" else rule  # their windows are the same
         key = (rule, min(most, rule.slope * (self.sections.num_sections - 1) + 1), self.single(most))
         if rule.schedule == "gpipe":  # every stage has the same window, which is all of the rule that counts
@@ -299,8 +316,7 @@ class Setting:
                 memory_bytes=self.memory_bytes,
                 single=key[2],
             )
-        table = self._tight[key]
-        return table.boundaries(depth) if table.fits(depth) else None
+        return self._tight[key]
 
 
 def _largest(parts: dict[str, int]) -> str:

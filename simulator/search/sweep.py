@@ -8,10 +8,12 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain, islice, product
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from morph.contract import ranges
 from morph.contract.errors import PlanError
@@ -27,6 +29,7 @@ from simulator.search.objectives import Fastest, Objective, Shape
 from simulator.search.setting import SCHEDULES, Setting
 from simulator.search.windows import Trial
 
+Flags = npt.NDArray[np.bool_]
 _ROUGH, _EVEN, _REDUCED, _BOUND, _PLANNED, _KNOWN = range(6)
 _SLACK = 0.99
 """What was planned is hardly ever too slow by more: cores and links that are shared make it slower."""
@@ -135,6 +138,7 @@ class Sweep:
             if setting.sections.micro_batch_size == grouped.sections.micro_batch_size
         }
         """By the number of a setting with recompute that of the one whose stages run their sections again in groups."""
+        vars(self).pop("_fitting", None)
         self._whole = {other: number for number, other in self._in_groups.items()}
         self._layouts: dict[Shape, list[Layout]] = {}
         self._bounds: dict[Case, int] = {}
@@ -189,10 +193,23 @@ class Sweep:
 
         More replicas have fewer micro-batches each and never take more memory; but one alone reduces nothing.
         """
-        return any(
+        alone, with_most, with_fewest = self._fitting
+        if alone[depth] or (with_most[depth] and most > 1):
+            return True
+        return bool(with_fewest[depth]) and any(
             self._fits(number, (depth, min(most, setting.num_micro_batches))) or self._fits(number, (depth, 1))
             for number, setting in enumerate(self.settings)
         )
+
+    @cached_property
+    def _fitting(self) -> Flags:
+        """Of which P a replica fits that is alone, and beside others with the most and the fewest micro-batches."""
+        found = np.zeros((3, self.num_sections + 1), np.bool_)
+        for setting in self.settings:
+            total = setting.num_micro_batches
+            for row, most in zip(found, (total, max(1, total - 1), 1), strict=True):
+                row |= setting.fitting(most)
+        return found
 
     def checked_depths(self, num_gpus: int, wanted: int | None, num_replicas: int | None) -> tuple[int, ...]:
         """The same; raises PlanError when there is none."""
@@ -211,14 +228,21 @@ class Sweep:
         return depths
 
     def fastest(
-        self, num_gpus: int, depths: Iterable[int], count: int, most_replicas: int | None = None
+        self,
+        num_gpus: int,
+        depths: Iterable[int],
+        count: int,
+        most_replicas: int | None = None,
+        below_s: float = math.inf,
     ) -> list[Outcome]:
         """The ``count`` fastest on this many GPUs, best first, each P with the D that suits it best, and no other.
 
-        Fewer replicas are looked at only while their computing alone might be as fast.
+        Fewer replicas are looked at only while their computing alone might be as fast, and none that take longer than
+        ``below_s``.
         """
         most = min(self.total, most_replicas or self.total)
-        return self._ranked([(depth, min(num_gpus // depth, most)) for depth in depths], count, None, fewer=True)
+        shapes = [(depth, min(num_gpus // depth, most)) for depth in depths]
+        return self._ranked(shapes, count, None, fewer=True, below=below_s)
 
     def best(
         self, shapes: Iterable[Shape], count: int, objective: Objective | None = None, below: float = math.inf

@@ -39,7 +39,7 @@ class Trial:
     """One shape in one place: P stages, each replica with a number of micro-batches.
 
     ``boundaries``: first sections that are given, or None; ``slope``: of windows that are given; ``moves``: whether
-    cuts next to the most even one are tried.
+    cuts next to the most even one are tried; ``quick``: whether three windows are enough to know about what it takes.
     """
 
     setting: Setting
@@ -50,6 +50,8 @@ class Trial:
     boundaries: tuple[int, ...] | None = None
     slope: int | None = None
     moves: bool = True
+    quick: bool = False
+    _costs: dict[tuple[Rule, tuple[int, ...] | None], StageCosts | None] = field(default_factory=dict)
     _bounds: dict[tuple[int, ...] | None, int] = field(default_factory=dict)
     _plans: dict[tuple[object, ...], Finish] = field(default_factory=dict)
     _outcomes: dict[tuple[object, ...], Outcome] = field(default_factory=dict)
@@ -144,7 +146,7 @@ class Trial:
         for schedule in self.setting.schedules:
             first, times_ns = len(tried), dict[int, int]()
             rules = self._rules(schedule, boundaries)
-            if schedule != "gpipe" and (self._few or between):
+            if schedule != "gpipe" and (self._few or between) and not self.quick:
                 rules = chain(rules, (Rule(schedule, slope) for slope in _halfway(times_ns)))
             for rule in rules:
                 costs = self._stages(rule, boundaries)
@@ -153,13 +155,16 @@ class Trial:
                 tried.insert(first + sorted(times_ns).index(rule.slope), (times_ns[rule.slope], costs))
                 fastest = min(entry[0] for entry in tried)
                 chosen = next(entry for entry in tried if entry[0] * 100 <= fastest * _TOLERATED)
-                if chosen[0] * 100 <= self._enough_ns(boundaries, chosen[1]):
+                if not self.quick and chosen[0] * 100 <= self._enough_ns(boundaries, chosen[1]):
                     return chosen[1], fastest
         assert tried, "a shape that does not fit in memory was tried"
         return chosen[1], fastest
 
     def _stages(self, rule: Rule, boundaries: tuple[int, ...] | None) -> StageCosts | None:
-        return self.setting.stages(rule, self.most, self.layout, boundaries, depth=self.depth)
+        key = rule, boundaries
+        if key not in self._costs:
+            self._costs[key] = self.setting.stages(rule, self.most, self.layout, boundaries, depth=self.depth)
+        return self._costs[key]
 
     def _windowed(self, schedule: Schedule, windows: tuple[int, ...], boundaries: tuple[int, ...]) -> StageCosts | None:
         return self.setting.windowed(schedule, windows, boundaries, self.layout, single=len(self.counts) == 1)
@@ -176,7 +181,9 @@ class Trial:
         if self.slope is None and schedule == "gpipe":
             slopes = _fewest_rounds(fits, self.most)
         elif self.slope is None and self.depth > 1 and (schedule == "varuna" or self._eager):
-            slopes = _growing(fits, _slopes(self._needed_slope, self.most))
+            needed, widest = self._needed_slope, max(1, self.most - 1)
+            some = sorted({1, min(needed, widest), min(2 * needed, widest)})
+            slopes = _growing(fits, some if self.quick else _slopes(needed, self.most))
         return (Rule(schedule, slope) for slope in slopes if fits(slope))
 
     def _widest(self, boundaries: tuple[int, ...] | None) -> StageCosts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise, product
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -28,8 +29,9 @@ from simulator.costs.stage_costs import SectionCosts, stage_costs
 from simulator.engine.schedules import stage_windows
 from simulator.inputs.conditions import Conditions, of_pool_type
 from simulator.inputs.synthetic import with_type
-from simulator.search.mixes import Search
-from simulator.search.pools import WORTH, Pools
+from simulator.search.mixes import Chosen, Mixes, Search
+from simulator.search.pipelines import Stages
+from simulator.search.pools import WORTH, Pools, cheapest_enough
 from tests.seeds import each_seed
 from tests.simulator.test_reductions import random_job
 
@@ -164,10 +166,42 @@ def test_plans_of_small_pools_are_hardly_slower_than_the_best_of_all(seed: int) 
     profile, counts = random_pool(np.random.default_rng(seed))
     request = PlanRequest(schedule="varuna", recompute=True)
     pools, gpus = Pools(profile, request, list(counts)), list(counts.values())
-    equal = pools.equal(gpus)
-    mix = pools.unequal(gpus, equal)
-    found = equal[0].mini_batch_ns if mix is None else mix.mini_batch_ns
-    assert found <= 1.02 * fastest_of_all(pools, gpus)
+    assert pools.best(gpus)[0].mini_batch_ns <= 1.02 * fastest_of_all(pools, gpus)
+
+
+@each_seed(20)
+def test_the_cheapest_gpus_that_are_enough_are_those_of_all(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 7, int(rng.integers(1, 4))).tolist()
+    done = [np.append(0, np.cumsum(rng.integers(0, 6, length))) for length in lengths]
+    usd_per_h, total = rng.uniform(0.1, 2, len(done)).tolist(), int(rng.integers(1, 40))
+    enough = {
+        gpus: float(np.dot(gpus, usd_per_h))
+        for gpus in product(*(range(len(each)) for each in done))
+        if sum(int(each[number]) for each, number in zip(done, gpus, strict=True)) >= total
+    }
+    found = cheapest_enough(done, total, usd_per_h)
+    assert (found is None) == (not enough)
+    assert found is None or enough[found] == pytest.approx(min(enough.values()))
+
+
+@pytest.mark.parametrize("objective", ["examples_per_s", "usd_per_example"])
+def test_large_pools_of_three_types_are_answered_after_few_trials(
+    objective: Literal["examples_per_s", "usd_per_example"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = synthetic_profile(num_sections=24, batch_size=4096, micro_batch_sizes=(1, 2), micro_batch_size=2)
+    profile = with_type(with_type(profile, "t4", 2.0), "k80", 3.0)
+    pool, numbers, play = {"": 400, "t4": 300, "k80": 300}, list[int](), Mixes.played
+
+    def count(mixes: Mixes, chosen: Chosen, totals: tuple[int, ...], stages: Stages) -> tuple[int, int]:
+        numbers.append(len(chosen))
+        return play(mixes, chosen, totals, stages)
+
+    monkeypatch.setattr(Mixes, "played", count)
+    price = {"": 1.0, "t4": 0.3, "k80": 0.25} if objective == "usd_per_example" else None
+    found = plan(profile, pool=pool, objective=objective, usd_per_gpu_hour=price, num_runners_up=0, schedule="varuna")
+    assert 0 < len(numbers) < 2_000
+    assert found.best.num_workers <= 1000
 
 
 @pytest.mark.slow
