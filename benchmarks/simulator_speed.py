@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.harness import cpu_s, head, row
 from morph.contract.profile import Profile
-from simulator import plan, plan_table, synthetic_profile
+from simulator import plan, plan_table, simulate, synthetic_profile
 from simulator.costs.stage_costs import SectionCosts, stage_costs
 from simulator.engine import reference
 from simulator.engine.execution import execute_orders, lane_times
@@ -145,6 +145,13 @@ def one_configuration(uneven: bool, slope: int) -> None:
     row(name, *cells, f"{heap / skipping:.0f}")
 
 
+def one_answer(uneven: bool) -> None:
+    """A shape as a user asks for it: windows chosen, links shared, with orders and explanation."""
+    measured = profile(uneven)
+    took_ms = best_ms(partial(simulate, measured, num_stages=DEPTH, num_replicas=REPLICAS))
+    print(f"simulate() of {'uneven' if uneven else 'equal'} stages: {took_ms:.1f} ms")
+
+
 def main() -> None:
     tasks = MICRO_BATCHES * (3 * DEPTH - 1)
     print(f"One configuration: P={DEPTH}, D={REPLICAS}, {MICRO_BATCHES} micro-batches per replica ({tasks} tasks each;")
@@ -154,6 +161,8 @@ def main() -> None:
     for uneven in (False, True):
         for slope in (1, 2, 4):
             one_configuration(uneven, slope)
+    for uneven in (False, True):
+        one_answer(uneven)
     times = stage_times(profile(False), 1)
     one = (MICRO_BATCHES,)
     slow, fast = (play(times, one) for play in (reference.run_pipeline, run_pipeline))

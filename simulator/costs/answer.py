@@ -228,7 +228,7 @@ def _mean_parts_s(kinds: Sequence[SimulatedKind]) -> dict[str, float]:
 
 def _breakdown_s(kinds: Sequence[SimulatedKind]) -> dict[str, float]:
     """Of the pipelines that are through last; the work is that of all workers."""
-    last = max(kinds, key=_bound_ns)
+    last = max(kinds, key=_bound_ns) if len(kinds) > 1 else kinds[0]
     steps = breakdown_s(last.outcome, last.shape_simulator.conditions)
     if len(kinds) > 1:
         parts = _mean_parts_s(kinds)

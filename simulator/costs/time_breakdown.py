@@ -39,20 +39,22 @@ def breakdown_s(outcome: Outcome, conditions: Conditions) -> dict[str, float]:
     costs, counts = outcome.costs, outcome.counts
     quick = tuple(entry for entry in conditions.slow if entry[2] < 1)
     pipes = pipes_of(costs, counts, replace(conditions, slow=quick, overlap="full"))
+    busiest = {id(pipe): (pipe, count) for pipe, count, _ in sorted(pipes, key=lambda entry: entry[1])}.values()
     work = [(total_ns(pipe.work_ns, count), number) for pipe, count, number in pipes]
 
     def bound(*, reduction: bool = False, **without: bool) -> int:
         return max(
-            lower_bound_ns(pipe, costs.times.window, count, reduction=reduction, **without) for pipe, count, _ in pipes
+            lower_bound_ns(pipe, costs.times.window, count, reduction=reduction, **without) for pipe, count in busiest
         )
 
-    exposed = max(0, bound(reduction=True) - bound())
+    pipelines = bound()
+    exposed = max(0, bound(reduction=True) - pipelines)
     levels: list[tuple[str, float]] = [
         ("work", sum(float(ns.mean()) * number for ns, number in work) / len(counts)),
         ("imbalance", float(max(ns.max() for ns, _ in work))),
         ("fill_and_drain", float(bound(latency=False, window=False))),
         ("latency", float(bound(bandwidth=False))),
-        ("bandwidth", float(bound())),
+        ("bandwidth", float(pipelines)),
         ("schedule", float(outcome.planned.prepared_ns - exposed)),
         (_hindrance(conditions), float(outcome.after.prepared_ns - exposed)),
         ("all_reduce", float(outcome.after.prepared_ns)),

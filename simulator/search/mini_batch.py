@@ -64,9 +64,7 @@ def simulate(
     check_slow(conditions.slow, depth, num_replicas)
     shape_simulator = ShapeSimulator(conditions)
     trial = Trial(
-        Setting(
-            profile, m, request.recompute is not False, (request.schedule or "varuna",), None, request.memory_rules
-        ),
+        _setting(profile, m, request),
         shape_simulator,
         lay_out(profile.contention, depth, num_replicas, conditions),
         depth,
@@ -80,6 +78,20 @@ def simulate(
         shape_simulator = ShapeSimulator(conditions, played_by)
         best = shape_simulator.full(best.costs, best.counts)
     return describe(best, shape_simulator)
+
+
+_latest: list[tuple[Profile, tuple[object, ...], Setting]] = []
+
+
+def _setting(profile: Profile, m: int, request: PlanRequest) -> Setting:
+    """What shapes are cut from: the latest is kept, because who asks for one shape of a profile asks for others."""
+    given = (m, request.recompute is not False, (request.schedule or "varuna",), None, request.memory_rules)
+    for latest, arguments, setting in _latest[:]:
+        if latest is profile and arguments == given:
+            return setting.without_stages()
+    setting = Setting(profile, *given)
+    _latest[:] = [(profile, given, setting)]
+    return setting.without_stages()
 
 
 def simulate_plan(

@@ -85,6 +85,12 @@ class Setting:
         other.schedules, other._bounds, other._unlimited = (schedule,), {}, None
         return other
 
+    def without_stages(self) -> Setting:
+        """The same, with nothing kept of stages that were costed."""
+        other = copy(self)
+        other._stages, other._unlimited = {}, None
+        return other
+
     def bound_ns(self, depth: int, most: int) -> int:
         """No cut, windows, place or memory make P stages faster, where a replica has ``most`` micro-batches."""
         return int(self.bounds_ns(most)[depth])

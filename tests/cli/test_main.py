@@ -23,6 +23,7 @@ HEAVY = (
     "torch",
     "ray",
     "numpy",
+    "fsspec",
     "numba",
     "pandas",
     "matplotlib",

@@ -29,6 +29,26 @@ def test_parts_and_ladder_add_up_to_the_mini_batch_which_is_never_below_its_boun
     assert got.explanation.endswith(".")
 
 
+def test_what_is_kept_of_one_shape_changes_no_answer_for_another() -> None:
+    asked: list[dict[str, Any]] = [
+        {"num_stages": 3, "num_replicas": 3},
+        {"num_stages": 2},
+        {"num_stages": 3, "recompute": False},
+        {"num_stages": 3, "num_replicas": 2, "schedule": "gpipe"},
+        {"boundaries": (0, 1, 4)},
+        {"num_stages": 3, "num_replicas": 3, "slow": {0: 1.4}},
+    ]
+    kept = synthetic_profile(tied=True, batch_size=40, micro_batch_size=2)
+    for fields in asked * 2:
+        fresh = synthetic_profile(tied=True, batch_size=40, micro_batch_size=2)
+        got, expected = simulate(kept, **fields), simulate(fresh, **fields)
+        assert (got.plan, got.explanation, got.breakdown_s) == (
+            expected.plan,
+            expected.explanation,
+            expected.breakdown_s,
+        )
+
+
 _CONDITIONS: list[dict[str, Any]] = [
     {},
     {"num_gpus_per_node": 3},

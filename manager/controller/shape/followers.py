@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
 from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
@@ -229,12 +230,16 @@ class _Candidates:
         self._followed_by: dict[WorkerId, list[WorkerId]] = {}
         self._kinds: dict[WorkerId, _Kind] = {}
         self._heaps: dict[_Kind, list[_Rank]] = {}
-        self._best_first: dict[_Kind, list[list[_Kind]]] = {}
+        self._sharing: dict[_Kind, tuple[list[list[_Kind]], dict[_Kind, int]]] = {}
         self._ranks: dict[WorkerId, _Rank] = {}
         for worker, units in own.items():  # in the order of their places, so that each heap is one
             has = held.get(worker, units)
             kind = self._kinds[worker] = units if has == units else units.union(has), zones.get(worker)
             self._heaps.setdefault(kind, []).append(self._ranked(worker))
+        self._having: defaultdict[UnitId, list[_Kind]] = defaultdict(list)
+        for kind in self._heaps:
+            for unit in kind[0]:
+                self._having[unit].append(kind)
 
     def take(self, me: WorkerId) -> WorkerId | None:
         """Give this worker a follower, and return it; None where all are on its VM."""
@@ -258,18 +263,22 @@ class _Candidates:
         self._ranks[worker] = rank
         return rank
 
-    def _by_use(self, me: WorkerId) -> list[list[_Kind]]:
-        """Return the kinds that are of equal use to this worker, the best ones first."""
-        key = self._own[me], self._zones.get(me)
-        if key not in self._best_first:
-            mine, zone = key
+    def _by_use(self, me: WorkerId) -> Iterator[list[_Kind]]:
+        """Yield the kinds that are of equal use to this worker, the best ones first."""
+        mine, zone = key = self._own[me], self._zones.get(me)
+        if key not in self._sharing:
+            shared: dict[_Kind, int] = {}
+            for unit in mine:
+                for kind in self._having[unit] if self._sizes[unit] else ():
+                    shared[kind] = shared.get(kind, 0) + self._sizes[unit]
             equal: dict[tuple[int, bool], list[_Kind]] = {}
-            for kind in self._heaps:
-                shared = mine & kind[0]
-                use = -sum([self._sizes[unit] for unit in shared]) if shared else 0, kind[1] == zone
-                equal.setdefault(use, []).append(kind)
-            self._best_first[key] = [equal[use] for use in sorted(equal)]
-        return self._best_first[key]
+            for kind, size in shared.items():
+                equal.setdefault((-size, kind[1] == zone), []).append(kind)
+            self._sharing[key] = [equal[use] for use in sorted(equal)], shared
+        groups, shared = self._sharing[key]
+        yield from groups
+        for is_here in (False, True):
+            yield [kind for kind in self._heaps if (kind[1] == zone) == is_here and kind not in shared]
 
     def _least(self, kind: _Kind, vm: str) -> _Rank | None:
         """Return who ranks first in this kind and is not on this VM."""

@@ -193,15 +193,17 @@ class _Dealing:
             keyed.append((seen[vm] // turn, self.rank[vm], worker))
             seen[vm] += 1
         free = [worker for _, _, worker in sorted(keyed)]
-        left = Counter(self.vms[worker] for worker in free)
+        left = dict(Counter(self.vms[worker] for worker in free))
         for stage in _pipelines(wanted):
             on = self._on(self.rivals[stage])
             least = min(on[vm] for vm in left)
             worker = next(worker for worker in free if on[self.vms[worker]] == least)
             free.remove(worker)
             self._put(worker, stage)
-            left[self.vms[worker]] -= 1
-            left = +left
+            vm = self.vms[worker]
+            left[vm] -= 1
+            if not left[vm]:
+                del left[vm]
         self.where |= dict.fromkeys(free)
         self.alike |= dict.fromkeys(kind, kind)
 

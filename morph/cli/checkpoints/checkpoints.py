@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,23 +10,18 @@ import typer
 from morph.cli.reading.options import JsonOption, StoredArgument
 
 if TYPE_CHECKING:
-    from morph.checkpoint.inspection import VersionStatus
-    from morph.contract.checkpoint import Manifest
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from morph.checkpoint.inspection import VersionStatus
-from morph.tables import table
-
-if TYPE_CHECKING:
     from rich.table import Table
 
+    from morph.checkpoint.inspection import VersionStatus
+    from morph.contract.checkpoint import Manifest
 
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
 def checkpoint_table(url: str, inspect_versions: Sequence[VersionStatus], now_s: float) -> Table:
     """Return one row for each version, the newest last; ages are as of ``now_s`` (epoch)."""
+    from morph.tables import table
+
     columns = ("where", "state", "version", "kind", "shape", "MiB", "age")
     rows = [
         (
