@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from manager.accounting.ledger import Ledger
@@ -13,7 +14,7 @@ from manager.controller.state.evaluations import mean_loss, mean_metrics
 from manager.controller.state.events import Event, WorkerAnswered
 from manager.controller.state.saves import NextSave
 from manager.controller.state.state import ControllerState, Decision
-from manager.journal.records import DecisionRecord
+from manager.journal.records import DecisionRecord, Fact
 from manager.report.means import Series, extreme_rates
 from manager.report.milestones import Milestones
 from morph.contract.messages import Prepared
@@ -96,9 +97,16 @@ class LiveRun:
     lock: threading.Lock = field(default_factory=threading.Lock)
     _answers: dict[tuple[int, int, int], dict[str, Prepared]] = field(default_factory=dict)
 
-    def take(self, time_s: float, event: Event, decision: Decision) -> tuple[Happened, ...]:
-        """Take in one decision; returns what is worth reporting. Other threads read while they hold ``lock``."""
+    def take(
+        self, time_s: float, event: Event, decision: Decision, facts: Iterable[tuple[float, Fact]] = ()
+    ) -> tuple[Happened, ...]:
+        """Take in one decision; returns what is worth reporting. Other threads read while they hold ``lock``.
+
+        ``facts``: the shell's since the decision before, with their times: a pause begins with the kill of a VM.
+        """
         with self.lock:
+            for at_s, fact in facts:
+                self.milestones.morphs.take_fact(fact, at_s)
             return self._take(time_s, event, decision)
 
     def _take(self, time_s: float, event: Event, decision: Decision) -> tuple[Happened, ...]:

@@ -85,7 +85,7 @@ def summarise(report: RunReport, *, verbose: bool = False) -> str:
     pauses = [morph.pause_ms for morph in report.morphs if morph.pause_ms is not None]
     unplanned = sum(not morph.planned for morph in report.morphs)
     if report.morphs:
-        line = f"morphs: {len(report.morphs)}, {unplanned} of them forced"
+        line = f"changes of shape: {len(report.morphs)}, {unplanned} of them forced"
         if injected := sum(bool(morph.injected) for morph in report.morphs):
             line += f", {injected} by injected preemptions"
         if pauses:

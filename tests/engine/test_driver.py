@@ -124,9 +124,11 @@ def test_a_requested_stop_saves_the_decided_version_and_ends(make_run: Callable[
 def test_facts_are_written_down_and_decide_nothing(make_run: Callable[..., Run]) -> None:
     run = make_run()
     run.event_queue.put(Fact(name="vm_killed", worker="vm9"))
+    shown: list[Fact] = []
+    run.react = lambda observed: shown.extend(fact for _, fact in observed.facts)
     run.driver.run()
     facts = [Fact.model_validate_json(entry.payload_json) for entry in run.journal.read() if entry.kind == "fact"]
-    assert facts == [Fact(name="vm_killed", worker="vm9")]
+    assert facts == shown == [Fact(name="vm_killed", worker="vm9")]
 
 
 def test_an_observer_that_raises_ends_the_loop(make_run: Callable[..., Run]) -> None:

@@ -527,6 +527,7 @@ class JournalledCluster(SimulatedCluster):
         self.now_s = start_s
         self.journal.append_config(start_s, config)
         self.killed_s: dict[str, float] = {}
+        self.facts: list[tuple[float, Fact]] = []
 
     def write_down(self, cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
         self.journal.append_decision(self.clock_s(), event, decision)
@@ -534,7 +535,8 @@ class JournalledCluster(SimulatedCluster):
     def kill(self, name: str) -> None:
         if self.workers[name].alive:
             self.killed_s[name] = self.now_s
-            self.journal.append_fact(self.clock_s(), Fact(name=VM_KILLED, worker=name))
+            self.facts.append((self.clock_s(), Fact(name=VM_KILLED, worker=name)))
+            self.journal.append_fact(*self.facts[-1])
         super().kill(name)
 
     def start_afresh(self) -> None:

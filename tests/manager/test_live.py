@@ -24,6 +24,7 @@ from manager.report.events import EventReader
 from manager.report.journal_reader import read_report
 from manager.report.live import Happened, LiveRun
 from manager.report.means import MOST_POINTS, Series
+from manager.report.milestones import morph_line
 from manager.report.summary import summarise
 from manager.run_dir import JOURNAL, RunFacts
 from manager.trackers.reading import HappeningsReader
@@ -34,13 +35,15 @@ from morph.contract.messages import Failed, WorkerReady
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_live_account_is_the_journals_account(tmp_path: Path, seed: int) -> None:
+def test_the_live_account_and_changes_of_shape_are_the_journals(tmp_path: Path, seed: int) -> None:
     faults, num_nodes, _ = random_faults(seed)
     faults = replace(faults, restarts_after_s=(), fresh_starts_after_s=(), dies_before="")  # one manager sees it all
-    run = LiveRun("job", 12, 8)
+    run, lines = LiveRun("job", 12, 8), list[str]()
 
-    def observe(cluster: SimulatedCluster, _before: ControllerState, event: Event, decision: Decision) -> None:
-        run.take(cluster.now_s, event, decision)
+    def observe(_cluster: SimulatedCluster, _before: ControllerState, event: Event, decision: Decision) -> None:
+        facts, cluster.facts = cluster.facts, []
+        told = run.take(cluster.now_s, event, decision, facts)
+        lines.extend(one.sentence for one in told if one.code == "morph")
 
     cluster = JournalledCluster(seed, tmp_path, faults, expected_nodes=num_nodes)
     cluster.observers = (*cluster.observers, observe)
@@ -49,6 +52,7 @@ def test_the_live_account_is_the_journals_account(tmp_path: Path, seed: int) -> 
     report = read_report(tmp_path)
     assert run.ledger.account() == report.account
     assert run.version == report.version
+    assert lines == [morph_line(morph) for morph in report.morphs if morph.pause_ms is not None]
     assert (run.loss is None) == (not report.steps)
 
 

@@ -1,6 +1,4 @@
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -152,11 +150,3 @@ def test_replicas_with_their_own_devices_do_not_influence_each_other() -> None:
     both = run_pipeline(times, (5, 4), keep_orders=True)
     assert both.orders[0] == run_pipeline(times, (5,), keep_orders=True).orders[0]
     assert both.last_backward_ns[:, 1].tolist() == run_pipeline(times, (4,)).last_backward_ns[:, 0].tolist()
-
-
-def test_the_documentation_quotes_the_reference_engine_as_it_is() -> None:
-    root = Path(__file__).parents[2]
-    page, source = root / "docs/how-it-works/simulator.md", root / "simulator" / "engine" / "reference.py"
-    quoted = re.findall(r"```python\n((?:def |    def ).*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(quoted) == 2
-    assert all(block in source.read_text(encoding="utf-8") for block in quoted)

@@ -97,12 +97,16 @@ class Requests(Protocol):
 
 @dataclass(frozen=True)
 class Observed:
-    """One turn of the loop, for observers that show the run or end it."""
+    """One turn of the loop, for observers that show the run or end it.
+
+    ``facts``: those written to the journal since the decision before, each with its time.
+    """
 
     time_s: float
     event: Event
     decision: Decision
     request_stop: Callable[[str], None]
+    facts: tuple[tuple[float, Fact], ...] = ()
 
 
 Observer = Callable[[Observed], None]
@@ -143,6 +147,7 @@ class Driver:
         back_steps = rules.losses.back_steps if rules.losses.when_bad == "go_back" else None
         self._checkpoints = CheckpointStore(checkpoint_url, rules.checkpoints, event_queue, lease, back_steps)
         self._observers = observers
+        self._facts: list[tuple[float, Fact]] = []
         self._requests = requests
         self._acknowledge = acknowledge or (lambda _node, _notice: None)
         self._finish: Finish | None = None
@@ -208,6 +213,7 @@ class Driver:
         if isinstance(stamped.item, Fact):
             fact, limit_s = stamped.item, self.state.config.policy.rules.wait.vms_patience_s
             patiently(lambda: self._journal.append_fact(stamped.time_s, fact), limit_s)
+            self._facts.append((stamped.time_s, fact))
         else:
             self._handle(stamped.time_s, stamped.item)
 
@@ -227,8 +233,9 @@ class Driver:
             self._requests.know(decision.state.workers)
         for action in decision.actions:
             self._act(action)
+        facts, self._facts = tuple(self._facts), []
         for observer in self._observers:
-            observer(Observed(at_s, event, decision, self.request_stop))
+            observer(Observed(at_s, event, decision, self.request_stop, facts))
 
     def _act(self, action: Action) -> None:  # noqa: C901 (a branch for each action)
         match action:

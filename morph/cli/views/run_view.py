@@ -43,7 +43,7 @@ def run_view(run: LiveRun, *, plain: bool, as_json: bool = False, verbose: bool 
     with Live(_panel(run), console=Console(), refresh_per_second=4, transient=True) as live:
 
         def observe(observed: Observed) -> None:
-            run.take(observed.time_s, observed.event, observed.decision)
+            run.take(observed.time_s, observed.event, observed.decision, observed.facts)
             live.update(_panel(run))
 
         yield observe
@@ -61,7 +61,7 @@ def _plain_observer(run: LiveRun, *, verbose: bool) -> Observer:
         nonlocal told_s, told
         lines = [
             _line(run, happened)
-            for happened in run.take(observed.time_s, observed.event, observed.decision)
+            for happened in run.take(observed.time_s, observed.event, observed.decision, observed.facts)
             if verbose or not happened.inner
         ]
         for line in lines:
@@ -80,7 +80,7 @@ def _json_observer(run: LiveRun) -> Observer:
 
     def observe(observed: Observed) -> None:
         before = run.version
-        told = bool(run.take(observed.time_s, observed.event, observed.decision))
+        told = bool(run.take(observed.time_s, observed.event, observed.decision, observed.facts))
         if not told and run.version == before:
             return
         reason, known = observed.decision.reason, snapshot(run)
