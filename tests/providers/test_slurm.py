@@ -168,8 +168,8 @@ def test_refusals_mean_what_they_say(said: str, kind: type[ProviderError]) -> No
 
 def test_a_machine_without_a_configuration_of_slurm_is_named_in_a_sentence() -> None:
     said = (
-        "squeue: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host\nsqueue: error: fetch_config: DNS SRV "
-        "lookup failed\nsqueue: error: _establish_config_source: failed to fetch config\nsqueue: fatal: Could not "
+        "squeue: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host\nsqueue: error: fetch_config: DNS "
+        "SRV lookup failed\nsqueue: error: _establish_config_source: failed to fetch config\nsqueue: fatal: Could not "
         "establish a configuration source\n"
     )
     error = error_of("squeue", said)
