@@ -51,10 +51,14 @@ def morph_trace(entries: Iterable[Entry], morph: MorphRecord) -> MorphTrace:
         morph: One of the report's changes.
     """
     began_s = morph.detected_at_s if morph.killed_at_s is None else min(morph.killed_at_s, morph.detected_at_s)
-    collected = _Spans(began_s)
-    for entry in entries:
-        if entry.time_s >= began_s and (morph.resumed_at_s is None or entry.time_s <= morph.resumed_at_s):
+    collected, begins, ends = _Spans(began_s), False, False
+    for entry in entries:  # by place, not by time: a clock that is set back gives earlier lines the same times
+        begins = begins or entry.time_s == began_s
+        if ends and entry.time_s != morph.resumed_at_s:
+            break
+        if begins:
             collected.take(entry)
+            ends = entry.time_s == morph.resumed_at_s
     spans = sorted(collected.spans, key=lambda span: (span.start_s, span.end_s, span.who))
     return MorphTrace(
         began_at_s=began_s, from_shape=morph.from_shape, to_shape=morph.to_shape, cause=morph.cause, spans=tuple(spans)

@@ -218,7 +218,9 @@ def test_a_vm_of_an_earlier_manager_that_may_not_be_ended_is_no_reason_to_look_a
     world.shell.close()
 
 
-def test_vms_of_an_earlier_manager_are_not_ended_because_the_provider_was_silent() -> None:
+def test_vms_of_an_earlier_manager_are_not_ended_because_the_provider_was_silent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     world = World(look_every_s=0.02)
     works, begun, calls = world.cloud.list, threading.Event(), list[int]()
 
@@ -237,6 +239,10 @@ def test_vms_of_an_earlier_manager_are_not_ended_because_the_provider_was_silent
         name="vm_reconciled", detail="job-1-1 of job-1 was left by an earlier manager: ended"
     ):
         assert fact == Fact(name="provider_silent", detail="no answer")
+    assert [record.getMessage() for record in caplog.records] == [
+        "the provider gives no answer; no VM counts as lost, and training goes on: no answer",
+        "the provider answers again",
+    ], "once each, however many looks were in vain"
     assert world.shell.request_of("job-1-0") == "job-1"
     assert set(world.cloud.there) == {"job-1-0"}
     world.shell.close()

@@ -38,6 +38,8 @@ from manager.run_dir import JOURNAL
 from manager.trackers.reading import HappeningsReader
 from morph.contract.errors import RunDirError, RunDirStuck
 
+SEEDS = [seed for seed in range(2, 60) if seed != 11]
+"""By hand. In that of 11 the clock is set back between two changes of shape."""
 PRICES = Prices(paid_usd_per_h=3.6)
 LOSES_ALL = Faults(
     deaths_after_s=((8.0, 20), (30.0, 1)), joins_after_s=(9.0, 9.1, 9.2, 9.3), quiet_after_s=45.0, doubled=0.1
@@ -142,7 +144,7 @@ def test_a_condensed_journal_tells_every_reader_the_same(
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 60))])
+@pytest.mark.parametrize("seed", [0, 1, 11, *(pytest.param(seed, marks=pytest.mark.long) for seed in SEEDS)])
 def test_any_life_is_told_alike_whoever_goes_on_with_its_journal(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,11 +92,12 @@ class RealSlurm:
         self.call("munged", "--force", *munge)
         self.start_controller()
         self.call("slurmd", "-N", NODE)
-        until(self._is_idle, f"an idle node of the Slurm in {self.folder}")
+        until(lambda: self.answers("idle"), f"an idle node of the Slurm in {self.folder}")
 
-    def _is_idle(self) -> bool:
+    def answers(self, state: str) -> bool:
+        """Whether the controller answers, and its node is in this state."""
         try:
-            return "idle" in self.call("sinfo", "--noheader", "--format=%T")
+            return state in self.call("sinfo", "--noheader", "--format=%T")
         except AssertionError:  # it does not listen yet
             return False
 

@@ -166,6 +166,18 @@ def test_refusals_mean_what_they_say(said: str, kind: type[ProviderError]) -> No
     assert str(error).startswith("sbatch: ")
 
 
+def test_a_machine_without_a_configuration_of_slurm_is_named_in_a_sentence() -> None:
+    said = (
+        "squeue: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host\nsqueue: error: fetch_config: DNS "
+        "SRV lookup failed\nsqueue: error: _establish_config_source: failed to fetch config\nsqueue: fatal: Could not "
+        "establish a configuration source\n"
+    )
+    error = error_of("squeue", said)
+    assert type(error) is Transient  # the controller that would send a configuration may only be down
+    assert str(error).startswith("squeue finds no configuration of Slurm: this machine has no slurm.conf")
+    assert "fetch_config" not in str(error)
+
+
 def test_short_answers_are_read() -> None:
     assert job_number_in("12\n") == job_number_in("sbatch: verifying\n12;cluster\n") == "12"
     with pytest.raises(Transient):

@@ -103,6 +103,14 @@ def test_owners_who_preempt_half_of_the_nodes_twice_change_no_bit(
             until(lambda taken=taken: not taken & cluster.states().keys(), "the end of the jobs that were taken")
             cluster.call("scancel", owner)
             run.wait_for_line(f"on {KEPT} of {KEPT} ready workers")
+        told, before = run.output, read_report(run_dir).version
+        cluster.stop_controller()
+        run.wait_for_line("the provider gives no answer; no VM counts as lost, and training goes on: squeue: ")
+        until(lambda: read_report(run_dir).version > before + 1, "training while Slurm's controller is down")
+        cluster.start_controller()
+        run.wait_for_line("the provider answers again")
+        assert list(cluster.states().values()).count("RUNNING") == KEPT
+        assert not re.search(r" (was|were) lost: ", run.output.removeprefix(told))
         morph("stop", run_dir)
         assert run.wait_for_end() == EXIT_GOES_ON, run.output
     version = complete_versions(str(run_dir / "checkpoints"))[-1]

@@ -91,6 +91,7 @@ class Provisioning:
         self._close_timeout_s = close_timeout_s
         self._end_all = end_all
         self._least_vms = least_vms
+        self._is_silent = False
         self.failure: Exception | None = None
         """Why the last failed request was refused, if repeating it does not help."""
         self._inherited: tuple[frozenset[str], frozenset[RequestId]] | None = None
@@ -372,11 +373,22 @@ class Provisioning:
 
     @contextlib.contextmanager
     def _told(self, name: str) -> Iterator[None]:
-        """Report a provider's error as a fact, and go on: ``reconcile`` finds what is left."""
+        """Report a provider's error as a fact, and go on: ``reconcile`` finds what is left.
+
+        A provider that gives no answer is also told to the user, once until it answers again.
+        """
+        is_look = name == "provider_silent"
         try:
             yield
         except ProviderError as error:
             self._fact(name, str(error))
+            if is_look and not self._is_silent:
+                self._is_silent = True
+                log.warning("the provider gives no answer; no VM counts as lost, and training goes on: %s", error)
+        else:
+            if is_look and self._is_silent:
+                self._is_silent = False
+                log.warning("the provider answers again")
 
 
 def _without_frames(error: Exception) -> Exception:

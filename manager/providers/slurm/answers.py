@@ -209,10 +209,17 @@ _KINDS: Sequence[tuple[type[ProviderError], str]] = (
     ),
 )
 """What a refusal means, by words in it. Whatever else Slurm says may be over the next time."""
+_UNCONFIGURED = re.compile(r"configuration source|fetch_config|DNS SRV lookup", re.IGNORECASE)
+"""Without a slurm.conf Slurm's programs ask the controller for it, so this is also what they say while it is down."""
 
 
 def error_of(program: str, said: str) -> ProviderError:
     """Return what an answer of sbatch, squeue or scancel that is no answer means."""
+    if _UNCONFIGURED.search(said):
+        return Transient(
+            f"{program} finds no configuration of Slurm: this machine has no slurm.conf (SLURM_CONF names another "
+            "place), and no controller answers that would send one"
+        )
     text = " ".join(said.replace(f"{program}: error:", "").split())[-300:] or "it says nothing"
     kind = next((kind for kind, words in _KINDS if re.search(words, said)), Transient)
     return kind(f"{program}: {text}")
