@@ -1,10 +1,9 @@
-"""What compute times during a run teach about the profile: a factor for each section's time, with its uncertainty.
+"""Corrections of the profile from compute times during a run: a factor for each section's time, with its uncertainty.
 
-A stage's time over what the profile has for its sections, as a logarithm, is about the mean of those of its sections,
-weighted by their times; different cuts tell sections apart. So it is Bayesian linear regression: a part that all
-sections have in common and one of each section, both 0 with some spread before anything was seen, which shrinks what
-few observations say. Pure arithmetic on few numbers, the same to the bit when a journal is replayed. All nodes of a run
-are of the node type that its profile is of.
+The logarithm of a stage's time over its profiled time is about the mean of the sections' logarithms, weighted by their
+times; stages with different cuts tell sections apart. This is Bayesian linear regression with a common part and a part
+for each section; both have a prior around 0, which shrinks the effect of few observations. It is pure arithmetic on few
+numbers, equal to the bit when a journal is replayed. All nodes of a run have the node type of the profile.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from pydantic import Field
 from morph.contract.base import Value
 
 COMMON_SPREAD, OWN_SPREAD = 0.5, 0.15
-"""Standard deviations of the common part and of an average section's own, before anything was seen.
+"""Prior standard deviations of the common part and of an average section's own part.
 
-The variance of the latter goes with one over the section's time, as if it were made of many like parts: so sections
-that were only seen together have the same factor.
+The variance of a section's own part is inversely proportional to its time, as if it consisted of many equal parts: so
+sections that were only observed together have the same factor.
 """
 NOISE, NOISE_COUNTS = 0.1, 4
-"""That of one observation, and how many observations it counts as against those that were made."""
+"""Standard deviation assumed for one observation, and how many observations this assumption counts as."""
 MISFIT = 0.005
-"""What more observations of the same stage do not tell."""
+"""Standard deviation that remains however many observations of the same stage there are."""
 MOST_STAGES = 16
 MOST_COUNTED = 400
-"""Observations of a stage count as no more than this: a machine's speed changes, and older ones are forgotten."""
+"""Observations of a stage count as this many at most: a machine's speed changes, and older ones are forgotten."""
 MATERIAL, ERRORS = 0.03, 3.0
-"""A stage's time changes materially by more than this share, and by so many standard errors."""
+"""A change of a stage's time is material above this share and above this many standard errors."""
 
 
 class StageRatios(Value):
-    """Logarithms of time over profiled time of a stage with these sections: how many, their mean, squares about it."""
+    """Logarithms of time over profiled time of a stage: their number, mean, and sum of squared deviations."""
 
     first_section: int
     end_section: int
@@ -45,7 +44,7 @@ class StageRatios(Value):
     squares: float = 0.0
 
     def with_one(self, log_ratio: float) -> StageRatios:
-        """The same, with one observation more (Welford), which takes the place of an average one beyond the most."""
+        """Return these ratios with one more observation (Welford); at the limit it replaces an average one."""
         num = min(self.num + 1, MOST_COUNTED)
         kept = self.squares * (num - 1) / self.num if self.num else 0.0
         mean = self.mean + (log_ratio - self.mean) / num
@@ -54,20 +53,20 @@ class StageRatios(Value):
 
     @property
     def variance(self) -> float:
-        """Of the mean."""
+        """The variance of the mean."""
         each = (self.squares + NOISE_COUNTS * NOISE**2) / (self.num - 1 + NOISE_COUNTS)
         return each / self.num + MISFIT**2
 
 
 class Correction(Value):
-    """By section: how many times as long as profiled it takes, and the standard error of that as a share of it."""
+    """By section: the factor on its profiled time, and the factor's standard error as a share of it."""
 
     factors: tuple[float, ...] = Field(min_length=1)
     errors: tuple[float, ...] = Field(min_length=1)
 
     @property
     def sentence(self) -> str:
-        """In words, neighbours with the same factor taken together."""
+        """The correction in words; neighbouring sections with the same factor are listed together."""
         parts, first = [], 0
         for factor, alike in groupby(f"{factor:.2f}" for factor in self.factors):
             last = first + len(list(alike)) - 1
@@ -79,7 +78,7 @@ class Correction(Value):
 
 
 def with_observation(seen: tuple[StageRatios, ...], sections: range, log_ratio: float) -> tuple[StageRatios, ...]:
-    """Take in one observation of a stage; the stages seen least lately are forgotten beyond ``MOST_STAGES``."""
+    """Add one observation of a stage; beyond ``MOST_STAGES``, the least recently observed stages are forgotten."""
     key = (sections.start, sections.stop)
     known = next((entry for entry in seen if (entry.first_section, entry.end_section) == key), None)
     entry = known or StageRatios(first_section=sections.start, end_section=sections.stop)
@@ -93,12 +92,12 @@ def with_times(
     samples_s: Mapping[int, Sequence[float]],
     section_compute_s: Sequence[float],
 ) -> tuple[StageRatios, ...]:
-    """Take in what was heard of some stages at once: of each one observation, the median of its micro-batches.
+    """Add one observation for each of some stages: the median over its micro-batches.
 
     Args:
-        seen: Before.
-        sections: Of each stage.
-        samples_s: Seconds of compute of micro-batches, by stage.
+        seen: The ratios so far.
+        sections: The sections of each stage.
+        samples_s: Compute seconds of micro-batches, by stage.
         section_compute_s: The profile's seconds of each section.
     """
     for stage, times_s in sorted(samples_s.items()):
@@ -110,7 +109,7 @@ def with_times(
 
 
 def correction_of(seen: Sequence[StageRatios], section_compute_s: Sequence[float]) -> Correction:
-    """Return what the observations say of each section, given its profiled times (seconds)."""
+    """Return the correction of each section that follows from the observations and the profiled times (seconds)."""
     weights = [_weights(entry, section_compute_s) for entry in seen]
     common, mean_s = COMMON_SPREAD**2, sum(section_compute_s) / len(section_compute_s)
     owns = [OWN_SPREAD**2 * mean_s / time_s for time_s in section_compute_s]
@@ -134,7 +133,7 @@ def correction_of(seen: Sequence[StageRatios], section_compute_s: Sequence[float
 def is_material(
     before: Correction | None, now: Correction, seen: Sequence[StageRatios], section_compute_s: Sequence[float]
 ) -> bool:
-    """Whether a stage surely takes another time than was told before; before anything was told it is the profile's."""
+    """Whether some stage's time surely differs from that of the last reported correction, or else of the profile."""
     for entry in seen:
         weights = _weights(entry, section_compute_s)
         told = 1.0 if before is None else sum(x * factor for x, factor in zip(weights, before.factors, strict=True))
@@ -153,7 +152,7 @@ def _weights(entry: StageRatios, section_compute_s: Sequence[float]) -> list[flo
 
 
 def _inverse(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Of a symmetric positive definite matrix (Gauss and Jordan; no pivot is needed)."""
+    """Return the inverse of a symmetric positive definite matrix (Gauss-Jordan, which needs no pivoting here)."""
     size = len(matrix)
     rows = [[*row, *(float(i == j) for j in range(size))] for i, row in enumerate(matrix)]
     for pivot in range(size):
