@@ -200,7 +200,7 @@ def _set_up(transition: Transition, worker: WorkerId, answer: Answer) -> None:
     transition.change(evaluation=answer.evaluation)
     sentence = f"{worker} is ready"
     if eligible_s is not None:
-        sentence += f"; its machine came back before, so that it is taken in after {wait_s:g} s"
+        sentence += f"; its machine came and went before, so it is used only after {wait_s:g} s"
     transition.say(ReasonCode.WORKER_READY, sentence)
     if state.phase is Phase.STARTING:
         start_if_due(transition)
@@ -248,7 +248,7 @@ def _order_answered(transition: Transition, worker: WorkerId, answer: Answer) ->
         return _all_answered(transition)
     transition.say(ReasonCode.AWAITING_ANSWERS, f"{worker} answered {answer.kind}")
     if trains:
-        transition.add(f"{counted(num_left, 'worker is', 'workers are')} still at it")
+        transition.add(f"{counted(num_left, 'worker is', 'workers are')} still to answer")
     elif state.phase is Phase.ABORTING:
         settle(transition)
     elif state.phase is Phase.COMMITTING:

@@ -66,7 +66,7 @@ def on_tick(transition: Transition, event: Tick) -> None:
     late = _late_workers(transition.state, transition.now_s)
     if late and (loading := loading_workers(transition.state)):
         sentence = (
-            f"storage did not give {', '.join(loading)} what is to be loaded of version {transition.state.version}"
+            f"storage did not give {', '.join(loading)} their parts of version {transition.state.version} in time"
         )
         note_doubt(transition, sentence, *loading)
         transition.say(ReasonCode.ABORTING, sentence)

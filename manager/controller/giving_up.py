@@ -110,7 +110,7 @@ def _end(transition: Transition, why: str) -> None:
         saved = 0 if state.saving.checkpoint is None else state.saving.checkpoint.version
         return transition.end("stopped", f"{why}; version {saved} is saved" if saved else why)
     transition.change(stop_reason=why)
-    transition.say(ReasonCode.STOP_NOTED, f"{why}: the run ends once what is held is saved")
+    transition.say(ReasonCode.STOP_NOTED, f"{why}: the run ends once its state is saved")
     if state.phase is Phase.RESTING:
         return find_whole(transition) if in_doubt(state) else stop_while_resting(transition)
     return form(transition) if state.phase is Phase.HOLDING else None

@@ -387,9 +387,7 @@ def on_worker_probed(transition: Transition, event: WorkerProbed) -> None:
         again = probation.model_copy(update={"requested_s": None, "due_s": now_s + rules.probe_every_s})
         transition.change_worker(event.worker, probation=again)
         transition.wake_by(now_s + rules.probe_every_s)
-        return transition.say(
-            ReasonCode.WORKER_PROBED, f"{event.worker} did not come to its probe; another is to follow"
-        )
+        return transition.say(ReasonCode.WORKER_PROBED, f"{event.worker} could not run its probe; another will follow")
     if event.slowdown is None:
         return _probe_failed(transition, event.worker, "did not come to its last probe")
     if event.slowdown >= rules.well_ratio:
@@ -400,7 +398,7 @@ def on_worker_probed(transition: Transition, event: WorkerProbed) -> None:
         passed = {"num_passed": probation.num_passed + 1, "requested_s": None, "due_s": now_s + rules.probe_every_s}
         transition.change_worker(event.worker, probation=probation.model_copy(update=passed))
         transition.wake_by(now_s + rules.probe_every_s)
-        return transition.say(ReasonCode.WORKER_PROBED, f"{event.worker} passed a probe; one more is to follow")
+        return transition.say(ReasonCode.WORKER_PROBED, f"{event.worker} passed a probe; one more will follow")
     wait_s = hold_s(transition, entry.host or event.worker)
     eligible_s = now_s + wait_s if wait_s else None
     transition.change_node(event.worker, NodeEvent.WELL, probation=None, pace=Pace(), eligible_s=eligible_s)

@@ -565,7 +565,7 @@ def test_a_lone_death_is_replaced_after_its_vm_had_time_to_go() -> None:
     actions = script.tell(WorkerLost(worker="a.d0", cause="its process is gone"))
     actions += script.aborted("a.d1", "b.d0", "b.d1")
     assert script.state.phase is Phase.HOLDING
-    assert "a may go as a whole" in script.sentence
+    assert "a may be lost as a whole" in script.sentence
     assert not any(isinstance(action, SendReshape | RequestNodes) for action in actions)
     actions = script.wake()
     assert lost_s < script.now_s <= lost_s + 2 * GATHER_S

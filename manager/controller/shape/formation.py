@@ -75,7 +75,7 @@ def form_or_hold(transition: Transition) -> None:
         return form(transition)
     transition.change(phase=Phase.HOLDING, reshape=None, member_units={})
     transition.change_waits(hold_until_s=until_s)
-    sentence = f"{counted(len(choice.workers), 'worker')} could go on; one more is about to be ready"
+    sentence = f"{counted(len(choice.workers), 'worker')} could continue; one more is almost ready"
     return transition.say(ReasonCode.HOLDING, f"{sentence}: waiting {until_s - now_s:.1f} s at most")
 
 
@@ -89,7 +89,9 @@ def _await_partly_lost_vms(transition: Transition) -> bool:
     transition.change(phase=Phase.HOLDING, reshape=None, member_units={})
     transition.change_waits(hold_until_s=until_s)
     vms = ", ".join(transition.state.waits.partly_lost)
-    transition.say(ReasonCode.HOLDING, f"{vms} may go as a whole: waiting {until_s - transition.now_s:.1f} s at most")
+    transition.say(
+        ReasonCode.HOLDING, f"{vms} may be lost as a whole: waiting {until_s - transition.now_s:.1f} s at most"
+    )
     return True
 
 
@@ -271,7 +273,7 @@ def _set_back(transition: Transition) -> str:
     if not missing or version == state.version:
         return ""
     workers = {worker: entry.model_copy(update={"holds": frozenset()}) for worker, entry in state.workers.items()}
-    where = "the newest checkpoint" if kind == "checkpoint" else "the start, there being no checkpoint"
+    where = "the newest checkpoint" if kind == "checkpoint" else "the start, because there is no checkpoint"
     sentence = (
         f"no living worker holds {', '.join(missing)} at version {state.version}: back to version {version}, "
         f"{where}, {counted(max(0, state.version - version), 'step is', 'steps are')} to be redone; "
@@ -305,7 +307,7 @@ def start_if_due(transition: Transition) -> None:
     until_s = partly_lost_until_s(state, now_s)
     if until_s is not None:
         transition.wake_by(until_s)
-        return transition.say(ReasonCode.START_WAIT, f"{', '.join(waits.partly_lost)} may go as a whole")
+        return transition.say(ReasonCode.START_WAIT, f"{', '.join(waits.partly_lost)} may be lost as a whole")
     since_s = now_s if waits.first_feasible_s is None else waits.first_feasible_s
     transition.change_waits(waiting_since_s=waiting_since_s, first_feasible_s=since_s)
     if num_ready == num_known and state.num_appeared >= state.config.expected_nodes:

@@ -220,7 +220,7 @@ def worth_giving_up(transition: Transition) -> str | None:
     patience_s = min(cost_of_morph_s(state) / gain, state.config.policy.rules.wait.join_patience_s)
     if any(time_s <= now_s + patience_s for time_s, _ in nodes_to_come(state, now_s)):
         return None
-    return f"{gain:.1%} faster with more workers, of which {left_s:.0f} s of the step are worth giving it up"
+    return f"{gain:.1%} faster with more workers, and the step, given up for them, would take {left_s:.0f} s more"
 
 
 def _next_is_near(state: ControllerState, choice: Choice, gain: float, now_s: float) -> bool:

@@ -62,7 +62,7 @@ def on_pre_copy_reported(transition: Transition, event: PreCopyReported) -> None
     """Record which units have arrived, and which will not."""
     pre_copy, report = transition.state.pre_copy, event.report
     if pre_copy is None or report.number != pre_copy.number:
-        return transition.say(ReasonCode.IGNORED, f"what {event.worker} tells of pre-copied units is late")
+        return transition.say(ReasonCode.IGNORED, f"the report of {event.worker} on pre-copied units is late")
     wanted = frozenset(move.unit for move in pre_copy.moves if move.receiver == event.worker)
     synced = {**pre_copy.synced, event.worker: wanted & set(report.following)}
     failed = pre_copy.failed | ({event.worker} if report.error else frozenset())

@@ -146,7 +146,7 @@ def _judge(transition: Transition, version: int, values: dict[str, float | None]
 def _value(values: dict[str, float | None], rule: BestRule) -> float | None:
     if rule.metric not in values:
         known = ", ".join(sorted(values))
-        raise TrainingStopped(f"Job.best.metric is {rule.metric!r}, which no evaluation gives: there are {known}")
+        raise TrainingStopped(f"Job.best.metric is {rule.metric!r}, which no evaluation reports: there are {known}")
     return values[rule.metric]
 
 

@@ -149,7 +149,7 @@ def _save_later(transition: Transition, sentence: str) -> None:
     sealing_since_s = None if saving.sealing_since_s is None else retry_s
     transition.change_saving(pending=pending, sealing_since_s=sealing_since_s)
     transition.change_saving(unsaved_since_s=since_s, save_retry_s=retry_s)
-    transition.say(code, f"{sentence}; it is tried again until it can be")
+    transition.say(code, f"{sentence}; it is tried again until it succeeds")
 
 
 def save_if_due(transition: Transition) -> None:

@@ -88,7 +88,7 @@ def stop_while_resting(transition: Transition) -> None:
     if is_saved(state):
         return transition.end("stopped", f"{state.stop_reason}; version {state.version} is saved")
     if state.step.awaited or saving.sealing or (saving.pending is not None and not saving.pending.stale):
-        return transition.say(ReasonCode.STOP_NOTED, f"{state.stop_reason}: the run ends when what is held is saved")
+        return transition.say(ReasonCode.STOP_NOTED, f"{state.stop_reason}: the run ends once its state is saved")
     transition.change_waits(rest_until_s=None)
     return form(transition)
 
@@ -263,9 +263,9 @@ def _ask(transition: Transition) -> None:
     assert doubt is not None, "nothing is in doubt"
     _change(transition, status="asked", num_tries=doubt.num_tries + 1)
     transition.change_waits(rest_until_s=transition.now_s + PAUSES.most_s)
-    sentence = f"version {doubt.version} could not be loaded: the newest checkpoint that is whole is looked for"
+    sentence = f"version {doubt.version} could not be loaded: looking for the newest undamaged checkpoint"
     if doubt.at_most is not None:
-        sentence = f"{doubt.sentence}: the newest whole checkpoint up to version {doubt.at_most} is looked for"
+        sentence = f"{doubt.sentence}: looking for the newest undamaged checkpoint up to version {doubt.at_most}"
     transition.say(ReasonCode.RESTING, sentence, FindCheckpoint(doubted=doubt.version, at_most=doubt.at_most))
 
 

@@ -61,7 +61,7 @@ def insurance_save(state: ControllerState, now_s: float) -> NextSave | None:
     interval_s, why = cheapest_interval(state, now_s)
     due_s = times.since_s + interval_s
     if times.retry_s is not None:
-        due_s, why = times.retry_s, f"storage did not take the last {times.num_refused}"
+        due_s, why = times.retry_s, f"storage refused the last {times.num_refused}"
     return NextSave(due_s=due_s, interval_s=interval_s, kind="insurance", why=why)
 
 
@@ -81,7 +81,7 @@ def cheapest_interval(state: ControllerState, now_s: float) -> tuple[float, str]
     interval_s = max(tau_s, durable_s, step_seconds(state))
     why = (
         f"one every {duration(interval_s)} costs least: a save stalls training for {duration(stall_s)} "
-        f"({stall_s / interval_s:.2%} of the time), and a loss from which only a checkpoint helps is expected every "
+        f"({stall_s / interval_s:.2%} of the time), and a loss that only a checkpoint can mend is expected every "
         f"{duration(mttf_s)}"
     )
     if interval_s == durable_s:
@@ -216,7 +216,7 @@ def record_save_complete(transition: Transition, manifest: Manifest) -> str:
     transition.change_save_times(
         num_refused=0, retry_s=None, weighs=transition.state.config.policy.redundancy == "auto"
     )
-    return f", after {times.num_refused} that storage did not take" if times.num_refused else ""
+    return f", after {times.num_refused} that storage refused" if times.num_refused else ""
 
 
 def record_save_refused(transition: Transition) -> bool:

@@ -87,9 +87,9 @@ def decide_step(transition: Transition, *, bad: bool = False) -> None:
     state = transition.state
     sentence = f"every worker prepared step {step}: version {step + 1} is decided"
     if state.decided is not None and state.decided.skipped:
-        cause = "nothing in it counts" if state.decided.gradient_factor == 0 else "a gradient is not finite"
+        cause = "none of its samples counts" if state.decided.gradient_factor == 0 else "a gradient is not finite"
         cause = "it is bad" if bad else cause
-        sentence += f", its weights unchanged, for {cause}"
+        sentence += f", its weights unchanged, because {cause}"
     transition.say(ReasonCode.STEP_DECIDED, sentence)
     seal_if_awaited(transition)
     state = transition.state
@@ -443,7 +443,7 @@ def _begin_checkpoint_if_due(transition: Transition) -> tuple[dict[UnitId, Worke
     if (under_way or saving.sealing) and not begins:
         return {}, ""
     if emergency_due(transition):
-        kind, why = "emergency", "VMs that hold what no other does are about to be taken"
+        kind, why = "emergency", "VMs that are the only holders of some state are about to be taken"
     elif (due := is_due(state, now_s)) is not None:
         kind, why = due
     else:
