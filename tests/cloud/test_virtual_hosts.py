@@ -241,7 +241,7 @@ def test_a_vm_with_an_unfit_python_says_so_in_one_sentence(hosts: Hosts) -> None
         fact, *lost = told_to(event_queue)
         assert isinstance(fact, Fact)
         assert (fact.name, fact.worker) == ("vm_unfit", "vm-0")
-        assert f"is Python {platform.python_version()}, and Ray wants the manager's 3.12.99" in fact.detail
+        assert f"is Python {platform.python_version()}, and Ray needs the manager's 3.12.99" in fact.detail
         assert lost == [WorkerLost(worker=f"vm-0.d{device}", cause=fact.detail, unfit=True) for device in range(2)]
         assert host.log("morph-agent") == host.log("morph-node") == ""
 

@@ -368,11 +368,11 @@ def test_the_end_is_tried_again_while_the_provider_fails_and_after_the_pauses_th
 
 
 def test_who_is_in_a_hurry_waits_for_one_more_try_only(world: World) -> None:
-    world.cloud.dismantle_errors = [Transient("h1 is not reached")] * 9
+    world.cloud.dismantle_errors = [Transient("h1 cannot be reached")] * 9
     world.shell.hurry()
     world.shell.close()
     assert world.pauses_s == []
-    assert world.facts()["vms_left"].startswith("h1 is not reached; what ends them: ")
+    assert world.facts()["vms_left"].startswith("h1 cannot be reached; what ends them: ")
 
 
 def test_what_cannot_be_ended_in_time_is_named_with_the_command_that_ends_it(

@@ -360,7 +360,7 @@ def test_every_thing_that_is_wrong_is_found_at_once(ec2: FakeEc2) -> None:
         "who you are: InvalidClientTokenId: injected",
         "g4dn.xlarge has 1 GPUs, and num_gpus is 2",
         "image ami boots from /dev/sda1, and root_device is /dev/xvda",
-        "subnet is in zone us-west-2b, not where subnets has it",
+        "subnet is in zone us-west-2b, not in the zone given in subnets",
         "t3.small is offered in none of your zones",
         "create_fleet: UnauthorizedOperation: injected",
         "no quota of EC2 is known for t3.small",

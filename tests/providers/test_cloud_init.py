@@ -228,5 +228,5 @@ def test_an_interpreter_that_the_user_may_not_run_is_unfit(monkeypatch: pytest.M
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(first_boot.subprocess, "run", refused)
-    with pytest.raises(first_boot.Unfit, match=r"as whom the job's code is to run, cannot run .*Permission denied"):
+    with pytest.raises(first_boot.Unfit, match=r"for the job's code cannot run .*Permission denied"):
         first_boot.make_user(os.getuid())

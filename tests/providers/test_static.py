@@ -142,7 +142,7 @@ def test_a_host_that_is_not_reached_is_passed_over(world: Path) -> None:
     (vm,) = static.request("a", 2)
     assert node_pid(world, "h2", vm.name)
     assert list(json.loads((world / "leases/leases.json").read_text())) == ["h2:22"]
-    with pytest.raises(CapacityShort, match="h1 is not reached: connect to host h1: refused") as raised:
+    with pytest.raises(CapacityShort, match="h1 cannot be reached: connect to host h1: refused") as raised:
         static.request("b", 1)
     assert raised.value.retry_after_s == LOOK_AGAIN_S
 
@@ -189,7 +189,7 @@ def test_a_host_whose_node_cannot_be_ended_keeps_none_of_the_others(tmp_path: Pa
         if "setsid" not in remote and host.address in broken:
             raise broken[host.address]
 
-    broken = {"h1": Misconfigured("h1: the command failed with 1"), "h2": Transient("h2 is not reached")}
+    broken = {"h1": Misconfigured("h1: the command failed with 1"), "h2": Transient("h2 cannot be reached")}
     hosts = tuple(SshHost(address=f"h{index}") for index in range(1, 6))
     path, spec = tmp_path / "leases.json", StaticSpec(hosts=hosts, command=("true",))
     StaticProvider(spec, "tiny", path, SECRET, shell).request("a", 5)
