@@ -127,9 +127,9 @@ def writes_its_weight(self: Any, x: Tensor) -> Tensor:
         (makes_noise, "draws numpy's random numbers"),
         (draws_from_a_generator, "changes global DRAWN"),
         (may_drop, "draws Python's random numbers"),
-        (asks_the_clock, "comes out otherwise when it is run again on the same samples with the same seed"),
+        (asks_the_clock, "gives another result when it is run again on the same samples with the same seed"),
         (averages, "reads a tensor that another forward has made and kept"),
-        (averages_in_place, "changes a tensor that was there before it"),
+        (averages_in_place, "changes a tensor that existed before"),
         (writes_its_weight, "changes parameter second.weight"),
     ],
 )
