@@ -302,8 +302,8 @@ def _replace_in_place(node: Node, of_buffer: dict[Node, str]) -> bool:
 
 
 def _make_copies_differentiable(graph_module: GraphModule) -> None:
-    """Replace ``aten.copy``, which functionalisation inserts and which has no derivative, by differentiable
-    operations.
+    """Replace ``aten.copy``, which has no derivative and which functionalisation inserts, by conversion and
+    ``expand``.
     """
     graph = graph_module.graph
     for node in list(graph.nodes):
