@@ -302,9 +302,7 @@ def _replace_in_place(node: Node, of_buffer: dict[Node, str]) -> bool:
 
 
 def _make_copies_differentiable(graph_module: GraphModule) -> None:
-    """Replace ``aten.copy``, which has no derivative and which functionalisation inserts, by conversion and
-    ``expand``.
-    """
+    """Replace ``aten.copy``, which functionalisation inserts, by conversion and expansion, which are differentiable."""
     graph = graph_module.graph
     for node in list(graph.nodes):
         if node.target is not torch.ops.aten.copy.default:
