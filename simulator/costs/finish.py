@@ -59,10 +59,12 @@ def finish(
     one for each member of a ring.
 
     Args:
-        costs: Costs of the stages.         last_backward_ns: End of each last backward: int64[P, D].
-            to_come_ns: The part of the last backward that follows each section's: int64[K, D], or [K, 1] if equal for
-            all replicas.         conditions: Slots, slow workers and when to reduce.         redone_ns: When the last
-            redundant task has ended.
+        costs: Costs of the stages.
+        last_backward_ns: End of each last backward: int64[P, D].
+        to_come_ns: The part of the last backward that follows each section's: int64[K, D], or [K, 1] if equal for all
+            replicas.
+        conditions: Slots, slow workers and when to reduce.
+        redone_ns: When the last redundant task has ended.
     """
     conditions = conditions or Conditions()
     num_replicas, reduced = last_backward_ns.shape[1], costs.reduced
@@ -119,9 +121,10 @@ def finish_together(
     members have completed the rings before it. Workers have devices of their own.
 
     Args:
-        kinds: The end of each kind's pipelines.         rings: The rings that they form.         conditions: The
-            conditions of each kind.         num_replicas: Number of pipelines of each kind; ``kinds`` may contain only
-            one of equal replicas.
+        kinds: The end of each kind's pipelines.
+        rings: The rings that they form.
+        conditions: The conditions of each kind.
+        num_replicas: Number of pipelines of each kind; ``kinds`` may contain only one of equal replicas.
 
     Returns:
         The end for each kind; they differ only in their stages' reductions.

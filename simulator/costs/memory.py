@@ -110,10 +110,11 @@ class StageMemory:
     """Memory of stages at one micro-batch size.
 
     Args:
-        profile: The measurements of calibration.         micro_batch_size: m.         rules: What a run holds besides
-            the needs of a step.         single: Whether there is only one replica: then nothing is reduced, and no
-            other worker drives the same stage.         grouped: Whether stages that do not fit otherwise recompute
-            their sections in groups.
+        profile: The measurements of calibration.
+        micro_batch_size: m.
+        rules: What a run holds besides the needs of a step.
+        single: Whether there is only one replica: then nothing is reduced, and no other worker drives the same stage.
+        grouped: Whether stages that do not fit otherwise recompute their sections in groups.
 
     Arguments ``begin`` and ``end`` of its methods are the first sections and the ends of stages, arrays that broadcast;
     ``live`` is the number of sections that each stage recomputes together, 0: all (``StagePlan.live_sections``).

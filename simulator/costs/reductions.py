@@ -1,8 +1,10 @@
-"""Reductions of stages, and how long they continue after the last backward.  A unit is reduced as soon as its gradient
-is complete: when the last micro-batch's backward has passed the first section that uses it, while the backward of
-earlier sections continues. A stage's link carries one unit after the other; units shared with other stages come last.
-With C_k the bytes of the units that section k completes, and B_j the last micro-batch's backward of section j, a stage
-whose first section is f completes the reduction of its own units later than its backward by at most
+"""Reductions of stages, and how long they continue after the last backward.
+
+A unit is reduced as soon as its gradient is complete: when the last micro-batch's backward has passed the first section
+that uses it, while the backward of earlier sections continues. A stage's link carries one unit after the other; units
+shared with other stages come last. With C_k the bytes of the units that section k completes, and B_j the last
+micro-batch's backward of section j, a stage whose first section is f completes the reduction of its own units later
+than its backward by at most
 
     E = max over its sections k of [ AR(C_f + ... + C_k) - (B_f + ... + B_(k-1)) ],
 
@@ -128,11 +130,12 @@ class Rings:
     (:func:`morph.contract.plan.reduction_rounds`), then those of units in several stages of some pipeline.
 
     Attributes:
-        spans: First sections and reductions of the spans, in the form of stages.         behind_ns: int64[K], AR of the
-            rest of a span when each section's backward ends.         holders: By kind of pipeline, the stage of each
-            span: int64[spans].         order: The spans in the order in which their rings are formed.         tied: For
-            units in several stages: these stages by kind, and AR of the units.         of_kind: Reductions of each
-            kind's stages, as if they never waited for other kinds.
+        spans: First sections and reductions of the spans, in the form of stages.
+        behind_ns: int64[K], AR of the rest of a span when each section's backward ends.
+        holders: By kind of pipeline, the stage of each span: int64[spans].
+        order: The spans in the order in which their rings are formed.
+        tied: For units in several stages: these stages by kind, and AR of the units.
+        of_kind: Reductions of each kind's stages, as if they never waited for other kinds.
     """
 
     spans: Reductions

@@ -51,9 +51,9 @@ class SectionCosts:
         profile: The measurements.
         micro_batch_size: m; must have been measured.
         recompute: Whether stages recompute the forward before the backward, as the schedule says; otherwise none does,
-            and each keeps the activations of every micro-batch in flight.         grouped: Whether a stage that does
-            not fit recomputes its sections in groups; this includes the last stage.         rules: What a run holds
-            besides the needs of a step.
+            and each keeps the activations of every micro-batch in flight.
+        grouped: Whether a stage that does not fit recomputes its sections in groups; this includes the last stage.
+        rules: What a run holds besides the needs of a step.
 
     Raises:
         PlanError: m was not measured.
@@ -304,9 +304,11 @@ def stage_costs(
     Args:
         costs: The sections at one m.
         boundaries: First section of each stage.
-        windows: In-flight window of each stage.         schedule: Decides which stages recompute.         layout: Where
-            the workers run; None: each on a node of its own.         single: Whether there is only one replica.
-            live: Number of sections that each stage recomputes together; 0: as the schedule says; empty: 0 for all.
+        windows: In-flight window of each stage.
+        schedule: Decides which stages recompute.
+        layout: Where the workers run; None: each on a node of its own.
+        single: Whether there is only one replica.
+        live: Number of sections that each stage recomputes together; 0: as the schedule says; empty: 0 for all.
     """
     num_stages = len(boundaries)
     layout = lone_workers(num_stages) if layout is None else layout

@@ -18,6 +18,7 @@ from morph.contract.pool import Pool
 
 class ExpectedLosses(Value):
     """How often VMs of a run's kind are lost, and how long a new one takes, from earlier runs or published traces.
+
     ``per_vm_h``: losses of one VM per hour; ``weight_vm_h``: the VM-hours of observation that this rate counts as
     against what this run observes (a Gamma prior of a Poisson rate). ``bulk_share``: the share of losses that come
     together with others; ``bulk_fraction``: the share of the present VMs that such an event takes.

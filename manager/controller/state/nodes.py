@@ -15,9 +15,10 @@ class NodeState(StrEnum):
     ``REQUESTED``: requested, not granted yet; it has no name. Kept in ``Provisioning.requests``.
     ``BOOTING``: granted by name, not up yet. Kept in ``Provisioning.requests``.
     ``WARMING``: up; its worker was started and has not answered its setup. It has no order and holds nothing.
-    ``READY``: set up; may be a member, or a spare that stands by.     ``SUSPECT``: set up, but too slow; a member only
-    while leaving it out would be slower still, else probed.     ``DRAINING``: has a notice; never given a new place,
-    and left out at a boundary in time.     ``GONE``: forgotten; a machine that comes back has a new name.
+    ``READY``: set up; may be a member, or a spare that stands by.
+    ``SUSPECT``: set up, but too slow; a member only while leaving it out would be slower still, else probed.
+    ``DRAINING``: has a notice; never given a new place, and left out at a boundary in time.
+    ``GONE``: forgotten; a machine that comes back has a new name.
     """
 
     REQUESTED = "requested"

@@ -80,8 +80,8 @@ class SliceChange(Generic[Fields]):
 
     Args:
         transition: The transition.
-        path: Names of the fields that lead from the state to the slice.         kind: The slice's class, whose
-            constructor defines the fields and their types.
+        path: Names of the fields that lead from the state to the slice.
+        kind: The slice's class, whose constructor defines the fields and their types.
     """
 
     def __init__(self, transition: Transition, path: str, kind: Callable[Fields, object]) -> None:  # noqa: ARG002 (for its type)

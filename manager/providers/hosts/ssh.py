@@ -117,8 +117,9 @@ def log_script(node: str, directory: str = ".morph/nodes") -> str:
 def run_ssh(
     host: SshHost, remote: str, secret: str = "", program: Sequence[str] = ("ssh",), timeout_s: float = RUN_TIMEOUT_S
 ) -> str:
-    """Run a remote line; returns its output; blocks for at most ``timeout_s``.      Ctrl-C does not reach the program,
-    because a node may be starting.
+    """Run a remote line; returns its output; blocks for at most ``timeout_s``.
+
+    Ctrl-C does not reach the program, because a node may be starting.
 
     Raises:
         Unanswered: the host did not answer in time, or the program was killed.

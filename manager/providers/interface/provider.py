@@ -155,8 +155,9 @@ class Provider(Protocol):
         """
 
     def delete(self, names: Sequence[str]) -> None:
-        """End VMs and all that belongs to them; names of missing VMs, or of other runs' VMs, are ignored.          All
-        deletions are begun before any is waited for.
+        """End VMs and all that belongs to them; names of missing VMs, or of other runs' VMs, are ignored.
+
+        All deletions are begun before any is waited for.
 
         Raises:
             ProviderError: naming those that are left; the others are ended.
@@ -179,6 +180,7 @@ class Provider(Protocol):
 
     def dismantle(self) -> Sequence[str]:
         """End every VM of this run, and all other resources made for it; a second call changes nothing.
+
         Returns descriptions of resources that lost VMs had left behind, with their prices.
 
         Raises:
@@ -220,12 +222,20 @@ def end_all(
     hurry: threading.Event | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Sequence[str]:
-    """End every VM of a run and its other resources; blocks until they are gone, for about ``patience_s``.      Returns
-    descriptions of resources that lost VMs had left behind.      After an error that a retry may fix the call is
-    repeated, after the pause that the provider asks for or one that     grows; the last time at the end of
-    ``patience_s``.      Args:         provider: The run's provider.         told: Called with a sentence that says what
-    is left and when it is tried again.         patience_s: Time for attempts, in seconds.         pause: Waits some
-    seconds.         hurry: Once it is set, the next attempt is the last one.         clock: Monotonic seconds.
+    """End every VM of a run and its other resources; blocks until they are gone, for about ``patience_s``.
+
+    Returns descriptions of resources that lost VMs had left behind.
+
+    After an error that a retry may fix the call is repeated, after the pause that the provider asks for or one that
+    grows; the last time at the end of ``patience_s``.
+
+    Args:
+        provider: The run's provider.
+        told: Called with a sentence that says what is left and when it is tried again.
+        patience_s: Time for attempts, in seconds.
+        pause: Waits some seconds.
+        hurry: Once it is set, the next attempt is the last one.
+        clock: Monotonic seconds.
 
     Raises:
         ProviderError: naming what is left.

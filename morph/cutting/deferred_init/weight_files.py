@@ -123,9 +123,9 @@ class _Mappings:
     """Files that are mapped into this process's memory.
 
     Attributes:
-        starts: The beginning of each range of addresses, ascending.         ranges: For each range its end, the file's
-            path, and the offset in the file at which it begins.         held: Storages in the ranges; references keep
-            their addresses from being reused.
+        starts: The beginning of each range of addresses, ascending.
+        ranges: For each range its end, the file's path, and the offset in the file at which it begins.
+        held: Storages in the ranges; references keep their addresses from being reused.
     """
 
     starts: list[int] = field(default_factory=list)

@@ -124,9 +124,9 @@ class GraphJob(ExportedJob):
         written: The buffers whose new values the graph returns, in that order.
         sources: What each placeholder of the graph holds, by placeholder name.
         batch_symbol: The symbol that stands for the number of samples (a sympy symbol).
-        initial_constants: Constants by the placeholder that holds them, made on request.         length_symbol: The
-            symbol that stands for the length of a micro-batch, where lengths vary.         length: The length for which
-            it stands.
+        initial_constants: Constants by the placeholder that holds them, made on request.
+        length_symbol: The symbol that stands for the length of a micro-batch, where lengths vary.
+        length: The length for which it stands.
     """
 
     graph_module: GraphModule
@@ -144,9 +144,11 @@ class MarkedJob(ExportedJob):
 
     Attributes:
         job: The job.
-        whole: Model and loss as one module, its trainable parameters without memory; buffers and frozen parameters
-            are real.         batch: Some samples, stacked, for trials of the model.         batches: Such samples by
-            bucket, where lengths vary.         refusal: Why the model was not exported.
+        whole: Model and loss as one module, its trainable parameters without memory; buffers and frozen parameters are
+            real.
+        batch: Some samples, stacked, for trials of the model.
+        batches: Such samples by bucket, where lengths vary.
+        refusal: Why the model was not exported.
     """
 
     job: Job

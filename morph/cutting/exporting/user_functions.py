@@ -50,12 +50,13 @@ class UserFunction:
 
     Attributes:
         function: The user's class.
-        leaves: Its arguments in flat order, with tensors and symbolic numbers left out.         spec: The tree
-            structure of the arguments.         needs_input_grad: For each argument, whether it required a gradient when
-            traced.         results: Its results in flat order, None for a tensor. Known once it ran.
-            results_spec: The tree structure of the results.         differentiable: For each returned tensor, whether
-            it is differentiable.         flops: Floating-point operations of its matrix products and similar
-            operations; symbolic.
+        leaves: Its arguments in flat order, with tensors and symbolic numbers left out.
+        spec: The tree structure of the arguments.
+        needs_input_grad: For each argument, whether it required a gradient when traced.
+        results: Its results in flat order, None for a tensor. Known once it ran.
+        results_spec: The tree structure of the results.
+        differentiable: For each returned tensor, whether it is differentiable.
+        flops: Floating-point operations of its matrix products and similar operations; symbolic.
     """
 
     function: type[Function]

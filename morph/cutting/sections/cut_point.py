@@ -6,8 +6,9 @@ from torch import Tensor, nn
 
 
 class CutPoint(nn.Module):
-    """A place where the model is cut; returns its argument.      Make one in the constructor and call it in ``forward``
-    where the code after it needs only this tensor from before::
+    """A place where the model is cut; returns its argument.
+
+    Make one in the constructor and call it in ``forward`` where the code after it needs only this tensor from before::
 
         self.cut = morph.CutPoint()
         ...

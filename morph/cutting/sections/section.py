@@ -22,9 +22,11 @@ class BoundaryTensor:
     """A tensor that crosses a cut.
 
     Attributes:
-        name: Its name in the graph.         shape: Its shape for the cut model's m.         dtype: The type in which it
-            and its gradient cross the cut, also within a stage.         requires_grad: Whether it carries a gradient.
-            wide_dtype: The type in which sections compute it, if that differs.
+        name: Its name in the graph.
+        shape: Its shape for the cut model's m.
+        dtype: The type in which it and its gradient cross the cut, also within a stage.
+        requires_grad: Whether it carries a gradient.
+        wide_dtype: The type in which sections compute it, if that differs.
     """
 
     name: str
@@ -122,19 +124,23 @@ class Section:
 
     Attributes:
         index: 0..K-1.
-        label: The module of the user's model in which the section begins.         inputs: Border tensors that it takes:
-            the previous section's outputs.         outputs: Border tensors that it returns, contiguous; the last
-            section returns the scalar loss and the metrics. A             tensor that only passes through is in both.
-            batch_keys: Batch entries that it reads.         parameters: Parameters that it reads, including tied ones.
-            signature: Equal for sections of equal operations and shapes.         code: Called with ``*inputs, *batch
-            entries, *parameters, *buffers, *constants``; returns the outputs, then new             values of
-            ``writes``.         buffers: Buffers that it reads and some section writes.         writes: Those of
-            ``buffers`` that it writes itself.         constants: Constants that it reads (other buffers, frozen
-            parameters), by their names in ``constant_values``.         constant_values: The constants of the whole
-            model.         source: The line of code outside torch, ``file:line``, with which the section begins.
-            cost: Estimated compute, in the same unit for all sections.         num_replicated: Number of cheap
-            operations that it computes although other sections do, too.         finish: Applied to the code after it
-            was moved to a device, for example to compile it.
+        label: The module of the user's model in which the section begins.
+        inputs: Border tensors that it takes: the previous section's outputs.
+        outputs: Border tensors that it returns, contiguous; the last section returns the scalar loss and the metrics. A
+            tensor that only passes through is in both.
+        batch_keys: Batch entries that it reads.
+        parameters: Parameters that it reads, including tied ones.
+        signature: Equal for sections of equal operations and shapes.
+        code: Called with ``*inputs, *batch entries, *parameters, *buffers, *constants``; returns the outputs, then new
+            values of ``writes``.
+        buffers: Buffers that it reads and some section writes.
+        writes: Those of ``buffers`` that it writes itself.
+        constants: Constants that it reads (other buffers, frozen parameters), by their names in ``constant_values``.
+        constant_values: The constants of the whole model.
+        source: The line of code outside torch, ``file:line``, with which the section begins.
+        cost: Estimated compute, in the same unit for all sections.
+        num_replicated: Number of cheap operations that it computes although other sections do, too.
+        finish: Applied to the code after it was moved to a device, for example to compile it.
     """
 
     index: int
@@ -158,8 +164,9 @@ class Section:
     def __call__(
         self, inputs: Sequence[Tensor], batch: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
-        """Run the section; autograd records as usual, and random numbers come from torch's generator.          The
-        first run on a device makes the section's constants there; they stay until ``Constants.keep_only``.
+        """Run the section; autograd records as usual, and random numbers come from torch's generator.
+
+        The first run on a device makes the section's constants there; they stay until ``Constants.keep_only``.
 
         Args:
             inputs: One tensor per entry of ``self.inputs``.
@@ -184,13 +191,15 @@ class CutModel:
 
     Attributes:
         sections: In order.
-        units: Parameter units; every parameter that a section reads is in exactly one.         fingerprint: Digest of
-            operations, cut positions and parameters; equal for every m, process and machine.         micro_batch_size:
-            m.         parameter_specs: Shape and dtype of each parameter that a section reads.         buffer_specs:
-            Shape and dtype of each buffer that a section writes.         unused_parameters: Trainable parameters on
-            which the loss does not depend: in no unit, and never changed.         metric_names: Names of the last
-            section's outputs after the loss.         by_length: The same cut for each bucket, where lengths vary; this
-            cut is for the longest.         length: The bucket of this cut.
+        units: Parameter units; every parameter that a section reads is in exactly one.
+        fingerprint: Digest of operations, cut positions and parameters; equal for every m, process and machine.
+        micro_batch_size: m.
+        parameter_specs: Shape and dtype of each parameter that a section reads.
+        buffer_specs: Shape and dtype of each buffer that a section writes.
+        unused_parameters: Trainable parameters on which the loss does not depend: in no unit, and never changed.
+        metric_names: Names of the last section's outputs after the loss.
+        by_length: The same cut for each bucket, where lengths vary; this cut is for the longest.
+        length: The bucket of this cut.
     """
 
     sections: tuple[Section, ...]

@@ -28,7 +28,8 @@ def explain(error: Exception, guard: Guard | None = None) -> tuple[str, str]:
     """Return (reason, what is allowed) for an exception of torch.export.
 
     Args:
-        error: The exception.         guard: The condition on which the trace relies, if one was observed.
+        error: The exception.
+        guard: The condition on which the trace relies, if one was observed.
     """
     reason, advice = _reason_and_advice(error, guard)
     return reason, advice + OR_MARK
