@@ -4,9 +4,9 @@ The rules that a free stage applies (Varuna, section 3.2), in this order:
 
 1. Recomputed j: nothing but the backward of j may run next, so wait for its gradient (rule 2).
 2. The gradient of the next backward j has arrived: recompute j if needed, then its backward (rule 3).
-3. A forward whose activation has arrived, while fewer than ``window`` micro-batches are in flight. 4. The downstream
-   stage has begun its backward of j, so the arrival t of j's gradient is known: recompute j now if that ends at t or
-   later (rule 1); with nothing to run before, wake up at t - R.
+3. A forward whose activation has arrived, while fewer than ``window`` micro-batches are in flight.
+4. The downstream stage has begun its backward of j, so the arrival t of j's gradient is known: recompute j now if that
+   ends at t or later (rule 1); with nothing to run before, wake up at t - R.
 5. Wait.
 
 At each instant all ends of tasks are processed first; then stages decide, the last stage first, so that the same input
