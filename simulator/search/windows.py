@@ -106,8 +106,9 @@ class Trial:
 
     @cached_property
     def closest_ns(self) -> int:
-        """Return a lower bound of the most even cut with windows that fit; for few micro-batches, of its neighbours
-        too.
+        """Return a lower bound of the most even cut with windows that fit in memory.
+
+        For few micro-batches it covers the neighbouring cuts, too.
         """
         costs = self._widest(None)
         windows = tuple(costs.times.window.tolist())
