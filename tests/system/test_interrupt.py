@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGKILL end everything, and the same command goes on with the same result."""
+"""Ctrl-C and SIGKILL end everything, and the same command continues to the same result."""
 
 from __future__ import annotations
 
