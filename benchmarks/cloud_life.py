@@ -1,14 +1,14 @@
-"""The whole life of a run on spot VMs, from nothing to nothing, on a virtual Azure: what came, went, cost and is left.
+"""The whole life of a run on spot VMs of a virtual Azure: VMs that came and went, costs, and what is left at the end.
 
     python -m benchmarks cloud_life
     python -m benchmarks cloud_life --keep 4 --steps 600 --evictions 6 --seed 1 --screenshot page.png
 
 `morph run` with `vms.kind: azure` runs on a host of its own; Azure's resource manager and metadata services are fakes
-at their real names, VMs are network, process and mount namespaces of this machine that carry out the real cloud-config
+under their real names, and VMs are network, process and mount namespaces of this machine that run the real cloud-config
 (tests/cloud). Evictions are seeded, every other one without a notice; each waits until all VMs train, and the run is
-stopped 50 steps after the last one is made good. In the end the bill is held against the run's own
-account, VM by VM, and the weights, bit for bit, against those of as many undisturbed steps on one worker. Needs Linux
-and root. Exit code 1: something does not hold.
+stopped 50 steps after recovery from the last one. At the end the bill is compared with the run's own account, VM by VM,
+and the weights, bit for bit, with those of as many undisturbed steps on one worker. Needs Linux and root. Exit code 1:
+some check failed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MANY_STEPS, STEPS_AFTER = 10**6, 50
 
 
 class Photographer:
-    """Takes a picture of the run's page once: when all VMs train after so many were taken."""
+    """Takes one picture of the run's page: when all VMs train after so many evictions."""
 
     def __init__(self, azure: VirtualAzure, path: Path | None, after: int) -> None:
         self._azure, self._path, self._after = azure, path, after
@@ -68,13 +68,13 @@ class Photographer:
         )
 
     def wait(self) -> None:
-        """Until the picture is there."""
+        """Wait until the picture is taken."""
         if self.process is not None:
             self.process.wait(BROWSER_TIMEOUT_S)
 
 
 def undisturbed(directory: Path, steps: int) -> dict[str, str]:
-    """sha256 of every unit after as many steps on one worker."""
+    """Return the sha256 of every unit after as many steps on one worker."""
     command = [sys.executable, "-m", "morph.runtime.process.single", f"{JOB}:job", "--steps", str(steps)]
     command += ["--micro-batch", str(M), "--sections", "6", "--checkpoints", str(directory)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -100,7 +100,7 @@ def tell_of_vms(azure: VirtualAzure, life: Life, report: RunReport) -> None:
 
 
 def tell_of_cost(azure: VirtualAzure, report: RunReport, parts: list[Split]) -> bool:
-    """Print the account beside the bill; whether they add up."""
+    """Print the account and the bill; return whether they agree."""
     account, bill_s = report.account, azure.region.node_seconds()
     print(f"node-seconds of the run: {account.total_s:.1f}")
     for part in Part:
@@ -176,7 +176,7 @@ def main(
 def play(
     azure: VirtualAzure, life: Life, photographer: Photographer
 ) -> tuple[bool, dict[str, Any], list[str], RunReport]:
-    """Live, and print; whether the account adds up, what is left, what the fake had trouble with, and the report."""
+    """Play the run, and print it; return whether the account adds up, what is left, the fake's troubles, the report."""
     photographer.life, start_s = life, time.monotonic()
     report = life.live()
     wall_s = time.monotonic() - start_s

@@ -1,16 +1,15 @@
-"""What reading samples adds to a step: by the thread that computes, and by one or two data workers; and from shards.
+"""The time that reading samples adds to a step: in the computing thread, in one or two data workers, and from shards.
 
     python -m benchmarks data_reading --steps 60
 
-One worker in this process trains a small model, shape 1x1, batches of 16 in 4 micro-batches. A sample takes 20 ms in
-which nothing is computed, as a file from a distant store does. The figure is the median step of the last third, by when
-data workers have long started, and its ratio to the same with samples that take no time. All run one after the other.
+One worker in this process trains a small model, shape 1x1, batches of 16 in 4 micro-batches. A sample takes 20 ms
+without computing, like a file from a distant store. The result is the median step of the last third, when data workers
+have long started, and its ratio to that with samples that take no time. All run one after the other.
 
-Then the same samples are read by one data worker, from memory and from packed tar files (``--rounds`` runs of each, in
-turn). The figures are processor time of a step: of the thread that computes, of its calls of the loader, and of
-the data worker.
+Then one data worker reads the same samples from memory and from packed tar files (``--rounds`` runs of each, in turn).
+The results are processor times per step: of the computing thread, of its calls to the loader, and of the data worker.
 
-Last, managed runs of one worker on a local VM, in turn: samples from memory and nobody watching, and samples from
+Last, managed runs of one worker on a local VM alternate between samples from memory without trackers, and samples from
 shards with a tracker (TensorBoard, if it is installed) and a callback.
 """
 
@@ -58,7 +57,7 @@ WIDTH, LENGTH, NUM_LAYERS = 512, 64, 4
 NUM_SHARDS, SHARD_SIZE = 16, 32
 WATCHES = "manager.trackers.process"
 FOLDER = "MORPH_BENCHMARK_SHARDS"
-"""The variable that says where the shards are."""
+"""The environment variable with the folder of the shards."""
 
 
 class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -143,7 +142,7 @@ def run(name: str, num_steps: int, on_step: Callable[[], None]) -> str:
 
 
 def step_s(name: str, num_steps: int) -> tuple[float, str]:
-    """Median step of the last third, and a digest of the weights."""
+    """Return the median step of the last third, and a digest of the weights."""
     ends_s: list[float] = []
     digest = run(name, num_steps, lambda: ends_s.append(time.perf_counter()))
     steps_s = [end - begin for begin, end in itertools.pairwise(ends_s)]
@@ -151,7 +150,7 @@ def step_s(name: str, num_steps: int) -> tuple[float, str]:
 
 
 def step_processor_s(name: str, num_steps: int) -> tuple[float, float, float]:
-    """Processor seconds of a step, from a third of the run on: of this thread, of its loader, of the data worker."""
+    """Return processor seconds per step after a third of the run: of this thread, its loader, and the data worker."""
     taken: list[tuple[float, float, float]] = []
     getting_s = 0.0
 
@@ -182,7 +181,7 @@ def step_processor_s(name: str, num_steps: int) -> tuple[float, float, float]:
 
 
 def compare_shards(num_steps: int, rounds: int) -> None:
-    """Samples from memory beside the same ones from shards."""
+    """Compare samples from memory with the same ones from shards."""
     with tempfile.TemporaryDirectory() as folder:
         kept = {FOLDER: f"{folder}/shards", "MORPH_CACHE_DIR": f"{folder}/cache"}
         with mock.patch.dict(os.environ, kept):
@@ -203,7 +202,7 @@ def compare_shards(num_steps: int, rounds: int) -> None:
 
 
 class Told:
-    """A callback: keeps what it is told."""
+    """A callback that keeps the steps it receives."""
 
     def __init__(self) -> None:
         self._told: list[object] = []
@@ -213,7 +212,7 @@ class Told:
 
 
 def watchers(run_dir: Path) -> Watchers:
-    """A tracker and a callback of a run."""
+    """Return a tracker and a callback for a run."""
     kinds: list[dict[str, str]] = [{"kind": "callback", "target": f"{Path(__file__).resolve()}:Told"}]
     if importlib.util.find_spec(LIBRARIES["tensorboard"]):
         kinds.append({"kind": "tensorboard"})
@@ -222,7 +221,7 @@ def watchers(run_dir: Path) -> Watchers:
 
 
 class Meter:
-    """Observes a managed run: processor seconds until now of who takes part, at two of its steps."""
+    """Observes a managed run: the processor seconds of its participants at two of its steps."""
 
     def __init__(self, first: int, last: int) -> None:
         self._at, self._pid = (first, last), 0
@@ -242,7 +241,7 @@ class Meter:
 
     @property
     def step_s(self) -> tuple[float, float, float]:
-        """Of a step: the thread that computes, the manager, trackers and callbacks."""
+        """Return the seconds per step of the computing thread, the manager, and trackers with callbacks."""
         first, last = (self.taken[version] for version in self._at)
         thread_s, manager_s, watching_s = (b - a for a, b in zip(first, last, strict=True))
         num = self._at[1] - self._at[0]
@@ -252,7 +251,7 @@ class Meter:
 def managed(
     subject: Subject, num_steps: int, variables: dict[str, str], *, watched: bool
 ) -> tuple[float, float, float]:
-    """Processor seconds of a step of a managed run, as ``Meter`` has them."""
+    """Return the processor seconds per step of a managed run, as measured by ``Meter``."""
     stages = plan_by_hand([0, subject.num_sections], 1, {4: ("FB" * 4,)}, num_micro_batches=4, m=subject.m)
     spec = specify(
         subject,
@@ -279,7 +278,7 @@ def managed(
 
 
 def compare_watched(num_steps: int, rounds: int) -> None:
-    """Managed runs with everything on, beside the same with everything off."""
+    """Compare managed runs with shards, tracker and callback, and without them."""
     with tempfile.TemporaryDirectory() as folder:
         kept = {FOLDER: f"{folder}/shards", "MORPH_CACHE_DIR": f"{folder}/cache"}
         with mock.patch.dict(os.environ, kept):

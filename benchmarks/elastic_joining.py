@@ -1,10 +1,10 @@
-"""How long workers of an elastic ring stand still when another one joins, which gets its state beside their steps.
+"""How long workers of an elastic ring pause when another one joins, which receives its state during their steps.
 
     python -m benchmarks elastic_joining --megabytes 256 --joins 5
 
-Workers are forks of one process. A step is a sleep of --step-s in place of compute; AdamW trains a model of
---megabytes. Then a worker joins. Prints the longest step of the others around that less a plain step, quartiles and
-worst, and how long it took until the joiner trained.
+Workers are forks of one process. A step sleeps for --step-s in place of computing; AdamW trains a model of --megabytes.
+Then a worker joins. Prints quartiles and maximum of the others' longest step at that time, less a plain step, and the
+time until the joiner trained.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_AFTER = 4
 
 
 def longest_beyond(steps: Sequence[Told], since: int) -> tuple[float, float]:
-    """Return the longest step from an index on beyond a plain one, and that: of two medians, before and after."""
+    """Return by how much the longest step from an index on exceeds a plain one, and the seconds of a plain step."""
     times = [after.time_s - before.time_s for before, after in pairwise(steps)]
     plain = max(statistics.median(times[2:since]), statistics.median(times[-NUM_AFTER:]))
     return max(times[since - 1 :]) - plain, plain

@@ -1,4 +1,4 @@
-"""Throughput of a worker as workers are added on slow links: s-sgd, ad-psgd and auto (as Spotnik's figure 6).
+"""Throughput per worker as workers are added on slow links: s-sgd, ad-psgd and auto (as in Spotnik's figure 6).
 
     python -m benchmarks elastic_network --workers 8 --hold-s 9
 
@@ -28,7 +28,7 @@ SYNCS = ("s-sgd", "ad-psgd", "auto")
 
 
 def rates(ring: Ring, num_workers: int) -> tuple[float, float]:
-    """Return the median of steps per second of a worker with so many, and the share of them under s-sgd."""
+    """Return a worker's median steps per second with so many workers, and the share of steps under s-sgd."""
     found, under_s_sgd = [], list[bool]()
     for worker in ring.workers:
         steps = [step for step in worker.steps if step.num_workers == num_workers][1:]

@@ -1,12 +1,12 @@
-"""How long a lost worker goes unnoticed, and how long until the next committed step, by the way in which it is lost.
+"""Time to detect a lost worker, and time to the next committed step, by the way in which it is lost.
 
     python -m benchmarks loss_detection
 
-Four emulated workers train (2x2, synthetic profile) under the real manager. Again and again, at a random moment
-(seeded) of a step, one of them is killed, stopped, or cut off the network; once the others train again, a new VM comes
-in its place, and then the next one. Workers are plain processes, whose orders and heartbeats go over TCP between
-network namespaces where that is permitted (Linux, root), else over local sockets and without the cut link; or, with
-``--machines ray``, actors on Ray nodes. Prints a table of medians and worst cases for each heartbeat time-out.
+Four emulated workers train (2x2, synthetic profile) under the real manager. Repeatedly, at a random moment (seeded) of
+a step, one of them is killed, stopped, or cut off from the network; once the others train again, a new VM replaces it.
+Workers are plain processes, whose orders and heartbeats go over TCP between network namespaces where that is permitted
+(Linux, root), else over local sockets and without the case of a cut link; or, with ``--machines ray``, they are actors
+on Ray nodes. Prints a table of medians and maxima for each heartbeat time-out.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Loss:
 
 
 class Breaker:
-    """Loses one worker after the other, each in every way that is requested; sees how the run goes on."""
+    """Loses one worker after the other in each of the requested ways, and observes the recovery."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Breaker:
         to_lost_s, to_step_s = self._lost_s - self._caused_s, now_s - self._caused_s
         self.losses.append(Loss(self._timeout_s, self._kind, self._cause, to_lost_s, to_step_s))
         with suppress(ProcessLookupError):
-            os.kill(self._pids[self._victim], signal.SIGCONT)  # whoever was given up must be dead by now
+            os.kill(self._pids[self._victim], signal.SIGCONT)  # a worker that was given up must be dead by now
         node = self._victim.partition(".")[0]
         self._fleet.revoke(node)
         self._fleet.request(node)
@@ -138,7 +138,7 @@ class Cluster:
         self._vms: VmHost | None = None
 
     def opening(self, log_path: Path) -> OpenMachines:
-        """What brings them up."""
+        """Return the function that starts the machines."""
         network = self.network
         found: OpenMachines = Processes(log_path, network=network, host_of=self._host_of)
         found = open_ray(prepare()) if self.ray else found

@@ -1,4 +1,4 @@
-"""What three ways of splitting a job further would give, by simulation (decision 0048).
+"""The gain of three further ways to split a job, by simulation (decision 0048).
 
     python -m benchmarks next_split --only 70B
 
@@ -6,8 +6,8 @@
 - Tensor parallelism: several GPUs of a node share every layer, and are one worker to all others.
 - Halves: each layer is two sections, its attention and its MLP.
 
-Each is a change of the profile, for which the planner then finds the best plan as it is: for the shipped profiles on 64
-V100s in VMs of four, and for Llama 3 8B and 70B on 64 H100s in nodes of eight, by data sheets.
+Each is a change of the profile, for which the unchanged planner then finds the best plan: for the shipped profiles on
+64 V100s in VMs of four, and for Llama 3 8B and 70B on 64 H100s in nodes of eight, from data sheets.
 """
 
 from __future__ import annotations

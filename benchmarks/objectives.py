@@ -1,13 +1,13 @@
-"""The planner's objectives judged by what the simulated job really gets done: a day on spot VMs under each.
+"""The planner's objectives compared by the work that a simulated job completes: a day on spot VMs with each.
 
     python -m benchmarks objectives TRACE.csv ... --drawn 4
 
-For every number of VMs a shape is chosen by each objective, and the controller of real runs plays these shapes on the
-same traces. *fastest*: most examples per second, as runs do. *progress*: ``morph plan --objective progress``, told the
-trace's own rate of losses, how many go at once and how long they are missing. *next hour*: the same, but for the VMs
-that are expected in the next hour from those that are there now, which is what liveput (Parcae, NSDI 2024) plans for,
-with losses and replacements as a Markov chain in place of a forecast. *half*: the fastest of the shapes with half of
-the VMs, to show what a choice that is wrong costs.
+For every number of VMs each objective chooses a shape, and the controller of real runs plays these shapes on the same
+traces. *fastest*: most examples per second, as in runs. *progress*: ``morph plan --objective progress``, given the
+trace's own rate of losses, number of VMs lost at once and replacement time. *next hour*: progress with the VMs that are
+expected in the next hour given the present ones, for which liveput (Parcae, NSDI 2024) plans; a Markov chain of losses
+and replacements takes the place of a forecast. *half*: the fastest shape with half of the VMs, to show the cost of a
+wrong choice.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ Choose = Callable[[int], Plan]
 
 @dataclass(frozen=True)
 class NextHour(Revocations):
-    """The VMs that live in the next hour, on average, when so many live now."""
+    """The mean distribution of living VMs over the next hour, given the present number."""
 
     now: int = 0
 
     def living(self, num_nodes: int) -> np.ndarray:
-        """Chances that 0, 1, ..., ``num_nodes`` live: a Markov chain that begins at ``now``."""
+        """Return the probabilities that 0, 1, ..., ``num_nodes`` live: a Markov chain that begins at ``now``."""
         numbers = np.arange(num_nodes + 1)
         lost_per_s = numbers * self.per_hour / HOUR_S / self.together
         come_per_s = (num_nodes - numbers) / self.replacement_s
@@ -64,7 +64,7 @@ class NextHour(Revocations):
 
 
 def tables(profile: Profile, trace: Trace, job: SpotJob) -> Iterator[tuple[str, SpotJob]]:
-    """The same job with shapes chosen by each objective for every number of VMs up to the trace's most."""
+    """Yield the job with the shapes of each objective for every number of VMs up to the trace's maximum."""
     seen = statistics_of(trace)
     all_zones = seen[ALL] if ALL in seen else next(iter(seen.values()))
     revocations = Revocations(
@@ -113,7 +113,7 @@ def tables(profile: Profile, trace: Trace, job: SpotJob) -> Iterator[tuple[str, 
 
 
 def cases(paths: list[Path], num_drawn: int) -> Iterator[tuple[str, Trace]]:
-    """Recorded traces, and drawn ones with few and many losses."""
+    """Yield recorded traces, and drawn ones with few and many losses."""
     for path in paths:
         yield path.stem, load_trace(path)
     for per_vm_h in (0.1, 0.6, 2.0):

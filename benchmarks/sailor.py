@@ -1,4 +1,4 @@
-"""Our simulator beside other people's real runs: those in the artifact of Sailor (SOSP 2025).
+"""Morph's simulator compared with real runs of others: those in the artifact of Sailor (SOSP 2025).
 
     python -m benchmarks sailor CHECKOUT
 

@@ -1,13 +1,13 @@
 """How often to save: the controller's own rule against every fixed interval, in simulated weeks.
 
-The rule is ``next_save`` as the manager calls it. It is told nothing of the rate at which VMs are lost, and begins with
-the prior of a run without history; what it is compared with is the best of many fixed intervals, chosen afterwards for
-the same losses.
+The rule is ``next_save`` as the manager calls it. It does not know the rate at which VMs are lost, and begins with the
+prior of a run without history; it is compared with the best of many fixed intervals, chosen afterwards for the same
+losses.
 
     python -m benchmarks save_interval --days 14 --seeds 20
 
-``--disks``: instead, what saving to VMs' disks first would gain at most, as if no loss ever took a disk: saves are
-complete after a tenth of the time that storage takes.
+``--disks`` computes instead the most that saving to VMs' disks first could gain, if no loss ever took a disk: saves are
+then complete after a tenth of the time that storage takes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from morph.contract.plan import Plan
 H = 3600.0
 HEAL_S = 1.0
 AGAIN_S = 200.0
-"""What a loss costs that a survivor mends, and one that only a checkpoint mends, beside the steps that it undoes."""
+"""Seconds that a loss costs, besides undone steps, if a survivor has the state, and if only a checkpoint has it."""
 FIXED_S = [10 * 1.15**power for power in range(60)]
 
 
@@ -67,9 +67,9 @@ CASES = [
     Case(12, 2, 0.3, 1.0, 60.0, 20.0),
 ]
 Losses = list[tuple[float, bool]]
-"""Each with its time, and whether it is fatal."""
+"""Losses, each with its time, and whether it is fatal."""
 DueAfter = Callable[[float, int], float]
-"""From now and the number of losses so far to when the next save is due."""
+"""Returns when the next save is due, given the time and the number of losses so far."""
 
 
 def losses_of(case: Case, seed: int, until_s: float) -> Losses:
@@ -93,10 +93,10 @@ def losses_of(case: Case, seed: int, until_s: float) -> Losses:
 def run(case: Case, losses: Losses, num_steps: int, due_after: DueAfter) -> float:
     """Return how long so many steps take (seconds) when each save is due as ``due_after(now, number of losses)``."""
     now_s, done, pending = 0.0, 0, list(reversed(losses))
-    durable: list[tuple[float, int]] = [(0.0, 0)]  # when a version got complete, and which
+    durable: list[tuple[float, int]] = [(0.0, 0)]  # when a version was complete, and which
     due_s = due_after(now_s, 0)
     while done < num_steps:
-        due_s = max(due_s, durable[-1][0])  # one version is on its way at a time
+        due_s = max(due_s, durable[-1][0])  # one version is written at a time
         steps = max(1, min(num_steps - done, round((due_s - now_s) / case.step_s)))
         end_s = now_s + steps * case.step_s
         if pending and pending[-1][0] < end_s:
@@ -152,7 +152,7 @@ def state_of(case: Case) -> ControllerState:
 
 
 def rule_of(case: Case) -> DueAfter:
-    """Return the controller's rule: it sees the times of this case, and each loss once it has happened."""
+    """Return the controller's rule, which knows the times of this case, and each loss once it has happened."""
     state = state_of(case)
 
     def due_after(now_s: float, num_lost: int) -> float:
@@ -174,7 +174,7 @@ def rule_of(case: Case) -> DueAfter:
 
 
 def _vms_lost(case: Case, num_events: int) -> float:
-    """Return how many VMs so many events took on average; all VMs live on, as others took their places at once."""
+    """Return how many VMs so many events took on average, if all were replaced at once."""
     num = case.depth * case.replicas
     in_bulk = num * case.bulk_fraction / (1 - (1 - case.bulk_fraction) ** num)
     alone = num * (1 - case.bulk_share)

@@ -1,4 +1,4 @@
-"""What spot VMs cost a script under ``morph spot-run``, by part: measured, and simulated (as Spotify's figures).
+"""Overhead of spot VMs for a script under ``morph spot-run``, by part: measured and simulated (as in Spotify).
 
     python -m benchmarks spot_overhead --steps 1200 --mttp-s 40 --notice-s 0
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks spotify_tables --seeds 100
 
-The thesis does not print the ten numbers that its simulator takes. Those here are inferred from its totals divided by
-its counts (``LIGHT`` and ``HEAVY``); MTTP, notice, VM and prices are its own. Published figures stand beside.
+The thesis does not print the ten parameters of its simulator. Those here are inferred from its totals divided by its
+counts (``LIGHT`` and ``HEAVY``); MTTP, notice, VM and prices are its own. Published figures are printed for comparison.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from benchmarks.harness import GPT2_JOB, TINY_JOB, head, row
 
 
 def start(job_path: str, handed_path: str) -> dict[str, float]:
-    """Do what a worker does, in a process that has imported nothing of it; returns the processor time of each part.
+    """Run a worker's setup in a process without its imports; return the processor time of each part.
 
-    Takes the cut from a file, or makes it and writes the file where there is none.
+    The cut is read from a file, or made and written there if the file does not exist.
     """
     parts: dict[str, float] = {}
     before_s = time.process_time()

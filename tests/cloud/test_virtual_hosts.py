@@ -332,7 +332,7 @@ def test_a_vm_whose_metadata_service_stays_open_to_the_job_is_unfit(
         fact = told_to(event_queue)[0]
         assert isinstance(fact, Fact)
         assert (fact.name, fact.worker) == ("vm_unfit", "tiny-1-0")
-        assert "cannot be closed to the job's code (vms.metadata: true leaves it open): it answers" in fact.detail
+        assert "cannot be closed to the job's code (vms.metadata: true leaves it open): it still answers" in fact.detail
         assert host.log("morph-node") == ""
 
 

@@ -247,7 +247,7 @@ def test_a_lock_is_made_once_for_a_run_whatever_is_published_later(tmp_path: Pat
     [
         ({"python-version": "3.12.99"}, f"is Python {platform.python_version()}, and Ray needs the manager's 3.12.99"),
         ({"python": "/opt/none/bin/python"}, "there is no /opt/none/bin/python: vms.environment.python must name"),
-        ({"sha256": "0" * 64}, f"and not the run's {'0' * 64}"),
+        ({"sha256": "0" * 64}, f"not the run's {'0' * 64}"),
     ],
 )
 def test_why_a_vm_cannot_be_used_is_told_in_one_sentence(
@@ -331,7 +331,7 @@ def test_a_stranger_gets_nothing_and_is_not_heard(world: World, tmp_path: Path) 
 
 
 def test_another_wheel_than_the_runs_is_not_unpacked(world: World, tmp_path: Path) -> None:
-    with pytest.raises(Unfit, match="and not the run's"):
+    with pytest.raises(Unfit, match="not the run's"):
         bring(world.caller(), hashlib.sha256(b"another").hexdigest(), tmp_path / "code", 0.0)
     assert list(tmp_path.iterdir()) == []
 

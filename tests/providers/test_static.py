@@ -195,7 +195,9 @@ def test_a_host_whose_node_cannot_be_ended_keeps_none_of_the_others(tmp_path: Pa
     StaticProvider(spec, "tiny", path, SECRET, shell).request("a", 5)
     fewer = spec.model_copy(update={"hosts": hosts[:4]})  # the node on the fifth may go on
     static = StaticProvider(fewer, "tiny", path, SECRET, shell)
-    with pytest.raises(Transient, match="a-0 is left: h1: the command failed with 1; a-1 is left: h2 is not") as raised:
+    with pytest.raises(
+        Transient, match="a-0 is left: h1: the command failed with 1; a-1 is left: h2 cannot be reached"
+    ) as raised:
         static.dismantle()
     assert "a-4 is left: h5:22 is not in the file of hosts any more" in str(raised.value)
     assert [vm.name for vm in static.list()] == ["a-0", "a-1", "a-4"]
@@ -358,7 +360,7 @@ def test_the_command_line_asks_nothing_and_holds_no_option_of_the_hosts() -> Non
     assert command[command.index("-p") + 1] == "2222"
     with pytest.raises(ValidationError):
         SshHost(address="-oProxyCommand=evil")
-    with pytest.raises(ValidationError, match="named twice"):
+    with pytest.raises(ValidationError, match="listed twice"):
         StaticSpec(hosts=(SshHost(address="a"), SshHost(address="a")), command=("x",))
 
 
