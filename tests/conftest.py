@@ -40,7 +40,7 @@ from hypothesis import HealthCheck, settings
 
 # Typer builds all commands anew, in 0.1 s, whenever one is invoked: hundreds of tests do.
 typer.testing._get_command = cache(typer.testing._get_command)
-# A busy machine is no failure: examples have no deadline and data may be slow to draw; pytest bounds each test.
+# A busy machine must not fail tests: examples have no deadline and data may be slow to draw; pytest bounds each test.
 settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
 
@@ -83,7 +83,7 @@ def heard_signals() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Of ``--numprocesses auto``: two more than cores that may be used, for a test with processes waits much."""
+    """Return the processes for ``--numprocesses auto``: two more than usable cores, because many tests mostly wait."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores + 2, MOST_WORKERS)
 

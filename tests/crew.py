@@ -313,7 +313,7 @@ def worker_setup(job: TinyJob, worker: str, store: StoreHost, **fields: object) 
 
 
 class Crew:
-    """Some workers and what a controller knows of them: generation, decided version, who holds which unit.
+    """Some workers with a controller's knowledge of them: generation, decided version, the units that each holds.
 
     Args:
         job: What they train.
@@ -408,7 +408,7 @@ class Crew:
         return answers
 
     def hold(self) -> None:
-        """Everybody of the present generation holds the units of its stage, and nobody else anything."""
+        """Record that members of the present generation hold the units of their stages, and other workers nothing."""
         assert self.plan is not None
         needed = units_by_stage(self.plan, self.job.units)
         self.held = {slot.worker: frozenset(needed[slot.stage]) for slot in self.slots}
@@ -451,7 +451,7 @@ class Crew:
         raise AssertionError(f"step {self.version} overflowed 8 times")
 
     def decide(self) -> Decided:
-        """Decide the step that everybody has prepared."""
+        """Decide the step that all workers have prepared."""
         self.version += 1
         norms = [answer.unit_norms_sq for answer in self.answers]
         non_finite = [answer.non_finite for answer in self.answers]
@@ -506,7 +506,7 @@ class Crew:
 
 
 def taking_part(order: ReshapeOrder) -> list[str]:
-    """Everybody whom an order is for: who has a place, and who gives something away."""
+    """Return all workers that an order is for: those with a place, and those that send units."""
     names = dict.fromkeys(slot.worker for slot in order.slots)
     names |= dict.fromkeys(source.peer for source in order.sources if source.peer)
     if order.salvage is not None:

@@ -150,7 +150,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
     except BaseException as error:
-        sys.last_value = error  # who asks at the interpreter's end knows by it that the script failed
+        sys.last_value = error  # exit handlers see by it that the script failed
         traceback.print_exc()
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
@@ -332,7 +332,7 @@ class ForkedHosts:
 
 
 def _fork(orders: Connection, modules: Sequence[str]) -> None:
-    """Body of a nursery, until nobody is there to give it orders."""
+    """Run a nursery until its parent is gone."""
     for name in modules:
         importlib.import_module(name)
     gc.collect()

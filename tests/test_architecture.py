@@ -97,7 +97,7 @@ ARROWS = (
 
 
 def packages() -> set[str]:
-    """Every package of the first two levels, those of the runtime, and the modules beside them."""
+    """Return the packages of the first two levels, those of the runtime, and the modules on the same levels."""
     found = {"simulator", "calibrate"}
     for top in ("morph", "manager", "morph/runtime"):
         for path in (ROOT / top).iterdir():

@@ -121,7 +121,7 @@ def test_each_command_in_the_documentation_is_there_with_its_options() -> None:
 
 
 def _unknown(section: type[BaseModel] | None, given: object, before: str = "") -> Iterator[str]:
-    """Keys of a mapping that a section, of whichever kind, does not have."""
+    """Return the keys of a mapping that no kind of section has."""
     if section is None or not isinstance(given, dict):
         return
     schema = section.model_json_schema()

@@ -212,7 +212,7 @@ def set_clock(world: World, draw: random.Random) -> str:
 
 
 def edit_job(world: World, draw: random.Random) -> str:
-    """Other data and another seed while a worker is replaced; put back, for the same command may be given again."""
+    """Change data and seed while a worker is replaced; then restore them, because the command may be repeated."""
     text = world.job.read_text(encoding="utf-8")
     edited = text.replace("seed=0,", "seed=1,").replace("index // 3", "index // 2")
     assert edited != text

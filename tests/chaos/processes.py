@@ -25,7 +25,7 @@ class Family:
         self._mark = mark
         self._known: dict[int, psutil.Process] = {}
         self._strangers = set(psutil.process_iter())
-        """Who was there before: to look at them again and again takes longer than all else here."""
+        """Processes that existed before; inspecting them repeatedly would take longer than everything else here."""
 
     def look(self) -> list[psutil.Process]:
         """Every process of the run that lives now. To be called often: an orphan is known by its parent."""

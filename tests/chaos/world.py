@@ -111,7 +111,7 @@ class World:
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def start(self) -> None:
-        """Give the command, for the first time or again."""
+        """Start the command, for the first time or again."""
         with (self.folder / "output.log").open("ab") as output:
             self._process = subprocess.Popen(
                 [*COMMAND, *map(str, self._arguments)],
@@ -129,7 +129,7 @@ class World:
         return psutil.Process(self._process.pid)
 
     def workers(self) -> list[psutil.Process]:
-        """Those of Ray once they begin, plain processes once they are set up, when the journal has their number."""
+        """Return the workers: Ray's once they begin, plain processes once the journal has their process id."""
         self._note_ready()
         return [found for found in self.family.look() if found.pid in self._ready or "ray::Worker" in line_of(found)]
 
@@ -245,7 +245,7 @@ class World:
 
 
 def _preloaded(folder: Path) -> dict[str, str]:
-    """Build the clock that can be set; nothing where there is no compiler."""
+    """Build the clock that can be set; None without a compiler."""
     compiler, library = shutil.which("gcc"), folder / "clock.so"
     if compiler is None:
         return {}

@@ -27,7 +27,7 @@ def blobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[BlobService]:
 
 @pytest.fixture
 def buckets(monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketService]:
-    """S3's buckets, as the environment names who asks for them."""
+    """Return S3's buckets, with credentials in the environment."""
     with bucket_service() as service:
         for name, value in service.environment.items():
             monkeypatch.setenv(name, value)

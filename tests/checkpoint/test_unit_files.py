@@ -102,7 +102,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str, older: bool) -> No
 
 
 def test_a_unit_is_loaded_by_the_quick_checksum_and_verified_by_sha256(tmp_path: Path) -> None:
-    """Each is held against the bytes by itself: a wrong one of the other kind is not seen."""
+    """Each digest is checked by itself: a wrong digest of the other kind goes unnoticed."""
     manifest, where = save(str(tmp_path)), str(tmp_path)
     (right,) = manifest.units
     for changed, loads in (({"sha256": "0" * 64}, True), ({"xxh3_128": "0" * 32}, False)):

@@ -156,7 +156,7 @@ class Given:
         before = sorted(self.folder.rglob("*"))
         children = psutil.Process().children(recursive=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(process_vms, "HOST", "token")  # it would import torch, for no worker
+            patch.setattr(process_vms, "HOST", "token")  # it would import torch though there are no workers
             result = CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="morph")
         assert result.exit_code == 2, (result.output, result.exception)
         lines = without_phases(result.stderr)

@@ -90,7 +90,7 @@ FILES: dict[str, tuple[type[Value], dict[str, Any]]] = {
 
 
 def _leaves(node: dict[str, Any], root: dict[str, Any], path: Place = ()) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """Every place of a schema: its path, and what is said of it."""
+    """Yield every place of a schema: its path and its definition."""
     if "$ref" in node:
         node = root["$defs"][node["$ref"].rsplit("/", 1)[1]]
     for option in (*node.get("anyOf", ()), *node.get("oneOf", ())):

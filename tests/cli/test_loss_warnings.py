@@ -1,4 +1,4 @@
-"""``morph cut``, ``calibrate`` and ``run`` say on standard error when the loss is no mean over samples, and go on."""
+"""``morph cut``, ``calibrate`` and ``run`` warn, and continue, if the loss is not a mean over samples."""
 
 from __future__ import annotations
 

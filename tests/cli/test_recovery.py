@@ -84,7 +84,7 @@ def with_checkpoint(url: str, fingerprint: str, units: tuple[str, ...]) -> None:
 
 @pytest.fixture
 def lost(given: Given, sessions: list[RunSpec], tmp_path_factory: pytest.TempPathFactory) -> Given:
-    """Another machine, which has the job, and the checkpoints of a run of which nothing else is left."""
+    """Another machine with the job and a run's checkpoints, after everything else of the run was lost."""
     begin(given, asked(given, settings=("policy.redundancy=off",)))
     sessions.clear()
     units = tuple(unit.id for unit in given.profile.units)

@@ -1,4 +1,4 @@
-"""A certificate for Azure's names, and the authority that signed it: virtual hosts trust it, and nobody else."""
+"""A certificate for Azure's names, and the authority that signed it, which only virtual hosts trust."""
 
 from __future__ import annotations
 

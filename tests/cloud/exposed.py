@@ -19,7 +19,7 @@ from tests.system.exposure import Listening, Shown, files_below, files_with, hol
 Socket = tuple[str, str, str]
 FROM_VERSION = 3
 LOGIN = "AZURE_CLIENT_SECRET"
-"""Alone it logs nobody in: the SDK then goes on to the managed identity."""
+"""Not sufficient for a login, so that the SDK tries the managed identity next."""
 SEARCHED = ("etc/morph", "run", "tmp", "log")
 NODE_FILES = {"etc/morph/ray-token", "run/morph/node-secret"}
 RUN_FILES = {"attach.json", "page.json"}
@@ -61,7 +61,7 @@ class Watch:
 
     @property
     def secrets(self) -> list[str]:
-        """Those that the manager made, those of nodes, the cloud's tokens, and how the manager would log in."""
+        """Return all secrets: the manager's own, those of nodes, the cloud's tokens, and the manager's login."""
         assert self._life.secrets_path is not None
         return [*recorded(self._life.secrets_path), *self._credentials, *self._azure.region.tokens, self._login]
 

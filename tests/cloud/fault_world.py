@@ -208,7 +208,7 @@ class World:
         self.server.close()
 
     def end(self) -> None:
-        """The run ends; what is told of it is heard."""
+        """End the run, and collect what it reports."""
         self.die()
         self.shell.close()
         while (stamped := self.event_queue.get(0.0)) is not None:

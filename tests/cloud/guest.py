@@ -235,7 +235,7 @@ class Systemd:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def close(self) -> None:
-        """In a child: it is none of its business."""
+        """Release all of it in a child process."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in (self._listener, self._ended, self._wake):

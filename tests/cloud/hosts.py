@@ -94,12 +94,12 @@ class Host:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def processes(self) -> list[psutil.Process]:
-        """Everything that runs in this host, whoever started it there."""
+        """Return all processes on this host, whatever started them."""
         mine = _namespace_of(self.pid)
         return [process for process in psutil.process_iter() if _namespace_of(process.pid) == mine]
 
     def inside(self, *command: str) -> list[str]:
-        """The command that runs one in this host. Its environment is that of the caller."""
+        """Return the command that runs ``command`` on this host, with the caller's environment."""
         where = ["--mount", "--net", "--pid", "--uts", "--ipc"]
         return ["nsenter", f"--target={self.pid}", *where, f"--wd={ROOT}", "--", *command]
 
@@ -194,7 +194,7 @@ class Hosts:
             self.network.remove(number)
 
     def cut(self, name: str) -> None:
-        """Take a VM's link down: it lives, and nobody hears of it."""
+        """Take a VM's link down: it lives, but cannot be heard."""
         self.network.cut(self._numbers[name])
 
     def _spec(
@@ -207,7 +207,7 @@ class Hosts:
         shutil.copytree("/etc", directory / "etc", symlinks=True, dirs_exist_ok=True)
         lines = ["127.0.0.1 localhost", f"{address} {name}", *(f"{where} {who}" for who, where in self._names.items())]
         written = {"hosts": lines, "nsswitch.conf": ["passwd: files", "group: files", "hosts: files"]}
-        for file, content in written.items():  # nobody here answers for names: who asked would wait for 10 s
+        for file, content in written.items():  # there is no name server here: queries would wait for 10 s
             place = directory / "etc" / file
             place.unlink(missing_ok=True)
             place.write_text("\n".join(content) + "\n")

@@ -50,7 +50,7 @@ class Taking:
 
 @dataclass
 class Taken:
-    """What became of it."""
+    """A VM that was taken, and how."""
 
     vm: str
     taking: Taking
@@ -217,7 +217,7 @@ class Life:
             heads[0].kill()
 
     def told(self) -> str:
-        """Everything that the run and its VMs told, for a failure."""
+        """Return all output of the run and its VMs, for a failed test."""
         hosts = [f"== {vm}\n{text[-2000:]}" for vm, text in self.azure.logs.items()]
         return "\n".join([*self.output[-60:], *hosts, *self.azure.region.troubles])
 

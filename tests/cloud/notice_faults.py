@@ -124,7 +124,7 @@ def withdrawn(arm: FakeArm, directory: Path) -> list[str]:
 
 
 def _troubled(arm: FakeArm, directory: Path, *replies: Reply, timeout_s: float = TIMEOUT_S) -> list[str]:
-    """The service fails, is told of, and a notice after that is taken all the same."""
+    """The service fails, the failure is reported, and a later notice is still handled."""
     with watched(arm, directory, timeout_s) as (run, metadata):
         metadata.script("GET", EVENTS, *replies)
         run.until(lambda: run.has("notice trouble"), "the trouble to be told")

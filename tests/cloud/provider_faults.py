@@ -131,7 +131,7 @@ def never_joins(arm: FakeArm, directory: Path) -> list[str]:
 
 
 class Everyone(set):  # type: ignore[type-arg]
-    """Whoever is named is in it."""
+    """A set that contains every name."""
 
     def __contains__(self, _name: object) -> bool:
         return True

@@ -54,7 +54,7 @@ class Life:
 
 @dataclass
 class Eviction:
-    """A Preempt event. ``false_alarm``: nobody comes in the end."""
+    """A Preempt event. ``false_alarm``: the VM is not taken in the end."""
 
     event: str
     name: str
@@ -152,7 +152,7 @@ class Region(FakeArm):
             if notice_s is None:
                 self._remove(name, "evicted")
                 return True
-            at_s = math.ceil(time.time() + notice_s)  # the date has whole seconds, and nobody comes before it
+            at_s = math.ceil(time.time() + notice_s)  # the date has whole seconds, and the VM is not taken before it
             due_s = time.monotonic() + at_s - time.time()
             event = secrets.token_hex(8).upper()
             date = formatdate(at_s, usegmt=True)
@@ -161,7 +161,7 @@ class Region(FakeArm):
             return True
 
     def events(self) -> dict[str, Any]:
-        """Scheduled Events, as every VM of the set is told of them."""
+        """Return the Scheduled Events, as every VM of the set sees them."""
         with self.lock:
             told = [
                 {

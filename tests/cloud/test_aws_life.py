@@ -39,7 +39,7 @@ def test_a_life_on_instances_adds_up_and_has_the_weights_of_an_undisturbed_run(
 
         def market(event_queue: EventQueue) -> Provisioning:
             shells.append(Provisioning(ec2.provider(tmp_path, run="job"), event_queue, Spending(Limits())))
-            event_queue.put(Tick())  # nobody is up yet
+            event_queue.put(Tick())  # no VM is up yet
             return shells[-1]
 
         def watch(crew: ManagedCrew, observed: Observed) -> None:

@@ -61,13 +61,13 @@ def caches_of(uid: int, folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def user(profile: Path) -> dict[str, str]:
-    """The environment of a user who is not root, who sees the profile."""
+    """Return the environment of a user other than root who can read the profile."""
     profile.parent.chmod(0o755)
     return {"HOME": "/tmp", "USER": "trainer", LOGIN: secrets.token_hex(16), **caches_of(UID, profile.parent / "cache")}
 
 
 def a_life(azure: VirtualAzure, directory: Path, profile: Path, user: dict[str, str], keep: int) -> Life:
-    """The manager's user is the one that the VMs' job has. The job's code is where that of other runs was."""
+    """The manager runs as the user of the VMs' job, and the job's code is in the folder of earlier runs."""
     code, vms = profile.parent / "code", dict[str, Any](pass_variables=[CACHE])
     life = Life(azure, directory, profile, 100_000, keep, [], steps_after=3, uid=UID, step_s=STEP_S, code=code)
     life.checkpoint_every = 5

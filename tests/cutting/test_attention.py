@@ -72,7 +72,7 @@ def unmasked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def test_an_encoder_without_padding_has_no_mask(tools: Any) -> None:
-    """One that is told of padding has: see ``test_models``."""
+    """A model that gets a padding mask has masks: see ``test_models``."""
     assert attentions(tools, bert, unmasked_loss, texts()) == [(False, False, False, 4, 4)] * NUM_LAYERS
 
 

@@ -131,7 +131,7 @@ def check_against_whole(tools: Any, job: Any, exported: Any, model: CutModel, it
 
 
 class Sloped(nn.Module):
-    """Takes a gradient behind its mark, by what is in front of it or not; and passes its own input on or not."""
+    """Takes a gradient behind its mark, with respect to values before the mark or not; may pass on its own input."""
 
     def __init__(self, kept: float, *, across: bool = False) -> None:
         super().__init__()

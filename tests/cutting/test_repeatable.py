@@ -211,7 +211,7 @@ def test_memory_of_a_tensor_that_is_gone_is_not_taken_for_it(tools: Any) -> None
         made = torch.zeros(3)
     place = made.untyped_storage()._cdata
     assert watch._may_change(made)
-    assert watch._may_change(made[1:])  # a view that nobody made lies in it
+    assert watch._may_change(made[1:])  # it contains a view that no operation made
     del made
     others = []
     for _ in range(1000):

@@ -1,4 +1,4 @@
-"""Weights from files: the bits of an ordinary load, read by whoever needs them, and no others."""
+"""Weights from files: equal to an ordinary load, and each worker reads only those that it needs."""
 
 from __future__ import annotations
 

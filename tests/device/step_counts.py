@@ -245,7 +245,7 @@ class Numbers(TorchFunctionMode):
             self._counting.asked("sync", tensor.nbytes)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.numpy:  # no elements: whoever loops over them is done at once
+        if func is Tensor.numpy:  # no elements, so that loops over them end at once
             self._ask(args[0])
             return np.empty(0, dtype=str(args[0].dtype).removeprefix("torch."))
         return func(*args, **(kwargs or {}))
@@ -397,7 +397,7 @@ class ShapeJob:
         me = f"{stage}/0"
         with (
             mock.patch("morph.runtime.process.worker.load_workload", return_value=self._workload),
-            mock.patch("morph.runtime.process.worker.check_kernels"),  # there is no CUDA here to ask
+            mock.patch("morph.runtime.process.worker.check_kernels"),  # there is no CUDA here
         ):
             worker = set_up(self._setup.model_copy(update={"worker": me}))
         assert isinstance(worker, Worker), worker

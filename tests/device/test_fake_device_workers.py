@@ -58,7 +58,7 @@ def crew(job: TinyJob) -> Iterator[Crew]:
 
 
 def with_mailboxes(crew: Crew, of_last: FakeMailRoom | None = None) -> None:
-    """Give each worker a device with mailboxes; ``of_last``: those of the last one."""
+    """Give each worker a device with mailboxes; ``of_last``: the mailboxes of the last one."""
     for name in NAMES:
         _give_device(crew, name, None, None, of_last if of_last and name == LOST else FakeMailRoom())
 
@@ -135,7 +135,7 @@ def test_workers_on_a_fake_device_go_on_without_one_that_was_killed(
     crew.train(1)
     send_step(crew)
     for answer in answers_without_the_last(crew).values():
-        # who was through with its part of the step before the loss has prepared it, and nobody decides it
+        # a worker that finished its part before the loss has prepared the step, which is not decided
         assert isinstance(answer, Aborted) or phase in ("before_commit", "reduce"), answer
     goes_on_without_the_last(crew, reference)
 

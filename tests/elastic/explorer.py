@@ -110,7 +110,7 @@ class Explorer:
             frozenset(),
         )
         if scenario.num_joiners:
-            # Members wait at the boundary, where there is no reduction under way.
+            # Members wait at the boundary, while no reduction is under way.
             world = world._replace(facts=frozenset())
             world, _ = self._happens(world, 0, Admit(everyone[len(founders) :]))
         most = max(self._walk(world))
@@ -204,7 +204,7 @@ class Explorer:
         return None
 
     def _without_beaten(self, world: World) -> World:
-        """Drop what changes nothing at its receiver now: it never will, for a better attempt is never given up."""
+        """Drop messages without effect at their receivers: they stay so, because a better attempt is never given up."""
         for (sender, me), messages in world.channels:
             while messages and self._changes_nothing(world, me, sender, messages[0]):
                 world = self._taken(world, sender, me)

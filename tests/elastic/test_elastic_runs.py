@@ -1,4 +1,4 @@
-"""Whole jobs of real processes: workers are killed and stopped, and come in; the weights are those of a quiet run."""
+"""Whole jobs of real processes: workers are killed, stopped and added; weights equal those of an undisturbed run."""
 
 from __future__ import annotations
 

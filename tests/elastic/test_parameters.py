@@ -217,7 +217,7 @@ def test_a_mean_over_labels_is_that_of_a_plain_loop_over_whole_batches(
         inputs, labels = (torch.stack(part) for part in zip(*rows, strict=True))
         loss = functional.cross_entropy(plain(inputs).flatten(0, 1), labels.flatten())
         expected.append(loss.item())
-        if step != 1:  # in which there are no labels
+        if step != 1:  # this step has no labels
             inner.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             if "clip_grad_norm" in options:

@@ -27,7 +27,7 @@ COMMAND = {"--steps": "10", "--trace": "abc"}
 
 
 class Host:
-    """Greets whoever comes, and remembers how the visit ended."""
+    """Accepts connections, and remembers how each ended."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""The newest whole checkpoint is found beside the live loop, and what came of it is an event."""
+"""The newest undamaged checkpoint is found while the live loop runs, and the result is an event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifests and old checkpoints beside the live loop: slow storage, and storage that fails."""
+"""Manifests and old checkpoints while the live loop runs: slow storage, and storage that fails."""
 
 from __future__ import annotations
 

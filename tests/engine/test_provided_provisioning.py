@@ -272,7 +272,7 @@ def test_vms_of_an_earlier_manager_are_not_ended_because_the_provider_was_silent
 
 
 def test_a_manager_that_takes_long_to_reach_the_workers_ends_none_of_their_vms() -> None:
-    """It may look before it has said which VMs it goes on with."""
+    """It may list VMs before it has said which of them it keeps."""
     world = World()
     world.cloud.add("job-1", 2)
     for _ in range(3):
@@ -306,7 +306,7 @@ def test_a_vm_that_was_given_up_before_a_late_adoption_is_nobodys() -> None:
     book, action = VmRegistry(), RequestNodes(request="job-1", count=2)
     vms = [Vm(name=vm_name("job-1", index), request="job-1") for index in range(2)]
     book.ask(action)
-    assert book.give_up(["job-1-0"], []) is None  # its request might make it anew
+    assert book.give_up(["job-1-0"], []) is None  # its request might make it again
     assert book.adopt(vms, frozenset(["job-1-0"]), ["job-1"]) == []
     answer, end = book.answer(action, vms, [])
     assert answer == NodesGranted(request="job-1", nodes=("job-1-1",))
@@ -406,7 +406,7 @@ def test_a_call_that_does_not_end_is_told_of_and_not_waited_for(caplog: pytest.L
     world.shell.request(RequestNodes(request="job-1", count=1))
     assert world.cloud.asking.wait(BOUND_S)
     world.shell.close()
-    assert world.cloud.dismantled  # what is there is ended all the same
+    assert world.cloud.dismantled  # existing VMs are ended nevertheless
     assert "did not end within 0.05 s" in world.facts()["provider_busy"]
     assert "VMs of this run may be left" in caplog.text
     released.set()

@@ -1,4 +1,4 @@
-"""What is signed, and what is refused before it: held against certificates as OpenSSL reads them."""
+"""Signed certificates, compared with OpenSSL's reading of them, and requests that are refused before signing."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def drawn_alone(draw: random.Random, per_vm_h: float) -> list[Life]:
 
 
 def drawn_in_bulk(draw: random.Random, per_vm_h: float) -> list[Life]:
-    """Eight VMs at all times, for a week or less; each loss takes one to four of them."""
+    """Draw a history of eight VMs for up to a week, in which each loss takes one to four of them."""
     begun_h, lives, now_h = dict.fromkeys(range(8), 0.0), [], 0.0
     end_h = draw.uniform(5, 168)
     while (now_h := now_h + draw.expovariate(8 * per_vm_h / 2.5)) < end_h:

@@ -46,7 +46,7 @@ def changed(state: ControllerState, **fields: object) -> ControllerState:
 
 
 class Script:
-    """A controller and what it said last. Time goes on by a tenth of a second with each event."""
+    """A controller and its last reason. Time advances by a tenth of a second with each event."""
 
     def __init__(self, **fields: object) -> None:
         self.state: ControllerState = initial_state(make_config(**fields))
@@ -175,7 +175,7 @@ def unit_written(worker: str, version: int, unit: str) -> UnitWritten:
 
 
 def receivers(actions: Sequence[Action], kind: type[SendReshape] | type[SendStep] | type[SendCommit]) -> list[str]:
-    """Return who gets an order of this kind."""
+    """Return the workers that get an order of this kind."""
     return sorted(action.worker for action in actions if isinstance(action, kind))
 
 

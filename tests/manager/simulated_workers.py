@@ -53,12 +53,12 @@ OrderKey = tuple[str, int, int, int]
 
 @dataclass(frozen=True)
 class Faults:
-    """How often what goes wrong; probabilities unless named otherwise. Everything off by default."""
+    """How often each fault happens; probabilities unless named otherwise. All are off by default."""
 
     num_devices: int = 1
-    """of each VM, whose notice or loss is that of all of its workers"""
+    """workers of each VM, which share its notice and its loss"""
     node_types: tuple[str, ...] = ()
-    """of which VMs come in turns; none: all are alike"""
+    """types of VMs, which come in turn; none: all are equal"""
     death_per_order: float = 0.0
     deaths_after_s: tuple[tuple[float, int], ...] = ()
     deaths_in: tuple[tuple[Phase, int, int], ...] = ()
@@ -367,7 +367,7 @@ class SimulatedPreCopy:
             self.end(name)
 
     def end(self, name: str) -> None:
-        """A worker drops what it sends and expects, or dies: who is at the other end sees it."""
+        """A worker drops its pre-copies, or dies; the workers at the other end notice it."""
         for key, stream in self.of(name, sending=True) + self.of(name, sending=False):
             if not (stream.broken or stream.left):
                 self.give_up(key)
@@ -723,7 +723,7 @@ class SimulatedWorkers:
         return Reshaped(worker=name, generation=order.generation, loss_scale=scale, **durations)
 
     def take_sums(self, name: str, worker: SimulatedWorker, order: ReshapeOrder) -> None:
-        """Take the partial sums that this worker goes on with; who is to have them must really have them."""
+        """Take the partial sums that this worker continues; the named holders must really have them."""
         if order.salvage is None:
             return
         right = runs_what_is_missing(order.salvage, SUMMED, order.plan.num_micro_batches)

@@ -146,7 +146,7 @@ def test_a_condensed_journal_tells_every_reader_the_same(
 def test_any_life_is_told_alike_whoever_goes_on_with_its_journal(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another manager goes on with the journal now and then; its state is replayed from the last snapshot."""
+    """Now and then another manager continues the journal, with its state replayed from the last snapshot."""
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 11 + seed)
     faults, num_nodes, _ = random_faults(seed)
     cluster = Both(seed, tmp_path, faults, reopens=17)

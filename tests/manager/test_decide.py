@@ -313,7 +313,7 @@ def test_events_that_come_together_act_as_if_one_by_one(length: int) -> None:
             entries = history[first : first + length]
             try:
                 num_acted += check(entries[0][1], [event for _, _, event, _ in entries], entries[-1][0])
-            except ImpossibleEvent:  # it was possible only by what a worker did in between
+            except ImpossibleEvent:  # it was possible only because of a worker's action in between
                 continue
     assert num_acted > 200
 

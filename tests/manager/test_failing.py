@@ -70,7 +70,7 @@ def test_a_device_that_is_lost_or_full_takes_its_worker_along(cause: FailureCaus
 
 def test_a_jobs_error_is_retried_without_the_worker_that_raised_it() -> None:
     script = script_in(Phase.TRAINING)
-    script.prepared()  # version 1, of which nothing is saved
+    script.prepared()  # version 1, which is not saved
     fail(script, "n2", "job")
     actions = script.aborted()
     assert EndWorker(worker="n2") not in actions
@@ -573,7 +573,7 @@ def test_a_lone_death_is_replaced_after_its_vm_had_time_to_go() -> None:
     assert [action.count for action in actions if isinstance(action, RequestNodes)] == [1]
 
 
-# Workers that cannot be set up, and VMs of which nothing comes.
+# Workers that cannot be set up, and VMs that achieve nothing.
 
 
 def fail_setup(script: Script, worker: str, error: str = "FileNotFoundError: /data/shard-17") -> tuple[Action, ...]:

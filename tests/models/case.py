@@ -1,4 +1,4 @@
-"""One model or job that a user may bring, and what comes of it: compared with the plain model, or refused."""
+"""One model or job that a user may bring, and its expected outcome: equal to the plain model, or refused."""
 
 from __future__ import annotations
 

@@ -48,13 +48,13 @@ ENVIRONMENT = {
 
 @lru_cache
 def boto3_client(service: str, region: str) -> Any:
-    """Made once, for it takes half a second."""
+    """Made once, because it takes half a second."""
     return Session().client(service, region_name=region)
 
 
 @dataclass
 class Fault:
-    """What becomes of so many calls. ``code``: of the error, empty: no answer comes; ``answer``: in place of one."""
+    """A fault of so many calls. ``code``: of the error, empty: no answer; ``answer``: replaces the true answer."""
 
     operation: str
     code: str = ""

@@ -1,4 +1,4 @@
-"""The provider of AWS on moto, behind a strict layer: what is asked, what AWS may answer, and what becomes of it."""
+"""The provider of AWS on moto, behind a strict layer: its requests, AWS's possible answers, and the results."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Case:
 
     @property
     def is_reached(self) -> bool:
-        """Whether these workers come to this phase, and somebody is left.
+        """Whether these workers reach this phase, and some worker is left.
 
         With replicas nobody is sent the state of what these drive; and while the shape changes one more leaves.
         """

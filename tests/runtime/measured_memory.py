@@ -35,7 +35,7 @@ from tests.system.harness import TinyJob
 NUM_STEPS = 3
 """The optimizer's state is there after the first, scales fit after the second."""
 WITHOUT_COPIES = MemoryRules(keeps_sums=False, copies_sums=False, saves=False, changes=False)
-"""No checkpoint is written, nobody sends sums, and no step is given up: as in these steps."""
+"""As in these steps, no checkpoint is written, no sums are sent, and no step is given up."""
 
 
 class TrackedMember(ThreadMember):
@@ -223,7 +223,7 @@ class MeasuredJob:
 
 
 def measured_job(job_path: str) -> MeasuredJob:
-    """Calibrate what a job computes and holds; links are made up, for no time is requested."""
+    """Calibrate compute and memory of a job; links are invented, because no times are needed."""
     with one_thread():
         subject = load_subject(job_path, torch.device("cpu"))
         size = subject.job.micro_batch_size

@@ -1,4 +1,4 @@
-"""Workers die at every phase of a step, at every stage, in every shape: nothing that somebody holds is lost.
+"""Workers die at every phase of a step, at every stage, in every shape: no unit with a living holder is lost.
 
 Runs of one shape each, of the real controller and real workers, with dropout; in each one case after the other: when
 the shape is formed and its followers are in step, some members die, the rest go on, and others take their place. A case
@@ -47,7 +47,7 @@ LONG_NOTICE_S, SHORT_NOTICE_S = 3600.0, 1.0
 
 @dataclass
 class Happened:
-    """What came of a case so far.
+    """The results of a case so far.
 
     ``state``: before it began; ``told``: the notice is given; ``left_out``: the change that they were to die in took
     nothing from the victims, for they were noticed and others hold all.
@@ -104,7 +104,7 @@ class Kills:
         victims = [workers[place] for place in places]
         assert state.reshape is not None
         if phase == "receive_ahead" and not set(victims) <= {follow.follower for follow in state.reshape.follows}:
-            self.done.append(str(case))  # in this shape nobody's state comes to them
+            self.done.append(str(case))  # in this shape no state is sent to them
             return
         share = NUM_MICRO_BATCHES // case.replicas
         first = state.version + (0 if phase in (*FILLING, *CHANGING) else 2)
@@ -120,7 +120,7 @@ class Kills:
         print(f"{case}: {victims} die")  # shown by pytest when the test fails
         self._crew.arm(*faults, slow_s=SLOW_S if phase in FILLING else 0.0)
         gone = tuple(victims)
-        if phase in CHANGING:  # somebody else's leaving is what changes the shape
+        if phase in CHANGING:  # the shape changes because another worker leaves
             other = next(worker for place, worker in sorted(workers.items(), reverse=True) if worker not in victims)
             self._crew.put(NoticeGiven(worker=other, lead_s=SHORT_NOTICE_S))
             gone += (other,)
@@ -129,7 +129,7 @@ class Kills:
             self._give_notice(self._case)
 
     def _give_notice(self, now: Happened) -> None:
-        """There is time for many steps more, so that who is noticed stays."""
+        """There is time for many more steps, so that a worker with a notice stays."""
         now.told = True
         for worker in dict.fromkeys(fault.worker for fault in now.faults):
             self._crew.put(NoticeGiven(worker=worker, lead_s=LONG_NOTICE_S))
@@ -176,7 +176,7 @@ class Kills:
         self._named += missing
 
     def _check_fallback(self, now: Happened, observed: Observed) -> None:
-        """What nobody holds is lost, and is named; of replicas, or with a follower in step, somebody does."""
+        """Units without a holder are lost, and named; with replicas, or a follower in step, each has a holder."""
         assert self._before is not None
         self.num_fallbacks += 1
         left = observed.decision.state.workers.keys()

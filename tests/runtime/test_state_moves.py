@@ -235,7 +235,7 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 class HastyWithUnits(CheckpointRules):
-    """The manifest, of which no size is known, is really read."""
+    """The manifest, whose size is unknown, is really read."""
 
     def file_limit_s(self, num_bytes: int) -> float:
         return 0.05 if num_bytes else 60.0

@@ -264,7 +264,7 @@ def half(parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
 def test_a_parked_state_is_updated_as_any_other_and_comes_back(
     monkeypatch: pytest.MonkeyPatch, masters: bool, in_host: bool
 ) -> None:
-    """Here each move leaves a copy elsewhere in memory: whoever still used what was there before would be off."""
+    """Each move here copies the state to new memory, so code that still used the old memory would be wrong."""
     moves: list[Tensor] = []
 
     def elsewhere(tensor: Tensor, _device: torch.device) -> Tensor:
@@ -407,7 +407,7 @@ def test_norms_of_units_have_the_same_bits_whoever_shares_the_call() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Counts what is no view."""
+    """Counts operations that are not views."""
 
     num = 0
 

@@ -1,4 +1,4 @@
-"""What a trace of a step must hold, whoever recorded it."""
+"""Properties of every trace of a step, whatever recorded it."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class RunningMorph:
         self._record()
         found: list[tuple[float, int]] = []
         for process in self._family.values():
-            with suppress(psutil.NoSuchProcess):  # also of one that nobody has waited for yet, in which case it is over
+            with suppress(psutil.NoSuchProcess):  # also if it has ended and was not waited for yet
                 if any(part in word for word in process.cmdline()):
                     found.append((process.create_time(), process.pid))
         return [pid for _, pid in sorted(found)]

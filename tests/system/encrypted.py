@@ -1,4 +1,4 @@
-"""Who is let in where Ray is encrypted, and where the keys are found: looked at from outside, of real processes."""
+"""Access to encrypted Ray clusters, and the places of their keys, examined from outside on real processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def let_in(address: str, port: int, context: ssl.SSLContext | None) -> bool:
 
 
 def visitors(authority: Path, shown: Mapping[str, Certificates | None]) -> dict[str, ssl.SSLContext | None]:
-    """Whoever shows these certificates, or none, and somebody without TLS; all know this authority."""
+    """Clients with these certificates, without one, and without TLS; all know this authority."""
     found: dict[str, ssl.SSLContext | None] = {PLAIN: None}
     for name, chain in shown.items():
         context = ssl.create_default_context(cafile=str(authority))

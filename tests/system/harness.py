@@ -51,7 +51,7 @@ def plan_of(
 
 
 def together(plans: Sequence[Plan]) -> Plan:
-    """The pipelines of several plans as those of one: the deeper ones get more of its micro-batches."""
+    """Combine the pipelines of several plans in one, whose deeper pipelines get more micro-batches."""
     num_micro_batches, depths = plans[0].num_micro_batches, [plan.pipeline_depth for plan in plans]
     replicas = [kind for kind, plan in enumerate(plans) for _ in range(plan.num_replicas)]
     weights = list(accumulate((depths[kind] for kind in replicas), initial=0))
@@ -123,7 +123,7 @@ def cut_for_workers(
 
 
 def setup_of_tiny_job(fingerprint: str, **fields: object) -> WorkerSetup:
-    """What a worker of the tiny job, cut as here, is set up with where there is no cluster."""
+    """Return the setup of a worker of the tiny job, cut as here, without a cluster."""
     known = {"job_path": JOB, "num_sections": NUM_SECTIONS, "micro_batch_size": MICRO_BATCH_SIZE}
     return SETUP.model_copy(update={"fingerprint": fingerprint, **known, **fields})
 

@@ -117,7 +117,7 @@ def kill(process: str, workers: dict[str, int], run_dir: Path) -> None:
 
 
 def ray_processes(run_dir: Path) -> list[psutil.Process]:
-    """The host of a run's Ray nodes and what it started, whichever manager started it."""
+    """Return the host of a run's Ray nodes and its processes, whichever manager started it."""
     socket = Path(json.loads((run_dir / "attach.json").read_text(encoding="utf-8"))["control_socket"])
     for process in psutil.process_iter():
         with suppress(psutil.Error):

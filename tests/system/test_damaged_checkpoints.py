@@ -43,7 +43,7 @@ DAMAGES: tuple[tuple[Callable[[Path], None], str], ...] = (
     (_truncate, MANIFEST),
     (Path.unlink, "is gone"),
 )
-"""Each with what is told of it; the last three are done to the manifest, the others to the file of a unit."""
+"""Each damage with its message; the last three are done to the manifest, the others to the file of a unit."""
 UNREADABLE_JOB = """
 import os, runpy
 from pathlib import Path
@@ -129,7 +129,7 @@ def test_a_damaged_newest_checkpoint_costs_no_correct_weights(tiny_job: TinyJob,
         if DAMAGES[index][1] != "is gone":
             assert f"version {version} is passed over, and version {found.manifest.version} is the newest" in told
         assert found.manifest.version < version
-        assert vandal.present[index] == set(vandal.pids) - set(vandal.killed[: index + 1])  # nobody else was ended
+        assert vandal.present[index] == set(vandal.pids) - set(vandal.killed[: index + 1])  # no other worker was ended
     events = CliRunner().invoke(app, ["events", str(tmp_path / "run")]).output
     told = re.findall(r"(?:passed over|gone), and version \d+ is the newest whole version; \d+ more steps? ", events)
     assert len(told) == len(DAMAGES)

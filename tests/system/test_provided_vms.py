@@ -136,7 +136,7 @@ def facts_of(run_dir: Path) -> list[Fact]:
 
 
 def check_encrypted(run: RunningMorph, hosts: Hosts, node: str, directory: Path) -> None:
-    """Ray on both sides takes nobody without a certificate; keys are their owner's alone, and nobody shows one."""
+    """Ray accepts no connection without a certificate on either side; only owners can read keys, and none is shown."""
     kept = Path(json.loads((directory / "run" / "attach.json").read_text())["control_socket"]).parent
     manager = certificates_of(kept)
     (folder,) = hosts.directory.glob(f"h*/.morph/nodes/{node}")

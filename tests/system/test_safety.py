@@ -161,7 +161,7 @@ def test_everything_listens_on_loopback_alone(seen: Seen) -> None:
 
 def test_the_secrets_of_the_run_are_known_to_this_test(seen: Seen) -> None:
     assert set(seen.secrets.values()) <= set(seen.all_secrets)
-    assert len(set(seen.all_secrets)) >= 4  # also the run's and that of which the workers' own are made
+    assert len(set(seen.all_secrets)) >= 4  # includes the run's, and that from which the workers' own follow
     assert all(len(secret) >= 32 for secret in seen.all_secrets)
 
 

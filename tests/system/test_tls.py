@@ -1,4 +1,4 @@
-"""A run whose Ray traffic is encrypted: the same weights, and nobody without a certificate is let in."""
+"""A run whose Ray traffic is encrypted has the same weights, and accepts no connection without a certificate."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class WatchedMorph:
             ready, _, _ = select.select([self._terminal, self._woken], [], [])
             try:
                 chunk = os.read(self._terminal, 65536) if self._terminal in ready else b""
-            except OSError:  # nobody has the terminal any more
+            except OSError:  # no process has the terminal any more
                 chunk = b""
             with self._more:
                 self._output += chunk

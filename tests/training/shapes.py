@@ -1,4 +1,4 @@
-"""Workers that train a job in one shape after another, and what comes of it."""
+"""Workers that train a job in one shape after another, and the results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make_plan(shape: str, fingerprint: str, *, recompute: bool = True, live_sect
 
 @dataclass
 class Trained:
-    """What came of a run: sha256 by unit, and what was reported of each step."""
+    """The results of a run: sha256 by unit, and the reports of each step."""
 
     directory: Path
     decided: list[Decided] = field(default_factory=list)
@@ -206,7 +206,7 @@ class ShapesCrew:
         return found
 
     def _send_ahead(self, found: Trained) -> None:
-        """Have everybody send all its units to the next worker; what was sent before is dropped."""
+        """Let each worker send all its units to the next one; units sent before are dropped."""
         crew, present = self.crew, self.crew.present
         assert crew.plan is not None
         self._collect_ahead(found)

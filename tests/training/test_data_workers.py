@@ -21,7 +21,7 @@ ONE, WORKER_LOST = (("1x1", NUM_STEPS),), (("2x1", 3), ("1x2", 5), ("1x1", NUM_S
 
 @pytest.fixture(scope="module")
 def reference(crew: ShapesCrew, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """What comes of samples that the thread that computes reads, with crops and dropout, on one worker."""
+    """Return the results with samples read by the computing thread, with crops and dropout, on one worker."""
     return crew.train("read_between", [("1x1", NUM_STEPS)], tmp_path_factory.mktemp("between"))
 
 

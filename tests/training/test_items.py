@@ -88,7 +88,7 @@ def test_texts_of_varying_length_in_shards_train_alike_in_every_shape(crew: Shap
 
 
 def check_varying(weights: dict[str, torch.Tensor], name: str) -> None:
-    """Check that weights are those of a plain loop over whole mini-batches, padded by hand."""
+    """Check that weights equal those of a plain loop over whole mini-batches, padded by hand."""
     job = load_job(spec_of(name))
     order, texts = order_of(job), job.dataset()
     plain = plain_loop(job, lambda step: padded_by_hand([texts[index] for _, index in order.mini_batch(step)]))

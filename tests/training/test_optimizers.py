@@ -329,7 +329,7 @@ def test_a_states_learning_rate_is_the_saved_one() -> None:
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD, nesterov", "Adagrad"])
 def test_an_optimizer_in_host_memory_updates_the_parameters_that_the_sections_read(name: str) -> None:
-    """On a CPU the two memories are one; the optimizer's copies are separate all the same."""
+    """On a CPU both memories are the same, but the optimizer's copies are still separate."""
     state, split = make(OPTIMIZERS[name]), make(OPTIMIZERS[name], in_host_memory=True)
     owned = {id(p) for group in split.optimizer.param_groups for p in group["params"]}
     assert not owned & {id(parameter) for parameter in split.parameters.values()}

@@ -199,7 +199,7 @@ class HeadedNet(Net):
 
 
 def shifted_net() -> nn.Module:
-    """The same weights as those of ``plain``, with another constant."""
+    """The weights of ``plain``, with another constant."""
     net = Net()
     net.shift.fill_(1.0)
     return net
@@ -229,7 +229,7 @@ def loss_with_answers(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tenso
 
 
 def f1_score(values: dict[str, Any]) -> dict[str, float]:
-    """Compute what is no mean: F1 of all samples, and a root, with what each of them is, and a draw."""
+    """Compute values that are not means: F1 of all samples, and a root, with the values of each sample, and a draw."""
     said, wanted = values["said"] > 0, values["wanted"][:, 0] > 0
     assert said.shape == (10,)
     assert values["wanted"].shape == (10, 2)
@@ -518,7 +518,7 @@ class Experts(nn.Module):
 
 
 class Ends(nn.Module):
-    """Either goes on with what it is given, or begins anew: what is in front has no gradient then."""
+    """Continues from its input, or begins anew, so that earlier layers get no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
