@@ -76,7 +76,7 @@ BEATS_EVERY_S = 0.05
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a worker's process holds of the kernel."""
+    """The kernel resources of a worker's process."""
 
     num_threads: int
     num_descriptors: int
@@ -110,7 +110,7 @@ def _arm(worker: Any, faults: tuple[Fault, ...], slow_s: float) -> None:
 
 
 def _num_copied(worker: Any, sender: str, step: int) -> int:
-    """How many micro-batches of a step are in the copy of another worker's sums that a worker has."""
+    """Return the number of micro-batches in a worker's copy of another worker's sums."""
     of, parts = worker._followers._copies.get(sender, (-1, []))
     return max(
         (mask.bit_count() for part in parts for mask in counted_in(part.total).values() if of == step), default=0
@@ -362,7 +362,7 @@ class Crew:
 
     @property
     def decided(self) -> Decided | None:
-        """What was decided of the step before the decided version."""
+        """The decision about the step before the decided version."""
         return self._decided if self._decided and self._decided.version == self.version else None
 
     def order(
@@ -515,7 +515,7 @@ def taking_part(order: ReshapeOrder) -> list[str]:
 
 
 def workers_of(shape: str, names: Sequence[str]) -> Sequence[str]:
-    """As many of the names as ``"PxD"`` needs."""
+    """Return as many of the names as ``"PxD"`` needs."""
     depth, replicas = map(int, shape.split("x"))
     return names[: depth * replicas]
 

@@ -42,7 +42,7 @@ FROM_DESCRIPTOR = 700
 
 
 class ForkedScript:
-    """What is needed of the ``Popen`` of a Python program, of which this process is the parent.
+    """The part of ``Popen`` that tests need for a Python program that is a child of this process.
 
     Only from a process without threads.
 
@@ -257,7 +257,7 @@ class Nursery:
             return subprocess.CompletedProcess(command, code, out.read().decode(), errors.read().decode())
 
     def code(self, pid: int) -> int | None:
-        """How a program ended; None: it runs."""
+        """Return a program's exit code; None: it runs."""
         found: int | None = self._ask((pid,), {})
         return found
 
@@ -275,7 +275,7 @@ class Nursery:
 
 
 class NurseryScript:
-    """What is needed of the ``Popen`` of a program that a nursery started."""
+    """The part of ``Popen`` that tests need for a program that a nursery started."""
 
     def __init__(self, nursery: Nursery, pid: int) -> None:
         self._nursery, self.pid = nursery, pid

@@ -1,4 +1,4 @@
-"""What the documentation names is there: files, links, commands, options, keys; and the table of layers is right.
+"""Everything that the documentation names exists (files, links, commands, options, keys); its layers are right.
 
 python -m tests.test_contributing     # writes the table anew
 """

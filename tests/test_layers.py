@@ -78,7 +78,7 @@ PUBLIC_OF_RAY = {"ray", "ray.cluster_utils"}
 
 
 def private_uses(code: str) -> list[str]:
-    """What a module does with Ray beside calling its public interface: import-linter knows only whole packages."""
+    """Return a module's uses of Ray beyond its public interface: import-linter knows only whole packages."""
     found = []
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""What the kit for GPU machines names in its scripts is there; mypy sees what its Python imports and calls."""
+"""Everything named in the scripts of the kit for GPU machines exists; mypy checks its Python code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job takes of storage and memory."""
+"""Measurements of a job's storage speed and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may happen to a run, inflicted from outside: by pid, file, socket and clock. Each takes a world and a draw."""
+"""Faults of a run, injected from outside by pid, file, socket and clock. Each takes a world and a draw."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def kill_two_vms(world: World, draw: random.Random) -> str:
 
 
 def kill_manager(world: World, draw: random.Random) -> str:
-    """And give the same command again soon."""
+    """Kill the manager, and soon start the same command again."""
     pid, pause_s = world.manager.pid, draw.choice([0.0, 1.0, 5.0])
     world.family.look()
     if not world.kill_manager():
@@ -226,7 +226,7 @@ def edit_job(world: World, draw: random.Random) -> str:
 
 
 def half_written(world: World, draw: random.Random) -> str:
-    """What a writer leaves that was killed: a directory of a version without manifest, files cut short, and its own."""
+    """Make the remains of a killed writer: a version's directory without manifest, truncated and temporary files."""
     newest = max(world.checkpoints().glob("v*"), default=None)
     if newest is None:
         return ""

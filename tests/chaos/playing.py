@@ -18,7 +18,7 @@ from tests.chaos.world import Setting, Size, World
 
 POLL_S = 0.2
 LAST_SHARE = 0.9
-"""Of the steps: from then on nothing more happens. A command that is given again after its run's end is refused."""
+"""Share of the steps after which no faults follow, because a command repeated after its run's end is refused."""
 STEPS_BETWEEN = 3
 RECOVERS = 0.7
 """The share of faults after which the run trains again before the next one."""

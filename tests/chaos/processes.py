@@ -42,7 +42,7 @@ class Family:
         return list(self._known.values())
 
     def named(self, *parts: str) -> list[psutil.Process]:
-        """Those in whose command line all of these stand."""
+        """Return the processes whose command line contains all of these texts."""
         return [process for process in self.look() if all(part in line_of(process) for part in parts)]
 
     def _is_marked(self, process: psutil.Process) -> bool:

@@ -40,7 +40,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Setting:
-    """What is run: the job's profile and its steps.
+    """The job: its profile and its steps.
 
     ``launcher``: what its local VMs are. ``read_s``: by how much longer a sample of ``JOB`` takes to be read, so that
     few steps last for many faults. ``job``: the file of the job.
@@ -56,7 +56,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Size:
-    """What a run has grown to: its manager's memory, handles and threads, and the run directory on disk."""
+    """The size of a run: its manager's memory, handles and threads, and the run directory on disk."""
 
     version: int
     rss_mib: float
@@ -174,7 +174,7 @@ class World:
         return self._version
 
     def size(self) -> Size:
-        """What the run has grown to. Raises psutil.Error where the manager just ended."""
+        """Return the present size of the run. Raises psutil.Error if the manager has just ended."""
         manager = self.manager
         files = [path.stat().st_size for path in self.run_dir.rglob("*") if path.is_file()]
         with manager.oneshot():
@@ -182,7 +182,7 @@ class World:
             return Size(self.version(), rss_mib, manager.num_fds(), manager.num_threads(), sum(files) / MIB)
 
     def status_cpu_s(self) -> float:
-        """How much processor time ``morph status`` takes."""
+        """Return the processor seconds of ``morph status``."""
         before = os.times()
         self._status()
         after = os.times()
@@ -218,7 +218,7 @@ class World:
             return []
 
     def left(self) -> list[str]:
-        """What outlives the run and the next command, after a moment: processes, and folders of the run's."""
+        """Return what outlives the run and the next command after a moment: processes and folders of the run."""
         self._status()
         until_s = time.monotonic() + END_S
         while found := self._left():

@@ -32,7 +32,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass
 class BlobService:
-    """What is stored, who requested what, and faults to give instead of an answer, the next one first.
+    """Stored blobs, the requests so far, and faults to return in place of answers, the next one first.
 
     ``bytes_per_s``: how fast it sends, all answers together; None: as fast as it can.
     """

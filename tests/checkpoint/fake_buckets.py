@@ -21,7 +21,7 @@ REGION = "us-east-1"
 
 @dataclass
 class BucketService:
-    """Who requested what, and faults to give instead of an answer, the next one first.
+    """The requests so far, and faults to return in place of answers, the next one first.
 
     ``bytes_per_s``: how fast it sends, all answers together; None: as fast as it can.
     """

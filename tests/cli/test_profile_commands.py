@@ -172,7 +172,7 @@ def test_section_times_are_longer_by_their_factors_and_nothing_else_changes(tmp_
 
 
 def refused(*arguments: object) -> str:
-    """What is said, without where lines were broken."""
+    """Return the output without its line breaks."""
     code, said = refine(*arguments)
     assert code == 2
     return " ".join(said.split())

@@ -1,4 +1,4 @@
-"""What a run leaves beside its checkpoints, and going on with it from there: with its own job, and no other code."""
+"""Resuming a run from what it stores with its checkpoints: with its own job, and no other code."""
 
 from __future__ import annotations
 

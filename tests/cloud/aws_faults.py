@@ -1,4 +1,4 @@
-"""What AWS can do to a run: each fault injected before moto, and what Morph did."""
+"""Faults of AWS: each is injected in front of moto, and Morph's reaction recorded."""
 
 from __future__ import annotations
 

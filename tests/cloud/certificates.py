@@ -15,7 +15,7 @@ LIFE = datetime.timedelta(days=1)
 
 
 def server_context(directory: Path, host: str) -> tuple[ssl.SSLContext, Path]:
-    """What a server called ``host`` needs, and the file with the authority that its clients are to trust."""
+    """Return the TLS context of a server named ``host``, and the file of the authority that its clients trust."""
     authority_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     authority = _name("Authority of the virtual hosts")
     may_sign = x509.KeyUsage(False, False, False, False, False, True, True, False, False)

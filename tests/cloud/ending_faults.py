@@ -1,4 +1,4 @@
-"""What can befall the end of VMs, and the question which there are: each fault injected, and what Morph did."""
+"""Faults while VMs are ended or listed: each is injected, and Morph's reaction recorded."""
 
 from __future__ import annotations
 

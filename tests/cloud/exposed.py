@@ -1,4 +1,4 @@
-"""What a run on the virtual Azure shows to others: its sockets, and every secret searched for in all that it leaves."""
+"""What a run on the virtual Azure exposes: its sockets, and a search for every secret in all its traces."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OF_MANAGER: set[Socket] = {
     ("python", "own", "orders"),
     ("python", "loopback", "any"),
 }
-"""Who listens on the manager's VM, on which addresses, at which ports of docs/guides/azure.md. The last: the page."""
+"""Listeners on the manager's VM, with addresses and ports as in docs/guides/azure.md. The last one is the page."""
 OF_VM: set[Socket] = {
     ("raylet", "all", "node_manager_port"),
     ("raylet", "all", "object_manager_port"),

@@ -141,7 +141,7 @@ class World:
         self._skipped_s += passed_s
 
     def pause(self, wait_s: float) -> bool:
-        """What the thread that asks waits with."""
+        """Wait in the requesting thread; return whether the run is over."""
         return self.over.wait(wait_s / self.scale)
 
     def tell(self, event: Event) -> None:

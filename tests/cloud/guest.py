@@ -175,7 +175,7 @@ def _run(*command: str) -> None:
 
 
 def _first_boot(text: str, environment: dict[str, str]) -> NoReturn:
-    """What cloud-init does: files first, then each line, whatever became of the one before."""
+    """Act like cloud-init: write files first, then run each line, whatever the result of the previous one."""
     try:
         config = yaml.safe_load(text)
         if not text.startswith("#cloud-config\n") or set(config) - {"bootcmd", "write_files", "runcmd"}:

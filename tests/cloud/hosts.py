@@ -39,7 +39,7 @@ ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "MORPH_DATA_DIR": "/tmp/morph-data",
 }
-"""What an image has besides the interpreter. Each host has a /tmp of its own: no real history learns of its VMs."""
+"""Contents of an image besides the interpreter. Each host has its own /tmp, so no real history records its VMs."""
 CACHE = "MORPH_CACHE_DIR"
 """Of these tests, and of what is root's on every host: the same job is not cut again and again."""
 
@@ -89,7 +89,7 @@ class Host:
         return self._outer.poll() is None
 
     def log(self, name: str) -> str:
-        """What a service of it wrote; ``host``: its process 1 and the first boot."""
+        """Return the output of a service of the host; ``host``: its process 1 and the first boot."""
         path = self.directory / "log" / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 

@@ -1,4 +1,4 @@
-"""What can go wrong with notices: the real agent between a metadata service and the manager's notice server."""
+"""Faults of notices: the real agent between a metadata service and the manager's notice server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a provider can do to a run: each fault injected into the fake resource manager, and what Morph did."""
+"""Faults of a provider: each is injected into the fake resource manager, and Morph's reaction recorded."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def not_for_spot(arm: FakeArm, directory: Path) -> list[str]:
 
 
 def _mended(arm: FakeArm, directory: Path, code: str, text: str) -> list[str]:
-    """What the user must mend: one call for each request, its sentence, and the VMs once it is mended."""
+    """A fault that the user must fix: one call for each request, its sentence, and the VMs once it is fixed."""
     arm.at_once = dict.fromkeys(SIZES, (409, code, text))
     with world(arm, directory) as run:
         run.begin()

@@ -28,7 +28,7 @@ Role = Literal["manager", "node"]
 
 
 class Machines(Protocol):
-    """Who plays the VMs. Called from one thread."""
+    """Plays the VMs. Called from one thread."""
 
     def boot(self, name: str, resource_id: str, cloud_config: str) -> None:
         """Start a VM."""

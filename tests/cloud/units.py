@@ -1,4 +1,4 @@
-"""What systemd reads of a unit file, as far as Morph's own units go. A key that is not known here is an error."""
+"""Reads systemd unit files, as far as Morph's own units need it. Unknown keys are errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When VMs come, are warned and are taken, from a rate and from a trace."""
+"""Times at which VMs come, get notices and are taken, from a rate and from a trace."""
 
 from __future__ import annotations
 

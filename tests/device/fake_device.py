@@ -29,7 +29,7 @@ POISON = 0xFF
 
 
 class DeviceLost(RuntimeError):
-    """What a synchronisation raises once whatever the device hung in was aborted."""
+    """Raised by a synchronisation after the operation in which the device hung was aborted."""
 
 
 def poison(tensor: Tensor) -> None:
@@ -90,7 +90,7 @@ class FakeStream:
         self._put(act)
 
     def wait(self, event: FakeEvent) -> None:
-        """What waits on the stream on which everything is computed at once lets the device come to the event now."""
+        """Let the device reach the event now, because operations on the waiting stream compute at once."""
         if self is self._device.at_once:
             self._device.num_stalls += not event.done
             self._device.run_until(event)

@@ -1,4 +1,4 @@
-"""What every implementation of the transport seam does: one class of tests, whose ``ends`` fixture a subclass gives."""
+"""The contract of all link implementations: one class of tests, whose ``ends`` fixture a subclass provides."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def accelerator() -> torch.device:
 
 
 _LIBRARIES: list[torch.library.Library] = []
-"""What is registered lasts as long as these."""
+"""Keeps registrations alive."""
 
 
 def _register_autocast() -> None:
@@ -149,13 +149,13 @@ aten = torch.ops.aten
 _NO_KERNEL = {aten.detach.default, aten._unsafe_view.default, aten.lift_fresh.default, aten._local_scalar_dense.default}
 _NO_KERNEL_NAMES = ("empty", "new_empty", "_reshape_alias", "is_", "sym_")
 NUMBER = 0.5
-"""What a number that a fake tensor does not have is taken to be."""
+"""The assumed value of a number that a fake tensor does not have."""
 _ASKS_THE_DEVICE = {aten.nonzero.default, aten.equal.default, aten._unique2.default, aten.masked_select.default}
 
 
 @dataclass(frozen=True, order=True)
 class Site:
-    """Where something is asked of the device: a file below the repository's root and a function of it."""
+    """The place of a call to the device: a file below the repository's root, and a function in it."""
 
     kind: Kind
     pinned: bool
@@ -165,7 +165,7 @@ class Site:
 
 @dataclass
 class Counts:
-    """Of one step."""
+    """Counts of one step."""
 
     sites: Counter[Site] = field(default_factory=Counter)
     site_bytes: Counter[Site] = field(default_factory=Counter)
@@ -280,7 +280,7 @@ class Shape:
 
 
 class ArrivedWork:
-    """What a collective returns that is over."""
+    """The handle of a finished collective."""
 
     def get_future(self) -> torch.futures.Future[object]:
         future: torch.futures.Future[object] = torch.futures.Future()
@@ -510,7 +510,7 @@ SITES_HEAD = ("| what | where | jobs |", "|---|---|---|")
 
 @dataclass(frozen=True)
 class Both:
-    """Of one stage: what each micro-batch asks, and what each step does beside."""
+    """Calls of one stage: per micro-batch, and additionally per step."""
 
     each_micro_batch: Mapping[Site, int]
     each_step: Mapping[Site, int]

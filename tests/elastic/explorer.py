@@ -81,7 +81,7 @@ class Explorer:
     _moves: dict[tuple[int, int, int], Any] = field(default_factory=dict)
     _seen: dict[World, tuple[int, ...]] = field(default_factory=dict)
     ends: set[tuple[tuple[Ring | None, int, str], ...]] = field(default_factory=set)
-    """How histories end: ring, steps and phase of each member that is alive."""
+    """The end of a history: ring, steps and phase of each living member."""
     _path: list[tuple[int, Label]] = field(default_factory=list)
 
     def run(self) -> tuple[int, int]:
@@ -226,7 +226,7 @@ class Explorer:
     # -- what happens
 
     def _alone(self, world: World, me: int) -> Iterator[World]:
-        """What a member may have done by itself before the next thing happens to it."""
+        """Return the states that a member may have reached by itself before its next event."""
         state = self._states[world.states[me]]
         if state.phase not in ("running", "agreeing") or state.ring is None:
             return

@@ -92,7 +92,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """How a run of one worker ends that nothing disturbs."""
+    """Return the result of an undisturbed run with one worker."""
     job = Job(tmp_path_factory.mktemp("quiet"), is_forked=False)
     assert job.wait() == 0, job.log
     (end,) = job.ends()

@@ -1,4 +1,4 @@
-"""What the workers of the tests run. Faults are scheduled by step and rank, in the middle of a worker's compute.
+"""The script of the tests' workers. Faults are scheduled by step and rank, in the middle of a worker's compute.
 
 FAULTS: JSON, from a step to what happens at it: {"5": {"kill": [1]}}.
 """
@@ -168,7 +168,7 @@ def meet_faults(optimizer: morph.elastic.Optimizer, first_rank: int, met: set[in
 
 
 def exit_between_steps(step: int) -> None:
-    """As a script does that gives up: all workers at once."""
+    """Fail in all workers at once, like a script that gives up."""
     faults = FAULTS.get(str(step), {})
     if "exit_between" in faults:
         meet(step, faults["exit_between"])

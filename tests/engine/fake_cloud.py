@@ -142,7 +142,7 @@ class ProvisioningWorld:
         self.facts: list[Fact] = []
 
     def answer(self) -> NodesGranted | RequestRefused:
-        """What the thread tells next, but for facts, which are kept."""
+        """Return the thread's next event; facts are collected on the way."""
         while True:
             stamped = self.event_queue.get(BOUND_S)
             assert stamped is not None, "no answer"

@@ -44,7 +44,7 @@ class Manager:
         self.server = LinkServer(self.entrance, self.told)
 
     def die(self) -> None:
-        """What the kernel does to a manager that is killed."""
+        """Act like the kernel when a manager is killed."""
         self.vms._line.close()
         self.server.close()
 

@@ -1,4 +1,4 @@
-"""What is particular to VMs that outlive their manager: strays, VMs gone behind our back, a complete end."""
+"""Provisioning of VMs that outlive their manager: strays, VMs that vanished, and ending all of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.engine.fake_cloud import BOUND_S, FakeCloud, know
 
 
 class Cloud(FakeCloud):
-    """It may be changed by others too, is slow, has locked VMs, or fails to be dismantled."""
+    """A cloud that others may change, too, that is slow, has locked VMs, or fails to dismantle."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -98,7 +98,7 @@ class Scene:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What the pool takes for the time; it stands, however slow this machine is."""
+    """The pool's clock, which stands still, however slow this machine is."""
     now_s = [silence.time.monotonic()]
     monkeypatch.setattr(silence.time, "monotonic", lambda: now_s[0])
     return now_s

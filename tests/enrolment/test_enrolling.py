@@ -71,7 +71,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def credential(secret: str = SECRET) -> str:
-    """What the nodes are given."""
+    """Return the nodes' credential."""
     return authority_of(secret).credential("node")
 
 

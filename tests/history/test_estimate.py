@@ -1,4 +1,4 @@
-"""What is expected of VMs of a kind, against figures worked out by hand, and against populations with a known rate."""
+"""Expected losses of a kind of VMs, compared with numbers computed by hand, and with populations of a known rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold after every event of a history beside ``validate``: of changes, and of what workers really have."""
+"""Invariants after every event of a history, besides ``validate``: of changes, and of what workers really have."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from morph.contract.vm_names import beside, vm_of
 
 
 def check_state(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """What always holds of a state holds, and every decision says why."""
+    """Check the invariants of the state, and that every decision has a reason."""
     try:
         validate(decision.state)
     except BrokenState as error:
@@ -77,7 +77,7 @@ def check_versions(cluster: SimulatedCluster, before: ControllerState, event: Ev
 
 
 def check_counted(cluster: SimulatedCluster, before: ControllerState) -> None:
-    """Of the step that is decided, what each section gave for each micro-batch is in exactly one sum."""
+    """In the decided step, the contribution of each section and micro-batch is in exactly one sum."""
     assert before.reshape is not None
     whole = (1 << before.reshape.plan.num_micro_batches) - 1
     total: dict[Place, int] = {}
@@ -122,7 +122,7 @@ def check_orders(cluster: SimulatedCluster, before: ControllerState, event: Even
 
 
 def check_holdings(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """What the controller believes a worker holds, it holds; and what is needed is held or can be restored."""
+    """Workers hold what the controller believes; and every needed unit is held or can be restored."""
     state = decision.state
     saved = state.saving.checkpoint is None or state.saving.checkpoint.version in cluster.checkpoints
     cluster.check(saved or state.saving.doubt is not None, "the newest checkpoint is not on storage")

@@ -139,7 +139,7 @@ def play_all(seeds: Iterable[int]) -> int:
 
 @dataclass
 class Reached:
-    """How often histories came to what: phases, reasons, and the phases in which workers and managers were lost."""
+    """Counts over histories: phases, reasons, and the phases in which workers and managers were lost."""
 
     num_histories: int = 0
     phases: Counter[Phase] = field(default_factory=Counter)

@@ -99,7 +99,7 @@ class SimulatedProvider:
         return vm
 
     def facts(self, vm: str) -> NodeFacts | None:
-        """What kind of VM it is; None: all are alike."""
+        """Return a VM's facts; None: all VMs are equal."""
         types = self.world.faults.node_types
         return NodeFacts(node_type=self.types.get(vm, types[int(vm[1:]) % len(types)])) if types else None
 
@@ -291,7 +291,7 @@ class SimulatedCluster(World):
 
     @property
     def state_wake_s(self) -> float | None:
-        """When the last decision wants a tick."""
+        """Return when the last decision needs a tick."""
         return self.history[-1][2].wake_at_s if self.history else None
 
     def emit(self, event: Event) -> None:

@@ -175,7 +175,7 @@ class BrokenHistoryError(AssertionError):
 
 
 class World:
-    """What happens when, and what went wrong. Events are ordered by (time, sequence number)."""
+    """The event queue, and counts of faults. Events are ordered by (time, sequence number)."""
 
     def __init__(self, seed: int, faults: Faults) -> None:
         self.random = random.Random(seed)
@@ -210,7 +210,7 @@ class World:
         return least + (most - least) * self.random.random()
 
     def lag_s(self) -> float:
-        """How long a message takes: now and then so long that others overtake it."""
+        """Draw the time of a message, which is sometimes so long that others overtake it."""
         return self.between(0.0, 3.0) if self.chance(self.faults.late_message) else self.between(0.0, 0.01)
 
     def note(self, what: str) -> None:
@@ -430,7 +430,7 @@ class SimulatedFollowing:
         return True
 
     def copies(self, name: str, step: int) -> list[PartialSum]:
-        """What a worker that gives up a step has of others' sums: of whole runs of micro-batches, or none yet."""
+        """Return a worker's copies of others' sums when it gives up a step: of whole runs of micro-batches, or none."""
         shape, found = self.workers[name].shape, list[PartialSum]()
         assert shape is not None
         every = shape.copy_sums_every

@@ -92,7 +92,7 @@ class Both(JournalledCluster):
 
 
 def told(path: Path, *, state: bool = True) -> dict[str, object]:
-    """What each reader of a journal finds in it; ``state``: the controller's too."""
+    """Return the result of each reader of a journal; ``state``: including the controller's state."""
     with Journal.open(path / JOURNAL, read_only=True) as journal:
         happenings = HappeningsReader("mem://checkpoints", PRICES)
         report = read_report(path)
@@ -400,7 +400,7 @@ def test_states_have_the_fields_of_their_version() -> None:
 
 
 def fields_of() -> dict[str, list[str]]:
-    """Of everything that readers keep of where they stand: fields with their types, by class."""
+    """Return the fields and types of all classes in which readers keep their progress."""
     left: list[object] = [RunReader, LivesReader, EventReader, Account]
     found: dict[str, list[str]] = {}
     while left:

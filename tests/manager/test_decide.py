@@ -260,12 +260,12 @@ def check(
 
 
 def done(actions: Sequence[Action]) -> Counter[str]:
-    """What is to be done; that a VM may go is told once for all notices that it has by then."""
+    """Return the actions; a VM's notices so far are acknowledged together."""
     return Counter(action.model_dump_json() for action in actions if not isinstance(action, AcknowledgeNotice))
 
 
 def answers_to(state: ControllerState) -> list[Answer]:
-    """What may be answered to the present order, right and wrong."""
+    """Return possible answers to the present order, right and wrong ones."""
     generation, version = state.generation, state.version
     step = Prepared(worker="", generation=generation, step=version, attempt=state.step.attempt, times=TIMES)
     return [

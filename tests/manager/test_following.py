@@ -1,4 +1,4 @@
-"""Who follows whom, and where that pays."""
+"""The choice of followers, and where they pay."""
 
 from __future__ import annotations
 

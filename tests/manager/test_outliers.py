@@ -231,7 +231,7 @@ def test_a_stage_that_only_one_of_unequal_pipelines_has_is_held_against_the_prof
 
 
 def test_stages_of_the_same_sections_are_peers_whatever_pipeline_they_are_in() -> None:
-    """Of three alike the median is the measure, though all of them are slower than the profile."""
+    """Three equal workers are compared with their median, although all of them are slower than the profile."""
     slow = dict.fromkeys(("n1", "n2", "n3", "n4"), SLOW) | {"n4": SLOW * SLOW}
     same = make_unequal((1, 2, ""), (1, 2, ""))
     script = Script(plans={4: same}, expected_nodes=4)

@@ -107,7 +107,7 @@ def test_silent_storage_is_no_damage_and_is_retried_until_the_limit(script: Scri
 
 
 def read_by(actions: tuple[Action, ...]) -> dict[str, set[str | None]]:
-    """Who reads what each worker gets from the checkpoint; None: itself."""
+    """Return which worker reads the units that each worker gets from the checkpoint; None: it reads them itself."""
     orders = [action.order for action in actions if isinstance(action, SendReshape)]
     read: dict[str, set[str | None]] = {}
     for source in orders[0].sources:

@@ -1,4 +1,4 @@
-"""What users write themselves: their own backward, state in the forward, losses, data sets, adapters."""
+"""Code that users write themselves: backwards, state in the forward, losses, data sets, adapters."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class FakeEc2:
         )
 
     def client(self, service: str) -> Client:
-        """What stands for boto3's client of a service."""
+        """Return the stand-in for boto3's client of a service."""
         return Client(self, service)
 
     def call(self, service: str, operation: str, parameters: dict[str, Any], client: Client) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class FakeEc2:
         return self._once(asked, lambda: self._fleet(asked))
 
     def _once(self, asked: dict[str, Any], carry_out: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What a client token means: the same request again has the same answer."""
+        """Give a repeated request with the same client token the same answer."""
         kind = next((key for key in ("LaunchTemplateConfigs", "LaunchTemplateData") if key in asked), "")
         token, body = f"{kind} {asked['ClientToken']}", json.dumps(asked, sort_keys=True, default=str)
         if token not in self._answers:
@@ -366,7 +366,7 @@ class FakeEc2:
         return next((name for name, made in self.living().items() if made == instance), "")
 
     def left(self) -> dict[str, list[str]]:
-        """What there is of anybody's."""
+        """Return all resources, of any owner."""
         return {
             "instances": sorted(self.living()),
             "volumes": [one["VolumeId"] for one in self.real.describe_volumes()["Volumes"]],

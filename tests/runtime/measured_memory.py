@@ -134,7 +134,7 @@ class TrackedCrew(Crew):
 
 @dataclass(frozen=True)
 class Measured:
-    """Of each stage: bytes estimated, and the most that one of its workers had.
+    """Return for each stage the estimated bytes, and the maximum over its workers.
 
     ``estimates`` are those of the plan's windows, ``reached`` those of as many micro-batches as were in flight:
     how fast neighbours are decides whether a window is ever full.

@@ -1,4 +1,4 @@
-"""What is lost with a worker, and what is not: real workers, each micro-batch counted once, equal weights.
+"""Salvage after the loss of a worker: real workers, each micro-batch counted once, equal weights.
 
 A step that is given up is finished in the next shape and a second worker holds state and sums (decision 0019).
 """

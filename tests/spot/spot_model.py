@@ -1,4 +1,4 @@
-"""What the scripts for spot VMs have in common: a model with dropout, data, and how they wait to be taken.
+"""Shared parts of the scripts for spot VMs: a model with dropout, data, and the wait for a revocation.
 
 ``PAUSES``: step numbers, comma-separated, of one VM after the other: it does no step after its own, until it is taken;
 with ``+`` behind the number it waits for the order to save which a notice gives, and does one step more.

@@ -1,4 +1,4 @@
-"""What processes show to others: where they listen, and whether a secret stands in what they carry or write."""
+"""What processes expose: listening sockets, and secrets in their environment, command lines and files."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def together(plans: Sequence[Plan]) -> Plan:
 
 @dataclass(frozen=True)
 class TinyJob:
-    """What the controller must know of the tiny job."""
+    """Return the controller's configuration of the tiny job."""
 
     fingerprint: str
     batch_size: int
@@ -117,7 +117,7 @@ def load_tiny_job(
 def cut_for_workers(
     job_path: str, num_sections: int = NUM_SECTIONS, micro_batch_size: int = MICRO_BATCH_SIZE
 ) -> HandedCut:
-    """What ``morph run`` hands to the workers of a job: they need not cut."""
+    """Return the cut that ``morph run`` hands to a job's workers."""
     with imported_once(job_path):
         return LoadedJob(job_path).handed(num_sections, micro_batch_size)
 
@@ -130,7 +130,7 @@ def setup_of_tiny_job(fingerprint: str, **fields: object) -> WorkerSetup:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a managed run ended, and what it decided on the way."""
+    """The end of a managed run, and its decisions."""
 
     outcome: str
     manifest: Manifest
@@ -148,7 +148,7 @@ def constant_vms(count: int) -> Trace:
 
 
 def facts_of(spec: RunSpec, batch_size: int) -> RunFacts:
-    """What a run's directory says of its job."""
+    """Return the job's facts in a run's directory."""
     return RunFacts(
         job=spec.job_path,
         fingerprint=spec.config.fingerprint,

@@ -1,4 +1,4 @@
-"""What a run shows to others: where it listens, what it writes, and what is left when its terminal is closed."""
+"""What a run exposes: its sockets and files, and what is left when its terminal is closed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ except Exception as error:
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen of one run, while it trained and after its terminal was closed.
+    """Observations of one run, while it trained and after its terminal was closed.
 
     ``shown`` by its processes; ``ray_files`` are Ray's logs and sessions, ``files`` the run directory; ``live_modes``
     of the files with secrets.
@@ -122,7 +122,7 @@ def seen(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 def _stranger(address: str, **token: str) -> str:
-    """What Ray's head node tells a process with this token, or with none."""
+    """Return the answer of Ray's head node to a process with this token, or without one."""
     environment = {**environment_of_commands(), "RAY_AUTH_MODE": "token" if token else "disabled", **token}
     done = subprocess.run(
         [sys.executable, "-c", STRANGER, address], capture_output=True, text=True, timeout=100, env=environment

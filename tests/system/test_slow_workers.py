@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 @dataclass
 class Told:
-    """What a run decided that has to do with slow workers."""
+    """A run's decisions about slow workers."""
 
     slow: list[str] = field(default_factory=list)
     well: list[str] = field(default_factory=list)

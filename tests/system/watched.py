@@ -104,7 +104,7 @@ class WatchedMorph:
         return shown_by(self.family()).listening
 
     def close_terminal(self) -> None:
-        """What happens when the window is closed: SIGHUP to the processes of its session."""
+        """Send SIGHUP to the processes of the session, as when the window is closed."""
         if self._reader.is_alive() and self._wake >= 0:
             os.write(self._wake, b"x")  # a terminal that is read from stays open
             self._reader.join(END_TIMEOUT_S)

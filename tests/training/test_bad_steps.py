@@ -47,7 +47,7 @@ def samples_of(step: int) -> tuple[int, ...]:
 
 
 class Seen:
-    """What was said of bad steps, and which samples they had."""
+    """Return the reports of bad steps, and their samples."""
 
     def __init__(self) -> None:
         self.sentences: dict[int, str] = {}
@@ -63,7 +63,7 @@ class Seen:
 
 
 def bytes_of(report: RunReport, url: str) -> Manifest:
-    """What a run ends with, but for when and how it was saved."""
+    """Return the result of a run, except when and how it was saved."""
     manifest = read_manifest(url, report.version)
     return manifest.model_copy(update={"saved_s": None, "shape": "", "marked": None})
 

@@ -44,7 +44,7 @@ def test_changing_shapes_and_lost_workers_change_no_bit(crew: ShapesCrew, refere
 
 
 def num_trained_on(trained: Trained) -> list[int]:
-    """How often the model was trained on each sample, by its own count."""
+    """Return how often the model was trained on each sample, by its own count."""
     for entry in trained.manifest.units:
         folder = trained.directory / f"v{trained.manifest.version:08d}"
         for name, tensor in from_payload((folder / entry.file).read_bytes()).items():
