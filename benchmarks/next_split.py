@@ -41,7 +41,7 @@ HALF_BYTES = 2
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes; the rates are of one GPU inside its node, and of a NIC, of which a node has one or each GPU its own."""
+    """Nodes; rates are those of one GPU inside its node, and of a NIC; a node has one NIC, or one for each GPU."""
 
     gpus_per_node: int
     inside_s: float
@@ -51,11 +51,11 @@ class Cluster:
     one_nic: bool
 
     def ring_s(self, num_gpus: int, size_bytes: float) -> float:
-        """An all-reduce over GPUs of one node."""
+        """Return the time of an all-reduce over GPUs of one node."""
         return 2 * (num_gpus - 1) * (self.inside_s + size_bytes / num_gpus / self.inside_bytes_per_s)
 
     def rings(self, shared: int) -> Iterator[AllReduceTime]:
-        """Over workers on different nodes, of the bytes of one GPU of each: one ring for each of ``shared`` GPUs."""
+        """Yield all-reduces over workers on different nodes, of one GPU's bytes: a ring for each of ``shared`` GPUs."""
         for at_once in sorted({1, self.gpus_per_node // shared}):
             slower = shared * at_once if self.one_nic else 1
             for ring in (2, 4, 8, 16, 32, 64):
@@ -120,7 +120,7 @@ def llama(num_layers: int, hidden: int, inner: int) -> tuple[Profile, float]:
 
 
 def part(section: SectionProfile, share: float) -> SectionProfile:
-    """Of a section this share, of everything but what crosses its ends."""
+    """Return this share of a section, in everything but what crosses its borders."""
     sizes = ("parameter_bytes", "optimizer_bytes", "gradient_bytes", "activation_bytes_per_sample")
     update: dict[str, object] = {name: round(share * getattr(section, name)) for name in sizes}
     for name in ("forward", "backward"):
@@ -129,7 +129,7 @@ def part(section: SectionProfile, share: float) -> SectionProfile:
 
 
 def in_halves(profile: Profile, attention: float) -> Profile:
-    """Each layer as two sections; ``attention``: its share of a layer in everything."""
+    """Return the profile with each layer as two sections; ``attention``: its share of a layer."""
     sections: list[SectionProfile] = []
     first: list[int] = []
     units = [unit for unit in profile.units if len(unit.sections) > 1]
@@ -150,7 +150,7 @@ def in_halves(profile: Profile, attention: float) -> Profile:
 
 
 def shared(profile: Profile, cluster: Cluster, num_gpus: int) -> Profile:
-    """Every layer on so many GPUs of a node, which split what lies between layers, too (sequence parallelism)."""
+    """Return the profile with every layer on so many GPUs of a node, with sequence parallelism between layers."""
 
     def of_one(section: SectionProfile) -> SectionProfile:
         calls, message = SHARED_CALLS * section.label.startswith("layer"), section.input_bytes_per_sample
@@ -180,7 +180,7 @@ def shared(profile: Profile, cluster: Cluster, num_gpus: int) -> Profile:
 
 
 def zero_1(profile: Profile, num_replicas: int, num_holders: int) -> Profile:
-    """Optimizer state over the replicas; sums go half of a ring's way, parameters in 16 bits the other half."""
+    """Return the profile with optimizer state split over replicas: reduce-scatter of sums, all-gather in 16 bits."""
     share, sums = min(1.0, num_holders / num_replicas), profile.accumulator_bytes_per_parameter
     sections = [
         section.model_copy(
@@ -198,7 +198,7 @@ def zero_1(profile: Profile, num_replicas: int, num_holders: int) -> Profile:
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to split a job; ``num_holders`` of each share of optimizer state, 0: it is not split."""
+    """A way to split a job; ``num_holders``: holders of each share of optimizer state; 0: it is not split."""
 
     label: str
     profile: Profile
@@ -206,7 +206,7 @@ class Variant:
     num_holders: int = 0
 
     def best(self, cluster: Cluster) -> tuple[float, str]:
-        """Examples per second of the best plan for all GPUs, and its shape, m and bubble; 0 if nothing fits."""
+        """Return examples per second of the best plan for all GPUs, and its shape, m and bubble; 0: nothing fits."""
         workers, found = NUM_GPUS // self.num_gpus, [(0.0, "")]
         counts = {workers // depth for depth in range(1, workers + 1)} - set(range(self.num_holders + 1))
         for replicas in sorted(counts) if self.num_holders else (None,):

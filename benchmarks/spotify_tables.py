@@ -124,7 +124,7 @@ def play(of: Inferred, policy: str, steps: int, mttp_s: float, seeds: int) -> li
 
 
 def mean(values: Sequence[float]) -> float:
-    """Of the seeds."""
+    """Return the mean over seeds."""
     return statistics.fmean(values)
 
 

@@ -159,7 +159,7 @@ def test_a_host_where_the_start_fails_costs_none_of_the_others(
     static = StaticProvider(StaticSpec(hosts=hosts, command=("true",)), "tiny", tmp_path / "l.json", SECRET, shell)
     vms = static.request("a", 4)
     assert [vm.zone for vm in vms] == ["h0:22", "h2:22", "h3:22"]
-    assert caplog.messages == ["the host h1:22 is passed over: h1: the command failed with 1"]
+    assert caplog.messages == ["the host h1:22 is not used: h1: the command failed with 1"]
     assert set(static.list()) == set(vms)
     assert static.boot_log(vms[0].name) == "no space left\n"
     broken |= {"h2"}  # for another manager, which asks again under the name

@@ -303,7 +303,7 @@ class Phase(StrEnum):
 
 
 class PreCopy(Value):
-    """A planned change whose units are pre-copied, while the present generation goes on training.
+    """A planned change whose units are pre-copied while the present generation continues to train.
 
     The change leads to ``slots`` of ``plan``. ``moves`` are the units that receivers lack there, each with a member
     that holds and sends it; ``synced``, by receiver, are units that have arrived and are kept at the decided version.

@@ -250,7 +250,7 @@ class StaticProvider:
     def _pass_over(self, key: str, error: ProviderError) -> None:
         """Log why a host is not used while others are; each reason once in a row."""
         if self._passed_over.get(key) != str(error):
-            log.warning("the host %s is passed over: %s", key, error)
+            log.warning("the host %s is not used: %s", key, error)
         self._passed_over[key] = str(error)
 
     def _start(self, key: str, vm: Vm) -> None:
