@@ -14,10 +14,10 @@ from manager.controller.state.actions import (
     RequestNodes,
     SendReshape,
     StartWorker,
-    WriteManifest,
 )
 from manager.controller.state.bounds import commit_bound_s
 from manager.controller.state.events import ManagerResumed
+from manager.controller.state.judging import manifest_order
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase
 from manager.controller.state.transition import Transition
@@ -113,7 +113,7 @@ def _repeated_orders(state: ControllerState) -> tuple[Action, ...]:
             actions += repeat_orders(state)
         if step.order.abort_sent_s is not None:
             actions += [Abort(worker=worker, generation=state.generation) for worker in state.busy_workers]
-    actions += [WriteManifest(manifest=manifest) for manifest in saving.sealing]
+    actions += [manifest_order(state, manifest) for manifest in saving.sealing]
     if saving.marked is not None:
         actions.append(MarkBest(best=saving.marked))
     if saving.doubt is not None and saving.doubt.status == "asked":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import fsspec
 
@@ -104,14 +104,18 @@ def refusal(
 
 
 def superfluous(
-    versions: Iterable[StoredVersion], rules: CheckpointRules, back_steps: int | None = None
+    versions: Iterable[StoredVersion],
+    rules: CheckpointRules,
+    back_steps: int | None = None,
+    spared: Collection[int] = (),
 ) -> tuple[int, ...]:
     """Return the versions to delete, ascending. Nothing is deleted before ``keep_newest`` newer ones are complete.
 
     Versions that a user keeps stay, complete or not, and do not count among the newest, so keeping one costs no other
-    its place. The best one stays, and so do the first complete version of each span of ``keep_every_steps`` steps, and
-    the newest that ``back_steps`` divides, to which the run returns after a bad step. Incomplete versions, and those
-    set aside, are deleted with the ones that are older than the newest; newer ones may still be being written.
+    its place. The best one stays, and so do the first complete version of each span of ``keep_every_steps`` steps, the
+    newest that ``back_steps`` divides, to which the run returns after a bad step, and those that are ``spared``.
+    Incomplete versions, and those set aside, are deleted with the ones that are older than the newest; newer ones may
+    still be being written.
     """
     found = sorted(versions, key=lambda stored: stored.version)
     complete = [stored.version for stored in found if stored.complete]
@@ -124,16 +128,18 @@ def superfluous(
             first_of_span.setdefault(version // rules.keep_every_steps, version)
     back = [version for version in complete if back_steps is not None and version % back_steps == 0]
     stay = {stored.version for stored in found if stored.kept or stored.best} | set(first_of_span.values())
-    stay.update(back[-1:])
+    stay.update(back[-1:], spared)
     return tuple(stored.version for stored in found if stored.version < newest[0] and stored.version not in stay)
 
 
-def delete_superfluous(url: str, rules: CheckpointRules, back_steps: int | None = None) -> None:
+def delete_superfluous(
+    url: str, rules: CheckpointRules, back_steps: int | None = None, spared: Collection[int] = ()
+) -> None:
     """Delete the superfluous versions, the oldest first.
 
     Raises:
         CheckpointError: the storage cannot be read.
         Exception: the storage fails to delete; the type depends on the storage.
     """
-    for version in superfluous(stored_versions(url), rules, back_steps):
+    for version in superfluous(stored_versions(url), rules, back_steps, spared):
         delete_version(url, version)

@@ -60,6 +60,7 @@ def test_the_first_version_of_a_span_stays_however_old() -> None:
 def test_the_newest_to_which_a_bad_step_goes_back_stays() -> None:
     assert superfluous(whole(5, 10, 12, 13, 14), CheckpointRules(keep_newest=2), back_steps=5) == (5, 12)
     assert superfluous(whole(5, 10, 12), CheckpointRules(keep_newest=1), back_steps=3) == (5, 10)
+    assert superfluous(whole(5, 10, 12), CheckpointRules(keep_newest=1), spared=(10, 11)) == (5,)
 
 
 def test_one_that_a_user_keeps_stays_and_costs_no_other_its_place() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 import torch
@@ -129,7 +129,7 @@ def test_old_checkpoints_that_cannot_be_deleted_are_noted_and_the_new_one_counts
 ) -> None:
     run, tried = make_run(num_steps=20), threading.Semaphore(0)
 
-    def fail(url: str, rules: CheckpointRules, back_steps: int | None) -> None:
+    def fail(url: str, rules: CheckpointRules, back_steps: int | None, spared: Collection[int]) -> None:
         tried.release()
         raise OSError("busy")
 

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from manager.engine.joining.link_server import listen
-from manager.engine.on_ray import ray_environment
+from manager.engine.on_ray import ray_cluster, ray_environment
 from manager.engine.on_ray.launcher import RayLauncher
 from manager.engine.on_ray.ray_cluster import RayCluster
 from manager.engine.on_ray.ray_environment import prepare
@@ -147,6 +147,15 @@ class Owned:
 def owned() -> Iterator[Owned]:
     gone: list[str] = []
     owned = Owned(RayCluster(prepare(), gone=gone.append), gone)
+    session_of = ray_cluster.session_of
+
+    def slowly(host: psutil.Process) -> list[psutil.Process]:
+        found = session_of(host)
+        host.wait(GONE_S)  # by itself, before this process ends it
+        return found
+
+    patched = pytest.MonkeyPatch()
+    patched.setattr(ray_cluster, "session_of", slowly)
     try:
         with listen("127.0.0.1") as workers:  # the host keeps it
             starting = threading.Thread(target=owned.cluster.start, args=(workers,))
@@ -159,12 +168,15 @@ def owned() -> Iterator[Owned]:
             _wait_until(found, "no head node was started")
             owned.first_head[0].kill()
             starting.join(2 * GONE_S)
+        patched.undo()
         yield owned
     finally:
+        patched.undo()
         owned.cluster.close()
 
 
 def test_a_head_node_that_dies_while_it_starts_is_started_once_more(owned: Owned) -> None:
+    """Also where the process that failed to start it ends by itself, before the manager ends it."""
     assert owned.cluster.address
     pids = {raylet.pid for raylet in _raylets(owned.cluster)}
     assert pids & set(owned.cluster._head)

@@ -191,10 +191,13 @@ class AcknowledgeNotice(Value):
 
 
 class WriteManifest(Value):
-    """Write the manifest; ``ManifestWritten`` (or ``CheckpointFailed``) follows."""
+    """Write the manifest; ``ManifestWritten`` (or ``CheckpointFailed``) follows. Then old checkpoints are deleted."""
 
     kind: Literal["write_manifest"] = "write_manifest"
     manifest: Manifest
+    spared: tuple[Version, ...] = Field(
+        default=(), description="not deleted now, because they may be marked as the best"
+    )
 
 
 class MarkBest(Value):

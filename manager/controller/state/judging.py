@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from manager.controller.state.actions import MarkBest
+from manager.controller.state.actions import MarkBest, WriteManifest
 from manager.controller.state.evaluations import totals_of
 from manager.controller.state.saves import PendingCheckpoint
 from manager.controller.state.state import ControllerState
 from manager.controller.state.transition import Transition
+from morph.contract.checkpoint import Manifest
 from morph.contract.decided import LossTrend
 from morph.contract.errors import TrainingStopped
 from morph.contract.evaluation import Best, BestRule, Judged
@@ -112,6 +113,21 @@ def may_be_best(state: ControllerState, under_way: Sequence[PendingCheckpoint]) 
         for one in under_way
         if one is under_way[0] or one.version > state.judged.last_version or (best and best.version == one.version)
     )
+
+
+def manifest_order(state: ControllerState, manifest: Manifest) -> WriteManifest:
+    """Order a manifest, and spare what may be marked as the best once the manifests before it are known to be written.
+
+    These are the best of the stored checkpoints and of those on the way, and evaluated versions without a result yet.
+    """
+    if state.evaluation is None or state.evaluation.best is None:
+        return WriteManifest(manifest=manifest)
+    saving, evaluation = state.saving, state.evaluation
+    coming = {*saving.newest, *(one.version for one in saving.sealing), *(one.version for one in saving.under_way)}
+    best = marked_with(state, *coming)
+    spared = {one for one in coming if one > state.judged.last_version and evaluation.is_due(one)}
+    spared |= {best.version} if best is not None else set()
+    return WriteManifest(manifest=manifest, spared=tuple(sorted(spared)))
 
 
 def early_end(state: ControllerState) -> str:

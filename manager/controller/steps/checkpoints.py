@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from manager.controller.state.actions import ReasonCode, WriteManifest
+from manager.controller.state.actions import ReasonCode
 from manager.controller.state.events import MANIFEST_WRITER, CheckpointFailed, ManifestWritten, UnitsWritten
-from manager.controller.state.judging import awaits_metrics, note_complete
+from manager.controller.state.judging import awaits_metrics, manifest_order, note_complete
 from manager.controller.state.saves import PendingCheckpoint
 from manager.controller.state.state import ControllerState, Phase
 from manager.controller.state.transition import Transition
@@ -165,7 +165,7 @@ def save_if_due(transition: Transition) -> None:
     transition.change_saving(save_retry_s=None)
     sentence = f"version {state.version} is written once more"
     if state.phase is Phase.SEALING:
-        manifests = [WriteManifest(manifest=manifest) for manifest in saving.sealing]
+        manifests = [manifest_order(state, manifest) for manifest in saving.sealing]
         return transition.say(ReasonCode.CHECKPOINT_SEALED, sentence, *manifests)
     if saving.pending is None:
         return None

@@ -9,13 +9,14 @@ from manager.controller.shape.formation import form
 from manager.controller.shape.placement import share_units
 from manager.controller.shape.planned_changes import change_due, drain_due, starts_pre_copy
 from manager.controller.shape.pre_copy import drop_if_stale
-from manager.controller.state.actions import ReasonCode, SendCommit, SendStep, WriteManifest
+from manager.controller.state.actions import ReasonCode, SendCommit, SendStep
 from manager.controller.state.bounds import commit_bound_s, save_bound_s, step_bound_s
 from manager.controller.state.judging import (
     awaits_metrics,
     early_end,
     finisher,
     judges_losses,
+    manifest_order,
     marked_with,
     take_evaluation,
     take_losses,
@@ -170,7 +171,7 @@ def seal(transition: Transition, pending: PendingCheckpoint) -> None:
     else:
         transition.change_saving(earlier=tuple(one for one in state.saving.earlier if one.version != pending.version))
     sentence = f"every unit of version {pending.version} is written: its manifest follows"
-    transition.say(ReasonCode.CHECKPOINT_SEALED, sentence, WriteManifest(manifest=manifest))
+    transition.say(ReasonCode.CHECKPOINT_SEALED, sentence, manifest_order(transition.state, manifest))
 
 
 def end_if_saved(transition: Transition) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from manager.controller.state.events import (
@@ -24,6 +24,7 @@ from morph.checkpoint.storage import bounded
 from morph.contract.checkpoint import Manifest
 from morph.contract.errors import CheckpointDamaged
 from morph.contract.evaluation import Best
+from morph.contract.messages import Version
 from morph.contract.rules import CheckpointRules
 
 CLOSE_TIMEOUT_S = 15.0
@@ -54,9 +55,12 @@ class CheckpointStore:
         self._wanted: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def write(self, manifest: Manifest) -> None:
-        """Write a manifest; ``ManifestWritten`` or ``CheckpointFailed`` follows. Returns at once."""
-        self._do(partial(self._write, manifest))
+    def write(self, manifest: Manifest, spared: Collection[Version] = ()) -> None:
+        """Write a manifest; ``ManifestWritten`` or ``CheckpointFailed`` follows. Returns at once.
+
+        Then older checkpoints than the rules keep are deleted, but for ``spared``.
+        """
+        self._do(partial(self._write, manifest, spared))
 
     def find(self, at_most: int | None = None) -> None:
         """Find the newest checkpoint whose bytes are all right; ``at_most``: up to this version.
@@ -96,7 +100,7 @@ class CheckpointStore:
         while (work := self._wanted.get()) is not None:
             work()
 
-    def _write(self, manifest: Manifest) -> None:
+    def _write(self, manifest: Manifest, spared: Collection[Version]) -> None:
         try:
             bounded(partial(self._write_held, manifest), self._rules.file_limit_s(0), "storage")
         except Exception as error:  # any storage's error; the controller keeps the previous checkpoint
@@ -106,7 +110,7 @@ class CheckpointStore:
         self._event_queue.put(ManifestWritten(version=manifest.version))
         try:
             bounded(
-                partial(delete_superfluous, self._checkpoint_url, self._rules, self._back_steps),
+                partial(delete_superfluous, self._checkpoint_url, self._rules, self._back_steps, spared),
                 DELETE_TIMEOUT_S,
                 "storage",
             )

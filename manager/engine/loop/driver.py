@@ -246,8 +246,8 @@ class Driver:
                 self._pool.start(worker, vm_of(worker))
             case EndWorker(worker=worker):
                 self._pool.end(worker)
-            case WriteManifest(manifest=manifest):
-                self._checkpoints.write(manifest)
+            case WriteManifest(manifest=manifest, spared=spared):
+                self._checkpoints.write(manifest, spared)
             case MarkBest(best=best):
                 self._checkpoints.mark(best)
             case FindCheckpoint():

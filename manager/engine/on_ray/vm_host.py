@@ -7,7 +7,8 @@ of its other processes; 0: any free ones.
 
 It is a separate process because Ctrl-C in the user's terminal must reach the manager alone. If the manager is killed,
 nodes live on for ``PATIENCE_S``, in which another manager may take over. Then, or at ``{"end": true}``, every node is
-ended; unless a manager requested the end, the directory is removed too. If this process is killed, a helper process
+ended. The directory is removed too, unless a manager requested the end or was told that the head node did not start:
+that manager still needs the directory. If this process is killed, a helper process
 ends everything in its session.
 
 Every manager is greeted with that socket and ``{"host": pid, "address": .., "head": [pid, ..], "store": pid, "vms":
@@ -330,7 +331,7 @@ def main() -> None:
     control_socket = ControlSocket(socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]))
     calls = socket.socket(fileno=int(sys.argv[3]))
     calls.set_inheritable(False)
-    directory, asked_to_end = Path(sys.argv[4]), False
+    directory, is_kept = Path(sys.argv[4]), False
     end_of_this, _ = os.pipe()  # the kernel closes the other end
     subprocess.Popen([sys.executable, "-I", "-S", "-c", END_SESSION], stdin=end_of_this)
     os.close(end_of_this)
@@ -341,16 +342,17 @@ def main() -> None:
             head = _ConfinedHead(directory, host, port, first_port) if host else _LocalHead(directory / "sockets")
         except Exception as error:  # Ray's errors have no common class
             if manager is not None:
+                is_kept = True  # it tries again in the same directory
                 tell(manager, error=f"{type(error).__name__}: {error}")
             return
         nodes = _Nodes(directory, head, calls)
-        while manager is not None and not asked_to_end:
-            asked_to_end = _attend(manager, nodes, control_socket)
-            manager = None if asked_to_end else control_socket.next()
+        while manager is not None and not is_kept:
+            is_kept = _attend(manager, nodes, control_socket)
+            manager = None if is_kept else control_socket.next()
     finally:
         control_socket.close()
         _end_children()
-        if not asked_to_end:
+        if not is_kept:
             shutil.rmtree(directory, ignore_errors=True)
         os._exit(0)  # even if its threads still wait
 
