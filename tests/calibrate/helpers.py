@@ -1,4 +1,4 @@
-"""Processes that help to measure, seen from outside."""
+"""Finds the helper processes of measurements from outside."""
 
 from __future__ import annotations
 

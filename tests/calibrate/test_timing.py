@@ -1,4 +1,4 @@
-"""Clocks, samples, and when there are enough of them."""
+"""Clocks, samples, and the rule for enough samples."""
 
 from __future__ import annotations
 

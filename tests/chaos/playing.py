@@ -1,4 +1,4 @@
-"""Playing a run with faults drawn from a seed to its end, and judging it."""
+"""Play a run with faults drawn from a seed, and judge its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every process of one run, found from outside: those started with its environment, and whatever they started."""
+"""Every process of one run, found from outside: those started with its environment, and their descendants."""
 
 from __future__ import annotations
 

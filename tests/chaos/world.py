@@ -1,4 +1,4 @@
-"""One run of the real command, as a user has it: its folder, its processes, its journal, the clock that it sees."""
+"""One run of the real command, as a user starts it: its folder, its processes, its journal, and its clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The newest whole checkpoint: what is damaged is passed over and kept, and storage that is silent proves nothing."""
+"""The newest undamaged checkpoint: damaged ones are skipped and kept, and silent storage proves no damage."""
 
 from __future__ import annotations
 

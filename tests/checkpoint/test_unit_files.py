@@ -1,4 +1,4 @@
-"""A unit's state as bytes: what is read are views of them, each where a kernel wants it; any reader can read them."""
+"""A unit's state as bytes: tensors are aligned views of them, and any safetensors reader can read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder with everything right that ``morph run`` wants, in which tests then put one mistake."""
+"""A folder with valid input for ``morph run``, into which tests put one mistake."""
 
 from __future__ import annotations
 

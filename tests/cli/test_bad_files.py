@@ -1,4 +1,4 @@
-"""Files that users write, and files that come from elsewhere: what is wrong is refused in one line that names it."""
+"""Files of users and from elsewhere: a mistake is refused in one line that names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Job files: a mistake is one line that says what is wrong; what the commands say of right ones."""
+"""Job files: a mistake gives one line that says what is wrong; commands describe valid ones."""
 
 from __future__ import annotations
 

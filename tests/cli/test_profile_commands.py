@@ -1,4 +1,4 @@
-"""``morph profile``: what is in a profile, and what a run measured goes into it."""
+"""``morph profile``: showing a profile, and updating it with a run's measurements."""
 
 from __future__ import annotations
 

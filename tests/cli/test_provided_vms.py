@@ -1,4 +1,4 @@
-"""Files that ask for VMs of a provider: a mistake is one line that names it, before anything starts or is written."""
+"""Cluster files with VMs of a provider: a mistake gives one line that names it, before anything is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run trains on the code and data it began with; where they differ, the user decides before anything is loaded."""
+"""A run trains on the code and data with which it began; if they changed, the user decides before they are loaded."""
 
 from __future__ import annotations
 

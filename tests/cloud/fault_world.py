@@ -1,4 +1,4 @@
-"""A manager without workers: the controller, the thread that asks a provider, a cloud's SDK and the notice server.
+"""A manager without workers: the controller, the thread that calls a provider, a cloud's SDK, the notice server.
 
 Everything but the VMs is real: HTTP to the fake resource manager, or boto3 on moto, sockets to the agents. A VM that is
 granted appears at once, and its worker is ready at once; the run waits for more VMs than there will be, so that nobody

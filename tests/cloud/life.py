@@ -1,4 +1,4 @@
-"""A whole run on the virtual Azure: from nothing, over VMs that are taken, to nothing; and what it must add up to."""
+"""A whole run on the virtual Azure, with VMs that are taken, until nothing is left; and checks of its account."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fake resource manager with time in it: VMs that boot, cost, are warned and taken, with all that belongs to them.
+"""The fake resource manager over time: VMs boot, are billed, get notices and are taken, with all their resources.
 
 One thread lets time pass: it ends operations, starts and kills the hosts, and takes evicted VMs away.
 """

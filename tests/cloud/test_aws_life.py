@@ -1,4 +1,4 @@
-"""A whole run on instances of moto's AWS, from nothing to nothing: real workers, one interrupted and one warned."""
+"""A whole run on instances of moto's AWS, until nothing is left: real workers, one interrupted and one warned."""
 
 from __future__ import annotations
 

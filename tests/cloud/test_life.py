@@ -1,4 +1,4 @@
-"""The user's command on the virtual Azure, from nothing to nothing: VMs come, are taken, warned or not, and go."""
+"""The user's command on the virtual Azure: VMs come, are taken with or without a notice, and none is left."""
 
 from __future__ import annotations
 

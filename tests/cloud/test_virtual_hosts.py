@@ -1,4 +1,4 @@
-"""The virtual hosts themselves: what a VM does stays in it, and goes with it."""
+"""The virtual hosts themselves: a VM's processes and files stay inside it, and end with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting for what other processes do: bounded, and by looking."""
+"""Waiting for other processes by polling, for a bounded time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values made and copied without checking are what checked ones are, to the byte that is written of them."""
+"""Values made or copied without validation equal validated ones, to the byte of their serialised form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles, plans, pools and other files: what is wrong names file, field and value."""
+"""Profiles, plans, pools and other files: errors name file, field and value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of a device that is not the host, with numbers: what the host may not do with a device's memory fails.
+"""Tensors with values on a device other than the host: forbidden accesses of the host to device memory fail.
 
 They take torch's slot for backends that others bring (PrivateUse1), as in ``step_counts``; autograd, optimizers and
 views are torch's own. Each storage has an address at which nobody can read, and host memory of its own that only this

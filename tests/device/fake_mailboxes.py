@@ -1,4 +1,4 @@
-"""Mailboxes of a fake device in a worker's process, which may end at a place in the way of a message."""
+"""Mailboxes of a fake device in a worker's process, which may be killed at any stage of a message."""
 
 from __future__ import annotations
 

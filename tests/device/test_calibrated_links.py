@@ -1,4 +1,4 @@
-"""Calibration where mailboxes and NCCL's rings are asked for, and what plans say of other links."""
+"""Calibration with mailboxes and NCCL's rings, and remarks of plans about other links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/how-it-works/gpu.md says what a step asks of its device: counted anew in a process that gets one more device."""
+"""The calls to the device in docs/how-it-works/gpu.md, counted again in a process with an additional device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links over mailboxes: the contract, slots that are used again, peers that go, and what cannot be shared or opened."""
+"""Links over mailboxes: the contract, reused slots, lost peers, and memory that cannot be shared or opened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors as a stream of chunks: what arrives, what is copied on the way, and how much is under way at a time."""
+"""Tensors as a stream of chunks: the received values, the copies, and the amount in transit at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every history of a few members that lose some of their number: all orders of messages, losses and suspicions.
+"""Explores every history of a few members that lose some of them: all orders of messages, losses and suspicions.
 
 A scenario names who may be killed, and who may be suspected wrongly by whom; each happens at any moment, or never. What
 a member does alone (completing a reduction, receiving a state) is decided as late as it can matter: right before the

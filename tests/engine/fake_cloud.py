@@ -1,4 +1,4 @@
-"""A provider whose VMs are names, the thread between it and the controller, and what the controller tells that."""
+"""A provider whose VMs are only names, the thread between it and the controller, and the controller's messages."""
 
 from __future__ import annotations
 

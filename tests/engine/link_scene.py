@@ -1,4 +1,4 @@
-"""A link server, and what it tells."""
+"""A link server, and the events that it reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding what a killed manager left; the process that owns the VMs is the test."""
+"""Finding the VMs of a killed manager; the test plays the process that owns them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live loop with a pool that answers at once: what is written down before it is done, and how a run ends."""
+"""The live loop with a pool that answers at once: decisions are journalled before they are carried out; ends."""
 
 from __future__ import annotations
 

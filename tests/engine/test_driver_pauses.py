@@ -1,4 +1,4 @@
-"""The live loop where nothing can be written for a while: it pauses, says so once, and goes on."""
+"""The live loop when the journal cannot be written for a while: it pauses, reports that once, and continues."""
 
 from __future__ import annotations
 

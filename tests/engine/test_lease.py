@@ -1,4 +1,4 @@
-"""One manager at a time writes checkpoints at a URL; the next one waits, knows that it is dead, or takes over."""
+"""Only one manager at a time writes checkpoints at a URL; the next one waits, detects its death, or takes over."""
 
 from __future__ import annotations
 

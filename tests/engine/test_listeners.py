@@ -1,4 +1,4 @@
-"""Every listener of Morph against the same abuse: silent strangers in numbers, rubbish, no descriptor left."""
+"""Every listener of Morph under the same abuse: many silent strangers, invalid data, no file descriptors left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another process asks the manager of a run to take VMs: over its socket, without VMs."""
+"""Another process asks a run's manager over its socket to revoke VMs; there are no VMs here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store is started again where it was, and the run told when that cannot be."""
+"""The store is restarted at the same place, and the run learns when that is impossible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every provider."""
+"""The contract of every provider."""
 
 from __future__ import annotations
 

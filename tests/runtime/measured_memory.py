@@ -1,4 +1,4 @@
-"""The memory of a job's stages, as the planner estimates it and as workers on a CPU take it."""
+"""The memory of a job's stages, as the planner estimates it and as workers on a CPU use it."""
 
 from __future__ import annotations
 

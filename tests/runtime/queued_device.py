@@ -1,4 +1,4 @@
-"""A device that works through a queue, in ticks: what it is given takes none of the host's time, only its own."""
+"""A device that works through a queue in ticks: operations take none of the host's time, only its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups formed by two members in one process: messages, and the ways in which they end."""
+"""Groups of two members in one process: messages, and all ways in which groups end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probes: what is timed, when they end, and that a worker's weights do not notice them."""
+"""Probes: the timed work, their ends, and that they do not change a worker's weights."""
 
 from __future__ import annotations
 

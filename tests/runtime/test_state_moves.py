@@ -1,4 +1,4 @@
-"""State moves over channels that are lists here; what each source means, and what is refused."""
+"""State moves over channels that are lists here: each kind of source, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recorded step: its trace is whole and consistent, and a journal gives it back."""
+"""A recorded step: its trace is complete and consistent, and can be read back from a journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts that the static provider reaches over a program that stands for ssh: each has its own home and address here."""
+"""Hosts that the static provider reaches through a stand-in for ssh: each has its own home and address."""
 
 from __future__ import annotations
 

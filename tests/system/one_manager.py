@@ -1,4 +1,4 @@
-"""One manager's process: ``python -m tests.system.one_manager ORDERS.json``; takes over what a killed one left.
+"""One manager's process: ``python -m tests.system.one_manager ORDERS.json``; takes over from a killed one.
 
 It can be told to kill itself, and a worker with it, when the run reaches a phase at a version.
 """

@@ -1,4 +1,4 @@
-"""Pre-copied units to workers that join a managed run: that, and kills meanwhile, change no bit."""
+"""Pre-copies to workers that join a managed run, and kills meanwhile, change no bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pre-copied units in managed runs of a member that will be taken, or is slow: no step is lost, and no bit changes."""
+"""Pre-copies from a member of a managed run that will be taken, or is slow: no step is lost, and no bit changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's whole way through the commands: calibrate, plan, simulate, run along a trace, status."""
+"""A user's path through the commands: calibrate, plan, simulate, run along a trace, status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The newest checkpoint is damaged, or one worker cannot read it, and what it was of is lost: the run goes on."""
+"""The newest checkpoint is damaged, or one worker cannot read it, when state is lost: the run continues."""
 
 from __future__ import annotations
 

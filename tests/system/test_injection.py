@@ -1,4 +1,4 @@
-"""``morph inject`` takes VMs of a real run: noticed ones cost no step, the others some, and no bit changes."""
+"""``morph inject`` takes VMs of a real run: with a notice no step is lost, else some, and no bit changes."""
 
 from __future__ import annotations
 

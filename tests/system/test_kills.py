@@ -1,4 +1,4 @@
-"""Workers die with SIGKILL in every phase of a step; the weights end bit for bit as if nothing had happened."""
+"""Workers die with SIGKILL in every phase of a step; the final weights equal those of an undisturbed run."""
 
 from __future__ import annotations
 

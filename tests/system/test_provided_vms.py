@@ -1,4 +1,4 @@
-"""Runs on hosts that a provider brings: the user's command, real nodes and agents; hosts die, and a manager does."""
+"""Runs on a provider's hosts: the user's command, real nodes and agents; hosts die, and so does a manager."""
 
 from __future__ import annotations
 

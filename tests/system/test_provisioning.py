@@ -1,4 +1,4 @@
-"""A run that keeps a number of VMs: one that is killed is replaced because the controller asks for another."""
+"""A run that keeps a number of VMs: when one is killed, the controller requests a replacement."""
 
 from __future__ import annotations
 

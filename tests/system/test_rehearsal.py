@@ -1,4 +1,4 @@
-"""Rehearsals with real processes: the same weights in every shape, the time that was expected, nothing left behind."""
+"""Rehearsals with real processes: the same weights in every shape, the expected time, and nothing left behind."""
 
 from __future__ import annotations
 

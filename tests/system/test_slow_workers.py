@@ -1,4 +1,4 @@
-"""A worker whose device is slow: found by its compute times, left out at a boundary, probed, taken back when well."""
+"""A worker on a slow device is detected by its compute times, left out at a boundary, probed, and taken back."""
 
 from __future__ import annotations
 

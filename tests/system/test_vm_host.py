@@ -1,4 +1,4 @@
-"""The process that owns local Ray nodes: boots them together, tells of their deaths, and keeps nothing of the dead.
+"""The process that owns local Ray nodes: boots them together, reports their deaths, and cleans up after them.
 
 And whoever has Ray's token has every VM. What he cannot have with it: the manager, or anything on its machine. The
 tests of local nodes have one cluster, for each takes long to start; the last of them ends it.

@@ -1,4 +1,4 @@
-"""A command in a terminal of its own, everything of which can be looked at: sockets, environments, files, output."""
+"""A command in a terminal of its own, which can be inspected: sockets, environments, files, output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps whose numbers are bad: skipped, or given up with those before; the same bytes whatever is lost meanwhile."""
+"""Steps with bad numbers are skipped, or given up with those before; the result does not depend on losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data workers and streams: who reads a sample changes no bit of what is learned, whatever becomes of who reads it."""
+"""Data workers and streams: the process that reads a sample, and its loss, change no bit of the result."""
 
 from __future__ import annotations
 

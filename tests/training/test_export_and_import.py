@@ -1,4 +1,4 @@
-"""A run's weights go out as one plain state_dict, and begin a run from one."""
+"""A run's weights are exported as one plain state_dict, and a run can begin from one."""
 
 from __future__ import annotations
 

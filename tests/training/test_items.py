@@ -1,4 +1,4 @@
-"""Items of every kind train alike in every shape, and as a plain loop over the same batches does."""
+"""Items of every kind train equally in every shape, and as in a plain loop over the same batches."""
 
 from __future__ import annotations
 

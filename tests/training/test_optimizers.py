@@ -1,4 +1,4 @@
-"""Any optimizer and any schedule: a state that is saved and loaded goes on bit for bit."""
+"""Any optimizer and any schedule: a saved and loaded state continues bit for bit."""
 
 from __future__ import annotations
 
