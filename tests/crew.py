@@ -66,7 +66,7 @@ from tests.system.harness import JOB, TinyJob
 from tests.waiting import ANSWER_S, poll_until
 
 FORKS = multiprocessing.get_context("forkserver")
-"""Imports what a worker needs once: a member is there at once, where a process of its own would import for seconds."""
+"""Imports a worker's modules once, so that members start at once; separate processes would import for seconds."""
 FORKS.set_forkserver_preload(["tests.runtime.ready_to_fork"])
 LOOPBACK = "127.0.0.1"
 SETUP_S = 300.0
@@ -294,7 +294,7 @@ def _receive(connection: Connection, what: str, timeout_s: float) -> Any:
 
 
 def wait_for_updates(lane: PreCopyLane, most: int) -> None:
-    """Wait until no more updates than so many are still to leave: a stream that falls behind by more is given up."""
+    """Wait until at most so many updates remain to be sent: a stream that falls further behind is given up."""
     poll_until(lambda: all(stream._unsent_updates <= most for stream in lane._outgoing), "updates to leave")
 
 
@@ -351,7 +351,7 @@ class Crew:
         self.begin()
 
     def begin(self) -> None:
-        """Forget every state: the next reshape makes it anew from the job's seed."""
+        """Forget every state: the next reshape makes it again from the job's seed."""
         self.version = 0
         self.held: dict[str, frozenset[str]] = {}
         self.losses: list[float] = []
@@ -664,7 +664,7 @@ class ManagedCrew:
             return finish, read_report(path), run_dir.checkpoint_url
 
     def fork(self, count: int) -> None:
-        """Make processes for so many workers, before other threads may hold what a child would wait for."""
+        """Fork processes for so many workers, before other threads may hold locks that a child would need."""
         self._idle += [Member(f"spare-{index}") for index in range(count)]
 
     def close(self) -> None:

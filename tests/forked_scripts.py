@@ -38,7 +38,7 @@ from tests.waiting import ANSWER_S
 HOST = "manager.engine.on_processes.process_host"
 LOOK_EVERY_S = 0.01
 FROM_DESCRIPTOR = 700
-"""Descriptors of a fork are there until it has closed all others; below the usual limit to their number."""
+"""Numbers for a fork's descriptors until it has closed all others; below the usual limit."""
 
 
 class ForkedScript:

@@ -31,7 +31,7 @@ LINK = re.compile(r"\]\(([^)\s#:]*)(?:#([^)\s]*))?\)")
 
 
 def pages() -> list[Path]:
-    """Every page that tells of the present: the documentation, and what is at the root but the changelog."""
+    """Return every page about the present state: the documentation, and files at the root except the changelog."""
     root = [page for page in REPOSITORY.glob("*.md") if page.name != "CHANGELOG.md"]
     return [*root, *REPOSITORY.glob("docs/**/*.md")]
 

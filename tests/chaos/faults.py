@@ -46,7 +46,7 @@ def _stopped(process: psutil.Process) -> Iterator[bool]:
 
 
 def _wait(world: World, seconds: float) -> None:
-    """Let time pass while the run goes on; a child that appears meanwhile is known."""
+    """Let time pass while the run continues, and record child processes that appear meanwhile."""
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         world.family.look()

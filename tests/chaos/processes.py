@@ -53,7 +53,7 @@ class Family:
 
 
 def send(process: psutil.Process, number: signal.Signals) -> bool:
-    """Signal a process unless it is gone, or its number is another's by now; returns whether it was there."""
+    """Signal a process unless it is gone or its id was reused; return whether it existed."""
     try:
         process.send_signal(number)
     except psutil.Error:

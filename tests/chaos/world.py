@@ -155,7 +155,7 @@ class World:
         return self._process.poll()
 
     def kill_manager(self) -> bool:
-        """SIGKILL to it alone; returns whether it died of that, and had not ended before."""
+        """Send SIGKILL to the command alone; return whether it died of that, and had not ended before."""
         assert self._process is not None
         self._process.send_signal(signal.SIGKILL)
         return self._process.wait(END_S) == -signal.SIGKILL

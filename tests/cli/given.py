@@ -122,7 +122,7 @@ def failing():
 
 
 def without_phases(stderr: str) -> list[str]:
-    """Lines on standard error, but for those that say what goes on, which depend on how long that takes."""
+    """Return the lines on standard error without progress reports, which depend on timing."""
     return [line for line in stderr.splitlines() if not line.endswith(" ...")]
 
 

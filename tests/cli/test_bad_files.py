@@ -110,7 +110,7 @@ def _places(kind: str) -> list[Place]:
 
 
 def _read(kind: str, path: Path, *changes: tuple[Place, Any]) -> str:
-    """Read a file of this kind, right but for these places; return with what it is refused, or "" where it is taken."""
+    """Read a file of this kind, valid except at these places; return its refusal, or "" if it is accepted."""
     value_type, right = FILES[kind]
     content = json.loads(json.dumps(right))
     for (*above, last), value in changes:

@@ -60,7 +60,7 @@ def run_code(given: Given, if_changed: IfChanged = IfChanged.REFUSE, job: str | 
 
 @pytest.fixture
 def begun(given: Given) -> Given:
-    """A run whose data set depends on a file beside its code."""
+    """A run whose data set depends on a file in the folder of its code."""
     given.file("jobs.py", SCALED)
     given.file("scale.txt", "2")
     with RunDir(given.run_dir, facts(given)) as opened:

@@ -47,7 +47,7 @@ def whole(ec2: FakeEc2, directory: Path, **options: Any) -> Iterator[World]:
 
 
 def _once(ec2: FakeEc2, directory: Path, fault: Fault, told: str = "") -> list[str]:
-    """A fault that passes: the same request goes on under its name, and no instance comes twice."""
+    """A transient fault: the same request continues under its name, and no instance is made twice."""
     ec2.faults = [replace(fault)]
     with whole(ec2, directory) as run:
         assert run.ready() == sorted(ec2.living()) == NAMES
@@ -196,7 +196,7 @@ def taken_over(ec2: FakeEc2, directory: Path) -> list[str]:
 
 
 def reconcile(ec2: FakeEc2, run: str = "tiny-1", job: str = "tiny") -> list[str]:
-    """`morph cloud reconcile`: what it says."""
+    """Return the output of `morph cloud reconcile`."""
     told: list[str] = []
     options = {"open_client": ec2.client, "bounds": Bounds(delete_s=30, poll_s=0.01)}
     try:

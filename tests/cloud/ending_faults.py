@@ -19,7 +19,7 @@ LOOK_S = 0.05
 
 
 def reconcile(arm: FakeArm, run: str = "tiny-1", job: str = "tiny", **where: str) -> list[str]:
-    """`morph cloud reconcile`: what it says."""
+    """Return the output of `morph cloud reconcile`."""
     told: list[str] = []
     spec = SPEC.model_copy(update=where)
     try:

@@ -137,7 +137,7 @@ class World:
         return 1e6 + (time.monotonic() - self._begin_s) * self.scale + self._skipped_s
 
     def skip(self, passed_s: float) -> None:
-        """Let so many seconds pass at once for the controller; its waits are as long as ever."""
+        """Advance the controller's clock by so many seconds; later waits keep their length."""
         self._skipped_s += passed_s
 
     def pause(self, wait_s: float) -> bool:
@@ -194,7 +194,7 @@ class World:
         return sorted(name for name, entry in self.state.workers.items() if entry.node is NodeState.READY)
 
     def until_whole(self, *, without: str = "") -> None:
-        """Go on until all the VMs that are to be kept are there."""
+        """Continue until all VMs that the run keeps are up."""
         self.until(lambda: len(self.ready()) == KEEP and without not in self.ready(), f"{KEEP} VMs")
         assert set(self.ready()) <= {vm.name for vm in self.provider.list()}
 

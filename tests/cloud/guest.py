@@ -62,7 +62,7 @@ class GuestSpec:
     cloud_config: str = ""
 
     def write(self) -> Path:
-        """Write it for its process 1, readable by its owner alone: a cloud-config holds secrets."""
+        """Write the spec for process 1, readable only by its owner, because a cloud-config holds secrets."""
         path = Path(self.directory) / "spec.json"
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
             json.dump(asdict(self), out)
@@ -77,7 +77,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def main() -> None:
-    """Make the host's namespaces; its process 1 is a child of this process, which tells its number and waits."""
+    """Make the host's namespaces, start its process 1 as a child, report the child's id, and wait for it."""
     die_with_parent(int(sys.argv[2]))
     spec = GuestSpec(**json.loads(Path(sys.argv[1]).read_text()))
     Path(sys.argv[1]).unlink()

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BOUND_S = 100.0
 PREFIX = "morph-hosts-"
 CODE = {"PYTHONPATH": str(ROOT)}
-"""Of what stands for the cloud, and of the manager: VMs get Morph from there."""
+"""The address of the fake cloud and of the manager, from which VMs get Morph."""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -177,7 +177,7 @@ class Hosts:
         return namespace
 
     def boot(self, name: str, cloud_config: str) -> Host:
-        """Start a VM whose network is there."""
+        """Start a VM whose network exists."""
         number = self._numbers[name]
         namespace, address = self.network.namespace(number), self.network.address(number)
         self.living[name] = Host(self._spec(name, namespace, address, {}, cloud_config))

@@ -154,7 +154,7 @@ class Life:
         return path
 
     def live(self) -> RunReport:
-        """Run to the end; blocks, and gives up when nothing is told for ``LINE_BOUND_S``."""
+        """Run to the end; blocks, and gives up after ``LINE_BOUND_S`` without output."""
         arguments = ["run", str(self.write_files())]
         waiting = deque(self.takings)
         while (death := self._manage(arguments, waiting)) is not None:
@@ -222,7 +222,7 @@ class Life:
         return "\n".join([*self.output[-60:], *hosts, *self.azure.region.troubles])
 
     def _is_whole(self, line: dict[str, Any]) -> bool:
-        """Whether it trains, all VMs are ready, and none is there any more that was to be taken."""
+        """Whether the run trains, all VMs are ready, and all VMs to be taken are gone."""
         self.ready |= set(READY.findall(line["sentence"]))
         self.gone |= set(GONE.findall(line["sentence"]))
         living = self.azure.region.living()
@@ -233,7 +233,7 @@ class Life:
         return line["phase"] == "training" and all_there
 
     def _all_known(self) -> bool:
-        """Whether the run has told the end of every VM that was taken."""
+        """Whether the run has reported the end of every VM that was taken."""
         return {taken.vm for taken in self.taken} <= self.gone
 
     def _lines(self, process: subprocess.Popen[str]) -> Any:

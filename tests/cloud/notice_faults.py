@@ -74,7 +74,7 @@ def agent(
 
 
 def until_draining(run: World) -> None:
-    """Go on until the notice was taken, and another VM is there."""
+    """Continue until the notice was handled, and another VM is up."""
     run.until(lambda: run.state.workers[VM].node is NodeState.DRAINING, "the notice")
     run.until_whole(without=VM)
 

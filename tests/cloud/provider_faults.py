@@ -79,7 +79,7 @@ def partly(arm: FakeArm, directory: Path) -> list[str]:
 
 
 def _once(arm: FakeArm, directory: Path, faults: Sequence[Fault] = (), **options: object) -> list[str]:
-    """Faults that pass: the same request goes on under its name, and no VM comes twice."""
+    """Transient faults: the same request continues under its name, and no VM is made twice."""
     arm.faults = list(faults)
     with whole(arm, directory, options=options) as run:
         assert run.ready() == ["tiny-1-0", "tiny-1-1"]
@@ -89,7 +89,7 @@ def _once(arm: FakeArm, directory: Path, faults: Sequence[Fault] = (), **options
 
 
 def _put_off(arm: FakeArm, directory: Path, status: int, code: str) -> list[str]:
-    """The request goes on when Azure asks for it."""
+    """The request is repeated when Azure asks for it."""
     told = _once(arm, directory, [Fault(*PUT, status, code, {"Retry-After": "17"})])
     assert any("again in 17 s" in sentence for sentence in told)
     return told

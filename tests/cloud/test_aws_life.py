@@ -23,7 +23,7 @@ from tests.system.harness import load_tiny_job
 
 NUM_STEPS, INTERRUPTED_AT, WARNED_AT = 24, 6, 12
 SHAPES = {2: "2x1"}
-"""With one worker the run waits: for the VM in the place of one that was taken."""
+"""With one worker the run waits for the replacement of a VM that was taken."""
 pytestmark = pytest.mark.system
 
 

@@ -37,7 +37,7 @@ def test_only_a_window_shorter_than_the_text_needs_a_mask(tools: Any) -> None:
 
 
 def packed(length: int) -> list[dict[str, Tensor]]:
-    """Two texts in one sample: the positions begin anew after ``length`` tokens."""
+    """Two texts in one sample: positions restart after ``length`` tokens."""
     positions = torch.cat([torch.arange(length), torch.arange(LENGTH - length)])
     return [{**item, "position_ids": positions} for item in texts()]
 
@@ -92,7 +92,7 @@ def test_heads_of_other_lengths_get_the_bits_of_the_plain_model(tools: Any) -> N
 
 
 class Masked(nn.Module):
-    """Attention with a mask of its own, made of one that shows all."""
+    """Attention with its own mask, made from a mask that hides nothing."""
 
     def __init__(self, shown: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -424,7 +424,7 @@ class Perhaps(nn.Module):
 
 
 class Begins(nn.Module):
-    """What crosses the first mark depends on a parameter with ``late`` samples alone."""
+    """The tensor at the first mark depends on a parameter only with ``late`` samples."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -204,7 +204,7 @@ def test_one_section_of_a_marked_model_is_refused_in_the_same_way(tools: Any) ->
 
 
 def test_memory_of_a_tensor_that_is_gone_is_not_taken_for_it(tools: Any) -> None:
-    """Else the same operation is another one the next time, by chance alone."""
+    """Otherwise the same operation could differ by chance in the next run."""
     job = tools.make_job(lambda: Changing(lambda _, x: x, decides=False), mean_loss, ITEMS)
     watch = _Watch(RepeatedForward(job, nn.Module(), {}, {}, run=lambda: None), [])
     with watch:

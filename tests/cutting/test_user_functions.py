@@ -62,7 +62,7 @@ class StraightThrough(torch.autograd.Function):
 
 
 class Joined(torch.autograd.Function):
-    """Takes None, a list and a dtype; returns None beside tensors; calls another function; backward with a bias."""
+    """Takes None, a list and a dtype; returns None and tensors; calls another function; backward with a bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, masks: list[Tensor], to: torch.dtype) -> Any:

@@ -61,7 +61,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """See ``Stream``. Each entry is done, or tells that it cannot be yet."""
+    """See ``Stream``. Each entry is a function that returns whether it could be done."""
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
@@ -245,7 +245,7 @@ def only_device(device: FakeDevice) -> Iterator[FakeDevice]:
 
 
 class Ticking:
-    """Ticks devices in a thread of its own, as a real one goes on by itself."""
+    """Ticks devices in a thread of its own, because real devices run by themselves."""
 
     def __init__(self, *devices: FakeDevice) -> None:
         self._devices, self._over = devices, threading.Event()

@@ -292,7 +292,7 @@ class ArrivedWork:
 
 
 class ShapeGroup:
-    """Stands for a process group: everything is there at once."""
+    """A stand-in for a process group, in which everything arrives at once."""
 
     def __init__(self, num_members: int) -> None:
         self._num_members = num_members

@@ -91,7 +91,7 @@ def answers_without_the_last(crew: Crew) -> dict[str, object]:
 
 
 def goes_on_without_the_last(crew: Crew, reference: dict[str, str]) -> None:
-    """The others end with the weights of a worker that trains alone."""
+    """Check that the others end with the weights of a single worker."""
     crew.reshape("3x1", REST)
     crew.train(NUM_STEPS)
     assert crew.digests() == reference

@@ -174,7 +174,7 @@ def test_floating_point_sums_of_such_parameters_are_equal_at_all_workers(start: 
 def test_a_script_that_gives_up_after_a_loss_has_not_come_to_the_end(
     start: Callable[..., Job], exit: dict[str, Any]
 ) -> None:
-    """Python forgets what ``sys.exit`` was given before it calls those who end a ring that was left."""
+    """Python forgets the argument of ``sys.exit`` before it calls the exit handlers that end an open ring."""
     job = start("--workers", "3", FAULTS=json.dumps({"4": {"kill": [1]}, "8": exit}))
     assert job.wait() == 1, job.log
     assert job.log.count("ended with code 3") == 2

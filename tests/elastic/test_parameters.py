@@ -27,7 +27,7 @@ NUM_STEPS, BATCH = 8, 12
 
 
 class Data(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """``num_labels``: of so many places some have no label."""
+    """``num_labels``: the number of positions, some of which have no label."""
 
     def __init__(self, num_labels: int = 0) -> None:
         self.num_labels = num_labels
@@ -520,7 +520,7 @@ def test_a_difference_is_told_in_one_sentence(change: Any, said: str) -> None:
 
 
 def test_a_changed_group_is_seen_whatever_it_holds() -> None:
-    """Settings are read anew only where something may have changed."""
+    """Settings are read again only where they may have changed."""
     net = nn.Linear(2, 2)
     state = TrainingState(net, torch.optim.Adam(net.parameters(), lr=torch.tensor(0.1), betas=(0.5, 0.6)))
     (group,) = state.optimizer.param_groups

@@ -20,7 +20,7 @@ BOUND_S = 100.0
 
 
 def know(shell: Provisioning, nodes: Collection[str]) -> None:
-    """Let the controller know these nodes alone, so that those that it knew besides are given back."""
+    """Let the controller know only these nodes, so that its other ones are given back."""
     gone = shell._nodes - set(nodes)
     shell.know(nodes)
     if gone:

@@ -72,7 +72,7 @@ class Scene:
 
 
 class Silent:
-    """A source that never answers: told as trouble, which shows that an agent was heard."""
+    """A source that never answers, which is reported as trouble and shows that an agent was heard."""
 
     name = "fake"
 

@@ -89,7 +89,7 @@ class World:
                 return stamped.item
 
     def there(self) -> set[str]:
-        """The VMs that are there once all that was to be ended is."""
+        """Return the remaining VMs once all ends are complete."""
         done = threading.Event()
         self.shell._asks.put(lambda: self.shell._looks.put(done.set))
         assert done.wait(BOUND_S)

@@ -18,7 +18,7 @@ BOUND_S = 100.0
 
 
 class FakeStore:
-    """A store whose process is given, and which starts the ``num_failures`` + first time that it is told to."""
+    """A store with a given process, which starts only after ``num_failures`` failed attempts."""
 
     host, port = "127.0.0.1", 4711
 

@@ -36,7 +36,7 @@ SMALL = ZONE_1.model_copy(update={"size": "NC6"})
 def lived(
     facts: NodeFacts, num_lost: int, hours: float, lost_with: int = 1, lost_of: int = 10, **more: float
 ) -> list[Life]:
-    """Lives of so many VMs that were lost, and one that was not, of so many hours together."""
+    """Return lives of so many lost VMs, and of one that was not lost, with so many hours in total."""
     each_s = hours * 3600.0 / (num_lost + 1)
     common = {"facts": facts, "begun_s": 0.0, "ended_s": each_s, **more}
     lost = [

@@ -255,7 +255,7 @@ def check_ahead(cluster: SimulatedCluster, before: ControllerState, event: Event
 
 
 def check_acknowledged(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """A VM is told that it may go only when it drains, does nothing, and has nothing that is not elsewhere as well."""
+    """A VM's notice is acknowledged only if the VM drains, has no order, and holds nothing that exists nowhere else."""
     state = decision.state
     for name in [action.worker for action in decision.actions if isinstance(action, AcknowledgeNotice)]:
         for each in (name, *beside(name, state.workers)):

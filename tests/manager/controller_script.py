@@ -151,7 +151,7 @@ class Script:
         return actions
 
     def written(self, version: int, units: Sequence[str] = tuple(UNITS)) -> tuple[Action, ...]:
-        """Units of a checkpoint under way are on storage: each writer tells of its own."""
+        """Report that units of a checkpoint under way are on storage, each by its writer."""
         actions: tuple[Action, ...] = ()
         writers = next(one.writers for one in self.state.saving.under_way if one.version == version)
         for writer in dict.fromkeys(writers[unit] for unit in units):
@@ -170,7 +170,7 @@ class Script:
 
 
 def unit_written(worker: str, version: int, unit: str) -> UnitWritten:
-    """Return what a worker tells of a unit's file."""
+    """Return a worker's report about a unit's file."""
     return UnitWritten(worker=worker, version=version, unit=unit, file=file_of(unit), size_bytes=1, sha256="0" * 64)
 
 

@@ -92,7 +92,7 @@ class SimulatedProvider:
         self.answers: dict[str, Event] = {}
 
     def add_node(self, host: str | None = None, request: str | None = None) -> str:
-        """A VM comes up; ``host`` names a machine that was there before."""
+        """A VM comes up; ``host``: a machine that existed before."""
         self.num_nodes += 1
         vm = f"n{self.num_nodes}"
         self.up(vm, host, request)

@@ -67,7 +67,7 @@ class Faults:
     comeback: float = 0.0
     """a machine whose worker died is back soon, under another id"""
     notices_after_s: tuple[tuple[float, float | None], ...] = ()
-    """(when a worker is noticed, after how long it is really taken; None: it is not)"""
+    """(when a worker gets a notice, after how long it is really taken; None: it is not taken)"""
     notice_withdrawn: float = 0.0
     silent_death: float = 0.0
     late_loss: float = 0.0
@@ -337,7 +337,7 @@ class SimulatedPreCopy:
                     stream.versions[unit] = version + 1
 
     def keep(self, name: str, order: ReshapeOrder) -> None:
-        """A reshape begins: what it does not use is dropped."""
+        """Begin a reshape: pre-copied units that it does not use are dropped."""
         used = {(order.ahead, entry.peer, entry.worker) for entry in order.sources if entry.kind == "ahead"}
         for key, stream in self.of(name, sending=True) + self.of(name, sending=False):
             if key not in used:
@@ -396,7 +396,7 @@ class SimulatedFollowing:
         self.num_shared = self.num_copied = 0
 
     def begin(self, name: str, worker: SimulatedWorker, order: ReshapeOrder) -> None:
-        """A worker is reshaped: what it is said to have of others' units it must have."""
+        """Reshape a worker, which must have all the units that its order expects from pre-copies."""
         for follow in order.follows:
             if follow.follower == name and any(worker.units.get(unit) != order.version for unit in follow.known):
                 raise self.world.broken(f"{name} is to have {follow.known} at {order.version}: {worker.units}")

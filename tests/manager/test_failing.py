@@ -49,7 +49,7 @@ def fail(script: Script, worker: str, cause: FailureCause) -> tuple[Action, ...]
 
 
 def save(script: Script) -> Finish:
-    """What is held is saved, after which the run is over."""
+    """Workers save what they hold, and then the run is over."""
     version = script.state.version
     assert receivers(script.reshaped(), SendCommit)
     script.committed()

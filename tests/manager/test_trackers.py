@@ -108,7 +108,7 @@ def watching(kind: str, run_dir: Path, **fields: object) -> Watching:
 
 
 def watch(*watched: Watching, end_s: float = END_S) -> list[str]:
-    """Have some told what is in the journal; returns what was said of them."""
+    """Send the journal to some trackers; return the messages about them."""
     said: list[str] = []
     with Watchers(watched, said.append, end_s):
         pass

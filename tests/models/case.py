@@ -24,7 +24,7 @@ SAMPLES = 4
 CLOSE = 2e-6
 SEED = 7
 FLOOR = 1e-1
-"""A gradient is judged beside its own largest number, and beside this share of the model's."""
+"""A gradient's error is judged relative to its own maximum, and to this share of the model's maximum."""
 
 
 @dataclass(frozen=True, kw_only=True)

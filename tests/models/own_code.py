@@ -260,7 +260,7 @@ def fixed_samples(x: Tensor) -> Tensor:
 
 
 class Adapted(nn.Module):
-    """LoRA: a frozen layer beside a product of two small ones."""
+    """LoRA: a frozen layer plus a product of two small ones."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()

@@ -353,7 +353,7 @@ class FakeEc2:
         return PRICES[kind] * (1.0 if zone == sorted(self.subnets)[1] else 1.1)
 
     def living(self) -> dict[str, str]:
-        """Ids of what is there, by name."""
+        """Return ids of existing instances by name."""
         filters = [{"Name": "instance-state-name", "Values": ["pending", "running", "stopping", "stopped"]}]
         told = self.real.describe_instances(Filters=filters)["Reservations"]
         return {

@@ -62,7 +62,7 @@ def test_instances_are_made_in_the_cheapest_zone_and_go_with_all_that_is_theirs(
 def test_a_manager_killed_at_any_call_leaves_a_request_that_the_next_one_completes(
     ec2: FakeEc2, tmp_path: Path, after: bool
 ) -> None:
-    """Nothing comes twice, though AWS tells of it late."""
+    """No instance is made twice, although AWS lists new ones late."""
     num_kills, lived = 0, False
     while not lived:
         directory, left = tmp_path / str(num_kills), iter(range(num_kills, -1, -1))

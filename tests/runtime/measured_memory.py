@@ -33,7 +33,7 @@ from tests.crew import Crew, ThreadMember
 from tests.system.harness import TinyJob
 
 NUM_STEPS = 3
-"""The optimizer's state is there after the first, scales fit after the second."""
+"""After the first step the optimizer's state exists, after the second scales fit."""
 WITHOUT_COPIES = MemoryRules(keeps_sums=False, copies_sums=False, saves=False, changes=False)
 """As in these steps, no checkpoint is written, no sums are sent, and no step is given up."""
 

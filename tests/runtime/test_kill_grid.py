@@ -37,11 +37,11 @@ NUM_SECTIONS, MICRO_BATCH_SIZE, NUM_MICRO_BATCHES = 6, 2, 6
 CHECKPOINT_EVERY = 5
 UNIT_BYTES = 40_000
 PERIOD_S = 1.0
-"""Of a micro-batch, as plans expect it: so slow that with so many losses sums are copied after each one."""
+"""Seconds of a micro-batch in plans: so slow that, with this many losses, sums are copied after each one."""
 SLOW_S = 0.3
 MOST_STEPS = 400
 ROOM_BYTES = 10**9
-"""Of a device and of host memory: with pipelines of even depth followers are said to have room in the latter alone."""
+"""Memory of a device and of the host: for pipelines of even depth, followers fit only in host memory."""
 LONG_NOTICE_S, SHORT_NOTICE_S = 3600.0, 1.0
 
 
@@ -237,7 +237,7 @@ class Kills:
 
 
 def _in_step(state: ControllerState) -> bool:
-    """Whether a step is under way, and every follower has what it is to follow."""
+    """Whether a step is under way, and every follower has all units that it follows."""
     assert state.reshape is not None
     follows = state.reshape.follows
     in_step = all(state.workers[follow.follower].holds.issuperset(follow.units) for follow in follows)
@@ -245,7 +245,7 @@ def _in_step(state: ControllerState) -> bool:
 
 
 class Alone:
-    """The weights of a worker that trains alone."""
+    """Return the weights of a single worker."""
 
     def __init__(self, job: TinyJob, directory: Path) -> None:
         self._crew = Crew(job, ("alone",))

@@ -256,7 +256,7 @@ def await_copies(crew: Crew) -> None:
 
 
 def in_step(crew: Crew, order: ReshapeOrder) -> bool:
-    """Whether every follower has what it is to follow."""
+    """Whether every follower has all units that it follows."""
     return all(set(entry.units) <= crew.held[entry.follower] for entry in order.follows)
 
 

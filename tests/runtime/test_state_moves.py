@@ -195,7 +195,7 @@ def test_only_what_nobody_has_is_made_with_its_initial_numbers(network: Network)
 
 
 def test_what_a_worker_cannot_read_itself_another_reads_and_sends(network: Network) -> None:
-    """What that one has of its own, or wrote itself, has nothing to do with it."""
+    """The reader's own units, and those that it wrote itself, play no role."""
     save(network, 2)
     held = {"s0": make_unit("s0", 3.0, 2)}
     sources = [source("b", "s0", "peer", "a"), source("b", "s1", "checkpoint", "a"), source("a", "s0", "keep")]

@@ -48,7 +48,7 @@ def make(optimizer: MakeOptimizer = adam, *, exact: bool = True, seed: int = 0, 
 
 
 def step(state: UnitState, seed: int) -> None:
-    """Reduce made-up gradients alone, and apply them."""
+    """Reduce synthetic gradients on one worker, and apply them."""
     generator = torch.Generator().manual_seed(seed)
     accumulator = state.new_accumulator()
     for _ in range(NUM_MICRO_BATCHES * len(UNIT.sections)):
@@ -321,7 +321,7 @@ FACTORIES: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
 def test_a_units_step_has_the_same_bits_whoever_shares_the_call(
     kind: str, scheduled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Units of many kinds in random groups, some without a gradient at times, against each unit alone."""
+    """Step units of many kinds in random groups, some without gradients, and compare with each unit alone."""
     chance = random.Random(f"{kind}{scheduled}")
     generator = torch.Generator().manual_seed(1)
 

@@ -54,7 +54,7 @@ class Pauses:
         self._is_first = os.environ.get("RANK", "0") == "0"  # which alone is asked to save
 
     def before(self, num_steps: int) -> None:
-        """Before the next step, with so many done."""
+        """Run before the next step, after so many are done."""
         if self._at is None:
             return
         if self._is_noticed and num_steps == self._at:

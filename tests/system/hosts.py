@@ -68,7 +68,7 @@ class Hosts:
         return nodes
 
     def temporary(self) -> list[Path]:
-        """Folders outside of the nodes' own that nodes made and that are there."""
+        """Return existing folders that nodes made outside their own ones."""
         return [path for path in map(Path, sorted(self._temporary)) if path.exists()]
 
     def temporary_of(self, node: str) -> set[Path]:

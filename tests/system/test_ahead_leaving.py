@@ -66,7 +66,7 @@ def leaving(victim: str, num_vms: int, *, noticed: bool = False) -> Callable[[Vm
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    """The weights of one worker that did so many steps, in a hundredth of the time: none depends on that."""
+    """Return the weights of one worker after so many steps, run 100 times faster, which does not change them."""
     known: dict[int, dict[str, str]] = {}
     quickly = partial(emulated, profile=stretched(PROFILE, 0.01))
 

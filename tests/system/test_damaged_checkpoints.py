@@ -71,7 +71,7 @@ job = runpy.run_path({tiny!r})["job"]
 
 
 class Vandal:
-    """Damages the newest checkpoint once an older one is whole, and kills who drives the last stage, each time."""
+    """Damages the newest checkpoint once an older one is complete, and kills the last stage's worker, repeatedly."""
 
     def __init__(self, url: str) -> None:
         self.url = url

@@ -153,7 +153,7 @@ def profile_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Command:
-    """``morph rehearse`` in a session of its own, with a temporary directory of its own, as batch systems name it."""
+    """``morph rehearse`` in its own session, with its own temporary directory, as on batch systems."""
 
     def __init__(self, folder: Path, *arguments: object) -> None:
         self.temporary = folder / ("long" * 20)

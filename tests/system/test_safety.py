@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 MANY_STEPS, HELD_AFTER = 1_000_000, 8
 POLICY = "{checkpoint_every_steps: 5, heartbeat_timeout_s: 30, order_timeout_s: 500}"
 PRIVATE = ("attach.json", "page.json")
-"""Files of a run directory that hold a secret while the run goes on."""
+"""Files of a run directory that hold a secret during the run."""
 STRANGER = """
 import sys
 from ray._raylet import GcsClient

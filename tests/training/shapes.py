@@ -30,7 +30,7 @@ NAMES = ("w0", "w1", "w2", "w3")
 
 
 def spec_of(name: str) -> str:
-    """The job of a name, as workers are told it; or path/to/file.py:name as it is."""
+    """Return the job path for a name, as workers get it; path/to/file.py:name is returned unchanged."""
     return name if ":" in name else f"{JOBS}:{name}"
 
 
@@ -121,7 +121,7 @@ def trained_alone(
 
 
 class ShapesCrew:
-    """Worker processes, reused by every test; anew after one that failed, for theirs have answers left to give."""
+    """Worker processes, reused by all tests; replaced after a failed test, whose workers have unread answers."""
 
     def __init__(self) -> None:
         self.crew = Crew(load_tiny_job(), NAMES)

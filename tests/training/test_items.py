@@ -110,7 +110,7 @@ def test_packed_texts_train_as_a_plain_loop_over_texts_by_themselves(tmp_path: P
 
 
 def loss_of_texts(model: torch.nn.Module, batch: list[dict[str, torch.Tensor]]) -> Loss:
-    """Each text alone."""
+    """Return the loss of each text by itself, summed."""
     parts = [next_token_loss(model, {name: entry[None] for name, entry in text.items()}) for text in batch]
     return Loss(sum(part.total for part in parts), sum(part.weight for part in parts))  # type: ignore[arg-type]
 

@@ -139,7 +139,7 @@ def check_round_trip(optimizer: MakeOptimizer, schedule: Any = None) -> None:
 
 
 def resumed(state: UnitState, optimizer: MakeOptimizer, schedule: Any = None, code: str = "") -> UnitState:
-    """A state of a changed job that goes on from what another saved."""
+    """Return the state of a changed job that continues from another job's save."""
     other = make(optimizer, schedule, seed=99, code=code)
     other.load(from_payload(to_payload(state.tensors())))
     return other

@@ -54,7 +54,7 @@ class Net(nn.Module):
 
 
 class Points(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Random points and what to make of them; ``first`` tells samples of two sets apart."""
+    """Random points and their targets; ``first`` distinguishes the samples of two sets."""
 
     def __init__(self, first: int = 0, count: int = NUM_SAMPLES) -> None:
         self._first, self._count = first, count
@@ -106,7 +106,7 @@ scheduled = replace(plain, lr_scheduler=warm_up)
 
 
 def breaking_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean squared error of a model that is told which samples break."""
+    """Mean squared error of a model that gets the numbers of breaking samples."""
     return functional.mse_loss(model(batch["x"], batch["flag"]), batch["y"])
 
 
@@ -158,7 +158,7 @@ scaled_fast = replace(scaled, accumulation="fast")
 
 
 def loss_with_metrics(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean squared error, with metrics made early, late, of the batch alone, and the loss itself."""
+    """Mean squared error, with metrics computed early, late and from the batch only, and the loss itself."""
     assert isinstance(model, Net)
     early = model.first(batch["x"]).abs().mean()
     out = model(batch["x"])
@@ -602,7 +602,7 @@ class SkippingAdamW(torch.optim.AdamW):
 
 
 def body_until_3(optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Train the body in the first three steps alone."""
+    """Train the body only in the first three steps."""
     return LambdaLR(optimizer, [lambda _step: 1.0, lambda step: float(step < 3)])
 
 
@@ -643,7 +643,7 @@ class OneSided(torch.autograd.Function):
 
     @staticmethod
     def backward(_ctx: object, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """Give it to the first one alone."""
+        """Give it only to the first one."""
         return gradient, None
 
 
