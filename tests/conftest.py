@@ -77,7 +77,7 @@ def crew() -> Iterator[ShapesCrew]:
 
 @pytest.fixture(scope="session", autouse=True)
 def heard_signals() -> None:
-    """Only where tests run: the processes of pytest-xdist are to survive the hang-up that their parent survives."""
+    """Set only where tests run, so that processes of pytest-xdist survive a SIGHUP that their parent survives."""
     hear_signals()
 
 
@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
-    """Compile the simulator while the workers collect: they find it in numba's cache, which bears no two at once."""
+    """Compile the simulator while workers collect, because numba's cache does not support concurrent writers."""
     if session.config.getoption("dist", "no") != "no" and not hasattr(session.config, "workerinput"):
         from simulator import plan, simulate, synthetic_profile
 

@@ -142,7 +142,7 @@ def _heartbeat_of_none(wait_s: float) -> Heartbeat:
 
 
 def _serve(orders: Connection, control: Connection) -> None:
-    """Body of a worker's process: orders in this thread, control in another."""
+    """Run a worker's process: orders in this thread, control messages in another."""
     from morph.runtime.process.worker import Worker, set_up
     from morph.runtime.state import unit_state
 
@@ -467,7 +467,9 @@ class Crew:
             self.decide()
 
     def save(self, *, held: bool = False) -> Manifest:
-        """Commit the decided version, and write every unit of it once; ``held``: whatever became of the generation."""
+        """Commit the decided version, and write each unit of it once; ``held``: as written after the generation
+        ended.
+        """
         assert self.plan is not None
         self.generation += held
         needed = units_by_stage(self.plan, self.job.units)
@@ -497,7 +499,7 @@ class Crew:
         return Manifest(fingerprint=self.job.fingerprint, version=self.version, units=tuple(files))
 
     def digests(self, *, held: bool = False) -> dict[str, str]:
-        """sha256 of every unit at the decided version."""
+        """Return the sha256 of every unit at the decided version."""
         return {entry.unit: entry.sha256 for entry in self.save(held=held).units}
 
     def close(self) -> None:
@@ -521,7 +523,7 @@ def workers_of(shape: str, names: Sequence[str]) -> Sequence[str]:
 
 
 def check_that_morphs_leave_nothing(crew: Crew, names: Sequence[str]) -> None:
-    """Twenty morphs of four workers leave no thread and no open file in their processes that four have not."""
+    """Check that twenty morphs of four workers leave no more threads and open files than four morphs do."""
     shapes = ("2x2", "1x3", "4x1", "1x2")
 
     def footprints() -> list[Footprint]:
@@ -672,7 +674,7 @@ class ManagedCrew:
             member.end()
 
     def add(self, *workers: str) -> None:
-        """VMs are up: their workers are started."""
+        """Report that VMs are up, so that their workers are started."""
         for worker in workers:
             self._event_queue.put(NodeAppeared(node=worker))
 
@@ -690,7 +692,7 @@ class ManagedCrew:
         return watch
 
     def arm(self, *faults: Fault, slow_s: float = 0.0) -> None:
-        """Schedule deaths of living workers; ``slow_s``: what state takes between them and their followers."""
+        """Schedule deaths of living workers; ``slow_s``: time of state transfers between them and their followers."""
         for worker in dict.fromkeys(fault.worker for fault in faults):
             mine = tuple(fault for fault in faults if fault.worker == worker)
             self._members[worker].control("arm", mine, slow_s)

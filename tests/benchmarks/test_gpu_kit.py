@@ -61,7 +61,7 @@ def packed() -> set[str]:
 
 
 def required_by(*names: str) -> set[str]:
-    """These packages and what they require, at the versions that are installed here, with Python 3.12 on Linux."""
+    """Return these packages and their requirements, in the versions installed here, for Python 3.12 on Linux."""
     python: dict[str, str] = {"python_version": "3.12", "python_full_version": "3.12.0", "extra": ""}
     found, left = set[str](), {canonicalize_name(name) for name in names}
     while left:

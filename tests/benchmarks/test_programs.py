@@ -37,7 +37,7 @@ def _written_out(text: str) -> str:
 
 
 def commands() -> list[tuple[str, str, str]]:
-    """Page, benchmark and options of each command that documentation gives."""
+    """Yield page, benchmark and options of each command in the documentation."""
     documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "Makefile"]
     return [
         (str(page.relative_to(ROOT)), name, options)
@@ -145,7 +145,7 @@ def test_sums_and_copies_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_a_worker_is_timed_beside_a_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
-    """In this process, where everything is imported already."""
+    """Run in this process, where everything is imported already."""
     num_threads, kernels_before = torch.get_num_threads(), kernels_now()
     try:
         ((name, job_path),) = TINY.items()

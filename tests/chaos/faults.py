@@ -24,7 +24,7 @@ HOUR_S = 3600
 
 @dataclass(frozen=True)
 class Fault:
-    """``inflict`` does it, and undoes what passes; returns what was done, or nothing where it found no victim."""
+    """``inflict`` injects the fault, and undoes a transient one; returns a description, or "" without a victim."""
 
     name: str
     inflict: Callable[[World, random.Random], str]
@@ -59,7 +59,7 @@ def kill_worker(world: World, draw: random.Random) -> str:
 
 
 def stop_worker(world: World, draw: random.Random) -> str:
-    """Shorter than its heartbeat time-out, or longer."""
+    """Stop a worker for less than its heartbeat time-out, or for longer."""
     worker, seconds = _some(draw, world.workers()), draw.choice([1.5, 8.0])
     if worker is None:
         return ""
@@ -69,7 +69,7 @@ def stop_worker(world: World, draw: random.Random) -> str:
 
 
 def kill_vm(world: World, draw: random.Random) -> str:
-    """Its first process, of Ray the raylet, and all that it started, at once."""
+    """Kill a VM's first process (Ray's raylet) and all its descendants at once."""
     first = _some(draw, world.vms())
     if first is None:
         return ""
@@ -97,7 +97,7 @@ def kill_manager(world: World, draw: random.Random) -> str:
 
 
 def kill_manager_and_owner(world: World, draw: random.Random) -> str:
-    """And with the process that owns the VMs these; the same command again."""
+    """Kill the manager, and with their owner the VMs; then start the same command again."""
     del draw
     owners, manager = world.owners(), world.manager
     end_all([*owners, manager])
@@ -181,7 +181,7 @@ def lock_journal(world: World, draw: random.Random) -> str:
 
 
 def fill_disk(world: World, draw: random.Random) -> str:
-    """Not a byte more for journal and checkpoints."""
+    """Fill the disk, so that journal and checkpoints cannot grow."""
     seconds = draw.choice([2.0, 6.0])
     if world.disk is None:
         return ""
@@ -270,4 +270,4 @@ HARD = (
     Fault("store killed", kill_store),
     Fault("head node killed", kill_head),
 )
-"""For `make soak`: they cost a run more time than CI has."""
+"""Faults for `make soak`, which take more time than CI has."""

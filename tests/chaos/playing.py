@@ -106,7 +106,7 @@ def play(
 
 
 def _disturbed(world: World, played: Played, draw: random.Random, faults: list[Fault], bounds: Bounds) -> int | None:
-    """Inflict one fault after the other once the run trains; returns the exit code, None if it does not end."""
+    """Inject one fault after the other once the run trains; return the exit code, None if it does not end."""
     began_s = time.monotonic()
     deck: list[Fault] = []
     trains_s = next_s = None

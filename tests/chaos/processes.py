@@ -15,7 +15,7 @@ MARK = "MORPH_CHAOS_RUN"
 
 
 class Family:
-    """Processes of a run; none of anybody else is ever signalled.
+    """Processes of a run; other processes are never signalled.
 
     Args:
         mark: The value of the environment variable ``MARK`` with which the run was started.
@@ -67,7 +67,7 @@ def end_all(processes: Iterable[psutil.Process]) -> None:
 
 
 def line_of(process: psutil.Process) -> str:
-    """Its command line; empty where it just ended."""
+    """Return a process's command line; empty if it has just ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.Error:

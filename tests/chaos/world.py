@@ -134,7 +134,7 @@ class World:
         return [found for found in self.family.look() if found.pid in self._ready or "ray::Worker" in line_of(found)]
 
     def _note_ready(self) -> None:
-        """Remember which processes are workers: the journal says so in a line that is condensed later."""
+        """Record which processes are workers, before the journal's line about them is condensed."""
         query = "SELECT json_extract(payload_json, '$.answer.pid') FROM entries WHERE kind = 'event'"
         self._ready |= {
             pid for (pid,) in self._journal(f"{query} AND json_extract(payload_json, '$.answer.kind') = 'ready'")
@@ -197,7 +197,7 @@ class World:
         return self.run_dir / "checkpoints"
 
     def digests(self) -> dict[str, str]:
-        """sha256 of every unit of the last version; empty where it is not there."""
+        """Return the sha256 of every unit of the last version; empty if it does not exist."""
         url = str(self.checkpoints())
         try:
             if self.steps not in complete_versions(url):
@@ -207,7 +207,7 @@ class World:
             return {}
 
     def _journal(self, query: str) -> list[tuple[int, ...]]:
-        """Rows of the journal; none where it cannot be read."""
+        """Return rows of the journal; none if it cannot be read."""
         if not (self.run_dir / "journal.sqlite").exists():
             return []
         try:

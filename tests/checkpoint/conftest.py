@@ -15,7 +15,7 @@ from tests.checkpoint.fake_buckets import BucketService, bucket_service
 
 @pytest.fixture
 def blobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[BlobService]:
-    """Azure's blobs, as the environment names their account."""
+    """Return Azure's blobs, with their account in the environment."""
     adlfs = pytest.importorskip("adlfs")
     with blob_service() as service:
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", service.connection_string)

@@ -59,7 +59,7 @@ def test_the_file_of_a_tied_unit_has_a_plain_name(tmp_path: Path) -> None:
 
 
 def test_another_state_of_a_version_does_not_replace_what_a_manifest_names(tmp_path: Path) -> None:
-    """As when a run was set back, and a slow writer of the old history comes late."""
+    """This happens when a run was set back, and a slow writer of the old history is late."""
     manifest = save(str(tmp_path))
     save(str(tmp_path), tensors={"param/w": torch.zeros(2, 3)})
     assert torch.equal(read_unit(str(tmp_path), manifest, "s0+s4")["param/w"], make_tensors()["param/w"])
@@ -74,7 +74,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def by_sha256_alone(manifest: Manifest) -> Manifest:
-    """As manifests were written before they had a quicker checksum."""
+    """Manifests were once written without the fast checksum."""
     units = tuple(entry.model_copy(update={"xxh3_128": None}) for entry in manifest.units)
     return manifest.model_copy(update={"units": units})
 
@@ -153,7 +153,7 @@ TENSORS = {
 
 
 def same(found: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> bool:
-    """Equal in names, types, shapes and bits."""
+    """Check that states are equal in names, types, shapes and bits."""
     return found.keys() == tensors.keys() and all(
         found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in tensors.items()
     )

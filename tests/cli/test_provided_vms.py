@@ -152,7 +152,7 @@ def test_a_cloud_file_of_the_wrong_kind_is_named(tmp_path: Path, described: Desc
 
 
 class Craters(Value):
-    """What a file of a market of another package says."""
+    """The settings in a file for another package's market."""
 
     num_craters: int
 

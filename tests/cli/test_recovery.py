@@ -39,12 +39,12 @@ TRACE = "time_s,event,node_id\n0,add,a\n0,add,b\n5,remove,a\n"
 
 
 class Begun(Exception):
-    """Instead of a session."""
+    """Raised in place of starting a session."""
 
 
 @pytest.fixture
 def sessions(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
-    """What sessions are begun with; none is."""
+    """The arguments of sessions, none of which is started."""
     begun: list[RunSpec] = []
 
     def session(spec: RunSpec, *_: object, **__: object) -> None:

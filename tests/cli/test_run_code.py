@@ -229,7 +229,7 @@ def test_reasons_to_refuse_a_run_are_reported_before_torch_is_loaded(begun: Give
 
 
 class Begun(Exception):
-    """Instead of a session."""
+    """A stand-in for a session."""
 
 
 @pytest.mark.parametrize("m", [1, 2])
@@ -255,7 +255,7 @@ def test_a_resumed_run_keeps_the_planned_micro_batch_size(
 
 
 def test_shapes_are_planned_once_and_never_for_an_adopted_run(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For hundreds of VMs planning takes longer than VMs outlive their manager."""
+    """For hundreds of VMs planning takes longer than VMs survive without their manager."""
     planned: list[PreparedRun] = []
     plan = PreparedRun.config
 

@@ -25,7 +25,7 @@ CLOCK_S = 4.0
 
 @dataclass
 class Booked:
-    """From when to when Morph pays for a VM, in seconds since 1970. None: it was never granted."""
+    """The interval in which Morph counts a VM as billed, in seconds since 1970. None: it was never granted."""
 
     since_s: float | None = None
     gone_s: float | None = None

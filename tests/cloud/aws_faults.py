@@ -78,7 +78,7 @@ CASES |= {
 
 
 def _refused(ec2: FakeEc2, directory: Path, code: str, cause: str) -> list[str]:
-    """No fleet gets anything for a while; then the next request does."""
+    """No fleet gets an instance for a while; then the next request does."""
     ec2.error_of_all = code
     with world(ec2, directory) as run:
         run.begin()
@@ -224,7 +224,7 @@ def misspelt(ec2: FakeEc2, directory: Path) -> list[str]:
 
 
 def _unknown(ec2: FakeEc2, directory: Path, fault: Fault) -> list[str]:
-    """Five looks in a row say nothing: no instance is given up, and none is ended."""
+    """Five lists in a row are unreadable: no instance is given up, and none is ended."""
     with whole(ec2, directory, look_every_s=0.05) as run:
         ec2.faults = [replace(fault, times=5)]
         run.until(lambda: not ec2.faults, "the looks")

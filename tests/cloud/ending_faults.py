@@ -78,7 +78,7 @@ def misspelt_group(arm: FakeArm, directory: Path) -> list[str]:
 
 
 def _unknown(arm: FakeArm, directory: Path, fault: Fault) -> list[str]:
-    """Five looks in a row say nothing: no VM is given up, and none is ended."""
+    """Five lists in a row are unreadable: no VM is given up, and none is ended."""
     with whole(arm, directory, look_every_s=LOOK_S) as run:
         arm.faults = [replace(fault, times=5)]
         run.until(lambda: not arm.faults, "the looks")

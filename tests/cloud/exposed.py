@@ -48,7 +48,7 @@ WAITING = ("ray::IDLE", "all", "workers")
 
 
 class Watch:
-    """Looks once all VMs train, and at each VM before it goes. ``check`` is for when the run is over."""
+    """Inspects the run once all VMs train, and each VM before its end. Call ``check`` when the run is over."""
 
     def __init__(self, azure: VirtualAzure, life: Life, first_port: int) -> None:
         self._azure, self._life, self._ports = azure, life, Ports(first_port)
@@ -86,7 +86,7 @@ class Watch:
         self._check_requests(known)
 
     def _check_requests(self, known: Iterable[str]) -> None:
-        """Custom data has the two secrets of a node, and nothing else that is sent to Azure has any."""
+        """Check that of all data sent to Azure only custom data contains secrets: the two of a node."""
         urls, configs = "\n".join(self._azure.region.urls), []
         for body in self._azure.region.bodies:
             profile: dict[str, Any] = body["properties"].get("osProfile", {})

@@ -55,7 +55,7 @@ QUIET = re.compile(
 
 
 def config(**requests: float) -> ControllerConfig:
-    """Of a run that keeps ``KEEP`` VMs, and never begins."""
+    """Return the configuration of a run that keeps ``KEEP`` VMs and never begins to train."""
     profile = synthetic_profile(num_sections=2, batch_size=8, micro_batch_size=2)
     # time runs so fast that a busy machine would be late with every answer, and a replacement with any notice
     rules = Rules(requests=RequestRules(**{"answer_s": 600.0, "notice_grace_s": 1e5, **requests}))

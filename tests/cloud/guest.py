@@ -70,7 +70,7 @@ class GuestSpec:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Be killed when the thread that started this process ends; at once if it is gone already."""
+    """Let the kernel kill this process when the thread that started it ends; end at once if it is gone already."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)

@@ -41,12 +41,12 @@ ENVIRONMENT = {
 }
 """Contents of an image besides the interpreter. Each host has its own /tmp, so no real history records its VMs."""
 CACHE = "MORPH_CACHE_DIR"
-"""Of these tests, and of what is root's on every host: the same job is not cut again and again."""
+"""The cache of these tests, and root's on every host, so that the same job is cut only once."""
 
 
 @functools.cache
 def not_permitted() -> str:
-    """Why there can be no virtual hosts here; "" when there can."""
+    """Return why virtual hosts are impossible here; "" if they are possible."""
     try:
         check_permitted()
     except ConfigError as error:

@@ -70,7 +70,7 @@ class Death:
 
 
 def seeded_takings(seed: int, count: int, steps: int, notice_s: float) -> list[Taking]:
-    """So many takings, spread over the first three quarters of a run; every other one has a notice, in random order."""
+    """Draw so many revocations over the first three quarters of a run; half of them, at random, have a notice."""
     chooser = random.Random(seed)
     with_notice = [index % 2 == 0 for index in range(count)]
     chooser.shuffle(with_notice)
@@ -260,6 +260,6 @@ class Life:
 
 
 def digests(run_dir: Path) -> dict[str, str]:
-    """sha256 of every unit of the newest checkpoint."""
+    """Return the sha256 of every unit of the newest checkpoint."""
     url = str(run_dir / "checkpoints")
     return {entry.unit: entry.sha256 for entry in read_manifest(url, complete_versions(url)[-1]).units}

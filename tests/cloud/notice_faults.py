@@ -27,7 +27,7 @@ VM, OTHER = "tiny-1-0", "tiny-1-1"
 
 
 def preempt(lead_s: float = 30.0, incarnation: int = 1, vm: str = VM) -> Reply:
-    """Scheduled Events with one Preempt event."""
+    """Return Scheduled Events with one Preempt event."""
     event = {"EventId": "E-1", "EventType": "Preempt", "Resources": [vm], "EventStatus": "Scheduled"}
     event["NotBefore"] = formatdate(time() + lead_s, usegmt=True)
     return json_reply({"DocumentIncarnation": incarnation, "Events": [event]})

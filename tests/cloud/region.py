@@ -136,7 +136,7 @@ class Region(FakeArm):
             return {kind: sorted(store) for kind, store in kinds.items()}
 
     def living(self) -> list[str]:
-        """VMs that are allocated and have no eviction before them, oldest first."""
+        """Return allocated VMs without a pending eviction, the oldest first."""
         with self.lock:
             warned = {eviction.name for eviction in self.evictions}
             return [name for name in self._running if name not in warned]

@@ -43,7 +43,7 @@ def test_a_life_on_instances_adds_up_and_has_the_weights_of_an_undisturbed_run(
             return shells[-1]
 
         def watch(crew: ManagedCrew, observed: Observed) -> None:
-            """VMs that are granted are up at once; when two train, one is taken, and later another one is warned."""
+            """Granted VMs are up at once; when two train, one is taken, and later another one gets a notice."""
             state, event = observed.decision.state, observed.event
             if isinstance(event, NodesGranted):
                 for node in event.nodes:

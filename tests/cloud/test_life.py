@@ -38,7 +38,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_by(uid: int, host: Host) -> list[str]:
-    """Command lines of a host's processes that are this user's."""
+    """Return the command lines of this user's processes on a host."""
     found = []
     for process in host.processes():
         with suppress(psutil.NoSuchProcess):
@@ -47,7 +47,7 @@ def run_by(uid: int, host: Host) -> list[str]:
 
 
 def caches_of(uid: int, folder: Path) -> dict[str, str]:
-    """Variables with caches of a user's own, in which what numba has compiled of the simulator is already."""
+    """Return an environment with a user's own caches, which contain the compiled loops of the simulator."""
     (folder / "numba").mkdir(parents=True)
     for found in [*(ROOT / "simulator").rglob("*.nb[ic]"), *(ROOT / "simulator").rglob("morph-loops.json")]:
         source = str(found.parents[1])
@@ -147,7 +147,7 @@ def test_vms_are_asked_for_taken_replaced_and_all_gone_in_the_end(
 def test_a_killed_manager_keeps_its_vm_unless_the_head_node_died_too(
     profile: Path, user: dict[str, str], tmp_path: Path
 ) -> None:
-    """Several VMs that go on with another manager: ``test_provided_vms``."""
+    """``test_provided_vms`` covers several VMs that continue with another manager."""
     with VirtualAzure(profile.parent, tmp_path) as azure:
         life = a_life(azure, tmp_path, profile, user, 1)
         life.deaths = [Death(5), Death(10, then="resume", with_head=True)]

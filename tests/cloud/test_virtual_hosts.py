@@ -286,7 +286,7 @@ time.sleep(1000)
 
 @pytest.fixture
 def azure_and_image(tmp_path: Path) -> Iterator[tuple[VirtualAzure, str]]:
-    """With an interpreter that any user may run, and a program in place of Ray's node."""
+    """Use an interpreter that any user may run, and a program in place of Ray's node."""
     tmp_path.chmod(0o755)
     (tmp_path / "probe.py").write_text(PROBE)
     python = bare_python(tmp_path / "image")

@@ -65,5 +65,5 @@ def read_unit(text: str) -> Unit:
 
 
 def _plain(text: str) -> str:
-    """Undo the doubling of what systemd would fill in."""
+    """Undo the doubling of characters that systemd would expand."""
     return text.replace("%%", "%").replace("$$", "$")
