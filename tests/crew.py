@@ -467,9 +467,7 @@ class Crew:
             self.decide()
 
     def save(self, *, held: bool = False) -> Manifest:
-        """Commit the decided version, and write each unit of it once; ``held``: as written after the generation
-        ended.
-        """
+        """Commit the decided version, and write each unit once; ``held``: as after its generation ended."""
         assert self.plan is not None
         self.generation += held
         needed = units_by_stage(self.plan, self.job.units)

@@ -229,7 +229,7 @@ def test_reasons_to_refuse_a_run_are_reported_before_torch_is_loaded(begun: Give
 
 
 class Begun(Exception):
-    """A stand-in for a session."""
+    """Raised in place of starting a session."""
 
 
 @pytest.mark.parametrize("m", [1, 2])
