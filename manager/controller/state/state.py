@@ -369,6 +369,7 @@ class Measured(Value):
     stage_ratios: tuple[StageRatios, ...] = Field(default=(), description="ratios of compute times to the profile's")
     correction: Correction | None = Field(default=None, description="correction of the profile, as last reported")
     planned_with: tuple[float, ...] = Field(default=(), description="``config.factors`` now")
+    types_planned_with: dict[str, tuple[float, ...]] = Field(default={}, description="``config.type_factors`` now")
 
 
 class ControllerState(Value):
