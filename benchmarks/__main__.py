@@ -1,4 +1,4 @@
-"""Start a benchmark: ``python -m benchmarks NAME [options]``; without a name it prints which there are."""
+"""Start a benchmark: ``python -m benchmarks NAME [options]``; without a name it lists all benchmarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def programs() -> dict[str, str]:
-    """The modules that have a function ``main``, each with the first line of its help."""
+    """Return the modules with a function ``main``, each with the first line of its help."""
     found = {}
     for path in sorted(HERE.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -27,13 +27,13 @@ def programs() -> dict[str, str]:
 
 
 def load_program(name: str) -> ModuleType:
-    """Import the module of one."""
+    """Import the module of a benchmark."""
     is_package = HERE.joinpath(*name.split(".")).is_dir()
     return importlib.import_module(f"benchmarks.{name}" + (".__main__" if is_package else ""))
 
 
 def run(name: str, arguments: list[str]) -> None:
-    """Run one with these options."""
+    """Run a benchmark with these options."""
     module = load_program(name)
     paragraphs = inspect.cleandoc(module.__doc__ or "").split("\n\n")
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -48,5 +48,5 @@ if __name__ == "__main__":
     elif sys.argv[1] not in programs():
         sys.exit(f"error: no benchmark is named {sys.argv[1]!r}; python -m benchmarks prints which there are")
     else:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # what was started is ended first
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # its processes are ended first
         run(sys.argv[1], sys.argv[2:])

@@ -1,4 +1,4 @@
-"""What exact accumulation costs: time and memory beside fast accumulation, in one run.
+"""The cost of exact accumulation: its time and memory compared with fast accumulation, in one run.
 
     python -m benchmarks accumulation --millions 50
 
@@ -55,11 +55,11 @@ class Sums:
         self._before_bytes = peak_bytes()
 
     def shape(self) -> tuple[int, int]:
-        """How many tensors and how many elements."""
+        """Return the numbers of tensors and of elements."""
         return len(self._gradients), sum(gradient.numel() for gradient in self._gradients.values())
 
     def turn(self, num_micro_batches: int) -> dict[str, float]:
-        """One step's sums: seconds by part (an addition is of one micro-batch)."""
+        """Sum one step; return the seconds by part (one addition per micro-batch)."""
         begin_s = time.perf_counter()
         accumulator = self._accumulator(2 * num_micro_batches)
         marks_s = [begin_s, time.perf_counter()]
@@ -82,7 +82,7 @@ class Sums:
         return ExactAccumulator(self._gradients, dict.fromkeys(self._gradients, first_exponent(num)), num)
 
     def grown_bytes(self) -> int:
-        """By how much the process's peak grew over what it held before the first turn."""
+        """Return how far the process's peak memory exceeds its memory before the first turn."""
         return peak_bytes() - self._before_bytes
 
 

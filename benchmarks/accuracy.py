@@ -1,16 +1,16 @@
-"""How well the simulator knows the executor: shapes rehearsed by emulated workers and simulated (as Varuna's Table 7).
+"""Accuracy of the simulator: shapes are rehearsed by emulated workers and simulated (as in Varuna's Table 7).
 
     python -m benchmarks accuracy
     python -m benchmarks accuracy --only "6x2" --steps 3
 
-Every shape runs the real manager, executor, messages and reductions with as many worker processes as it has workers;
-only computing is replaced by sleeping for the profile's time, and links hold messages back (docs/guides/rehearsal.md).
-Times are stretched so that this machine's cores carry the workers' own CPU time; the table has the factor. The measured
-time is the median over the mini-batches; the simulated one is of the same plan, with one value of this machine, the
-manager's round trip between two steps (commit), which is measured in the same run and printed. With jitter both are
+Every shape runs the real manager, executor, messages and reductions, with a process for each worker; only computing is
+replaced by sleeping for the profile's time, and links delay messages (docs/guides/rehearsal.md). Times are stretched so
+that this machine's cores can carry the workers' own CPU time; the table shows the factor. The measured time is the
+median over the mini-batches; the simulated one is that of the same plan, with one value from this machine: the
+manager's round trip between two steps (commit), which is measured in the same run and printed. With jitter, both are
 means over the same draws. Before each shape the command waits, up to ``--patience``, until the cores are idle. A shape
-during which other work kept them busy all the same is rehearsed again, as often as ``--retries`` allows; every try is
-printed, and the one with the least of other work counts.
+during which other work nevertheless kept them busy is rehearsed again, as often as ``--retries`` allows; every attempt
+is printed, and the one with the least other work counts.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from simulator.inputs.synthetic import with_type
 
 NUM_SECTIONS = 24
 FORWARD_S = 0.00125
-"""Of one sample in one section: 5 ms for a micro-batch of 4, and 10 ms backwards."""
+"""Forward seconds of one sample in one section: 5 ms for a micro-batch of 4, and 10 ms for its backward."""
 
 MICRO_BATCH_SIZE = 4
 NUM_MICRO_BATCHES = 48
 TARGET_MEAN, TARGET_WORST = 0.015, 0.03
 OWN, SLOW = "synthetic", "slow"
-"""Types of node: what a synthetic profile calls its own, and one that is added."""
+"""Types of node: a synthetic profile's own, and one that is added."""
 
 NUM_QUANTILES = 21
 IDLE_PERCENT = 15.0
@@ -47,10 +47,10 @@ IDLE_PERCENT = 15.0
 
 @dataclass(frozen=True)
 class Case:
-    """One shape; ``links`` and ``tasks`` name the profile's.
+    """One shape; ``links`` and ``tasks`` name those of the profile.
 
-    ``pool``: instead, the plan for these GPUs, in unequal pipelines: of one type, or of two, of which the slow one
-    takes twice as long for a task.
+    ``pool``: in place of a shape, the plan for these GPUs in unequal pipelines; GPUs are of one type, or of two, of
+    which the slow one takes twice as long for a task.
     """
 
     shape: str
@@ -112,7 +112,7 @@ CASES = (
 
 
 def profile_of(case: Case) -> Profile:
-    """The case's profile, unstretched."""
+    """Return the case's profile, with times not stretched."""
     forward = [FORWARD_S * (1 + 0.5 * ((7 * index) % 5) / 4) for index in range(NUM_SECTIONS)]
     forward[0], forward[-1] = 2 * FORWARD_S, 3 * FORWARD_S
     latency_s, bandwidth = LINKS[case.links]
@@ -152,7 +152,7 @@ def _jittery_link(link: LinkProfile) -> LinkProfile:
 
 
 def _spread(timing: Timing, relative: float) -> Timing:
-    """A one-sided spread with a long tail: quantiles of median * (1 + relative * a half-normal-like extra)."""
+    """Return a one-sided spread with a long tail: quantiles of median * (1 + relative * a half-normal-like extra)."""
     places = [index / (NUM_QUANTILES - 1) for index in range(NUM_QUANTILES)]
     factors = [1 + relative * (2.5 * place**3 - 2.5 * 0.5**3) for place in places]
     return Timing(
@@ -164,7 +164,7 @@ def _spread(timing: Timing, relative: float) -> Timing:
 
 
 def run_case(case: Case, steps: int, seed: int, forgive_ms: float | None) -> tuple[Planned, Rehearsed]:
-    """Rehearse and simulate one shape, or what is planned for a pool."""
+    """Rehearse and simulate one shape, or the plan for a pool."""
     if case.pool:
         found = plan(profile_of(case), pool=case.pool, unequal=True, micro_batch_size=MICRO_BATCH_SIZE).best
         return rehearsed(case, {"plan": found, "num_hosts": found.num_workers}, steps, seed, forgive_ms)
@@ -177,7 +177,7 @@ def run_case(case: Case, steps: int, seed: int, forgive_ms: float | None) -> tup
 def rehearsed(
     case: Case, shape: dict[str, Any], steps: int, seed: int, forgive_ms: float | None
 ) -> tuple[Planned, Rehearsed]:
-    """Rehearse and simulate one shape that is given by fields of a ``RehearsalSpec``."""
+    """Rehearse and simulate the shape given by fields of a ``RehearsalSpec``."""
     jittery = case.links == "jittery" or case.jittery_tasks
     given: dict[str, Any] = {
         "profile": profile_of(case),
@@ -207,7 +207,7 @@ def error_of(found: Rehearsed) -> float:
 
 
 def cells(case: Case, planned: Planned, found: Rehearsed) -> tuple[str, ...]:
-    """One line of the table."""
+    """Return one line of the table."""
     return (
         f"{planned.plan.shape} {case.note}".strip(),
         f"{planned.plan.num_workers}",

@@ -1,14 +1,14 @@
-"""Bamboo's table 4, figure 13 and figure 14: what its redundant computation takes, beside the published figures.
+"""Bamboo's table 4, figure 13 and figure 14: the cost of its redundant computation, compared with published figures.
 
     python -m benchmarks bamboo_redundancy
 
-BERT-large and ResNet-152 in four pipelines of eight stages; what is stated and what is assumed of them is in
-``benchmarks/published/bamboo.py``. Two inputs are not stated and come from answers: the micro-batch size, of those
-tried the one (*) whose EFEB is nearest to the published; and what a message takes, from which the waits of the last
-stages in figure 14 follow (0.5 ms where uneven stages wait as long anyway). EFLB, pauses, memory and the waits of the
-other stages are predictions. Overheads are over LFLB, for the 7 % that
-LFLB costs are "extra code executed to prepare for a failover schedule" (section 6.4), which no schedule shows: here it
-costs nothing. Redundant forwards swap their results to host memory.
+BERT-large and ResNet-152 run in four pipelines of eight stages; ``benchmarks/published/bamboo.py`` lists what the paper
+states and what is assumed. Two inputs are not stated, and are inferred from results: the micro-batch size, chosen (*)
+so that EFEB is closest to the published value; and the time of a message, chosen to match the waits of the last stages
+in figure 14 (0.5 ms where uneven stages wait as long anyway). EFLB, pauses, memory and the waits of the other stages
+are predictions. Overheads are relative to LFLB, because the 7 % that LFLB costs are "extra code executed to prepare for
+a failover schedule" (section 6.4), which no schedule shows: here it costs nothing. Redundant forwards swap their
+results to host memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ REQUEST = PlanRequest(
 
 
 def plain_step(model: Published, m: int, latency_s: float) -> tuple[Profile, Simulation]:
-    """Without redundancy, as fast as the paper's pipelines on demand are, cut for even memory."""
+    """Simulate a step without redundancy, as fast as the paper's pipelines on demand, cut for even memory."""
     flops_per_s = 1e12
     while True:
         profile = profile_of(model, m, flops_per_s, latency_s)
@@ -54,7 +54,7 @@ def plain_step(model: Published, m: int, latency_s: float) -> tuple[Profile, Sim
 
 
 def simulated(model: Published, m: int, latency_s: float) -> dict[str, Simulation]:
-    """Without redundancy ("off") and by mode."""
+    """Simulate a step without redundancy ("off") and with each mode."""
     profile, plain = plain_step(model, m, latency_s)
     cuts = [stage.first_section for stage in plain.plan.stages]
     answer = partial(simulate, profile, REQUEST, micro_batch_size=m, boundaries=cuts, window_slope=1)
@@ -62,7 +62,7 @@ def simulated(model: Published, m: int, latency_s: float) -> dict[str, Simulatio
 
 
 def waits(plain: Simulation) -> list[float]:
-    """Of each stage, its waits for messages by micro-batch, as a share of the next stage's forward (figure 14)."""
+    """Return each stage's wait for messages per micro-batch, as a share of the next stage's forward (figure 14)."""
     times, parts = plain.costs.times, plain.expected.parts_s
     pipeline_s = plain.expected.mini_batch_s - parts["all_reduce"] - parts["optimizer"] - parts["commit"]
     each_ns = pipeline_s * 1e9 / max(plain.plan.micro_batches_per_replica)
@@ -71,8 +71,8 @@ def waits(plain: Simulation) -> list[float]:
 
 
 def inferred_latency_s(model: Published, m: int) -> float:
-    """Of messages, so that the last stages' waits are as figure 14 has them; the least where they are so anyway."""
-    least, most = LATENCY_S, m * REPLICAS / model.samples_per_s / 2  # half of what a micro-batch takes
+    """Return the message latency for which the last stages' waits match figure 14; the least if they match anyway."""
+    least, most = LATENCY_S, m * REPLICAS / model.samples_per_s / 2  # half of the time of a micro-batch
     while most - least > 2e-4:
         middle = (least + most) / 2
         last = waits(plain_step(model, m, middle)[1])[STAGES // 2 : -1]
@@ -81,7 +81,7 @@ def inferred_latency_s(model: Published, m: int) -> float:
 
 
 def overhead(of: dict[str, Simulation], mode: str) -> float:
-    """Of the mini-batch, over LFLB."""
+    """Return the overhead on the mini-batch, relative to LFLB."""
     return of[mode].expected.mini_batch_s / of["lflb"].expected.mini_batch_s - 1
 
 

@@ -2,13 +2,13 @@
 
     python -m benchmarks bamboo_tables --seeds 20
 
-BERT in four pipelines of twelve stages, until 2.5 million samples are trained. The paper gives preemptions, the time
-between them, and how many nodes there were on average: the rate of losses, how many go at once, and how long until one
-is replaced follow from these. What a step takes is not given: it is chosen so that the first row's throughput is met,
-and only the other rows are predictions. Gradients are reduced after the last backward, as both papers' systems do.
-Varuna, which the paper runs with 8 stages on 32 nodes, is the policy that restarts; Morph runs on the same VMs and with
-the same step as Bamboo without its redundant work. What a restart takes is not given either: how long one would be with
-which Bamboo is 2.5 times as fast, as in figure 12 at 10 %, is looked for, on as many nodes as Bamboo has and on 32.
+BERT is trained in four pipelines of twelve stages for 2.5 million samples. The paper gives preemptions, the time
+between them, and the mean number of nodes; the rate of losses, the number of nodes lost at once, and the time until a
+replacement follow from these. The time of a step is not given: it is chosen to match the first row's throughput, so
+that only the other rows are predictions. Gradients are reduced after the last backward, as in both papers' systems. The
+policy of restarts stands for Varuna, which the paper runs with 8 stages on 32 nodes; Morph runs on the same VMs and
+with the same step as Bamboo without its redundant work. The duration of a restart is not given either: the benchmark
+finds the one with which Bamboo is 2.5 times as fast, as in figure 12 at 10 %, on Bamboo's number of nodes and on 32.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PRICES = SpotPrices(spot_usd_per_h=0.918, on_demand_usd_per_h=3.06)
 
 @dataclass(frozen=True)
 class Row:
-    """Of table 3a: ``probability``, preemptions in all, hours between them, fatal failures, nodes, samples/s, value."""
+    """A row of table 3a: ``probability``, preemptions, hours between them, fatal failures, nodes, samples/s, value."""
 
     probability: float
     preemptions: float
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def losses_per_h(self) -> float:
-        """Of all nodes."""
+        """Losses an hour, over all nodes."""
         return self.preemptions / (SAMPLES / self.throughput / 3600)
 
 
@@ -62,7 +62,7 @@ ROWS = (
 
 
 def job(step_s: float) -> SpotJob:
-    """BERT-large: a step of all 48 nodes takes so long, and one of fewer what the simulator makes of it."""
+    """Return the job BERT-large: a step takes ``step_s`` on all 48 nodes, and on fewer as the simulator scales it."""
     profile = synthetic_profile(
         num_sections=24, forward_s=0.01, batch_size=BATCH, parameter_bytes=4 * 340_000_000 // 24, micro_batch_size=8
     )
@@ -84,7 +84,7 @@ def job(step_s: float) -> SpotJob:
 
 
 def play(of: SpotJob, row: Row, policy: str, seeds: int, nodes: int = NODES) -> list[Outcome]:
-    """Train on clusters of so many nodes that lose them as this row's do."""
+    """Train on clusters of so many nodes, with this row's losses."""
     size = max(1.0, row.losses_per_h * row.interval_h)
     model = spot_model(
         nodes,
@@ -108,12 +108,12 @@ def play(of: SpotJob, row: Row, policy: str, seeds: int, nodes: int = NODES) -> 
 
 
 def throughput(ones: list[Outcome]) -> float:
-    """Samples a second, on average."""
+    """Return the mean samples per second."""
     return statistics.fmean(one.examples_per_s for one in ones)
 
 
 def restart_s(of: SpotJob, row: Row, wanted: float, seeds: int, nodes: int) -> float:
-    """Return what a restart takes that trains so many samples a second (seconds)."""
+    """Return the duration of a restart (seconds) with which ``wanted`` samples per second are trained."""
     low_s, high_s = 0.0, 3600.0
     for _ in range(10):
         middle_s = (low_s + high_s) / 2
@@ -125,7 +125,7 @@ def restart_s(of: SpotJob, row: Row, wanted: float, seeds: int, nodes: int) -> f
 
 def main(seeds: int = 20) -> None:
     step_s = BATCH / ROWS[0].throughput / (1 + PUBLISHED["eflb"].overhead)
-    for _ in range(4):  # until the first row's throughput is met
+    for _ in range(4):  # converges to the first row's throughput
         step_s *= throughput(play(job(step_s), ROWS[0], "bamboo", seeds)) / ROWS[0].throughput
     bert = job(step_s)
     print(f"a step of 4 x 12 nodes without redundant work: {step_s:.2f} s, chosen for the first row")

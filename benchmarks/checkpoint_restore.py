@@ -1,8 +1,8 @@
-"""Restoring a checkpoint into other shapes, beside a plain parallel read of the same files.
+"""Restoring a checkpoint into other shapes, compared with a plain parallel read of the same files.
 
-A state of so many bytes lies in 24 files. P processes take its units as workers do: each reads, checks and loads
-its stage's. A plain reader is as many processes with as many threads that read the same files into memory, no more.
-Both alternate. Files of a local disk are thrown out of the page cache before each (``--warm``: they are not).
+The state is stored in 24 files. P processes load its units as workers do: each reads, checks and loads those of its
+stage. The plain reader has as many processes and threads, which only read the same files into memory. Both alternate.
+Files of a local disk are dropped from the page cache before each turn, unless ``--warm`` is given.
 
     python -m benchmarks checkpoint_restore --mib 1024 --rounds 3
 """
@@ -40,7 +40,7 @@ Work = Callable[[str, int, list[str]], None]
 
 
 def unit_of(name: str, width: int, *, empty: bool = False) -> UnitState:
-    """Return a unit of four square matrices with Adam; ``empty``: about to be loaded."""
+    """Return a unit of four square matrices with Adam; ``empty``: with memory to load into."""
     names = tuple(f"{name}.w{index}" for index in range(4))
     unit = ParameterUnit(id=name, parameters=names, buffers=(), sections=(0,))
     tensors = {name: (torch.empty if empty else torch.zeros)(width, width) for name in names}
@@ -97,7 +97,7 @@ def _read(url: str, width: int, units: list[str]) -> None:
 
 
 def forget(folder: str) -> None:
-    """Throw every file below a folder out of the page cache."""
+    """Drop all files below a folder from the page cache."""
     for path in Path(folder).rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -106,7 +106,7 @@ def forget(folder: str) -> None:
 
 
 class Reader:
-    """One of the processes; it has loaded what it needs once it is made."""
+    """One of the processes; when it is constructed, its imports are done."""
 
     def __init__(self, url: str, width: int) -> None:
         torch.set_num_threads(1)
@@ -115,17 +115,17 @@ class Reader:
         unit_of("warm", 8)
 
     def ready(self) -> None:
-        """Say so."""
+        """Return when the process is ready."""
 
     def run(self, work: Work, units: list[str]) -> float:
-        """Do some work; returns the processor seconds that it takes."""
+        """Do some work; return the processor seconds that it took."""
         return cpu_s(lambda: work(self._url, self._width, units))
 
 
 def timed(work: Work, url: str, width: int, depth: int) -> tuple[float, float]:
-    """Return how long it takes until the last of so many processes is done, from when all of them are ready.
+    """Return the seconds from when all processes are ready until the last one is done, and their processor seconds.
 
-    And the processor seconds that they take together; what a stand-in takes is not in them.
+    The processor seconds of a stand-in are not included.
     """
     readers = [Remote(partial(Reader, url, width)) for _ in range(depth)]
     call_all(readers, "ready")
@@ -158,8 +158,8 @@ def main(
 
 
 def compare(url: str, mib: int, rounds: int, forgotten: str | None = None) -> None:
-    """Print how long both take, for each shape; ``forgotten``: a folder to throw out of the page cache before."""
-    width = int((mib * 2**20 / 12 / NUM_UNITS / 4) ** 0.5) // 16 * 16  # as widths of models are
+    """Print the times of both ways for each shape; ``forgotten``: a folder to drop from the page cache before each."""
+    width = int((mib * 2**20 / 12 / NUM_UNITS / 4) ** 0.5) // 16 * 16  # a multiple of 16, as in models
     print(f"{save(url, width) / 2**20:.0f} MiB")
 
     def turn(work: Work, depth: int) -> tuple[float, float]:

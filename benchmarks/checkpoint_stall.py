@@ -1,9 +1,9 @@
-"""What a save keeps from training, and how long it takes to be durable: Morph beside torch's asynchronous save.
+"""How long a save stalls training, and how long it takes to be durable: Morph compared with torch's asynchronous save.
 
-One process trains the same tensors (Adam) in three ways that alternate: without saves, with Morph's writer, and with
-``torch.distributed.checkpoint.async_save`` (its default: a thread). Blocked: for how long the training thread stands,
-while state is handed over and before it is changed. Processor: what a block with a save takes more of it, all threads
-together, than the block without beside it.
+One process trains the same tensors (Adam) in three alternating ways: without saves, with Morph's writer, and with
+``torch.distributed.checkpoint.async_save`` (by default in a thread). Blocked: how long the training thread waits, while
+state is handed over and before it is changed. Processor: the additional processor time, over all threads, of a block of
+steps with a save compared with the neighbouring block without one.
 
     python -m benchmarks checkpoint_stall --mib 64,256,1024 --rounds 7 --steps 4 --step-s 1.5
 """
@@ -37,10 +37,10 @@ WAIT_S = 600.0
 
 
 class Training:
-    """Units of a state of so many bytes, and steps that compute for about so long."""
+    """Units with a state of ``size_bytes``, and steps that compute for about ``step_s``."""
 
     def __init__(self, size_bytes: int, step_s: float) -> None:
-        width = max(64, int((size_bytes / 12 / NUM_UNITS / 4) ** 0.5))  # a weight and two moments, four matrices a unit
+        width = max(64, int((size_bytes / 12 / NUM_UNITS / 4) ** 0.5))  # weight and two moments, four matrices a unit
         self.units = [_unit(f"s{index}", width) for index in range(NUM_UNITS)]
         self.gradients = [{name: torch.randn_like(p) for name, p in unit.parameters.items()} for unit in self.units]
         self._left, self._right = torch.randn(512, 512), torch.randn(512, 512)
@@ -62,7 +62,7 @@ class Training:
             unit.apply()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The state as it is, for torch's own save."""
+        """Return the present state, for torch's own save."""
         found: dict[str, torch.Tensor] = {}
         for unit in self.units:
             found |= {f"{unit.unit.id}/{name}": parameter.detach() for name, parameter in unit.parameters.items()}
@@ -83,11 +83,11 @@ def _adam(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.O
 
 
 Begun = tuple[Callable[[], float], Callable[[], None]]
-"""Of a save: how long it has blocked training so far, and waiting for its end."""
+"""A save that was begun: how long it has blocked training so far, and a function that waits for its end."""
 
 
 def block(training: Training, num_steps: int, save: Callable[[], Begun] | None) -> tuple[float, float, float]:
-    """Take so many steps, a save being begun before the first; returns seconds: in all, of the processor, blocked."""
+    """Take so many steps, with a save begun before the first; return seconds: total, of the processor, blocked."""
     cpu_s, start_s = time.process_time(), time.perf_counter()
     begun = save() if save is not None else None
     for _ in range(num_steps):
@@ -101,7 +101,7 @@ def block(training: Training, num_steps: int, save: Callable[[], Begun] | None) 
 
 
 def morph_save(training: Training, writer: CheckpointWriter, done_s: list[float]) -> Callable[[], Begun]:
-    """Return what begins a save with Morph's writer."""
+    """Return a function that begins a save with Morph's writer."""
     version = 0
 
     def save() -> Begun:
@@ -129,7 +129,7 @@ def morph_save(training: Training, writer: CheckpointWriter, done_s: list[float]
 
 
 def torch_save(training: Training, folder: Path, done_s: list[float]) -> Callable[[], Begun]:
-    """Return what begins an asynchronous save of torch's."""
+    """Return a function that begins torch's asynchronous save."""
     number = 0
 
     def save() -> Begun:

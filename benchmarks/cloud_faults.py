@@ -1,11 +1,11 @@
-"""Every fault of a cloud provider and of its notices, injected one at a time; prints what Morph did, as a table.
+"""Inject each fault of a cloud provider and of its notices, one at a time; prints a table of Morph's reactions.
 
     python -m benchmarks cloud_faults
 
-The controller, the thread that asks for VMs, the clouds' SDKs and the agents are real, over HTTP and TCP on loopback,
-AWS's on moto; the VMs are names, and time runs 20 times as fast for the controller. Each case checks by itself that the
-run has its VMs again and leaves nothing: tests/cloud/provider_faults.py, ending_faults.py, notice_faults.py and
-aws_faults.py, which tests/cloud/test_faults.py runs.
+The controller, the thread that requests VMs, the clouds' SDKs (AWS's on moto) and the agents are real, and communicate
+over HTTP and TCP on loopback; VMs are only names, and time runs 20 times as fast for the controller. Each case checks
+that the run gets its VMs back and leaves no resources behind: tests/cloud/provider_faults.py, ending_faults.py,
+notice_faults.py and aws_faults.py, which tests/cloud/test_faults.py runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHORTER = (
 
 
 def sentence(told: list[str]) -> str:
-    """What was told, in one cell; the first request stands in every case."""
+    """Join the sentences in one cell, without the first request, which every case has."""
     parts = [part for index, part in enumerate(dict.fromkeys(told)) if index or "requested as tiny-1" not in part]
     text = "; ".join(parts)
     for pattern, short in SHORTER:

@@ -1,9 +1,9 @@
-"""What the controller's decisions and the heartbeats cost with many nodes, and how both grow with their number.
+"""The cost of the controller's decisions and of heartbeats with many nodes, and its growth with their number.
 
     python -m benchmarks controller_scale
 
-No worker runs: their answers are made up here, and ``decide`` is called as the live loop calls it. Prints CPU time
-for each kind of event, and what the journal takes of it.
+No worker runs: answers are synthetic, and ``decide`` is called as in the live loop. Prints the CPU time for each kind
+of event, and the journal's part of it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def make_plan(depth: int, replicas: int, num_micro_batches: int) -> Plan:
 
 
 def make_config(num_nodes: int) -> ControllerConfig:
-    """Every number of nodes from a replica fewer up has its plan; the pipeline is as deep as 24 stages."""
+    """Return a configuration with plans for this number of nodes and for one replica fewer; up to 24 stages."""
     depth = min(24, max(2, num_nodes // 4))
     replicas = num_nodes // depth
     units: dict[str, tuple[int, ...]] = {f"s{section}": (section,) for section in range(NUM_SECTIONS)}
@@ -72,7 +72,7 @@ def make_config(num_nodes: int) -> ControllerConfig:
 
 
 class Run:
-    """A controller and what each kind of decision took, seconds of CPU time. Time goes on by a millisecond an event."""
+    """A controller and the CPU seconds of each kind of decision. Its clock advances by a millisecond per event."""
 
     def __init__(self, config: ControllerConfig, journal: Journal) -> None:
         self.state: ControllerState = initial_state(config)
@@ -95,7 +95,7 @@ class Run:
         return decision
 
     def answers(self, kind: str, last: str, workers: Iterable[str], make: type[Prepared | Reshaped | Aborted]) -> None:
-        """Everybody answers; the last answer, on which something is decided, counts for itself."""
+        """Let all workers answer; the last answer, which triggers a decision, is counted separately."""
         waiting = list(workers)
         for worker in waiting:
             event = WorkerAnswered(worker=worker, answer=self.answer(worker, make))
@@ -146,7 +146,7 @@ def play(num_nodes: int, steps: int, journal: Journal) -> Run:
 
 
 def heartbeat_bytes(run: Run) -> int:
-    """What one event with everybody's times takes in the journal."""
+    """Return the bytes in the journal of one event with the times of all workers."""
     times = tuple(
         WorkerTimes(worker=name, generation=1, compute_s=(0.123456,) * MICRO_BATCHES_PER_HEARTBEAT)
         for name in run.state.workers
@@ -155,7 +155,7 @@ def heartbeat_bytes(run: Run) -> int:
 
 
 def order_bytes(run: Run) -> int:
-    """What one reshape order takes as JSON, of which every member gets one."""
+    """Return the bytes as JSON of a reshape order, of which every member gets one."""
     assert run.state.reshape is not None
     return len(run.state.reshape.model_dump_json())
 

@@ -1,13 +1,14 @@
-"""Do models get as good when workers are lost all the time? The ways of ``sync`` under heavy revocations (Spotnik).
+"""Accuracy of models under constant losses of workers: all ways of ``sync`` under heavy revocations (Spotnik).
 
     python -m benchmarks elastic_accuracy --out curves.json --png docs/images/elastic-accuracy.png
 
-Two real data sets: scikit-learn's digits (a package that this alone needs) with an MLP, and the next character of
-the standard library's source. Workers are forks of this process. After every --every steps one of --workers is killed
-at a random moment (seeded), and another one joins. Each way is compared with s-sgd that nothing disturbs; every run
-has the same seed and steps, and the same learning rate but for --own-rate. Prints the held-out accuracy at the end, and
-after how many steps the undisturbed run's (less --slack), or --goal, was first reached. Curves are those of whichever
-worker is the first; under sma and ad-psgd, of its own replica, whose mean with the others' is the last point.
+There are two real data sets: scikit-learn's digits (a package that only this benchmark needs) with an MLP, and
+prediction of the next character of the standard library's source. Workers are forks of this process. After every
+--every steps one of --workers is killed at a random moment (seeded), and another one joins. Each way is compared with
+undisturbed s-sgd; every run has the same seed and number of steps, and the same learning rate except for --own-rate.
+Prints the held-out accuracy at the end, and the number of steps until the undisturbed run's accuracy (less --slack), or
+--goal, was first reached. Curves are those of the present first worker; with sma and ad-psgd they show its own replica,
+and the last point is the mean of all replicas.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Point = tuple[int, float, float]
 
 @dataclass(frozen=True)
 class Task:
-    """A data set with what trains on it."""
+    """A data set with its model and training settings."""
 
     train: torch.utils.data.Dataset[tuple[Tensor, Tensor]]
     held_out: tuple[Tensor, Tensor]
@@ -92,7 +93,7 @@ TASKS = {"digits": digits_task, "text": text_task}
 
 
 def looked_at(task: Task) -> tuple[float, float]:
-    """Held-out loss and accuracy."""
+    """Return the held-out loss and accuracy."""
     task.model.eval()
     inputs, labels = task.held_out
     with torch.no_grad():
@@ -103,7 +104,7 @@ def looked_at(task: Task) -> tuple[float, float]:
 
 
 def train(lane: Connection, step_s: float, task: Task, sync: str, num_steps: int) -> None:
-    """One worker: sends its steps, the last one as of no workers; after the end it waits."""
+    """Run one worker: it sends its steps, the last one with 0 workers, and waits after the end."""
     torch.set_num_threads(1)
     optimizer = morph.elastic.Optimizer(torch.optim.AdamW(task.model.parameters(), lr=task.rate), task.model, sync=sync)
     lane.send(tuple(optimizer._participation.membership.address)[:2])
@@ -123,13 +124,13 @@ def train(lane: Connection, step_s: float, task: Task, sync: str, num_steps: int
         if done < num_steps:
             lane.send(Told(time.time(), done, optimizer.num_workers, seen=seen))
     lane.send(Told(time.time(), num_steps, 0, seen=looked_at(task)))
-    lane.recv()  # until it is killed
+    lane.recv()  # waits until it is killed
 
 
 def curve(
     task: Task, sync: str, num_workers: int, num_steps: int, step_s: float, seed: int, every: int | None
 ) -> tuple[list[Point], int]:
-    """Return what was seen, and how many workers were lost. ``every``: None: nothing disturbs it."""
+    """Return the points of the curve, and how many workers were lost. ``every``: None: no losses."""
     chooser, points, num_lost = random.Random(seed), dict[int, Point](), 0
     due = float("inf") if every is None else every
 

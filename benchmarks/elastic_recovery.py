@@ -1,11 +1,11 @@
-"""How long an elastic ring stands still when workers are killed (as Spotnik's figure 4).
+"""How long an elastic ring pauses when workers are killed (as in Spotnik's figure 4).
 
     python -m benchmarks elastic_recovery --workers 16 --kills 20
 
-Workers are forks of one process. A step is a sleep of --step-s in place of compute, then 128 KiB of gradients summed
-exactly. One, two or three workers are killed at once at a random moment (seeded); new ones join when the rest has gone
-on. Prints, for each number of losses, the time from the kill until every survivor has a step without the dead, less a
-plain step: quartiles and worst; and the most control messages that a survivor sent for it.
+Workers are forks of one process. A step sleeps for --step-s in place of computing, then sums 128 KiB of gradients
+exactly. One, two or three workers are killed at once at a random moment (seeded); new ones join after the others have
+continued. Prints, for each number of losses, quartiles and maximum of the time from the kill until every survivor has
+completed a step without the dead workers, less a plain step; and the most control messages that a survivor sent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SETTLE_STEPS = (3, 6)
 
 
 def lose(ring: Ring, count: int, chooser: random.Random) -> tuple[float, int]:
-    """Kill some; returns the seconds until every survivor went on, and the most messages that one sent."""
+    """Kill some workers; return the seconds until every survivor continued, and the most messages that one sent."""
     sent = {worker.pid: worker.steps[-1].num_sent for worker in ring.workers}
     killed_s, found = ring.lose(count, chooser)
     return max(step.time_s for step, _ in found) - killed_s, max(step.num_sent - sent[pid] for step, pid in found)

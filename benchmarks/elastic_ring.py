@@ -28,9 +28,9 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class Told:
-    """A worker's step: when it was done, its number, of how many workers, and how many messages it has sent so far.
+    """A worker's step: its end, its number, the number of workers, and the number of messages sent so far.
 
-    ``sync``: under which strategy; ``seen``: held-out loss and accuracy, where the worker looked.
+    ``sync``: the strategy; ``seen``: held-out loss and accuracy, where the worker evaluated them.
     """
 
     time_s: float
@@ -50,7 +50,7 @@ class Worker:
 
 
 def import_before_forks() -> None:
-    """What torch and Morph import only when they are used is imported once, for all forks."""
+    """Import lazily loaded parts of torch and Morph once, for all forks."""
     for make in (torch.optim.SGD, torch.optim.AdamW):
         make([torch.zeros(1, requires_grad=True)]).step()
     importlib.import_module("morph.elastic.optimizer")
@@ -65,7 +65,7 @@ def train_sum(
     accumulation: str = "exact",
     sync: str = "s-sgd",
 ) -> None:
-    """One worker: a step is a sleep in place of compute, and then so many gradients. Sends its address, then steps."""
+    """Run one worker, whose step sleeps and then sums gradients. It sends its address, then its steps."""
     torch.set_num_threads(1)
     model = nn.Linear(num_values, 1, bias=False)
     optimizer = morph.elastic.Optimizer(
@@ -89,14 +89,14 @@ def train_sum(
 
 
 class Forks:
-    """Workers that are forks of this process, and the steps that they tell of."""
+    """Workers that are forks of this process, and the steps that they report."""
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []
         self.num_started = 0
 
     def start(self, work: Callable[[Connection], object]) -> None:
-        """Fork one more; ``work`` is called with its end of a pipe."""
+        """Fork one more worker; ``work`` is called with its end of a pipe."""
         ours, theirs = Pipe()
         self.num_started += 1
 
@@ -111,7 +111,7 @@ class Forks:
         self.workers.append(Worker(pid, ours))
 
     def kill(self, count: int, chooser: random.Random) -> float:
-        """End some workers at once; returns when."""
+        """Kill some workers at once; return when."""
         dead = chooser.sample(self.workers, count)
         now_s = time.time()
         kill(worker.pid for worker in dead)
@@ -121,10 +121,10 @@ class Forks:
         return now_s
 
     def watch(self, until: Callable[[], bool], what: str) -> None:
-        """Take steps in until a condition holds.
+        """Receive steps until a condition holds.
 
         Raises:
-            TimeoutError: it does not.
+            TimeoutError: the condition does not hold in time.
         """
         end_s = time.monotonic() + TIMEOUT_S
         while not until():
@@ -161,7 +161,7 @@ class Forks:
         self.workers.clear()
 
     def firsts(self, since_s: float) -> list[tuple[Told, int]]:
-        """Return the first step of each worker after a time that no more than the present ones took part in."""
+        """Return each worker's first step after a time in which only present workers took part."""
         left = len(self.workers)
         after = [
             (next((step for step in one.steps if step.time_s > since_s and step.num_workers <= left), None), one.pid)
@@ -170,7 +170,7 @@ class Forks:
         return [(step, pid) for step, pid in after if step is not None]
 
     def lose(self, count: int, chooser: random.Random) -> tuple[float, list[tuple[Told, int]]]:
-        """Kill some; returns when, and each survivor's first step without them, once all have one."""
+        """Kill some workers; return when, and each survivor's first step without them, once all have one."""
         killed_s = self.kill(count, chooser)
         self.watch(lambda: len(self.firsts(killed_s)) == len(self.workers), "every survivor to go on")
         return killed_s, self.firsts(killed_s)

@@ -1,11 +1,12 @@
-"""A step of elastic workers against one of DistributedDataParallel, without losses (as Spotnik's figure 5).
+"""Steps of elastic workers compared with DistributedDataParallel, without losses (as in Spotnik's figure 5).
 
     python -m benchmarks elastic_throughput --rounds 3
 
 Workers are forks of one process. A model has as many values as one of Spotnik's, in tensors of one million; its
-backward makes a gradient for each. A step is a sleep of --step-s in place of the rest of the compute, that backward
-with the all-reduce beside it, and SGD. The ways take turns within each round. Prints medians of step times over all
-rounds and the throughput against DistributedDataParallel, which applies gradients without asking whether all have them.
+backward makes a gradient for each. A step consists of a sleep of --step-s for the rest of the compute, that backward
+with an overlapped all-reduce, and SGD. The ways take turns within each round. Prints medians of step times over all
+rounds, and the throughput relative to DistributedDataParallel, which applies gradients without checking that all
+workers have them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ NUM_WARM = 2
 
 
 class Values(nn.Module):
-    """So many trained values; the output is the sum of their squares."""
+    """A model with so many trained values, whose output is the sum of their squares."""
 
     def __init__(self, num_values: int) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class Values(nn.Module):
 
 
 def stepper(way: str, num_values: int, port: int, rank: int, size: int, step_s: float) -> Callable[[], object]:
-    """Return what does one step of a worker."""
+    """Return a function that runs one step of a worker."""
     model = Values(num_values)
     plain = torch.optim.SGD(model.parameters(), lr=1e-6)
     if way != "DDP":
@@ -71,14 +72,14 @@ def stepper(way: str, num_values: int, port: int, rank: int, size: int, step_s: 
 
 
 def train(lane: Connection, num_steps: int, size: int, make: Callable[[int], Callable[[], object]]) -> None:
-    """Send what each step took."""
+    """Train, and send the time of each step."""
     torch.set_num_threads(1)
-    lane.send(None)  # no address: nobody joins later
+    lane.send(None)  # no address: no worker joins later
     step = make(int(os.environ[NUMBER]))
     for number in range(num_steps):
         took_s = wall_s(step)
         lane.send(Told(took_s, number, size))
-    lane.recv()  # until the others are done too
+    lane.recv()  # waits until the others are done
 
 
 def step_times(way: str, num_values: int, size: int, num_steps: int, step_s: float) -> list[float]:

@@ -1,4 +1,4 @@
-"""What every benchmark uses: rounds in turn, medians and ranges, tables, the line about the machine, processes.
+"""Shared parts of benchmarks: alternating rounds, medians and ranges, tables, the line about the machine, processes.
 
 A benchmark is a module with a function ``main``, whose parameters are its options (Typer reads them).
 """
@@ -29,7 +29,7 @@ Seed = Annotated[int, typer.Option(help="of every random choice")]
 
 
 def option(text: str) -> Any:
-    """An option with a line of help."""
+    """Return an option with a line of help."""
     return typer.Option(help=text)
 
 
@@ -58,26 +58,26 @@ def numbers(text: str) -> list[int]:
 
 
 def machine() -> str:
-    """Where figures come from: cores, the load average now, and versions."""
+    """Return the line about the machine: cores, the present load average, and versions."""
     versions = f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}"
     return f"{os.cpu_count()} cores, load {load():.1f}, {versions}"
 
 
 def load() -> float:
-    """The load average of the last minute."""
+    """Return the load average of the last minute."""
     return os.getloadavg()[0]
 
 
 def in_turns(
     ways: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 0, shuffled: random.Random | None = None
 ) -> dict[str, list[T]]:
-    """Measure every way once in each round, so that what else the machine does meets all of them alike.
+    """Measure every way once in each round, so that other load on the machine affects all of them equally.
 
     Args:
-        ways: What to measure, by name.
-        rounds: How often each is measured.
-        warm_up: Rounds before these that do not count.
-        shuffled: Draws the order of each round; None: always as given.
+        ways: The functions to measure, by name.
+        rounds: Number of rounds.
+        warm_up: Number of rounds before these that do not count.
+        shuffled: Draws the order of each round; None: always the given order.
     """
     found: dict[str, list[T]] = {name: [] for name in ways}
     for number in range(warm_up + rounds):
@@ -89,45 +89,45 @@ def in_turns(
 
 
 def wall_s(work: Callable[[], object]) -> float:
-    """Seconds that some work takes."""
+    """Return the seconds that some work takes."""
     begin_s = time.perf_counter()
     work()
     return time.perf_counter() - begin_s
 
 
 def cpu_s(work: Callable[[], object]) -> float:
-    """Processor seconds of this process that some work takes."""
+    """Return the processor seconds of this process that some work takes."""
     begin_s = time.process_time()
     work()
     return time.process_time() - begin_s
 
 
 def ratio(values: Sequence[float], others: Sequence[float]) -> float:
-    """The median over rounds of one way's figure over another's in the same round."""
+    """Return the median over rounds of the ratio of two ways in the same round."""
     return statistics.median(one / other for one, other in zip(values, others, strict=True))
 
 
 def spread(values: Sequence[float], unit: str = "s", digits: int = 2, scale: float = 1.0) -> str:
-    """Median, and lowest to highest."""
+    """Return the median, with minimum and maximum, as text."""
     middle, low, high = (scale * value for value in (statistics.median(values), min(values), max(values)))
     return f"{middle:.{digits}f} {unit} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def worst_cases(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, 95th percentile (nearest rank) and worst."""
+    """Return median, 95th percentile (nearest rank) and maximum."""
     ordered = sorted(values)
     rank = max(0, -(-95 * len(ordered) // 100) - 1)
     return statistics.median(ordered), ordered[rank], ordered[-1]
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float, float]:
-    """Lower quartile, median, upper quartile and worst."""
+    """Return lower quartile, median, upper quartile and maximum."""
     lower, middle, upper = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * [*values]
     return lower, middle, upper, max(values)
 
 
 def head(columns: str) -> None:
-    """Begin a table as docs have them: "shape | workers"."""
+    """Begin a Markdown table with columns such as "shape | workers"."""
     print(f"\n| {columns} |\n{'|---' * (columns.count('|') + 1)}|", flush=True)
 
 
@@ -142,7 +142,7 @@ def write_json(path: Path, figures: object) -> None:
 
 
 def forked(work: Callable[[], object]) -> int:
-    """Run in a fork of this process, which ends with it; returns the process id."""
+    """Run ``work`` in a fork, which ends together with this process; return the process id."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -155,7 +155,7 @@ def forked(work: Callable[[], object]) -> int:
 
 
 def kill(pids: Iterable[int]) -> None:
-    """End processes that this one has started, and wait for them."""
+    """Kill processes that this one has started, and wait for them."""
     pids = list(pids)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)

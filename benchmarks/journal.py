@@ -1,12 +1,11 @@
-"""A long journal: what it takes on the disk, and what reading it takes, in processor time and memory.
+"""A long journal: its size on disk, and the processor time and memory for reading it.
 
     python -m benchmarks journal --steps 2000000 --workers 100 --last 2000
 
-The product's own writer makes it: every event is decided on and appended as by a live manager, which no worker needs
-to be there for. One worker trains first, and is lost and replaced now and then; what its steps came to is put into the
-journal again and again, by what condenses them, as later steps. Then many train the last ones, so that the lines that
-are not condensed yet are as many as with many workers. Each figure of reading is of a process of its own, beyond what
-its imports take. ``--plain``: nothing is condensed, and nothing repeated.
+Morph's own writer makes it: every event is decided and appended as by a live manager, without workers. One worker
+trains first, and is lost and replaced now and then; its condensed steps are repeated in the journal as later steps.
+Then many workers train the last steps, so that there are as many uncondensed lines as with many workers. Each reading
+is measured in a process of its own, without its imports. ``--plain``: nothing is condensed or repeated.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ READERS = ("status", "page", "resume", "take-over", "events", "report")
 
 
 class Writer:
-    """A manager whose workers answer at once; time goes on by ``STEP_S`` a step."""
+    """A manager whose workers answer at once; its clock advances by ``STEP_S`` per step."""
 
     def __init__(self, journal: Journal, config: ControllerConfig, names: itertools.count[int], now_s: float) -> None:
         self.journal, self.names, self.now_s = journal, names, now_s
@@ -67,7 +66,7 @@ class Writer:
             self.appear()
 
     def tell(self, event: Event) -> None:
-        """Decide on an event, and have done what is ordered but for steps and shapes."""
+        """Decide on an event, and carry out all orders except steps and reshapes."""
         decision = decide(self.state, event, self.now_s)
         self.journal.append_decision(self.now_s, event, decision)
         self.state = decision.state
@@ -94,7 +93,7 @@ class Writer:
         self.tell(NodeAppeared(node=name, paid=Paid(usd_per_h=0.9)))
 
     def lose(self) -> None:
-        """A worker of the shape is killed; the others give up, and another one comes."""
+        """Lose a worker of the shape; the others give up their orders, and a replacement comes."""
         worker = self.state.slots[0].worker
         self.journal.append_fact(self.now_s, Fact(name=VM_KILLED, worker=worker))
         self.tell(WorkerLost(worker=worker, cause="killed"))
@@ -149,7 +148,7 @@ def one_worker(num_steps: int) -> ControllerConfig:
 
 
 class Recorded(Condenser):
-    """Notes every cut."""
+    """A condenser that records every cut."""
 
     def __init__(self, journal: Journal) -> None:
         super().__init__(journal)
@@ -162,9 +161,9 @@ class Recorded(Condenser):
 
 
 def repeat(journal: Journal, keeper: Recorded, few: Writer, num_steps: int) -> None:
-    """Condense what the steps so far came to as that of so many later steps, which nobody decides on."""
+    """Repeat the condensed steps so far as so many later steps, which are not decided."""
     run, cuts = keeper.run, keeper.cuts
-    journal.append_config(few.now_s, begun_at(few.state.config, few, few.state.version))  # its shape is left
+    journal.append_config(few.now_s, begun_at(few.state.config, few, few.state.version))  # dissolves its shape
     journal._condense(keeper.cut(), few.state)
     keeper.forget()
     num_decided = sum(len(cut.columns[SEQUENCE]) for cut in cuts)
@@ -196,7 +195,7 @@ def repeat(journal: Journal, keeper: Recorded, few: Writer, num_steps: int) -> N
 
 
 def begun_at(config: ControllerConfig, few: Writer, version: int) -> ControllerConfig:
-    """The configuration of a session that begins at a version, as if it was saved."""
+    """Return the configuration of a session that begins at a version, as if that was saved."""
     checkpoint = few.state.saving.checkpoint
     assert checkpoint is not None, "nothing was saved"
     checkpoint = checkpoint.model_copy(update={"version": version})
@@ -204,7 +203,7 @@ def begun_at(config: ControllerConfig, few: Writer, version: int) -> ControllerC
 
 
 def write(run_dir: Path, steps: int, workers: int, last: int, few_steps: int, *, plain: bool) -> None:
-    """Make the journal, and say what that took."""
+    """Make the journal, and print the time for that."""
     names: itertools.count[int] = itertools.count()
     with Journal.open(run_dir / JOURNAL) as journal:
         keeper = None if plain else Recorded(journal)
@@ -241,7 +240,7 @@ def _size(run_dir: Path) -> int:
 
 
 def reading(name: str, run_dir: Path) -> Callable[[], object]:
-    """What one of the readers does; everything that it needs is imported."""
+    """Return the function of a reader, with everything that it needs imported."""
     from manager.dashboard.snapshot import snapshot
     from manager.history.lives import lives_in
     from manager.journal.replay import nodes_up, replay, trace_moment

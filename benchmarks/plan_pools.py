@@ -1,10 +1,10 @@
-"""What unequal pipelines and mixed pools train, and how long plans for them take to find.
+"""Throughput of unequal pipelines and mixed pools, and the time to find plans for them.
 
     python -m benchmarks plan_pools
     python -m benchmarks plan_pools --times
 
-GPT-2 2.5B by its published profile for V100s. A T4 is taken to need 1.92 times as long for everything (125 and 65
-TFLOPS with tensor cores, as NVIDIA states them), with as much memory and the same links; a third type 3 times as long.
+GPT-2 2.5B with its published profile for V100s. A T4 is assumed to need 1.92 times as long for everything (NVIDIA
+states 125 and 65 TFLOPS with tensor cores), with as much memory and the same links; a third type needs 3 times as long.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ POOLS = ({"v100": 12, "t4": 12}, {"v100": 10, "t4": 15}, {"v100": 50, "t4": 50},
 
 
 def timed(profile: Profile, pool: Mapping[str, int] | int, *, unequal: bool) -> tuple[PlanChoice, float]:
-    """The answer, and processor seconds of the second time that it is asked for."""
+    """Return the plan, and the processor seconds of its second computation."""
     given = {"num_gpus": pool} if isinstance(pool, int) else {"pool": pool}
     for _ in range(2):
         begin_s = time.process_time()

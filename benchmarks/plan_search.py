@@ -1,4 +1,4 @@
-"""How far plans are from the best that there is: every other choice tried, on small random jobs.
+"""How far plans are from optimal: all alternatives are tried on small random jobs.
 
     python -m benchmarks plan_search --cases 60
     python -m benchmarks plan_search --groups
@@ -55,7 +55,7 @@ def random_profile(rng: np.random.Generator, num_sections: int, batch_size: int,
 
 
 def any_windows(seed: int) -> float:
-    """The simulator's windows over the best windows of any size: mini-batches on links of one's own."""
+    """Return the time with the simulator's windows over that with the best windows; each stage has its own links."""
     rng = np.random.default_rng(seed)
     depth, count = int(rng.integers(2, 5)), int(rng.integers(3, 7))
     profile = random_profile(rng, depth, count, (1,))
@@ -77,7 +77,7 @@ def slopes(schedule: str, count: int) -> Iterator[int | None]:
 
 
 def everything(seed: int) -> float:
-    """The plan over the best of all shapes, sizes, cuts, schedules and slopes."""
+    """Return the plan's time over the best of all shapes, sizes, cuts, schedules and slopes."""
     rng = np.random.default_rng(seed)
     num_sections, gpus = int(rng.integers(2, 5)), int(rng.integers(2, 6))
     profile = random_profile(rng, num_sections, int(rng.choice([4, 8, 12])), (1, 2, 4))
@@ -101,7 +101,7 @@ def everything(seed: int) -> float:
 
 
 def latency(seed: int, forwards: float, *, gpipe_alone: bool = False) -> float:
-    """A plan for 8 GPUs over the best of the other schedules and slopes on its stages, 64 micro-batches."""
+    """Return a plan's time (8 GPUs, 64 micro-batches) over the best of other schedules and slopes on its stages."""
     rng = np.random.default_rng(seed)
     profile = synthetic_profile(
         num_sections=8,
@@ -135,7 +135,7 @@ def tell(name: str, ratios: list[float], slower: str = "") -> None:
 
 
 def least_gib(changes: bool) -> None:
-    """Prints by depth the least memory of a device, with whole stages and in groups; two replicas, m = 4."""
+    """Print by depth the least memory of a device, with whole stages and in groups; two replicas, m = 4."""
     profile, rules = load_profile(GPT2), PlanRequest(changes=changes).memory_rules
     settings = [Setting(profile, 4, True, SCHEDULES, 2**50, rules, grouped=grouped) for grouped in (False, True)]
     head("P | GiB with whole stages | in groups | ")
@@ -150,7 +150,7 @@ def _text(one: Outcome, batch_size: int) -> str:
 
 
 def rates(num_gpus: int, changes: bool) -> None:
-    """Prints the best plans within memory limits, with whole stages alone and with groups."""
+    """Print the best plans within memory limits, with whole stages only and with groups."""
     profile = load_profile(GPT2)
     head("GiB | whole stages | with groups | gain")
     for gib in (4, 5, 6, 7, 8, 10, 12, 16, 24, 32):

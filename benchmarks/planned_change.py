@@ -1,4 +1,4 @@
-"""Pause of a planned change, with pre-copied units and without: emulated devices, links of limited speed.
+"""Pause of a planned change with and without pre-copied units, on emulated devices with links of limited speed.
 
     python -m benchmarks planned_change --joins 3
 
@@ -35,12 +35,12 @@ FORWARD_S = 0.003
 SHAPES = {4: (2, 2), 6: (2, 3)}
 STEPS_BETWEEN = 4
 REAL_STATE_BYTES = 2_000_000
-"""Of all parameters, as they are really kept and sent."""
+"""The share of all parameters that is really kept and sent."""
 
 
 @dataclass
 class Joiner:
-    """Asks for two VMs while four train, takes them away some steps after they joined, and notes every step."""
+    """Requests two VMs while four train, takes them away some steps after they joined, and records every step."""
 
     fleet: VmFleet
     joins: int
@@ -90,7 +90,7 @@ class Change:
     order: ReshapeOrder
 
     def ahead_share(self, sizes: dict[str, int]) -> float:
-        """Of the bytes that moved, those pre-copied."""
+        """Return the pre-copied share of the bytes that moved."""
         moved = [source for source in self.order.sources if source.kind in ("peer", "ahead")]
         ahead = sum(sizes[source.unit] for source in moved if source.kind == "ahead")
         return ahead / max(1, sum(sizes[source.unit] for source in moved))
@@ -141,7 +141,7 @@ def run(parameter_bytes: int, when: str, joins: int) -> dict[str, float]:
 
 
 def figures(joiner: Joiner, sizes: dict[str, int]) -> dict[str, float]:
-    """Medians over the joins."""
+    """Return medians over the joins."""
     at = {version: time_s for time_s, version in joiner.steps}
     pauses_s, put_off_s, plain_s = [], [], []
     for change in joiner.changes:

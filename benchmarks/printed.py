@@ -1,4 +1,4 @@
-"""Writes the blocks of documentation that benchmarks print, or says which of them are stale.
+"""Write the blocks of documentation that benchmarks print, or list those that are stale.
 
     python -m benchmarks printed            # runs each command again and rewrites its block
     python -m benchmarks printed --check    # writes nothing; ends with 1 where a block differs
@@ -26,16 +26,16 @@ MOST_S = 1800.0
 
 
 def pages() -> Iterator[Path]:
-    """Every page that may have a block."""
+    """Yield every page that may have a block."""
     for place in PAGES:
         yield from sorted(place.rglob("*.md")) if place.is_dir() else (place,)
 
 
 def printed(command: str) -> str | None:
-    """What a command prints; None where a file that it names is not there.
+    """Return the output of a command; None if a file that it names does not exist.
 
     Raises:
-        SystemExit: it fails, or is not done in time.
+        SystemExit: the command fails, or does not end in time.
     """
     words = shlex.split(command)
     if any("/" in word and not (ROOT / word).exists() for word in words):
@@ -48,7 +48,7 @@ def printed(command: str) -> str | None:
 
 
 def stale(page: Path, only: str = "", *, write: bool = False) -> list[str]:
-    """Commands of a page whose block is not what they print; ``only``: those whose command has this in it."""
+    """Return the commands of stale blocks of a page; ``only``: restrict to commands that contain this text."""
     found: list[str] = []
 
     def renewed(block: re.Match[str]) -> str:

@@ -16,17 +16,17 @@ class Called(Protocol):
     """An object that is called by the names of its methods."""
 
     def send(self, method: str, *arguments: object) -> None:
-        """Start a call; ``answer`` has its result."""
+        """Start a call; ``answer`` returns its result."""
 
     def answer(self) -> Any:
         """Result of the call started last."""
 
     def end(self) -> None:
-        """End what the object lives in."""
+        """End the process of the object, if it has its own."""
 
 
 class InThisProcess:
-    """An object made and called here."""
+    """An object that is made and called in this process."""
 
     def __init__(self, make: Callable[[], object]) -> None:
         self._made, self._result = make(), None
@@ -38,7 +38,7 @@ class InThisProcess:
         return self._result
 
     def end(self) -> None:
-        """Nothing is to be ended."""
+        """Do nothing: there is no process to end."""
 
 
 class Remote:
@@ -85,13 +85,13 @@ def _serve(make: Callable[[], object], calls: Connection) -> None:
 
 
 def call(called: Called, method: str, *arguments: object) -> Any:
-    """Call one and wait."""
+    """Call an object and wait for the result."""
     called.send(method, *arguments)
     return called.answer()
 
 
 def call_all(called: Sequence[Called], method: str, *arguments: object) -> list[Any]:
-    """The same call to all of them, at once."""
+    """Make the same call to all objects at once."""
     for each in called:
         each.send(method, *arguments)
     return [each.answer() for each in called]

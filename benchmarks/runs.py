@@ -28,7 +28,7 @@ MANY_STEPS = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is trained. ``unit_bytes``: of state, by unit."""
+    """The job that is trained. ``unit_bytes``: bytes of state, by unit."""
 
     job_path: str
     fingerprint: str
@@ -40,7 +40,7 @@ class Subject:
 
 
 def subject_of_profile(name: str, profile: Profile, m: int, state_copies: int = 3) -> Subject:
-    """Emulated: a state is so many times its parameters."""
+    """Return an emulated job whose state has ``state_copies`` times the bytes of its parameters."""
     units = known_units(profile)
     return Subject(
         job_path=name,
@@ -54,7 +54,7 @@ def subject_of_profile(name: str, profile: Profile, m: int, state_copies: int = 
 
 
 def subject_of_job(job_path: str, num_sections: int | None = None, m: int | None = None) -> Subject:
-    """A real job, cut into so many sections; what is not given is what the job says."""
+    """Return a real job, cut into so many sections; defaults are the job's own values."""
     job = load_job(job_path)
     m = m or job.micro_batch_size or 1
     model = cut(export_job(job), num_sections=num_sections or job.num_sections, micro_batch_size=m)
@@ -71,7 +71,7 @@ def subject_of_job(job_path: str, num_sections: int | None = None, m: int | None
 
 
 def steady_vms(num: int) -> Trace:
-    """So many VMs from the beginning, which nobody takes away but the experiment."""
+    """Return a trace of so many VMs from the beginning, which only the experiment takes away."""
     return Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"vm{index}") for index in range(num)))
 
 
@@ -85,16 +85,16 @@ def specify(
     cluster: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> RunSpec:
-    """What to run.
+    """Return what to run.
 
     Args:
-        subject: What is trained.
-        plans: By number of VMs.
-        policy: The manager's.
+        subject: The job that is trained.
+        plans: Plans by number of VMs.
+        policy: The manager's policy.
         trace: When VMs come and go.
-        config: More of the controller's.
-        cluster: More of the cluster file's.
-        more: More of ``RunSpec``.
+        config: Further fields of the controller's configuration.
+        cluster: Further fields of the cluster file.
+        more: Further fields of ``RunSpec``.
     """
     known: dict[str, Any] = {
         "fingerprint": subject.fingerprint,
@@ -123,7 +123,7 @@ def play(
     watch: Observer = lambda _: None,
     attend: Callable[[VmFleet], Observer] | None = None,
 ) -> tuple[Finish, RunReport]:
-    """Run to the end, with the journal in a new folder; ``attend`` makes what kills VMs and asks for them."""
+    """Run to the end, with the journal in a new folder; ``attend`` makes the observer that kills and requests VMs."""
     facts = RunFacts(
         job=subject.job_path,
         fingerprint=subject.fingerprint,

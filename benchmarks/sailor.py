@@ -1,4 +1,4 @@
-"""Our simulator beside other people's real runs: those in the artifact of Sailor (SOSP 2025).
+"""Morph's simulator compared with real runs of others: those in the artifact of Sailor (SOSP 2025).
 
     python -m benchmarks sailor CHECKOUT
 
@@ -41,7 +41,7 @@ GROUPS = {
 }
 FLOAT_BYTES = 4
 LINK_BYTES_PER_S = 10**9
-"""Of the link in our profiles: a message of so many seconds has so many times these bytes (see :meth:`Run.profile`)."""
+"""Bytes per second of the link in our profiles, in which sizes encode seconds (see :meth:`Run.profile`)."""
 Worker = tuple[str, int]
 """A node, as one worker: its type of GPU, and how many of them share each layer."""
 
@@ -60,23 +60,23 @@ def read(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class Artifact:
-    """What is read of the checkout."""
+    """The files of the checkout that are read."""
 
     root: Path
 
     @cached_property
     def layer_times_s(self) -> Any:
-        """By model, type, m, GPUs that share a layer, and layer: forward, backward, optimizer step."""
+        """Forward, backward and optimizer step, by model, type, m, GPUs that share a layer, and layer."""
         return read(self.root / PLANNER / "simulations/profiles_tmp.json")
 
     @cached_property
     def layers(self) -> Any:
-        """By model, GPUs that share a layer, and layer: its sizes."""
+        """Sizes of layers, by model, GPUs that share a layer, and layer."""
         return read(self.root / PLANNER / "llm_info.json")
 
     @cached_property
     def links(self) -> Any:
-        """By zone, type and GPUs of the sender, and zone, type and GPUs of the receiver."""
+        """Links by zone, type and GPUs of the sender, and zone, type and GPUs of the receiver."""
         return read(self.root / "sailor/providers/multizone_bandwidths_het.json")
 
     def message_s(self, size_bytes: float, sender: Worker, receiver: Worker, zone: str) -> float:
@@ -112,12 +112,12 @@ class Run:
 
     @property
     def measured_s(self) -> float:
-        """Of an iteration."""
+        """Measured seconds of an iteration."""
         return float(self.plan["real"])
 
     @cached_property
     def workers(self) -> tuple[tuple[Worker, ...], ...]:
-        """By stage and replica."""
+        """Workers by stage and replica."""
         stages = self.pipeline["tmp_per_stage"]
         return tuple(tuple((vms[0][0], shared) for vms, shared in stage) for stage in stages)
 
@@ -129,8 +129,8 @@ class Run:
     def profile(self, replica: int) -> Profile:
         """The profile of a job on the nodes of one replica: every layer is a section, with the times of its node.
 
-        Links differ from cut to cut and from ring to ring, and a profile has one kind between nodes. So its link
-        carries a byte in a nanosecond, and a size is as many bytes as the true one takes nanoseconds over its own link.
+        Links differ between cuts and rings, but a profile has only one kind between nodes. So its link carries a byte
+        per nanosecond, and a message has as many bytes as it really takes nanoseconds over its own link.
         """
         m, zone, model = int(self.plan["mbs"]), self.plan["zone"], self.training["model"]
         sizes, stages = self.artifact.layers[model]["1"], self.pipeline["layers_per_stage"]
@@ -192,7 +192,7 @@ class Run:
         return slowest_s * len(ring)  # of which each of the 2 (D - 1) messages is a D-th
 
     def simulated_s(self, overlap: str) -> float:
-        """By Morph: that of the slowest replica, for the others wait for it before they reduce."""
+        """Return Morph's time of the slowest replica, for which the others wait before they reduce."""
         first = [layers[0] for layers in self.pipeline["layers_per_stage"]]
         kinds = {tuple(stage[replica] for stage in self.workers): replica for replica in range(self.num_replicas)}
         return max(
@@ -258,7 +258,7 @@ def _exactly(time_s: float) -> Timing:
 
 
 def _nodes(run: Run) -> str:
-    """By stage, the types of its replicas, where there are several."""
+    """Return by stage the types of its replicas, where there are several."""
     if len({worker for stage in run.workers for worker in stage}) == 1:
         return ""
     short = {"RTX-2080": "2080", "RTX-3090": "3090", "Titan-RTX": "Titan"}

@@ -1,4 +1,4 @@
-"""How fast the simulator answers, beside the same rules in a plain loop around heapq in the same run.
+"""Speed of the simulator, compared with the same rules in a plain loop around heapq in the same run.
 
     python -m benchmarks simulator_speed
 
@@ -34,7 +34,7 @@ def best_ms(action: Callable[[], object], repeats: int = 20) -> float:
 
 
 class HeapqPipeline:
-    """The rules of ``simulator.engine`` as one would write them first: a heap of instants at which to look."""
+    """The rules of ``simulator.engine`` in the most direct form: a heap of instants at which to decide."""
 
     def __init__(self, times: StageTimes, count: int) -> None:
         self.count, self.last = count, times.num_stages - 1
@@ -53,7 +53,7 @@ class HeapqPipeline:
         self.heap: list[tuple[int, int, int]] = [(0, 1 + self.last, 0)]
 
     def play(self) -> int:
-        """When the last backward ends."""
+        """Return when the last backward ends."""
         end = 0
         while self.heap:
             now, rank, stage = heapq.heappop(self.heap)

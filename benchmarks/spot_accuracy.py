@@ -1,10 +1,10 @@
 """The spot-cluster simulator against real runs: real processes, messages and kills, with emulated devices.
 
-Each trace is run for real, then simulated: when VMs came, were noticed and went is taken from the run's journal, and so
-is what a worker's setup, forming groups, giving up and the manager's round took, and by how much steps were slower than
-planned because all workers share this machine; everything else is the simulator's. Prints the steps done, and of each
-part of the VMs' time by how much of the whole it differs.
-    python -m benchmarks spot_accuracy --seeds 0,1,2 --seconds 320
+Each trace is run for real, then simulated. The run's journal provides when VMs came, had notices and went, the
+    durations of a worker's setup, of forming groups, of giving up and of the manager's round, and how much slower than
+    planned steps were because all workers share this machine; everything else is simulated. Prints the steps done, and
+    for each part of the VMs' time its difference as a share of the whole. python -m benchmarks spot_accuracy --seeds
+    0,1,2 --seconds 320
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ REAL_STATE_BYTES = 256 * 1024
 LINK_BYTES_PER_S = 1e9
 NOTICE_S = 8.0
 NUM_LOSSES = 45
-"""In a trace, were all VMs always there."""
+"""Number of VMs in a trace if all were always present."""
 POLICY = Policy(checkpoint_every_steps=10, heartbeat_timeout_s=20.0)
 
 
@@ -67,7 +67,7 @@ SUBJECT = subject_of_profile("spot accuracy", PROFILE, 1)
 
 
 def make_job(durations: Durations) -> SpotJob:
-    """It needs two devices at least."""
+    """Return the job, which needs at least two devices."""
     return SpotJob(
         name=SUBJECT.job_path,
         batch_size=NUM_MICRO_BATCHES,
@@ -81,9 +81,9 @@ def make_job(durations: Durations) -> SpotJob:
 
 @dataclass(frozen=True)
 class Happened:
-    """What a real run's journal says: its report, and when VMs appeared and were killed (seconds of its clock).
+    """The events in a real run's journal: its report, and when VMs appeared and were killed (seconds of its clock).
 
-    ``noticed``: when, of which VM, and how long before its end (seconds).
+    ``noticed``: for each notice its time, its VM, and the seconds until the VM's end.
     """
 
     report: RunReport
@@ -96,7 +96,7 @@ class Happened:
 
     @property
     def num_changes(self) -> int:
-        """VMs that came after the start, or went."""
+        """The number of VMs that came after the start, or went."""
         first_s = min(self.appeared_s.values())
         return len(self.killed_s) + sum(time_s > first_s + 5 for time_s in self.appeared_s.values())
 
@@ -122,7 +122,7 @@ def run_for_real(trace: Trace, kept: Path) -> None:
 
 
 def read(kept: Path, num_expected: int) -> Happened:
-    """Read what happened in a run."""
+    """Read the events of a run."""
     with Journal.open(kept, read_only=True) as journal:
         entries = tuple(journal.read())
     kinds: dict[str, Callable[[str], Event | DecisionRecord | Fact]] = {
@@ -139,7 +139,7 @@ def read(kept: Path, num_expected: int) -> Happened:
 
 
 def measured(happened: Happened) -> Durations:
-    """Read from a run's journal what everything beside the steps takes, as medians, and how slow the host is."""
+    """Return median durations of everything but steps from a run's journal, and how slow the host is."""
     setup, noticed, groups, aborts = [], [], [], []
     aborting_s = None
     for time_s, one in happened.told:
@@ -171,7 +171,7 @@ def measured(happened: Happened) -> Durations:
 
 
 def rounds(happened: Happened) -> tuple[float, float]:
-    """Return what is between two steps of a shape (seconds), and what steps take over what is planned: means."""
+    """Return the mean time between two steps of a shape (seconds), and the mean ratio of steps to planned steps."""
     between, steps = [], []
     planned_s, done_s, slowest_s = 0.0, None, 0.0
     for time_s, one in happened.told:
@@ -224,13 +224,13 @@ def simulate(happened: Happened, durations: Durations) -> SpotCluster:
 
 
 def version_at(happened: Happened, until_s: float) -> int:
-    """The version that a run had decided by then."""
+    """Return the version that a run had decided by then."""
     versions = [one.version for time_s, one in happened.told if isinstance(one, DecisionRecord) and time_s <= until_s]
     return versions[-1] if versions else 0
 
 
 def compare(happened: Happened, durations: Durations) -> tuple[float, dict[Part, float]]:
-    """Return how far the simulated steps are from the real ones, and each part as a difference of the whole."""
+    """Return the relative error of the simulated steps, and each part's difference as a share of the whole."""
     cluster = simulate(happened, durations)
     real, steps = happened.report.account, version_at(happened, happened.over_s)
     simulated = cluster.account
@@ -239,7 +239,7 @@ def compare(happened: Happened, durations: Durations) -> tuple[float, dict[Part,
 
 
 def draw(seed: int, seconds: float) -> Trace:
-    """A trace with losses alone and in bulk, half of them noticed before."""
+    """Draw a trace with single and bulk losses, half of them with notices."""
     model = spot_model(
         MOST_VMS,
         losses_per_vm_h=3600 * NUM_LOSSES / seconds / MOST_VMS,

@@ -1,4 +1,4 @@
-"""Two figures of the papers, drawn again by simulation: Varuna's figure 8 and Bamboo's figure 3.
+"""Two figures of papers, reproduced by simulation: Varuna's figure 8 and Bamboo's figure 3.
 
     python -m benchmarks spot_figures varuna --png docs/images/varuna-figure-8.png
     python -m benchmarks spot_figures bamboo --png docs/images/bamboo-figure-3.png
@@ -8,9 +8,9 @@ published; the one drawn here has its shape: between 28 and 140 VMs, as throughp
 says, that come and go by the hour and go in bulk.
 
 *bamboo*: GPT-2 2.5B on 64 spot VMs lost at the rate of AWS p3, where every loss restarts the job from a checkpoint,
-beside redundant computation and Morph on the same VMs: what their time went into, hour by hour. The paper measures 23 %
-training for restarts and 84 % for Bamboo. It does not say what a restart takes there: 60 s are a good one, and the time
-with which 23 % come out is looked for.
+compared with redundant computation and Morph on the same VMs: how their time was spent, hour by hour. The paper
+measures 23 % training for restarts and 84 % for Bamboo. It does not give the duration of a restart: 60 s are fast, and
+the benchmark also finds the duration that gives 23 %.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STATES = {
 
 
 def wandering_trace(seed: int = 8) -> Trace:
-    """As many VMs as the cloud has left over: a walk drawn back to its mean, with falls of many at once."""
+    """Draw the number of spare VMs of a cloud: a mean-reverting walk with sudden falls."""
     draw, alive, events = random.Random(seed), list[str](), list[TraceEvent]()
     level = wanted = 90.0
     for step in range(int(HOURS * HOUR_S / EVERY_S)):
@@ -69,7 +69,7 @@ def wandering_trace(seed: int = 8) -> Trace:
 
 
 def draw_varuna(outcome: Outcome, job: SpotJob, png: Path) -> None:
-    """Examples per second, and per GPU in use, with shapes that lasted; pauses are too short to be seen."""
+    """Draw examples per second, and per GPU in use, for shapes that lasted; pauses are too short to be visible."""
     workers = {plan.shape: plan.num_workers for plan in job.plans.values()}
     formed = [moment for moment in outcome.moments if moment.shape]
     with picture(png, ConfigError, (12.0, 6.0), nrows=2, sharex=True, height_ratios=[2, 1]) as (_, (above, below)):
@@ -102,7 +102,7 @@ def draw_varuna(outcome: Outcome, job: SpotJob, png: Path) -> None:
 
 
 def varuna(png: Path | None) -> None:
-    """Play and tell the 60 hours."""
+    """Simulate the 60 hours and print a summary."""
     job = job_from_profile(load_profile(PROFILE), MOST)
     outcome = play_morph(job, wandering_trace(), until=Until(kind="hours", amount=HOURS))
     workers = {plan.shape: plan.num_workers for plan in job.plans.values()}
@@ -120,12 +120,12 @@ def varuna(png: Path | None) -> None:
 
 
 def shares(outcome: Outcome) -> dict[str, float]:
-    """What the VMs' time went into."""
+    """Return the shares of the VMs' time."""
     return {name: sum(outcome.parts_s[part] for part in parts) / outcome.vm_s for name, (parts, _) in STATES.items()}
 
 
 def bamboo(png: Path | None) -> None:
-    """Play the policies, and find the restart with which as little is trained as in the paper."""
+    """Simulate the policies, and find the duration of a restart that gives the paper's share of training."""
     trace = spot_model(BAMBOO_VMS, losses_per_vm_h=P3_PER_VM_H, replacement_s=600).draw(3, BAMBOO_HOURS * HOUR_S)
     job = job_from_profile(load_profile(PROFILE), BAMBOO_VMS)
     until = Until(kind="hours", amount=BAMBOO_HOURS)

@@ -1,4 +1,4 @@
-"""What policies get done on recorded traces, as shares of what none can surpass, and what a dollar brings.
+"""Work that policies complete on recorded traces, as shares of an upper bound, and per dollar.
 
 python -m benchmarks spot_shares ../shared/traces/bamboo_p3.csv
 """

@@ -1,4 +1,4 @@
-"""What simulating a spot cluster with the real controller costs: a day of it, and each change with many nodes.
+"""Cost of simulating a spot cluster with the real controller: for a day, and for each change with many nodes.
 
     python -m benchmarks spot_speed --seeds 5
 
@@ -42,7 +42,7 @@ PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     "simulated sums of steps that are given up": (("spot/vms.py", "abort"),),
     "the ledger": (("spot/cluster.py", "_book"),),
 }
-"""What ``--parts`` tells of: functions, by a piece of their file's name."""
+"""The parts that ``--parts`` reports: functions, each with a part of its file's name."""
 
 
 def measured(work: Callable[[], object], parts: bool) -> float:
@@ -73,7 +73,7 @@ def day(job: SpotJob, num_vms: int, seed: int) -> tuple[float, int, int]:
 
 
 def ready_cluster(num_vms: int) -> SpotCluster:
-    """So many VMs that train."""
+    """Return a cluster of so many training VMs."""
     config = make_config(num_vms)
 
     def slower(plan: Plan) -> Plan:

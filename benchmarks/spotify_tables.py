@@ -2,8 +2,8 @@
 
     python -m benchmarks spotify_tables --seeds 100
 
-The thesis does not print the ten numbers that its simulator takes. Those here are inferred from its totals divided by
-its counts (``LIGHT`` and ``HEAVY``); MTTP, notice, VM and prices are its own. Published figures stand beside.
+The thesis does not print the ten parameters of its simulator. Those here are inferred from its totals divided by its
+counts (``LIGHT`` and ``HEAVY``); MTTP, notice, VM and prices are its own. Published figures are printed for comparison.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def play(of: Inferred, policy: str, steps: int, mttp_s: float, seeds: int) -> li
 
 
 def mean(values: Sequence[float]) -> float:
-    """Of the seeds."""
+    """Return the mean over seeds."""
     return statistics.fmean(values)
 
 

@@ -1,9 +1,9 @@
-"""How long a run stands when its manager is killed and the same command is given again at once.
+"""How long a run pauses when its manager is killed and the same command is started again at once.
 
     python -m benchmarks takeover_pause --kills 5 --workers 4
 
 Runs `morph run` on local Ray nodes, ends the command with SIGKILL while it trains, and starts it again, several times.
-The time goes from the kill to the next step that is decided. Prints every take-over, its parts, and the median.
+The time is measured from the kill to the next decided step. Prints every take-over, its parts, and the median.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POLL_S = 0.02
 
 
 def decided(journal: Journal, after: int) -> list[tuple[float, int, int]]:
-    """(time, version, line) of the decisions behind a line that brought a new version."""
+    """Return (time, version, line) of the decisions after a line that decided a new version."""
     found: list[tuple[float, int, int]] = []
     for entry in journal.read(after):
         if entry.kind == "decision":
@@ -38,7 +38,7 @@ def decided(journal: Journal, after: int) -> list[tuple[float, int, int]]:
 
 
 def wait_for_version(path: Path, command: subprocess.Popen[bytes], version: int) -> int:
-    """Wait until a version is decided; returns the newest one."""
+    """Wait until a version is decided; return the newest one."""
     until_s = time.monotonic() + BOUND_S
     while time.monotonic() < until_s and command.poll() is None:
         if path.exists():

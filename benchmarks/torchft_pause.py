@@ -1,4 +1,4 @@
-"""How long a data-parallel job under torchft 0.2 stands still after kills: N replicas of one worker each, gloo.
+"""How long a data-parallel job under torchft 0.2 pauses after kills: N replicas of one worker each, gloo.
 
     python -m benchmarks torchft_pause --replicas 16 --kills 30              tuned time-outs
     python -m benchmarks torchft_pause --replicas 8 --kills 3 --defaults     torchft's own
@@ -6,8 +6,9 @@
 torchft is not a dependency of Morph: install it beside the project, `pip install "torchft==0.2.*"`.
 
 A worker sleeps for a step's compute, averages 128 KiB of gradients and commits. One, two or three workers are
-killed at once at a random moment (seeded); new ones come when the rest has gone on, and heal from a peer. Prints the
-time from the kill to the first step that a survivor commits without the dead, and until every survivor has.
+killed at once at a random moment (seeded); new ones come after the others have continued, and heal from a peer. Prints
+the time from the kill until the first survivor, and until every survivor, has committed a step without the dead
+workers.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def train(told: Connection, setting: Setting, name: str, lighthouse: str, step_s
         init_sync=False,
         **setting.manager(),
     )
-    while not told.poll():  # what torchft raises ends the process, as in its own examples
+    while not told.poll():  # an error of torchft ends the process, as in its own examples
         manager.start_quorum()
         time.sleep(step_s)
         gradient = torch.ones(NUM_VALUES)
@@ -112,7 +113,7 @@ def train(told: Connection, setting: Setting, name: str, lighthouse: str, step_s
 
 
 def _write_errors_to(log: Path) -> None:
-    """Send standard output and error of this process, whatever writes there, to a file."""
+    """Redirect standard output and error of this process to a file, also for C code."""
     opened = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(opened, 1)
     os.dup2(opened, 2)

@@ -1,10 +1,10 @@
-"""How long a job under torchrun's elastic agent stands still after a kill.
+"""How long a job under torchrun's elastic agent pauses after a kill.
 
     python -m benchmarks torchrun_restart process          one agent; a worker process is killed
     python -m benchmarks torchrun_restart vm               an agent per VM; one is killed, one comes; tuned time-outs
     python -m benchmarks torchrun_restart vm --defaults    the same with torchrun's own rendezvous time-outs
 
-Prints a table. Ends everything it started, also when it is interrupted or reaches its limit.
+Prints a table. Ends everything that it started, also when it is interrupted or reaches its time limit.
 """
 
 from __future__ import annotations

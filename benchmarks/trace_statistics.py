@@ -1,10 +1,10 @@
-"""What published spot traces say of VMs' losses: the prior of ``ExpectedLosses``.
+"""Statistics of VM losses in published spot traces, which give the prior of ``ExpectedLosses``.
 
     python -m benchmarks trace_statistics TRACE.csv...
 
-One line for each trace, and what is taken of them together: every trace counts once, however long it is, as one kind
-of VM of all that there are. The weights say how far the traces are apart: those of a Gamma and of a Beta distribution
-with their mean and variance; of the third, the variance within a trace over that between them.
+Prints one line for each trace, and the combination of all: every trace counts once, whatever its length, as one kind of
+VM. Weights express how much the traces differ: those of a Gamma and of a Beta distribution with the traces' mean and
+variance; the third is the variance within a trace over that between traces.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from morph.contract.trace import Trace, load_trace
 
 
 def lives_of_trace(trace: Trace) -> tuple[Life, ...]:
-    """Return the lives of a trace's VMs; those that are there at its end would have lived on."""
+    """Return the lives of a trace's VMs; lives that last until its end are censored."""
     begun: dict[str, float] = {}
     lives: list[Life] = []
     for time_s, events in groupby(trace.events, key=lambda event: event.time_s):

@@ -41,7 +41,7 @@ def plan_by_hand(
     step_s: float = 0.0,
     examples_per_s: float = 0.0,
 ) -> Plan:
-    """A plan that no planner made: stages from bound to bound, with the orders of their tasks."""
+    """Return a plan made without a planner, from the bounds of its stages and their orders of tasks."""
     num = len(bounds) - 1
     return Plan(
         fingerprint=fingerprint,
@@ -63,7 +63,7 @@ def plan_by_hand(
 
 
 def slots_of(plan: Plan, name: str = "w{index}") -> tuple[Slot, ...]:
-    """A worker for each place, replica by replica."""
+    """Return a slot with its worker for each place, replica by replica."""
     places = [(stage, replica) for replica in range(plan.num_replicas) for stage in range(plan.pipeline_depth)]
     return tuple(
         Slot(worker=name.format(index=index, stage=stage, replica=replica), stage=stage, replica=replica)
@@ -72,30 +72,30 @@ def slots_of(plan: Plan, name: str = "w{index}") -> tuple[Slot, ...]:
 
 
 def cut_job(job_path: str) -> CutModel:
-    """The job's model, cut as the job says."""
+    """Return the job's model, cut as the job says."""
     job = load_job(job_path)
     assert job.micro_batch_size is not None, "the job leaves m open"
     return load_and_cut(job_path, num_sections=job.num_sections, micro_batch_size=job.micro_batch_size).model
 
 
 def loss_of(job: Job, model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """A micro-batch's loss, without what else the job reports."""
+    """Return a micro-batch's loss, without the job's metrics."""
     found = job.loss(model, batch)
     loss = found[0] if isinstance(found, tuple) else found
     return loss.mean() if isinstance(loss, Loss) else loss
 
 
 class Crew:
-    """Workers that train one job, from its first step again whenever a shape begins.
+    """Workers that train one job; each new shape begins at the first step.
 
     Args:
         job_path: path/to/file.py:name.
         model: The job's, cut.
-        folder: For checkpoints; none is written.
-        num_workers: How many are set up.
-        device: Of all of them.
+        folder: The folder for checkpoints; none is written.
+        num_workers: Number of workers to set up.
+        device: The device of all workers.
         links: As in a cluster file.
-        make: What each lives in: ``Remote`` or ``InThisProcess``.
+        make: Where each worker lives: ``Remote`` or ``InThisProcess``.
     """
 
     def __init__(
@@ -148,11 +148,11 @@ class Crew:
         self._step, self._scale = 0, answers[0].loss_scale
 
     def steps(self, count: int) -> list[float]:
-        """Run so many steps; returns their losses."""
+        """Run so many steps; return their losses."""
         return [self.step() for _ in range(count)]
 
     def step(self) -> float:
-        """Run a step; returns its loss. ``answers`` keeps what the workers said, ``attempts`` how many it took."""
+        """Run a step; return its loss. ``answers`` keeps the workers' answers, ``attempts`` the number of attempts."""
         for attempt in range(ATTEMPTS):
             order = StepOrder(
                 generation=self._generation,
@@ -180,7 +180,7 @@ class Crew:
 
 
 def expect(answer: Any, kind: type[T]) -> T:
-    """The answer, which must be of this kind."""
+    """Return the answer, which must be of this kind."""
     if not isinstance(answer, kind):
         raise RuntimeError(f"{answer} is no {kind.__name__}")
     return answer

@@ -2,7 +2,7 @@
 
 ``plan`` finds the best P x D for a number of GPUs or a pool of several types, ``plan_table`` and ``plan_frame`` for
 every number up to one, ``pool_plan_table`` for every pool up to one,
-``simulate`` answers for one shape and ``simulate_plan`` for a plan as it stands; a ``PlanRequest`` says how.
+``simulate`` simulates one shape and ``simulate_plan`` a given plan; a ``PlanRequest`` sets the conditions.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from hypothesis import HealthCheck, settings
 
 # Typer builds all commands anew, in 0.1 s, whenever one is invoked: hundreds of tests do.
 typer.testing._get_command = cache(typer.testing._get_command)
-# A busy machine is no failure: examples have no deadline and data may be slow to draw; pytest bounds each test.
+# A busy machine must not fail tests: examples have no deadline and data may be slow to draw; pytest bounds each test.
 settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
 
@@ -77,13 +77,13 @@ def crew() -> Iterator[ShapesCrew]:
 
 @pytest.fixture(scope="session", autouse=True)
 def heard_signals() -> None:
-    """Only where tests run: the processes of pytest-xdist are to survive the hang-up that their parent survives."""
+    """Set only where tests run, so that processes of pytest-xdist survive a SIGHUP that their parent survives."""
     hear_signals()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Of ``--numprocesses auto``: two more than cores that may be used, for a test with processes waits much."""
+    """Return the processes for ``--numprocesses auto``: two more than usable cores, because many tests mostly wait."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores + 2, MOST_WORKERS)
 
@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
-    """Compile the simulator while the workers collect: they find it in numba's cache, which bears no two at once."""
+    """Compile the simulator while workers collect, because numba's cache does not support concurrent writers."""
     if session.config.getoption("dist", "no") != "no" and not hasattr(session.config, "workerinput"):
         from simulator import plan, simulate, synthetic_profile
 

@@ -66,7 +66,7 @@ from tests.system.harness import JOB, TinyJob
 from tests.waiting import ANSWER_S, poll_until
 
 FORKS = multiprocessing.get_context("forkserver")
-"""Imports what a worker needs once: a member is there at once, where a process of its own would import for seconds."""
+"""Imports a worker's modules once, so that members start at once; separate processes would import for seconds."""
 FORKS.set_forkserver_preload(["tests.runtime.ready_to_fork"])
 LOOPBACK = "127.0.0.1"
 SETUP_S = 300.0
@@ -76,7 +76,7 @@ BEATS_EVERY_S = 0.05
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a worker's process holds of the kernel."""
+    """The kernel resources of a worker's process."""
 
     num_threads: int
     num_descriptors: int
@@ -110,7 +110,7 @@ def _arm(worker: Any, faults: tuple[Fault, ...], slow_s: float) -> None:
 
 
 def _num_copied(worker: Any, sender: str, step: int) -> int:
-    """How many micro-batches of a step are in the copy of another worker's sums that a worker has."""
+    """Return the number of micro-batches in a worker's copy of another worker's sums."""
     of, parts = worker._followers._copies.get(sender, (-1, []))
     return max(
         (mask.bit_count() for part in parts for mask in counted_in(part.total).values() if of == step), default=0
@@ -142,7 +142,7 @@ def _heartbeat_of_none(wait_s: float) -> Heartbeat:
 
 
 def _serve(orders: Connection, control: Connection) -> None:
-    """Body of a worker's process: orders in this thread, control in another."""
+    """Run a worker's process: orders in this thread, control messages in another."""
     from morph.runtime.process.worker import Worker, set_up
     from morph.runtime.state import unit_state
 
@@ -294,7 +294,7 @@ def _receive(connection: Connection, what: str, timeout_s: float) -> Any:
 
 
 def wait_for_updates(lane: PreCopyLane, most: int) -> None:
-    """Wait until no more updates than so many are still to leave: a stream that falls behind by more is given up."""
+    """Wait until at most so many updates remain to be sent: a stream that falls further behind is given up."""
     poll_until(lambda: all(stream._unsent_updates <= most for stream in lane._outgoing), "updates to leave")
 
 
@@ -313,7 +313,7 @@ def worker_setup(job: TinyJob, worker: str, store: StoreHost, **fields: object) 
 
 
 class Crew:
-    """Some workers and what a controller knows of them: generation, decided version, who holds which unit.
+    """Some workers with a controller's knowledge of them: generation, decided version, the units that each holds.
 
     Args:
         job: What they train.
@@ -351,7 +351,7 @@ class Crew:
         self.begin()
 
     def begin(self) -> None:
-        """Forget every state: the next reshape makes it anew from the job's seed."""
+        """Forget every state: the next reshape makes it again from the job's seed."""
         self.version = 0
         self.held: dict[str, frozenset[str]] = {}
         self.losses: list[float] = []
@@ -362,7 +362,7 @@ class Crew:
 
     @property
     def decided(self) -> Decided | None:
-        """What was decided of the step before the decided version."""
+        """The decision about the step before the decided version."""
         return self._decided if self._decided and self._decided.version == self.version else None
 
     def order(
@@ -408,7 +408,7 @@ class Crew:
         return answers
 
     def hold(self) -> None:
-        """Everybody of the present generation holds the units of its stage, and nobody else anything."""
+        """Record that members of the present generation hold the units of their stages, and other workers nothing."""
         assert self.plan is not None
         needed = units_by_stage(self.plan, self.job.units)
         self.held = {slot.worker: frozenset(needed[slot.stage]) for slot in self.slots}
@@ -451,7 +451,7 @@ class Crew:
         raise AssertionError(f"step {self.version} overflowed 8 times")
 
     def decide(self) -> Decided:
-        """Decide the step that everybody has prepared."""
+        """Decide the step that all workers have prepared."""
         self.version += 1
         norms = [answer.unit_norms_sq for answer in self.answers]
         non_finite = [answer.non_finite for answer in self.answers]
@@ -467,7 +467,7 @@ class Crew:
             self.decide()
 
     def save(self, *, held: bool = False) -> Manifest:
-        """Commit the decided version, and write every unit of it once; ``held``: whatever became of the generation."""
+        """Commit the decided version, and write each unit once; ``held``: as after its generation ended."""
         assert self.plan is not None
         self.generation += held
         needed = units_by_stage(self.plan, self.job.units)
@@ -497,7 +497,7 @@ class Crew:
         return Manifest(fingerprint=self.job.fingerprint, version=self.version, units=tuple(files))
 
     def digests(self, *, held: bool = False) -> dict[str, str]:
-        """sha256 of every unit at the decided version."""
+        """Return the sha256 of every unit at the decided version."""
         return {entry.unit: entry.sha256 for entry in self.save(held=held).units}
 
     def close(self) -> None:
@@ -506,7 +506,7 @@ class Crew:
 
 
 def taking_part(order: ReshapeOrder) -> list[str]:
-    """Everybody whom an order is for: who has a place, and who gives something away."""
+    """Return all workers that an order is for: those with a place, and those that send units."""
     names = dict.fromkeys(slot.worker for slot in order.slots)
     names |= dict.fromkeys(source.peer for source in order.sources if source.peer)
     if order.salvage is not None:
@@ -515,13 +515,13 @@ def taking_part(order: ReshapeOrder) -> list[str]:
 
 
 def workers_of(shape: str, names: Sequence[str]) -> Sequence[str]:
-    """As many of the names as ``"PxD"`` needs."""
+    """Return as many of the names as ``"PxD"`` needs."""
     depth, replicas = map(int, shape.split("x"))
     return names[: depth * replicas]
 
 
 def check_that_morphs_leave_nothing(crew: Crew, names: Sequence[str]) -> None:
-    """Twenty morphs of four workers leave no thread and no open file in their processes that four have not."""
+    """Check that twenty morphs of four workers leave no more threads and open files than four morphs do."""
     shapes = ("2x2", "1x3", "4x1", "1x2")
 
     def footprints() -> list[Footprint]:
@@ -664,7 +664,7 @@ class ManagedCrew:
             return finish, read_report(path), run_dir.checkpoint_url
 
     def fork(self, count: int) -> None:
-        """Make processes for so many workers, before other threads may hold what a child would wait for."""
+        """Fork processes for so many workers, before other threads may hold locks that a child would need."""
         self._idle += [Member(f"spare-{index}") for index in range(count)]
 
     def close(self) -> None:
@@ -672,7 +672,7 @@ class ManagedCrew:
             member.end()
 
     def add(self, *workers: str) -> None:
-        """VMs are up: their workers are started."""
+        """Report that VMs are up, so that their workers are started."""
         for worker in workers:
             self._event_queue.put(NodeAppeared(node=worker))
 
@@ -690,7 +690,7 @@ class ManagedCrew:
         return watch
 
     def arm(self, *faults: Fault, slow_s: float = 0.0) -> None:
-        """Schedule deaths of living workers; ``slow_s``: what state takes between them and their followers."""
+        """Schedule deaths of living workers; ``slow_s``: time of state transfers between them and their followers."""
         for worker in dict.fromkeys(fault.worker for fault in faults):
             mine = tuple(fault for fault in faults if fault.worker == worker)
             self._members[worker].control("arm", mine, slow_s)

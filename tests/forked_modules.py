@@ -24,7 +24,7 @@ from tests.waiting import ANSWER_S
 
 
 class Descriptors:
-    """Some of this process, which are those of a process that it starts too."""
+    """File descriptors of this process that are passed on to a process that it starts."""
 
     def __init__(self, *numbers: int) -> None:
         self.numbers = numbers
@@ -37,7 +37,7 @@ class Descriptors:
 
 
 class ForkedModule:
-    """What is needed of the ``Popen`` of ``python -m MODULE``, or ``-c``: pipes, descriptors that it gets, its end."""
+    """The part of ``Popen`` that tests need for ``python -m MODULE``, or ``-c``: pipes, passed descriptors, its end."""
 
     def __init__(
         self,

@@ -38,11 +38,11 @@ from tests.waiting import ANSWER_S
 HOST = "manager.engine.on_processes.process_host"
 LOOK_EVERY_S = 0.01
 FROM_DESCRIPTOR = 700
-"""Descriptors of a fork are there until it has closed all others; below the usual limit to their number."""
+"""Numbers for a fork's descriptors until it has closed all others; below the usual limit."""
 
 
 class ForkedScript:
-    """What is needed of the ``Popen`` of a Python program, of which this process is the parent.
+    """The part of ``Popen`` that tests need for a Python program that is a child of this process.
 
     Only from a process without threads.
 
@@ -150,7 +150,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
     except BaseException as error:
-        sys.last_value = error  # who asks at the interpreter's end knows by it that the script failed
+        sys.last_value = error  # exit handlers see by it that the script failed
         traceback.print_exc()
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
@@ -257,7 +257,7 @@ class Nursery:
             return subprocess.CompletedProcess(command, code, out.read().decode(), errors.read().decode())
 
     def code(self, pid: int) -> int | None:
-        """How a program ended; None: it runs."""
+        """Return a program's exit code; None: it runs."""
         found: int | None = self._ask((pid,), {})
         return found
 
@@ -275,7 +275,7 @@ class Nursery:
 
 
 class NurseryScript:
-    """What is needed of the ``Popen`` of a program that a nursery started."""
+    """The part of ``Popen`` that tests need for a program that a nursery started."""
 
     def __init__(self, nursery: Nursery, pid: int) -> None:
         self._nursery, self.pid = nursery, pid
@@ -332,7 +332,7 @@ class ForkedHosts:
 
 
 def _fork(orders: Connection, modules: Sequence[str]) -> None:
-    """Body of a nursery, until nobody is there to give it orders."""
+    """Run a nursery until its parent is gone."""
     for name in modules:
         importlib.import_module(name)
     gc.collect()

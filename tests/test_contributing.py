@@ -1,4 +1,4 @@
-"""What the documentation names is there: files, links, commands, options, keys; and the table of layers is right.
+"""Everything that the documentation names exists (files, links, commands, options, keys); its layers are right.
 
 python -m tests.test_contributing     # writes the table anew
 """
@@ -31,7 +31,7 @@ LINK = re.compile(r"\]\(([^)\s#:]*)(?:#([^)\s]*))?\)")
 
 
 def pages() -> list[Path]:
-    """Every page that tells of the present: the documentation, and what is at the root but the changelog."""
+    """Return every page about the present state: the documentation, and files at the root except the changelog."""
     root = [page for page in REPOSITORY.glob("*.md") if page.name != "CHANGELOG.md"]
     return [*root, *REPOSITORY.glob("docs/**/*.md")]
 
@@ -136,7 +136,7 @@ def test_each_command_in_the_documentation_is_there_with_its_options() -> None:
 
 
 def _unknown(section: type[BaseModel] | None, given: object, before: str = "") -> Iterator[str]:
-    """Keys of a mapping that a section, of whichever kind, does not have."""
+    """Return the keys of a mapping that no kind of section has."""
     if section is None or not isinstance(given, dict):
         return
     schema = section.model_json_schema()

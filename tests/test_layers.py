@@ -25,7 +25,7 @@ def test_the_layers_are_kept() -> None:
 
 
 def test_no_folder_imports_one_that_imports_it() -> None:
-    """A folder is a room: the modules in it, without those of the folders below it."""
+    """Return the modules in a folder, without those of its subfolders."""
     graph = grimp.build_graph(*PYPROJECT["tool"]["importlinter"]["root_packages"], cache_dir=None)
     rooms = {module for module in graph.modules if graph.find_children(module)}
     room_of = {module: module if module in rooms else module.rpartition(".")[0] for module in graph.modules}
@@ -78,7 +78,7 @@ PUBLIC_OF_RAY = {"ray", "ray.cluster_utils"}
 
 
 def private_uses(code: str) -> list[str]:
-    """What a module does with Ray beside calling its public interface: import-linter knows only whole packages."""
+    """Return a module's uses of Ray beyond its public interface: import-linter knows only whole packages."""
     found = []
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""What is kept for one user: whole, private, bounded; whatever is wrong with it is as if there were nothing."""
+"""The user's cache is private and bounded; damaged entries count as missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker is set up with in tests that never run a job."""
+"""The setup of workers in tests that never run a job."""
 
 from __future__ import annotations
 

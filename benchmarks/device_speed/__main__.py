@@ -1,12 +1,12 @@
-"""What a real device takes: sums against its memory bandwidth, copies, NCCL's forming and abort, and whole steps.
+"""Times on a real device: sums compared with its memory bandwidth, copies, forming and aborting NCCL, whole steps.
 
     make bench-gpu
     python -m benchmarks device_speed --device cpu --tiny
 
 Steps of GPT-2 355M and of a model like Llama 3.2 1B are timed in Morph at 1x1 and 2x1 (two workers that share the
 device, over staged links and through mailboxes) and in a plain loop with the same precision and kernels. Rates are of
-the median of several runs. ``--device cpu --tiny`` runs all of it but the mailboxes on a processor at sizes that say
-nothing, to see that it works.
+the median of several runs. ``--device cpu --tiny`` runs everything but the mailboxes on a CPU with tiny sizes, as a
+check that it works.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TINY = {"tiny_gpt": TINY_JOB}
 
 
 def median_s(work: Callable[[], object], device: str, runs: int) -> float:
-    """Seconds that the device takes, behind one run to warm up."""
+    """Return the device's median seconds, after one run to warm up."""
 
     def run() -> None:
         work()
@@ -51,7 +51,7 @@ def median_s(work: Callable[[], object], device: str, runs: int) -> float:
 
 
 def kernels(device: str, num: int, runs: int) -> None:
-    """Sums of so many elements, by the bytes that one pass over them would move."""
+    """Print the rates of sums of so many elements, by the bytes that one pass over them moves."""
     gradient = torch.linspace(-1.0, 1.0, num, device=device)
     total = torch.zeros(num, dtype=torch.int64, device=device)
     largest = torch.zeros(1, dtype=torch.float64, device=device)
@@ -84,7 +84,7 @@ def copies(device: str, num_bytes: int, runs: int) -> None:
 
 
 def communicators(device: str) -> None:
-    """Forming and aborting communicators of one rank."""
+    """Print the times to form and abort communicators of one rank."""
     if device == "cpu" or not dist.is_nccl_available():
         print("communicators: need a CUDA device, and a torch with NCCL")
         return
@@ -105,7 +105,7 @@ def steps(
     depths: tuple[int, ...] = (1, 2),
     make: Callable[[Callable[[], object]], Called] = Remote,
 ) -> None:
-    """A job's step times: of a plain loop, and of pipelines of these depths."""
+    """Print a job's step times in a plain loop, and in pipelines of these depths."""
     loop = make(partial(PlainLoop, job_path, device))
     plain_s = statistics.median(call(loop, "times_s", num_steps))
     loop.end()

@@ -1,4 +1,4 @@
-"""Step times: a plain loop, and Morph's workers, which share the device."""
+"""Step times of a plain loop, and of Morph's workers, which share the device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PlainLoop:
     Args:
         job_path: path/to/file.py:name.
         device: "cuda" or "cpu".
-        free: With torch's own choice of kernels and a fused AdamW, and not with the kernels that exact sums allow.
+        free: Use torch's own choice of kernels and a fused AdamW, in place of the kernels that exact sums allow.
     """
 
     def __init__(self, job_path: str, device: str, free: bool = False) -> None:
@@ -50,7 +50,7 @@ class PlainLoop:
         self.num_micro_batches = self.job.batch_size // m
 
     def step(self) -> torch.Tensor:
-        """Train one step; returns its loss."""
+        """Train one step; return its loss."""
         losses = []
         for micro_batch in range(self.num_micro_batches):
             batch = self._loader.load(self._step, micro_batch, self._keys)
@@ -67,7 +67,7 @@ class PlainLoop:
         return torch.stack(losses).mean()
 
     def times_s(self, num_steps: int) -> list[float]:
-        """Seconds of so many steps, behind one to warm up."""
+        """Return the seconds of so many steps, after one to warm up."""
 
         def run() -> None:
             self.step()
@@ -77,7 +77,7 @@ class PlainLoop:
 
 
 def plan_of(depth: int, fingerprint: str, num_sections: int, micro_batch_size: int, num: int) -> Plan:
-    """One replica of one or two equal stages, in the order 1F1B."""
+    """Return the plan of one replica with one or two equal stages, in the order 1F1B."""
     orders = ["F" + "FB" * (num - 1) + "B", "FB" * num][-depth:]
     return plan_by_hand(
         [num_sections * stage // depth for stage in range(depth + 1)],
@@ -100,7 +100,7 @@ def morph_times_s(
     links: LinkSetting = "staged",
     make: Callable[[Callable[[], object]], Called] = Remote,
 ) -> list[float]:
-    """Seconds of so many steps of ``depth`` workers, behind one to warm up; exact sums."""
+    """Return the seconds of so many steps of ``depth`` workers with exact sums, after one to warm up."""
     model = cut_job(job_path)
     m = model.micro_batch_size
     num = load_job(job_path).batch_size // m

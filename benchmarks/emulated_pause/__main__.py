@@ -1,14 +1,14 @@
-"""Pause of a morph with 16 emulated workers: from the kill of VMs to the next committed step, and of joins.
+"""Pauses of morphs with 16 emulated workers: from the kill of VMs to the next committed step, and for joins.
 
     python -m benchmarks emulated_pause --shapes 4x4,8x2,2x8,16x1 --kills 100
     python -m benchmarks emulated_pause --shapes 8x1,4x2 --job configs/profiles/gpt2-2.5b.json --plain-steps 10
     python -m benchmarks emulated_pause --shapes 2x3 --job real --kills 24 --together 2
 
-Workers are plain processes of this machine that sleep in place of computing, but for the real job; manager, journal,
-groups, messages, reductions and state moves are the real ones. In each shape, again and again, one, two or three VMs
-are killed at once at a random moment (seeded), the rest trains on in the planner's best shape, and new VMs are taken
-in. Prints median, p95 and worst, and where the time went: the pieces add up to the pause. With ``--plain-steps`` nobody
-is killed at first: what second holders cost each step is measured, the kinds of redundancy in turns.
+Workers are plain processes of this machine that sleep in place of computing, except for the real job; manager, journal,
+groups, messages, reductions and state moves are real. In each shape, one, two or three VMs are repeatedly killed at
+once at a random moment (seeded), the others continue in the planner's best shape, and new VMs join. Prints median, p95
+and maximum, and where the time went: the pieces add up to the pause. ``--plain-steps`` first measures, without kills,
+what second holders add to each step, with the kinds of redundancy in turn.
 """
 
 from __future__ import annotations

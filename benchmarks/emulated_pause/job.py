@@ -1,4 +1,4 @@
-"""The job of one shape, emulated or real: plans for every number of workers, and who runs them."""
+"""The job of one shape, emulated or real: plans for every number of workers, and the machines that run them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PARAMETER_BYTES = 1_000_000
 REAL_STATE_BYTES = 128 * 1024
 CHECKPOINT_EVERY_STEPS = 20
 FASTER = 0.05
-"""Of a profile's file every time, as its steps would take too long."""
+"""Factor on all times of a profile's file, because its steps would take too long."""
 MANY_MICRO_BATCHES = 64
 M_OF_FILES = 4
 
 
 @dataclass(frozen=True)
 class Shape:
-    """P x D, with all workers there."""
+    """P x D, with all workers present."""
 
     depth: int
     replicas: int
@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def num_micro_batches(self) -> int:
-        """Of a step: two for each replica, one where there is nothing but replicas, four at least."""
+        """The micro-batches of a step: two for each replica, one if P = 1, and at least four."""
         return max(4, self.replicas if self.depth == 1 else 2 * self.replicas)
 
     def __str__(self) -> str:
@@ -63,19 +63,19 @@ class Shape:
 
 @dataclass(frozen=True)
 class Job:
-    """A profile, its m, and the share of a state that is really held and sent; what it takes is the profile's."""
+    """A profile, its m, and the share of the state that is really held and sent; times are those of the profile."""
 
     profile: Profile
     micro_batch_size: int
     state_scale: float
     losses_per_vm_h: float | None = None
-    """So many are expected; None: as of published traces."""
+    """Expected losses; None: as in published traces."""
     real: Subject | None = None
-    """Computed by real workers."""
+    """The job if real workers compute it; None: emulated."""
 
 
 def make_job(shape: Shape, source: str, slower: float = 1.0) -> Job:
-    """The job that a shape trains; ``slower``: its tasks take so many times as long, and a file's messages too.
+    """Return the job of a shape; ``slower``: a factor on the times of tasks, and of a file's messages, too.
 
     "even": 16 equal sections, 1 MB of parameters each, links of 1 GB/s and 0.2 ms. "uneven": sections of which one
     takes up to three times as long and has up to four times as much as another, links of 1 Gb/s. "real": the tiny job
@@ -114,13 +114,13 @@ def make_job(shape: Shape, source: str, slower: float = 1.0) -> Job:
 
 
 EMULATED_MEMORY_BYTES = 2**50
-"""Of a device: only a small part of a profile's parameters is really held, and no activations are."""
+"""Memory of a device, of which a profile's parameters really use only a small part, and activations nothing."""
 
 
 def make_plans(job: Job, shape: Shape) -> dict[int, Plan]:
-    """The wanted shape for all workers; for fewer the planner's best, or, where P = 1 or D = 1, all of them likewise.
+    """Return the plans: the given shape for all workers; for fewer, the best, or, if P = 1 or D = 1, the same kind.
 
-    More workers are called faster than they are: the question is what a change costs, not when it pays.
+    Plans for more workers claim to be faster than they are, because the benchmark measures the cost of a change.
     """
 
     def best(count: int, depth: int | None = None, replicas: int | None = None) -> Plan:
@@ -149,7 +149,7 @@ def make_plans(job: Job, shape: Shape) -> dict[int, Plan]:
 
 
 def make_run(job: Job, shape: Shape, directory: Path, redundancy: str = "auto") -> tuple[Subject, RunSpec]:
-    """What to run in this directory."""
+    """Return what to run in this directory."""
     profile = job.profile
     subject = job.real or subject_of_profile(f"pause of {shape}", profile, job.micro_batch_size)
     losses = ExpectedLosses()
@@ -171,7 +171,7 @@ def make_run(job: Job, shape: Shape, directory: Path, redundancy: str = "auto") 
 
 
 def stream_s(device: EmulatedDevice, found: Plan) -> float:
-    """What the gradients of the first stage take on a bare link: nothing is left to hide them behind."""
+    """Return the time of the first stage's gradients on a link, which nothing overlaps."""
     first = found.stages[0].sections
     values = sum(unit.real_values for unit in device.units if set(unit.sections) & set(first))
     return FLOAT_BYTES * values * device.state_s_per_byte

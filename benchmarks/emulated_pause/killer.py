@@ -1,4 +1,4 @@
-"""Kills VMs at random moments of a step and asks for new ones later, from a thread of its own."""
+"""Kills VMs at random moments of a step and requests new ones later, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ SETTLE_TIMEOUT_S = 60.0
 class Killer:
     """An observer of the driver.
 
-    The full group trains some steps; then one, two or three VMs are killed at once, at a moment that no step knows of.
-    The rest trains some steps, new VMs come and are taken in, and so on. Then the run is ended.
+    The full group trains some steps; then one, two or three VMs are killed at once, at a random moment. The others
+    train some steps, new VMs come and join, and so on. Then the run is ended.
 
     Args:
-        fleet: Of the run.
-        nodes: Of the VMs at the start.
-        kills: How often.
-        together: The most killed at once.
-        seed: Of victims and moments.
+        fleet: The run's fleet.
+        nodes: The VMs at the start.
+        kills: Number of kills.
+        together: The most VMs killed at once.
+        seed: For drawing victims and moments.
     """
 
     def __init__(self, fleet: VmFleet, nodes: Sequence[str], kills: int, together: int, seed: int) -> None:
@@ -40,7 +40,7 @@ class Killer:
         self._thread.start()
 
     def __call__(self, observed: Observed) -> None:
-        """Look at one decision."""
+        """Handle one observed decision."""
         with self._news:
             self._state, self._stop = observed.decision.state, observed.request_stop
             self._news.notify_all()
@@ -60,7 +60,7 @@ class Killer:
         self._stop(DONE if self.error is None else self.error)
 
     def _settle(self, num_workers: int) -> None:
-        """Wait until a shape of these many workers has trained some steps, and then for a part of a step.
+        """Wait until a shape of this many workers has trained some steps, and then for a part of a step.
 
         Raises:
             TimeoutError: it did not within ``SETTLE_TIMEOUT_S``.

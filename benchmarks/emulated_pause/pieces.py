@@ -1,4 +1,4 @@
-"""Where the time of a pause goes: pieces that add up to it, told by the driver's own decisions."""
+"""Where the time of a pause goes: pieces that add up to it, from the driver's own decisions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PIECES = ("detect", "agree", "plan", "groups", "state", "answers", "redo")
 
 @dataclass(frozen=True)
 class Forming:
-    """One generation: when its order was decided on, when every worker had been sent it, and who answered last."""
+    """One generation: when its order was decided, when it was sent to all workers, and which worker answered last."""
 
     generation: int
     decided_s: float
@@ -27,13 +27,13 @@ class Forming:
 
 
 class FormingWatch:
-    """An observer of the driver that keeps what the journal does not: how long deciding and sending took."""
+    """An observer of the driver that records how long deciding and sending took, which the journal does not."""
 
     def __init__(self) -> None:
         self.formed: dict[int, Forming] = {}
 
     def __call__(self, observed: Observed) -> None:
-        """Look at one decision; its orders are sent."""
+        """Handle one observed decision, whose orders are sent."""
         if any(isinstance(action, SendReshape) for action in observed.decision.actions):
             generation = observed.decision.state.generation
             self.formed[generation] = Forming(generation, observed.time_s, time.time())
@@ -66,12 +66,12 @@ class Pause:
 
     @property
     def without_step_s(self) -> float:
-        """By how much longer than a plain step of the new shape it took."""
+        """The pause less a plain step of the new shape."""
         return self.pause_s - self.plain_step_s
 
 
 def pauses_of(report: RunReport, formed: dict[int, Forming]) -> list[Pause]:
-    """The pauses of a run, in order; those that the run's end cut short are left out."""
+    """Return the pauses of a run in order, without those that the run's end cut short."""
     found = []
     plain = {shape: _plain_step_s(report, shape) for shape in {span.shape for span in report.shapes}}
     for morph in report.morphs:
@@ -108,7 +108,7 @@ def pauses_of(report: RunReport, formed: dict[int, Forming]) -> list[Pause]:
 
 
 def _forming_of(morph: MorphRecord, formed: dict[int, Forming]) -> Forming | None:
-    """The generation that went on: the last one that was complete when it did."""
+    """Return the generation that continued training: the last one complete at that time."""
     if morph.reformed_at_s is None:
         return None
     complete = [entry for entry in formed.values() if entry.answered_s == morph.reformed_at_s]
@@ -116,7 +116,7 @@ def _forming_of(morph: MorphRecord, formed: dict[int, Forming]) -> Forming | Non
 
 
 def _plain_step_s(report: RunReport, shape: str) -> float:
-    """Median time of a step of this shape, the first of each generation not counted."""
+    """Return the median time of a step of this shape, without the first step of each generation."""
     first: dict[int, int] = {}
     for record in report.steps:
         first.setdefault(record.generation, record.step)

@@ -1,4 +1,4 @@
-"""What second holders cost each step in which nobody is lost: runs with and without them, in turns."""
+"""What second holders add to steps without losses: runs with and without them, in turn."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from manager.engine.loop.driver import Observed
 
 WARM_UP_STEPS = 3
 MANY_LOSSES_PER_VM_H = 1e5
-"""So that sums are copied in steps of a second as they are in those of minutes."""
+"""Chosen so that sums are copied in steps of a second as in steps of minutes."""
 
 
 @dataclass
 class Stopwatch:
-    """An observer of the driver: the time of each step once every follower is in step; ends the run after so many."""
+    """An observer of the driver that times each step once all followers are in step, and ends the run after some."""
 
     num_steps: int
     steps_s: list[float] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Stopwatch:
     _num_warm: int = 0
 
     def __call__(self, observed: Observed) -> None:
-        """Look at one decision."""
+        """Handle one observed decision."""
         state = self.state = observed.decision.state
         if observed.decision.reason.code is not ReasonCode.STEP_DECIDED or state.reshape is None:
             return
@@ -45,7 +45,7 @@ class Stopwatch:
 
 
 def show_overhead(job: Job, shape: Shape, redundancies: list[str], steps: int, rounds: int, directory: Path) -> None:
-    """Run each redundancy in turn, and print what a step takes beside the first one's."""
+    """Run each redundancy in turn, and print its step times compared with those of the first."""
     found: dict[str, list[float]] = {each: [] for each in redundancies}
     told: dict[str, str] = {}
     for turn in range(rounds):

@@ -77,7 +77,7 @@ def published_profile(model: str, *, slower_network: float = 1.0) -> Profile:
 
 
 def _own_parameters(shape: Transformer) -> tuple[int, ...]:
-    """Of each section, without the tied word embedding."""
+    """Return the parameters of each section, without the tied word embedding."""
     return (shape.position_parameters, *(shape.layer_parameters,) * shape.num_layers, shape.norm_parameters)
 
 

@@ -2,11 +2,11 @@
 
     python -m benchmarks published.questions
 
-Each answer stands beside the published value, with their ratio. One published figure per model went into its profile
-(benchmarks/published/speeds.py); a row that repeats it is marked "anchor" and is no prediction, the others are. Nothing
-else was fitted. m is 4 for GPT-2 as in the anchors; stages hold L / P layers each, as in the paper, where P divides L.
-Gradients are reduced after the pipelines, as the paper has it; Morph reduces them beside the last backward. What
-differs from the paper, and why, is in docs/reference/published-profiles.md.
+Each answer is printed with the published value and their ratio. One published figure per model went into its profile
+(benchmarks/published/speeds.py); a row that repeats it is marked "anchor" and is not a prediction; all others are.
+Nothing else was fitted. m is 4 for GPT-2 as in the anchors; stages hold L / P layers each, as in the paper, where P
+divides L. Gradients are reduced after the pipelines, as in the paper; Morph reduces them during the last backward.
+docs/reference/published-profiles.md lists the differences from the paper and their reasons.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ TABLE_7_ESTIMATED: dict[str, dict[Shape, float]] = {
     },
     "gpt2-2.5b": {(27, 2): 115.7, (18, 3): 92.6, (9, 7): 68.9, (6, 10): 77.5},
 }
-"""What the paper's own simulator, calibrated on the VMs, said to the same rows."""
+"""Estimates for the same rows by the paper's own simulator, calibrated on the VMs."""
 TABLE_6_BATCH = 2400
 MEGATRON: tuple[Schedule, Schedule] = ("varuna", "1f1b")
 TABLE_6: dict[tuple[str, Shape], tuple[float, float]] = {
@@ -84,7 +84,7 @@ TABLE_6: dict[tuple[str, Shape], tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class Answer:
-    """One value of the paper and what the simulator says to the same question."""
+    """One value of the paper and the simulator's answer to the same question."""
 
     question: str
     shape: Shape
@@ -152,13 +152,13 @@ def vm_sizes(profile: Profile) -> tuple[Answer, ...]:
 
 
 def best_shape(answers: Iterable[Answer], num_gpus: int, value: str) -> Shape:
-    """The fastest of the shapes tried on so many GPUs, by "published" or "answered"."""
+    """Return the fastest of the shapes tried on so many GPUs, by "published" or "answered"."""
     tried = [answer for answer in answers if answer.question.endswith(f" {num_gpus} GPUs")]
     return max(tried, key=lambda answer: float(getattr(answer, value))).shape
 
 
 def gpipe_beside_varuna(slower: float, *, share_links: bool = True) -> tuple[float, float]:
-    """Examples/s/GPU of Varuna and of GPipe for the 8.3B model, with the bandwidth between VMs divided."""
+    """Return examples/s/GPU of Varuna and GPipe for the 8.3B model, with the bandwidth between VMs divided."""
     profile = shipped("gpt2-8.3b") if slower == 1 else published_profile("gpt2-8.3b", slower_network=slower)
     varuna, gpipe = (
         per_gpu(as_published(profile, TABLE_5_SHAPE, schedule, share_links=share_links)) for schedule in SCHEDULES
@@ -168,7 +168,7 @@ def gpipe_beside_varuna(slower: float, *, share_links: bool = True) -> tuple[flo
 
 @lru_cache
 def inferred_slowness() -> float:
-    """By how much 10 Gbps must be divided for GPipe over Varuna to come out as published on the normal network."""
+    """Return the divisor of 10 Gbps for which the ratio of GPipe to Varuna is as published for the normal network."""
     varuna, gpipe = TABLE_5[1.0]
     low, high = 1.0, MUCH_SLOWER[-1]
     for _ in range(20):
@@ -179,7 +179,7 @@ def inferred_slowness() -> float:
 
 
 def table_5_inferred() -> tuple[Answer, ...]:
-    """Only the ratios: one of them is what the bandwidth was inferred from, the others follow."""
+    """Return only ratios: the bandwidth is inferred from one of them, and the others follow."""
     answers = []
     for slower, (varuna, gpipe) in TABLE_5.items():
         here = gpipe_beside_varuna(slower * inferred_slowness(), share_links=False)
@@ -191,7 +191,7 @@ def table_5_inferred() -> tuple[Answer, ...]:
 def compared(
     question: str, shape: Shape, published: tuple[float, float], answered: tuple[float, float]
 ) -> list[Answer]:
-    """Rows for Varuna, for GPipe, and for GPipe over Varuna."""
+    """Return rows for Varuna, for GPipe, and for the ratio of GPipe to Varuna."""
     return [
         Answer(f"{question}: Varuna, examples/s/GPU", shape, published[0], answered[0]),
         Answer(f"{question}: GPipe, examples/s/GPU", shape, published[1], answered[1]),
@@ -238,7 +238,7 @@ def table_7() -> tuple[Answer, ...]:
 
 
 def table_7_estimated() -> tuple[Answer, ...]:
-    """The paper's own simulator on the rows of table 7; nothing of it was computed here."""
+    """Return the estimates of the paper's own simulator for table 7, which are not computed here."""
     return tuple(
         Answer(f"{MODELS[model].title}: mini-batch, s", shape, published, TABLE_7_ESTIMATED[model][shape])
         for model, rows in TABLE_7.items()
@@ -264,7 +264,7 @@ def table_6() -> tuple[Answer, ...]:
 
 
 def mean_error(answers: Iterable[Answer]) -> tuple[float, float]:
-    """Mean and worst distance of the ratio from 1, over the predictions alone."""
+    """Return the mean and the largest distance of the ratio from 1, over predictions only."""
     errors = [abs(answer.ratio - 1) for answer in answers if not answer.is_anchor]
     return sum(errors) / len(errors), max(errors)
 

@@ -16,7 +16,7 @@ _FEEDS_EMBEDDING = "8 bytes per token into the embedding"
 
 
 def sources_of(model: str, slower_network: float = 1.0) -> dict[str, str]:
-    """Of one model's profile."""
+    """Return the sources of one model's profile."""
     slower = f"; bandwidth divided by {slower_network:g}" if slower_network != 1 else ""
     return {
         "schema_version": "docs/reference/profile.schema.json",

@@ -1,15 +1,15 @@
 """How fast a V100 computes a published model: one published figure per model, used once.
 
-The figure is a mini-batch time of P x D with D-fold all-reduce. Taken off it are the all-reduces, and what is left is
-N + P - 1 turns of the slowest stage, N micro-batches per replica (no latency is exposed, as in Varuna's section 3.2):
+The figure is the mini-batch time of a shape P x D with a D-fold all-reduce. Without the all-reduces it consists of N +
+P - 1 turns of the slowest stage, with N micro-batches per replica (no latency is exposed, as in Varuna's section 3.2):
 
     T = (N + P - 1) t + AR,    t = max over stages of (F + R + B)
 
-so t is known, and the operations of that stage over t are the speed at the micro-batch size of the figure.
+so t is known, and the operations of that stage divided by t are the speed at the micro-batch size of the figure.
 
 How speed grows with m comes from one more figure: BERT-large at m = 8 is 26 % faster than at m = 4 (Varuna,
-section 4.1), hence F(m) = fixed + m slope. The fixed part of a layer is presumably kernel launches, of which a
-layer of any of these models has as many, so the same seconds are taken for all.
+section 4.1), hence F(m) = fixed + m slope. The fixed part of a layer is presumably that of kernel launches, whose
+number is equal for layers of all these models, so the same seconds are used for all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.published.hardware import GPU_PEAK_FLOPS_PER_S, ring_s
 from benchmarks.published.shapes import MODELS, Transformer
 
 ACCUMULATOR_BYTES: Final = 4
-"""Of a gradient, as Morph keeps and reduces it with ``accumulation: fast``."""
+"""Bytes of a gradient, as Morph keeps and reduces it with ``accumulation: fast``."""
 GAIN, SMALL_M, LARGE_M = 1.26, 4, 8
 """Varuna, section 4.1: in BERT-large, m = 8 performs 26 % better than m = 4."""
 
@@ -68,7 +68,7 @@ ANCHORS: dict[str, Anchor] = {
     ),
 }
 ANCHOR_OF = {"bert-72": "bert-large"}
-"""Models without a figure of their own: layers of the same width as those of another, so as fast."""
+"""Models without a figure of their own, whose layers are as wide, and so as fast, as another model's."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Speed:
 
 
 def speed_of(model: str) -> Speed:
-    """What the anchors say about one model."""
+    """Return the speed of one model, from the anchors."""
     shape, anchored = MODELS[model], ANCHOR_OF.get(model, model)
     fixed_s = fixed_layer_s()
     anchor = ANCHORS[anchored]

@@ -1,11 +1,11 @@
-"""The planner's estimate of each stage's memory beside what workers take: every shape of three jobs, on a CPU.
+"""The planner's estimate of each stage's memory compared with that of workers: every shape of three jobs, on a CPU.
 
     python -m benchmarks stage_memory --workers 4 JOB ..
 
-Workers run three steps, as threads of one process; every storage that a worker makes is counted for as long as it
-lives, and the most that there was in the third step is compared with the estimate: for as many micro-batches as were
-in flight, and for the plan's window, which may not have been full. What kernels take for themselves is not seen. No
-checkpoint is written and no sums are sent: the estimate leaves these out too.
+Workers run three steps as threads of one process; every storage that a worker makes counts as long as it lives, and the
+peak of the third step is compared with the estimate for the number of micro-batches that were in flight, and for the
+plan's window, which may not have been full. Temporary memory inside kernels is not measured. No checkpoint is written
+and no sums are sent, so the estimate leaves these out, too.
 """
 
 from __future__ import annotations

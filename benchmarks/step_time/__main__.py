@@ -1,4 +1,4 @@
-"""Step time of Morph's runtime beside torch's own pipelines and DistributedDataParallel, on two processes.
+"""Step times of Morph's runtime, torch's own pipelines and DistributedDataParallel, on two processes.
 
     python -m benchmarks step_time --rounds 12 --steps 4
 
@@ -47,14 +47,14 @@ class Contender:
     losses: list[float] = field(default_factory=list)
 
     def take_turn(self, steps: int) -> float:
-        """Train from the first step; returns what one of the timed steps took."""
+        """Train from the first step; return the seconds of one timed step."""
         self.begin()
         self.losses = self.run(1)
         return wall_s(lambda: self.losses.extend(self.run(steps))) / steps
 
 
 def make_plan(model: CutModel, total: int, stages: int, replicas: int, schedule: Schedule, recompute: bool) -> Plan:
-    """Equal stages; backward taken as twice the forward, and messages as free."""
+    """Return a plan with equal stages, assuming backwards of twice the forward and free messages."""
     count = total // replicas
     windows = stage_windows(schedule, stages, count, SLOPE if schedule == "varuna" else 1)
     again = [recompute and stage < stages - 1 for stage in range(stages)]

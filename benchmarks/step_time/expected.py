@@ -5,11 +5,10 @@
 Calibrates the job, asks the simulator for each shape with two compute slots (all workers share this machine), and
 trains it with Morph's workers. All shapes take turns, in an order drawn anew in each round.
 
-A shared machine is not equally fast from one minute to the next: the same section, alone, with nothing beside it, takes
-up to a sixth longer for minutes. So one section is timed beside the calibration and again before and after each turn,
-alone: the yardstick. The table has both errors: as measured, and with what the simulator expects stretched by what the
-yardstick says of the machine at that turn. Cores need not be equally fast either: the yardstick on each of them is
-printed at the start and at the end.
+The speed of a shared machine varies: the same section, run alone, may take up to a sixth longer for minutes. So one
+section is timed alone during calibration, and again before and after each turn, as a yardstick. The table has both
+errors: as measured, and with the simulator's expectation scaled by the yardstick of that turn. Cores may differ, too,
+so the yardstick on each core is printed at the start and at the end.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ YARDSTICK_RUNS = 25
 
 @dataclass
 class Shape:
-    """One row: what was asked of the simulator, and what was measured."""
+    """One row: the simulated plan and the measured times."""
 
     name: str
     plan: Plan
@@ -53,12 +52,12 @@ class Shape:
 
     @property
     def error(self) -> float:
-        """Expected over measured, less one."""
+        """The relative error of the expectation."""
         return self.plan.expected.mini_batch_s / statistics.median(self.step_s) - 1
 
     @property
     def error_of_model(self) -> float:
-        """The same at the speed that the machine had in each turn."""
+        """The relative error at the machine's speed in each turn."""
         turns = zip(self.slowness, self.step_s, strict=True)
         return statistics.median(self.plan.expected.mini_batch_s * slow / step_s for slow, step_s in turns) - 1
 
@@ -73,11 +72,11 @@ class Yardstick:
         self.measure_s()
 
     def measure_s(self) -> float:
-        """Wall time of a forward and backward: the median of some."""
+        """Return the median wall time of a forward and backward."""
         return statistics.median(wall_s(self._bench.both) for _ in range(YARDSTICK_RUNS))
 
     def on_each_core(self) -> str:
-        """In words: the same on each core that this process may use."""
+        """Return in words the yardstick on each core that this process may use."""
         allowed = os.sched_getaffinity(0)
         found_ms = []
         try:
@@ -90,7 +89,7 @@ class Yardstick:
 
     @contextmanager
     def beside(self, measured_s: list[float]) -> Iterator[None]:
-        """Append the mean of a measurement before and one behind."""
+        """Append the mean of a measurement before and one after the block."""
         before_s = self.measure_s()
         yield
         measured_s.append((before_s + self.measure_s()) / 2)

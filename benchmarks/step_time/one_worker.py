@@ -46,7 +46,7 @@ class Contender:
         return cpu_s(run) / num_steps
 
     def losses(self) -> list[float]:
-        """Of all steps so far."""
+        """Return the losses of all steps so far."""
         return self._losses
 
 

@@ -1,4 +1,4 @@
-"""What a worker's answer changes."""
+"""How a worker's answer to an order changes the state."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ NOTED: Mapping[Phase, tuple[type[Answer], ...]] = defaultdict(
         Phase.ABORTING: (Aborted, Reshaped, Prepared, Committed),
     },
 )
-"""By phase the answers by which nothing is decided before the last one has come."""
+"""By phase, the kinds of answers that decide nothing until the last of them has come."""
 
 
 def on_worker_answered(transition: Transition, event: WorkerAnswered) -> None:
-    """Take an answer to the setup or to the outstanding order; anything else is late, doubled or from nobody known."""
+    """Handle an answer to the setup or to the outstanding order; ignore late, repeated and unknown senders' answers."""
     state = transition.state
     step = state.step
     entry = state.workers.get(event.worker)
@@ -67,9 +67,9 @@ def on_worker_answered(transition: Transition, event: WorkerAnswered) -> None:
 
 
 def note_answers(transition: Transition, answers: Mapping[WorkerId, Answer]) -> Sequence[WorkerAnswered]:
-    """Note what many workers answer at the same time; returns the answers that are still to be taken one by one.
+    """Record answers of many workers that arrived together; returns those that must still be handled one by one.
 
-    That is the last one that is awaited, by which something is decided, or all of them where each may decide something.
+    These are the last awaited answer, which triggers a decision, or all answers where each may trigger one.
     """
     state, order, noted = transition.state, transition.state.step.order, NOTED[transition.state.phase]
     step = state.step
@@ -91,7 +91,7 @@ def note_answers(transition: Transition, answers: Mapping[WorkerId, Answer]) -> 
 
 
 def _alike(answers: Mapping[WorkerId, AnswerT]) -> dict[int, AnswerT]:
-    """Return the answers by ``id``, each once: of many workers it may be one and the same."""
+    """Return the distinct answers by their Python ``id``: many workers may share one object."""
     return dict(zip(map(id, answers.values()), answers.values(), strict=True))
 
 
@@ -100,7 +100,7 @@ def _answer_of(worker: WorkerId, answer: Answer) -> WorkerAnswered:
 
 
 def _note(transition: Transition, answers: Mapping[WorkerId, Answer]) -> None:
-    """Keep what these workers report of their orders."""
+    """Record what these workers report about their orders."""
     kinds = dict.fromkeys(map(type, answers.values()))
     for kind in kinds:
         alike = answers if len(kinds) == 1 else {worker: one for worker, one in answers.items() if type(one) is kind}
@@ -180,7 +180,7 @@ def _report_of(answer: Prepared, *, judged: bool) -> StepReport:
 
 
 def _set_up(transition: Transition, worker: WorkerId, answer: Answer) -> None:
-    """A worker answers its setup. A failed one ends the run only when nothing was formed yet, and its device works."""
+    """Handle the answer to a setup. A failure ends the run only before the first shape, and if the device works."""
     state, now_s = transition.state, transition.now_s
     entry = state.workers[worker]
     if isinstance(answer, Failed):
@@ -200,7 +200,7 @@ def _set_up(transition: Transition, worker: WorkerId, answer: Answer) -> None:
     transition.change(evaluation=answer.evaluation)
     sentence = f"{worker} is ready"
     if eligible_s is not None:
-        sentence += f"; its machine came back before, so that it is taken in after {wait_s:g} s"
+        sentence += f"; its machine came and went before, so it is used only after {wait_s:g} s"
     transition.say(ReasonCode.WORKER_READY, sentence)
     if state.phase is Phase.STARTING:
         start_if_due(transition)
@@ -228,7 +228,7 @@ def _fits(answer: Answer, order: OutstandingOrder) -> bool:
 
 
 def _all_answered(transition: Transition) -> None:
-    """Everybody is reshaped, or has prepared the step."""
+    """Continue once every worker has reshaped, or has prepared the step."""
     if transition.state.phase is Phase.RESHAPING:
         return None if leap_if_due(transition) else begin(transition)
     bad = why_bad(transition.state)
@@ -248,7 +248,7 @@ def _order_answered(transition: Transition, worker: WorkerId, answer: Answer) ->
         return _all_answered(transition)
     transition.say(ReasonCode.AWAITING_ANSWERS, f"{worker} answered {answer.kind}")
     if trains:
-        transition.add(f"{counted(num_left, 'worker is', 'workers are')} still at it")
+        transition.add(f"{counted(num_left, 'worker is', 'workers are')} still to answer")
     elif state.phase is Phase.ABORTING:
         settle(transition)
     elif state.phase is Phase.COMMITTING:

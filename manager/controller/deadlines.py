@@ -1,4 +1,4 @@
-"""Bounds on every wait: when the next one runs out, and what is done then."""
+"""Bounds on every wait: when the next one expires, and what happens then."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from morph.words import counted
 
 
 def wake_at_s(state: ControllerState) -> float | None:
-    """Return when the first wait runs out, or earlier; None only when the run is over.
+    """Return a time (seconds) no later than the end of the first wait; None only when the run is over.
 
-    Waits for nodes are found by looking at all of them, so a bound is kept that a ``Tick`` brings up to date.
+    Finding the first wait for a node means looking at every node, so the state keeps a lower bound, which each ``Tick``
+    updates.
     """
     waits = state.waits
     saving = state.saving
@@ -54,7 +55,7 @@ def wake_at_s(state: ControllerState) -> float | None:
 
 
 def on_tick(transition: Transition, event: Tick) -> None:
-    """Do what is due: give up workers that were awaited too long, look after nodes and requests, end long waits."""
+    """Do what is due: give up workers that are overdue, update nodes and requests, end waits that took too long."""
     del event
     if (
         transition.state.provisioning.nodes_wake_s is not None
@@ -65,7 +66,7 @@ def on_tick(transition: Transition, event: Tick) -> None:
     late = _late_workers(transition.state, transition.now_s)
     if late and (loading := loading_workers(transition.state)):
         sentence = (
-            f"storage did not give {', '.join(loading)} what is to be loaded of version {transition.state.version}"
+            f"storage did not give {', '.join(loading)} their parts of version {transition.state.version} in time"
         )
         note_doubt(transition, sentence, *loading)
         transition.say(ReasonCode.ABORTING, sentence)
@@ -91,7 +92,7 @@ def on_tick(transition: Transition, event: Tick) -> None:
 
 
 def on_nobody_heard(transition: Transition, event: NobodyHeard) -> None:
-    """Wait for workers longer by the time in which none could answer."""
+    """Extend the waits for workers by the time in which none of them could answer."""
 
     def later(since_s: float | None) -> float | None:
         return None if since_s is None else min(since_s + event.lasted_s, transition.now_s)
@@ -114,7 +115,7 @@ def on_nobody_heard(transition: Transition, event: NobodyHeard) -> None:
 
 
 def _end_long_waits(transition: Transition) -> None:
-    """End a phase that only waits, when its time is over."""
+    """End a phase that only waits once its time limit has passed."""
     state, now_s = transition.state, transition.now_s
     waits = state.waits
     limit_s = save_bound_s(state)
@@ -155,7 +156,7 @@ def _end_if_waited_too_long(transition: Transition) -> None:
 
 
 def _order_until(order: OutstandingOrder) -> tuple[float, str]:
-    """Return until when (seconds) an order may be answered, and what for."""
+    """Return the deadline (seconds) for answering an order, and the sentence that reports a missed deadline."""
     if order.abort_sent_s is not None:
         limit_s = order.give_up_s
         return order.abort_sent_s + limit_s, f"it did not give up its {order.kind} within {limit_s:.4g} s"
@@ -163,13 +164,16 @@ def _order_until(order: OutstandingOrder) -> tuple[float, str]:
 
 
 def _cannot_tell(state: ControllerState, late: Mapping[WorkerId, str]) -> bool:
-    """Whether so many are late that most of them only wait for one another: who hangs will not give up its order."""
+    """Whether so many workers are late that most of them only wait for another one.
+
+    An abort tells them apart: a worker that hangs does not give up its order.
+    """
     waiting = state.step.awaited & set(late)
     return state.phase in FORMED_PHASES and len(waiting) > 1 and 2 * len(waiting) > len(state.slots)
 
 
 def _late_workers(state: ControllerState, now_s: float) -> dict[WorkerId, str]:
-    """Return the workers that were awaited too long, with what they were awaited for."""
+    """Return the workers that are overdue, each with the sentence that says what it failed to do."""
     saving = state.saving
     late, limit_s = {}, setup_bound_s(state)
     for worker, entry in state.workers.items():
@@ -185,7 +189,7 @@ def _late_workers(state: ControllerState, now_s: float) -> dict[WorkerId, str]:
 
 
 def _look_after_nodes(transition: Transition) -> None:
-    """Take back who outlived a notice, probe the slow, send requests again; then say when to look again."""
+    """Take back workers that outlived their notice, probe slow ones, resend requests; set when to look again."""
     for worker, entry in transition.state.workers.items():
         if worker not in transition.state.workers:
             continue

@@ -1,4 +1,4 @@
-"""``decide``: one table from (phase, event type) to what is done. Pure: the same input gives the same decision."""
+"""``decide``: one table from (phase, event type) to a handler. Pure: the same input gives the same decision."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ class ImpossibleEvent(MorphError):
 
 
 def decide(state: ControllerState, event: Event, now_s: float) -> Decision:
-    """Take one event.
+    """Decide how to react to one event.
 
     Args:
-        state: What is known, from ``initial_state`` or the last decision.
+        state: The controller's state, from ``initial_state`` or the last decision.
         event: What happened.
-        now_s: Wall-clock seconds at which the shell saw it. A clock that steps back makes waits longer by as
-            much, one that jumps ahead may have workers given up that would have answered; neither loses a step.
+        now_s: Wall-clock seconds at which the shell saw it. A clock that steps back lengthens waits by as much; one
+            that jumps ahead may make the controller give up workers that would have answered. Neither loses a step.
 
     Returns:
         The new state, the actions to carry out in order (after both are journalled), the reason, and the
@@ -116,7 +116,7 @@ def decide(state: ControllerState, event: Event, now_s: float) -> Decision:
 
 
 def _take_all(transition: Transition, events: Sequence[Single | AnsweredAlike]) -> bool:
-    """Take events one after the other, answers of many workers at once; returns whether all are answers."""
+    """Handle events one after the other, answers of many workers at once; returns whether all are answers."""
     for run in _runs(events):
         for each in note_answers(transition, run) if isinstance(run, dict) else (run,):
             handler = TRANSITIONS.get((transition.state.phase, type(each)))
@@ -127,7 +127,7 @@ def _take_all(transition: Transition, events: Sequence[Single | AnsweredAlike]) 
 
 
 def _runs(events: Sequence[Single | AnsweredAlike]) -> Iterator[Single | dict[WorkerId, Answer]]:
-    """Each event, but answers of different workers that follow one another together."""
+    """Yield each event, with consecutive answers of different workers grouped together."""
     answers: dict[WorkerId, Answer] = {}
     for event in events:
         workers = event.workers if isinstance(event, AnsweredAlike) else ()
@@ -178,7 +178,7 @@ def _on_worker_lost_at_start(transition: Transition, event: WorkerLost) -> None:
 
 
 def _stop_later(transition: Transition, event: StopRequested) -> None:
-    if transition.state.provisioning.gives_up:  # the user's stop is no rest
+    if transition.state.provisioning.gives_up:  # after a stop by the user the run does not rest
         transition.change_provisioning(gives_up=None)
         transition.change(stop_reason=None)
     if transition.state.stop_reason is not None:
@@ -270,4 +270,4 @@ _ROWS: tuple[tuple[type[Single], tuple[Phase, ...], Handler], ...] = (
 TRANSITIONS: Mapping[tuple[Phase, type[Single]], Handler] = MappingProxyType(
     {(phase, event_type): handler for event_type, phases, handler in _ROWS for phase in phases}
 )
-"""What is done by (phase, event type). Missing: nothing can be written to storage before the first generation."""
+"""The handler by (phase, event type). A missing pair is impossible: before the first generation nothing is written."""

@@ -1,6 +1,6 @@
-"""When a run ends, or rests without VMs, for nothing comes of those it pays for.
+"""When a run ends, or rests without VMs, because the VMs that it pays for achieve nothing.
 
-Either workers cannot be set up, again and again in the same way, or VMs are paid for too long while no step is trained.
+Either workers repeatedly fail their setup in the same way, or VMs are paid for too long while no step is trained.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from morph.contract.vm_names import vm_of
 from morph.words import counted
 
 UNTRAINED = (Phase.STARTING, Phase.WAITING, Phase.RESTING)
-"""No shape trains in these, nor is about to."""
+"""Phases in which no shape trains or is about to train."""
 _IDLE = (Phase.STARTING, Phase.WAITING)
 _GIVES_UP = (*UNTRAINED, Phase.HOLDING, Phase.RESHAPING, Phase.TRAINING, Phase.ABORTING)
 _SECONDS_PER_H = 3600.0
@@ -26,7 +26,7 @@ _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 def note_failed_setup(transition: Transition, worker: WorkerId, host: str, answer: Failed) -> str:
-    """Note that a worker on this machine could not be set up; returns the sentence that says so."""
+    """Record that a worker on this machine could not be set up; returns the sentence that says so."""
     known, way = transition.state.provisioning.failed_setups, _way_of(answer)
     before = known if known is not None and known.way == way else None
     sentence = f"{worker} could not be set up: {answer.error}"
@@ -45,9 +45,9 @@ def note_failed_setup(transition: Transition, worker: WorkerId, host: str, answe
 
 
 def _way_of(answer: Failed) -> str:
-    """Return what two failures have in common where they are one: the line of the user's code, else the text.
+    """Return a key that is equal for failures with the same cause: the line of the user's code, else the message.
 
-    Numbers and addresses in it, and the worker's name, differ from worker to worker.
+    Numbers, addresses and the worker's name are removed from the message, because they differ between workers.
     """
     frames = [line.strip() for line in answer.traceback.splitlines() if line.startswith("  File ")]
     where = frames[-1] if frames else _VARYING.sub("#", answer.error.replace(answer.worker, ""))
@@ -59,7 +59,7 @@ def _as_before(failed: FailedSetups) -> str:
 
 
 def count_idle(transition: Transition) -> None:
-    """Add up what VMs are paid for while no step is trained: since the last event, before this one is taken."""
+    """Add the time since the last event to the VM time paid for without training; call before handling an event."""
     state, waits = transition.state, transition.state.waits
     if waits.idle_at_s is not None:
         passed_s = max(0.0, transition.now_s - waits.idle_at_s)
@@ -67,13 +67,13 @@ def count_idle(transition: Transition) -> None:
 
 
 def note_idle(transition: Transition) -> None:
-    """Count from here on, if no step is trained after this event."""
+    """Start counting idle VM time from now if no step is trained after this event."""
     if transition.state.config.idle_vm_h is not None and transition.state.phase in UNTRAINED:
         transition.change_waits(idle_at_s=transition.now_s)
 
 
 def idle_until_s(state: ControllerState) -> float | None:
-    """Return when VMs will have been paid for long enough while no step is trained; None: that is not in sight."""
+    """Return when (seconds) idle VMs reach the limit, if nothing changes; None: they do not."""
     left_s, num_vms = _idle_left_s(state), _num_vms(state)
     if state.waits.idle_at_s is None or left_s is None or left_s <= 0 or not num_vms:
         return None
@@ -81,7 +81,7 @@ def idle_until_s(state: ControllerState) -> float | None:
 
 
 def give_up_if_due(transition: Transition) -> None:
-    """End the run, with what is held saved, if nothing comes of the VMs that it pays for."""
+    """End the run, after saving what workers hold, if the VMs that it pays for achieve nothing."""
     state = transition.state
     if state.stop_reason is not None or state.phase not in _GIVES_UP:
         return None
@@ -91,13 +91,13 @@ def give_up_if_due(transition: Transition) -> None:
         return None
     pending = state.saving.pending
     if state.phase in _IDLE and (state.saving.sealing or (pending is not None and not pending.stale)):
-        return None  # what is held is being written still
+        return None  # workers are still writing what they hold
     transition.change_provisioning(gives_up="setups" if setups else "limit")
     return _end(transition, why)
 
 
 def gives_up_at_start(transition: Transition) -> None:
-    """Before the first shape one failure of the job's is enough: it would fail on any worker."""
+    """Before the first shape, one failure of the job's own code is enough: it would fail on any worker."""
     failed = transition.state.provisioning.failed_setups
     assert failed is not None, "no setup failed"
     transition.change_provisioning(gives_up="setups")
@@ -110,7 +110,7 @@ def _end(transition: Transition, why: str) -> None:
         saved = 0 if state.saving.checkpoint is None else state.saving.checkpoint.version
         return transition.end("stopped", f"{why}; version {saved} is saved" if saved else why)
     transition.change(stop_reason=why)
-    transition.say(ReasonCode.STOP_NOTED, f"{why}: the run ends once what is held is saved")
+    transition.say(ReasonCode.STOP_NOTED, f"{why}: the run ends once its state is saved")
     if state.phase is Phase.RESTING:
         return find_whole(transition) if in_doubt(state) else stop_while_resting(transition)
     return form(transition) if state.phase is Phase.HOLDING else None
@@ -123,9 +123,9 @@ def _why_setups_end_it(state: ControllerState, now_s: float) -> str:
     if state.phase in _IDLE:
         for entry in state.workers.values():
             if entry.node is NodeState.WARMING and entry.appeared_s <= failed.last_s:
-                return ""  # it may do better
+                return ""  # the next worker may succeed
     elif len(failed.hosts) < rules.alike or now_s < failed.since_s + rules.beside_training_s:
-        return ""  # it may be one machine that is at fault, and the others train
+        return ""  # one machine may be at fault while the others train
     return f"{failed.sentence}{_as_before(failed)}"
 
 

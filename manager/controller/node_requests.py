@@ -1,4 +1,4 @@
-"""Asking a provider for VMs: what is missing, under a name that is new for each attempt, ever less often in vain."""
+"""Requesting missing VMs from a provider: each attempt has a new name, and pauses grow with each refusal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from morph.contract.waits import Backoff
 
 
 def keeps(transition: Transition, event: NoticeGiven) -> bool:
-    """Keep the notice of a node that is not known, if a request is open that it could answer."""
+    """Keep the notice of an unknown node if an open request could be answered by it; returns whether it did."""
     if not is_awaited(transition.state):
         return False
     entry = KeptNotice(notice=event.notice, taken_s=transition.now_s + event.lead_s)
@@ -34,7 +34,7 @@ def keeps(transition: Transition, event: NoticeGiven) -> bool:
 
 
 def notice_of(state: ControllerState, node: WorkerId, now_s: float) -> NoticeGiven | None:
-    """Return the notice that was kept of a node which is known now; None: there is none, or it is void by now."""
+    """Return the kept notice of a node that has appeared since; None: there is none, or it has become void."""
     entry = state.provisioning.kept_notices.get(node)
     if entry is None or now_s >= entry.taken_s + state.config.policy.rules.requests.notice_grace_s:
         return None
@@ -42,10 +42,9 @@ def notice_of(state: ControllerState, node: WorkerId, now_s: float) -> NoticeGiv
 
 
 def forget_kept(transition: Transition, *nodes: WorkerId) -> None:
-    """Forget the notices of these nodes, and of all that nobody waits for.
+    """Forget the notices of these nodes, and of all nodes that cannot appear any more.
 
-    That is once no request is open that their VMs could answer: but of a VM with several devices that came, the other
-    workers may still come.
+    A node can appear while a request is open that its VM could answer, or while other workers of its VM have appeared.
     """
     state = transition.state
     provisioning = state.provisioning
@@ -62,24 +61,24 @@ def forget_kept(transition: Transition, *nodes: WorkerId) -> None:
 
 
 def is_awaited(state: ControllerState) -> bool:
-    """Whether a request is open, so that VMs may come that nobody has named."""
+    """Whether a request is open, so that VMs may come whose names are not known yet."""
     return any(request.count for request in state.provisioning.requests.values())
 
 
 MAX_SENT = 8
 WEIGHED = (1, 2, 3, 4, 6, 8, 12, 16)
-"""So many GPUs of one type are considered together when it is chosen which type to ask for."""
+"""At most so many GPUs of one type are considered together when the type to request is chosen."""
 COUNTED = (NodeState.WARMING, NodeState.READY, NodeState.SUSPECT)
 ENDING = (Phase.COMMITTING, Phase.SEALING, Phase.ENDED)
 
 
 def request_name(config: ControllerConfig, number: int) -> RequestId:
-    """Return the name of a run's request, numbered from 1."""
+    """Return the name of a run's request; ``number`` counts from 1."""
     return f"{config.requests or config.job}-{number}"
 
 
 def request_missing(transition: Transition) -> None:
-    """Ask for the nodes that are missing after a decision, those that will be taken included, if it is time to."""
+    """If it is time, request the nodes that are missing after a decision; nodes with a notice count as missing."""
     state, now_s = transition.state, transition.now_s
     provisioning = state.provisioning
     if not state.config.target_nodes or state.phase in ENDING or state.stop_reason is not None:
@@ -90,7 +89,7 @@ def request_missing(transition: Transition) -> None:
     if missing <= 0 or has_ended_requests(state):
         return
     until_s = partly_lost_until_s(state, now_s)
-    if until_s is not None:  # else two workers of one VM would be replaced by a VM each
+    if until_s is not None:  # else two lost workers of one VM would each be replaced by a VM
         transition.wake_by(until_s)
         return
     if provisioning.next_request_s is not None and now_s < provisioning.next_request_s:
@@ -114,10 +113,11 @@ def request_missing(transition: Transition) -> None:
 
 
 def types_wanted(state: ControllerState, missing: int, now_s: float) -> dict[str, int]:
-    """Return how many GPUs of each type to ask for; fewer than are missing where types were refused a moment ago.
+    """Return how many GPUs of each type to request; fewer than ``missing`` where types were refused a moment ago.
 
-    One after the other: of the type that adds most speed, or most for a dollar. A GPU may be of use only with others
-    of its type, so that several at once are considered, by what they add on average. Those that come are counted.
+    Types are chosen one GPU after the other, by the largest gain in speed, or in speed per dollar. Because a GPU may
+    be useful only together with others of its type, the average gain of several at once is considered. GPUs that were
+    granted already count as present.
     """
     config, provisioning = state.config, state.provisioning
     there = [entry.facts.node_type for entry in state.workers.values() if entry.node in COUNTED]
@@ -144,7 +144,7 @@ def types_wanted(state: ControllerState, missing: int, now_s: float) -> dict[str
 
 
 def on_nodes_granted(transition: Transition, event: NodesGranted) -> None:
-    """Note VMs that boot; fewer than requested count as a refusal of the rest."""
+    """Record VMs that boot; fewer than requested count as a refusal of the rest."""
     state, now_s = transition.state, transition.now_s
     request = state.provisioning.requests.get(event.request)
     if request is None or not request.count:
@@ -157,7 +157,7 @@ def on_nodes_granted(transition: Transition, event: NodesGranted) -> None:
     waiting = request.waiting | (new.keys() & set(event.waiting))
     update = {"count": 0, "granted": request.granted | new, "facts": request.facts | facts, "waiting": waiting}
     keep_request(transition, event.request, request.model_copy(update=update))
-    for node in event.facts.keys() & state.workers.keys():  # up before its grant was heard of
+    for node in event.facts.keys() & state.workers.keys():  # it appeared before its grant was reported
         transition.change_worker(node, facts=_typed(event.facts[node], request))
     transition.wake_by(now_s + state.config.policy.rules.requests.boot_s)
     boot = [node for node in event.nodes if node not in event.waiting]
@@ -177,7 +177,7 @@ def on_nodes_granted(transition: Transition, event: NodesGranted) -> None:
 
 
 def on_nodes_started(transition: Transition, event: NodesStarted) -> None:
-    """Note that VMs boot which waited in their market's queue: from now on they are given up if they do not appear."""
+    """Record that queued VMs have begun to boot: from now on they are given up if they do not appear in time."""
     request = transition.state.provisioning.requests.get(event.request)
     begun = [node for node in event.nodes if request is not None and node in request.waiting]
     if request is None or not begun:
@@ -196,7 +196,7 @@ def on_nodes_started(transition: Transition, event: NodesStarted) -> None:
 
 
 def on_request_refused(transition: Transition, event: RequestRefused) -> None:
-    """Forget what was requested, and ask again after a while: longer with each refusal in a row."""
+    """Forget a refused request, and request again after a pause that grows with each refusal in a row."""
     request = transition.state.provisioning.requests.get(event.request)
     if request is None or not request.count:
         return transition.say(ReasonCode.IGNORED, f"{event.request} is not open")
@@ -207,7 +207,7 @@ def on_request_refused(transition: Transition, event: RequestRefused) -> None:
 
 
 def note_appeared(transition: Transition, event: NodeAppeared) -> NodeFacts:
-    """Take a node that is up out of what is awaited, whether its grant was heard of or not; returns what it is."""
+    """Stop waiting for a node that has appeared, whether its grant was reported or not; returns its facts."""
     transition.change_provisioning(num_absent=0)
     requests = transition.state.provisioning.requests
     for name, request in requests.items():
@@ -216,7 +216,7 @@ def note_appeared(transition: Transition, event: NodeAppeared) -> NodeFacts:
             return _typed(event.facts or request.facts.get(event.node), request)
     named = requests.get(event.request) if event.request is not None else None
     if event.request is not None and named is not None and named.count:
-        # noted by name: it may be lost before its grant is heard of
+        # noted by name: it may be lost before its grant is reported
         update = {"count": named.count - 1, "appeared": named.appeared | {event.node}}
         keep_request(transition, event.request, named.model_copy(update=update))
         return _typed(event.facts, named)
@@ -224,16 +224,16 @@ def note_appeared(transition: Transition, event: NodeAppeared) -> NodeFacts:
 
 
 def _typed(facts: NodeFacts | None, request: NodeRequest) -> NodeFacts:
-    """A node is of the type that was asked for, unless its provider says another."""
+    """Return a node's facts with the requested type filled in, unless its provider named another."""
     facts = facts or NodeFacts()
     return facts if facts.node_type else facts.model_copy(update={"node_type": request.node_type})
 
 
 def lost_booting(transition: Transition, event: WorkerLost) -> None:
-    """Await a VM no longer that went before it appeared, and ask for another; anybody else is not known.
+    """Stop waiting for a VM that was lost before it appeared, and request another; ignore unknown nodes.
 
-    At once, unless a VM that was granted since the last such loss went as well: then after a pause that grows. One that
-    is not fit for a worker counts as one that never appeared.
+    The new request follows at once, unless a VM that was granted since the last such loss was lost too: then it follows
+    after a growing pause. A VM that is unfit for a worker counts as one that never appeared.
     """
     forget_kept(transition, *event.workers)
     for name, request in transition.state.provisioning.requests.items():
@@ -246,12 +246,12 @@ def lost_booting(transition: Transition, event: WorkerLost) -> None:
 
 
 def has_ended_requests(state: ControllerState) -> bool:
-    """Whether VMs were granted and never appeared so often that further ones would only cost money."""
+    """Whether granted VMs failed to appear so often that further ones would only cost money."""
     return state.provisioning.num_absent >= state.config.policy.rules.requests.max_absent
 
 
 def why_requests_ended(state: ControllerState) -> str:
-    """Say so, and what to look at."""
+    """Return the sentence for ``has_ended_requests``, with what the user should look at."""
     return (
         f"{state.provisioning.num_absent} times in a row VMs were granted and none of them joined: "
         "no further one is requested; look at the log of such a VM's first boot, at what vms.environment installs, "
@@ -260,16 +260,15 @@ def why_requests_ended(state: ControllerState) -> str:
 
 
 def nothing_comes(state: ControllerState) -> bool:
-    """Whether there will be no more workers than are ready: none is requested, awaited or being set up."""
+    """Whether no further worker will come: none is requested, awaited or being set up."""
     coming = state.provisioning.requests or any(entry.node is NodeState.WARMING for entry in state.workers.values())
     return has_ended_requests(state) and not coming
 
 
 def pause_requests(transition: Transition, since_s: float, num_absent: int = 0) -> None:
-    """Put off the next request when attempt after attempt is lost before a worker is ready; each counts once.
+    """Put off the next request when several VMs in a row are lost before their workers are ready.
 
-    ``since_s``: when the one that was lost now was granted, or appeared; ``num_absent``: 1 where none appeared that
-    is of use.
+    ``since_s``: when the VM that was lost now was granted, or appeared; ``num_absent``: 1 if no usable VM appeared.
     """
     state, now_s = transition.state, transition.now_s
     provisioning = state.provisioning
@@ -289,7 +288,7 @@ def pause_requests(transition: Transition, since_s: float, num_absent: int = 0) 
 
 
 def gives_back(transition: Transition, event: NoticeGiven) -> bool:
-    """Give a VM back that will be taken before it is of use, if it is one that boots."""
+    """Release a booting VM whose notice says that it will be taken before it is useful; returns whether it did."""
     for name, request in transition.state.provisioning.requests.items():
         if event.worker in request.granted:
             keep_request(transition, name, without_granted(request, event.worker))
@@ -300,7 +299,7 @@ def gives_back(transition: Transition, event: NoticeGiven) -> bool:
 
 
 def look_after_requests(transition: Transition) -> None:
-    """Send requests without an answer again, and give up VMs that do not appear."""
+    """Resend unanswered requests, and give up VMs that did not appear in time."""
     state, now_s = transition.state, transition.now_s
     rules = state.config.policy.rules.requests
     for name, request in state.provisioning.requests.items():
@@ -315,19 +314,19 @@ def look_after_requests(transition: Transition) -> None:
 
 
 def resend_at_s(state: ControllerState, request: NodeRequest) -> float:
-    """Return when a request without an answer is sent again."""
+    """Return when (seconds) an unanswered request is sent again."""
     rules = state.config.policy.rules.requests
     return request.requested_s + Backoff(rules.answer_s, rules.backoff_max_s).pause_s(request.num_sent - 1)
 
 
 def keep_request(transition: Transition, name: RequestId, request: NodeRequest) -> None:
-    """Replace a request, or forget it once nothing of it is awaited."""
+    """Replace a request, or forget it once none of its VMs is awaited."""
     others = {other: entry for other, entry in transition.state.provisioning.requests.items() if other != name}
     transition.change_provisioning(requests={**others, name: request} if request.count or request.granted else others)
 
 
 def without_granted(request: NodeRequest, *nodes: WorkerId) -> NodeRequest:
-    """Return a request that waits for these nodes no longer."""
+    """Return the request without these granted nodes."""
     granted = {node: since_s for node, since_s in request.granted.items() if node not in nodes}
     facts = {node: found for node, found in request.facts.items() if node not in nodes}
     return request.model_copy(update={"granted": granted, "facts": facts, "waiting": request.waiting - set(nodes)})
@@ -348,7 +347,7 @@ def _repeat_request(transition: Transition, name: RequestId) -> None:
 
 
 def _refuse(transition: Transition, why: str, node_type: str, retry_s: float | None = None) -> None:
-    """Pause; no longer than ``retry_s``, where the provider says that. Of several types this one pauses alone."""
+    """Pause requests, for at most ``retry_s`` where the provider gives it; with several types, only of this type."""
     state, now_s = transition.state, transition.now_s
     rules, provisioning = state.config.policy.rules.requests, state.provisioning
     before = provisioning.refused[node_type].num if node_type in provisioning.refused else 0

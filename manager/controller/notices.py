@@ -1,4 +1,4 @@
-"""Notices: a VM that will be taken is drained at the next boundary, and taken back when it was not taken."""
+"""Notices: a VM with a notice is drained at the next step boundary, and used again if it was not revoked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from manager.controller.steps.save_timing import step_outlasts
 from morph.contract.messages import WorkerId
 from morph.contract.vm_names import beside, vm_of
 
-# Saying that a VM which will be taken may go: once nothing of value is left on it, and not before.
+# Acknowledging a notice, which lets the provider take the VM: only once nothing of value is left on it.
 
 
 ROUTINE = frozenset(
@@ -32,11 +32,11 @@ ROUTINE = frozenset(
         ReasonCode.UNITS_NOTED,
     }
 )
-"""Beside one of these a notice that is acknowledged is what is worth telling."""
+"""Codes that an acknowledged notice overrides as the code of the decision."""
 
 
 def acknowledge(transition: Transition) -> None:
-    """Acknowledge, at the end of a decision, the notices of those VMs that have nothing left which anybody needs."""
+    """At the end of a decision, acknowledge the notices of VMs that hold nothing that is still needed."""
     state = transition.state
     provisioning = state.provisioning
     if not provisioning.leaving or state.phase is Phase.ENDED:
@@ -55,17 +55,17 @@ def acknowledge(transition: Transition) -> None:
 
 
 def _is_free_with_its_vm(state: ControllerState, worker: WorkerId) -> bool:
-    """Whether a worker is free, and so are the others on its VM, which drain too."""
+    """Whether a worker and all others on its VM are free and draining."""
     others = beside(worker, state.workers)
     drain = all(state.workers[other].node is NodeState.DRAINING for other in others)
     return drain and all(_is_free(state, each) for each in (worker, *others))
 
 
 def _is_free(state: ControllerState, worker: WorkerId) -> bool:
-    """Whether a worker is no member, does no order, serves nobody, and holds nothing that is not elsewhere.
+    """Whether a worker is not a member, has no order, serves no peer, and holds nothing that exists nowhere else.
 
-    What it held it holds no longer once a step is decided without it: by then whoever needed it has it. A checkpoint's
-    unit that it still has to write is of value too.
+    Its state counts as obsolete once a step is decided without it: by then the members have what they need. A
+    checkpoint's unit that it still has to write is of value, too.
     """
     if worker in state.member_units or worker in state.step.awaited or state.workers[worker].holds:
         return False
@@ -75,7 +75,7 @@ def _is_free(state: ControllerState, worker: WorkerId) -> bool:
 
 
 def on_notice_given(transition: Transition, event: NoticeGiven) -> None:
-    """Drain a worker: it goes on with its order, and is left out of the next shape."""
+    """Drain a worker: it completes its order, and is left out of the next shape."""
     state = transition.state
     entry = state.workers.get(event.worker)
     if entry is None:
@@ -83,7 +83,7 @@ def on_notice_given(transition: Transition, event: NoticeGiven) -> None:
             transition.say(ReasonCode.IGNORED, f"{event.worker} is not known, or was lost")
         return None
     if event.notice and event.notice == entry.notice:
-        if entry.node is NodeState.DRAINING:  # who tells it again has not heard that it may go
+        if entry.node is NodeState.DRAINING:  # a repeated notice means that the acknowledgement did not arrive
             transition.change_provisioning(leaving=state.provisioning.leaving | {event.worker})
         return transition.say(ReasonCode.IGNORED, f"the notice of {event.worker} is known already")
     until_s = transition.now_s + event.lead_s + state.config.policy.rules.requests.notice_grace_s
@@ -102,7 +102,7 @@ def on_notice_given(transition: Transition, event: NoticeGiven) -> None:
 
 
 def on_notice_withdrawn(transition: Transition, event: NoticeWithdrawn) -> None:
-    """Take a worker back of which the provider says that it stays."""
+    """Take back a worker whose VM stays, as its provider now says."""
     forget_kept(transition, event.worker)
     entry = transition.state.workers.get(event.worker)
     if entry is None or entry.node is not NodeState.DRAINING:
@@ -111,7 +111,7 @@ def on_notice_withdrawn(transition: Transition, event: NoticeWithdrawn) -> None:
 
 
 def spare(transition: Transition, worker: WorkerId, why: str) -> None:
-    """Take a draining worker back, after a while if its machine does this often; re-form if training stands."""
+    """Take a draining worker back, after a delay if its machine does this often; re-form if nothing trains."""
     state = transition.state
     entry = state.workers[worker]
     host = entry.host or worker

@@ -23,39 +23,39 @@ from morph.contract.rules import StutterRules
 from morph.contract.waits import Backoff
 from morph.words import counted
 
-# Fail-stutter (Varuna, section 4.6): which of a shape's workers compute slower than they should. Pure statistics.
+# Fail-stutter (Varuna, section 4.6): which workers of a shape compute too slowly. Pure statistics.
 
 
 NORMAL_MAD = 1.4826  # the median absolute deviation of a normal distribution, times this, is its standard deviation
 MEDIAN_ERROR = 1.2533  # standard error of a normal sample's median over that of its mean
 PEERS = 3
-"""So many can show by themselves what is chance."""
+"""This many workers suffice to estimate the spread by chance."""
 SMALL_SAMPLE = {3: 1.495, 4: 1.363, 5: 1.206, 6: 1.2, 7: 1.14, 8: 1.129, 9: 1.107}
-"""By how much the deviation of few is more than their median absolute deviation says (Croux and Rousseeuw 1992)."""
+"""Factors that correct the median absolute deviation of few values (Croux and Rousseeuw 1992)."""
 
 
 class Usual(NamedTuple):
-    """How the workers at hand compare with the profile: the median of their ratios to it, and the robust spread."""
+    """How the present workers compare with the profile: the median of their ratios to it, and the robust spread."""
 
     ratio: float
     spread: float
 
     def expects(self, profiled_s: float) -> Expected:
-        """Return what is expected (seconds) of a worker for work that took that long when it was profiled."""
+        """Return the expected time (seconds) for work that took ``profiled_s`` when it was profiled."""
         return Expected(profiled_s * self.ratio, profiled_s * self.spread)
 
 
 class Expected(NamedTuple):
-    """What a micro-batch should take (seconds), and the deviation (seconds) by which healthy workers miss that."""
+    """The expected time of a micro-batch (seconds), and the deviation (seconds) of healthy workers from it."""
 
     compute_s: float
     spread_s: float
 
 
 class Judgement(NamedTuple):
-    """``ratio``: how many times as long as expected, which is ``healthy_s``. ``by_sums``: over many windows.
+    """``ratio``: the time as a multiple of the expected ``healthy_s``. ``by_sums``: judged over many windows.
 
-    Neither slow nor well: in between, nothing is to change.
+    A worker that is neither slow nor well is in between, and nothing changes.
     """
 
     ratio: float
@@ -66,15 +66,15 @@ class Judgement(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the robust standard deviation of some values, 0 for one; of few it says too little."""
+    """Return the robust standard deviation of some values, 0 for one; for few values it is corrected upwards."""
     middle = statistics.median(values)
     return NORMAL_MAD * statistics.median(abs(value - middle) for value in values)
 
 
 def error_of_median(samples_s: Sequence[float]) -> float:
-    """Return the standard error (seconds) of the median of these samples, as their own spread has it.
+    """Return the standard error (seconds) of the median of these samples, from their own spread.
 
-    On a machine whose cores are shared a micro-batch takes now this long, now that: a window says less there.
+    Times of micro-batches vary on machines with shared cores, where a window says less.
     """
     return MEDIAN_ERROR * spread(samples_s) / math.sqrt(len(samples_s))
 
@@ -87,11 +87,11 @@ def judge(
 ) -> dict[WorkerId, Judgement]:
     """Judge workers that do the same work by the median compute time (seconds) of each over a window of micro-batches.
 
-    Three or more are held against their median, and must also lie some
-    robust deviations (median absolute deviation) above it. Of two the faster one is the measure, for nothing makes
-    a device faster than it is. One alone is held against ``expected``, and must also lie some of its deviations
-    above it; without that it is not judged. Always, the excess must also be some standard errors of the two medians
-    (``errors_s``) that are compared.
+    Three or more workers are compared with their median; to be slow, a worker must also lie some robust deviations
+    (median absolute deviation) above it. Of two, the slower one is compared with the faster one, because nothing makes
+    a device faster than it is. A single worker is compared with ``expected``, and must also lie some of its deviations
+    above it; without ``expected`` it is not judged. In every case the excess must also be some standard errors of the
+    two medians (``errors_s``) that are compared.
     """
     values = sorted(medians_s.values())
     spread_s = measure_error_s = 0.0
@@ -115,11 +115,11 @@ def judge(
 
 
 def usual(ratios: Sequence[float]) -> Usual | None:
-    """Return how workers compare with the profile, by the ratio of each one's time to its own; None: too few to tell.
+    """Return how workers compare with the profile, from the ratio of each one's time to it; None: too few to tell.
 
-    What slows everybody (another clock, contention that the profile did not see) is no single worker's fault, and
-    where workers compare with the profile unequally it is the profile that is not to be trusted. One or two workers
-    cannot show whether a worker or the profile is wrong.
+    A slowdown of all workers (a lower clock, contention that was not profiled) is not one worker's fault, and if the
+    ratios differ widely, the profile is not to be trusted. One or two workers cannot show whether a worker or the
+    profile is wrong.
     """
     count = len(ratios)
     if count < PEERS:
@@ -134,7 +134,7 @@ def _is_judged(value_s: float, reference_s: float, spread_s: float, rules: Stutt
 
 
 def learn(transition: Transition, event: ComputeTimesSeen) -> None:
-    """Take compute times of members that are well; tell what is known of the profile's when that changed materially."""
+    """Learn from compute times of healthy members; report corrections of the profile that changed materially."""
     state, profiled_s = transition.state, transition.state.config.compute_s
     measured = state.measured
     if state.plan is None or not all(times_s and all(times_s) for times_s in profiled_s.values()):
@@ -159,11 +159,11 @@ def learn(transition: Transition, event: ComputeTimesSeen) -> None:
 
 PAST_WINDOWS = 12
 SUMS_EXCESS = 10 / 3
-"""By how many times the excess of ``StutterRules.ratio`` a worker is slow by its sums."""
+"""A worker is slow by its sums above this multiple of the excess in ``StutterRules.ratio``."""
 
 
 def on_compute_times(transition: Transition, event: ComputeTimesSeen) -> None:
-    """Take compute times of members; judge each stage of which every replica filled its window."""
+    """Record compute times of members; judge each stage whose replicas have all filled their windows."""
     state = transition.state
     rules, workers = state.config.policy.rules.stutter, dict(state.workers)
     num_samples = 0
@@ -203,7 +203,7 @@ def on_compute_times(transition: Transition, event: ComputeTimesSeen) -> None:
 
 
 def _close_windows(transition: Transition) -> list[int]:
-    """Close the windows of each stage of which every replica has a full one; say which stages these are."""
+    """Close the windows of each stage whose replicas all have a full one; return these stages."""
     state = transition.state
     rules, workers = state.config.policy.rules.stutter, dict(state.workers)
     full: list[int] = []
@@ -226,7 +226,8 @@ def _close_windows(transition: Transition) -> list[int]:
 def _judged(state: ControllerState, stages: Sequence[int], usual: Usual | None) -> dict[WorkerId, Judgement]:
     """Judge every worker of these stages by its last window.
 
-    Where there are too few peers to show what is chance, each worker's own windows have to, those before it grew slow.
+    Where there are too few peers to estimate the spread by chance, it comes from each worker's own earlier windows,
+    before it grew slow.
     """
     assert state.plan is not None, "no shape is formed"
     members, rules = members_by_stage(state), state.config.policy.rules.stutter
@@ -249,10 +250,10 @@ def _judged(state: ControllerState, stages: Sequence[int], usual: Usual | None) 
 def _with_sums(
     state: ControllerState, stages: Sequence[int], judged: Mapping[WorkerId, Judgement]
 ) -> dict[WorkerId, Judgement]:
-    """Judge workers by what many windows took together, too: one that now and then stands still has a good median.
+    """Judge workers also by the total time of many windows: a worker that stops now and then has a good median.
 
-    The windows' own differences say how much of a sum is chance. That needs many of them, and a clear excess, for what
-    takes a core away does so for several windows.
+    The differences between windows show how much of a total is chance. Many windows and a clear excess are required,
+    because a core that is taken away stays away for several windows.
     """
     assert state.plan is not None, "no shape is formed"
     members, rules = members_by_stage(state), state.config.policy.rules.stutter
@@ -279,12 +280,12 @@ def _with_sums(
 
 
 def _long_mean_s(pace: Pace) -> float | None:
-    """Return the mean of a micro-batch over many windows; None: there were too few in this generation."""
+    """Return the mean time of a micro-batch (seconds) over many windows; None: too few windows in this generation."""
     return statistics.fmean(pace.past_means_s) if len(pace.past_means_s) == PAST_WINDOWS else None
 
 
 def _counted(entry: WorkerState, judgement: Judgement) -> Pace:
-    """Count windows in a row."""
+    """Return the worker's pace with the streak of slow or good windows updated."""
     streak = entry.pace.streak
     streak = max(streak, 0) + 1 if judgement.slow else min(streak, 0) - 1 if judgement.well else 0
     slowdown = max(1.0, judgement.ratio) if entry.node is NodeState.SUSPECT else 1.0
@@ -292,7 +293,7 @@ def _counted(entry: WorkerState, judgement: Judgement) -> Pace:
 
 
 def _take_judgement(transition: Transition, worker: WorkerId, judgement: Judgement) -> None:
-    """Enough slow windows in a row make a worker slow, enough good ones make a slow member well again."""
+    """Mark a worker as slow after enough slow windows in a row, and a slow member as well after enough good ones."""
     state = transition.state
     entry, windows = state.workers[worker], state.config.policy.rules.stutter.windows
     if entry.node is NodeState.READY and entry.pace.streak >= windows:
@@ -309,14 +310,14 @@ def _take_judgement(transition: Transition, worker: WorkerId, judgement: Judgeme
         transition.say(ReasonCode.WORKER_WELL, f"{worker} is as fast as it should be again")
 
 
-# Probing slow workers that were left out, ever less often, until they are well or given up.
+# Probing slow workers that were left out, at growing intervals, until they are well or given up.
 
 
 def members_by_stage(state: ControllerState) -> dict[int, list[WorkerId]]:
-    """Return the members that are still there, by the stage that they hold.
+    """Return the members that are still there, by stage.
 
-    Stages of unequal pipelines that have the same sections, on the same type of GPU, do the same work: they count as
-    the first of them.
+    Stages of unequal pipelines with the same sections, on the same type of GPU, do the same work: they count as one
+    stage, the first of them.
     """
     stages: dict[int, list[WorkerId]] = {}
     alike: dict[tuple[int, int, str], int] = {}
@@ -338,7 +339,7 @@ def _last_median_s(pace: Pace) -> float | None:
 def usual_now(state: ControllerState, of: Callable[[Pace], float | None] = _last_median_s) -> Usual | None:
     """Return how all members compare with the profile by their last windows; None until each of them has filled one.
 
-    ``of``: what is compared, in seconds. None as well without times of the profile, or with too few members to tell.
+    Also None without profiled times, or with too few members to tell. ``of``: the time (seconds) to compare.
     """
     if state.plan is None:
         return None
@@ -354,11 +355,10 @@ def usual_now(state: ControllerState, of: Callable[[Pace], float | None] = _last
 
 
 def healthy_now_s(state: ControllerState, yardstick: Yardstick) -> float:
-    """Return what a healthy worker takes (seconds) now for what a worker was slow at.
+    """Return the time (seconds) that a healthy worker takes now for the work at which a worker was slow.
 
-    What it was held against then, times how all members compare with the profile now and did then. Where healthy
-    members do just that work and all take longer, as long as the fastest of them: a worker is not to be blamed for
-    what everybody else needs too.
+    It is the time that the worker was compared with then, scaled by how members compare with the profile now and then.
+    If healthy members do the same work and all take longer, it is the time of the fastest of them.
     """
     healthy_s, now = yardstick.healthy_s, usual_now(state)
     if now is not None and yardstick.usual is not None:
@@ -376,7 +376,7 @@ def healthy_now_s(state: ControllerState, yardstick: Yardstick) -> float:
 
 
 def on_worker_probed(transition: Transition, event: WorkerProbed) -> None:
-    """Take a probe's answer: some good ones in a row bring a worker back."""
+    """Handle the answer to a probe: several good ones in a row bring a worker back."""
     state, now_s = transition.state, transition.now_s
     entry = state.workers.get(event.worker)
     probation = entry.probation if entry is not None else None
@@ -387,9 +387,7 @@ def on_worker_probed(transition: Transition, event: WorkerProbed) -> None:
         again = probation.model_copy(update={"requested_s": None, "due_s": now_s + rules.probe_every_s})
         transition.change_worker(event.worker, probation=again)
         transition.wake_by(now_s + rules.probe_every_s)
-        return transition.say(
-            ReasonCode.WORKER_PROBED, f"{event.worker} did not come to its probe; another is to follow"
-        )
+        return transition.say(ReasonCode.WORKER_PROBED, f"{event.worker} could not run its probe; another will follow")
     if event.slowdown is None:
         return _probe_failed(transition, event.worker, "did not come to its last probe")
     if event.slowdown >= rules.well_ratio:
@@ -400,7 +398,7 @@ def on_worker_probed(transition: Transition, event: WorkerProbed) -> None:
         passed = {"num_passed": probation.num_passed + 1, "requested_s": None, "due_s": now_s + rules.probe_every_s}
         transition.change_worker(event.worker, probation=probation.model_copy(update=passed))
         transition.wake_by(now_s + rules.probe_every_s)
-        return transition.say(ReasonCode.WORKER_PROBED, f"{event.worker} passed a probe; one more is to follow")
+        return transition.say(ReasonCode.WORKER_PROBED, f"{event.worker} passed a probe; one more will follow")
     wait_s = hold_s(transition, entry.host or event.worker)
     eligible_s = now_s + wait_s if wait_s else None
     transition.change_node(event.worker, NodeEvent.WELL, probation=None, pace=Pace(), eligible_s=eligible_s)
@@ -410,7 +408,7 @@ def on_worker_probed(transition: Transition, event: WorkerProbed) -> None:
 
 
 def probe_if_due(transition: Transition, worker: WorkerId) -> None:
-    """Send a probe when it is time to, or count one that was never answered as failed."""
+    """Send a probe when it is due, or count an unanswered one as failed."""
     state, now_s = transition.state, transition.now_s
     entry = state.workers[worker]
     probation = entry.probation
@@ -425,7 +423,7 @@ def probe_if_due(transition: Transition, worker: WorkerId) -> None:
 
 
 def probe_of(state: ControllerState, worker: WorkerId) -> ProbeWorker:
-    """Build the probe that this worker was asked last: on the stage on which it was slow, against what others take."""
+    """Build the worker's present probe: the stage on which it was slow, and a healthy worker's time for it."""
     entry = state.workers[worker]
     yardstick = entry.pace.yardstick
     assert entry.probation is not None and yardstick is not None, f"{worker} was never found slow"  # noqa: PT018

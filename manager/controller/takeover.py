@@ -1,4 +1,4 @@
-"""A new manager takes over: what the old one had decided and perhaps not done is done again."""
+"""A new manager takes over: actions that the old one had decided, but perhaps not carried out, are repeated."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from morph.words import counted
 
 
 def on_manager_resumed(transition: Transition, event: ManagerResumed) -> None:
-    """Order again what is not answered, end unknown workers, and lose the workers that are gone.
+    """Repeat unanswered orders, end unknown workers, and lose the workers that are gone.
 
-    Every wait begins anew: nobody could be heard meanwhile. An order that a worker has done already it answers
-    again, one that it is at it goes on with.
+    Every wait restarts, because no worker could be heard meanwhile. A worker answers a completed order again, and
+    continues one that it is working on.
     """
     _begin_waits_anew(transition)
     dropped = without_pre_copy(transition)
@@ -54,20 +54,20 @@ def on_manager_resumed(transition: Transition, event: ManagerResumed) -> None:
     transition.say(ReasonCode.MANAGER_RESUMED, sentence, *actions)
     if gone:
         lose(transition, gone)
-    transition.actions += requests  # what is lost is given back before
+    transition.actions += requests  # after lost VMs are given back
     if state.phase is Phase.STARTING:
         start_if_due(transition)
 
 
 def on_manager_resumed_after_end(transition: Transition, event: ManagerResumed) -> None:
-    """The run was over: say so again."""
+    """The run was over: issue its ``Finish`` again."""
     del event
     assert transition.state.finish is not None, "ended without an outcome"
     transition.say(ReasonCode.MANAGER_RESUMED, "the run had ended already", transition.state.finish)
 
 
 def _begin_waits_anew(transition: Transition) -> None:
-    """Begin every wait anew; units of the last checkpoint that are missing are requested with their commits."""
+    """Restart every wait; missing units of the last checkpoint are requested again with their commits."""
     state, now_s = transition.state, transition.now_s
     order, awaited, pending = state.step.order, state.step.awaited, state.saving.pending
     if order is None and state.phase is Phase.COMMITTING and pending is not None:
@@ -96,7 +96,7 @@ def _begin_waits_anew(transition: Transition) -> None:
 
 
 def _repeated_orders(state: ControllerState) -> tuple[Action, ...]:
-    """Build every action whose outcome is not known, but for requests."""
+    """Build every action whose outcome is unknown, except requests for VMs."""
     step = state.step
     saving = state.saving
     actions: list[Action] = []
@@ -122,7 +122,7 @@ def _repeated_orders(state: ControllerState) -> tuple[Action, ...]:
 
 
 def _requests(state: ControllerState) -> list[RequestNodes]:
-    """Build the requests for VMs that are not answered."""
+    """Build the unanswered requests for VMs again."""
     requests = state.provisioning.requests.items()
     return [
         RequestNodes(request=name, count=request.count, node_type=request.node_type)

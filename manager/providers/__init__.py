@@ -1,1 +1,1 @@
-"""Where VMs come from. Cloud SDKs are imported here alone, and only inside the provider that needs one."""
+"""Sources of VMs. Cloud SDKs are imported only here, and only inside the provider that needs one."""

@@ -1,4 +1,4 @@
-"""From a cloud file to a provider."""
+"""Opens the provider that a cloud file describes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPERATIONS_NAME = "operations.json"
 
 
 def azure_spec(spec: AzureSpec, image: str | None, usd_per_h: float | None) -> AzureSpec:
-    """Return the spec with the image and the price that the cluster file gives, if it does."""
+    """Return the spec with the image and the price in the cluster file, if given."""
     sizes = spec.sizes
     if usd_per_h is not None:
         sizes = tuple(size.model_copy(update={"usd_per_h": usd_per_h}) for size in sizes)
@@ -31,13 +31,13 @@ def azure_spec(spec: AzureSpec, image: str | None, usd_per_h: float | None) -> A
 
 
 def aws_spec(spec: AwsSpec, image: str | None, usd_per_h: float | None) -> AwsSpec:
-    """Return the spec with the image and the price that the cluster file gives, if it does; it is checked anew.
+    """Return the spec with the image and the price in the cluster file, if given; the result is validated.
 
     Raises:
-        ConfigError: what the cluster file gives is no image of AWS's.
+        ConfigError: the image in the cluster file is not one of AWS's.
     """
     if image is not None and not image.startswith("ami-"):
-        raise ConfigError("is no image of AWS's", field="vms.environment.image", value=image, allowed="ami-...")
+        raise ConfigError("is not an AWS image", field="vms.environment.image", value=image, allowed="ami-...")
     types = spec.types
     if usd_per_h is not None:
         types = tuple(known.model_copy(update={"usd_per_h": usd_per_h}) for known in types)
@@ -45,15 +45,15 @@ def aws_spec(spec: AwsSpec, image: str | None, usd_per_h: float | None) -> AwsSp
 
 
 def ending_command(path: Path, name: RunName) -> str:
-    """Return the command that ends what is left of a run; ``path``: the cloud file, or the file of hosts."""
+    """Return the command that ends the rest of a run; ``path``: the cloud file, or the file of hosts."""
     return shlex.join(["morph", "cloud", "reconcile", str(path), "--run", name.run, "--job", name.job])
 
 
 def open_azure(spec: AzureSpec, path: Path, name: RunName, run_dir: Path, start: NodeStart) -> Provider:
-    """Open the provider of a run's VMs on Azure; nothing is asked yet. ``path``: the cloud file.
+    """Open the provider of a run's VMs on Azure; makes no call yet. ``path``: the cloud file.
 
     Raises:
-        ProviderError: what an earlier manager noted in the run directory is damaged.
+        ProviderError: an earlier manager's file in the run directory is damaged.
     """
     from manager.providers.azure.client import azure_client
     from manager.providers.azure.provider import AzureProvider
@@ -71,10 +71,10 @@ def open_azure(spec: AzureSpec, path: Path, name: RunName, run_dir: Path, start:
 
 
 def open_aws(spec: AwsSpec, path: Path, name: RunName, run_dir: Path, start: NodeStart) -> Provider:
-    """Open the provider of a run's instances on AWS; nothing is asked yet. ``path``: the cloud file.
+    """Open the provider of a run's instances on AWS; makes no call yet. ``path``: the cloud file.
 
     Raises:
-        ProviderError: what an earlier manager noted in the run directory is damaged.
+        ProviderError: an earlier manager's file in the run directory is damaged.
     """
     from manager.providers.aws.provider import open_aws
 
@@ -88,19 +88,19 @@ def open_aws(spec: AwsSpec, path: Path, name: RunName, run_dir: Path, start: Nod
 
 
 def open_static(hosts: Hosts, path: Path, name: RunName, start: NodeStart) -> Provider:
-    """Open the provider of hosts; ``path``: the file of hosts, to whose folder its paths are relative."""
+    """Open the provider of hosts; ``path``: the file of hosts; paths in it are relative to its folder."""
     spec = StaticSpec(command=static_node(start), **dict(hosts))
     leases, secret = path.parent / hosts.leases, secret_of(start)
     return StaticProvider(spec, name.run, leases, secret, ending=ending_command(path, name), job=name.job)
 
 
 def slurm_logs(spec: SlurmSpec, path: Path) -> Path:
-    """Return the folder for what jobs write; ``path``: the cloud file, to whose folder it is relative."""
+    """Return the folder for the jobs' output; ``path``: the cloud file; paths in it are relative to its folder."""
     return path.resolve().parent / spec.logs
 
 
 def open_slurm(spec: SlurmSpec, path: Path, name: RunName, start: NodeStart) -> Provider:
-    """Open the provider of jobs of Slurm; nothing is asked yet. ``path``: the cloud file."""
+    """Open the provider of Slurm jobs; makes no call yet. ``path``: the cloud file."""
     return SlurmProvider(
         spec,
         name,

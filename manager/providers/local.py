@@ -1,4 +1,4 @@
-"""VMs of this machine, behind the interface of a provider."""
+"""Local VMs, behind the interface of a provider."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from morph.contract.trace import UNKNOWN
 
 
 class Fleet(Protocol):
-    """What boots local VMs and ends them."""
+    """Boots local VMs and ends them."""
 
     def request(self, node: str, *, answers: str | None = None, instance_type: str = UNKNOWN) -> str:
-        """Ask for a VM, which answers a request; returns its id."""
+        """Request a VM, for the request ``answers`` if given; returns its id."""
 
     def release(self, *nodes: str) -> None:
-        """End VMs; one that is gone already is passed over."""
+        """End VMs; those that are gone already are ignored."""
 
 
 class LocalProvider:
-    """Asks a fleet.
+    """The ``Provider`` of local VMs.
 
     Args:
         fleet: Boots VMs.
-        max_vms: This machine takes no more at once.
-        usd_per_h: What one is taken to cost; None: nothing is known.
+        max_vms: The most VMs at a time on this machine.
+        usd_per_h: The assumed price of one VM; None: not known.
         inherited: VMs that another manager requested and that the fleet has, or is about to boot.
     """
 
@@ -43,7 +43,7 @@ class LocalProvider:
         self._lock = threading.Lock()
 
     def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
-        """See ``Provider``: a VM of this machine has one device."""
+        """See ``Provider``: a local VM has one device."""
         with self._lock:
             if request in self._requests:
                 return self._requests[request]
@@ -74,14 +74,14 @@ class LocalProvider:
         return False
 
     def boot_log(self, _name: str) -> str:
-        """See ``Provider``: it is in the run's directory."""
+        """See ``Provider``: the log is in the run's directory."""
         return ""
 
     def stop(self) -> None:
-        """See ``Provider``: a request takes no time."""
+        """See ``Provider``: requests return at once."""
 
     def dismantle(self) -> tuple[str, ...]:
-        """See ``Provider``: nothing is made beside them."""
+        """See ``Provider``: there is nothing to end but the VMs."""
         self.delete([vm.name for vm in self.list()])
         return ()
 

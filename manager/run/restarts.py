@@ -83,7 +83,7 @@ class Restarts:
         if now_s >= self._since_s + self._give_up_after_s:
             limit = f"{self._give_up_after_s:g} s (policy.give_up_after_s of the cluster file)"
             raise ClusterError(
-                f"{error}; no step was decided for {limit}; the same command goes on from the newest checkpoint"
+                f"{error}; no step was decided for {limit}; the same command continues from the newest checkpoint"
             ) from error
         pause_s = PAUSES.pause_s(self._num_tries - 1) if self._num_tries else 0.0
         self._num_tries += 1

@@ -1,7 +1,7 @@
 """Cut the user's model into sections: export it, find cheap and even cut positions, build one module per section.
 
-Exporting and cutting are loaded when they are first used: they bring ``torch.export`` and a computer algebra system,
-a second of processor time that a process which only sends or receives tensors does not need.
+Exporting and cutting are imported on first use: they load ``torch.export`` and a computer algebra system, which takes a
+second of processor time that a process without need for them saves.
 """
 
 from __future__ import annotations

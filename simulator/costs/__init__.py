@@ -1,1 +1,1 @@
-"""What a stage costs in time and memory, the bounds that no plan beats, and the answer to a question."""
+"""Costs of stages in time and memory, lower bounds on mini-batches, and the resulting answers."""

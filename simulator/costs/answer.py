@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 def deal(num_micro_batches: int, num_replicas: int) -> tuple[int, ...]:
-    """Micro-batches of each replica; the first N mod D get one more (as ``Plan.micro_batches_per_replica``)."""
+    """Return each replica's micro-batches; the first N mod D get one more; see ``Plan.micro_batches_per_replica``."""
     share, extra = divmod(num_micro_batches, num_replicas)
     return tuple(share + (replica < extra) for replica in range(num_replicas))
 
 
 def bound_ns(costs: StageCosts, counts: Sequence[int], conditions: Conditions) -> int:
-    """Lower bound of the whole mini-batch on these workers and links; of its mean, where times are drawn."""
+    """Return a lower bound of the whole mini-batch on these workers and links; where times are drawn, of its mean."""
     num_replicas = len(counts)
     pipes = pipes_of(costs, counts, conditions, _mean_jitter(costs, conditions))
     if conditions.jitter_seed is not None:
@@ -49,7 +49,7 @@ def _mean_jitter(costs: StageCosts, conditions: Conditions) -> MeanJitter | None
 
 @dataclass(frozen=True)
 class SimulatedKind:
-    """Equal pipelines of a plan, and how they went; ``node_type`` is that of their workers, if a plan names any."""
+    """Equal pipelines of a plan with their simulated outcome; ``node_type``: that of their workers, if known."""
 
     outcome: Outcome
     shape_simulator: ShapeSimulator
@@ -60,9 +60,9 @@ class SimulatedKind:
 class Simulation:
     """The answer for one shape. ``plan`` is complete: it can be written to a file and run.
 
-    ``breakdown_s`` goes from pure work to the simulated mini-batch; its steps add up to ``expected.mini_batch_s``.
-    ``kinds`` of its pipelines are in the order of the plan.
-    ``jitter`` has the spread of the mini-batch where draws were requested; ``expected`` then has their mean.
+    ``breakdown_s`` leads from pure work to the simulated mini-batch; its steps (seconds) add up to
+    ``expected.mini_batch_s``. ``kinds`` of pipelines are in the order of the plan. ``jitter`` is the spread of the
+    mini-batch where draws were requested; ``expected`` then has the mean.
     """
 
     plan: Plan
@@ -73,26 +73,26 @@ class Simulation:
 
     @property
     def costs(self) -> StageCosts:
-        """Of the stages of the first kind of pipeline."""
+        """Costs of the stages of the first kind of pipeline."""
         return self.kinds[0].outcome.costs
 
     @property
     def shape_simulator(self) -> ShapeSimulator:
-        """What played the first kind of pipeline."""
+        """The simulator that played the first kind of pipeline."""
         return self.kinds[0].shape_simulator
 
     @property
     def expected(self) -> Expectation:
-        """What the plan expects: time, rate, bound, memory and parts."""
+        """The plan's expected time, rate, bound, memory and parts."""
         return self.plan.expected
 
     def with_note(self, sentence: str) -> Simulation:
-        """The same, with a sentence more in its explanation."""
+        """Return this answer with a sentence added to its explanation."""
         return replace(self, explanation=f"{self.explanation} {sentence}") if sentence else self
 
     @property
     def compute_slots(self) -> int | None:
-        """Tasks that can run at once on all workers together; None: one device per worker."""
+        """Number of tasks that can run at once on all workers together; None: one device per worker."""
         return self.shape_simulator.conditions.compute_slots
 
     @cached_property
@@ -103,7 +103,7 @@ class Simulation:
         """
         import pandas as pd
 
-        from simulator.costs.timeline import timeline_frame  # pandas is slow to import, and few ask
+        from simulator.costs.timeline import timeline_frame  # pandas is slow to import, and rarely needed
 
         frames, first_stage, first_replica = [], 0, 0
         for kind in self.kinds:
@@ -116,10 +116,10 @@ class Simulation:
 
     @cached_property
     def mean_pause_s(self) -> float:
-        """How long pipelines wait for a lost worker's predecessor to have what that had computed.
+        """Mean pause (seconds) until a lost worker's predecessor has recomputed that worker's results.
 
-        The mean over workers, and over when in the mini-batch one is lost; without jitter, and without noticing it
-        (:mod:`simulator.costs.redundant`).
+        The mean over workers and over the time of the loss in the mini-batch, without jitter and without the time to
+        detect the loss (:mod:`simulator.costs.redundant`).
 
         Raises:
             PlanError: without redundant computation.
@@ -131,12 +131,12 @@ class Simulation:
 
 
 def describe(outcome: Outcome, shape_simulator: ShapeSimulator) -> Simulation:
-    """Turn one simulated shape into a plan with its orders, expectation and explanation."""
+    """Return one simulated shape as a plan with its orders, expectation and explanation."""
     return describe_kinds((SimulatedKind(outcome, shape_simulator),))
 
 
 def describe_kinds(kinds: Sequence[SimulatedKind]) -> Simulation:
-    """The same of pipelines of several kinds that were simulated together."""
+    """Return pipelines of several kinds that were simulated together as a plan; see :func:`describe`."""
     first, conditions = kinds[0].outcome, kinds[0].shape_simulator.conditions
     sections, placement = first.costs.sections, first.costs.layout.placement
     total_s = max(kind.outcome.mini_batch_ns for kind in kinds) / 1e9
@@ -189,7 +189,7 @@ def _stages(costs: StageCosts, node_type: str) -> list[StagePlan]:
 
 
 def _orders(kinds: Sequence[SimulatedKind]) -> dict[int, tuple[str, ...]]:
-    """Of every number of micro-batches; empty of the stages of pipelines that have another number."""
+    """Return the stages' orders by number of micro-batches; empty for stages of pipelines with another number."""
     known = [
         dict(
             zip(kind.outcome.counts, kind.shape_simulator.orders(kind.outcome.costs, kind.outcome.counts), strict=True)
@@ -215,7 +215,7 @@ def _host_bytes(outcome: Outcome) -> int:
 
 
 def _mean_parts_s(kinds: Sequence[SimulatedKind]) -> dict[str, float]:
-    """Seconds per worker, averaged over the workers of all kinds."""
+    """Return the seconds per worker, averaged over the workers of all kinds."""
     parts = [_parts_s(kind.outcome, kind.shape_simulator.conditions) for kind in kinds]
     if len(parts) == 1:
         return parts[0]
@@ -238,7 +238,7 @@ def _breakdown_s(kinds: Sequence[SimulatedKind]) -> dict[str, float]:
 
 
 def _parts_s(outcome: Outcome, conditions: Conditions) -> dict[str, float]:
-    """Seconds per worker, averaged over the P x D workers; what is left of the mini-batch is bubble."""
+    """Return the seconds per worker, averaged over the P x D workers; the rest of the mini-batch is bubble."""
     costs, counts = outcome.costs, outcome.counts
     workers = len(counts) * costs.times.num_stages
     pipes = pipes_of(costs, counts, conditions, _mean_jitter(costs, conditions))

@@ -1,8 +1,8 @@
-"""How fast one replica's pipeline could be at best.
+"""Lower bounds on the time of one replica's pipeline.
 
 t_s = F_s + R_s + B_s; a, g = activation and gradient latency; head_s = sum over j < s of (F_j + a_j);
 q_s = F_s + B_s + sum over j > s of (F_j + B_j) + sum over j >= s of (a_j + g_j), the round trip of one
-micro-batch; n micro-batches; window w_s; AR_j what is exposed of the all-reduces of stage j (E in
+micro-batch; n micro-batches; window w_s; AR_j the exposed part of the all-reduces of stage j (E in
 :mod:`simulator.costs.reductions`):
 
     LB = max over s of { head_s + max( n t_s, (floor((n - 1)/w_s) + 1) q_s ) + tail_s },
@@ -13,10 +13,9 @@ after the other,
 
     LB >= max over s of { head_s + q_s + (n - 1) max(u_s, v_s) + tail_s }
 
-Where times differ from one micro-batch to the next, n t_s is the sum over all of them, the round trips are those of
-micro-batches 0, w_s, 2 w_s, ..., head_s is that of the first, tail_s and the q_s of the wires take the least of each
-time, and AR_j goes by the last backward. All of this is a maximum of sums of times, so on the means over several draws
-it bounds the mean.
+Where times differ between micro-batches, n t_s is the sum over all of them, the round trips are those of micro-batches
+0, w_s, 2 w_s, ..., head_s is that of the first, tail_s and the q_s of the wires use the minimum of each time, and AR_j
+follows the last backward. The bound is a maximum of sums of times, so with means over several draws it bounds the mean.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from simulator.inputs.jitter import MeanJitter
 
 @dataclass(frozen=True)
 class Pipe:
-    """Times of one replica's P stages, in ns: int64[P, 1] for all micro-batches alike, or [P, N] for each of them.
+    """Times of one replica's P stages, in ns: int64[P, 1] if equal for all micro-batches, else [P, N].
 
     ``recompute_ns`` is 0 where the stage does not recompute; messages include their time on the wire. ``exposed_ns``
-    [P] is how much later than its last backward each stage has reduced its gradients, at least.
+    [P] is the least time from each stage's last backward until its gradients are reduced.
     """
 
     forward_ns: Ints
@@ -57,7 +56,7 @@ class Pipe:
         return work
 
     def less_one_ns(self) -> Pipe:
-        """Every time shorter by a nanosecond: of means that were rounded, what is surely no more than the mean."""
+        """Return all times less one nanosecond: lower bounds of means that were rounded."""
         return Pipe(
             forward_ns=self.forward_ns - 1,
             recompute_ns=np.maximum(0, self.recompute_ns - 1),
@@ -71,7 +70,7 @@ class Pipe:
 
 
 def pipe_of(times: StageTimes, exposed_ns: Ints) -> Pipe:
-    """Stages that all replicas have alike."""
+    """Return the pipe of stages whose times are equal in all replicas."""
     activation_wire, gradient_wire = times.wires_ns
     return Pipe(
         forward_ns=times.forward_ns[:, None],
@@ -88,7 +87,7 @@ def pipe_of(times: StageTimes, exposed_ns: Ints) -> Pipe:
 def pipes_of(
     costs: StageCosts, counts: Sequence[int], conditions: Conditions, jitter: MeanJitter | None = None
 ) -> list[tuple[Pipe, int, int]]:
-    """Of each kind of replica under these conditions its times, its micro-batches, and how many replicas are so."""
+    """Return, for each kind of replica under these conditions, its times, micro-batches and number of replicas."""
     num_replicas, reduced = len(counts), costs.reduced
     to_come = to_come_ns(costs, counts, conditions, jitter)
     if jitter is None and not conditions.slow and conditions.overlaps and costs.layout.alike:
@@ -117,7 +116,7 @@ def pipes_of(
 
 
 def total_ns(times: Ints, num_micro_batches: int, every: Ints | None = None) -> Ints:
-    """Sum of [P, 1] or [P, N] times over micro-batches 0, w, 2 w, ... of the first n; w = 1, or of each stage."""
+    """Sum [P, 1] or [P, N] times over micro-batches 0, w, 2 w, ... of the first n; w = 1, or ``every`` per stage."""
     if times.shape[1] == 1:
         return times[:, 0] * (num_micro_batches if every is None else (num_micro_batches - 1) // every + 1)
     steps = [1] * len(times) if every is None else every.tolist()
@@ -134,14 +133,14 @@ def lower_bound_ns(
     window: bool = True,
     bandwidth: bool = True,
 ) -> int:
-    """LB of one replica's pipeline and its all-reduces; without these, latencies, windows or wires if so asked."""
+    """Return LB of one replica's pipeline and its all-reduces; arguments leave out parts of it."""
     n, scale = num_micro_batches, int(latency)
     activation, gradient = pipe.activation_ns[:-1] * scale, pipe.gradient_ns[:-1] * scale
     forward, backward = pipe.forward_ns, pipe.backward_ns
     nothing = np.zeros(1, np.int64)
 
     def before(tasks: Ints, messages: Ints) -> Ints:
-        """Sums over the stages before each, for one micro-batch."""
+        """Return for each stage the sum over the stages before it, for one micro-batch."""
         return np.concatenate([nothing, np.cumsum(tasks[:-1] + messages)])
 
     def round_trips(tasks: Ints, messages: Ints) -> Ints:

@@ -1,4 +1,4 @@
-"""What follows the pipelines of a mini-batch: all-reduce, commit barrier, optimizer step."""
+"""The end of a mini-batch after its pipelines: all-reduce, commit barrier, optimizer step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from simulator.inputs.conditions import Conditions
 
 @dataclass(frozen=True)
 class Finish:
-    """What follows the pipelines, in ns from the start of the mini-batch.
+    """Instants after the pipelines, in ns from the start of the mini-batch.
 
-    ``ready_ns[k]`` is when what section k completes may be reduced, ``last_ready_ns[s]`` when the last of stage s may,
-    and ``reduced_ns[s]`` when what stage s holds alone is reduced. ``tied`` holds (stages, start, duration) of each
-    ring that spans stages; ``prepared_ns`` is when every worker has its gradients. ``rings``: of pipelines of several
-    kinds.
+    ``ready_ns[k]``: when the gradients that section k completes may be reduced; ``last_ready_ns[s]``: when the last
+    gradients of stage s may; ``reduced_ns[s]``: when the gradients that only stage s holds are reduced. ``tied``:
+    (stages, start, duration) of each ring that spans stages; ``prepared_ns``: when every worker has its gradients.
+    ``rings``: those of pipelines of several kinds.
     """
 
     ready_ns: Ints
@@ -34,7 +34,7 @@ class Finish:
 
     @property
     def exposed_ns(self) -> Ints:
-        """What of each stage's all-reduces nothing is left to run beside: int64[P]."""
+        """The part of each stage's all-reduces that nothing overlaps: int64[P]."""
         total = self.reduced_ns - self.last_ready_ns
         for stages, _, duration in self.tied:
             total[list(stages)] += duration
@@ -50,18 +50,19 @@ def finish(
 ) -> Finish:
     """Reduce, commit and apply once the pipelines are through.
 
-    As the executor does, a stage reduces what a section completes as soon as the last backward has passed that on every
-    replica, beside the rest of it, and one after the other (:mod:`simulator.costs.reductions`); with
-    ``all_reduce="late"`` all wait for the last backward of all. Rings that span stages follow when all their stages are
-    there. The commit barrier waits for all workers, and the slowest optimizer step ends the mini-batch.
+    As the executor does, a stage reduces a section's gradients as soon as the last backward has passed the section on
+    every replica, while that backward continues, one section after the other (:mod:`simulator.costs.reductions`); with
+    ``all_reduce="late"`` all reductions wait for the last backward of all. Rings that span stages follow when all their
+    stages have finished. The commit barrier waits for all workers, and the slowest optimizer step ends the mini-batch.
 
-    With fewer ``compute_slots`` than workers these steps queue for the cores, and reductions are not free: the threads
-    of a ring take as many cores as it has members, which compute would have had.
+    With fewer ``compute_slots`` than workers these steps queue for the cores, and reductions take cores from computing:
+    one for each member of a ring.
 
     Args:
-        costs: Of the stages.
-        last_backward_ns: int64 of shape [P, D].
-        to_come_ns: What of it follows each section's backward: int64 of shape [K, D], or [K, 1] for all replicas alike.
+        costs: Costs of the stages.
+        last_backward_ns: End of each last backward: int64[P, D].
+        to_come_ns: The part of the last backward that follows each section's: int64[K, D], or [K, 1] if equal for all
+            replicas.
         conditions: Slots, slow workers and when to reduce.
         redone_ns: When the last redundant task has ended.
     """
@@ -98,7 +99,7 @@ def finish(
 
 @dataclass(frozen=True)
 class Ended:
-    """How the pipelines of one kind went: arguments of :func:`finish`."""
+    """The end of the pipelines of one kind: arguments of :func:`finish`."""
 
     costs: StageCosts
     last_backward_ns: Ints
@@ -106,7 +107,7 @@ class Ended:
     redone_ns: int = 0
 
     def ready_ns(self) -> Ints:
-        """When the last backward of all has passed each section: int64[K]."""
+        """Return when the last backward of all replicas has passed each section: int64[K]."""
         ready: Ints = (self.last_backward_ns[self.costs.reduced.stage] - self.to_come_ns).max(axis=1)
         return ready
 
@@ -116,17 +117,17 @@ def finish_together(
 ) -> tuple[Finish, ...]:
     """Reduce, commit and apply once pipelines of several kinds are through.
 
-    They do not meet before. A ring begins when the last backward of all pipelines has passed its span, and none of its
-    members has another one to reduce before it. Workers have devices of their own.
+    Pipelines do not interact before. A ring begins when the last backward of all pipelines has passed its span, and its
+    members have completed the rings before it. Workers have devices of their own.
 
     Args:
-        kinds: How each went.
-        rings: That they form.
-        conditions: Of each kind.
-        num_replicas: How many pipelines of each kind there are; ``kinds`` may have each sort of them once.
+        kinds: The end of each kind's pipelines.
+        rings: The rings that they form.
+        conditions: The conditions of each kind.
+        num_replicas: Number of pipelines of each kind; ``kinds`` may contain only one of equal replicas.
 
     Returns:
-        The end as each kind has it: the same but for its stages' reductions.
+        The end for each kind; they differ only in their stages' reductions.
     """
     spans = rings.spans
     ready = np.max([kind.ready_ns() for kind in kinds], axis=0)
@@ -164,7 +165,7 @@ def finish_together(
 
 
 def optimizer_ns(costs: StageCosts, num_replicas: int, conditions: Conditions) -> int:
-    """The slowest optimizer step, or all of them one after the other on the slots."""
+    """Return the time of the slowest optimizer step, or of all steps queueing for the slots."""
     steps = optimizer_steps_ns(costs, num_replicas, conditions)
     longest = int(steps.max())
     if conditions.compute_slots is None:
@@ -173,7 +174,7 @@ def optimizer_ns(costs: StageCosts, num_replicas: int, conditions: Conditions) -
 
 
 def optimizer_steps_ns(costs: StageCosts, num_replicas: int, conditions: Conditions) -> Ints:
-    """[P, D]: of each worker."""
+    """Return the time of each worker's optimizer step: int64[P, D]."""
     steps = np.repeat(costs.optimizer_ns[:, None], num_replicas, axis=1).astype(np.float64)
     for stage, replica, factor in conditions.slow:
         steps[stage, slice(None) if replica is None else replica] *= factor

@@ -1,21 +1,21 @@
-"""What a stage holds on its device and in host memory, and when it holds most: bytes of any run of sections.
+"""Memory of a stage on its device and in host memory at its peak, in bytes, for any run of sections.
 
-Some moments of a run are looked at, each with its parts; a stage needs as much as its fullest moment:
+The memory of a stage is the maximum over several moments of a run, each with its parts:
 
 - *computing*: parameters, optimizer state, sums, stored inputs of the micro-batches in flight, their activations where
-  the stage does not recompute, and what one backward takes at most (the profile's peaks); a stage that runs its
-  sections again in groups stores the input of each group, and its backward takes what that of one group does;
-- *reducing*: parameters, optimizer state, sums, and mean gradients with what the conversion takes; with several
-  replicas also shares of two units' sums on their way (on a device whose rings are NCCL's: the two pieces that are
-  received at a time), and the backward of the first section, which may still run;
-- *updating*: parameters, optimizer state, mean gradients, and what the optimizer takes while it steps;
-- *giving up*: with several replicas, the sums of a step that is given up after its reduction, and the sums of all
-  that are made again from the mean gradients, which another shape goes on with;
-- *changing*: the units of the old shape and those of the new one side by side, and sums of a step that was given up. Of
-  the old shape no more is known than that a worker holds no unit twice: twice the stage, at most the whole model.
+  the stage does not recompute, and the peak of one backward (from the profile); a stage that recomputes its sections in
+  groups stores the input of each group, and its peak is that of one group's backward;
+- *reducing*: parameters, optimizer state, sums, and mean gradients with the memory for their conversion; with several
+  replicas also shares of two units' sums in transit (with NCCL rings: the two pieces that are received at a time), and
+  the backward of the first section, which may still run;
+- *updating*: parameters, optimizer state, mean gradients, and the optimizer's temporary memory;
+- *giving up*: with several replicas, the sums of a step that is given up after its reduction, and the total sums that
+  are restored from the mean gradients for another shape;
+- *changing*: the units of the old shape and those of the new one together, and sums of a step that was given up. The
+  old shape is unknown, but a worker holds no unit twice: twice the stage, at most the whole model.
 
-Frozen weights are there at every moment: a worker lets go of an earlier stage's before it reads those of the next.
-What the allocator keeps for itself and the device's context come on top (0 on a CPU).
+Frozen weights count at every moment: a worker releases those of its former stage before it reads those of the next.
+Memory that the allocator reserves and the device's context are added (0 on a CPU).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from simulator.engine.compilation import compiled, entry
 from simulator.engine.redundant_loop import LAG
 from simulator.inputs.request import MemoryRules
 
-# Bytes of what any run of sections holds of its own, a unit that several of them use counted once.
+# Bytes of the state of any run of sections, in which a unit that several of them use counts once.
 
 
 Ints = npt.NDArray[np.int64]
 
 
 class HeldBytes:
-    """Of parameters, optimizer state, sums of gradients, and mean gradients as they are reduced.
+    """Bytes of parameters, optimizer state, sums of gradients, and mean gradients during reduction.
 
     Args:
-        profile: What calibration measured.
+        profile: The measurements of calibration.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -57,19 +57,19 @@ class HeldBytes:
         self._twice = _counted_twice(profile, own)
 
     def __call__(self, part: str, begin: Ints, end: Ints) -> Ints:
-        """Bytes of a part, of runs that begin with sections ``begin`` and end before ``end``, which go together."""
+        """Return the bytes of a part for runs of sections from ``begin`` to before ``end``, arrays that broadcast."""
         sums = self._sums[part]
         held: Ints = sums[end] - sums[begin] - (0 if self._twice is None else self._twice[part][begin, end])
         return held
 
 
 def running_sums(values: Sequence[int] | Ints) -> Ints:
-    """0, the first value, the sum of the first two and so on: [values + 1]."""
+    """Return 0, the first value, the sum of the first two and so on: [values + 1]."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(values, np.int64))])
 
 
 def _counted_twice(profile: Profile, own: Mapping[str, Sequence[int]]) -> dict[str, Ints] | None:
-    """By part, what the sections begin..end-1 count more than once: [K + 1, K + 1]; None where nothing is shared."""
+    """Return, by part, the bytes that sections begin..end-1 count repeatedly: [K + 1, K + 1]; None: none."""
     shared = [unit for unit in profile.units if len(set(unit.sections)) > 1 and unit.parameter_bytes]
     if not shared:
         return None
@@ -91,12 +91,12 @@ def _counted_twice(profile: Profile, own: Mapping[str, Sequence[int]]) -> dict[s
 Parts = dict[str, Ints]
 NEVER = 2**62
 _MESSAGES_AT_ONCE = 3
-"""Of each border: two that are received ahead (the runtime's ``NUM_POSTED``), and one on its way out."""
+"""Messages at each border: two received ahead (the runtime's ``NUM_POSTED``), and one being sent."""
 _UNITS_AT_ONCE = 2
-"""Of a reduction: sums of one are received while another's means are waited for."""
+"""Units per reduction: sums of one are received while another waits for its means."""
 _MOST_GROUP_SIZES = 24
 _VERSIONS_KEPT = 2
-"""Of checkpoints that a worker wrote, their copies in host memory."""
+"""Copies in host memory of checkpoints that a worker wrote."""
 MOMENTS = {
     "computing": "a stage computes",
     "reducing": "gradients are reduced",
@@ -104,21 +104,21 @@ MOMENTS = {
     "giving up": "a step is given up that was reduced",
     "changing": "the shape changes",
 }
-"""In words, after "while"."""
+"""The moments in words, to follow "while"."""
 
 
 class StageMemory:
     """Memory of stages at one micro-batch size.
 
     Args:
-        profile: What calibration measured.
+        profile: The measurements of calibration.
         micro_batch_size: m.
-        rules: What else a run holds.
-        single: Whether there is one replica only: nothing is reduced then, and nobody else drives the same stage.
-        grouped: Whether stages that do not fit otherwise run their sections again in groups.
+        rules: What a run holds besides the needs of a step.
+        single: Whether there is only one replica: then nothing is reduced, and no other worker drives the same stage.
+        grouped: Whether stages that do not fit otherwise recompute their sections in groups.
 
-    Arguments ``begin`` and ``end`` of its methods are first sections of stages, and ends, of shapes that go together;
-    ``live`` says of how many sections each runs again together, 0: of all (``StagePlan.live_sections``).
+    Arguments ``begin`` and ``end`` of its methods are the first sections and the ends of stages, arrays that broadcast;
+    ``live`` is the number of sections that each stage recomputes together, 0: all (``StagePlan.live_sections``).
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class StageMemory:
         self.rules, self.single, self._environment = rules, single, environment
         self._num_sections = len(sections)
         self.apart = environment.host_memory_bytes is not None
-        """Whether the device has memory of its own, apart from the host's."""
+        """Whether the device has its own memory, separate from the host's."""
         self._optimizer_in_host = profile.optimizer_in_host_memory
         crossing = [0, *(m * section.output_bytes_per_sample for section in sections[:-1]), 0]
         given = [m * section.input_bytes_per_sample for section in sections]
@@ -150,7 +150,7 @@ class StageMemory:
         self._finish: Ints = np.array([section.finish_bytes for section in sections], np.int64)
         self._step: Ints = np.array([section.step_bytes for section in sections], np.int64)
         self.group_sizes: tuple[int, ...] = ()
-        """Of groups, those that are tried, largest first: all up to about ten."""
+        """Sizes of groups that are tried, largest first: all up to about ten."""
         if grouped:
             sizes = np.geomspace(1, max(1, len(sections) - 1), _MOST_GROUP_SIZES).round().astype(int)
             self.group_sizes = tuple(np.unique(sizes)[::-1].tolist())
@@ -161,8 +161,8 @@ class StageMemory:
     def device_bytes(
         self, begin: Ints, end: Ints, window: Ints, recompute: npt.NDArray[np.bool_], live: Ints | int = 0
     ) -> Ints:
-        """What stages take at their fullest moment, before allocator and context."""
-        if "tables" not in vars(self) and not np.any(live):  # a search has worked them out; one shape needs few runs
+        """Return the stages' memory at their peak, without allocator and context."""
+        if "tables" not in vars(self) and not np.any(live):  # only searches compute tables
             moments = self.moments(begin, end, window, recompute)
             fullest: Ints = np.maximum.reduce([_total(parts) for parts in moments.values()])
             return fullest
@@ -173,7 +173,7 @@ class StageMemory:
         return np.maximum(self.tables[2][begin, end], more)
 
     def group_tables(self, size: int) -> tuple[Ints, Ints]:
-        """Of every run of sections, [K + 1, K + 1]: ``base`` and ``each`` where groups of so many are run again."""
+        """Return ``base`` and ``each`` of every run of sections, [K + 1, K + 1], with groups of this size."""
         if size not in self._groups:
             taken, stored = self._of_groups((size,))
             self._groups[size] = taken[0], stored[0]
@@ -195,10 +195,10 @@ class StageMemory:
     def fitting_sizes(
         self, begin: Ints, end: Ints, window: Ints, recompute: npt.NDArray[np.bool_], usable: int
     ) -> Ints:
-        """Of each stage the groups in which it takes no more; 0 where it needs none, or none are enough.
+        """Return for each stage the size of groups with which it fits; 0 where it needs none, or none suffices.
 
-        The largest, which leave most of the recompute to the wait for the gradient. On the last stage, which does not
-        wait, the smallest: its gradients are complete soonest.
+        It is the largest such size, with which most of the recompute overlaps the wait for the gradient. On the last
+        stage, which does not wait, it is the smallest, because its gradients are complete soonest.
         """
         found = np.zeros_like(begin)
         short = np.flatnonzero(self.device_bytes(begin, end, window, recompute) > usable)
@@ -212,23 +212,23 @@ class StageMemory:
         return found
 
     def base(self, begin: Ints, end: Ints, recompute: npt.NDArray[np.bool_] | bool) -> Ints:
-        """While a stage computes, without what each micro-batch in flight takes."""
+        """Return the memory while a stage computes, without that of micro-batches in flight."""
         again, kept, _ = self.tables
         return np.where(recompute, again[begin, end], kept[begin, end])
 
     def each(self, begin: Ints, end: Ints, recompute: npt.NDArray[np.bool_] | bool) -> Ints:
-        """What each micro-batch in flight takes."""
+        """Return the memory of each micro-batch in flight."""
         held = np.where(recompute, 0, self.activations[end] - self.activations[begin])
         taken: Ints = self.stored[begin] + held
         return taken
 
     def host_bytes(self, begin: Ints, end: Ints) -> Ints:
-        """Host memory beside a device with memory of its own; 0 where the host's is the device's."""
+        """Return the host memory of a device with its own memory; 0 where they are the same."""
         parts = self.host_parts(begin, end)
         return _total(parts) if parts else np.zeros(np.broadcast_shapes(np.shape(begin), np.shape(end)), np.int64)
 
     def host_parts(self, begin: Ints, end: Ints) -> Parts:
-        """Parts of host memory beside a device with memory of its own; none where the host's is the device's."""
+        """Return the parts of host memory of a device with its own memory; none where they are the same."""
         if not self.apart:
             return {}
         parts = self._always_in_host(begin, end) | self._leaving(begin, end)
@@ -244,7 +244,7 @@ class StageMemory:
     def moments(
         self, begin: Ints, end: Ints, window: Ints, recompute: npt.NDArray[np.bool_], live: Ints | int = 0
     ) -> Mapping[str, Parts]:
-        """Parts by moment, of the device's memory, before allocator and context."""
+        """Return the parts of the device's memory by moment, without allocator and context."""
         held = np.where(recompute, 0, (window - 1) * (self.activations[end] - self.activations[begin]))
         stored = self.stored[begin]
         activations = held + self._running(self._peaks, begin, end) - self.activations[begin]
@@ -256,16 +256,16 @@ class StageMemory:
         return {"computing": computing, **self._other_moments(begin, end)}
 
     def device_state(self, begin: Ints, end: Ints) -> Ints:
-        """Parameters, and the optimizer state that is on the device."""
+        """Return the bytes of parameters, and of optimizer state that is on the device."""
         held: Ints = self._held("parameters", begin, end) + self._device_optimizer(begin, end)
         return held
 
     def sums(self, begin: Ints, end: Ints) -> Ints:
-        """Sums of gradients."""
+        """Return the bytes of sums of gradients."""
         return self._held("sums", begin, end)
 
     def crossing(self, begin: Ints) -> Ints:
-        """What of a micro-batch comes in before these sections: of the first, nothing."""
+        """Return the bytes that a micro-batch sends to these sections; 0 for the first."""
         return self._crossing[begin]
 
     # ---- limits ----
@@ -276,12 +276,12 @@ class StageMemory:
         return limit is None or bool((self.host_bytes(begin, end) <= limit).all())
 
     def usable_bytes(self, device_bytes: int) -> int:
-        """Of a device's memory, what is left for tensors."""
+        """Return the part of a device's memory that is available for tensors."""
         left = max(0, device_bytes - self._environment.context_bytes)
         return left * 1000 // (1000 + self._environment.allocator_permille)
 
     def whole_bytes(self, tensors: Ints) -> Ints:
-        """A device's memory for so many bytes of tensors, with what the allocator keeps and the context."""
+        """Return the memory of a device with so many bytes of tensors, including allocator and context."""
         permille = self._environment.allocator_permille
         kept = tensors // 1000 * permille - (-(tensors % 1000) * permille // 1000)
         whole: Ints = tensors + kept + self._environment.context_bytes
@@ -290,7 +290,7 @@ class StageMemory:
     def most_windows(
         self, begin: Ints, end: Ints, recompute: npt.NDArray[np.bool_] | bool, usable: int, *, grouped: bool = True
     ) -> Ints:
-        """The largest window of each stage with so many bytes of tensors; below 1 if none does, 2**62 if all do."""
+        """Return the largest window of each stage within so many bytes of tensors; below 1: none; 2**62: any."""
         most = _most(usable - self.base(begin, end, recompute), self.each(begin, end, recompute))
         if grouped and self.group_sizes:
             taken, stored = (tables[:, begin, end] for tables in self.all_group_tables)
@@ -300,7 +300,7 @@ class StageMemory:
 
     @cached_property
     def tables(self) -> tuple[Ints, Ints, Ints]:
-        """Of every run of sections, [K + 1, K + 1]: ``base`` with recompute and without, the fullest other moment."""
+        """For all runs of sections, [K + 1, K + 1]: ``base`` with and without recompute, and other moments' peak."""
         begin, end = np.ogrid[0 : self._num_sections + 1, 0 : self._num_sections + 1]
         begin = np.minimum(begin, self._num_sections - 1)
         end = np.maximum(begin, end)
@@ -312,7 +312,7 @@ class StageMemory:
 
     @cached_property
     def limited_tables(self) -> tuple[Ints, Ints, Ints]:
-        """The same; the last is beyond all limits where host memory does not suffice."""
+        """``tables`` with the last one beyond all limits where host memory does not suffice."""
         limit = self._environment.host_memory_bytes
         if limit is None:
             return self.tables
@@ -356,7 +356,7 @@ class StageMemory:
         return found
 
     def _kept(self, begin: Ints, end: Ints) -> Parts:
-        """At every moment: the stage's state, what it follows, and copies in host memory where that is the device's."""
+        """Return the parts at every moment: own state, followed state, and host copies if memory is shared."""
         parts = {
             "parameters": self._held("parameters", begin, end),
             "optimizer state": self._device_optimizer(begin, end),
@@ -365,7 +365,7 @@ class StageMemory:
             parts["frozen weights"] = self._constants[end] - self._constants[begin]
         if self.rules.mailboxes and self.apart:
             behind, before = np.asarray(begin) > 0, np.asarray(end) < self._num_sections
-            num = 2 if self.rules.changes else behind.astype(np.int64) + before  # it keeps those of an earlier place
+            num = 2 if self.rules.changes else behind.astype(np.int64) + before  # it keeps earlier ones
             parts["mailboxes"] = MAILBOX_SLOTS * MAILBOX_SLOT_BYTES * (num + np.zeros_like(parts["parameters"]))
         if self._rings_on_device:
             parts["NCCL"] = self._environment.ring_bytes * self._num_rings(begin, end)
@@ -381,7 +381,7 @@ class StageMemory:
         return self.rules.rings_on_device and self.apart
 
     def _num_rings(self, begin: Ints, end: Ints) -> Ints:
-        """Of a stage: its own, where there are replicas, and one for each unit that other stages use too."""
+        """Return the rings of a stage: its own, if there are replicas, and one for each unit shared between stages."""
         shape = np.broadcast_shapes(np.shape(begin), np.shape(end))
         found = np.full(shape, 0 if self.single else 1, np.int64)
         for sections in self._ties:
@@ -390,7 +390,7 @@ class StageMemory:
         return found
 
     def _always_in_host(self, begin: Ints, end: Ints) -> Parts:
-        """Copies of the newest checkpoints, and what is kept of others' sums."""
+        """Return the copies of the newest checkpoints, and of other workers' sums."""
         parts: Parts = {}
         if self.rules.saves:
             parts["checkpoint copies"] = _VERSIONS_KEPT * self._state(begin, end) // (1 if self.single else 2)
@@ -399,11 +399,11 @@ class StageMemory:
         return parts
 
     def _leaving(self, begin: Ints, end: Ints) -> Parts:
-        """Units on their way to others, in host memory, when the shape changes."""
+        """Return the units that are sent to others through host memory when the shape changes."""
         return {"units that leave": self._state(begin, end)} if self.rules.changes else {}
 
     def _of_others(self, size: Ints, begin: Ints, end: Ints) -> Ints:
-        """As much of another worker's stage as of the own one; nothing where there is no other worker."""
+        """Return ``size`` for another worker's stage, assumed equal to the own; 0 where there is no other worker."""
         return np.where((end - begin == self._num_sections) & self.single, 0, size)
 
     def _state(self, begin: Ints, end: Ints) -> Ints:
@@ -422,12 +422,12 @@ class StageMemory:
         return taken
 
     def _shares(self, begin: Ints, end: Ints) -> Ints:
-        """Sums of two units, which are received by the shares of a ring's members."""
+        """Return the bytes of two units' sums in transit, in shares of a ring's members."""
         shares: Ints = _UNITS_AT_ONCE * self._running(self._sums, begin, end)
         return shares
 
     def _running(self, values: Ints, begin: Ints, end: Ints) -> Ints:
-        """The largest of some sections' values."""
+        """Return the maximum of some values over each run of sections."""
         key = id(values)
         if key not in self._largest:
             size = self._num_sections
@@ -466,13 +466,13 @@ def _tabulate_groups(alone, stored, sizes):  # type: ignore[no-untyped-def]
 
 
 def spans(boundaries: Sequence[int], num_sections: int) -> tuple[Ints, Ints]:
-    """First sections and ends of the stages that begin at these sections."""
+    """Return the first sections and the ends of the stages that begin at these sections."""
     begin = np.asarray(boundaries, np.int64)
     return begin, np.append(begin[1:], num_sections)
 
 
 def _most(room: Ints, each: Ints) -> Ints:
-    """How often each fits; below 1 where it does not, 2**62 where nothing more is taken."""
+    """Return how often ``each`` fits into ``room``; below 1 where it does not, 2**62 where ``each`` is 0."""
     return np.where(each > 0, room // np.maximum(1, each), np.where(room < 0, 0, NEVER))
 
 
@@ -481,12 +481,11 @@ def _total(parts: Parts) -> Ints:
     return total
 
 
-# What redundant computation holds of the next stage, the last stage of the first (Bamboo, sections 5.1 and 5.2).
-#
-# On the device: its parameters and optimizer state. Redundant forwards alone (``eflb``) leave their activations to host
-# memory, with one micro-batch's being computed and another's on its way; with backwards (``efeb``) they stay for the
-# micro-batches that the next stage has in flight, and there are sums of gradients. Where stages recompute, a redundant
-# forward leaves nothing: of it only the stage's input would be stored, which its predecessor has made itself.
+# Memory of redundant computation for the next stage, or on the last stage for the first (Bamboo, 5.1 and 5.2). On the
+# device are that stage's parameters and optimizer state. With redundant forwards alone (``eflb``) activations go to
+# host memory, with one micro-batch being computed and another in transit; with backwards (``efeb``) activations of the
+# micro-batches in flight at the next stage stay, and there are sums of gradients. Where stages recompute, a redundant
+# forward stores nothing: the stage's input was computed by the worker itself.
 
 
 _BUFFERS = 2
@@ -494,13 +493,13 @@ Flags = npt.NDArray[np.bool_]
 
 
 def next_activations(memory: StageMemory, begin: Ints, end: Ints, recompute: Flags) -> Ints:
-    """Of one micro-batch, what the next stage keeps from its forward to its backward beside its input: int64[P]."""
+    """Return the bytes per micro-batch that the next stage keeps for its backward, without its input: int64[P]."""
     held = np.where(recompute, 0, memory.activations[end] - memory.activations[begin])
     return np.roll(held, -1)
 
 
 def redundant_parts(memory: StageMemory, begin: Ints, end: Ints, window: Ints, recompute: Flags) -> Parts:
-    """On each stage's device: int64[P] each; nothing with one stage only."""
+    """Return the parts on each stage's device: int64[P] each; none with one stage only."""
     name = memory.rules.redundant_computation
     if name == "off" or len(begin) == 1:
         return {}
@@ -515,10 +514,10 @@ def redundant_parts(memory: StageMemory, begin: Ints, end: Ints, window: Ints, r
 
 
 def redundant_host_bytes(memory: StageMemory, begin: Ints, end: Ints, recompute: Flags, num_micro_batches: int) -> Ints:
-    """In host memory, until the mini-batch is over: int64[P].
+    """Return the bytes kept in host memory until the mini-batch is over: int64[P].
 
-    Of each micro-batch what it gave to the next stage and to the one before, from which lost gradients are computed
-    again, and with ``eflb`` the next stage's activations.
+    For each micro-batch these are the messages to both neighbours, from which lost gradients are recomputed, and with
+    ``eflb`` the next stage's activations.
     """
     name = memory.rules.redundant_computation
     if name not in ("lflb", "eflb") or len(begin) == 1:

@@ -1,8 +1,8 @@
-"""How one shape's mini-batch goes: first as planned, then under the conditions in which it will run.
+"""Simulates one shape's mini-batch: first as planned, then under the conditions in which it will run.
 
-The orders are planned with the rules of ``playing.engine``, for workers that have a device of their own and
-links that only their own messages use. What shares links and cores, is slow or varies is then played by executing
-those orders (:mod:`simulator.engine.execution`), as an executor does.
+Orders are planned with the rules of :mod:`simulator.engine.mini_batch`, for workers with their own devices and links.
+Shared links and cores, slow workers and varying times are then simulated by executing those orders
+(:mod:`simulator.engine.execution`), as an executor does.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ EngineName = Literal["compiled", "reference"]
 
 @dataclass(frozen=True)
 class Engine:
-    """Plays mini-batches: orders by the rules, workers that follow them, and what comes after their last backwards.
+    """Functions that play mini-batches: orders by the rules, their execution, and the end after the last backwards.
 
-    ``skips``: what must go the same way is not played twice.
+    ``skips``: whether equal parts are played only once.
     """
 
     run_pipeline: Callable[..., Played]
@@ -43,7 +43,7 @@ COMPILED = Engine(run_pipeline, execute_orders, finish, finish_together, skips=T
 
 
 def engine_of(name: EngineName) -> Engine:
-    """Return the compiled loops, or the SimPy processes that they are held against.
+    """Return the compiled loops, or the SimPy processes that serve as their reference.
 
     Raises:
         PlanError: there is no such engine.
@@ -64,8 +64,8 @@ def engine_of(name: EngineName) -> Engine:
 class Outcome:
     """One shape with one window.
 
-    ``planned``: with devices and links of one's own. ``after``: under the conditions, without jitter.
-    ``spread``: with jitter, where it was requested.
+    ``planned``: each worker with its own device and links. ``after``: under the conditions, without jitter. ``spread``:
+    with jitter, where it was requested.
     """
 
     costs: StageCosts
@@ -81,7 +81,7 @@ class Outcome:
 
     @property
     def mini_batch_ns(self) -> int:
-        """What to expect of the mini-batch: the mean under jitter, if that was drawn."""
+        """The expected time of the mini-batch; the mean under jitter, if that was drawn."""
         return self.after.mini_batch_ns if self.spread is None else round(self.spread.mean_s * 1e9)
 
 
@@ -98,19 +98,19 @@ class ShapeSimulator:
     _latest: list[tuple[StageCosts, dict[int, tuple[str, ...]]]] = field(default_factory=list, compare=False)
 
     def planned(self, costs: StageCosts, counts: tuple[int, ...]) -> Finish:
-        """As planned: devices and links of one's own."""
+        """Return the end of the mini-batch as planned: each worker with its own device and links."""
         ended = self.planned_end(costs, counts)
         return self.engine.finish(costs, ended.last_backward_ns, ended.to_come_ns, self.conditions)
 
     def planned_end(self, costs: StageCosts, counts: tuple[int, ...]) -> Ended:
-        """The end of the pipelines as planned, without what follows."""
+        """Return the end of the pipelines as planned, before reduction and optimizer step."""
         sizes = _sizes(counts)
         played = self.engine.run_pipeline(costs.times, sizes, schedule=costs.schedule)
         replicas = [0] * len(counts) if len(sizes) == 1 else [sizes.index(count) for count in counts]
         return Ended(costs, played.last_backward_ns[:, replicas], costs.to_come_ns[:, None])
 
     def full(self, costs: StageCosts, counts: tuple[int, ...], planned: Finish | None = None) -> Outcome:
-        """Under the conditions."""
+        """Return the outcome under the conditions."""
         planned = planned or self.planned(costs, counts)
         seed = self.conditions.jitter_seed
         if self.engine.skips and is_plain(costs, counts, self.conditions):
@@ -121,7 +121,7 @@ class ShapeSimulator:
         return Outcome(costs, counts, planned, after, spread)
 
     def _executed(self, costs: StageCosts, counts: tuple[int, ...]) -> Played:
-        """The same, but what must go alike is played once."""
+        """Execute the orders under the conditions, playing equal parts only once."""
         even = costs.layout.placement is None and not self.conditions.slow
         alike = self.engine.skips and even and self.conditions.compute_slots is None
         sizes = _sizes(counts) if alike else counts
@@ -129,7 +129,7 @@ class ShapeSimulator:
         return self.played(costs, sizes).of_replicas(replicas)
 
     def ended(self, costs: StageCosts, counts: tuple[int, ...]) -> Ended:
-        """The end of these pipelines under the conditions, without what follows."""
+        """Return the end of these pipelines under the conditions, before reduction and optimizer step."""
         if self.engine.skips and is_plain(costs, counts, self.conditions):
             return self.planned_end(costs, counts)
         played = self._executed(costs, counts)
@@ -152,7 +152,7 @@ class ShapeSimulator:
     def finished(
         self, costs: StageCosts, counts: tuple[int, ...], played: Played, jitter: JitterDraw | None = None
     ) -> Finish:
-        """What follows what was played under the conditions; redundant tasks are over when workers are prepared."""
+        """Return the end of a played mini-batch; workers are prepared only after their redundant tasks."""
         redone_ns = 0 if played.redone_ns is None else int(played.redone_ns.max())
         to_come = to_come_ns(costs, counts, self.conditions, jitter)
         return self.engine.finish(costs, played.last_backward_ns, to_come, self.conditions, redone_ns)
@@ -175,7 +175,7 @@ class ShapeSimulator:
                 field="jitter_seed",
                 value=seed,
             )
-        sections.mean_jitter(seed, self.conditions.num_draws)  # refuses more draws than can be played
+        sections.mean_jitter(seed, self.conditions.num_draws)  # raises if there are too many draws
         orders, total = self.orders(costs, counts), sum(counts)
         draws_s = []
         for draw in range(self.conditions.num_draws):
@@ -193,7 +193,7 @@ class ShapeSimulator:
 
 @dataclass(frozen=True)
 class Kind:
-    """Equal pipelines of a mix, which have workers of one type of node."""
+    """Equal pipelines in a mix, with workers of one type of node."""
 
     simulator: ShapeSimulator
     costs: StageCosts
@@ -201,10 +201,10 @@ class Kind:
 
 
 def together(kinds: Sequence[Kind]) -> tuple[Outcome, ...]:
-    """Pipelines of several kinds side by side, which meet when they reduce; the same engine plays all.
+    """Play pipelines of several kinds at the same time, which interact only when they reduce; one engine plays all.
 
     Returns:
-        Of each kind how its pipelines went, with costs whose reductions are those of all kinds.
+        The outcome of each kind's pipelines, with costs whose reductions are those of all kinds.
     """
     sections = kinds[0].costs.sections
     formed = rings(

@@ -1,14 +1,15 @@
-"""What stages reduce, and how long that still takes when their last backward is through.
+"""Reductions of stages, and how long they continue after the last backward.
 
-A unit is reduced from its last gradient on: when the last micro-batch's backward has passed the first section that uses
-it, beside the backward of the sections before. A stage's link carries one unit after the other; units that other stages
-hold too come last. With C_k the bytes of the units that section k completes, and B_j the last micro-batch's backward of
-section j, a stage whose first section is f has its own units reduced no later than its backward by
+A unit is reduced as soon as its gradient is complete: when the last micro-batch's backward has passed the first section
+that uses it, while the backward of earlier sections continues. A stage's link carries one unit after the other; units
+shared with other stages come last. With C_k the bytes of the units that section k completes, and B_j the last
+micro-batch's backward of section j, a stage whose first section is f completes the reduction of its own units later
+than its backward by at most
 
     E = max over its sections k of [ AR(C_f + ... + C_k) - (B_f + ... + B_(k-1)) ],
 
-what is exposed of its reduction. Each unit takes the link for what it adds to the time of those behind it, so that all
-of them together take AR of their bytes, as one all-reduce of the whole stage.
+the exposed part of its reduction. Each unit occupies the link for the time that it adds to those queued behind it, so
+that all units together take AR of their bytes, like one all-reduce of the whole stage.
 
 Pipelines that are cut in several ways meet in their rings: :class:`Rings`.
 """
@@ -32,7 +33,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ReducedUnit:
-    """A parameter unit's gradient as it is reduced."""
+    """The gradient of a parameter unit in a reduction."""
 
     sections: tuple[int, ...]
     reduced_bytes: int
@@ -40,10 +41,10 @@ class ReducedUnit:
 
 @dataclass(frozen=True)
 class Reductions:
-    """Of the P stages of a shape.
+    """Reductions of the P stages of a shape.
 
-    ``begin`` [P]: their first sections. ``sum_bytes`` [K + 1]: bytes that are complete when the backward of sections 0
-    to k - 1 is, of what one stage holds alone. ``tied``: (stages, bytes) for each set of stages that share a unit.
+    ``begin`` [P]: their first sections. ``sum_bytes`` [K + 1]: running sums over sections of the bytes that only one
+    stage holds. ``tied``: (stages, bytes) for each set of stages that share a unit.
     """
 
     begin: Ints
@@ -55,24 +56,24 @@ class Reductions:
 
     @cached_property
     def first(self) -> Ints:
-        """First section of each section's stage: int64[K]."""
+        """The first section of each section's stage: int64[K]."""
         return _unchanging(self.begin[self.stage])
 
     @cached_property
     def stage(self) -> Ints:
-        """Stage of each section: int64[K]."""
+        """The stage of each section: int64[K]."""
         num_sections = len(self.sum_bytes) - 1
         return _unchanging(np.repeat(np.arange(len(self.begin)), np.diff(self.begin, append=num_sections)))
 
     def behind_ns(self, num_replicas: int) -> Ints:
-        """AR, over a ring of D, of what is still to be reduced when each section's backward ends: int64[K]."""
+        """Return AR, over a ring of D, of the bytes still to be reduced when each section's backward ends: int64[K]."""
         if num_replicas not in self._behind:
             sizes = self.sum_bytes[1:] - self.sum_bytes[self.first]
             self._behind[num_replicas] = _unchanging(self.all_reduce.times_ns(num_replicas, sizes))
         return self._behind[num_replicas]
 
     def tied_ns(self, num_replicas: int) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """(stages, AR) of what several stages hold, over a ring of D for each of the stages."""
+        """Return (stages, AR) for units that several stages hold, over a ring of D for each of the stages."""
         if num_replicas not in self._tied_ns:
             self._tied_ns[num_replicas] = tuple(
                 (stages, int(self.all_reduce.times_ns(num_replicas * len(stages), np.array([size]))[0]))
@@ -81,12 +82,12 @@ class Reductions:
         return self._tied_ns[num_replicas]
 
     def latest(self, values: Ints) -> Ints:
-        """The most of each stage: from [K, ...] to [P, ...]."""
+        """Return the maximum over each stage's sections: from [K, ...] to [P, ...]."""
         found: Ints = np.maximum.reduceat(values, self.begin, axis=0)
         return found
 
     def exposed_ns(self, num_replicas: int, to_come_ns: Ints) -> Ints:
-        """E of each stage and, after it, its tied rings, where so much of the last backward is to come: int64[P]."""
+        """Return E of each stage plus its tied rings, given the rest of the last backward at each section: int64[P]."""
         exposed = self.latest(self.behind_ns(num_replicas) - to_come_ns)
         for stages, duration in self.tied_ns(num_replicas):
             exposed[list(stages)] += duration
@@ -101,12 +102,12 @@ def _unchanging(values: Ints) -> Ints:
 def reductions(
     own_sum_bytes: Floats, shared: tuple[ReducedUnit, ...], begin: Ints, all_reduce: AllReduce | SlowestAllReduce
 ) -> Reductions:
-    """Of stages with these first sections.
+    """Return the reductions of stages with these first sections.
 
     Args:
-        own_sum_bytes: [K + 1], sums over the units of one section each.
+        own_sum_bytes: [K + 1], running sums of the bytes of units that one section uses.
         shared: Units that several sections use.
-        begin: First sections.
+        begin: First sections of the stages.
         all_reduce: AR(D) of their rings.
     """
     sum_bytes = own_sum_bytes
@@ -124,17 +125,17 @@ def reductions(
 class Rings:
     """Reductions of pipelines of several kinds, which are cut in different places.
 
-    A *span* is a run of sections that no pipeline cuts. Its units have one ring: the stage of every pipeline that holds
-    them. A worker's link carries the rings of its stage's spans one after the other, round by round
-    (:func:`morph.contract.plan.reduction_rounds`), then those of units that lie in several stages of some pipeline.
+    A *span* is a run of sections that no pipeline cuts. Its units have one ring, which consists of the stages that hold
+    them in each pipeline. A worker's link carries the rings of its stage's spans one after the other, in rounds
+    (:func:`morph.contract.plan.reduction_rounds`), then those of units in several stages of some pipeline.
 
     Attributes:
-        spans: As of stages, their first sections and what they reduce.
-        behind_ns: int64[K], AR of what of a span is still to be reduced when each section's backward ends.
-        holders: By kind of pipeline the stage of each span: int64[spans].
-        order: The spans, in that in which their rings are formed.
-        tied: The stages that hold what is in several, by kind, and AR of that.
-        of_kind: What each kind's stages reduce, as if none of the others made them wait.
+        spans: First sections and reductions of the spans, in the form of stages.
+        behind_ns: int64[K], AR of the rest of a span when each section's backward ends.
+        holders: By kind of pipeline, the stage of each span: int64[spans].
+        order: The spans in the order in which their rings are formed.
+        tied: For units in several stages: these stages by kind, and AR of the units.
+        of_kind: Reductions of each kind's stages, as if they never waited for other kinds.
     """
 
     spans: Reductions
@@ -151,7 +152,7 @@ class Rings:
 
     @cached_property
     def waits_for(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Each span, in their order, for which some worker reduces others first, and the last of those."""
+        """Each span before which some worker reduces others, in ring order, with the last of those others."""
         found, last = [], dict[tuple[int, int], int]()
         for span in self.order:
             members = [(kind, int(stages[span])) for kind, stages in enumerate(self.holders)]
@@ -163,20 +164,20 @@ class Rings:
 
     @cached_property
     def last_of(self) -> tuple[Ints, ...]:
-        """By kind the span of each stage that it reduces last."""
+        """By kind, the span that each stage reduces last."""
         last = [np.zeros(len(np.unique(stages)), np.int64) for stages in self.holders]
         for of_kind, stages in zip(last, self.holders, strict=True):
-            of_kind[stages[list(self.order)]] = self.order  # the last one that is written stays
+            of_kind[stages[list(self.order)]] = self.order  # the last one written is kept
         return tuple(last)
 
 
 def rings(kinds: Sequence[tuple[Reductions, int]], own_sum_bytes: Floats, shared: tuple[ReducedUnit, ...]) -> Rings:
-    """Of pipelines that reduce together.
+    """Return the rings of pipelines that reduce together.
 
     Args:
-        kinds: What the stages of each kind would reduce alone, and how many pipelines of it there are.
-        own_sum_bytes: As of :func:`reductions`.
-        shared: As of :func:`reductions`.
+        kinds: For each kind, the reductions of its stages alone, and its number of pipelines.
+        own_sum_bytes: As for :func:`reductions`.
+        shared: As for :func:`reductions`.
     """
     members = sum(number for _, number in kinds)
     begin = np.unique(np.concatenate([reduced.begin for reduced, _ in kinds]))
@@ -209,7 +210,7 @@ def rings(kinds: Sequence[tuple[Reductions, int]], own_sum_bytes: Floats, shared
 
 
 def reduced_units(profile: Profile) -> tuple[ReducedUnit, ...]:
-    """Bytes reduced = number of parameters times ``accumulator_bytes_per_parameter``.
+    """Return the units with their bytes: number of parameters times ``accumulator_bytes_per_parameter``.
 
     A unit's number of parameters is its share of ``job.num_parameters`` (float32 if that is unknown).
     """

@@ -1,21 +1,21 @@
-"""Redundant computation (Bamboo, section 5): what it takes while nothing is lost, and the pause when a worker is.
+"""Redundant computation (Bamboo, section 5): its cost while no worker is lost, and the pause when one is.
 
-Each worker holds the next stage's layers too, the last one the first's. Of what that stage computes it computes
+Each worker also holds the next stage's layers (the last worker those of the first stage), and computes for that stage
 
-- ``lflb``: nothing, until that worker is lost;
+- ``lflb``: nothing until its worker is lost;
 - ``eflb``: forwards (FRC) in every mini-batch, in its waits where they fit (:mod:`simulator.engine.redundant_loop`);
-  what they leave for a backward goes to host memory, beside the next one: an FRC takes at least as long as that;
-- ``efeb``: backwards (BRC) too, for which gradients are sent to two workers, and which recompute where stages do.
+  their activations are copied to host memory during the next FRC, which takes at least as long as the copy;
+- ``efeb``: also backwards (BRC), for which gradients are sent to two workers, and which recompute where stages do.
 
-**Pause.** When a worker is lost at an instant t, its predecessor has to have, of every micro-batch whose backward was
-done, the gradients, and of those in flight what their backwards need:
+**Pause.** When a worker is lost at an instant t, its predecessor needs the gradients of every micro-batch whose
+backward was done, and for those in flight the inputs of their backwards:
 
     pause(t) = sum over j with F_j done of f, where it was not run redundantly by then and a stage keeps activations
              + sum over j with B_j done of max(b, transfer), where it was not run redundantly by then
 
-f and b: forward and backward of a micro-batch; where stages recompute, b has the forward in it and f is nothing: an FRC
-leaves no more than the stage's input, which the predecessor has made itself, so that it shortens no pause. transfer: of
-the gradient from the stage behind, and with ``eflb`` of activations back from host memory. All pipelines wait.
+f and b: forward and backward of a micro-batch. Where stages recompute, b includes the forward and f is 0: an FRC stores
+only the stage's input, which the predecessor has computed itself, so it shortens no pause. transfer: time to send the
+gradient from the following stage, and with ``eflb`` to copy activations back from host memory. All pipelines wait.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from simulator.inputs.conditions import Conditions
 def mean_pause_ns(
     costs: StageCosts, counts: Sequence[int], conditions: Conditions, played: Played, whole_ns: int
 ) -> float:
-    """Mean over workers and over t in a mini-batch of ``whole_ns``, which was ``played`` with its times.
+    """Return the mean pause over workers and over t in a mini-batch of ``whole_ns`` that was ``played``.
 
     Raises:
         PlanError: without redundant computation, or with one stage.
@@ -69,13 +69,13 @@ def mean_pause_ns(
 
 
 def _exposed_ns(done_ns: Ints, redone_ns: Ints | None, whole_ns: int) -> int:
-    """For how long in all what was done is nowhere else: until it is redone, or until the end."""
+    """Return the total time during which results exist only once: until they are recomputed, or until the end."""
     until = np.full(len(done_ns), whole_ns) if redone_ns is None else np.minimum(redone_ns, whole_ns)
     return int(np.maximum(0, until - done_ns).sum())
 
 
 def total_redundant_ns(times: ShapeTimes, counts: Sequence[int]) -> Iterator[int]:
-    """Of each replica, what all its redundant tasks take."""
+    """Yield the total time of the redundant tasks of each replica."""
     for kind in (times.redundant_forward_ns, times.redundant_backward_ns):
         if kind is None:
             continue
@@ -85,12 +85,12 @@ def total_redundant_ns(times: ShapeTimes, counts: Sequence[int]) -> Iterator[int
 
 
 def redundant_host_bytes(costs: StageCosts, num_micro_batches: int) -> Ints:
-    """In each stage's host memory, of so many micro-batches: int64[P]."""
+    """Return the bytes in each stage's host memory for so many micro-batches: int64[P]."""
     return redundant_memory.redundant_host_bytes(costs.memory, *costs.spans, costs.times.recompute, num_micro_batches)
 
 
 def note(costs: StageCosts, conditions: Conditions) -> str:
-    """A sentence on forwards that are run for nothing; empty where there are none."""
+    """Return a sentence on redundant forwards without use; empty where there are none."""
     if conditions.redundant_computation != "eflb" or not costs.times.recompute.any():
         return ""
     return (

@@ -1,7 +1,7 @@
 """The end of a mini-batch as SimPy processes: reductions beside the last backwards, commit barrier, optimizer step.
 
-The other half of the reference engine (:mod:`simulator.engine.reference`): what :func:`simulator.costs.finish.finish`
-works out by formulas, step by step and to the nanosecond.
+The other half of the reference engine (:mod:`simulator.engine.reference`): it simulates step by step, to the
+nanosecond, what :func:`simulator.costs.finish.finish` computes by formulas.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def finish(
     conditions: Conditions | None = None,
     redone_ns: int = 0,
 ) -> Finish:
-    """As :func:`simulator.costs.finish.finish`."""
+    """See :func:`simulator.costs.finish.finish`."""
     num_replicas = last_backward_ns.shape[1]
     kind, reduced = Ended(costs, last_backward_ns, to_come_ns, redone_ns), costs.reduced
     own = tuple(((stages,), duration) for stages, duration in reduced.tied_ns(num_replicas))
@@ -40,7 +40,7 @@ def finish(
 def finish_together(
     kinds: Sequence[Ended], rings: Rings, conditions: Sequence[Conditions], num_replicas: Sequence[int]
 ) -> tuple[Finish, ...]:
-    """As :func:`simulator.costs.finish.finish_together`."""
+    """See :func:`simulator.costs.finish.finish_together`."""
     end = _End(kinds, rings, conditions, num_replicas)
     end.env.run()
     commit_ns = kinds[0].costs.sections.commit_ns
@@ -60,9 +60,9 @@ def finish_together(
 
 
 class _End:
-    """``passed[k]``: of each worker, that its last backward has passed section k, so what k completes may be reduced.
+    """``passed[k]``: for each worker, the event that its last backward has passed section k, whose ring may then begin.
 
-    ``waited_ns[g]`` is when the last member of the ring of span g is through with the rings that come before it.
+    ``waited_ns[g]`` is when the last member of the ring of span g has finished the rings before it.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class _End:
 
     @property
     def begun_ns(self) -> Ints:
-        """When each section's reduction could begin."""
+        """When each section's reduction could begin (ns)."""
         return np.maximum(self.ready_ns, self.waited_ns[self.rings.spans.stage])
 
     def backward(self, sections: range, instants_ns: Sequence[int]) -> Acting:
@@ -107,10 +107,10 @@ class _End:
             self.ready_ns[section] = int(self.env.now)
 
     def reduce(self, span: int, before: Sequence[simpy.Event]) -> Acting:
-        """A ring carries what one section completes after the other, once it is complete on every replica.
+        """A ring reduces one section's gradients after the other, each once it is complete on every replica.
 
-        Each takes what it adds to the time of those behind it (:mod:`simulator.costs.reductions`). The ring waits for
-        those before it that its members are in.
+        Each takes the time that it adds to those queued behind it (:mod:`simulator.costs.reductions`). The ring waits
+        for earlier rings that its members belong to.
         """
         yield simpy.AllOf(self.env, before)
         self.waited_ns[span] = int(self.env.now)
@@ -124,13 +124,13 @@ class _End:
     def reduce_tied(
         self, holders: tuple[tuple[int, ...], ...], duration_ns: int, before: Sequence[simpy.Event]
     ) -> Acting:
-        """A ring over stages that share weights begins when each of them is through with what comes before."""
+        """A ring over stages that share weights begins when each of them has finished its earlier rings."""
         yield simpy.AllOf(self.env, before)
         self.tied.append((holders, int(self.env.now), duration_ns))
         yield self.env.timeout(duration_ns)
 
     def close(self) -> Acting:
-        """The commit barrier waits for everybody, and the slowest optimizer step ends the mini-batch."""
+        """The commit barrier waits for all workers, and the slowest optimizer step ends the mini-batch."""
         through: dict[tuple[int, int], simpy.Event] = {}
         for span in self.rings.order:
             members = [(place, int(stages[span])) for place, stages in enumerate(self.rings.holders)]
@@ -156,7 +156,7 @@ class _End:
         yield simpy.AllOf(self.env, [self.env.timeout(ns) for ns in (*steps_ns, least_ns)])
 
     def reduce_on(self, slots: int) -> Acting:
-        """On fewer cores than workers rings take as many as they have members, which share them evenly."""
+        """With fewer cores than workers, each member of a ring takes one core, and all share the cores evenly."""
         spans, members = self.rings.spans, sum(self.num_replicas)
         rings = [(members, duration_ns) for duration_ns in spans.latest(self.rings.behind_ns).tolist()]
         for holders, duration_ns in self.rings.tied:

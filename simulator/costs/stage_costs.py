@@ -27,16 +27,16 @@ from simulator.inputs.transfer import AllReduce, Curve, send_curve, whole_ns
 Floats = npt.NDArray[np.float64]
 _MOST_MICRO_BATCHES = 2**20
 _MOST_TASKS = 3 * 10**7
-"""Of a kind, in one mini-batch or in all drawn ones: 100 sections of 300,000 micro-batches."""
+"""The most tasks of a kind in all simulated mini-batches: 100 sections of 300,000 micro-batches."""
 _MOST_NS = 2**54
 _MOST_BYTES = 2**59
 _LINK_TIMES = ("activation", "gradient", "activation_wire", "gradient_wire")
 
 
 class LinkCosts:
-    """What crosses the cut behind each of the K sections, over one kind of link: a lone message, in ns.
+    """Times (ns) of a lone message across the cut behind each of the K sections, over one kind of link.
 
-    Of its time, what is beyond that of the smallest size measured is spent on the wire; the rest is latency.
+    The time of the smallest measured size counts as latency, the rest of a message's time is spent on the wire.
     """
 
     def __init__(self, link: LinkProfile, sent_bytes: Floats) -> None:
@@ -50,10 +50,10 @@ class SectionCosts:
     Args:
         profile: The measurements.
         micro_batch_size: m; must have been measured.
-        recompute: Whether stages run the forward again before the backward, as the schedule has it; else none does,
+        recompute: Whether stages recompute the forward before the backward, as the schedule says; otherwise none does,
             and each keeps the activations of every micro-batch in flight.
-        grouped: Whether a stage that does not fit so runs its sections again in groups, the last stage too.
-        rules: What a run holds besides what a step needs.
+        grouped: Whether a stage that does not fit recomputes its sections in groups; this includes the last stage.
+        rules: What a run holds besides the needs of a step.
 
     Raises:
         PlanError: m was not measured.
@@ -98,10 +98,10 @@ class SectionCosts:
         self._mean_jitters: dict[tuple[int, int], MeanJitter] = {}
 
     def _check_sums(self) -> None:
-        """Refuse what would overflow, or keep the simulator busy for hours, however sensible each number is by itself.
+        """Refuse numbers that are valid by themselves, but would overflow, or keep the simulator busy for hours.
 
         Raises:
-            PlanError: naming the batch, which all of it grows with.
+            PlanError: naming the batch size, with which all of them grow.
         """
         total = self.profile.job.batch_size // self.micro_batch_size
         links = (self.inter_node, self.intra_node)
@@ -126,7 +126,7 @@ class SectionCosts:
                 )
 
     def memory(self, *, single: bool, follows: bool = False) -> StageMemory:
-        """What stages hold, with one replica only or with several; ``follows``: whatever the rules say of that."""
+        """Return the memory of stages, with one replica or several; ``follows``: followed state counts in any case."""
         key = single, follows
         if key not in self._memory:
             rules = replace(self.rules, follows=follows or self.rules.follows)
@@ -136,13 +136,13 @@ class SectionCosts:
         return self._memory[key]
 
     def all_reduce(self, in_flight: int) -> AllReduce:
-        """AR(D) when this many all-reduces share one machine's network."""
+        """Return AR(D) when this many all-reduces share one machine's network."""
         if in_flight not in self._all_reduces:
             self._all_reduces[in_flight] = AllReduce(self.profile, in_flight)
         return self._all_reduces[in_flight]
 
     def mean_jitter(self, seed: int, num_draws: int) -> MeanJitter:
-        """The mean of this many draws."""
+        """Return the mean of this many draws."""
         if (seed, num_draws) not in self._mean_jitters:
             total = self.profile.job.batch_size // self.micro_batch_size
             most = _MOST_TASKS // (total * self.num_sections)
@@ -163,10 +163,10 @@ class SectionCosts:
 class StageCosts:
     """P stages of one shape: arrays over the stages; see :func:`stage_costs`.
 
-    ``times`` are those of the slowest worker and link of each stage, by which the orders are planned; ``alone``
-    those of undisturbed workers, over the fastest link that a replica has there. ``single``: of one replica only.
-    ``live``: int64[P], of how many sections each stage runs again together, 0: of all (``StagePlan.live_sections``).
-    ``soonest``: gradients are taken to be complete as soon as in any groups: for bounds.
+    ``times`` are those of the slowest worker and link of each stage, by which the orders are planned; ``alone`` those
+    of undisturbed workers, over the fastest link that a replica has there. ``single``: there is only one replica.
+    ``live``: int64[P], the number of sections that each stage recomputes together, 0: all
+    (``StagePlan.live_sections``). ``soonest``, for bounds: gradients count as complete as early as with any groups.
     """
 
     schedule: Schedule
@@ -182,7 +182,7 @@ class StageCosts:
     soonest: bool = False
 
     def with_windows(self, schedule: Schedule, windows: Sequence[int]) -> StageCosts:
-        """The same stages under other windows, and a schedule under which the same ones recompute."""
+        """Return the same stages with other windows, and with a schedule under which the same stages recompute."""
         window = np.asarray(windows, np.int64)
         times = replace(self.times, window=window)
         return replace(
@@ -194,39 +194,39 @@ class StageCosts:
 
     @property
     def memory(self) -> StageMemory:
-        """What stages hold."""
+        """The memory model of these stages."""
         return self.sections.memory(single=self.single)
 
     @cached_property
     def memory_bytes(self) -> Ints:
-        """Of each stage's device, with what the allocator keeps and the context: int64[P]."""
+        """Bytes on each stage's device, including allocator and context: int64[P]."""
         found = self.memory.device_bytes(*self.spans, self.times.window, self.times.recompute, self.live)
         return self.memory.whole_bytes(found + sum(self.redundant_parts.values()))
 
     @cached_property
     def redundant_parts(self) -> dict[str, Ints]:
-        """Of ``memory_bytes``, what redundant computation holds of the next stage: int64[P] each."""
+        """The parts of ``memory_bytes`` for redundant computation: int64[P] each."""
         return redundant_parts(self.memory, *self.spans, self.times.window, self.times.recompute)
 
     @property
     def followed_bytes(self) -> int:
-        """Memory of the fullest stage's device where each stage's state is kept by another worker too."""
+        """Bytes on the fullest stage's device if each stage's state is also kept by another worker."""
         memory = self.sections.memory(single=self.single, follows=True)
         taken = memory.device_bytes(*self.spans, self.times.window, self.times.recompute, self.live)
         return int(memory.whole_bytes(taken).max())
 
     @cached_property
     def host_bytes(self) -> Ints:
-        """Host memory of each stage; 0 where that is the device's: int64[P]."""
+        """Bytes of host memory of each stage, 0 where it is the device's: int64[P]."""
         return self.memory.host_bytes(*self.spans)
 
     @property
     def spans(self) -> tuple[Ints, Ints]:
-        """First sections and ends: int64[P] each."""
+        """First sections and ends of the stages: int64[P] each."""
         return spans(self.boundaries, self.sections.num_sections)
 
     def memory_parts(self, stage: int) -> tuple[str, dict[str, int]]:
-        """When a stage's device is fullest, and its parts then, largest first; they add up to ``memory_bytes``."""
+        """Return the moment of a stage's peak and its parts (bytes), largest first, whose sum is ``memory_bytes``."""
         begin, end = (where[stage : stage + 1] for where in self.spans)
         here = slice(stage, stage + 1)
         window, again, live = self.times.window[here], self.times.recompute[here], self.live[here]
@@ -238,17 +238,17 @@ class StageCosts:
         return fullest, parts | ({"allocator and context": more} if more else {})
 
     def host_parts(self, stage: int) -> dict[str, int]:
-        """Parts of a stage's host memory, largest first; none where its device has no memory of its own."""
+        """Return the parts (bytes) of a stage's host memory, largest first; none where it is the device's."""
         begin, end = (where[stage : stage + 1] for where in self.spans)
         return _sorted_parts(self.memory.host_parts(begin, end))
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Memory of the fullest stage."""
+        """Bytes on the fullest stage's device."""
         return int(self.memory_bytes.max())
 
     def fits(self, memory_bytes: int) -> bool:
-        """Whether every stage fits on a device with so much memory, and in host memory."""
+        """Whether every stage fits on a device with so many bytes of memory, and in host memory."""
         return self.peak_bytes <= memory_bytes and self._fits_host
 
     @cached_property
@@ -257,7 +257,7 @@ class StageCosts:
 
     @cached_property
     def to_come_ns(self) -> Ints:
-        """What of the slowest worker's backward follows that of each section: int64[K]."""
+        """The part of the slowest worker's backward that follows each section's: int64[K]."""
         slowest = self.layout.slowdown.max(axis=1)[self.reduced.stage] if self.layout.hinders else None
         sums, again = self.sections.backward_sum_ns, self.sections.forward_sum_ns
         first, start = self.reduced.first, self.group_start
@@ -266,12 +266,12 @@ class StageCosts:
 
     @property
     def in_groups(self) -> bool:
-        """Whether any stage runs its sections again in groups, or is taken to."""
+        """Whether any stage recomputes its sections in groups, or is assumed to."""
         return self.soonest or bool(self.live.any())
 
     @cached_property
     def group_start(self) -> Ints:
-        """First of the sections that are run again together with each section: int64[K]."""
+        """The first section of each section's recompute group: int64[K]."""
         first, sections = self.reduced.first, np.arange(self.sections.num_sections)
         if self.soonest:
             return sections
@@ -285,7 +285,7 @@ class StageCosts:
 
     @property
     def last_group(self) -> Ints:
-        """First of the sections that the task R runs again, B runs those before again: int64[P]."""
+        """The first section that task R recomputes; B recomputes earlier groups: int64[P]."""
         return _last_group(*self.spans, self.live)
 
 
@@ -299,16 +299,16 @@ def stage_costs(
     single: bool = True,
     live: Sequence[int] = (),
 ) -> StageCosts:
-    """Cost of the stages that ``boundaries`` (first section of each stage) and ``windows`` describe.
+    """Return the costs of the stages that ``boundaries`` (first section of each stage) and ``windows`` describe.
 
     Args:
         costs: The sections at one m.
         boundaries: First section of each stage.
-        windows: Of each stage.
+        windows: In-flight window of each stage.
         schedule: Decides which stages recompute.
         layout: Where the workers run; None: each on a node of its own.
-        single: Whether there is one replica only.
-        live: Of how many sections each stage runs again together; 0: as the schedule has it. None given: all so.
+        single: Whether there is only one replica.
+        live: Number of sections that each stage recomputes together; 0: as the schedule says; empty: 0 for all.
     """
     num_stages = len(boundaries)
     layout = lone_workers(num_stages) if layout is None else layout
@@ -356,7 +356,7 @@ def _last_group(begin: Ints, end: Ints, live: Ints) -> Ints:
 
 
 def link_times(costs: SectionCosts, name: str, cuts: Ints, layout: Layout, worst: bool) -> Ints:
-    """Times over the links that the replicas have at these cuts: the worst or the best of both kinds."""
+    """Return times over the links that replicas have at these cuts: the worst or the best of both kinds of links."""
     between: Ints = getattr(costs.inter_node, name)[cuts]
     if not layout.has_neighbours:
         return between
@@ -372,12 +372,12 @@ def _sorted_parts(parts: Mapping[str, Ints]) -> dict[str, int]:
 
 
 def scaled(times_ns: Ints, factor: Floats | None) -> Ints:
-    """Times of workers that are slower by these factors."""
+    """Return the times of workers that are slower by these factors."""
     return times_ns if factor is None else np.rint(times_ns * factor).astype(np.int64)
 
 
 def _split(curve: Curve, sizes_bytes: Floats) -> tuple[Ints, Ints]:
-    """Time of a message, and what of it is spent on the wire."""
+    """Return the time of a message, and the part of it that is spent on the wire."""
     total = whole_ns(curve(sizes_bytes), "a message")
     latency = round(float(curve(np.zeros(1))[0]))
     return total, np.maximum(0, total - latency)

@@ -24,17 +24,17 @@ _CAUSES = {
     "slow_workers": "slow workers, for whom everybody waits",
     "jitter": "task and message times that vary",
 }
-"""What takes the time, without advice: what would help is simulated (:func:`simulator.search.planner.advice`)."""
+"""Causes of lost time. Advice is not part of them: it is simulated (:func:`simulator.search.planner.advice`)."""
 _TIED = "summing the gradients of weights that several stages share"
 
 
 def breakdown_s(outcome: Outcome, conditions: Conditions) -> dict[str, float]:
-    """Steps in seconds that add up to the mini-batch.
+    """Return steps in seconds that add up to the mini-batch.
 
-    work: all work / workers; imbalance: up to n * max t_s; fill_and_drain: up to the bound without latency,
-    windows, wires and all-reduce; latency: up to the bound with latency and windows; bandwidth: with wires too;
-    schedule: up to the pipelines as planned; then what slow workers, redundant tasks, shared cores, shared links or
-    messages that nothing overlaps add; all_reduce: what of it is exposed; commit_and_optimizer; jitter.
+    work: all work / workers; imbalance: up to n * max t_s; fill_and_drain: up to the bound without latency, windows,
+    wires and all-reduce; latency: up to the bound with latency and windows; bandwidth: up to the bound with wires, too;
+    schedule: up to the pipelines as planned; then the time that slow workers, redundant tasks, shared cores, shared
+    links or messages without overlap add; all_reduce: its exposed part; commit_and_optimizer; jitter.
     """
     costs, counts = outcome.costs, outcome.counts
     quick = tuple(entry for entry in conditions.slow if entry[2] < 1)
@@ -79,7 +79,7 @@ def _hindrance(conditions: Conditions) -> str:
 
 
 def explain(steps_s: dict[str, float], plan: Plan) -> str:
-    """One sentence: how much of the mini-batch is work, and what takes most of the rest."""
+    """Return one sentence: the share of work in the mini-batch, and the main cause of the rest."""
     total = sum(steps_s.values())
     name, lost = max(((key, value) for key, value in steps_s.items() if key != "work"), key=lambda item: item[1])
     share = steps_s["work"] / total

@@ -22,9 +22,9 @@ _Row = tuple[int, int, str, int, float, float]
 def timeline_frame(
     costs: StageCosts, counts: Sequence[int], conditions: Conditions, played: Played, after: Finish
 ) -> pd.DataFrame:
-    """One row per task, ordered by replica, stage and start; ``micro_batch`` is the replica's own number or -1.
+    """Return one row per task, ordered by replica, stage and start; ``micro_batch`` counts in the replica; -1: none.
 
-    The worker's own tasks may come between the first begin and the end of a redundant one.
+    A worker's own tasks may lie between the first begin and the end of a redundant one.
     """
     times = worker_times(costs, counts, conditions)
     durations = {"F": times.forward_ns, "R": times.recompute_ns, "B": times.backward_ns}
@@ -52,7 +52,7 @@ def _redundant_rows(spans: Ints, replica: int, stage: int) -> Iterator[_Row]:
 
 
 def _own_reduces(costs: StageCosts, after: Finish, num_replicas: int, stage: int) -> Iterator[tuple[int, int]]:
-    """(start, duration) of what each section completes: of a ring one after the other, the last section's first."""
+    """Yield (start, duration) of each section's reduction, one after the other in a ring, from the last section on."""
     reduced, behind = costs.reduced, costs.reduced.behind_ns(num_replicas)
     if after.rings is not None:
         reduced, behind = after.rings.spans, after.rings.behind_ns
@@ -60,7 +60,7 @@ def _own_reduces(costs: StageCosts, after: Finish, num_replicas: int, stage: int
     free = 0
     for section in range(end - 1, first - 1, -1):
         if section + 1 < end and reduced.stage[section] != reduced.stage[section + 1]:
-            free = 0  # rings wait for each other in another order; ``ready_ns`` has that
+            free = 0  # rings wait for each other in another order, which ``ready_ns`` contains
         start = max(free, int(after.ready_ns[section]))
         is_first = section == reduced.first[section]
         duration = int(behind[section] - (0 if is_first else behind[section - 1]))

@@ -1,4 +1,4 @@
-"""The times of every single worker of a shape, from its costs, its conditions and the jitter of a draw."""
+"""The times of every worker of a shape, from its costs, its conditions and the jitter of a draw."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _MESSAGES = ("activation", "gradient")
 def worker_times(
     costs: StageCosts, counts: Sequence[int], conditions: Conditions, jitter: JitterDraw | MeanJitter | None = None
 ) -> ShapeTimes:
-    """Times of stage s of replica d for each.
+    """Return the times of every stage s of every replica d.
 
     Args:
-        costs: Of the stages.
+        costs: Costs of the stages.
         counts: Micro-batches of each replica.
         conditions: Nodes and slow workers.
-        jitter: Of a draw; None: medians.
+        jitter: A draw of times; None: medians.
     """
     num_replicas = len(counts)
     slower = _slower(costs, num_replicas, conditions)
@@ -39,7 +39,7 @@ def worker_times(
     else:
         totals = {kind: _drawn_messages(costs, counts, jitter, kind) for kind in _MESSAGES}
     handled = _handled_ns(totals, conditions)
-    if not conditions.overlaps:  # then messages are in the tasks at both ends, and nowhere else
+    if not conditions.overlaps:  # then messages are part of the tasks at both ends
         totals, wires = ({kind: np.zeros_like(times[kind]) for kind in _MESSAGES} for times in (totals, wires))
     return ShapeTimes(
         **{
@@ -56,10 +56,10 @@ def worker_times(
 
 
 def _handled_ns(totals: Mapping[str, Ints], conditions: Conditions) -> dict[str, Floats]:
-    """What longer a worker is busy with a task for its messages, at either end, [P, D, 1 or most].
+    """Return the time that messages add to the tasks of their workers, at either end, [P, D, 1 or most].
 
-    On one machine half of each message: it takes the cores, which then wait for it. Else nothing, or all of it where
-    nothing overlaps: the sender is busy until the message is sent, then the receiver until it has it.
+    On one machine it is half of each message, which occupies the cores. Otherwise it is 0, or, where nothing overlaps,
+    the whole message: the sender is busy until the message is sent, then the receiver until it has arrived.
     """
     if conditions.compute_slots is None and conditions.overlaps:
         return {}
@@ -78,7 +78,7 @@ def _handled_ns(totals: Mapping[str, Ints], conditions: Conditions) -> dict[str,
 def _redundant_times(
     costs: StageCosts, tasks: Mapping[str, Ints | Floats], slower: Floats, conditions: Conditions
 ) -> dict[str, Ints]:
-    """Of each worker, as fast as it is, what the next stage computes; see :mod:`simulator.costs.redundant`."""
+    """Return the times of the next stage's tasks at each worker's own speed; see :mod:`simulator.costs.redundant`."""
     if not conditions.eager or costs.times.num_stages == 1:
         return {}
     next_stage = {kind: np.roll(times, -1, axis=0) * slower for kind, times in tasks.items()}
@@ -94,7 +94,7 @@ def _redundant_times(
 
 
 def swap_ns(costs: StageCosts) -> Floats:
-    """What the next stage's activations of a micro-batch take to host memory, or back: [P]. 0 where it recomputes."""
+    """Return the time to copy the next stage's activations to host memory or back: [P]; 0 where it recomputes."""
     speed = costs.sections.profile.host_copy_bytes_per_s
     return next_activations(costs.memory, *costs.spans, costs.times.recompute) / speed * 1e9 if speed else np.zeros(1)
 
@@ -102,9 +102,9 @@ def swap_ns(costs: StageCosts) -> Floats:
 def to_come_ns(
     costs: StageCosts, counts: Sequence[int], conditions: Conditions, jitter: JitterDraw | MeanJitter | None = None
 ) -> Ints:
-    """What of each replica's last backward follows that of each section: int64[K, D]; see :func:`worker_times`.
+    """Return the part of each replica's last backward after each section's: int64[K, D]; see :func:`worker_times`.
 
-    Nothing where reductions wait for all backwards.
+    It is 0 where reductions wait for all backwards.
     """
     if conditions.all_reduce == "late":
         return np.zeros((costs.sections.num_sections, len(counts)), np.int64)
@@ -119,7 +119,7 @@ def to_come_ns(
 
 
 def _slower(costs: StageCosts, num_replicas: int, conditions: Conditions) -> Floats:
-    """[P, D, 1]: how much slower each worker is than alone and well."""
+    """Return how many times slower each worker is than a healthy one alone: [P, D, 1]."""
     slower = np.empty((costs.times.num_stages, num_replicas))
     slower[:] = costs.layout.slowdown
     for stage, replica, factor in conditions.slow:
@@ -128,7 +128,7 @@ def _slower(costs: StageCosts, num_replicas: int, conditions: Conditions) -> Flo
 
 
 def _medians(costs: StageCosts) -> dict[str, Ints]:
-    """[P, 1, 1] of each task."""
+    """Return the median times of each task: [P, 1, 1]."""
     return {kind: getattr(costs.alone, f"{kind}_ns")[:, None, None] for kind in _TASKS}
 
 
@@ -138,7 +138,7 @@ def _ends(costs: StageCosts) -> tuple[Ints, Ints]:
 
 
 def _dealt(values: Floats, counts: Sequence[int]) -> Floats:
-    """From [P, N] by micro-batch of the mini-batch to [P, D, most] by that of each replica."""
+    """Distribute [P, N] values by micro-batch of the mini-batch to [P, D, most] by micro-batch of each replica."""
     dealt = np.zeros((len(values), len(counts), max(counts)))
     first = 0
     for replica, count in enumerate(counts):
@@ -157,7 +157,7 @@ def _drawn_tasks(costs: StageCosts, counts: Sequence[int], jitter: JitterDraw | 
 
 
 def _by_worker(costs: StageCosts, name: str, num_replicas: int) -> Ints:
-    """[P, D]: over the link that each worker has to its next stage."""
+    """Return message times over the link from each worker to its next stage: [P, D]."""
     _, end = _ends(costs)
     between: Ints = getattr(costs.sections.inter_node, name)[end - 1]
     within: Ints = getattr(costs.sections.intra_node, name)[end - 1]
@@ -167,7 +167,7 @@ def _by_worker(costs: StageCosts, name: str, num_replicas: int) -> Ints:
 
 
 def _drawn_messages(costs: StageCosts, counts: Sequence[int], jitter: JitterDraw | MeanJitter, kind: str) -> Ints:
-    """[P, D, most]."""
+    """Return drawn message times: [P, D, most]."""
     _, end = _ends(costs)
     sections = costs.sections
     inside = np.broadcast_to(costs.layout.inside, (len(end), len(counts)))
@@ -179,10 +179,10 @@ def _drawn_messages(costs: StageCosts, counts: Sequence[int], jitter: JitterDraw
 
 
 def recomputes_in_time(times: StageTimes) -> bool:
-    """Whether a recompute that begins with the backward behind it is done before the gradient comes.
+    """Whether a recompute that begins with the next stage's backward ends before the gradient arrives.
 
-    Otherwise executing an order is faster than the rules that made it: a worker that has nothing else to do does not
-    wait with the recompute until the next stage has begun its backward.
+    If not, executing an order is faster than the rules that made it: an idle worker begins the recompute without
+    waiting for the next stage to begin its backward.
     """
     late = times.recompute_ns[:-1] > times.backward_ns[1:] + times.gradient_ns[:-1]
     return not bool((late & times.recompute[:-1]).any())

@@ -1,9 +1,9 @@
 """How the simulator's inner loops are compiled: without the interpreter lock, and kept on disk by numba.
 
-Numba keeps a file for each loop beside its source, or in the folder that ``NUMBA_CACHE_DIR`` names, and trusts what it
-finds there. So each such folder gets one file more, with the digests of the others and of the sources that they were
-made of. Before numba looks for a loop, whatever differs is removed; it is then compiled anew. None of these files is
-needed: without room for them, loops are compiled in each process.
+Numba caches a file for each loop beside its source, or in the folder ``NUMBA_CACHE_DIR``, and trusts the files that it
+finds there. So each such folder gets one more file, with the digests of the others and of their sources. Before numba
+looks for a loop, files that differ from their digests are removed, and the loop is then compiled again. The cache is
+optional: if it cannot be written, loops are compiled in each process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numba
 
 _SEAL = "morph-loops.json"
 _MOST_LOOPS = 200
-"""That one call may find not compiled yet."""
+"""The most loops that one call may have to compile."""
 _njit: Any = numba.njit
 
 
@@ -30,7 +30,7 @@ def _kept(**options: bool) -> Callable[[Any], Any]:
     """Return a decorator: ``numba.njit`` with these options, its files checked."""
 
     def decorate(function: Any) -> Any:
-        with contextlib.suppress(RuntimeError):  # it finds no folder that it can write to
+        with contextlib.suppress(RuntimeError):  # there is no writable folder
             made = _njit(cache=True, nogil=True, **options)(function)
             if not hasattr(made, "stats"):  # NUMBA_DISABLE_JIT is set
                 return made
@@ -42,7 +42,7 @@ def _kept(**options: bool) -> Callable[[Any], Any]:
 
 
 def entry(loop: Any) -> Callable[..., Any]:
-    """Return a loop for calls from Python: what was compiled for one is sealed, or left where no disk takes it."""
+    """Return a loop for calls from Python; newly compiled files are sealed, if they could be written."""
     kept_in = loop.stats.cache_path if hasattr(loop, "stats") else None
     if kept_in is None:
         return loop  # type: ignore[no-any-return]
@@ -63,7 +63,7 @@ def entry(loop: Any) -> Callable[..., Any]:
 
 
 def _called(loop: Any, args: tuple[Any, ...]) -> Any:
-    """Numba raises where it cannot write what it has compiled, and finds it compiled when it is called again."""
+    """Call a loop; if numba raises because it cannot write its file, call again, as the loop is compiled by then."""
     for _ in range(_MOST_LOOPS):
         with contextlib.suppress(OSError):
             return loop(*args)
@@ -72,7 +72,7 @@ def _called(loop: Any, args: tuple[Any, ...]) -> Any:
 
 @cache
 def _checked(folder: Path, sources: Path) -> bool:
-    """Remove what differs from its digest; return whether all of it could be removed."""
+    """Remove files that differ from their digests; return whether all of them could be removed."""
     about, sealed = _digest_of_sources(sources), {}
     with contextlib.suppress(OSError, ValueError, AttributeError):
         seal = json.loads((folder / _SEAL).read_text())
@@ -88,7 +88,7 @@ def _checked(folder: Path, sources: Path) -> bool:
 
 
 def _seal(folder: Path, sources: Path) -> None:
-    """Write down the digests of a folder's files."""
+    """Store the digests of a folder's files."""
     with contextlib.suppress(OSError):
         files = {path.name: _digest(path) for path in _files(folder)}
         content = json.dumps({"about": _digest_of_sources(sources), "files": files})
@@ -114,7 +114,7 @@ def _digest(path: Path) -> str | None:
 
 @cache
 def _digest_of_sources(folder: Path) -> str:
-    """Numba looks at the file of a loop alone, but a loop holds those of other files that it calls, too."""
+    """Return the digest of all sources of a folder: a compiled loop contains functions of other files that it calls."""
     found = hashlib.sha256(numba.__version__.encode())
     for path in sorted(folder.glob("*.py")):
         found.update(path.name.encode() + path.read_bytes())
@@ -129,7 +129,7 @@ inlined: Any = _kept(inline="always")  # type: ignore[arg-type]
 
 
 def _without_reference_counts() -> Any:
-    """For loops that allocate nothing: counting references of array arguments took two thirds of their time."""
+    """Return the decorator for loops that allocate nothing, without reference counts, which took 2/3 of their time."""
     try:
         _njit(_nrt=False)
     except (KeyError, NameError):  # an option of numba that its documentation does not promise

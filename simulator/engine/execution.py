@@ -1,14 +1,14 @@
 """Plays given task orders as an executor runs them: late inputs, slow workers, shared links and shared cores.
 
-A worker runs the order of its plan and leaves it as ``ScheduleCursor`` of ``morph.runtime.step`` does: a backward
-whose gradient is there goes first; where the backward or recompute that is due still lacks its gradient, a forward
-that is there and for which the window has room goes before it.
+A worker runs the order of its plan and deviates from it as ``ScheduleCursor`` of ``morph.runtime.step`` does: a
+backward whose gradient has arrived goes first; while the gradient for the due backward or recompute is missing, a ready
+forward for which the window has room goes before it.
 
 A message takes its channel's wire time, then a latency; a channel's messages leave one after the other and arrive in
 order. Channels between nodes share the nodes' links: of n messages that leave one node, or enter one, each gets 1/n
 of the bandwidth, at the fuller of its two ends. Latency is not shared. At one instant all ends of tasks and
 transmissions come first, then stages decide, the last stage first and in it the lowest replica. With
-``compute_slots`` at most that many tasks run at once, in the order in which they were ready.
+``compute_slots`` at most that many tasks run at once, in the order in which they become ready.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ _REDUNDANT = ("redundant_forward_ns", "redundant_backward_ns")
 class ShapeTimes:
     """Times of every worker, stage s of replica d, in ns (int64).
 
-    Tasks and latencies have shape [P, D, n]: n = 1 for all micro-batches alike, else one for each of the replica's
-    own; tasks are at least 1. Activation s goes from stage s to s + 1, gradient s from s + 1 to s; the last entry
-    is unused. ``*_wire_ns`` [P, D] is what a lone message occupies its wire for, before its latency. ``node`` [P, D]
-    says on which node a worker runs; with ``share_links`` messages between nodes share the nodes' links.
-    ``redundant_forward_ns`` and ``redundant_backward_ns``, as tasks: what each worker runs of the next stage's (the
-    last one of the first's) in its waits; None: no such tasks; backwards only with forwards, and at least two stages.
+    Tasks and latencies have shape [P, D, n]: n = 1 if all micro-batches are equal, else the replica's number of them;
+    tasks are at least 1. Activation s goes from stage s to s + 1, gradient s from s + 1 to s; the last entry is unused.
+    ``*_wire_ns`` [P, D] is the time for which a lone message occupies its wire, before its latency. ``node`` [P, D] is
+    the node of each worker; with ``share_links`` messages between nodes share the nodes' links.
+    ``redundant_forward_ns`` and ``redundant_backward_ns`` are the tasks of the next stage (on the last stage: of the
+    first) that each worker runs in its waits; None: no such tasks. Redundant backwards require redundant forwards and
+    at least two stages.
     """
 
     forward_ns: Ints
@@ -76,12 +77,12 @@ class ShapeTimes:
         return tuple(getattr(self, name) for name in self._names)
 
     def of_replicas(self, replicas: Sequence[int]) -> ShapeTimes:
-        """The same for some replicas alone."""
+        """Return the times of some replicas only."""
         chosen = list(replicas)
         return replace(self, **{name: getattr(self, name)[:, chosen] for name in (*self._names, "node")})
 
     def companies(self) -> list[tuple[int, ...]]:
-        """Replicas that share a node, directly or through others; each alone where nothing is shared."""
+        """Return groups of replicas that share nodes, directly or through others; without shared links, single ones."""
         leader = list(range(self.num_replicas))
 
         def find(replica: int) -> int:
@@ -101,7 +102,7 @@ class ShapeTimes:
         return [tuple(company) for company in found.values()]
 
     def likeness(self, company: Sequence[int], counts: Sequence[int]) -> tuple[object, ...]:
-        """Equal for two companies that must go the same way."""
+        """Return a key that is equal for two groups of replicas with the same result."""
         chosen, first = list(company), dict[int, int]()
         nodes = self.node[:, chosen].ravel().tolist() if self.share_links else []
         numbered = tuple(first.setdefault(node, len(first)) for node in nodes)
@@ -110,7 +111,7 @@ class ShapeTimes:
 
 
 def lane_times(times: StageTimes, num_replicas: int) -> ShapeTimes:
-    """All replicas alike, each worker on a node of its own, no shared links."""
+    """Return the times of equal replicas, with each worker on its own node and no shared links."""
     activation_wire, gradient_wire = times.wires_ns
 
     def spread(values: Ints) -> Ints:
@@ -141,15 +142,15 @@ def execute_orders(
     """Play one mini-batch.
 
     Args:
-        times: Of every worker.
+        times: Times of every worker.
         orders: ``orders[d][s]``, strings over F, R and B.
-        windows: Of each stage.
-        strict: Keep to the orders whatever comes (GPipe, 1F1B).
-        compute_slots: Tasks that can run at once on all workers together; None: no limit.
-        keep_times: Also return what was run, and when. Else periods that repeat are skipped, exactly.
+        windows: In-flight window of each stage.
+        strict: Never deviate from the orders (GPipe, 1F1B).
+        compute_slots: Number of tasks that can run at once on all workers together; None: no limit.
+        keep_times: Also return the tasks that ran, and when. Otherwise repeating periods are skipped, which is exact.
 
     Raises:
-        PlanError: orders that wait for each other.
+        PlanError: the orders deadlock.
     """
     counts = tuple(replica[0].count("F") for replica in orders)
     everybody = tuple(range(times.num_replicas))
@@ -178,14 +179,14 @@ def _merged(shares: Iterable[tuple[tuple[int, ...], Played]], num_stages: int, n
             redone[:, list(company)], eager = played.redone_ns, True
         for name, found in by_replica.items():
             of_company = getattr(played, name)
-            if of_company:  # else nobody requested it
+            if of_company:  # otherwise it was not requested
                 found.update(zip(company, of_company, strict=True))
     kept = {name: tuple(found[d] for d in sorted(found)) for name, found in by_replica.items()}
     return Played(ended, redone_ns=redone if eager else None, **kept)
 
 
 def _by_lane(values: Ints) -> Ints:
-    """From [P, D, ...] to [L, ...] in the order of lanes."""
+    """Rearrange [P, D, ...] to [L, ...] in the order of lanes."""
     return np.ascontiguousarray(values[::-1].reshape(-1, *values.shape[2:]))
 
 
@@ -200,14 +201,14 @@ def _lanes(times: ShapeTimes, counts: Sequence[int], windows: Sequence[int] | In
 
 
 def _channels(times: ShapeTimes) -> tuple[npt.NDArray[np.void], Ints, Ints, Ints, Ints]:
-    """Channels, latencies, wires, and by node the channels that leave and that enter it."""
+    """Return channels, latencies, wires, and by node the channels that leave and that enter it."""
     num_stages = times.num_stages
     copies = times.redundant_backward_ns is not None
     channels, shared, leaving, entering = _wiring(times.node.shape, times.node.tobytes(), copies, times.share_links)
     # gradient s leaves stage s + 1
     behind = (np.arange(num_stages) - 1) % num_stages
     longest = max(times.activation_ns.shape[2], times.gradient_ns.shape[2])
-    far = int(num_stages > 2)  # of two stages the last one is itself the predecessor of the first
+    far = int(num_stages > 2)  # with two stages, the last one is itself the predecessor of the first
     sent = (times.activation_ns, times.gradient_ns[behind], *[times.gradient_ns[behind] * far] * copies)
     on_wire = (
         times.activation_wire_ns,
@@ -219,20 +220,21 @@ def _channels(times: ShapeTimes) -> tuple[npt.NDArray[np.void], Ints, Ints, Ints
     return channels.copy(), latencies, np.where(shared, np.maximum(1, wires), wires), leaving, entering
 
 
-@lru_cache(maxsize=8)  # of thousands of GPUs each takes megabytes
+@lru_cache(maxsize=8)  # for thousands of GPUs each entry takes megabytes
 def _wiring(
     shape: tuple[int, int], nodes: bytes, copies: bool, share_links: bool
 ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.bool_], Ints, Ints]:
-    """Channels before anything is sent, which of them share a link, and by node those that leave and that enter it.
+    """Return channels in their initial state, which of them share a link, and by node those that leave and enter it.
 
-    A search plays shapes with the same nodes thousands of times. ``nodes``: int64[P, D]. None of it may be changed.
+    Cached, because a search plays shapes with the same nodes thousands of times; the results must not be changed.
+    ``nodes``: int64[P, D].
     """
     num_replicas = shape[1]
     num_lanes = shape[0] * num_replicas
     lane = np.arange(num_lanes)
     has_next, has_previous = lane >= num_replicas, lane < num_lanes - num_replicas
     used = np.concatenate([has_next, has_previous, *[has_previous] * copies])
-    # a copy of what goes to the stage before goes to its predecessor, which the first stage has in the last
+    # a copy of a gradient goes to the receiver's predecessor; that of the first stage is the last one
     to_predecessor = (lane + 2 * num_replicas) % num_lanes
     receivers = [lane - num_replicas, lane + num_replicas, *[to_predecessor] * copies]
     channels = np.zeros(len(used), CHANNEL)
@@ -247,12 +249,12 @@ def _wiring(
 
 
 def _as_long(values: Ints, longest: int) -> Ints:
-    """From [P, D, 1 or longest] to [P, D, longest]."""
+    """Extend [P, D, 1 or longest] to [P, D, longest]."""
     return values if values.shape[2] == longest else np.broadcast_to(values, (*values.shape[:2], longest))
 
 
 def _listed(nodes: Ints, num_nodes: int) -> Ints:
-    """For each node how many channels have it, and which."""
+    """Return for each node the number of its channels, and which they are."""
     order = np.argsort(nodes, kind="stable")
     order = order[nodes[order] >= 0]
     counts = np.bincount(nodes[order], minlength=num_nodes)
@@ -334,19 +336,19 @@ def _execute_together(
 
 
 def _tasks(*kinds: Ints) -> Ints:
-    """[number of kinds, L, n]."""
+    """Stack tasks of several kinds: [number of kinds, L, n]."""
     longest = max(kind.shape[2] for kind in kinds)
     return np.stack([_by_lane(_as_long(kind, longest)) for kind in kinds])
 
 
 def _by_replica(extra: tuple[Ints, Ints, Ints], counts: Sequence[int], num_stages: int) -> tuple[tuple[Ints, ...], ...]:
-    """Begins and ends of redundant tasks, by replica and stage."""
+    """Return begins and ends of redundant tasks, by replica and stage."""
     kinds, spans = len(extra[0]), extra[2].reshape(2, num_stages, len(counts), *extra[2].shape[2:])[:, ::-1]
     return tuple(tuple(spans[:kinds, s, d, :count] for s in range(num_stages)) for d, count in enumerate(counts))
 
 
 def _extra(times: ShapeTimes, num_lanes: int, most: int) -> tuple[Ints, Ints, Ints] | None:
-    """Redundant tasks as the loop wants them; ``most``: of how many of each kind begin and end are kept."""
+    """Return redundant tasks in the form for the loop; ``most``: number of tasks of a kind whose times are kept."""
     given = [kind for name in _REDUNDANT if (kind := getattr(times, name)) is not None]
     if not given:
         return None
@@ -354,7 +356,7 @@ def _extra(times: ShapeTimes, num_lanes: int, most: int) -> tuple[Ints, Ints, In
 
 
 def _letters(orders: Sequence[Sequence[str]], longest: int) -> Letters:
-    """[P, D, longest], padded with 0."""
+    """Return orders as letters: [P, D, longest], padded with 0."""
     packed = np.zeros((len(orders[0]), len(orders), longest), np.uint8)
     known: dict[int, Sequence[str]] = {}
     for replica, stages in enumerate(orders):

@@ -2,10 +2,11 @@
 
 A *lane* is one stage of one replica, numbered (P - 1 - s) * D + d: the order in which stages decide at one instant.
 A *channel* carries the messages of one direction from one lane: number = lane for activations (to the next stage)
-and L + lane for gradients (to the stage before); where backwards are run redundantly, 2L + lane for copies of gradients
-(to the predecessor of the stage before). Every lane and channel has one key (instant, task ends before ends of
-transmissions before decisions, number); the least is found in a tournament tree. Work left to transmit is kept in
-1/2520 ns, so that shares of up to ten messages are exact. The untyped definitions are numba's dialect.
+and L + lane for gradients (to the stage before); with redundant backwards also 2L + lane for copies of gradients (to
+the predecessor of the stage before). Every lane and channel has one key: (instant, kind, number), where ends of tasks
+come before ends of transmissions, and these before decisions; the least key is found in a tournament tree. The rest of
+a transmission is kept in units of 1/2520 ns, so that shares of up to ten messages are exact. Definitions are untyped,
+as numba requires.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _set(tree, number, key):  # type: ignore[no-untyped-def]
 
 @loop
 def _arrive(lanes, channels, arrivals, latencies, tree, c, leaves, bits):  # type: ignore[no-untyped-def]
-    """A message has left: tell the receiver when it arrives, and wake it then if it is idle."""
+    """A message has left: set its arrival at the receiver, and wake the receiver then if it is idle."""
     mine, mask = channels[c], arrivals.shape[2] - 1
     kind = _ACT if c < len(lanes) else _GRAD
     arrival = max(mine.last, leaves + latencies[c, min(mine.sent, latencies.shape[1] - 1)])
@@ -106,7 +107,7 @@ def _arrive(lanes, channels, arrivals, latencies, tree, c, leaves, bits):  # typ
 
 @loop
 def _reshare(channels, busy, tree, num_lanes, c, now, bits):  # type: ignore[no-untyped-def]
-    """Give a message that is leaving its present share of the links: 1/n of n messages, at the fuller end."""
+    """Update the share of the links for a message in transmission: 1/n for n messages, at the fuller end."""
     mine = channels[c]
     share = max(busy[0, mine.out], busy[1, mine.into])
     if share != mine.share:
@@ -119,7 +120,7 @@ def _reshare(channels, busy, tree, num_lanes, c, now, bits):  # type: ignore[no-
 
 @loop
 def _reshare_both(channels, busy, leaving, entering, tree, num_lanes, c, now, bits):  # type: ignore[no-untyped-def]
-    """After channel c began or ended a transmission: everybody on either of its links."""
+    """Update the shares of all channels on either link of channel c, after it began or ended a transmission."""
     out, into = channels[c].out, channels[c].into
     for at in range(leaving[out, 0]):
         other = leaving[out, 1 + at]
@@ -142,7 +143,7 @@ def _transmit(channels, wires, busy, leaving, entering, tree, num_lanes, c, now,
 
 @loop
 def _hand_over(lanes, channels, arrivals, latencies, wires, busy, leaving, entering, tree, c, now, bits):  # type: ignore[no-untyped-def]
-    """Send a message: at once, or behind the channel's earlier ones."""
+    """Send a message, at once or after the channel's earlier ones."""
     mine = channels[c]
     mine.handed += 1
     if mine.out < 0:
@@ -154,7 +155,7 @@ def _hand_over(lanes, channels, arrivals, latencies, wires, busy, leaving, enter
 
 @loop
 def _due(me, orders):  # type: ignore[no-untyped-def]
-    """The first letter of the order that was not begun."""
+    """Return the first letter of the order that was not begun."""
     while True:
         due = orders[me.stage, me.replica, me.position]
         if due == _F and me.seen_f < me.num_f:
@@ -170,7 +171,7 @@ def _due(me, orders):  # type: ignore[no-untyped-def]
 
 @loop
 def _next_letter(lanes, arrivals, orders, lane, num_stages, strict, now):  # type: ignore[no-untyped-def]
-    """As ``ScheduleCursor.next_task``: (letter or 0, when to look again)."""
+    """Decide like ``ScheduleCursor.next_task``; return (letter or 0, when to decide again)."""
     me, mask, never = lanes[lane], arrivals.shape[2] - 1, np.int64(_NEVER)
     if me.num_b == me.count:
         return 0, never
@@ -231,7 +232,7 @@ def _begin(lanes, arrivals, tasks, extra, letters, starts, tree, lane, letter, n
 
 @loop
 def _redone(lanes, arrivals, extra, redone, num_stages):  # type: ignore[no-untyped-def]
-    """Run what redundant tasks are left: 1."""
+    """Run the remaining redundant tasks; return 1."""
     for lane in range(len(lanes)):
         me = lanes[lane]
         redone[me.stage, me.replica] = use_wait(lanes, arrivals, extra, lane, np.int64(_NEVER), num_stages)
@@ -264,15 +265,15 @@ def execution_loop(  # type: ignore[no-untyped-def]
     strict,
     bits,
 ):
-    """Play to the end: 1, 0: tasks wait for each other, -1: later than a key can say. Allocates nothing.
+    """Play to the end. Return 1; or 0: deadlock; or -1: an instant too late for a key. Allocates nothing.
 
     Args:
         lanes: ``STAGE_PROGRESS``[L], with stage, replica, count, window and again set.
         channels: ``CHANNEL``[2L or 3L], with receiver, out and into set.
         tasks: int64[3, L, n] of F, R and B by micro-batch; n = 1: the same for all.
-        extra: Redundant tasks, see :mod:`simulator.engine.redundant_loop`; None, for which this is compiled apart.
-        latencies: int64[2L or 3L, n] of messages behind the wire.
-        wires: int64[2L or 3L] time on the wire of a lone message; at least 1 where it is shared.
+        extra: Redundant tasks, see :mod:`simulator.engine.redundant_loop`; None has a compiled version of its own.
+        latencies: int64[2L or 3L, n], latencies of messages after the wire.
+        wires: int64[2L or 3L], time on the wire of a lone message; at least 1 where it is shared.
         orders: uint8[P, D, longest] letters.
         arrivals: int64[2 or 3, L, 2^k], more than any lane can have in flight.
         busy: int64[2, number of nodes]: messages leaving and entering.
@@ -280,15 +281,15 @@ def execution_loop(  # type: ignore[no-untyped-def]
         entering: As ``leaving``.
         tree: int64[2^k], 2^k >= 6L or 8L: tournament tree, all never.
         queue: int64[L, 2].
-        old: Like (lanes, channels, arrivals, tree): to find out what repeats, where no letters are kept.
-        ended: int64[P, D] result.
-        redone: int64[P, D] result: when the last redundant task has ended too.
-        letters: uint8[P, D, 3n] result, or n = 0.
-        starts: int64[P, D, 3n] result, or n = 0.
+        old: Like (lanes, channels, arrivals, tree), to detect repeating periods when no letters are kept.
+        ended: int64[P, D], result: ends of last backwards.
+        redone: int64[P, D], result: when also the last redundant task has ended.
+        letters: uint8[P, D, 3n], result, or n = 0.
+        starts: int64[P, D, 3n], result, or n = 0.
         num_stages: P.
-        slots: Tasks at once.
-        strict: 1: keep to the order whatever comes.
-        bits: Of a lane's or channel's number.
+        slots: Number of tasks at once.
+        strict: 1: never deviate from the orders.
+        bits: Number of bits of a lane's or channel's number.
     """
     num_lanes = len(lanes)
     head, waiting, running, left = 0, 0, 0, 0
@@ -303,7 +304,7 @@ def execution_loop(  # type: ignore[no-untyped-def]
     number_mask = (np.int64(1) << bits) - 1
     latest = np.int64(1) << (60 - bits)
     while True:
-        if left == 0 and (not copies or tree[1] == _NEVER):  # copies may be on their way yet
+        if left == 0 and (not copies or tree[1] == _NEVER):  # copies may still be on their way
             return 1 if extra is None else _redone(lanes, arrivals, extra, redone, num_stages)
         key = tree[1]
         if key == _NEVER:

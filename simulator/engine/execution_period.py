@@ -1,9 +1,9 @@
-"""Finds out that workers that execute their orders repeat themselves, so that whole periods are skipped exactly.
+"""Detects periods in the execution of orders, so that whole periods can be skipped exactly.
 
-A state is (lanes, channels, arrivals, tree) of ``execution_loop``, as it is when lane 0 ends a backward. Two
-are the same when everything that decides what comes next is the same, relative to the time and to the micro-batches
-begun; what has arrived already counts as arriving now. From there on the same happens again, as long as the orders say
-the same and forwards are left.
+A state is (lanes, channels, arrivals, tree) of ``execution_loop`` when lane 0 ends a backward. Two states are equal if
+everything that determines the future is equal relative to the time and to the micro-batches begun; messages that have
+arrived count as arriving now. After equal states the same happens again, as long as the orders repeat and forwards are
+left.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _NEVER = 2**62
 
 @loop
 def _copy_messages(lanes, arrivals, to, moved, later):  # type: ignore[no-untyped-def]
-    """When what no task has taken yet arrives, as of so many micro-batches and ns later."""
+    """Copy the arrivals of unused messages, shifted by so many micro-batches and ns."""
     mask = arrivals.shape[2] - 1
     for n in range(len(lanes)):
         for j in range(lanes[n].num_f, lanes[n].act_known):
@@ -74,7 +74,7 @@ def _same_channel(mine, other, now, old_now, moved):  # type: ignore[no-untyped-
 
 @loop
 def num_repeats(state, now, old, old_now, orders, bits):  # type: ignore[no-untyped-def]
-    """How often what happened since the old state will happen again for sure; 0 where this one is not the same."""
+    """Return how often the period since the old state certainly repeats; 0 if the states differ."""
     lanes, channels, tree = state[0], state[1], state[3]
     num_keys, half = len(lanes) + len(channels), len(tree) >> 1
     moved, shift = lanes[0].num_b - old[0][0].num_b, (now - old_now) << (bits + 2)
@@ -98,13 +98,13 @@ def num_repeats(state, now, old, old_now, orders, bits):  # type: ignore[no-unty
             if orders[me.stage, me.replica, at] != orders[me.stage, me.replica, at - length]:
                 break
             alike += 1
-        repeats = min(repeats, (alike - 1) // length)  # the letter behind the last period is looked at too
+        repeats = min(repeats, (alike - 1) // length)  # the letter after the last period is read, too
     return max(0, repeats)
 
 
 @loop
 def skip(state, now, old, old_now, repeats, bits):  # type: ignore[no-untyped-def]
-    """Go on by so many periods since the old state, which is spoilt. Returns micro-batches of each lane."""
+    """Advance by so many periods since the old state, which is overwritten. Return the micro-batches of each lane."""
     lanes, channels, arrivals, tree = state
     moved = repeats * (lanes[0].num_b - old[0][0].num_b)
     later = repeats * (now - old_now)

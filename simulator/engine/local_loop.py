@@ -1,13 +1,13 @@
 """The compiled loop behind ``engine``: one pipeline, each stage on a clock of its own, no event queue.
 
-A stage is played ahead as far as nothing that is still unknown can change its next decision: what a neighbour has
-not begun yet cannot arrive before that neighbour's clock and the times of its task and message have passed
-(conservative simulation: Chandy and Misra 1979). A recompute and the backward that must follow it count as one task.
-Stages take turns down the pipeline; the order of the turns does not change the result. After each round the whole
-state is compared with an earlier one, relative to stage 0's clock and micro-batch; when it comes back, whole periods
-are skipped (:mod:`simulator.engine.local_loop`; which earlier one: Brent's algorithm).
+A stage is played ahead as long as nothing unknown can change its next decision: a message of a task that a neighbour
+has not begun cannot arrive before the neighbour's clock plus the times of that task and message (conservative
+simulation: Chandy and Misra 1979). A recompute and the backward that must follow it count as one task. Stages take
+turns down the pipeline; the order of the turns does not change the result. After each round the state is compared with
+an earlier one (chosen by Brent's algorithm), relative to stage 0's clock and micro-batch; if they are equal, whole
+periods are skipped.
 
-The untyped definitions are numba's dialect; :func:`play` is their typed face.
+Definitions are untyped, as numba requires; :func:`play` is their typed interface.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from simulator.engine.times import ACT, EARLY, GRAD, STAGE_PROGRESS, B, F, R
 
 @loop
 def same(lanes, arrivals, old_lanes, old_arrivals):  # type: ignore[no-untyped-def]
-    """Whether this state is the old one, later and some micro-batches on: everything that the rules look at."""
+    """Whether this state equals the old one in all that the rules read, shifted in time and micro-batches."""
     last, mask = len(lanes) - 1, arrivals.shape[1] - 1
     later, moved = lanes[0].clock - old_lanes[0].clock, lanes[0].num_b - old_lanes[0].num_b
     if moved <= 0:
@@ -53,7 +53,7 @@ def same(lanes, arrivals, old_lanes, old_arrivals):  # type: ignore[no-untyped-d
 
 @loop
 def keep(lanes, arrivals, old_lanes, old_arrivals):  # type: ignore[no-untyped-def]
-    """Remember this state."""
+    """Copy this state, to compare later ones with it."""
     last, mask = len(lanes) - 1, arrivals.shape[1] - 1
     for s in range(last + 1):
         old_lanes[s] = lanes[s]
@@ -68,7 +68,7 @@ def keep(lanes, arrivals, old_lanes, old_arrivals):  # type: ignore[no-untyped-d
 
 @loop
 def _execute_order(rules, lanes, arrivals, letters, starts, s, last, fixed):  # type: ignore[no-untyped-def]
-    """Play stage s in its fixed order until an input is unknown: tasks begun."""
+    """Play stage s in its fixed order until an input is unknown; return the number of tasks begun."""
     me, mine, mask = lanes[s], rules[s], arrivals.shape[1] - 1
     begun = 0
     while me.position < fixed.shape[1] and fixed[s, me.position] != 0:
@@ -108,7 +108,7 @@ def _execute_order(rules, lanes, arrivals, letters, starts, s, last, fixed):  # 
 
 @loop
 def play_orders(rules, lanes, arrivals, letters, starts, count, fixed):  # type: ignore[no-untyped-def]
-    """Play to the end: (whether it came to one, 0). Allocates nothing."""
+    """Play to the end; return (whether there was no deadlock, 0). Allocates nothing."""
     last = len(rules) - 1
     while lanes[0].num_b < count:
         begun = 0
@@ -126,9 +126,9 @@ _NEVER = 2**62
 
 @loop
 def _apply_rules(rules, lanes, arrivals, letters, starts, s, last, count, only_known):  # type: ignore[no-untyped-def]
-    """Play stage s by the rules until a decision hangs on what is unknown: tasks begun.
+    """Play stage s by the rules until a decision depends on unknown inputs; return the number of tasks begun.
 
-    ``only_known``: begin one task, taking what is unknown for later than all that is known.
+    ``only_known``: begin one task, assuming that unknown inputs arrive later than all known ones.
     """
     # Everything is copied into local variables first: the compiler cannot know that the arrays do not overlap.
     me, mine, mask = lanes[s], rules[s], arrivals.shape[1] - 1
@@ -151,7 +151,7 @@ def _apply_rules(rules, lanes, arrivals, letters, starts, s, last, count, only_k
             next_act = lanes[s - 1].clock + mine.act_after
     begun_before = num_f + num_b
     while num_b < count:
-        # When the next recompute or backward could begin, and the gradient be there: known, or a lower bound.
+        # When the next recompute or backward could begin, and the gradient arrives: known, or a lower bound.
         back, grad, back_known = np.int64(_NEVER), np.int64(_NEVER), True
         if num_b < num_f:
             if is_last:
@@ -225,7 +225,7 @@ def _apply_rules(rules, lanes, arrivals, letters, starts, s, last, count, only_k
 
 @loop
 def _first_known(rules, lanes, arrivals, last, count):  # type: ignore[no-untyped-def]
-    """The stage with the earliest task whose input is known; -1 if there is none."""
+    """Return the stage with the earliest task whose input is known; -1 if there is none."""
     mask = arrivals.shape[1] - 1
     first, found = np.int64(_NEVER), -1
     for s in range(last, -1, -1):
@@ -242,7 +242,7 @@ def _first_known(rules, lanes, arrivals, last, count):  # type: ignore[no-untype
 
 @loop
 def _play_rules(rules, lanes, arrivals, old_lanes, old_arrivals, letters, starts, jump, count, skip):  # type: ignore[no-untyped-def]
-    """Play to the end: (whether it came to one, ns skipped). Allocates nothing."""
+    """Play to the end; return (whether there was no deadlock, ns skipped). Allocates nothing."""
     last, shift = len(rules) - 1, np.int64(0)
     rounds, limit = 0, 1
     while lanes[0].num_b < count:
@@ -311,8 +311,8 @@ def play(rules: Any, count: int, fixed: Any, skip: bool, keep_orders: bool, keep
         keep_times: Return starts.
 
     Returns:
-        (whether it came to an end, last backward ends int64[P], letters uint8[P, 3n], how many of them int64[P],
-        starts int64[P, 3n], skipped periods int64[P, 3]: first letter, end, repeats).
+        (whether there was no deadlock, ends of last backwards int64[P], letters uint8[P, 3n], numbers of letters
+        int64[P], starts int64[P, 3n], skipped periods int64[P, 3]: first letter, end, repeats).
     """
     lanes, old_lanes = np.zeros(len(rules), STAGE_PROGRESS), np.zeros(len(rules), STAGE_PROGRESS)
     return _play(rules, lanes, old_lanes, count, fixed, skip, keep_orders, keep_times)

@@ -3,15 +3,15 @@
 The rules that a free stage applies (Varuna, section 3.2), in this order:
 
 1. Recomputed j: nothing but the backward of j may run next, so wait for its gradient (rule 2).
-2. The gradient of the next backward j is there: recompute j if needed, then its backward (rule 3).
-3. A forward whose activation is there, while fewer than ``window`` micro-batches are in flight.
-4. The downstream stage has begun its backward of j, so the arrival t of j's gradient is known:
-   recompute j now if that ends at t or later (rule 1); with nothing to run before, wake up at t - R.
+2. The gradient of the next backward j has arrived: recompute j if needed, then its backward (rule 3).
+3. A forward whose activation has arrived, while fewer than ``window`` micro-batches are in flight.
+4. The downstream stage has begun its backward of j, so the arrival t of j's gradient is known: recompute j now if that
+   ends at t or later (rule 1); with nothing to run before, wake up at t - R.
 5. Wait.
 
-At one instant every task that ends is ended first; then stages decide, the last stage first. Hence the same
-input gives the same orders. Messages of one direction between two stages leave one after the other. These
-orders are what a plan holds and an executor runs; ``following`` plays that, on shared cores too.
+At each instant all ends of tasks are processed first; then stages decide, the last stage first, so that the same input
+gives the same orders. Messages of one direction between two stages leave one after the other. A plan contains these
+orders and an executor runs them; :mod:`simulator.engine.execution` simulates that, also on shared cores.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def run_pipeline(
     """Play one mini-batch.
 
     Args:
-        times: Of the P stages.
-        counts: How many micro-batches each of the D replicas runs, at least 1 each.
+        times: Times of the P stages.
+        counts: Number of micro-batches of each of the D replicas, at least 1 each.
         schedule: "varuna" plays the rules above; "gpipe" and "1f1b" play their fixed orders.
-        compute_slots: Tasks that can run at once over all replicas; None: each worker has its own device. On
-            fewer slots than workers the orders of workers with own devices are executed.
+        compute_slots: Number of tasks that can run at once over all replicas; None: each worker has its own device.
+            With fewer slots than workers, the orders planned for own devices are executed.
         keep_orders: Also return the order of each stage.
         keep_times: Also return the start of each task (implies ``keep_orders``).
         skip_periods: Jump over repeating periods. Exact: the state is compared relative to clock and index.
 
     Raises:
-        PlanError: a fixed order that waits for itself.
+        PlanError: a fixed order deadlocks.
     """
     if compute_slots is not None and compute_slots < times.num_stages * len(counts):
         orders = run_pipeline(times, counts, schedule=schedule, keep_orders=True).orders
@@ -77,7 +77,7 @@ def run_pipeline(
 def _play_one(
     times: StageTimes, count: int, schedule: Schedule, keep_orders: bool, keep_times: bool, skip_periods: bool
 ) -> tuple[Ints, tuple[str, ...], tuple[Ints, ...]]:
-    """One replica: last backward ends, order strings, starts."""
+    """Play one replica; return ends of last backwards, order strings and starts."""
     fixed = _NO_ORDERS
     if schedule != "varuna":
         fixed = fixed_orders(schedule, (count,), times.recompute.tolist(), times.window.tolist())[:, 0]
@@ -91,7 +91,7 @@ def _play_one(
 
 
 def _order_string(letters: npt.NDArray[np.uint8], jump: Ints) -> str:
-    """The letters as a string, with the skipped periods put back in.
+    """Return the letters as a string, including the skipped periods.
 
     ``jump`` is (first letter of the period, one past it, how often it was skipped).
     """

@@ -1,14 +1,14 @@
 """Redundant forwards (FRC) and backwards (BRC) of the next stage, which a worker runs while it waits (Bamboo, 5.2).
 
-Whatever a worker has of its own to do goes first, at once: a redundant task is interrupted and goes on later. It needs
-no events, for a worker that waits gets nothing new to run redundantly but gradients' copies, whose arrivals are known:
-when the wait is over, what it was used for is worked out. What does not fit in waits delays the worker: a task of its
-own begins once no redundant task of its kind is more than ``LAG`` behind whose input is there (the paper runs the FRC
-of one micro-batch beside the forward of the next).
+A worker's own tasks take precedence: they interrupt a redundant task, which continues later. No events are needed: in a
+wait the only new inputs are copies of gradients, whose arrivals are known, so the use of a wait is computed at its end.
+Redundant tasks that do not fit in waits delay the worker: an own task begins only when at most ``LAG`` redundant tasks
+of its kind whose inputs have arrived are left (the paper runs the FRC of one micro-batch during the forward of the
+next).
 
-``extra`` is (lengths int64[1 or 2, L, n] of FRC and, if eager, BRC, by micro-batch, n = 1: the same for all; progress
-int64[3, L, 2]: tasks done and ns spent on the next, and since when a worker waits; spans int64[2, L, n, 2] result:
-first begin and end of each, n = 0: not wanted). The untyped definitions are numba's dialect.
+``extra`` is (lengths int64[1 or 2, L, n] of FRC and, if eager, BRC, by micro-batch, n = 1: equal for all; progress
+int64[3, L, 2]: tasks done and ns spent on the next, and since when a worker waits; spans int64[2, L, n, 2], result:
+first begin and end of each, n = 0: not requested). Definitions are untyped, as numba requires.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from simulator.engine.compilation import loop
 
 FRC, BRC, SINCE = 0, 1, 2
 COPY = 2
-"""Of arrivals: the gradient that a stage gives to the one before it, which this one's predecessor needs for the BRC."""
+"""Kind of arrival: a copy, for a BRC, of the gradient that the next stage receives."""
 LAG = 1
 _NEVER = 2**62
 _R, _B = 82, 66  # ASCII
@@ -27,7 +27,7 @@ _R, _B = 82, 66  # ASCII
 
 @loop
 def _input_ns(lanes, arrivals, extra, lane, kind, num_stages):  # type: ignore[no-untyped-def]
-    """When the input of the next redundant task is there; never: not known to come."""
+    """Return when the input of the next redundant task arrives; ``never``: not known."""
     me, done, never = lanes[lane], extra[1][kind, lane, 0], np.int64(_NEVER)
     if kind == FRC:
         return np.int64(0) if done < me.num_f else never
@@ -40,7 +40,7 @@ def _input_ns(lanes, arrivals, extra, lane, kind, num_stages):  # type: ignore[n
 
 @loop
 def _run(extra, lane, kind, begin, until):  # type: ignore[no-untyped-def]
-    """Run the next redundant task of this kind, until then at most: when it stops."""
+    """Run the next redundant task of this kind until ``until`` at most; return when it stops."""
     lengths, progress, spans = extra
     done = progress[kind, lane, 0]
     if spans.shape[2] > 0 and progress[kind, lane, 1] == 0:
@@ -58,7 +58,7 @@ def _run(extra, lane, kind, begin, until):  # type: ignore[no-untyped-def]
 
 @loop
 def use_wait(lanes, arrivals, extra, lane, until, num_stages):  # type: ignore[no-untyped-def]
-    """Spend a worker's wait on redundant tasks, forwards first: when it stopped, or the wait began."""
+    """Use a worker's wait for redundant tasks, forwards first; return when they stopped, or the wait began."""
     begin = extra[1][SINCE, lane, 0]
     while begin < until:
         kind = FRC
@@ -75,7 +75,7 @@ def use_wait(lanes, arrivals, extra, lane, until, num_stages):  # type: ignore[n
 
 @loop
 def catch_up(lanes, arrivals, extra, lane, letter, now, num_stages):  # type: ignore[no-untyped-def]
-    """End a worker's wait for a task of its own: when that begins, behind the redundant tasks that are overdue."""
+    """End a worker's wait for its own task; return when that begins, after overdue redundant tasks."""
     me = lanes[lane]
     use_wait(lanes, arrivals, extra, lane, now, num_stages)
     if letter == _R:

@@ -4,9 +4,9 @@ It plays what the compiled loops play (:mod:`simulator.engine.mini_batch` and :m
 nanosecond, and is written to be read: tests hold the loops against it, and docs/how-it-works/simulator.md quotes it.
 Each stage of each replica is a process (``Worker``), and so is each direction between two of them (``Channel``).
 
-What a worker runs next is said by the first rule that says something. Tasks are the letters F (forward), R (recompute)
-and B (backward). At one instant everything ends and arrives first; then workers decide, the last stage first and in it
-the lowest replica.
+The first rule that applies decides what a worker runs next. Tasks are the letters F (forward), R (recompute) and B
+(backward). At one instant everything ends and arrives first; then workers decide, the last stage first and in it the
+lowest replica.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from simulator.engine.schedules import fixed_order
 from simulator.engine.times import Ints, Played, StageTimes
 
 MOST_TASKS = 2**18
-"""Of one mini-batch: up to a minute of processor time."""
+"""The most tasks of one mini-batch, which take up to a minute of processor time."""
 WAIT = ""
 Acting = Generator[simpy.Event, Any, None]
 Decide = Callable[["Worker"], str]
@@ -86,12 +86,12 @@ def recompute_that_is_due(worker: Worker) -> str | None:
 
 Rules = tuple[Callable[["Worker"], str | None], ...]
 VARUNA: Rules = (backward_after_recompute, backward_first, forward_within_window, recompute_in_time)
-"""They make the order of a plan: Varuna's static schedule."""
+"""The rules that make the order of a plan: Varuna's static schedule."""
 FOLLOWING: Rules = (
     backward_after_recompute,
     backward_first,
     forward_that_is_due,
-    forward_within_window,  # where the backward that is due still lacks its gradient
+    forward_within_window,  # while the gradient for the due backward is missing
     recompute_that_is_due,
 )
 """An executor follows the order and deviates from it where a gradient is late (Varuna, 3.2: opportunistically)."""
@@ -100,7 +100,7 @@ STRICT: Rules = (backward_after_recompute, forward_that_is_due, backward_that_is
 
 
 def by_rules(rules: Rules) -> Decide:
-    """The first rule that says something decides; where none does, the worker waits."""
+    """Return the decision by the first rule that applies; if none does, the worker waits."""
     return lambda worker: next((said for rule in rules if (said := rule(worker)) is not None), WAIT)
 
 
@@ -111,8 +111,8 @@ class Worker:
     """One stage of one replica.
 
     ``done`` counts tasks by letter, ``activations`` and ``gradients`` are inputs that have arrived; the first stage has
-    all activations, and the last one the gradient of each forward that it has run. ``gradients_due_ns``: of gradients,
-    when they arrive, as far as that is known.
+    all activations, and the last one the gradient of each forward that it has run. ``gradients_due_ns``: arrivals of
+    gradients, as far as they are known.
     """
 
     def __init__(self, play: _Play, stage: int, replica: int, window: int, order: str, decide: Decide) -> None:
@@ -147,7 +147,7 @@ class Worker:
 
     @property
     def recompute_ns(self) -> int | None:
-        """When the next recompute has to begin to be done as the gradient arrives, if that is known."""
+        """When the next recompute must begin to end as the gradient arrives; None: not known."""
         if not self.recomputes or len(self.gradients_due_ns) <= self.done["B"]:
             return None
         return self.gradients_due_ns[self.done["B"]] - self.duration_ns("R")
@@ -161,12 +161,12 @@ class Worker:
         return self.order[self._position]
 
     def duration_ns(self, letter: str) -> int:
-        """What the next task of this kind takes."""
+        """Return the duration of the next task of this kind."""
         durations = self.play.durations_ns[letter][self.stage, self.replica]
         return int(durations[min(self.done[letter], len(durations) - 1)])
 
     def tell(self) -> None:
-        """Something has changed: if the worker waits, it decides anew."""
+        """Wake the worker if it waits, so that it decides again after a change."""
         if not self.news.triggered:
             self.news.succeed()
 
@@ -204,7 +204,7 @@ class Worker:
             yield from self.wait()
 
     def wait(self) -> Acting:
-        """Wait for news, or for the instant at which a recompute has to begin; run what is redundant meanwhile."""
+        """Wait for a change, or until a recompute must begin; run redundant tasks meanwhile."""
         self.news, instant = self.play.env.event(), self.recompute_ns
         if self.redundant:
             yield from self.redundant.run(self.news)
@@ -214,7 +214,7 @@ class Worker:
             yield self.news
 
     def _announce_gradient(self, end_ns: int) -> None:
-        """Let the stage before know when the gradient of this backward arrives."""
+        """Tell the previous stage when the gradient of this backward will arrive."""
         before = self.play.workers[self.stage - 1, self.replica]
         before.gradients_due_ns.append(self.play.channels["B", self.stage, self.replica].arrival_ns(end_ns))
         before.tell()
@@ -231,10 +231,10 @@ class Worker:
 
 
 class RedundantTasks:
-    """What a worker computes of the next stage, while it has nothing of its own to do (Bamboo, 5.2).
+    """Tasks of the next stage that a worker computes while it has no task of its own (Bamboo, 5.2).
 
-    Forwards (FRC) are "f" and backwards (BRC) "b"; ``spans`` has the first begin and the end of each. Anything of the
-    worker's own goes first: a redundant task is interrupted, and continued later.
+    Forwards (FRC) are "f" and backwards (BRC) "b"; ``spans`` has the first begin and the end of each. The worker's own
+    tasks take precedence: they interrupt a redundant task, which continues later.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -255,7 +255,7 @@ class RedundantTasks:
         self._worker.tell()
 
     def _num_inputs(self, kind: str) -> int:
-        """Of how many tasks the inputs are there: what the worker's own forwards made, FRCs and gradients."""
+        """Return the number of tasks whose inputs exist: own forwards' results, FRCs' results, and gradients."""
         if kind not in self._durations:
             return 0
         if kind == "f":
@@ -264,12 +264,12 @@ class RedundantTasks:
         return len(self.spans["f"]) if next_is_last else min(len(self.spans["f"]), self._copies)
 
     def _left_ns(self, kind: str) -> int:
-        """What is left of the next task."""
+        """Return the remaining time of the next task."""
         durations = self._durations[kind]
         return int(durations[min(len(self.spans[kind]), len(durations) - 1)]) - self._spent_ns[kind]
 
     def run(self, news: simpy.Event) -> Acting:
-        """Run what there is until there are news, forwards first."""
+        """Run available tasks, forwards first, until a change."""
         while not news.triggered:
             kind = next((kind for kind in self._durations if len(self.spans[kind]) < self._num_inputs(kind)), None)
             if kind is None:
@@ -288,7 +288,7 @@ class RedundantTasks:
             yield from self._work(kind)
 
     def _work(self, kind: str, news: simpy.Event | None = None) -> Acting:
-        """Run the next task to its end, or until there are news."""
+        """Run the next task to its end, or until a change."""
         began_ns, left_ns = int(self._env.now), self._left_ns(kind)
         if not self._spent_ns[kind]:
             self._begun_ns[kind] = began_ns
@@ -318,7 +318,7 @@ class Channel:
         play.env.process(self.run())
 
     def arrival_ns(self, handed_over_ns: int) -> int:
-        """When a message arrives that is handed over then, on a link that nobody shares."""
+        """Return the arrival of a message that is handed over then, on a link that is not shared."""
         return max(self.free_ns, handed_over_ns) + self.wire_ns + self.latency_ns[0]
 
     def send(self, deliver: Callable[[], None]) -> None:
@@ -340,7 +340,7 @@ class Channel:
             number += 1
 
     def arrive(self, deliver: Callable[[], None], latency_ns: int) -> Acting:
-        """A message is behind the wire."""
+        """Deliver a message after its latency."""
         yield self.play.env.timeout(latency_ns)
         deliver()
 
@@ -368,7 +368,7 @@ class Channel:
 class _Play:
     """One mini-batch: its workers, the channels between them, and whose turn it is to decide.
 
-    ``plans``: an order is being made, for links that nobody shares, so that it is known when a gradient will arrive.
+    ``plans``: an order is being planned for links that are not shared, so that arrivals of gradients are known ahead.
     """
 
     def __init__(
@@ -461,7 +461,7 @@ class _Play:
 
 
 def run_pipeline(times: StageTimes, counts: tuple[int, ...], *, schedule: Schedule = "varuna", **_kept: bool) -> Played:
-    """As :func:`simulator.engine.mini_batch.run_pipeline`; orders and times are always kept.
+    """See :func:`simulator.engine.mini_batch.run_pipeline`; orders and times are always kept.
 
     Raises:
         PlanError: more tasks than ``MOST_TASKS``, or a fixed order that waits for itself.
@@ -489,15 +489,15 @@ def execute_orders(
     decide: Callable[[int, int], Decide] | None = None,
     **_kept: bool,
 ) -> Played:
-    """As :func:`simulator.engine.execution.execute_orders`; orders and times are always kept.
+    """See :func:`simulator.engine.execution.execute_orders`; orders and times are always kept.
 
     Args:
-        times: Of every worker.
+        times: Times of every worker.
         orders: ``orders[d][s]``, strings over F, R and B.
-        windows: Of each stage.
-        strict: Keep to the orders whatever comes (GPipe, 1F1B).
-        compute_slots: Tasks that can run at once on all workers together; None: no limit.
-        decide: Returns who decides for a stage of a replica, in place of the rules.
+        windows: In-flight window of each stage.
+        strict: Never deviate from the orders (GPipe, 1F1B).
+        compute_slots: Number of tasks that can run at once on all workers together; None: no limit.
+        decide: Returns the function that decides for a stage of a replica, in place of the rules.
 
     Raises:
         PlanError: more tasks than ``MOST_TASKS``, or orders that wait for each other.

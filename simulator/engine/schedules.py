@@ -21,11 +21,11 @@ from morph.contract.plan import Schedule
 
 @lru_cache(maxsize=2**16)
 def stage_windows(schedule: Schedule, num_stages: int, num_micro_batches: int, slope: int) -> tuple[int, ...]:
-    """How many micro-batches each stage may have in flight.
+    """Return how many micro-batches each stage may have in flight.
 
-    Varuna: slope * (P - 1 - s) + 1, capped at the replica's ``num_micro_batches`` (notes: the slope, not a
-    constant extra, is what bears latency). 1F1B: the same; plain with slope 1. GPipe: all of them; where that is too
-    much for the memory they go in ``slope`` rounds, each flushed before the next.
+    Varuna: slope * (P - 1 - s) + 1, capped at the replica's ``num_micro_batches`` (a larger slope, rather than a
+    constant extra, hides latency). 1F1B: the same; plain 1F1B has slope 1. GPipe: all micro-batches; where memory is
+    too small, in ``slope`` rounds, each flushed before the next.
     """
     if schedule == "gpipe":
         return (-(-num_micro_batches // slope),) * num_stages
@@ -33,14 +33,14 @@ def stage_windows(schedule: Schedule, num_stages: int, num_micro_batches: int, s
 
 
 def recomputes(schedule: Schedule, num_stages: int, wanted: bool = True) -> tuple[bool, ...]:
-    """Which stages run the forward again before the backward: all (except the last one, unless GPipe), or none."""
+    """Return which stages recompute: all (except the last one, unless GPipe), or none."""
     return (wanted,) * (num_stages - 1) + (wanted and schedule == "gpipe",)
 
 
 def fixed_orders(
     schedule: Schedule, counts: tuple[int, ...], recompute: list[bool], windows: Sequence[int]
 ) -> npt.NDArray[np.uint8]:
-    """ASCII letters of shape [P, D, longest order], padded with 0; ``windows``: of each stage, alike under GPipe."""
+    """Return orders as ASCII letters [P, D, longest], padded with 0; ``windows``: per stage, equal under GPipe."""
     num_stages = len(recompute)
     orders = np.zeros((num_stages, len(counts), 3 * max(counts)), np.uint8)
     for stage, again in enumerate(recompute):
@@ -54,9 +54,9 @@ def fixed_orders(
 def fixed_order(
     schedule: Schedule, stage: int, num_stages: int, count: int, recompute: bool, window: int | None = None
 ) -> str:
-    """The order string of one stage that runs ``count`` micro-batches under "gpipe" or "1f1b".
+    """Return the order string of one stage that runs ``count`` micro-batches under "gpipe" or "1f1b".
 
-    ``window``: how many of them a round of GPipe has, None: all; or how many may be in flight, None: as plain 1F1B has.
+    ``window``: the micro-batches in a round of GPipe (None: all), or in flight under 1F1B (None: as in plain 1F1B).
     """
     back = "RB" if recompute else "B"
     if schedule == "gpipe":

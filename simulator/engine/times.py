@@ -1,4 +1,4 @@
-"""What the engine is given, and what it answers."""
+"""The engine's inputs and results."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-# What the compiled loops of one pipeline keep of each stage.
+# State of each stage in the compiled loops of one pipeline.
 
 
 F, R, B = 70, 82, 66
-"""Letters of the tasks, ASCII."""
+"""ASCII letters of the tasks."""
 ACT, GRAD, EARLY = 0, 1, 2
-"""Of a micro-batch at a stage: when its activation and gradient arrive, and its early recompute may begin."""
+"""Indices of a micro-batch's times: arrivals of its activation and gradient, and begin of an early recompute."""
 
 STAGE = np.dtype(
     [
@@ -52,11 +52,11 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What the engine needs of P stages: int64 arrays of length P, in ns, at least 1 for tasks.
+    """The times of P stages: int64 arrays of length P, in ns, at least 1 for tasks.
 
     ``activation_ns[s]`` is the time of a lone message from s to s+1 and ``gradient_ns[s]`` from s+1 to s; both
-    have length P with an unused last entry. ``window[s]`` >= 1. Of a message's time, ``activation_wire_ns``
-    and ``gradient_wire_ns`` occupy the wire, so that the next message waits for them; None: none of it.
+    have length P with an unused last entry. ``window[s]`` >= 1. ``activation_wire_ns`` and ``gradient_wire_ns`` are the
+    parts of these times that occupy the wire, for which the next message waits; None: 0.
     """
 
     forward_ns: Ints
@@ -76,7 +76,7 @@ class StageTimes:
 
     @cached_property
     def packed(self) -> npt.NDArray[np.void]:
-        """The same as one structured array, as the compiled loop wants it."""
+        """Return the times as one structured array, for the compiled loop."""
         rules = np.zeros(self.num_stages, STAGE)
         activation_wire, gradient_wire = self.wires_ns
         rules["forward"], rules["backward"] = self.forward_ns, self.backward_ns
@@ -97,7 +97,7 @@ class StageTimes:
 
     @property
     def wires_ns(self) -> tuple[Ints, Ints]:
-        """``activation_wire_ns`` and ``gradient_wire_ns``, zeros where there are none."""
+        """``activation_wire_ns`` and ``gradient_wire_ns``, with zeros in place of None."""
         nothing = np.zeros(self.num_stages, np.int64)
         activation, gradient = self.activation_wire_ns, self.gradient_wire_ns
         return nothing if activation is None else activation, nothing if gradient is None else gradient
@@ -105,13 +105,13 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Played:
-    """How one mini-batch went.
+    """The result of playing one mini-batch.
 
-    ``last_backward_ns[s, d]`` is when stage s of replica d has done its last backward. ``orders[d][s]`` is
-    the order string over F, R, B, empty unless requested. ``start_ns[d][s]`` holds the start of each task of
-    that order (int64), empty unless requested. ``redone_ns[s, d]`` is when its redundant tasks are done too,
-    None without any; ``redundant_ns[d][s]``, with ``start_ns``: int64[kinds, n, 2], when each of its redundant
-    forwards, and backwards if it has those, first began, and its end.
+    ``last_backward_ns[s, d]``: when stage s of replica d has ended its last backward. ``orders[d][s]``: the order
+    string over F, R, B, empty unless requested. ``start_ns[d][s]``: the start of each task of that order (int64), empty
+    unless requested. ``redone_ns[s, d]``: when its redundant tasks have ended, too; None without any.
+    ``redundant_ns[d][s]``, requested with ``start_ns``: int64[kinds, n, 2], first begin and end of each redundant
+    forward, and backward if any.
     """
 
     last_backward_ns: Ints
@@ -121,11 +121,11 @@ class Played:
     redundant_ns: tuple[tuple[Ints, ...], ...] = ()
 
     def of_replicas(self, replicas: list[int]) -> Played:
-        """When these replicas, perhaps some more than once, have done their last tasks."""
+        """Return the result for these replicas, which may be repeated, without orders and times."""
         redone = None if self.redone_ns is None else self.redone_ns[:, replicas]
         return Played(self.last_backward_ns[:, replicas], redone_ns=redone)
 
     @property
     def makespan_ns(self) -> int:
-        """When the last backward of all has ended."""
+        """When the last backward of all stages and replicas has ended."""
         return int(self.last_backward_ns.max())

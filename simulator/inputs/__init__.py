@@ -1,1 +1,1 @@
-"""What a plan is made under: nodes, links, jitter, slow and shared cores."""
+"""Conditions of a plan: nodes, links, jitter, slow workers and shared cores."""

@@ -1,4 +1,4 @@
-"""Everything about where and how a shape runs that is not in the profile."""
+"""Where and how a shape runs, as far as the profile does not say it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 
-# A profile as it is on one of the node types measured into it.
+# The profile on one of its measured node types.
 
 
 def of_node_type(profile: Profile, name: str | None) -> Profile:
-    """The profile with the times, links and contention of a node type; None: as it is.
+    """Return the profile with the times, links and contention of a node type; None: unchanged.
 
     Raises:
-        PlanError: the profile has no such node type; names those that it has.
+        PlanError: the profile has no such node type; names the known ones.
     """
     if name is None:
         return profile
@@ -44,13 +44,13 @@ def of_node_type(profile: Profile, name: str | None) -> Profile:
 
 
 def of_pool_type(profile: Profile, name: str) -> Profile:
-    """The profile as it is on GPUs that a pool or a plan names so.
+    """Return the profile for the type of GPU with this name in a pool or plan.
 
-    The type that the profile was measured on has no name. It may be called what its environment says of the device:
-    "v100" or "V100" is the profile's own type where that is a "Tesla V100 16 GB".
+    The type on which the profile was measured has no name of its own. It matches any word of the device's name in the
+    profile's environment: "v100" or "V100" for a "Tesla V100 16 GB".
 
     Raises:
-        PlanError: it is none of the profile's types; names those that there are.
+        PlanError: the profile has no such type; names the known ones.
     """
     if any(entry.name == name for entry in profile.node_types):
         return of_node_type(profile, name)
@@ -138,7 +138,7 @@ class Conditions:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a worker computes while its messages are sent."""
+        """Whether workers compute while their messages are sent."""
         return self.overlap == "full"
 
     @property
@@ -148,19 +148,19 @@ class Conditions:
 
     @property
     def uneven(self) -> bool:
-        """Whether windows have to be judged by the full play.
+        """Whether windows must be judged by full simulation.
 
-        This is the case if cores or the links of several GPUs are shared, a worker is slow, times vary, redundant
-        tasks are run, or messages hold up their workers.
+        That is so if cores or the links of several GPUs are shared, a worker is slow, times vary, redundant tasks are
+        run, or messages delay their workers.
         """
         sizes = self.node_sizes or (1,)
-        crowded = self.share_links and max(sizes) > 1 and len(sizes) > 1  # nothing leaves a lone node
+        crowded = self.share_links and max(sizes) > 1 and len(sizes) > 1  # no message leaves a single node
         hindered = crowded or self.eager or not self.overlaps or self.compute_slots is not None
         return hindered or bool(self.slow) or self.jitter_seed is not None
 
 
 def slow_workers(slow: Slow | None) -> tuple[tuple[int, int | None, float], ...]:
-    """From ``{stage: factor, (stage, replica): factor}``."""
+    """Return slow workers as tuples, from ``{stage: factor, (stage, replica): factor}``."""
     entries: list[tuple[int, int | None, float]] = []
     for where, factor in (slow or {}).items():
         stage, replica = (where, None) if isinstance(where, int) else where
@@ -169,10 +169,10 @@ def slow_workers(slow: Slow | None) -> tuple[tuple[int, int | None, float], ...]
 
 
 def check_slow(slow: Sequence[tuple[int, int | None, float]], num_stages: int, num_replicas: int) -> None:
-    """Refuse a worker that the shape does not have.
+    """Refuse slow workers that the shape does not have.
 
     Raises:
-        PlanError: naming it.
+        PlanError: naming such a worker.
     """
     for stage, replica, _ in slow:
         if not 0 <= stage < num_stages or not 0 <= (replica or 0) < num_replicas:

@@ -1,9 +1,9 @@
 """Task and message times drawn from the quantiles that calibration kept.
 
-A draw of a timing is its quantile function at a uniform number: linear between neighbouring quantiles. The numbers
-belong to (seed, draw, kind, section, micro-batch of the global batch), not to a shape: shapes with the same m are
-compared under the same jitter (common random numbers). Sections are drawn independently and added up to a stage. A
-timing without quantiles always takes its median.
+A draw of a timing is its quantile function, linear between neighbouring quantiles, at a uniform number. The numbers
+depend on (seed, draw, kind, section, micro-batch of the global batch) but not on the shape, so that shapes with the
+same m are compared under the same jitter (common random numbers). Sections are drawn independently and summed to a
+stage. A timing without quantiles always has its median.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MESSAGES = ("activation", "gradient")
 
 @dataclass(frozen=True)
 class Spread:
-    """The mini-batch under jitter: seconds, over ``num_draws`` draws."""
+    """Times of the mini-batch under jitter, in seconds, over ``num_draws`` draws."""
 
     mean_s: float
     p5_s: float
@@ -39,13 +39,13 @@ class Spread:
 
 
 def spread_of(draws_s: Sequence[float]) -> Spread:
-    """Mean, 5th and 95th percentile."""
+    """Return the mean, and the 5th and 95th percentile, of draws."""
     low, high = np.percentile(draws_s, [5, 95])
     return Spread(float(np.mean(draws_s)), float(low), float(high), tuple(draws_s))
 
 
 def has_jitter(profile: Profile, micro_batch_size: int) -> bool:
-    """Whether any time of a task or message has quantiles to draw from."""
+    """Whether the time of any task or message has quantiles to draw from."""
     tasks = (
         timing
         for section in profile.sections
@@ -57,14 +57,14 @@ def has_jitter(profile: Profile, micro_batch_size: int) -> bool:
 
 
 class JitterDraw:
-    """The uniform numbers of one draw, and the times that they stand for.
+    """The uniform numbers of one draw, and the resulting times.
 
     Args:
-        profile: With the quantiles.
+        profile: The profile, with quantiles.
         micro_batch_size: m.
         num_micro_batches: N of the global batch.
-        seed: Of all draws.
-        draw: Number of this one.
+        seed: The seed of all draws.
+        draw: The number of this draw.
     """
 
     def __init__(self, profile: Profile, micro_batch_size: int, num_micro_batches: int, seed: int, draw: int) -> None:
@@ -74,14 +74,14 @@ class JitterDraw:
         self._known: dict[str, Floats] = {}
 
     def _numbers(self, kind: str) -> Floats:
-        """float64[K, N] in [0, 1)."""
+        """Return the uniform numbers for a kind of task or message: float64[K, N] in [0, 1)."""
         if kind not in self._known:
             number = (*_TASKS, *_MESSAGES).index(kind)
             self._known[kind] = np.random.default_rng([*self._seeds, number]).random(self._shape)
         return self._known[kind]
 
     def task_sums_ns(self, kind: str) -> Floats:
-        """Sums over sections 0..k of "forward", "recompute" or "backward" times: float64[K + 1, N], first row 0."""
+        """Return running sums over sections of "forward", "recompute" or "backward" times: float64[K + 1, N]."""
         measured = "backward" if kind == "backward" else "forward"
         numbers = self._numbers(kind)
         times = np.empty_like(numbers)
@@ -90,12 +90,12 @@ class JitterDraw:
         return np.concatenate([np.zeros((1, numbers.shape[1])), np.cumsum(times, axis=0)])
 
     def message_ns(self, kind: str, section: int, link: LinkProfile, size_bytes: float) -> Floats:
-        """Times of the "activation" or "gradient" that crosses the cut behind a section: float64[N]."""
+        """Return times of the "activation" or "gradient" that crosses the cut behind a section: float64[N]."""
         return _at(_quantiles_ns(getattr(link, kind), size_bytes), self._numbers(kind)[section])
 
 
 class MeanJitter:
-    """The mean of several draws, asked like one of them; see :class:`JitterDraw` for the arguments."""
+    """The mean of several draws, with the interface of one; see :class:`JitterDraw` for the arguments."""
 
     def __init__(
         self, profile: Profile, micro_batch_size: int, num_micro_batches: int, seed: int, num_draws: int
@@ -105,11 +105,11 @@ class MeanJitter:
         self._known: dict[tuple[str, int], Floats] = {}
 
     def task_sums_ns(self, kind: str) -> Floats:
-        """As :meth:`JitterDraw.task_sums_ns`."""
+        """See :meth:`JitterDraw.task_sums_ns`."""
         return self._mean((kind, 0), lambda jitter: jitter.task_sums_ns(kind))
 
     def message_ns(self, kind: str, section: int, link: LinkProfile, size_bytes: float) -> Floats:  # noqa: ARG002
-        """As :meth:`JitterDraw.message_ns`, for the size that the section sends."""
+        """See :meth:`JitterDraw.message_ns`; for the size that the section sends."""
         sent = list(enumerate(self._sent_bytes))
         of_all = self._mean(
             (kind, id(link)),
@@ -128,14 +128,14 @@ class MeanJitter:
 
 
 def drawn_ns(timing: Timing, numbers: Floats) -> Floats:
-    """The times of one timing at uniform numbers in [0, 1)."""
+    """Return the times of one timing at uniform numbers in [0, 1)."""
     if not timing.quantiles_s:
         return np.full(numbers.shape, timing.median_s * 1e9)
     return _at(np.asarray(timing.quantiles_s) * 1e9, numbers)
 
 
 def message_quantiles_ns(times: Sequence[SendTime], size_bytes: float) -> Floats:
-    """Evenly spaced quantiles of a message of any size: each quantile is carried from size to size as the median is.
+    """Return evenly spaced quantiles of a message of any size; each quantile is interpolated like the median.
 
     A single number where no size has quantiles.
     """
@@ -154,7 +154,7 @@ def _quantiles_ns(times: tuple[SendTime, ...], size_bytes: float) -> Floats:
 
 
 def _at(quantiles_ns: Floats, numbers: Floats) -> Floats:
-    """The piecewise linear quantile function."""
+    """Return the piecewise linear quantile function at these numbers."""
     if len(quantiles_ns) == 1:
         return np.full(numbers.shape, quantiles_ns[0])
     times: Floats = np.interp(numbers * (len(quantiles_ns) - 1), np.arange(len(quantiles_ns)), quantiles_ns)

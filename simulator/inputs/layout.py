@@ -1,4 +1,4 @@
-"""Where the workers of one shape run, and how much they slow each other down there."""
+"""Where the workers of one shape run, and how much they slow each other down."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from simulator.inputs.placement import Placement, place, placements
 
 
 def slowdown(measured: Sequence[Contention], num_busy: int) -> float:
-    """Time of a task beside ``num_busy - 1`` others on its node, over its time alone.
+    """Return the time of a task with ``num_busy - 1`` others on its node, relative to its time alone.
 
-    In the steady state of a pipeline all its workers compute, so ``num_busy`` is the number of workers on the
-    node, or of its cores if those are fewer. Linear between measured numbers (alone: 1) and constant beyond the
-    largest; never below 1, and 1 where nothing was measured.
+    In the steady state of a pipeline all its workers compute, so ``num_busy`` is the number of workers on the node, or
+    of its cores if those are fewer. Linear between measured numbers (alone: 1) and constant beyond the largest; never
+    below 1, and 1 without measurements.
     """
     numbers = [1, *(entry.num_busy for entry in measured)]
     factors = [1.0, *(entry.factor for entry in measured)]
@@ -29,11 +29,11 @@ def slowdown(measured: Sequence[Contention], num_busy: int) -> float:
 
 @dataclass(frozen=True)
 class Layout:
-    """Of P x D workers, arrays [P, D].
+    """The layout of P x D workers: arrays [P, D].
 
-    ``slowdown``: how much slower than alone a worker's tasks are, for those that compute beside it. ``inside``:
-    whether the worker's next stage is on the same node. ``node``: its number. ``rings_at_once``: all-reduces that
-    share one node's link. A layout without nodes has arrays [P, 1]: all replicas alike.
+    ``slowdown``: how many times slower a worker's tasks are because of others on its node. ``inside``: whether the
+    worker's next stage is on the same node. ``node``: the number of its node. ``rings_at_once``: all-reduces that share
+    one node's link. A layout without nodes has arrays [P, 1], as all replicas are equal.
     """
 
     placement: Placement | None
@@ -49,7 +49,7 @@ class Layout:
         return bool((self.slowdown == self.slowdown[:, :1]).all() and (self.inside == self.inside[:, :1]).all())
 
     def node(self, num_replicas: int) -> npt.NDArray[np.int64]:
-        """Node numbers, [P, D]."""
+        """Return node numbers: int64[P, D]."""
         if self.placement is not None:
             return self.placement.array()
         num_stages = len(self.slowdown)
@@ -58,7 +58,7 @@ class Layout:
 
 @lru_cache(maxsize=1024)
 def lone_workers(num_stages: int, rings_at_once: int = 1, factor: float = 1.0) -> Layout:
-    """Each worker has a node of its own (or all share one machine, and are slower by ``factor``)."""
+    """Return a layout with a node for each worker (or one shared machine, on which all are slower by ``factor``)."""
     return Layout(
         placement=None,
         slowdown=np.full((num_stages, 1), factor),
@@ -79,9 +79,9 @@ def lay_out(measured: tuple[Contention, ...], num_stages: int, num_replicas: int
 def layouts(
     measured: tuple[Contention, ...], num_stages: int, num_replicas: int, conditions: Conditions
 ) -> list[Layout]:
-    """Where the workers of one shape can be.
+    """Return the possible layouts of one shape.
 
-    With ``compute_slots`` they share one machine: its all-reduces, one ring per stage, run at once, and as many
+    With ``compute_slots`` all workers share one machine: its all-reduces, one ring per stage, run at once, and as many
     tasks compute at once as there are slots.
 
     Raises:
@@ -97,7 +97,7 @@ def layouts(
 
 
 def placed(measured: tuple[Contention, ...], placement: Placement) -> Layout:
-    """Workers where this says."""
+    """Return the layout for a placement of workers."""
     node = placement.array()
     inside = np.zeros(node.shape, np.bool_)
     inside[:-1] = node[1:] == node[:-1]

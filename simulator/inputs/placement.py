@@ -1,13 +1,14 @@
 """Which worker runs on which node, where nodes have several GPUs.
 
-Neighbouring stages on one node talk over its inner links, so a replica should be cut into as few pieces (stages in a
-row on one node) as can be. Finding the fewest over all replicas is a packing problem; the rule here goes replica by
-replica, and is the best of a few orders of doing so:
+Neighbouring stages on one node communicate over its inner links, so a replica should consist of as few pieces (runs of
+stages on one node) as possible. Finding the fewest pieces over all replicas is a packing problem; the heuristic here
+places replica after replica, and takes the better of two orders:
 
-- a node that holds all the stages still to be placed takes them, the one with least room to spare;
-- else the roomiest node is filled, or, in the second order, the fullest pair of nodes that holds them exactly.
+- the node with the least room that holds all remaining stages takes them;
+- otherwise the node with the most room is filled, or, in the second order, the fullest pair of nodes that holds the
+  stages exactly.
 
-Either way a replica's larger pieces come first, so that the same stages of all replicas tend to share nodes.
+In both orders a replica's larger pieces come first, so that the same stages of all replicas tend to share nodes.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ class Placement:
 
     @property
     def num_pieces(self) -> int:
-        """Runs of neighbouring stages on one node, over all replicas."""
+        """The number of runs of neighbouring stages on one node, over all replicas."""
         nodes = self.array()
         return len(self.nodes) + int((nodes[1:] != nodes[:-1]).sum())
 
     def array(self) -> npt.NDArray[np.int64]:
-        """int64[P, D]."""
+        """Return the node of each worker: int64[P, D]."""
         return np.array(self.nodes, np.int64).T
 
     @property
     def used(self) -> dict[int, int]:
-        """GPUs in use by node, of the nodes that are in use."""
+        """Return the number of GPUs in use on each node that is in use."""
         return dict(sorted(Counter(chain.from_iterable(self.nodes)).items()))
 
     @property
     def rings_at_once(self) -> int:
-        """Most all-reduces that share one node's link: stages on it with replicas on other nodes too."""
+        """Return the most all-reduces that share one node's link: stages on it with replicas on other nodes."""
         nodes = self.array()
         leaving = np.flatnonzero((nodes != nodes[:, :1]).any(axis=1))
         held = np.unique(nodes[leaving] * len(nodes) + leaving[:, None]) // len(nodes)
@@ -58,10 +59,10 @@ class Placement:
 
 
 def node_sizes(num_gpus: int, num_gpus_per_node: int | Sequence[int]) -> tuple[int, ...]:
-    """GPUs of each node: nodes of one size, the last one smaller if need be, or the sizes given.
+    """Return the GPUs of each node: nodes of one size, the last one smaller if need be, or the given sizes.
 
     Raises:
-        PlanError: sizes below 1, or that do not add up to ``num_gpus``.
+        PlanError: a size is below 1, or the sizes do not add up to ``num_gpus``.
     """
     if not isinstance(num_gpus_per_node, Sequence):
         ranges.GPUS.check("num_gpus_per_node", num_gpus_per_node)
@@ -104,11 +105,11 @@ def place(num_stages: int, num_replicas: int, sizes: Sequence[int]) -> Placement
 
 
 def placements(num_stages: int, num_replicas: int, sizes: Sequence[int]) -> list[Placement]:
-    """Where P x D workers may go on these nodes: as :func:`place` puts them on all of them, and on the first few alone.
+    """Return placements of P x D workers: those of :func:`place` on all nodes, and on only the first few GPUs.
 
-    So a shape has every place that it has where nodes at the end, or some GPUs of the last one, are missing: what is
-    added makes no plan slower. Beyond ``max(sizes) - 1`` spare GPUs for each replica nothing new comes, nor where one
-    node holds all workers; of a thousand replicas not that many are tried.
+    So the placements for fewer nodes, or for a smaller last node, are among them, and adding GPUs makes no plan slower.
+    More than ``max(sizes) - 1`` spare GPUs for each replica give nothing new, nor does a node that holds all workers;
+    for thousands of replicas fewer placements are tried.
     """
     num_workers = num_stages * num_replicas
     found = [place(num_stages, num_replicas, sizes)]
@@ -123,7 +124,7 @@ def placements(num_stages: int, num_replicas: int, sizes: Sequence[int]) -> list
 
 
 def _first_gpus(sizes: Sequence[int], num_gpus: int) -> tuple[int, ...]:
-    """The first nodes that together have this many GPUs, the last one smaller if need be."""
+    """Return the first nodes that together have this many GPUs, the last one smaller if need be."""
     kept, left = [], num_gpus
     for size in sizes:
         if left:
@@ -149,7 +150,7 @@ def _place(num_stages: int, num_replicas: int, sizes: Sequence[int], in_pairs: b
 
 
 def _pieces(free: list[int], wanted: int, in_pairs: bool) -> list[tuple[int, int]]:
-    """The next (node, size) of a replica that lacks so many stages."""
+    """Return the next pieces (node, size) of a replica that still lacks so many stages."""
     enough = [node for node, room in enumerate(free) if room >= wanted]
     if enough:
         return [(min(enough, key=lambda node: (free[node], node)), wanted)]

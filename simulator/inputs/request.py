@@ -1,4 +1,4 @@
-"""What the planner and the simulator are asked."""
+"""Requests to the planner and the simulator."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from simulator.inputs.placement import node_sizes
 
 @dataclass(frozen=True)
 class MemoryRules:
-    """What a run holds besides what a step needs.
+    """What a run holds in memory besides the needs of a step.
 
     Attributes:
-        keeps_sums: A worker's own sums are kept when a step is given up.
-        copies_sums: Copies of others' sums are kept for them.
-        follows: With one replica each stage's state is kept in step by another worker too.
-        changes: The shape changes while the run goes on.
+        keeps_sums: Workers keep their own sums when a step is given up.
+        copies_sums: Workers keep copies of other workers' sums.
+        follows: With one replica, another worker keeps each stage's state in step.
+        changes: The shape changes during the run.
         saves: Checkpoints are copied to host memory and kept there.
-        rings_on_device: NCCL reduces, in buffers of its own for each ring of a worker.
-        mailboxes: Stages send through slots of their device's memory, which a worker keeps for as long as it lives.
-        redundant_computation: For the next stage, as in the request.
+        rings_on_device: NCCL reduces, with its own buffers for each ring of a worker.
+        mailboxes: Stages send through slots in their device's memory, which a worker keeps during its whole life.
+        redundant_computation: Redundant computation for the next stage, as in the request.
     """
 
     keeps_sums: bool = True
@@ -56,47 +56,47 @@ _NEEDS = {"examples_per_s": None, "usd_per_example": "usd_per_gpu_hour", "progre
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """How plans are to be looked for, and under which conditions. Who answers it may leave some of it aside.
+    """How plans are searched, and under which conditions; not every function uses all of it.
 
     Attributes:
-        memory_bytes: Of one device; None: as the profile says, no limit where it does not.
-        host_memory_bytes: Of the machine for each device that has memory of its own; None: as the profile says.
-        redundancy: As ``policy.redundancy`` of the run, by which it holds copies of sums and of others' state; under
-            "auto" others' state is no reason to refuse a plan, for it is held only where there is room.
-        changes: Whether the shape changes while the run goes on: old and new units are side by side then.
-        links: As ``vms.links`` of the run: all but "staged" take device memory.
-        rings: As ``vms.rings`` of the run: all but "gloo" take device memory.
-        schedule: "varuna", "gpipe" or "1f1b"; None: whichever is best.
-        micro_batch_size: m; None: fixed by the job, else whichever of those measured is best.
+        memory_bytes: Memory of one device, bytes; None: as in the profile, or no limit if it has none.
+        host_memory_bytes: Host memory for each device that has its own memory, bytes; None: as in the profile.
+        redundancy: ``policy.redundancy`` of the run, which decides about copies of sums and of other workers' state;
+            with "auto" no plan is refused for others' state, because it is held only where there is room.
+        changes: Whether the shape changes during the run, when old and new units are held together.
+        links: ``vms.links`` of the run; all but "staged" take device memory.
+        rings: ``vms.rings`` of the run; all but "gloo" take device memory.
+        schedule: "varuna", "gpipe" or "1f1b"; None: the best one.
+        micro_batch_size: m; None: the job's, or else the best of the measured ones.
         pipeline_depth: Only this P.
         num_replicas: Only this D.
         unequal: Whether pipelines may differ in depth, cuts and shares of micro-batches: :mod:`simulator.search.pools`.
-        recompute: Whether stages run the forward again, in groups of sections where a plan needs that to fit; if not,
-            each keeps the activations in flight. None: whichever is best.
-        compute_slots: Tasks that can run at once on all workers together, which share one machine; None: one
+        recompute: Whether stages recompute the forward, in groups of sections where a plan does not fit otherwise; if
+            not, each keeps the activations of micro-batches in flight. None: the better one.
+        compute_slots: Number of tasks that can run at once on all workers, which then share one machine; None: one
             device per worker.
-        num_gpus_per_node: GPUs of every node, or of each one; None: every GPU is a node of its own.
+        num_gpus_per_node: GPUs of every node, or a list with those of each; None: every GPU is its own node.
         share_links: Messages that leave or enter one node at the same time share its bandwidth.
         slow: How much slower the tasks of a worker are, by (stage, replica), or by stage for all its replicas.
         all_reduce: "overlapped": a stage reduces each unit from its last gradient on, beside the rest of its last
             backward, as the executor does; "late": everything after the last backward of all, as in Varuna's paper.
-        jitter_seed: Draw task and message times from the profile's quantiles, and judge the shapes that the medians
-            leave in the running by their mean; None: medians.
-        num_draws: How many mini-batches are drawn for each.
-        redundant_computation: Bamboo's: each worker holds the layers of the next stage too, and computes for it "lflb":
-            when it is lost; "eflb": forwards always, backwards when it is lost; "efeb": both always (see
-            :mod:`simulator.costs.redundant`). For :func:`simulate` alone.
+        jitter_seed: Draw task and message times from the profile's quantiles, and compare the best shapes by their
+            means over draws; None: medians.
+        num_draws: Number of mini-batches drawn for each shape.
+        redundant_computation: Bamboo's: each worker also holds the layers of the next stage, and computes for it
+            "lflb": only when its worker is lost; "eflb": forwards always, backwards when it is lost; "efeb": both
+            always (see :mod:`simulator.costs.redundant`). Only for :func:`simulate`.
         overlap: "full": a worker computes while its messages are sent, as Morph's do; "none": it does nothing else
-            while it sends or receives one, as in frameworks with blocking sends (DeepSpeed). To compare with such.
+            while it sends or receives, as in frameworks with blocking sends (DeepSpeed), for comparisons with these.
         objective: "examples_per_s", "usd_per_example" or "progress" (see :mod:`simulator.search.objectives`).
-        usd_per_gpu_hour: Price, one for all nodes, by GPUs per node, or of a pool by type; for "usd_per_example".
+        usd_per_gpu_hour: Price, USD: one for all nodes, by GPUs per node, or of a pool by type; for "usd_per_example".
         revocations_per_hour: How often a node is revoked; for "progress".
-        pause_s: What a morph stops training for; for "progress".
-        replacement_s: From the revocation of a node until another one has taken its place; for "progress".
+        pause_s: How long a morph stops training, seconds; for "progress".
+        replacement_s: Seconds from the revocation of a node until its replacement is in use; for "progress".
         revoked_together: How many nodes one revocation takes at once; for "progress".
 
     Raises:
-        PlanError: an objective that is unknown, or without its figure.
+        PlanError: the objective is unknown, or its parameter is missing.
     """
 
     memory_bytes: int | None = None
@@ -136,7 +136,7 @@ class PlanRequest:
 
     @property
     def memory_rules(self) -> MemoryRules:
-        """What a run holds besides what a step needs."""
+        """What a run holds in memory besides the needs of a step."""
         sums = self.redundancy in ("salvage", "auto")
         return MemoryRules(
             keeps_sums=sums,
@@ -149,10 +149,10 @@ class PlanRequest:
         )
 
     def on_its_host(self, profile: Profile) -> Profile:
-        """The profile, with the host memory that is requested.
+        """Return the profile with the requested host memory.
 
         Raises:
-            PlanError: no size.
+            PlanError: the requested memory is not a size.
         """
         if self.host_memory_bytes is None:
             return profile
@@ -161,7 +161,7 @@ class PlanRequest:
         return profile.model_copy(update={"environment": environment})
 
     def conditions(self, sizes: tuple[int, ...] | None) -> Conditions:
-        """Where and how shapes run; ``sizes``: GPUs of each node."""
+        """Return where and how shapes run; ``sizes``: GPUs of each node."""
         return Conditions(
             compute_slots=self.compute_slots,
             node_sizes=sizes,
@@ -175,10 +175,10 @@ class PlanRequest:
         )
 
     def nodes(self, num_gpus: int | None) -> tuple[int, ...] | None:
-        """GPUs of each node, if that was said.
+        """Return the GPUs of each node; None: not given.
 
         Raises:
-            PlanError: as many nodes have another number of GPUs, or none is said.
+            PlanError: the given nodes have another number of GPUs, or neither is given.
         """
         if self.num_gpus_per_node is None:
             return None

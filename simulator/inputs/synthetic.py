@@ -1,4 +1,4 @@
-"""Profiles made from a few numbers instead of measured: for tests, examples and what-if questions."""
+"""Profiles made from a few numbers instead of measurements, for tests, examples and what-if questions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def synthetic_profile(  # noqa: PLR0913 (every argument has a default)
     tied: bool = False,
     jitter: float = 0.0,
 ) -> Profile:
-    """Build a profile of a made-up job.
+    """Build a profile of a made-up job. Times are in seconds.
 
     Args:
         num_sections: K.
@@ -53,15 +53,15 @@ def synthetic_profile(  # noqa: PLR0913 (every argument has a default)
         micro_batch_sizes: Every m that counts as measured.
         micro_batch_size: m fixed by the user, or None to leave it to the planner.
         latency_s: One-way latency between nodes; a quarter of it inside a node.
-        bandwidth_bytes_per_s: Of links and rings between nodes; four times as much inside a node.
-        parameter_bytes: float32 parameters of a section; one number for all, or K numbers.
-        boundary_bytes_per_sample: What crosses a cut-point, and is stored for the recompute.
-        activation_bytes_per_sample: Held by one section between forward and backward.
-        optimizer_step_s: Of each section.
+        bandwidth_bytes_per_s: Bandwidth of links and rings between nodes; four times as much inside a node.
+        parameter_bytes: Bytes of a section's float32 parameters; one number for all, or K numbers.
+        boundary_bytes_per_sample: Bytes that cross a cut-point, and are stored for the recompute.
+        activation_bytes_per_sample: Bytes that a section keeps between forward and backward.
+        optimizer_step_s: Optimizer step of each section.
         commit_s: Round trip of the commit barrier.
         accumulator_bytes_per_parameter: 8 (exact) or 4 (fast).
-        tied: The first and the last section also share a tied unit of ``parameter_bytes[0]``.
-        jitter: Times of tasks and messages are spread evenly by this share of them to both sides; below 1.
+        tied: Whether the first and the last section also share a tied unit of ``parameter_bytes[0]``.
+        jitter: Times of tasks and messages are uniform within this share of them to both sides; below 1.
     """
     forwards = [forward_s] * num_sections if isinstance(forward_s, float | int) else list(forward_s)
     parameters = [parameter_bytes] * num_sections if isinstance(parameter_bytes, int) else list(parameter_bytes)

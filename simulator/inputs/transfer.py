@@ -9,9 +9,8 @@ the ring size. Outside them, from the nearest measured ring D0, by the ring all-
 
     AR(D, S) = AR(D0, S0) (D - 1)/(D0 - 1) + [AR(D0, S) - AR(D0, S0)] ((D - 1)/D) / ((D0 - 1)/D0)
 
-with S0 the smallest measured size, whose time is taken as latency alone. A profile without any all-reduce
-measurement is answered from its send times: 2 (D - 1) messages of S/D bytes. A larger size that was measured to be
-faster is taken to be as slow.
+with S0 the smallest measured size, whose time counts as latency alone. Without all-reduce measurements, AR follows from
+the send times: 2 (D - 1) messages of S/D bytes. A larger size that was measured to be faster counts as equally slow.
 """
 
 from __future__ import annotations
@@ -46,19 +45,19 @@ class Curve:
         self._times = np.append(times, times[-1] + slope * (_FAR_BYTES - sizes[-1]))
 
     def __call__(self, sizes_bytes: Floats) -> Floats:
-        """Times in ns of these sizes."""
+        """Return the times in ns for these sizes."""
         times: Floats = np.interp(sizes_bytes, self._sizes, self._times)
         return times
 
 
 def send_curve(times: Sequence[SendTime], num_spreads: float = 0.0) -> Curve:
-    """One-way time over message size: median plus ``num_spreads`` median absolute deviations."""
+    """Return the one-way time over message size: median plus ``num_spreads`` median absolute deviations."""
     by_size = {entry.size_bytes: entry.time.median_s + num_spreads * entry.time.mad_s for entry in times}
     return Curve(list(by_size), [time_s * 1e9 for time_s in by_size.values()])
 
 
 def bandwidth_bytes_per_s(link: LinkProfile) -> float:
-    """Of a link: by the two largest messages that were measured, in the slower direction."""
+    """Return a link's bandwidth from its two largest measured messages, in the slower direction."""
 
     def of(times: Sequence[tuple[int, float]]) -> float:
         small, large = (*sorted(times)[-2:],) if len(times) > 1 else ((0, 0.0), times[0])
@@ -73,8 +72,8 @@ class AllReduce:
     """AR(D, S) of one profile.
 
     Args:
-        profile: With measurements for ring sizes and bytes.
-        in_flight: All-reduces that run at once on a node; the nearest measured number is used.
+        profile: A profile with measurements for ring sizes and bytes.
+        in_flight: Number of all-reduces that run at once on a node; the nearest measured number is used.
     """
 
     def __init__(self, profile: Profile, in_flight: int = 1) -> None:
@@ -90,7 +89,7 @@ class AllReduce:
         self._send = _growing(send_curve(profile.inter_node.activation))
 
     def times_ns(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
-        """Time of one all-reduce of each size over a ring of ``ring_size``; 0 for a ring of one or no bytes."""
+        """Return the time of an all-reduce of each size over a ring of ``ring_size``; 0 for one member or no bytes."""
         if ring_size <= 1:
             return np.zeros(len(sizes_bytes), np.int64)
         times = np.where(sizes_bytes > 0, self._positive(ring_size, sizes_bytes), 0.0)
@@ -116,27 +115,27 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class SlowestAllReduce:
-    """AR(D, S) of a ring whose members are on several types of node: that of the slowest of them."""
+    """AR(D, S) of a ring over several types of node: that of the slowest type."""
 
     each: tuple[AllReduce | SlowestAllReduce, ...]
 
     def times_ns(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
-        """As of :class:`AllReduce`."""
+        """See :class:`AllReduce`."""
         times: npt.NDArray[np.int64] = np.max([one.times_ns(ring_size, sizes_bytes) for one in self.each], axis=0)
         return times
 
 
 def _growing(curve: Curve) -> Curve:
-    """The same, but that no size takes less time than a smaller one."""
+    """Return the curve, raised where a size would take less time than a smaller one."""
     sizes = curve.sizes_bytes
     return Curve(sizes.tolist(), np.maximum.accumulate(curve(sizes)).tolist())
 
 
 def whole_ns(times_ns: Floats, what: str) -> npt.NDArray[np.int64]:
-    """Rounded.
+    """Round times to whole nanoseconds.
 
     Raises:
-        PlanError: more nanoseconds than can be added up.
+        PlanError: they are too large to be added up.
     """
     longest_ns = float(times_ns.max(initial=0.0))
     if not longest_ns < _MOST_NS:

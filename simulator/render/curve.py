@@ -25,14 +25,14 @@ _MOST_LABELS = 14
 def show_curve(
     profile: Profile, numbers: range, request: PlanRequest, *, csv: Path | None, png: Path | None, as_json: bool
 ) -> None:
-    """Plan for every number of GPUs, print the answers, and write and draw them into ``csv`` and ``png``.
+    """Plan for every number of GPUs, print the plans, and write them to ``csv`` and draw them to ``png``.
 
     Raises:
-        PlanError: not even the largest number of GPUs holds the job, or a file that cannot be written.
+        PlanError: not even the largest number of GPUs can hold the job, or a file cannot be written.
     """
     frame = plan_frame(profile, numbers[-1], request, min_gpus=numbers[0])
     if frame.empty:
-        plan(profile, request, num_gpus=numbers[-1])  # raises, and says what would do
+        plan(profile, request, num_gpus=numbers[-1])  # raises an error that says what would suffice
     if csv is not None:
         write_output(csv, frame.to_csv(index=False, lineterminator="\n"), PlanError)
     if png is not None:
@@ -71,7 +71,7 @@ def _table(name: str, frame: pd.DataFrame) -> Table:
 
 
 def _draw(name: str, frame: pd.DataFrame, path: Path) -> None:
-    """Examples per second over GPUs with the shapes; below it those per GPU, or dollars where there is a price."""
+    """Draw examples per second over GPUs with the shapes; below, examples per GPU, or dollars if there is a price."""
     priced = "usd_per_1000_examples" in frame
     column = "usd_per_1000_examples" if priced else "examples_per_s_per_gpu"
     with picture(path, PlanError, (10.0, 7.0), nrows=2, sharex=True, height_ratios=[2, 1]) as (_, (above, below)):
@@ -92,7 +92,7 @@ def _shapes(frame: pd.DataFrame) -> list[str]:
 
 
 def _label_shapes(axes: Any, frame: pd.DataFrame) -> None:
-    """Name the shapes at evenly spaced numbers of GPUs, each where its stretch begins."""
+    """Label the shapes at evenly spaced numbers of GPUs, each at the beginning of its range."""
     shapes = _shapes(frame)
     every = max(1, -(-len(frame) // _MOST_LABELS))
     labelled = -every

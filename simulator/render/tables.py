@@ -22,7 +22,7 @@ WIDTH = 110
 
 
 def shape_lines(profile: Profile, simulation: Simulation) -> list[str]:
-    """What a person wants to know of one shape, in a few lines."""
+    """Return a summary of one shape in a few lines."""
     plan, expected = simulation.plan, simulation.expected
     shares = _shares_text(plan.micro_batches_per_replica)
     parts = sorted(expected.parts_s.items(), key=lambda item: -item[1])
@@ -50,14 +50,14 @@ def _spaced(plan: Plan) -> str:
 
 
 def _shares_text(counts: tuple[int, ...]) -> str:
-    """Micro-batches of each pipeline: ``4``, ``4 or 5``, ``4 to 9``."""
+    """Return the micro-batches of each pipeline: ``4``, ``4 or 5``, ``4 to 9``."""
     few, most = min(counts), max(counts)
     between = "or" if set(counts) == {few, most} else "to"
     return f"{few}" if few == most else f"{few} {between} {most}"
 
 
 def _kind_lines(simulation: Simulation) -> list[str]:
-    """Each kind of pipeline with its share of the work."""
+    """Return a line for each kind of pipeline with its share of the work."""
     return [
         f"{counted(kind.outcome.shape[1], 'pipeline')} of {counted(kind.outcome.shape[0], 'stage')}"
         f"{f' on {kind.node_type}' if kind.node_type else ''}: {_shares_text(kind.outcome.counts)} micro-batches each"
@@ -73,7 +73,7 @@ def _jitter_line(spread: Spread) -> str:
 
 
 def _groups_line(plan: Plan) -> str:
-    """Which stages run their sections again in groups, and in groups of how many."""
+    """Return the line about stages that recompute their sections in groups, with the sizes of the groups."""
     runs = [
         (size, [number for number, _ in stages])
         for size, stages in groupby(enumerate(plan.stages), lambda stage: stage[1].live_sections)
@@ -87,7 +87,7 @@ def _groups_line(plan: Plan) -> str:
 
 
 def _node_line(plan: Plan) -> str:
-    """How the stages lie on the nodes, where several share one."""
+    """Return the line about the placement of stages on nodes, where several share one."""
     crossings = [sum(a != b for a, b in pairwise(row)) for row in plan.placement]
     used = len({node for row in plan.placement for node in row})
     fewest, most = min(crossings), max(crossings)
@@ -99,7 +99,7 @@ def _node_line(plan: Plan) -> str:
 
 
 def leftover_line(choice: PlanChoice) -> str:
-    """Which GPUs have nothing to do."""
+    """Return the line about idle GPUs."""
     plan = choice.best
     if not choice.num_idle:
         return f"all {choice.num_gpus} GPUs at work"
@@ -116,7 +116,7 @@ def leftover_line(choice: PlanChoice) -> str:
 
 
 def stage_table(profile: Profile, simulation: Simulation) -> Table:
-    """Stages with their sections, parameters, times, window and memory."""
+    """Return a table of stages with their sections, parameters, times, window and memory."""
     held = sum(section.parameter_bytes for section in profile.sections)
     workers = [
         (kind.outcome.costs, stage, kind.node_type)
@@ -145,7 +145,7 @@ def stage_table(profile: Profile, simulation: Simulation) -> Table:
 
 
 def memory_lines(simulation: Simulation) -> list[str]:
-    """What the fullest device holds, and when, and the fullest host where devices have memory of their own."""
+    """Return lines about the peak of the fullest device, and of the fullest host where that memory is separate."""
     firsts = itertools.accumulate((kind.outcome.shape[0] for kind in simulation.kinds), initial=0)
     every = [(kind.outcome.costs, first) for kind, first in zip(simulation.kinds, firsts, strict=False)]
     costs, first = max(every, key=lambda entry: entry[0].peak_bytes)
@@ -162,7 +162,7 @@ def memory_lines(simulation: Simulation) -> list[str]:
 
 
 def redundant_line(simulation: Simulation) -> str:
-    """What redundant computation makes of a loss, and what it keeps for that in host memory."""
+    """Return the line about the pause after a loss with redundant computation, and its host memory."""
     costs, counts = simulation.costs, simulation.plan.micro_batches_per_replica
     kept = size_text(int(redundant_host_bytes(costs, max(counts)).max()), binary=True)
     return (
@@ -180,7 +180,7 @@ def _span(first: int, last: int) -> str:
 
 
 def ranking(choice: PlanChoice) -> Table:
-    """The best shape and the runners-up."""
+    """Return a table of the best shape and the runners-up."""
     column = {"examples_per_s": [], "usd_per_example": ["$/1000"], "progress": ["progress/s"]}[choice.objective]
     times = 1000 if choice.objective == "usd_per_example" else 1
     best = choice.best.expected.examples_per_s
@@ -220,7 +220,7 @@ _STEPS = {
 
 
 def ladder_table(simulation: Simulation) -> Table:
-    """From pure work to the mini-batch, step by step."""
+    """Return a table that leads from pure work to the mini-batch, step by step."""
     reached, rows = 0.0, []
     for step, seconds in simulation.breakdown_s.items():
         reached += seconds

@@ -29,9 +29,9 @@ def draw_timeline(simulation: Simulation, path: Path, max_replicas: int = 4) -> 
     """Write a PNG of a simulated mini-batch.
 
     Args:
-        simulation: What to draw.
+        simulation: The simulation to draw.
         path: The file.
-        max_replicas: Of more replicas only the first so many are drawn; the title says so.
+        max_replicas: At most so many replicas, the first ones, are drawn; the title says so.
 
     Raises:
         PlanError: naming the file, if it cannot be written.
@@ -47,14 +47,14 @@ def draw_timeline(simulation: Simulation, path: Path, max_replicas: int = 4) -> 
 
 
 def draw_boxes(frame: pd.DataFrame, name_replicas: bool, title: str, path: Path, error: type[InputError]) -> None:
-    """Write a PNG: a row for each replica and stage, coloured tasks with numbers where they fit.
+    """Write a PNG: a row for each replica and stage, with coloured tasks and their numbers where these fit.
 
     Args:
-        frame: As ``Simulation.timeline``.
-        name_replicas: Beside the stages.
-        title: Above it.
+        frame: A table like ``Simulation.timeline``.
+        name_replicas: Whether the labels of rows name replicas.
+        title: The title of the picture.
         path: The file.
-        error: Raised if it cannot be written, naming it.
+        error: Raised, naming the file, if it cannot be written.
     """
     end_s = float(frame["end_s"].max())
     factor, unit = next(((f, u) for f, u in _UNITS if end_s * f >= 1), _UNITS[-1])
@@ -88,7 +88,7 @@ def draw_boxes(frame: pd.DataFrame, name_replicas: bool, title: str, path: Path,
         axes.set_title(title, loc="left", fontsize=11)
         plain_axes(axes, without=("top", "right", "left"))
         present = [task for task in COLOURS if task in set(frame["task"])]
-        from matplotlib.patches import Patch  # slow to import, and a run that shows its page draws nothing
+        from matplotlib.patches import Patch  # slow to import, and not needed by a run that only shows its page
 
         handles = [Patch(color=COLOURS[task], label=task.replace("_", "-")) for task in present]
         below = -0.02 - 0.9 / (1 + len(places))

@@ -1,4 +1,4 @@
-"""``morph trace``: a trace's figures as a table, and pictures of it, alone or beside traces drawn from its fit."""
+"""``morph trace``: statistics of a trace as a table, and pictures, alone or with traces drawn from a fitted model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRACE, FIT = BLUE, ORANGE
 
 
 def trace_table(title: str, told: Iterable[TraceStatistics]) -> Table:
-    """Return a row for each zone."""
+    """Return a table with a row for each zone."""
     columns = [
         "zone",
         "hours",
@@ -68,10 +68,10 @@ def draw_trace(trace: Trace, name: str, path: Path, model: TraceModel | None = N
     """Draw VMs over time, how many are lost at once, lifetimes and times between losses.
 
     Args:
-        trace: To be drawn.
-        name: Of it.
+        trace: The trace to draw.
+        name: Its name, for the title.
         path: The PNG.
-        model: Fitted to it; ``NUM_DRAWN`` traces are drawn from it and stand beside the trace in every panel.
+        model: A model fitted to it; ``NUM_DRAWN`` traces drawn from the model are shown with it in every panel.
     """
     drawn = [] if model is None else [model.draw(seed, trace.duration_s) for seed in range(NUM_DRAWN)]
     with picture(path, TraceError, (10.0, 8.0), nrows=2, ncols=2) as (figure, axes):

@@ -1,1 +1,1 @@
-"""Which shape is best: partitions, windows, sweeps, objectives."""
+"""The search for the best shape: partitions, windows, sweeps, objectives."""

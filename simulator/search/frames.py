@@ -25,7 +25,7 @@ COLUMNS = (
 
 
 def plan_row(plan: Plan, num_gpus: int) -> dict[str, float | int | str]:
-    """One plan for a number of GPUs; the keys are ``COLUMNS``."""
+    """Return one plan for a number of GPUs as a row; the keys are ``COLUMNS``."""
     expected = plan.expected
     values = (
         num_gpus,
@@ -45,11 +45,12 @@ def plan_row(plan: Plan, num_gpus: int) -> dict[str, float | int | str]:
 
 
 def plans_frame(plans: Iterable[tuple[int, Plan]], usd_per_gpu_h: float | None = None) -> pd.DataFrame:
-    """Plans as a table, each with its number of GPUs: columns as in ``COLUMNS``.
+    """Return plans as a table with the columns ``COLUMNS``, one row for each number of GPUs.
 
     Args:
-        plans: Each plan with the number of GPUs that it is for.
-        usd_per_gpu_h: Price of one GPU; adds ``usd_per_h`` and ``usd_per_1000_examples`` of all GPUs, idle ones too.
+        plans: Each plan with its number of GPUs.
+        usd_per_gpu_h: Price of one GPU, USD an hour; adds ``usd_per_h`` and ``usd_per_1000_examples``, in which idle
+            GPUs count, too.
     """
     rows = [plan_row(plan, num_gpus) for num_gpus, plan in plans]
     frame = pd.DataFrame(rows, columns=list(COLUMNS))

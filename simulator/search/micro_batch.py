@@ -1,4 +1,4 @@
-"""Which micro-batch sizes m a job can have."""
+"""The micro-batch sizes m that are possible for a job."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ KNEE = 0.05
 
 
 def num_micro_batches(profile: Profile, micro_batch_size: int) -> int:
-    """N = M / m.
+    """Return N = M / m.
 
     Raises:
-        PlanError: M is not divisible by m; names the measured m that would do.
+        PlanError: M is not divisible by m; names the measured m that divide it.
     """
     batch = profile.job.batch_size
     if batch % micro_batch_size:
@@ -28,10 +28,10 @@ def num_micro_batches(profile: Profile, micro_batch_size: int) -> int:
 
 
 def possible_micro_batch_sizes(profile: Profile, wanted: int | None = None) -> tuple[int, ...]:
-    """Every m that may be planned with, growing: the one wanted, else the job's own, else all that were measured.
+    """Return the possible m in ascending order: ``wanted``, else the job's own, else all that were measured.
 
     Raises:
-        PlanError: the m wanted was not measured or does not divide M, or no measured m divides M.
+        PlanError: ``wanted`` was not measured or does not divide M, or no measured m divides M.
     """
     ranges.check_counts(micro_batch_size=wanted)
     fixed = wanted if wanted is not None else profile.job.micro_batch_size
@@ -53,9 +53,9 @@ def possible_micro_batch_sizes(profile: Profile, wanted: int | None = None) -> t
 
 
 def knee_micro_batch_size(profile: Profile, wanted: int | None = None) -> int:
-    """The m of a single simulation: as above, of several the smallest at which F(m)/m stops improving.
+    """Return the m of a single simulation: of several possible ones the smallest at which F(m)/m stops improving.
 
-    "Stops improving": the next one is less than 5 % faster per sample (Varuna, section 4.4).
+    It stops improving where the next m is less than 5 % faster per sample (Varuna, section 4.4).
     """
     sizes = possible_micro_batch_sizes(profile, wanted)
     per_sample = [sum(section.forward[m].median_s for section in profile.sections) / m for m in sizes]

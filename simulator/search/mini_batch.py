@@ -33,19 +33,19 @@ def simulate(
     engine: EngineName = "compiled",
     **more: Any,
 ) -> Simulation:
-    """Simulate one mini-batch of one shape: Varuna's schedule and recompute, and one replica, unless asked otherwise.
+    """Simulate one mini-batch of one shape; defaults are Varuna's schedule, recompute and one replica.
 
     Args:
-        profile: What calibration measured.
-        request: D, m, schedule, recompute and the conditions. Without an m the knee counts where the job has none (see
-            :mod:`simulator.search.micro_batch`).
+        profile: The measurements of calibration.
+        request: D, m, schedule, recompute and the conditions. If neither the request nor the job gives m, it is the
+            knee (see :mod:`simulator.search.micro_batch`).
         boundaries: First section of each stage, beginning with 0; or give ``num_stages``.
         num_stages: P; the stages are then balanced exactly.
-        window_slope: In-flight window slope, of GPipe the number of rounds; None: the smallest windows that are within
+        window_slope: Slope of in-flight windows, or for GPipe the number of rounds; None: the smallest windows within
             1 % of the fastest.
-        engine: "reference" plays the shape as SimPy processes, some thousand times slower and to the same nanosecond
-            (:mod:`simulator.engine.reference`); windows are chosen with the compiled loops all the same.
-        more: Fields of the request, in place of its own.
+        engine: "reference" plays the shape as SimPy processes, about a thousand times slower, with the same result to
+            the nanosecond (:mod:`simulator.engine.reference`); windows are still chosen with the compiled loops.
+        more: Fields of the request that override its own.
 
     Raises:
         PlanError: naming the argument, its value and what is allowed.
@@ -102,19 +102,19 @@ def simulate_plan(
     engine: EngineName = "compiled",
     **more: Any,
 ) -> Simulation:
-    """Simulate one mini-batch of a plan as it stands, with its own cuts, schedule, windows, recompute and its groups.
+    """Simulate one mini-batch of a given plan, with its own cuts, schedule, windows and recompute groups.
 
     Args:
-        profile: What calibration measured; its model is the plan's.
-        plan: Anything but its expectation counts.
-        request: The conditions; what it says of shapes, schedules and nodes is left aside. With ``compute_slots`` all
-            workers are on one machine, whatever the plan's nodes; unequal pipelines are then estimated as if each kind
-            had cores of its own, in proportion to its workers. ``slow`` has the stages as the plan numbers them.
-        engine: As :func:`simulate`.
-        more: Fields of the request, in place of its own.
+        profile: The measurements of calibration, of the plan's model.
+        plan: The plan; its expectation is ignored.
+        request: The conditions; its shapes, schedules and nodes are ignored. With ``compute_slots`` all workers are on
+            one machine, whatever the plan's nodes; unequal pipelines are then estimated as if each kind had its own
+            cores, in proportion to its workers. ``slow`` uses the plan's numbers of stages.
+        engine: As for :func:`simulate`.
+        more: Fields of the request that override its own.
 
     Raises:
-        PlanError: as :func:`simulate`.
+        PlanError: as for :func:`simulate`.
     """
     request = replace(request, **more)
     on_nodes = bool(plan.placement) and request.compute_slots is None
@@ -159,7 +159,7 @@ def simulate_plan(
 def _costs_as_planned(
     profile: Profile, plan: Plan, stages: Sequence[StagePlan], request: PlanRequest, layout: Layout
 ) -> StageCosts:
-    """Of the stages of one kind of pipeline."""
+    """Return the costs of the stages of one kind of pipeline."""
     recompute = any(stage.recompute for stage in stages)
     setting = Setting(profile, plan.micro_batch_size, recompute, (plan.schedule,), None, request.memory_rules)
     windows = tuple(stage.window for stage in stages)
@@ -171,13 +171,13 @@ def _costs_as_planned(
 
 
 def _slots(slots: int | None, kind: PipelineKind, plan: Plan) -> int | None:
-    """Cores for one kind of pipeline, where all share them: in proportion to its workers, at least one."""
+    """Return the cores for one kind of pipeline, where all share them: in proportion to its workers, at least one."""
     num_workers = kind.num_stages * kind.num_replicas
     return None if slots is None else max(1, round(slots * num_workers / plan.num_workers))
 
 
 def _check_unequal(conditions: Conditions) -> None:
-    """Refuse conditions under which pipelines of several kinds meet before they reduce.
+    """Refuse conditions under which pipelines of several kinds interact before they reduce.
 
     Raises:
         PlanError: naming the condition.

@@ -1,4 +1,4 @@
-"""Cuts with one boundary, or several in a row, one section away, and how fast stages cut so could be at best."""
+"""Neighbouring cuts, with one boundary or several adjacent ones moved by one section, and lower bounds for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NEVER = 2**62
 
 
 def neighbours(boundaries: tuple[int, ...], num_sections: int, *, rows: bool = False) -> Ints:
-    """Every cut with one boundary, or with ``rows`` several in a row, one section to the left or right: int64[M, P]."""
+    """Return all cuts with one boundary, or with ``rows`` several adjacent ones, moved by one section: int64[M, P]."""
     starts = np.array(boundaries, np.int64)
     places = np.arange(1, len(starts))
     first, last = np.triu_indices(len(places)) if rows else (places - 1, places - 1)
@@ -27,9 +27,9 @@ def neighbours(boundaries: tuple[int, ...], num_sections: int, *, rows: bool = F
 def moved_bounds_ns(
     costs: StageCosts, cuts: Ints, counts: tuple[int, ...], memory_bytes: int | None, conditions: Conditions
 ) -> Ints:
-    """What no windows that fit in memory make faster, of each of the cuts next to these stages: int64[M].
+    """Return a lower bound, over all windows that fit in memory, for each neighbouring cut: int64[M].
 
-    As :func:`simulator.costs.bounds.lower_bound_ns`, of many cuts at once; 2**62 where a stage does not fit.
+    As :func:`simulator.costs.bounds.lower_bound_ns` for many cuts at once; 2**62 where a stage does not fit.
     """
     sections, layout, most = costs.sections, costs.layout, max(counts)
     end = np.concatenate([cuts[:, 1:], np.full((len(cuts), 1), sections.num_sections)], axis=1)
@@ -60,7 +60,7 @@ def moved_bounds_ns(
 
 
 def _exposed_ns(costs: StageCosts, cuts: Ints, num_replicas: int, conditions: Conditions) -> Ints:
-    """What is exposed of each stage's all-reduces; what several sections hold counts where none of these moves."""
+    """Return the exposed part of each stage's all-reduces; shared units count only if none of their sections moves."""
     sections, reduced, base = costs.sections, costs.reduced, np.array(costs.boundaries, np.int64)
     shared = [section for unit in sections.shared_units for section in unit.sections]
     stays = ~((cuts != base) & np.isin(np.minimum(cuts, base), shared)).any(axis=1)[:, None]
@@ -72,7 +72,7 @@ def _exposed_ns(costs: StageCosts, cuts: Ints, num_replicas: int, conditions: Co
     sizes = sums[:, 1:] - sums[rows, first]
     exposed = reduced.all_reduce.times_ns(num_replicas, sizes.ravel()).reshape(sizes.shape)
     if conditions.all_reduce != "late":
-        sums = sections.backward_sum_ns + sections.forward_sum_ns * sections.grouped  # complete sooner in groups
+        sums = sections.backward_sum_ns + sections.forward_sum_ns * sections.grouped  # complete sooner with groups
         exposed = exposed - (sums[:-1] - sums[first])
     begins = (cuts + rows * sections.num_sections).ravel()
     latest: Ints = np.maximum.reduceat(exposed.ravel(), begins).reshape(cuts.shape)

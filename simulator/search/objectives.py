@@ -1,23 +1,23 @@
 """What "best" means: examples per second, dollars per example, or progress under revocations.
 
-*Dollars per example* of a shape: price per hour of the nodes that it uses, whole nodes, times the mini-batch's time
-over its M samples. Nodes that it leaves idle are taken to be given back. Shapes with fewer replicas than there is room
-for are looked at too.
+*Dollars per example* of a shape: price per hour of the whole nodes that it uses, times the mini-batch's time, divided
+by its M samples. Idle nodes are assumed to be given back, so shapes with fewer replicas than possible are considered,
+too.
 
 *Expected progress* of a shape that uses U of V nodes, examples per second:
 
     progress = sum over n of p(n) M/T'(n) exp(-h c) x/(exp(x) - 1),    x = h T'(n)
 
-p(n): chance that n nodes live. Each living node is revoked r times a second, b at once; each missing one is replaced
-after w seconds on average (both memoryless), so the stationary p follows from the balance of what crosses between n and
-n + 1; for b = 1 it is binomial, each node living for 1/(1 + r w) of the time, however long replacements take.
+p(n): probability that n nodes live. Each living node is revoked r times a second, b nodes at once; each missing one is
+replaced after w seconds on average (both memoryless), so the stationary p follows from the balance of the flows between
+n and n + 1; for b = 1 it is binomial: each node lives for 1/(1 + r w) of the time, whatever the distribution of w.
 
-T(n): T of the shape as long as n >= U, else that of the best shape for the n that live (of nodes of average size). h:
-revocations a second that hit one of the nodes in use; each ends the mini-batch under way and costs a pause c, which
-starts over if another one comes. So training continues for exp(-h c) of the time, and x/(exp(x) - 1) of it counts: half
-a mini-batch is lost each time where these are short, everything where none is ever completed. g: replacements a second
-that a faster shape can use; they are taken in between mini-batches, with one pause for all, so
-T'(n) = T(n) + c (1 - exp(-g T'(n) exp(h c))).
+T(n): time of the mini-batch: the shape's T if n >= U, else that of the best shape for n nodes (of average size). h:
+revocations a second that hit a node in use; each ends the mini-batch under way and costs a pause c, which restarts at
+another revocation. So training runs for exp(-h c) of the time, of which the share x/(exp(x) - 1) counts: each
+revocation loses half a mini-batch if mini-batches are short, and everything if none is ever completed. g: replacements
+a second that a faster shape can use; they join between mini-batches, with one pause for all, so T'(n) = T(n) + c (1 -
+exp(-g T'(n) exp(h c))).
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ Shape = tuple[int, int]
 """(P, D)"""
 
 _TAIL = 1e-7
-"""Numbers of living nodes less likely than this are left out."""
+"""Numbers of living nodes that are less probable than this are ignored."""
 _MOST_FALLBACKS = 128
 _LARGE = 1e200
 
 
 class Objective(Protocol):
-    """Something to be small, which never falls when a shape's mini-batch takes longer."""
+    """A cost to minimise, which does not decrease when a shape's mini-batch takes longer."""
 
     def cost(self, shape: Shape, mini_batch_s: float) -> float:
-        """Of a shape whose mini-batch takes so long."""
+        """Return the cost of a shape whose mini-batch takes so long."""
 
     def least_cost(self, shape: Shape, mini_batch_s: float) -> float:
-        """No more than the cost, and known at once."""
+        """Return a lower bound of the cost that is quick to compute."""
 
     def value(self, shape: Shape, mini_batch_s: float) -> float:
-        """The same as a person wants to read it."""
+        """Return the objective's value in readable form."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class Fastest:
     batch_size: int
 
     def cost(self, shape: Shape, mini_batch_s: float) -> float:  # noqa: ARG002 - the shape plays no part
-        """Seconds of a mini-batch."""
+        """Return the seconds of a mini-batch."""
         return mini_batch_s
 
     least_cost = cost
 
     def value(self, shape: Shape, mini_batch_s: float) -> float:  # noqa: ARG002 - the shape plays no part
-        """Examples per second."""
+        """Return examples per second."""
         return self.batch_size / mini_batch_s
 
 
@@ -96,13 +96,13 @@ class Cheapest:
 
 @dataclass(frozen=True)
 class Revocations:
-    """How often nodes are taken, and what that costs.
+    """How often nodes are revoked, and what that costs.
 
     Args:
         per_hour: How often each living node is revoked.
-        pause_s: What a morph stops training for.
-        replacement_s: From the revocation of a node until another one has taken its place.
-        together: How many nodes one revocation takes, or all that live if those are fewer.
+        pause_s: How long a morph stops training.
+        replacement_s: From the revocation of a node until its replacement is in use.
+        together: How many nodes one revocation takes; all living ones if these are fewer.
     """
 
     per_hour: float
@@ -117,10 +117,9 @@ class Revocations:
         ranges.GPUS.check("revoked_together", self.together)
 
     def living(self, num_nodes: int) -> Floats:
-        """Chances that 0, 1, ..., ``num_nodes`` nodes live, in the long run: float64[V + 1].
+        """Return the stationary probabilities that 0, 1, ..., ``num_nodes`` nodes live: float64[V + 1].
 
-        What comes from above across the line between n and n + 1 is what goes up across it:
-        p(n) (V - n)/w = sum over k = n + 1 to n + b of p(k) k r/b.
+        The flows between n and n + 1 balance: p(n) (V - n)/w = sum over k = n + 1 to n + b of p(k) k r/b.
         """
         gone = self.per_hour / 3600 * self.replacement_s / self.together
         chances, falls = np.zeros(num_nodes + 1), np.zeros(num_nodes + 1)  # falls: p(k) k r w / b
@@ -136,9 +135,9 @@ class Revocations:
 
 @dataclass(frozen=True)
 class _Living:
-    """Numbers n of living nodes that are likely enough, and of each its chance and what the best shape for it does.
+    """Probable numbers n of living nodes, with their probabilities and their best shapes.
 
-    ``used``: the fewest nodes with which it is as fast. ``grows``: whether one more node would make it faster.
+    ``used``: the fewest nodes with which that shape is as fast. ``grows``: whether one more node makes it faster.
     """
 
     numbers: Ints
@@ -154,7 +153,7 @@ class MostProgress:
 
     Args:
         batch_size: M.
-        revocations: Their rate and what they cost.
+        revocations: Rate and costs of revocations.
         num_nodes: V.
         num_used: U of a shape.
         fallback: Examples per second of the best shape when this many nodes are missing; 0: none fits.
@@ -167,16 +166,16 @@ class MostProgress:
     fallback: Callable[[int], float]
 
     def cost(self, shape: Shape, mini_batch_s: float) -> float:
-        """Seconds per example, pauses included."""
+        """Return the seconds per example, including pauses."""
         value = self.value(shape, mini_batch_s)
         return 1.0 / value if value > 0 else math.inf
 
     def least_cost(self, shape: Shape, mini_batch_s: float) -> float:  # noqa: ARG002 - the shape plays no part
-        """Seconds per example if nothing is ever revoked."""
+        """Return the seconds per example without revocations."""
         return mini_batch_s / self.batch_size
 
     def value(self, shape: Shape, mini_batch_s: float) -> float:
-        """Examples per second, pauses included."""
+        """Return examples per second, including pauses."""
         given, living, planned = self.revocations, self._living, self.num_used(shape)
         numbers, per_s = living.numbers, given.per_hour / 3600
         whole = numbers >= planned
@@ -222,9 +221,10 @@ class MostProgress:
         return np.concatenate([np.zeros(1), np.cumsum(np.log(np.arange(1, self.num_nodes + 1)))])
 
     def _hit(self, living: Ints, used: Ints) -> Floats:
-        """Revocations that take one of the ``used`` nodes, over those of one node.
+        """Return the rate of revocations that hit one of the ``used`` nodes, relative to the rate of one node.
 
-        n ``living`` nodes are revoked n/b times as often as one, b at once; 1 - C(n - used, b)/C(n, b) of that hits.
+        Revocations of n ``living`` nodes, b at once, are n/b times as frequent as those of one node, and the share
+        1 - C(n - used, b)/C(n, b) of them hits a used node.
         """
         together = self.revocations.together
         spared = living - used - together
@@ -239,7 +239,7 @@ class MostProgress:
 
 
 def usd_per_h_of(price: Price, used_sizes: Mapping[int, int]) -> float:
-    """Price per hour of nodes, given how many of each size are used.
+    """Return the price per hour of nodes, given how many of each size are used.
 
     Raises:
         PlanError: a size without a price, or a price below 0.

@@ -1,10 +1,9 @@
 """Cuts K sections into P stages so that the slowest stage is as fast as possible: exact, for every P at once.
 
-Dynamic programming over (stages left, first section). A stage costs F + R + B (no R where the schedule does
-not recompute and it need not run its sections again in groups), and must fit in memory with the window of its place in
-the pipeline. Windows depend on the
-distance to the last stage alone, so one table serves every P. Among partitions with the same bottleneck
-the more even one (sum of squares) is preferred where the table can tell.
+Dynamic programming over (stages left, first section). A stage costs F + R + B (no R if the schedule does not recompute
+and the stage needs no recompute groups), and must fit in memory with the window of its place in the pipeline. Windows
+depend only on the distance to the last stage, so one table serves every P. Among partitions with the same bottleneck
+the table prefers the more even one (sum of squares), as far as it has compared them.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ class PartitionTable:
     _choice: Ints
 
     def fits(self, num_stages: int) -> bool:
-        """Whether P stages fit."""
+        """Whether P stages fit in memory."""
         return bool(self.bottleneck_ns[num_stages] < _NEVER)
 
     def boundaries(self, num_stages: int) -> tuple[int, ...]:
-        """First section of each of the P stages."""
+        """Return the first section of each of the P stages."""
         first, starts = 0, []
         for left in range(num_stages, 0, -1):
             starts.append(first)
@@ -56,15 +55,15 @@ def partition_table(
     memory_bytes: int | None = None,
     single: bool = True,
 ) -> PartitionTable:
-    """Best partitions for every P.
+    """Return the best partitions for every P.
 
     Args:
         costs: The sections at one m.
         schedule: Decides windows and which stages recompute.
-        num_micro_batches: Of one replica.
+        num_micro_batches: Micro-batches of one replica.
         slope: See :func:`simulator.engine.schedules.stage_windows`.
-        memory_bytes: Per device; None: no limit.
-        single: Whether there is one replica only.
+        memory_bytes: Memory per device; None: no limit.
+        single: Whether there is only one replica.
     """
     memory = costs.memory(single=single)
     limit = None if memory_bytes is None else memory.usable_bytes(memory_bytes)
@@ -74,7 +73,7 @@ def partition_table(
 def frugal_table(
     costs: SectionCosts, schedule: Schedule, *, num_micro_batches: int, slope: int = 1, single: bool = True
 ) -> PartitionTable:
-    """The partitions whose fullest stage needs least memory; ``bottleneck_ns`` are bytes of tensors in this table."""
+    """Return the partitions whose fullest stage needs least memory; this table's ``bottleneck_ns`` are bytes."""
     memory = costs.memory(single=single)
     return PartitionTable(*_tabulated(costs, schedule, num_micro_batches, slope, None, memory, by_memory=True))
 
@@ -82,14 +81,14 @@ def frugal_table(
 def least_bytes(
     costs: SectionCosts, schedule: Schedule, *, num_micro_batches: int, slope: int = 1, single: bool = True
 ) -> Ints:
-    """The least memory per device with which some partition into P fits, by P: int64[K + 1]; see above."""
+    """Return the least memory per device with which some partition into P fits, by P: int64[K + 1]."""
     found = frugal_table(costs, schedule, num_micro_batches=num_micro_batches, slope=slope, single=single)
     least = found.bottleneck_ns
     return np.where(least < _NEVER, costs.memory(single=single).whole_bytes(least), least)
 
 
 def least_host_bytes(costs: SectionCosts, *, single: bool) -> Ints:
-    """The least host memory for each device with which some partition into P fits, by P: int64[K + 1]."""
+    """Return the least host memory per device with which some partition into P fits, by P: int64[K + 1]."""
     memory = costs.memory(single=single)
     begin, end = np.ogrid[0 : costs.num_sections, 0 : costs.num_sections + 1]
     table = memory.host_bytes(begin, np.maximum(begin, end))
@@ -101,10 +100,11 @@ def least_host_bytes(costs: SectionCosts, *, single: bool) -> Ints:
 
 
 def bounds_ns(costs: SectionCosts, schedule: Schedule, num_micro_batches: int, link_ns: int) -> Ints:
-    """No cut into P stages and no windows are faster, by P: int64[K + 1].
+    """Return a lower bound over all cuts into P stages and all windows, by P: int64[K + 1].
 
-    Of the bound of ``answers.bounds`` what holds for every cut: the least of max over s of head_s + n t_s +
-    tail_s, with ``link_ns`` for an activation and its gradient over each link. Prefix sums give head and tail.
+    It is the part of the bound in :mod:`simulator.costs.bounds` that holds for every cut: the minimum over cuts of max
+    over s of head_s + n t_s + tail_s, with ``link_ns`` for an activation and its gradient over each link. Prefix sums
+    give head and tail.
     """
     again = costs.recompute
     work = costs.forward_sum_ns * (1 + again) + costs.backward_sum_ns
@@ -117,7 +117,7 @@ def bounds_ns(costs: SectionCosts, schedule: Schedule, num_micro_batches: int, l
 @entry
 @compiled
 def _bound(work, last, both, link):  # type: ignore[no-untyped-def]
-    """As the last stage takes ``last``; what a stage adds falls with its first section, what was before it grows."""
+    """Compute the bound; ``last``: the last stage's times. Bisects: a stage's part falls with its first section."""
     num_sections = len(work) - 1
     bounds = np.zeros(num_sections + 1, np.int64)
     before = np.full(num_sections + 1, np.int64(0))
@@ -180,7 +180,7 @@ def _tabulated(
 def _tabulate(forward, backward, tables, stored, activations, windows, again, limit, by_memory, group_base, group_each):  # type: ignore[no-untyped-def] # noqa: PLR0913
     """Return (best[left] from section 0, choice[left, first] = end of the first stage).
 
-    A stage that does not fit is run again in groups, if there are any with which it does.
+    A stage that does not fit is recomputed in groups, if it fits with any.
     """
     base_again, base_kept, floor = tables
     num_sections, deepest, num_sizes = len(stored), len(windows) - 1, len(group_base)
@@ -209,7 +209,7 @@ def _tabulate(forward, backward, tables, stored, activations, windows, again, li
                 time = backward[end] - backward[first] + (2 if twice else 1) * (forward[end] - forward[first])
                 cost = memory if by_memory else time
                 if memory > limit:
-                    continue  # a larger stage may take less: a unit that it shares counts once, a message is none
+                    continue  # a larger stage may need less memory: a shared unit counts once, and a message disappears
                 if cost > worst[left, first] and not by_memory:
                     break
                 rest = worst[left - 1, end]

@@ -1,4 +1,4 @@
-"""What pipelines of one micro-batch size can be cut into, with recompute or without, within memory."""
+"""Possible cuts of pipelines with one micro-batch size, with or without recompute, within memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from simulator.search.partition import (
 )
 
 SCHEDULES: tuple[Schedule, ...] = ("varuna", "1f1b", "gpipe")
-"""Where several are as fast, the first is taken: Varuna's rules bear what nobody foresaw best."""
+"""Of equally fast schedules the first one is taken: Varuna's rules tolerate unforeseen delays best."""
 
 
 class Rule(NamedTuple):
@@ -41,16 +41,16 @@ class Rule(NamedTuple):
 class Setting:
     """One m, with recompute or without, under one or several schedules.
 
-    ``grouped``: with recompute, a stage that does not fit otherwise runs its sections again in groups, the last stage
-    too, whatever the schedule.
+    ``grouped``: with recompute, a stage that does not fit otherwise recomputes its sections in groups; this includes
+    the last stage, under every schedule.
 
     Args:
-        profile: What calibration measured.
+        profile: The measurements of calibration.
         micro_batch_size: m.
-        recompute: Whether stages run the forward again.
-        schedules: That may be used.
-        memory_bytes: Of one device; None: no limit.
-        rules: What a run holds besides what a step needs.
+        recompute: Whether stages recompute the forward.
+        schedules: The schedules that may be used.
+        memory_bytes: Memory of one device; None: no limit.
+        rules: What a run holds besides the needs of a step.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Setting:
         self._stages: dict[tuple[object, ...], StageCosts] = {}
 
     def under(self, schedule: Schedule) -> Setting:
-        """The same under one schedule alone."""
+        """Return this setting with only one schedule."""
         other = copy(self)
         other.schedules, other._bounds, other._unlimited = (schedule,), {}, None
         return other
@@ -92,11 +92,11 @@ class Setting:
         return other
 
     def bound_ns(self, depth: int, most: int) -> int:
-        """No cut, windows, place or memory make P stages faster, where a replica has ``most`` micro-batches."""
+        """Return a lower bound for P stages over all cuts, windows and placements; ``most``: a replica's share of N."""
         return int(self.bounds_ns(most)[depth])
 
     def bounds_ns(self, most: int) -> Ints:
-        """The same of every P: int64[K + 1]."""
+        """Return the lower bound for every P: int64[K + 1]."""
         if most not in self._bounds:
             links = (self.sections.inter_node, self.sections.intra_node)
             times = [(link.activation_ns + link.gradient_ns)[:-1] for link in links]
@@ -105,9 +105,9 @@ class Setting:
         return self._bounds[most]
 
     def first_reduce_ns(self, depth: int, replicas: int) -> int:
-        """No cut and no place make the first of P stages reduce faster, after the last backward of all.
+        """Return a lower bound of the first stage's reduction after the last backward of all, over cuts and placements.
 
-        It holds the first section, and with the last stage what the first and the last section share.
+        The stage holds the first section, and shares with the last stage the units of the first and last section.
         """
         key = (depth > 1, replicas)
         if key not in self._reduces:
@@ -123,7 +123,7 @@ class Setting:
         return self._reduces[key]
 
     def fits(self, depth: int, most: int) -> bool:
-        """Whether P stages fit in memory somehow, where the busiest replica has ``most`` micro-batches."""
+        """Whether P stages fit in memory with some cut, if the busiest replica has ``most`` micro-batches."""
         return self.memory_bytes is None or any(self.has_room(rule, depth, most) for rule in self._frugal(most))
 
     def fitting(self, most: int) -> npt.NDArray[np.bool_]:
@@ -138,7 +138,7 @@ class Setting:
         return found
 
     def least_bytes(self, depth: int, most: int) -> int:
-        """The least memory per device that P stages need."""
+        """Return the least memory per device that P stages need."""
         return min(self._least(rule, depth, most) for rule in self._frugal(most))
 
     def _least(self, rule: Rule, depth: int, most: int) -> int:
@@ -148,16 +148,16 @@ class Setting:
         )
 
     def least_host_bytes(self, depth: int, most: int) -> int:
-        """The least host memory for each device that P stages need."""
+        """Return the least host memory per device that P stages need."""
         return int(least_host_bytes(self.sections, single=self.single(most))[depth])
 
     def host_sizes(self, most: int) -> Ints:
-        """Host memory for each device, of every run of sections that a stage may have."""
+        """Return the host memory per device for every run of sections that a stage may have."""
         begin, end = np.triu_indices(self.sections.num_sections)
         return self.sections.memory(single=self.single(most)).host_bytes(begin, end + 1)
 
     def fullest(self, depth: int, most: int) -> str:
-        """What takes most, and when, on the fullest device of the P stages that need least: in words."""
+        """Return in words the largest part, and its moment, on the fullest device of the most frugal P stages."""
         rule = min(self._frugal(most), key=lambda rule: self._least(rule, depth, most))
         single = self.single(most)
         table = frugal_table(self.sections, rule.schedule, num_micro_batches=most, slope=rule.slope, single=single)
@@ -168,7 +168,7 @@ class Setting:
         return f"while {MOMENTS[moment]}, {_largest(parts)}"
 
     def fullest_host(self, depth: int, most: int) -> str:
-        """What takes most of the host memory of the fullest of P stages: in words."""
+        """Return in words the largest part of the host memory of the fullest of P stages."""
         begin, end = spans(self._most_even("varuna", depth), self.sections.num_sections)
         memory = self.sections.memory(single=self.single(most))
         stage = int(memory.host_bytes(begin, end).argmax())
@@ -176,11 +176,11 @@ class Setting:
         return f"in host memory, {_largest({part: int(np.max(size)) for part, size in parts.items()})}"
 
     def single(self, most: int) -> bool:
-        """Whether there is one replica only, where the busiest has so many micro-batches."""
+        """Whether there is only one replica, given that the busiest has so many micro-batches."""
         return most == self.num_micro_batches
 
     def cut(self, rule: Rule, depth: int, most: int) -> tuple[int, ...] | None:
-        """First section of each of P stages, cut as evenly as memory allows; None where nothing fits."""
+        """Return the first section of each of P stages, cut as evenly as memory allows; None if nothing fits."""
         key = (rule, depth, most)
         if key not in self._cuts:
             even = self._most_even(rule.schedule, depth)
@@ -188,11 +188,11 @@ class Setting:
         return self._cuts[key]
 
     def has_room(self, rule: Rule, depth: int, most: int) -> bool:
-        """Whether P stages fit in memory somehow, under this rule; of GPipe no cut is worked out for that."""
+        """Whether P stages fit in memory with some cut under this rule; for GPipe this computes no cut."""
         if self.memory_bytes is None:
             return True
         if rule.schedule != "gpipe":
-            longest = self.num_micro_batches - 1  # has the largest windows, and one table for every number
+            longest = self.num_micro_batches - 1  # with the largest windows, so that one table serves all numbers
             if most < longest and self.cut(rule, depth, longest) is not None:
                 return True
             return self.cut(rule, depth, most) is not None
@@ -201,7 +201,7 @@ class Setting:
     def stages(
         self, rule: Rule, most: int, layout: Layout, boundaries: tuple[int, ...] | None = None, *, depth: int = 0
     ) -> StageCosts | None:
-        """Stages with these first sections, or P as evenly cut as can be; None where they do not fit in memory."""
+        """Return stages with these first sections, or P stages cut as evenly as possible; None if they do not fit."""
         cuts = self.cut(rule, depth, most) if boundaries is None else boundaries
         if cuts is None:
             return None
@@ -217,7 +217,7 @@ class Setting:
         *,
         single: bool,
     ) -> StageCosts | None:
-        """Stages with these first sections and windows; None where they do not fit in memory."""
+        """Return stages with these first sections and windows; None if they do not fit in memory."""
         where = (float(layout.slowdown[0, 0]), layout.rings_at_once) if layout.placement is None else id(layout)
         key = (boundaries, where, single, schedule, windows)
         costs = self._stages.get(key)
@@ -237,17 +237,17 @@ class Setting:
     def _live(
         self, schedule: Schedule, windows: tuple[int, ...], boundaries: tuple[int, ...], usable: int, *, single: bool
     ) -> tuple[int, ...]:
-        """Of how many sections each stage has to run again together to take so many bytes of tensors; 0: of all."""
+        """Return the number of sections that each stage recomputes together to fit in so many bytes; 0: all."""
         again = np.array(recomputes(schedule, len(boundaries), self.sections.recompute), np.bool_)
         memory, where = self.sections.memory(single=single), spans(boundaries, self.sections.num_sections)
         return tuple(memory.fitting_sizes(*where, np.array(windows, np.int64), again, usable).tolist())
 
     def holds_even(self, rule: Rule, depth: int, most: int) -> bool:
-        """Whether P stages fit where they are cut as evenly as can be."""
+        """Whether P stages fit if they are cut as evenly as possible."""
         return self._holds(rule, self._most_even(rule.schedule, depth), most)
 
     def without_memory_limit(self) -> Setting:
-        """The same on devices with as much memory as it takes."""
+        """Return this setting with unlimited device memory."""
         if self.memory_bytes is None:
             return self
         if self._unlimited is None:
@@ -257,7 +257,7 @@ class Setting:
         return self._unlimited
 
     def _frugal(self, most: int) -> tuple[Rule, ...]:
-        """Of each schedule the windows that need least memory."""
+        """Return for each schedule the rule whose windows need least memory."""
         return tuple(Rule(schedule, most if schedule == "gpipe" else 1) for schedule in self.schedules)
 
     def _most_even(self, schedule: Schedule, depth: int) -> tuple[int, ...]:
@@ -278,15 +278,13 @@ class Setting:
             again = np.array(recomputes(rule.schedule, depth, self.sections.recompute), np.bool_)
             usable = memory.usable_bytes(self.memory_bytes)
             found = memory.most_windows(begin, end, again, usable)
-            if (
-                self.grouped and not again[-1]
-            ):  # with groups it would take longer, and another cut may then be more even
+            if self.grouped and not again[-1]:  # groups would take longer, so another cut may be better
                 found[-1:] = memory.most_windows(begin[-1:], end[-1:], False, usable, grouped=False)
             self._room[key] = tuple(found.tolist())
         return all(map(le, stage_windows(rule.schedule, depth, most, rule.slope), self._room[key]))
 
     def _widest_alike(self, single: bool) -> Ints:
-        """The largest window that all of P stages can have in some cut, by P; 0 where none fits: int64[K + 1]."""
+        """Return the largest window that all of P stages can have in some cut, by P; 0: none fits: int64[K + 1]."""
         assert self.memory_bytes is not None, "only memory limits windows"
         if single not in self._alike:
             num_sections, memory = self.sections.num_sections, self.sections.memory(single=single)
@@ -311,7 +309,7 @@ class Setting:
         """The most even cuts that fit in memory."""
         rule = rule._replace(schedule="varuna") if rule.schedule == "1f1b" else rule  # their windows are the same
         key = (rule, min(most, rule.slope * (self.sections.num_sections - 1) + 1), self.single(most))
-        if rule.schedule == "gpipe":  # every stage has the same window, which is all of the rule that counts
+        if rule.schedule == "gpipe":  # every stage has the same window, on which alone the cut depends
             key = (Rule("gpipe", 1), -(-most // rule.slope), self.single(most))
         if key not in self._tight:
             self._tight[key] = partition_table(

@@ -1,8 +1,8 @@
-"""The windows, and the cuts next to the most even ones, that suit one shape best under its conditions.
+"""The best windows, and cuts next to the most even one, for one shape under its conditions.
 
-Tried are windows of growing slope, until no windows could be more than 1 % faster; then the other schedules. The
-period of a pipeline with windows w (notes of Varuna's rules: max over i < j of the round trip from i to j over
-w_i - w_j + 1, and the slowest stage) says from which slope on nothing is to be gained.
+Windows of growing slope are tried until no windows could be more than 1 % faster; then the other schedules. The period
+of a pipeline with windows w is the maximum of the slowest stage and, over i < j, the round trip from i to j divided by
+w_i - w_j + 1; it shows above which slope nothing can be gained.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Judge = Callable[[StageCosts], int]
 
 @dataclass(frozen=True)
 class Trial:
-    """One shape in one place: P stages, each replica with a number of micro-batches.
+    """One shape with one placement: P stages, and the number of micro-batches of each replica.
 
     ``boundaries``: first sections that are given, or None; ``slope``: of windows that are given; ``moves``: whether
     cuts next to the most even one are tried; ``quick``: whether three windows are enough to know about what it takes.
@@ -58,14 +58,14 @@ class Trial:
 
     @property
     def most(self) -> int:
-        """Micro-batches of the busiest replica."""
+        """The number of micro-batches of the busiest replica."""
         return max(self.counts)
 
     @cached_property
     def planned(self) -> tuple[StageCosts, int]:
-        """The best stages as planned, and the fastest mini-batch: on devices and links of one's own.
+        """Return the best stages as planned (own devices and links), and the time of the fastest mini-batch.
 
-        Cuts next to the most even one are taken where they are 1 % faster.
+        A cut next to the most even one is used only if it is 1 % faster.
         """
         costs, fastest = self._chosen(self._planned_ns, self.boundaries)
         while self.moves and (moved := self._best_move(costs, fastest, self._planned_ns)) is not None:
@@ -79,11 +79,11 @@ class Trial:
 
     @property
     def _eager(self) -> bool:
-        """Whether 1F1B may warm up with more forwards: of many micro-batches that is not worth a search."""
+        """Whether 1F1B with more warm-up forwards is tried; for many micro-batches it is not worth a search."""
         return self.most <= _MANY * self.depth or self.setting.schedules == ("1f1b",)
 
     def best(self) -> Outcome:
-        """The smallest windows whose mini-batch is within 1 % of the fastest, of the most even cut and the best one."""
+        """Return the outcome with the smallest windows within 1 % of the fastest, of the most even or the best cut."""
         outcomes = [self._best_windows(self.boundaries)]
         if self.planned[0].boundaries != outcomes[0].costs.boundaries:
             outcomes.append(self._best_windows(self.planned[0].boundaries))
@@ -94,7 +94,7 @@ class Trial:
         return best
 
     def likely_ns(self) -> int:
-        """As planned, or as executed under the widest windows: of few micro-batches that can be a lot faster."""
+        """Return the planned time; for few micro-batches, the executed time with the widest windows if that is less."""
         costs, planned_ns = self.planned
         if not self._few or self.shape_simulator.conditions.jitter_seed is not None:
             return planned_ns
@@ -103,12 +103,15 @@ class Trial:
         return planned_ns if there is None else min(planned_ns, self._executed_ns(there))
 
     def least_ns(self) -> int:
-        """No windows that fit in memory make the most even cut, or one next to it, faster by more than is tolerated."""
+        """Return a lower bound, up to the tolerance, of the most even cut and its neighbours with windows that fit."""
         return self.closest_ns * 98 // 100
 
     @cached_property
     def closest_ns(self) -> int:
-        """No windows that fit in memory make the most even cut faster; nor one next to it, of few micro-batches."""
+        """Return a lower bound of the most even cut with windows that fit in memory.
+
+        For few micro-batches it covers the neighbouring cuts, too.
+        """
         costs = self._widest(None)
         windows = tuple(costs.times.window.tolist())
         if self.setting.grouped or self._windowed(costs.schedule, windows, costs.boundaries) is not None:
@@ -117,7 +120,7 @@ class Trial:
             schedules = dict.fromkeys("varuna" if each == "1f1b" else each for each in self.setting.schedules)
             rules = [rule for schedule in schedules for rule in self._rules(schedule, None)]
             fitting = [found for rule in rules if (found := self._stages(rule, None)) is not None]
-            widest = {  # of those alike but for their windows: one is wider than another at every stage
+            widest = {  # of stages that differ only in windows, those with the widest ones
                 (found.schedule == "gpipe", found.boundaries): found
                 for found in sorted(fitting, key=lambda found: int(found.times.window.sum()))
             }
@@ -131,16 +134,16 @@ class Trial:
         if not self.shape_simulator.conditions.uneven:
             outcome = self._outcome(self._chosen(self._planned_ns, boundaries)[0])
             if outcome.mini_batch_ns * 100 <= self._enough_ns(boundaries, outcome.costs):
-                return outcome  # else who follows its orders may want other windows than the plan knows
+                return outcome  # otherwise other windows may suit the execution better than the plan knows
         return self._outcome(self._chosen(self._executed_ns, boundaries, between=True)[0])
 
     def _chosen(
         self, judge: Judge, boundaries: tuple[int, ...] | None, *, between: bool = False
     ) -> tuple[StageCosts, int]:
-        """The first rule within 1 % of the fastest, and the time of the fastest.
+        """Return the first rule within 1 % of the fastest, and the time of the fastest.
 
-        ``between``: slopes between those that are always tried are tried too, halfway to the fastest again and again.
-        Of few micro-batches they always are.
+        ``between``: also try slopes between the standard ones, by bisection towards the fastest. For few micro-batches
+        this is always done.
         """
         tried: list[tuple[int, StageCosts]] = []
         for schedule in self.setting.schedules:
@@ -170,7 +173,7 @@ class Trial:
         return self.setting.windowed(schedule, windows, boundaries, self.layout, single=len(self.counts) == 1)
 
     def _rules(self, schedule: Schedule, boundaries: tuple[int, ...] | None) -> Iterator[Rule]:
-        """Of one schedule, those that fit in memory: by growing windows, GPipe's by growing number of rounds."""
+        """Yield the rules of one schedule that fit in memory, by growing windows or growing numbers of rounds."""
 
         def fits(slope: int) -> bool:
             if schedule == "gpipe" and boundaries is None:
@@ -187,7 +190,7 @@ class Trial:
         return (Rule(schedule, slope) for slope in slopes if fits(slope))
 
     def _widest(self, boundaries: tuple[int, ...] | None) -> StageCosts:
-        """These stages, or the most even cut as it would be without a limit to memory, under the widest windows."""
+        """Return these stages, or the most even cut without a memory limit, with the widest windows."""
         free, schedule = self.setting.without_memory_limit(), self.setting.schedules[0]
         cuts = free.cut(Rule(schedule, 1), self.depth, self.most) if boundaries is None else boundaries
         windows, single = (self.most,) * self.depth, len(self.counts) == 1
@@ -196,7 +199,7 @@ class Trial:
         return replace(costs, soonest=self.setting.grouped)
 
     def _loosened(self, costs: StageCosts) -> StageCosts:
-        """These stages without groups, but with gradients complete as soon as in any: narrower windows need fewer."""
+        """Return these stages without recompute groups, but with gradients complete as early as with any groups."""
         if not self.setting.grouped:
             return costs
         free, windows = self.setting.without_memory_limit(), tuple(costs.times.window.tolist())
@@ -205,7 +208,7 @@ class Trial:
         return replace(whole, soonest=True)
 
     def _least_ns(self, boundaries: tuple[int, ...] | None) -> int:
-        """No windows and no schedule make these stages, or the most even ones, faster."""
+        """Return a lower bound of these stages, or of the most even ones, over all windows and schedules."""
         if boundaries is None:
             boundaries = self.setting.without_memory_limit().cut(
                 Rule(self.setting.schedules[0], 1), self.depth, self.most
@@ -220,16 +223,16 @@ class Trial:
 
     @cached_property
     def roomy(self) -> bool:
-        """Whether memory leaves the most even cut all windows from which anything is to be gained."""
+        """Whether memory allows the most even cut all windows that could make it faster."""
         schedule, slope = self.setting.schedules[0], 1
         if schedule != "gpipe":
             slope = self.most if self._few else _MORE_THAN_NEEDED * self._needed_slope
         return self.setting.holds_even(Rule(schedule, slope), self.depth, self.most)
 
     def _enough_ns(self, boundaries: tuple[int, ...] | None, costs: StageCosts) -> int:
-        """A hundred times of what is near enough the bounds of these cuts, and of the one that memory made of them.
+        """Return, times 100, the time that is close enough to the bounds of these cuts and the cut that memory allows.
 
-        That one is less even, but may have less to reduce when its backwards are over.
+        That cut is less even, but may have less to reduce after its backwards.
         """
         return min(self._least_ns(boundaries), self._least_ns(costs.boundaries)) * _TOLERATED
 
@@ -256,10 +259,10 @@ class Trial:
         return self._plans[key]
 
     def _best_move(self, costs: StageCosts, fastest_ns: int, judge: Judge) -> tuple[StageCosts, int] | None:
-        """The best of the cuts next to this one where it is 1 % faster.
+        """Return the best neighbouring cut if it is 1 % faster.
 
-        Each is judged under the windows here, and, of few micro-batches, for which these matter more, under the widest
-        that fit; then those that come nearest, under the windows that suit them.
+        Each neighbour is judged with the present windows and, for few micro-batches, where windows matter more, with
+        the widest that fit; then the best ones are judged with their own best windows.
         """
         cuts, bounds = self._moved_bounds_ns(costs)
         enough, best = fastest_ns * 100 // _TOLERATED, None
@@ -279,7 +282,7 @@ class Trial:
         return best
 
     def _glimpsed(self, costs: StageCosts, moved: tuple[int, ...]) -> Iterator[StageCosts | None]:
-        """A moved cut under the windows here, and of few micro-batches under the widest that fit."""
+        """Yield a neighbouring cut with the present windows, and for few micro-batches with the widest that fit."""
         yield self._windowed(costs.schedule, tuple(costs.times.window.tolist()), moved)
         if self._few:
             windows = np.full(self.depth, self.most)
@@ -294,7 +297,7 @@ class Trial:
                 yield self._windowed(costs.schedule, tuple(widest.tolist()), moved)
 
     def _moved_bounds_ns(self, costs: StageCosts) -> tuple[Ints, Ints]:
-        """The cuts next to this one, and what none of them can be faster than."""
+        """Return the neighbouring cuts, and a lower bound of each."""
         rows = self._few and self.depth <= _SHALLOW
         cuts = neighbours(costs.boundaries, self.setting.sections.num_sections, rows=rows)
         return cuts, moved_bounds_ns(
@@ -303,9 +306,9 @@ class Trial:
 
 
 def _slopes(needed: int, most: int) -> Iterator[int]:
-    """Slopes worth a try where a replica has so many micro-batches: all if these are few, else some.
+    """Yield slopes to try for replicas with so many micro-batches: all if these are few, else a selection.
 
-    The last one gives each stage but the last as large a window as there are micro-batches.
+    With the last slope, the windows of all stages but the last contain all micro-batches.
     """
     widest = max(1, most - 1)
     if widest <= _FEW:
@@ -314,7 +317,7 @@ def _slopes(needed: int, most: int) -> Iterator[int]:
 
 
 def _growing(fits: Callable[[int], bool], slopes: Iterable[int]) -> Iterator[int]:
-    """Growing slopes while they fit, the last of them exactly."""
+    """Yield growing slopes while they fit, ending with the largest that fits."""
     before = 0
     for slope in slopes:
         if not fits(slope):
@@ -328,7 +331,7 @@ def _growing(fits: Callable[[int], bool], slopes: Iterable[int]) -> Iterator[int
 
 
 def _halfway(times_ns: Mapping[int, int]) -> Iterator[int]:
-    """Slopes halfway between the fastest of those whose times are known and its neighbours, until there are none."""
+    """Yield slopes halfway between the fastest known one and its neighbours, until there are none."""
     while times_ns:
         known = sorted(times_ns)
         at = known.index(min(known, key=times_ns.__getitem__))
@@ -339,7 +342,7 @@ def _halfway(times_ns: Mapping[int, int]) -> Iterator[int]:
 
 
 def _fewest_rounds(fits: Callable[[int], bool], most: int) -> Iterator[int]:
-    """The fewest rounds that fit, and twice as many, which leave room for more even cuts."""
+    """Yield the fewest rounds that fit, and twice as many, which leave memory for more even cuts."""
     before = 0
     for rounds in _ladder(most):
         if fits(rounds):
@@ -365,7 +368,7 @@ def _ladder(most: int) -> Iterator[int]:
 
 
 def slope_for_period(times: StageTimes) -> int:
-    """The least slope of windows with which no round trip is longer than what its micro-batches keep busy.
+    """Return the least slope of windows with which no round trip limits the period.
 
     The period is max over i <= j of [ sum from i to j of (F + B) + R_j + sum from i to j - 1 of (a + g) ] over
     (w_i - w_j + 1), but never less than the slowest stage, or wire, takes.
@@ -384,10 +387,10 @@ def slope_for_period(times: StageTimes) -> int:
 
 
 def _links_ns(times: StageTimes, count: int) -> int:
-    """No mini-batch is faster over links that all messages of a stage share.
+    """Return a lower bound of the mini-batch over links that all messages of a stage share.
 
-    Stage s sends the activations behind it (u_s on the wire) and the gradients before it (v_(s-1)), the last of them
-    the gradient of its last backward; what it receives likewise comes after the head.
+    Stage s sends activations to the next stage (u_s on the wire) and gradients to the previous one (v_(s-1)), the last
+    of them after its last backward; likewise, it receives messages only after the head.
     """
     if times.num_stages == 1:
         return 0

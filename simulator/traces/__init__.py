@@ -1,1 +1,1 @@
-"""Spot traces: what they say in figures, models fitted to them, traces drawn from a model, formats of others."""
+"""Spot traces: statistics, fitted models, traces drawn from models, and formats of other projects."""

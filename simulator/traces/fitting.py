@@ -21,20 +21,20 @@ from simulator.traces.statistics import (
 )
 
 DAYS_FOR_HOURS = 2.0
-"""In a shorter trace no hour of the day comes often enough to tell it from the others."""
+"""In shorter traces hours of the day do not occur often enough to distinguish them."""
 _PRIOR_LOSSES = 4.0
-"""Of an hour of the day: it counts as if so many losses had come at the mean rate besides."""
+"""Prior weight of the mean rate in each hour of the day, as a number of losses."""
 
 
 def fit(trace: Trace, *, window_s: float = WINDOW_S, start_hour: float = 0.0) -> TraceModel:
-    """Return the model that this trace is an example of.
+    """Return a model whose traces have the statistics of this trace.
 
-    Losses for each VM and hour, how many go at once, and notices are what the trace has. VMs wanted are its peak, and
-    one that is missing comes back as soon as on average (Little's law). Hours of the day differ only where the trace is
-    longer than ``DAYS_FOR_HOURS``. Zones go together as often as they do in the trace beyond chance.
+    Losses per VM and hour, numbers of VMs lost at once, and notices are those of the trace. The wanted number of VMs is
+    its peak, and missing VMs are replaced after the trace's mean delay (Little's law). Hours of the day differ only if
+    the trace is longer than ``DAYS_FOR_HOURS``. Zones lose VMs together as often as in the trace, beyond chance.
 
     Raises:
-        TraceError: nothing is ever lost in the trace, or no VM is there for any time.
+        TraceError: no VM is ever lost in the trace, or no VM exists for any time.
     """
     told = statistics_of(trace, window_s)
     whole = told.get(ALL) or next(iter(told.values()))
@@ -77,7 +77,7 @@ def _zone(one: TraceStatistics, trace: Trace, start_hour: float) -> Zone:
 
 
 def _by_hour(one: TraceStatistics, trace: Trace, start_hour: float) -> tuple[float, ...]:
-    """Factors of the rate of losses by hour of the day, shrunk towards 1."""
+    """Return factors of the rate of losses by hour of the day, shrunk towards 1."""
     if one.hours < 24 * DAYS_FOR_HOURS or not one.num_lost:
         return ()
     events = [event for event in trace.events if event.zone == one.zone]
@@ -99,7 +99,7 @@ def _by_hour(one: TraceStatistics, trace: Trace, start_hour: float) -> tuple[flo
 
 
 def _together(found: list[Revocation], zones: list[str], duration_s: float, window_s: float) -> float:
-    """How likely a revocation in one zone hits another one at the same moment, beyond chance."""
+    """Return the probability, beyond chance, that a revocation in one zone hits another one at the same time."""
     if len(zones) < 2:
         return 0.0
     times = {zone: np.array([one.time_s for one in found if one.zone == zone]) for zone in zones}
@@ -118,9 +118,9 @@ def _together(found: list[Revocation], zones: list[str], duration_s: float, wind
 
 
 def _together_of(linked: float, num_zones: int) -> float:
-    """The probability with which this share of a zone's revocations comes with one in another zone, of zones alike.
+    """Return the probability of joint revocations with which equal zones have this share of linked revocations.
 
-    A zone begins one of those that hit it, or another one does, which may hit both.
+    A revocation that hits a zone began there, or in another zone, from which it may hit both.
     """
     low, high = 0.0, 1.0
     for _ in range(50):

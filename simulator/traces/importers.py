@@ -1,14 +1,14 @@
-"""Formats in which others publish spot traces, read as Morph's; what is wrong is named with file and line.
+"""Readers for published formats of spot traces; errors name file and line.
 
 - Morph's own CSV (``morph.contract.trace``).
 - Events: lines ``time_ms,add|remove,node`` without a header (Bamboo, AWS).
-- Counts: lines ``YYYY-MM-DD, HH:MM:SS, VMs`` (Bamboo, GCP). A line that says more of the time after a later line
-  only repeats what was known then, and is passed over.
+- Counts: lines ``YYYY-MM-DD, HH:MM:SS, VMs`` (Bamboo, GCP). A line that is out of order in time only repeats known
+  counts, and is ignored.
 - Availability: JSON ``{"metadata": {"gap_seconds": g}, "data": [VMs, ...], "prices": [usd_per_h, ...]}``, one file for
   each zone and instance type, named ``ZONE_TYPE.json`` (SkyPilot's spot traces); ``prices`` may be absent.
 
-Counts say nothing of who is lost: VMs get invented names, and which of them goes is drawn with a fixed seed. So
-lifetimes in such traces are not real, and losses are a lower bound.
+Counts do not identify VMs: these get invented names, and lost ones are drawn with a fixed seed. So lifetimes in such
+traces are not real, and losses are a lower bound.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NODE = re.compile(r"[A-Za-z0-9._-]+")
 
 @dataclass(frozen=True)
 class Place:
-    """What a file does not say of its VMs."""
+    """Facts about VMs that a file does not contain."""
 
     zone: str = UNKNOWN
     instance_type: str = UNKNOWN
@@ -46,8 +46,8 @@ def import_trace(path: Path, place: Place = Place(), seed: int = 0) -> Trace:
 
     Args:
         path: The file.
-        place: For what it does not say.
-        seed: Of which VM goes, where only their number is told.
+        place: Facts that it does not contain.
+        seed: For drawing which VM is lost, where the file has only their number.
 
     Raises:
         TraceError: naming file, line (or entry), field, value and what is allowed.
@@ -74,7 +74,7 @@ def import_trace(path: Path, place: Place = Place(), seed: int = 0) -> Trace:
 
 
 def merged(traces: Sequence[tuple[str, Trace]]) -> Trace:
-    """One cluster of several traces that begin together; nodes are called after their trace where there are several."""
+    """Combine several traces that begin together into one cluster; with several, nodes are named after their traces."""
     if len(traces) == 1:
         return traces[0][1]
     events = [
@@ -91,12 +91,12 @@ def merged(traces: Sequence[tuple[str, Trace]]) -> Trace:
 
 
 def name_of(path: Path) -> str:
-    """A name for the nodes of a file."""
+    """Return a name for the nodes of a file."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem) or "trace"
 
 
 def _lines(text: str, path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Where each line is, and its cells; empty ones are passed over."""
+    """Yield the place of each line and its cells; empty lines are ignored."""
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             yield f"{path}, line {number}", [cell.strip() for cell in line.split(",")]
@@ -196,7 +196,7 @@ def _from_json(text: str, path: Path, place: Place, seed: int) -> Trace:
 
 
 def _of_counts(counts: Sequence[tuple[float, int]], place: Place, path: Path, seed: int) -> Iterator[TraceEvent]:
-    """A rise adds VMs under new names, a fall takes some of those that are there."""
+    """Yield events for changing counts: rises add VMs with new names, falls take existing ones."""
     rng, living, num_added = np.random.default_rng(seed), list[str](), 0
     for time_s, count in counts:
         while len(living) < count:
@@ -230,7 +230,7 @@ def _number(value: object, where: str, field: str, allowed: str) -> float:
 
 
 def part_of(trace: Trace, start_s: float, end_s: float) -> Trace:
-    """What happens between two times, from 0 on; VMs that are there at the first, and prices then, come at once."""
+    """Return the part of a trace between two times, beginning at 0, when its existing VMs and prices appear."""
     there: dict[str, TraceEvent] = {}
     usd: dict[tuple[str, str], TracePrice] = {}
     for event in trace.events:

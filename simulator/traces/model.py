@@ -1,9 +1,9 @@
-"""How VMs of a spot cluster come and go, as a few numbers for each zone; traces are drawn from them.
+"""A model of how VMs of a spot cluster come and go, with a few parameters per zone, from which traces are drawn.
 
-Revocations are a Poisson process in each zone, at a rate that grows with the VMs that are there and with the hour of
+Revocations are a Poisson process in each zone, whose rate is proportional to the present VMs and depends on the hour of
 the day. Each takes one or more VMs of its zone at the same instant (Bamboo, section 3: most come in bulk and hit one
-zone), and may hit other zones too. Whoever provides the VMs keeps trying to bring each zone to its number: every
-missing VM comes after an exponential delay. Prices wander around their mean.
+zone), and may hit other zones, too. The provider replaces every missing VM after an exponential delay. Prices fluctuate
+around their mean.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from morph.contract.trace import Trace, TraceEvent, TracePrice
 
 HOURS = 24
 _REVERSION = 0.9
-"""Of a price: what is left, one step later, of how far its logarithm was from its mean's."""
+"""Autocorrelation of a price: the share of its logarithm's deviation from the mean that remains one step later."""
 
 
 class Zone(Value):
-    """Of one zone: how many VMs are wanted there, how they are lost and replaced, and what one costs."""
+    """One zone: how many VMs are wanted there, how they are lost and replaced, and their price."""
 
     name: str = Field(default="zone-a", min_length=1)
     vms: int = Field(ge=1, le=100_000, description="that are wanted; there are never more")
@@ -51,18 +51,18 @@ class Zone(Value):
 
     @property
     def mean_size(self) -> float:
-        """VMs that a revocation takes on average."""
+        """The number of VMs that a revocation takes on average."""
         return sum(size * weight for size, weight in self.sizes.items()) / sum(self.sizes.values())
 
     def factor(self, hour: float) -> float:
-        """How much more often than on average VMs are lost at this hour of the day."""
+        """Return the rate of losses at this hour of the day, relative to its mean."""
         if not self.by_hour:
             return 1.0
         return self.by_hour[int(hour) % HOURS] * HOURS / sum(self.by_hour)
 
 
 class TraceModel(Value):
-    """A spot cluster. ``together``: how likely a revocation in one zone hits each other zone at the same moment."""
+    """A spot cluster. ``together``: probability that a revocation in one zone hits each other zone at the same time."""
 
     zones: tuple[Zone, ...] = Field(min_length=1)
     together: float = Field(default=0.0, ge=0, le=1)
@@ -75,15 +75,15 @@ class TraceModel(Value):
 
     @property
     def num_vms(self) -> int:
-        """That are wanted in all zones."""
+        """The number of VMs wanted in all zones."""
         return sum(zone.vms for zone in self.zones)
 
     def draw(self, seed: int, duration_s: float, *, source: str = "") -> Trace:
-        """Draw a trace, no event of which is later than this. The same arguments give the identical trace."""
+        """Draw a trace of this duration. The same arguments give the identical trace."""
         return _Drawing(self, seed, duration_s, source or f"drawn:seed={seed}").trace()
 
     def with_zones(self, num_zones: int) -> TraceModel:
-        """As many VMs, spread over so many zones, of which each goes as its first one does now."""
+        """Return a model with as many VMs in so many equal zones, which behave like the present first zone."""
         first, names = self.zones[0], _names(num_zones)
         shares = _dealt(self.num_vms, num_zones)
         most = [{size: weight for size, weight in first.sizes.items() if size <= share} for share in shares]
@@ -105,19 +105,19 @@ def spot_model(
     initial: int | None = None,
     **more: float | str,
 ) -> TraceModel:
-    """Return a model with zones that are alike.
+    """Return a model with equal zones.
 
     Args:
-        vms: Wanted in all zones.
-        losses_per_vm_h: How often one VM is taken.
+        vms: Number of VMs wanted in all zones.
+        losses_per_vm_h: How often one VM is revoked, per hour.
         bulk_share: Share of revocations that take two or more VMs at once (2 + a geometric number, 3 on average).
-        replacement_s: Mean time until a missing VM comes.
-        num_zones: Over which they are spread.
-        initial: There at first; default: all.
+        replacement_s: Mean time until a missing VM is replaced.
+        num_zones: Number of zones over which the VMs are spread.
+        initial: Number of VMs at the beginning; default: all.
         more: Fields of ``TraceModel``.
 
     Raises:
-        ConfigError: naming what is out of range.
+        ConfigError: naming the argument that is out of range.
     """
     if not 0 <= bulk_share <= 1:
         raise ConfigError("is out of range", field="bulk_share", value=bulk_share, allowed="0 to 1")
@@ -152,10 +152,10 @@ def load_model(path: Path) -> TraceModel:
 
 
 class _Drawing:
-    """One trace that is being drawn.
+    """A trace that is being drawn.
 
-    In each zone one process takes VMs away, and for each missing one another brings it back. Their time is in whole
-    milliseconds. A pause is drawn where it is decided, before the process that waits for it starts.
+    In each zone one process revokes VMs, and for each missing VM another process replaces it. Times are whole
+    milliseconds. Pauses are drawn when they are decided, before the process that waits for them starts.
     """
 
     def __init__(self, model: TraceModel, seed: int, duration_s: float, source: str) -> None:
@@ -171,7 +171,7 @@ class _Drawing:
         self._num_added = 0
 
     def trace(self) -> Trace:
-        """Draw it."""
+        """Draw the trace."""
         for place, zone in enumerate(self._model.zones):
             initial = zone.vms if zone.initial is None else zone.initial
             for _ in range(initial):
@@ -191,7 +191,7 @@ class _Drawing:
         return self._env.now / 1000
 
     def _pause_ms(self, mean_s: float) -> int:
-        """Draw how long until something happens that does so at this rate."""
+        """Draw an exponential pause with this mean, in milliseconds."""
         at_s = round(self._now_s + float(self._rng.exponential(mean_s)), 3)
         return round(1000 * at_s) - int(self._env.now)
 
@@ -200,7 +200,7 @@ class _Drawing:
         self._come(place)
 
     def _revocations(self, place: int, between_s: float, pause_ms: int) -> Generator[simpy.Event, Any, None]:
-        """Take VMs of a zone, and perhaps of others at the same moment."""
+        """Revoke VMs of a zone, and perhaps of others at the same time."""
         while True:
             yield self._env.timeout(pause_ms)
             pause_ms = self._pause_ms(between_s)
@@ -211,13 +211,13 @@ class _Drawing:
                         self._take(other)
 
     def _between_s(self, place: int) -> float:
-        """Mean time between two moments at which a revocation may begin in a zone, all of its VMs being there."""
+        """Return the mean time between possible revocations in a zone, at the rate with all of its VMs present."""
         zone, rate = self._model.zones[place], self._own_per_s[place]
         peak = max(zone.factor(hour) for hour in range(HOURS))
         return 1 / (rate * peak) if rate else math.inf
 
     def _likely(self, place: int) -> float:
-        """How likely a revocation comes at such a moment."""
+        """Return the probability that a possible revocation happens now."""
         zone = self._model.zones[place]
         peak = max(zone.factor(hour) for hour in range(HOURS))
         return len(self._alive[place]) / zone.vms * zone.factor(self._model.start_hour + self._now_s / 3600) / peak
@@ -246,7 +246,7 @@ class _Drawing:
         self._events.append(TraceEvent.model_validate(entry | self._told))
 
     def _price(self, place: int) -> Iterator[TracePrice]:
-        """The prices of a zone, one after the other."""
+        """Yield the prices of a zone in order of time."""
         zone, step_s = self._model.zones[place], self._model.price_every_s
         if zone.usd_per_h is None:
             return
@@ -259,7 +259,7 @@ class _Drawing:
 
 
 def _own_rates(rates: Sequence[float], together: float) -> list[float]:
-    """How often revocations begin in each zone if these many hit it: r_z = own_z + together * the others' sum."""
+    """Return how often revocations begin in each zone, given how often one hits it: r_z = own_z + together * others."""
     begun = sum(rates) / (1 + together * (len(rates) - 1))
     if together == 1:
         return [begun / len(rates)] * len(rates)
@@ -275,11 +275,11 @@ def _names(num_zones: int) -> Sequence[str]:
 
 
 def _dealt(vms: int, num_zones: int) -> list[int]:
-    """So many VMs, spread evenly."""
+    """Return so many VMs spread evenly over zones."""
     return [vms // num_zones + (place < vms % num_zones) for place in range(num_zones)]
 
 
 def sizes_of(counts: Mapping[int, int]) -> dict[int, float]:
-    """Weights, from how often so many VMs were taken at once."""
+    """Return weights from how often each number of VMs was taken at once."""
     whole = sum(counts.values())
     return {size: count / whole for size, count in sorted(counts.items())} if whole else {1: 1.0}

@@ -1,4 +1,4 @@
-"""What a trace says of its VMs: how many there are, how they are lost and replaced, and what they cost."""
+"""Statistics of a trace: numbers of VMs, losses, replacements and prices."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 from morph.contract.trace import Trace, TraceEvent
 
 WINDOW_S = 60.0
-"""VMs of a zone that are lost within so long are lost at once: published traces look once a minute."""
+"""Seconds within which losses in a zone count as simultaneous: published traces have one sample per minute."""
 ALL = "all"
 
 
 @dataclass(frozen=True)
 class Revocation:
-    """VMs of one zone that are taken at once."""
+    """VMs of one zone that are lost at once."""
 
     time_s: float
     zone: str
@@ -27,7 +27,7 @@ class Revocation:
 
 @dataclass(frozen=True)
 class TraceStatistics:
-    """Of one zone, or of all. Lifetimes are in hours, each with whether the VM was taken at its end."""
+    """Statistics of one zone, or of all. Lifetimes are in hours, each with whether the VM was revoked at its end."""
 
     zone: str
     hours: float
@@ -45,17 +45,17 @@ class TraceStatistics:
 
     @property
     def mean_vms(self) -> float:
-        """VMs that are there, on average."""
+        """The mean number of VMs."""
         return self.vm_hours / self.hours if self.hours else 0.0
 
     @property
     def losses_per_vm_h(self) -> float:
-        """How often one VM is taken."""
+        """How often one VM is lost, per hour."""
         return self.num_lost / self.vm_hours if self.vm_hours else 0.0
 
     @property
     def bulk_share(self) -> float:
-        """Share of the VMs lost that were lost with others of their zone."""
+        """Share of lost VMs that were lost together with others of their zone."""
         return 1 - self.sizes.get(1, 0) / self.num_lost if self.num_lost else 0.0
 
     @property
@@ -65,12 +65,12 @@ class TraceStatistics:
 
     @property
     def median_life_h(self) -> float | None:
-        """Half of the VMs live for longer (Kaplan-Meier); None: more than half lived on."""
+        """Median lifetime (Kaplan-Meier); None: more than half of the VMs survived."""
         return next((hours for hours, share in survival(self.lifetimes) if share <= 0.5), None)
 
 
 def statistics_of(trace: Trace, window_s: float = WINDOW_S) -> dict[str, TraceStatistics]:
-    """Return them for each zone, and for all zones if there are several (under ``ALL``)."""
+    """Return statistics by zone, and of all zones if there are several (under ``ALL``)."""
     zones = list(dict.fromkeys(event.zone for event in trace.events))
     found = revocations_of(trace, window_s)
     told = {zone: _of(zone, [event for event in trace.events if event.zone == zone], trace, found) for zone in zones}
@@ -78,7 +78,7 @@ def statistics_of(trace: Trace, window_s: float = WINDOW_S) -> dict[str, TraceSt
 
 
 def revocations_of(trace: Trace, window_s: float = WINDOW_S) -> list[Revocation]:
-    """Return who is taken at once, in order of time: the first of them, the zone, how many."""
+    """Return the revocations of a trace in order of time, with losses within ``window_s`` grouped."""
     found: list[Revocation] = []
     newest: dict[str, int] = {}
     for event in trace.events:
@@ -94,7 +94,7 @@ def revocations_of(trace: Trace, window_s: float = WINDOW_S) -> list[Revocation]
 
 
 def counts_of(events: Iterable[TraceEvent]) -> tuple[list[float], list[int]]:
-    """Return times in seconds, and how many VMs are there from each on."""
+    """Return times in seconds, and the number of VMs from each on."""
     times, counts, now = [0.0], [0], 0
     for event in events:
         now += 1 if event.event == "add" else -1
@@ -107,7 +107,7 @@ def counts_of(events: Iterable[TraceEvent]) -> tuple[list[float], list[int]]:
 
 
 def survival(lifetimes: Sequence[tuple[float, bool]]) -> list[tuple[float, float]]:
-    """Return which share of VMs is left after so many hours (Kaplan and Meier, 1958), at each loss."""
+    """Return (hours, share of VMs that survive longer) at each loss (Kaplan and Meier, 1958)."""
     curve, share, left = [], 1.0, len(lifetimes)
     for hours, lost in sorted(lifetimes, key=lambda life: (life[0], not life[1])):
         if lost:

@@ -1,4 +1,4 @@
-"""What the kit for GPU machines names in its scripts is there; mypy sees what its Python imports and calls."""
+"""Everything named in the scripts of the kit for GPU machines exists; mypy checks its Python code."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def packed() -> set[str]:
 
 
 def required_by(*names: str) -> set[str]:
-    """These packages and what they require, at the versions that are installed here, with Python 3.12 on Linux."""
+    """Return these packages and their requirements, in the versions installed here, for Python 3.12 on Linux."""
     python: dict[str, str] = {"python_version": "3.12", "python_full_version": "3.12.0", "extra": ""}
     found, left = set[str](), {canonicalize_name(name) for name in names}
     while left:

@@ -28,7 +28,7 @@ def _written_out(text: str) -> str:
 
 
 def commands() -> list[tuple[str, str, str]]:
-    """Page, benchmark and options of each command that documentation gives."""
+    """Yield page, benchmark and options of each command in the documentation."""
     documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "Makefile"]
     return [
         (str(page.relative_to(ROOT)), name, options)

@@ -1,4 +1,4 @@
-"""Processes that help to measure, seen from outside."""
+"""Finds the helper processes of measurements from outside."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check_that_none_outlives(script: str, num_helpers: int, module: str, ending:
 
 
 def _wait_until(reached: Callable[[], bool]) -> None:
-    """Look ever and again, not so often that looking through all processes takes the time of those that start."""
+    """Poll, but not so often that listing all processes takes the processor time of those that start."""
     end_s = time.monotonic() + BOUND_S
     while not reached():
         assert time.monotonic() < end_s, f"not within {BOUND_S:g} s"

@@ -150,7 +150,7 @@ def test_the_command_refuses_a_bad_output_before_measuring(tmp_path: Path) -> No
 
 
 class Estimating(torch.optim.SGD):
-    """Its step size grows while gradients keep their direction, as Prodigy's does; it ends where it is too large."""
+    """An optimizer whose step size grows while gradients keep their direction, as Prodigy's, until it is too large."""
 
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:

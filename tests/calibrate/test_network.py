@@ -81,7 +81,7 @@ def test_waiting_for_the_processes_is_bounded(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_no_process_outlives_the_one_that_measures(tmp_path: Path) -> None:
-    """Which is killed while they measure; ``test_crew`` has Ctrl-C."""
+    """The process is killed while it measures; ``test_crew`` covers Ctrl-C."""
     script = (
         "from calibrate.links.network import NetworkSpec, measure_network\n"
         "measure_network(NetworkSpec((10,), (16,), (2,), (1,), 'int64', most=10**9, budget_s=1e9))\n"

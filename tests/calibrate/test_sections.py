@@ -105,7 +105,7 @@ def test_the_optimizer_state_of_adam_is_twice_the_parameters(subject: Subject, m
 
 
 def test_a_step_is_measured_with_all_that_the_job_does_in_it(subject: Subject, model: CutModel) -> None:
-    """Clipping, a schedule and a loss scale: what a worker does, so what it takes."""
+    """Clipping, a schedule and a loss scale are measured, too, because workers use them."""
     made = []
 
     def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -131,7 +131,7 @@ def test_several_devices_measure_side_by_side_the_same_kinds(
     measured: dict[str, SectionMeasurement],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On two "devices" that are both the CPU: sizes are the same, times are of no use."""
+    """Measure on two "devices" that are both the CPU: sizes are equal, times are meaningless."""
     monkeypatch.setattr("calibrate.helpers.crew.subprocess", SUBPROCESS)
     with meter_of(subject, [subject.device, subject.device]) as meter:
         found = meter.measure(model, Sampling(budget_s=0.0, most=5))

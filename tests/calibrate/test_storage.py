@@ -1,4 +1,4 @@
-"""What a job takes of storage and memory."""
+"""Measurements of a job's storage speed and memory."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_backward_counts_what_was_saved_for_it_and_its_gradients() -> None:
     weight = block(2).requires_grad_()
 
     def work() -> None:
-        hidden = (weight * 2.0).sigmoid()  # its result is saved; that of the product is not
+        hidden = (weight * 2.0).sigmoid()  # autograd saves its result, but not that of the product
         torch.autograd.grad(hidden.sum(), weight)
 
     peak = peak_bytes(work, CPU)

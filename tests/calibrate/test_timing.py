@@ -1,4 +1,4 @@
-"""Clocks, samples, and when there are enough of them."""
+"""Clocks, samples, and the rule for enough samples."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 class LateClock:
-    """As on a device that works behind the host's back: a mark has a time only once the device got there."""
+    """A clock of an asynchronous device: a mark has a time only after the device has reached it."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -60,7 +60,7 @@ class LateClock:
 
 
 class Task:
-    """In place of a bench; ``order`` says what was run."""
+    """A stand-in for a bench; ``order``: the tasks that were run."""
 
     def __init__(self, name: str, order: list[str]) -> None:
         self.section = type("Section", (), {"signature": name, "finish": None})

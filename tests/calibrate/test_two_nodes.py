@@ -53,7 +53,7 @@ class Lent:
 
 @contextmanager
 def lent_node(*, once: bool = False) -> Iterator[Lent]:
-    """``once``: its time is over when it says of a node that it did not get to the end."""
+    """``once``: its time is over when it reports that a node did not finish."""
     said, passed_s = SimpleQueue[str](), [0.0]
 
     def say(line: str) -> None:

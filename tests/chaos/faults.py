@@ -1,4 +1,4 @@
-"""What may happen to a run, inflicted from outside: by pid, file, socket and clock. Each takes a world and a draw."""
+"""Faults of a run, injected from outside by pid, file, socket and clock. Each takes a world and a draw."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOUR_S = 3600
 
 @dataclass(frozen=True)
 class Fault:
-    """``inflict`` does it, and undoes what passes; returns what was done, or nothing where it found no victim."""
+    """``inflict`` injects the fault, and undoes a transient one; returns a description, or "" without a victim."""
 
     name: str
     inflict: Callable[[World, random.Random], str]
@@ -46,7 +46,7 @@ def _stopped(process: psutil.Process) -> Iterator[bool]:
 
 
 def _wait(world: World, seconds: float) -> None:
-    """Let time pass while the run goes on; a child that appears meanwhile is known."""
+    """Let time pass while the run continues, and record child processes that appear meanwhile."""
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         world.family.look()
@@ -59,7 +59,7 @@ def kill_worker(world: World, draw: random.Random) -> str:
 
 
 def stop_worker(world: World, draw: random.Random) -> str:
-    """Shorter than its heartbeat time-out, or longer."""
+    """Stop a worker for less than its heartbeat time-out, or for longer."""
     worker, seconds = _some(draw, world.workers()), draw.choice([1.5, 8.0])
     if worker is None:
         return ""
@@ -69,7 +69,7 @@ def stop_worker(world: World, draw: random.Random) -> str:
 
 
 def kill_vm(world: World, draw: random.Random) -> str:
-    """Its first process, of Ray the raylet, and all that it started, at once."""
+    """Kill a VM's first process (Ray's raylet) and all its descendants at once."""
     first = _some(draw, world.vms())
     if first is None:
         return ""
@@ -86,7 +86,7 @@ def kill_two_vms(world: World, draw: random.Random) -> str:
 
 
 def kill_manager(world: World, draw: random.Random) -> str:
-    """And give the same command again soon."""
+    """Kill the manager, and soon start the same command again."""
     pid, pause_s = world.manager.pid, draw.choice([0.0, 1.0, 5.0])
     world.family.look()
     if not world.kill_manager():
@@ -97,7 +97,7 @@ def kill_manager(world: World, draw: random.Random) -> str:
 
 
 def kill_manager_and_owner(world: World, draw: random.Random) -> str:
-    """And with the process that owns the VMs these; the same command again."""
+    """Kill the manager, and with their owner the VMs; then start the same command again."""
     del draw
     owners, manager = world.owners(), world.manager
     end_all([*owners, manager])
@@ -181,7 +181,7 @@ def lock_journal(world: World, draw: random.Random) -> str:
 
 
 def fill_disk(world: World, draw: random.Random) -> str:
-    """Not a byte more for journal and checkpoints."""
+    """Fill the disk, so that journal and checkpoints cannot grow."""
     seconds = draw.choice([2.0, 6.0])
     if world.disk is None:
         return ""
@@ -212,7 +212,7 @@ def set_clock(world: World, draw: random.Random) -> str:
 
 
 def edit_job(world: World, draw: random.Random) -> str:
-    """Other data and another seed while a worker is replaced; put back, for the same command may be given again."""
+    """Change data and seed while a worker is replaced; then restore them, because the command may be repeated."""
     text = world.job.read_text(encoding="utf-8")
     edited = text.replace("seed=0,", "seed=1,").replace("index // 3", "index // 2")
     assert edited != text
@@ -226,7 +226,7 @@ def edit_job(world: World, draw: random.Random) -> str:
 
 
 def half_written(world: World, draw: random.Random) -> str:
-    """What a writer leaves that was killed: a directory of a version without manifest, files cut short, and its own."""
+    """Make the remains of a killed writer: a version's directory without manifest, truncated and temporary files."""
     newest = max(world.checkpoints().glob("v*"), default=None)
     if newest is None:
         return ""
@@ -270,4 +270,4 @@ HARD = (
     Fault("store killed", kill_store),
     Fault("head node killed", kill_head),
 )
-"""For `make soak`: they cost a run more time than CI has."""
+"""Faults for `make soak`, which take more time than CI has."""

@@ -1,4 +1,4 @@
-"""Playing a run with faults drawn from a seed to its end, and judging it."""
+"""Play a run with faults drawn from a seed, and judge its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.chaos.world import Setting, Size, World
 
 POLL_S = 0.2
 LAST_SHARE = 0.9
-"""Of the steps: from then on nothing more happens. A command that is given again after its run's end is refused."""
+"""Share of the steps after which no faults follow, because a command repeated after its run's end is refused."""
 STEPS_BETWEEN = 3
 RECOVERS = 0.7
 """The share of faults after which the run trains again before the next one."""
@@ -106,7 +106,7 @@ def play(
 
 
 def _disturbed(world: World, played: Played, draw: random.Random, faults: list[Fault], bounds: Bounds) -> int | None:
-    """Inflict one fault after the other once the run trains; returns the exit code, None if it does not end."""
+    """Inject one fault after the other once the run trains; return the exit code, None if it does not end."""
     began_s = time.monotonic()
     deck: list[Fault] = []
     trains_s = next_s = None

@@ -1,4 +1,4 @@
-"""Every process of one run, found from outside: those started with its environment, and whatever they started."""
+"""Every process of one run, found from outside: those started with its environment, and their descendants."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARK = "MORPH_CHAOS_RUN"
 
 
 class Family:
-    """Processes of a run; none of anybody else is ever signalled.
+    """Processes of a run; other processes are never signalled.
 
     Args:
         mark: The value of the environment variable ``MARK`` with which the run was started.
@@ -25,7 +25,7 @@ class Family:
         self._mark = mark
         self._known: dict[int, psutil.Process] = {}
         self._strangers = set(psutil.process_iter())
-        """Who was there before: to look at them again and again takes longer than all else here."""
+        """Processes that existed before; inspecting them repeatedly would take longer than everything else here."""
 
     def look(self) -> list[psutil.Process]:
         """Every process of the run that lives now. To be called often: an orphan is known by its parent."""
@@ -42,7 +42,7 @@ class Family:
         return list(self._known.values())
 
     def named(self, *parts: str) -> list[psutil.Process]:
-        """Those in whose command line all of these stand."""
+        """Return the processes whose command line contains all of these texts."""
         return [process for process in self.look() if all(part in line_of(process) for part in parts)]
 
     def _is_marked(self, process: psutil.Process) -> bool:
@@ -53,7 +53,7 @@ class Family:
 
 
 def send(process: psutil.Process, number: signal.Signals) -> bool:
-    """Signal a process unless it is gone, or its number is another's by now; returns whether it was there."""
+    """Signal a process unless it is gone or its id was reused; return whether it existed."""
     try:
         process.send_signal(number)
     except psutil.Error:
@@ -67,7 +67,7 @@ def end_all(processes: Iterable[psutil.Process]) -> None:
 
 
 def line_of(process: psutil.Process) -> str:
-    """Its command line; empty where it just ended."""
+    """Return a process's command line; empty if it has just ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.Error:

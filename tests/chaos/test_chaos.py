@@ -1,4 +1,4 @@
-"""A run under faults that are inflicted from outside ends as if nothing had happened: `make soak` does more."""
+"""A run under faults injected from outside ends like an undisturbed run: `make soak` does more of this."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of faults names tests that there are, and every fault that is inflicted from outside."""
+"""The page of faults names existing tests, and every fault that is injected from outside."""
 
 from __future__ import annotations
 

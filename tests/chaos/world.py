@@ -1,4 +1,4 @@
-"""One run of the real command, as a user has it: its folder, its processes, its journal, the clock that it sees."""
+"""One run of the real command, as a user starts it: its folder, its processes, its journal, and its clock."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Setting:
-    """What is run: the job's profile and its steps.
+    """The job: its profile and its steps.
 
     ``launcher``: what its local VMs are. ``read_s``: by how much longer a sample of ``JOB`` takes to be read, so that
     few steps last for many faults. ``job``: the file of the job.
@@ -56,7 +56,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Size:
-    """What a run has grown to: its manager's memory, handles and threads, and the run directory on disk."""
+    """The size of a run: its manager's memory, handles and threads, and the run directory on disk."""
 
     version: int
     rss_mib: float
@@ -111,7 +111,7 @@ class World:
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def start(self) -> None:
-        """Give the command, for the first time or again."""
+        """Start the command, for the first time or again."""
         with (self.folder / "output.log").open("ab") as output:
             self._process = subprocess.Popen(
                 [*COMMAND, *map(str, self._arguments)],
@@ -129,12 +129,12 @@ class World:
         return psutil.Process(self._process.pid)
 
     def workers(self) -> list[psutil.Process]:
-        """Those of Ray once they begin, plain processes once they are set up, when the journal has their number."""
+        """Return the workers: Ray's once they begin, plain processes once the journal has their process id."""
         self._note_ready()
         return [found for found in self.family.look() if found.pid in self._ready or "ray::Worker" in line_of(found)]
 
     def _note_ready(self) -> None:
-        """Remember which processes are workers: the journal says so in a line that is condensed later."""
+        """Record which processes are workers, before the journal's line about them is condensed."""
         query = "SELECT json_extract(payload_json, '$.answer.pid') FROM entries WHERE kind = 'event'"
         self._ready |= {
             pid for (pid,) in self._journal(f"{query} AND json_extract(payload_json, '$.answer.kind') = 'ready'")
@@ -155,7 +155,7 @@ class World:
         return self._process.poll()
 
     def kill_manager(self) -> bool:
-        """SIGKILL to it alone; returns whether it died of that, and had not ended before."""
+        """Send SIGKILL to the command alone; return whether it died of that, and had not ended before."""
         assert self._process is not None
         self._process.send_signal(signal.SIGKILL)
         return self._process.wait(END_S) == -signal.SIGKILL
@@ -174,7 +174,7 @@ class World:
         return self._version
 
     def size(self) -> Size:
-        """What the run has grown to. Raises psutil.Error where the manager just ended."""
+        """Return the present size of the run. Raises psutil.Error if the manager has just ended."""
         manager = self.manager
         files = [path.stat().st_size for path in self.run_dir.rglob("*") if path.is_file()]
         with manager.oneshot():
@@ -182,7 +182,7 @@ class World:
             return Size(self.version(), rss_mib, manager.num_fds(), manager.num_threads(), sum(files) / MIB)
 
     def status_cpu_s(self) -> float:
-        """How much processor time ``morph status`` takes."""
+        """Return the processor seconds of ``morph status``."""
         before = os.times()
         self._status()
         after = os.times()
@@ -197,7 +197,7 @@ class World:
         return self.run_dir / "checkpoints"
 
     def digests(self) -> dict[str, str]:
-        """sha256 of every unit of the last version; empty where it is not there."""
+        """Return the sha256 of every unit of the last version; empty if it does not exist."""
         url = str(self.checkpoints())
         try:
             if self.steps not in complete_versions(url):
@@ -207,7 +207,7 @@ class World:
             return {}
 
     def _journal(self, query: str) -> list[tuple[int, ...]]:
-        """Rows of the journal; none where it cannot be read."""
+        """Return rows of the journal; none if it cannot be read."""
         if not (self.run_dir / "journal.sqlite").exists():
             return []
         try:
@@ -218,7 +218,7 @@ class World:
             return []
 
     def left(self) -> list[str]:
-        """What outlives the run and the next command, after a moment: processes, and folders of the run's."""
+        """Return what outlives the run and the next command after a moment: processes and folders of the run."""
         self._status()
         until_s = time.monotonic() + END_S
         while found := self._left():
@@ -245,7 +245,7 @@ class World:
 
 
 def _preloaded(folder: Path) -> dict[str, str]:
-    """Build the clock that can be set; nothing where there is no compiler."""
+    """Build the clock that can be set; None without a compiler."""
     compiler, library = shutil.which("gcc"), folder / "clock.so"
     if compiler is None:
         return {}

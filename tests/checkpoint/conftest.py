@@ -15,7 +15,7 @@ from tests.checkpoint.fake_buckets import BucketService, bucket_service
 
 @pytest.fixture
 def blobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[BlobService]:
-    """Azure's blobs, as the environment names their account."""
+    """Return Azure's blobs, with their account in the environment."""
     adlfs = pytest.importorskip("adlfs")
     with blob_service() as service:
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", service.connection_string)
@@ -27,7 +27,7 @@ def blobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[BlobService]:
 
 @pytest.fixture
 def buckets(monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketService]:
-    """S3's buckets, as the environment names who asks for them."""
+    """Return S3's buckets, with credentials in the environment."""
     with bucket_service() as service:
         for name, value in service.environment.items():
             monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""An Azure Blob Storage on loopback, for the real SDK: one container, block blobs, whatever checkpoints need.
+"""An Azure Blob Storage on loopback for the real SDK: one container and block blobs, as far as checkpoints need them.
 
 https://learn.microsoft.com/rest/api/storageservices/blob-service-rest-api. A blob appears whole: with the request that
 puts it, or with the list of its blocks. Requests must be signed with the account's key.
@@ -181,7 +181,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def _is_signed(self) -> bool:
-        """Whether the key signed this request; the layout is that of the service's "Authorize with Shared Key"."""
+        """Whether the key signed this request, in the format of the service's "Authorize with Shared Key"."""
         given = {name.lower(): value for name, value in self.headers.items()}
         lines = [given.get(name, "") for name in SIGNED_HEADERS]
         lines[SIGNED_HEADERS.index("date")] = ""  # x-ms-date stands for it

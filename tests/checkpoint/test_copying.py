@@ -1,4 +1,4 @@
-"""What a user is told of stored versions, may remove, and may copy."""
+"""Listing, removing and copying stored versions."""
 
 from __future__ import annotations
 

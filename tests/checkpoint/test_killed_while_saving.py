@@ -1,4 +1,4 @@
-"""A process that saves is killed at each of its file operations: what was a checkpoint still is, to the byte."""
+"""A process that saves is killed at each of its file operations: earlier checkpoints stay unchanged to the byte."""
 
 from __future__ import annotations
 

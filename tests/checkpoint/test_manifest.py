@@ -1,4 +1,4 @@
-"""The newest whole checkpoint: what is damaged is passed over and kept, and storage that is silent proves nothing."""
+"""The newest undamaged checkpoint: damaged ones are skipped and kept, and silent storage proves no damage."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
 
 
 def test_a_manifest_with_sha256_alone_is_read_and_still_verified(tmp_path: Path) -> None:
-    """As it was written before files had a quicker checksum too."""
+    """Return a manifest as written before files had an additional fast checksum."""
     unit = {"unit": "s0", "file": "s0.safetensors", "size_bytes": 1, "sha256": "0" * 64}
     written = {"schema_version": 2, "fingerprint": "f", "version": 3, "units": [unit], "kind": "periodic"}
     written |= {"shape": "2x1", "saved_s": 1.5}

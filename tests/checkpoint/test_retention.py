@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and that one which goes is never half there."""
+"""Which checkpoints are kept, and that a removed one is never seen in part."""
 
 from __future__ import annotations
 

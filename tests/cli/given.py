@@ -1,4 +1,4 @@
-"""A folder with everything right that ``morph run`` wants, in which tests then put one mistake."""
+"""A folder with valid input for ``morph run``, into which tests put one mistake."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def failing():
 
 
 def without_phases(stderr: str) -> list[str]:
-    """Lines on standard error, but for those that say what goes on, which depend on how long that takes."""
+    """Return the lines on standard error without progress reports, which depend on timing."""
     return [line for line in stderr.splitlines() if not line.endswith(" ...")]
 
 
@@ -156,7 +156,7 @@ class Given:
         before = sorted(self.folder.rglob("*"))
         children = psutil.Process().children(recursive=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(process_vms, "HOST", "token")  # it would import torch, for no worker
+            patch.setattr(process_vms, "HOST", "token")  # it would import torch though there are no workers
             result = CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="morph")
         assert result.exit_code == 2, (result.output, result.exception)
         lines = without_phases(result.stderr)

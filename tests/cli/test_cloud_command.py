@@ -26,7 +26,7 @@ def arm() -> Iterator[FakeArm]:
 
 
 def cloud_file(arm: FakeArm, directory: Path, monkeypatch: pytest.MonkeyPatch, **changes: str) -> Path:
-    """A cloud file of this Azure, whose client is that of the fake."""
+    """Return a cloud file for the fake Azure, with its client."""
     spec = SPEC.model_copy(update=changes)
 
     def client(subscription: str, **where: str | None) -> object:

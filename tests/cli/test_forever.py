@@ -1,4 +1,4 @@
-"""Runs that are left alone: ``--forever``, ``morph service``, and what is said of a manager that is gone."""
+"""Unattended runs: ``--forever``, ``morph service``, and reports about a manager that is gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Job files: a mistake is one line that says what is wrong; what the commands say of right ones."""
+"""Job files: a mistake gives one line that says what is wrong; commands describe valid ones."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ for command, *options in (
 
 @pytest.mark.slow
 def test_a_model_that_branches_on_its_data_is_refused_with_the_branch(given: Given) -> None:
-    """In a process of its own: torch writes whole graphs to the real standard error, past what a test replaces."""
+    """Run in a process of its own, because torch writes graphs to the real standard error, not the test's."""
     number = next(index for index, line in enumerate(JOBS.splitlines(), 1) if "HERE" in line)
     _, codes, errors = run_python("-c", BOTH_COMMANDS, cwd=given.folder)
     assert codes.split() == ["2", "2"], errors

@@ -1,4 +1,4 @@
-"""``morph cut``, ``calibrate`` and ``run`` say on standard error when the loss is no mean over samples, and go on."""
+"""``morph cut``, ``calibrate`` and ``run`` warn, and continue, if the loss is not a mean over samples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WARNING = "warning: the loss is a sum over the samples, not their mean (samples 
 
 @pytest.fixture(autouse=True)
 def measured_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Network, contention and disk are not measured by ``calibrate``: no other process."""
+    """Keep ``calibrate`` from measuring network, contention and disk, so that it starts no other process."""
     second = timing([1e-3])
     link = SendTime(size_bytes=1, time=second)
     network = NetworkMeasurement(LinkProfile(activation=(link,), gradient=(link,)), (), second)

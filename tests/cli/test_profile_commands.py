@@ -1,4 +1,4 @@
-"""``morph profile``: what is in a profile, and what a run measured goes into it."""
+"""``morph profile``: showing a profile, and updating it with a run's measurements."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_times_of_each_type_are_longer_by_its_factors(tmp_path: Path, profile: P
 
 
 def refused(*arguments: object) -> str:
-    """What is said, without where lines were broken."""
+    """Return the output without its line breaks."""
     code, said = refine(*arguments)
     assert code == 2
     return " ".join(said.split())

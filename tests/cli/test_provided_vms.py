@@ -1,4 +1,4 @@
-"""Files that ask for VMs of a provider: a mistake is one line that names it, before anything starts or is written."""
+"""Cluster files with VMs of a provider: a mistake gives one line that names it, before anything is started."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_cloud_file_of_the_wrong_kind_is_named(tmp_path: Path, described: Desc
 
 
 class Craters(Value):
-    """What a file of a market of another package says."""
+    """The settings in a file for another package's market."""
 
     num_craters: int
 
@@ -254,7 +254,7 @@ def test_the_example_for_azure_is_a_file_that_would_run(tmp_path: Path, monkeypa
     place.write_text(text, encoding="utf-8")
     profile = synthetic_profile(num_sections=6, batch_size=12, micro_batch_sizes=(1, 2))
     (tmp_path / "profile.json").write_text(profile.model_dump_json(), encoding="utf-8")
-    monkeypatch.setattr("manager.run.resolution.check_url", lambda *_: None)  # adlfs is no dependency of the tests
+    monkeypatch.setattr("manager.run.resolution.check_url", lambda *_: None)  # the tests do not depend on adlfs
     run = resolve(RunRequest(job=str(place), steps=1), place, load_job_file(place))
     assert isinstance(run.cluster.vms, AzureVms)
     assert run.cloud is not None

@@ -1,4 +1,4 @@
-"""What a run leaves beside its checkpoints, and going on with it from there: with its own job, and no other code."""
+"""Resuming a run from what it stores with its checkpoints: with its own job, and no other code."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ TRACE = "time_s,event,node_id\n0,add,a\n0,add,b\n5,remove,a\n"
 
 
 class Begun(Exception):
-    """Instead of a session."""
+    """Raised in place of starting a session."""
 
 
 @pytest.fixture
 def sessions(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
-    """What sessions are begun with; none is."""
+    """The arguments of sessions, none of which is started."""
     begun: list[RunSpec] = []
 
     def session(spec: RunSpec, *_: object, **__: object) -> None:
@@ -84,7 +84,7 @@ def with_checkpoint(url: str, fingerprint: str, units: tuple[str, ...]) -> None:
 
 @pytest.fixture
 def lost(given: Given, sessions: list[RunSpec], tmp_path_factory: pytest.TempPathFactory) -> Given:
-    """Another machine, which has the job, and the checkpoints of a run of which nothing else is left."""
+    """Another machine with the job and a run's checkpoints, after everything else of the run was lost."""
     begin(given, asked(given, settings=("policy.redundancy=off",)))
     sessions.clear()
     units = tuple(unit.id for unit in given.profile.units)

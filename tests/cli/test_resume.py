@@ -1,4 +1,4 @@
-"""``morph resume``: what a run was asked with is kept in its directory, and refused once it is not what it was."""
+"""``morph resume``: a run's request is kept in its directory, and refused if its files have changed since."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run trains on the code and data it began with; where they differ, the user decides before anything is loaded."""
+"""A run trains on the code and data with which it began; if they changed, the user decides before they are loaded."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run_code(given: Given, if_changed: IfChanged = IfChanged.REFUSE, job: str | 
 
 @pytest.fixture
 def begun(given: Given) -> Given:
-    """A run whose data set depends on a file beside its code."""
+    """A run whose data set depends on a file in the folder of its code."""
     given.file("jobs.py", SCALED)
     given.file("scale.txt", "2")
     with RunDir(given.run_dir, facts(given)) as opened:
@@ -229,7 +229,7 @@ def test_reasons_to_refuse_a_run_are_reported_before_torch_is_loaded(begun: Give
 
 
 class Begun(Exception):
-    """Instead of a session."""
+    """Raised in place of starting a session."""
 
 
 @pytest.mark.parametrize("m", [1, 2])
@@ -255,7 +255,7 @@ def test_a_resumed_run_keeps_the_planned_micro_batch_size(
 
 
 def test_shapes_are_planned_once_and_never_for_an_adopted_run(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For hundreds of VMs planning takes longer than VMs outlive their manager."""
+    """For hundreds of VMs planning takes longer than VMs survive without their manager."""
     planned: list[PreparedRun] = []
     plan = PreparedRun.config
 

@@ -1,4 +1,4 @@
-"""What a run's journal says of each VM, beside what Azure bills for it: the two must add up."""
+"""A run's journal and Azure's bill for each VM, which must agree."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.cloud.region import Life
 HEARD_S = 6.5
 """The longest that a silent worker goes unnoticed (docs/how-it-works/manager.md)."""
 BEGIN_S = 4.0
-"""By which the first moment that is paid may differ: from Azure's answer, which has its date, to when it is read."""
+"""Seconds by which the start of billing may differ: from the date in Azure's answer to the time of reading it."""
 CLOCK_S = 4.0
-"""By which the end of a VM, or the news of it, may be late on a busy machine."""
+"""Seconds by which the end of a VM, or its detection, may be late on a busy machine."""
 
 
 @dataclass
 class Booked:
-    """From when to when Morph pays for a VM, in seconds since 1970. None: it was never granted."""
+    """The interval in which Morph counts a VM as billed, in seconds since 1970. None: it was never granted."""
 
     since_s: float | None = None
     gone_s: float | None = None
@@ -55,7 +55,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Asked:
-    """How many VMs were requested, each request once, and granted."""
+    """The numbers of VMs that were requested, each request counted once, and granted."""
 
     asked: int
     granted: int
@@ -114,7 +114,7 @@ def saved_before_loss(run_dir: Path, vm: str) -> int:
 
 
 def requests(run_dir: Path) -> Asked:
-    """How many VMs were requested and granted."""
+    """Numbers of requested and granted VMs."""
     asked: dict[str, int] = {}
     granted: set[str] = set()
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:

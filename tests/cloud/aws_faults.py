@@ -1,4 +1,4 @@
-"""What AWS can do to a run: each fault injected before moto, and what Morph did."""
+"""Faults of AWS: each is injected in front of moto, and Morph's reaction recorded."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def whole(ec2: FakeEc2, directory: Path, **options: Any) -> Iterator[World]:
 
 
 def _once(ec2: FakeEc2, directory: Path, fault: Fault, told: str = "") -> list[str]:
-    """A fault that passes: the same request goes on under its name, and no instance comes twice."""
+    """A transient fault: the same request continues under its name, and no instance is made twice."""
     ec2.faults = [replace(fault)]
     with whole(ec2, directory) as run:
         assert run.ready() == sorted(ec2.living()) == NAMES
@@ -78,7 +78,7 @@ CASES |= {
 
 
 def _refused(ec2: FakeEc2, directory: Path, code: str, cause: str) -> list[str]:
-    """No fleet gets anything for a while; then the next request does."""
+    """No fleet gets an instance for a while; then the next request does."""
     ec2.error_of_all = code
     with world(ec2, directory) as run:
         run.begin()
@@ -196,7 +196,7 @@ def taken_over(ec2: FakeEc2, directory: Path) -> list[str]:
 
 
 def reconcile(ec2: FakeEc2, run: str = "tiny-1", job: str = "tiny") -> list[str]:
-    """`morph cloud reconcile`: what it says."""
+    """Return the output of `morph cloud reconcile`."""
     told: list[str] = []
     options = {"open_client": ec2.client, "bounds": Bounds(delete_s=30, poll_s=0.01)}
     try:
@@ -224,7 +224,7 @@ def misspelt(ec2: FakeEc2, directory: Path) -> list[str]:
 
 
 def _unknown(ec2: FakeEc2, directory: Path, fault: Fault) -> list[str]:
-    """Five looks in a row say nothing: no instance is given up, and none is ended."""
+    """Five lists in a row are unreadable: no instance is given up, and none is ended."""
     with whole(ec2, directory, look_every_s=0.05) as run:
         ec2.faults = [replace(fault, times=5)]
         run.until(lambda: not ec2.faults, "the looks")

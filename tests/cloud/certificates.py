@@ -1,4 +1,4 @@
-"""A certificate for Azure's names, and the authority that signed it: virtual hosts trust it, and nobody else."""
+"""A certificate for Azure's names, and the authority that signed it, which only virtual hosts trust."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIFE = datetime.timedelta(days=1)
 
 
 def server_context(directory: Path, host: str) -> tuple[ssl.SSLContext, Path]:
-    """What a server called ``host`` needs, and the file with the authority that its clients are to trust."""
+    """Return the TLS context of a server named ``host``, and the file of the authority that its clients trust."""
     authority_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     authority = _name("Authority of the virtual hosts")
     may_sign = x509.KeyUsage(False, False, False, False, False, True, True, False, False)

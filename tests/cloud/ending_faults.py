@@ -1,4 +1,4 @@
-"""What can befall the end of VMs, and the question which there are: each fault injected, and what Morph did."""
+"""Faults while VMs are ended or listed: each is injected, and Morph's reaction recorded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOOK_S = 0.05
 
 
 def reconcile(arm: FakeArm, run: str = "tiny-1", job: str = "tiny", **where: str) -> list[str]:
-    """`morph cloud reconcile`: what it says."""
+    """Return the output of `morph cloud reconcile`."""
     told: list[str] = []
     spec = SPEC.model_copy(update=where)
     try:
@@ -78,7 +78,7 @@ def misspelt_group(arm: FakeArm, directory: Path) -> list[str]:
 
 
 def _unknown(arm: FakeArm, directory: Path, fault: Fault) -> list[str]:
-    """Five looks in a row say nothing: no VM is given up, and none is ended."""
+    """Five lists in a row are unreadable: no VM is given up, and none is ended."""
     with whole(arm, directory, look_every_s=LOOK_S) as run:
         arm.faults = [replace(fault, times=5)]
         run.until(lambda: not arm.faults, "the looks")

@@ -1,4 +1,4 @@
-"""What a run on the virtual Azure shows to others: its sockets, and every secret searched for in all that it leaves."""
+"""What a run on the virtual Azure exposes: its sockets, and a search for every secret in all its traces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.system.exposure import Listening, Shown, files_below, files_with, hol
 Socket = tuple[str, str, str]
 FROM_VERSION = 3
 LOGIN = "AZURE_CLIENT_SECRET"
-"""Alone it logs nobody in: the SDK then goes on to the managed identity."""
+"""Not sufficient for a login, so that the SDK tries the managed identity next."""
 SEARCHED = ("etc/morph", "run", "tmp", "log")
 NODE_FILES = {"etc/morph/ray-token", "run/morph/node-secret"}
 RUN_FILES = {"attach.json", "page.json"}
@@ -34,7 +34,7 @@ OF_MANAGER: set[Socket] = {
     ("python", "own", "orders"),
     ("python", "loopback", "any"),
 }
-"""Who listens on the manager's VM, on which addresses, at which ports of docs/guides/azure.md. The last: the page."""
+"""Listeners on the manager's VM, with addresses and ports as in docs/guides/azure.md. The last one is the page."""
 OF_VM: set[Socket] = {
     ("raylet", "all", "node_manager_port"),
     ("raylet", "all", "object_manager_port"),
@@ -48,7 +48,7 @@ WAITING = ("ray::IDLE", "all", "workers")
 
 
 class Watch:
-    """Looks once all VMs train, and at each VM before it goes. ``check`` is for when the run is over."""
+    """Inspects the run once all VMs train, and each VM before its end. Call ``check`` when the run is over."""
 
     def __init__(self, azure: VirtualAzure, life: Life, first_port: int) -> None:
         self._azure, self._life, self._ports = azure, life, Ports(first_port)
@@ -61,7 +61,7 @@ class Watch:
 
     @property
     def secrets(self) -> list[str]:
-        """Those that the manager made, those of nodes, the cloud's tokens, and how the manager would log in."""
+        """Return all secrets: the manager's own, those of nodes, the cloud's tokens, and the manager's login."""
         assert self._life.secrets_path is not None
         return [*recorded(self._life.secrets_path), *self._credentials, *self._azure.region.tokens, self._login]
 
@@ -86,7 +86,7 @@ class Watch:
         self._check_requests(known)
 
     def _check_requests(self, known: Iterable[str]) -> None:
-        """Custom data has the two secrets of a node, and nothing else that is sent to Azure has any."""
+        """Check that of all data sent to Azure only custom data contains secrets: the two of a node."""
         urls, configs = "\n".join(self._azure.region.urls), []
         for body in self._azure.region.bodies:
             profile: dict[str, Any] = body["properties"].get("osProfile", {})

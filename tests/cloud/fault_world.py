@@ -1,4 +1,4 @@
-"""A manager without workers: the controller, the thread that asks a provider, a cloud's SDK and the notice server.
+"""A manager without workers: the controller, the thread that calls a provider, a cloud's SDK, the notice server.
 
 Everything but the VMs is real: HTTP to the fake resource manager, or boto3 on moto, sockets to the agents. A VM that is
 granted appears at once, and its worker is ready at once; the run waits for more VMs than there will be, so that nobody
@@ -55,7 +55,7 @@ QUIET = re.compile(
 
 
 def config(**requests: float) -> ControllerConfig:
-    """Of a run that keeps ``KEEP`` VMs, and never begins."""
+    """Return the configuration of a run that keeps ``KEEP`` VMs and never begins to train."""
     profile = synthetic_profile(num_sections=2, batch_size=8, micro_batch_size=2)
     # time runs so fast that a busy machine would be late with every answer, and a replacement with any notice
     rules = Rules(requests=RequestRules(**{"answer_s": 600.0, "notice_grace_s": 1e5, **requests}))
@@ -137,11 +137,11 @@ class World:
         return 1e6 + (time.monotonic() - self._begin_s) * self.scale + self._skipped_s
 
     def skip(self, passed_s: float) -> None:
-        """Let so many seconds pass at once for the controller; its waits are as long as ever."""
+        """Advance the controller's clock by so many seconds; later waits keep their length."""
         self._skipped_s += passed_s
 
     def pause(self, wait_s: float) -> bool:
-        """What the thread that asks waits with."""
+        """Wait in the requesting thread; return whether the run is over."""
         return self.over.wait(wait_s / self.scale)
 
     def tell(self, event: Event) -> None:
@@ -194,7 +194,7 @@ class World:
         return sorted(name for name, entry in self.state.workers.items() if entry.node is NodeState.READY)
 
     def until_whole(self, *, without: str = "") -> None:
-        """Go on until all the VMs that are to be kept are there."""
+        """Continue until all VMs that the run keeps are up."""
         self.until(lambda: len(self.ready()) == KEEP and without not in self.ready(), f"{KEEP} VMs")
         assert set(self.ready()) <= {vm.name for vm in self.provider.list()}
 
@@ -208,7 +208,7 @@ class World:
         self.server.close()
 
     def end(self) -> None:
-        """The run ends; what is told of it is heard."""
+        """End the run, and collect what it reports."""
         self.die()
         self.shell.close()
         while (stamped := self.event_queue.get(0.0)) is not None:

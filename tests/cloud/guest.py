@@ -62,7 +62,7 @@ class GuestSpec:
     cloud_config: str = ""
 
     def write(self) -> Path:
-        """Write it for its process 1, readable by its owner alone: a cloud-config holds secrets."""
+        """Write the spec for process 1, readable only by its owner, because a cloud-config holds secrets."""
         path = Path(self.directory) / "spec.json"
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
             json.dump(asdict(self), out)
@@ -70,14 +70,14 @@ class GuestSpec:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Be killed when the thread that started this process ends; at once if it is gone already."""
+    """Let the kernel kill this process when the thread that started it ends; end at once if it is gone already."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
 
 
 def main() -> None:
-    """Make the host's namespaces; its process 1 is a child of this process, which tells its number and waits."""
+    """Make the host's namespaces, start its process 1 as a child, report the child's id, and wait for it."""
     die_with_parent(int(sys.argv[2]))
     spec = GuestSpec(**json.loads(Path(sys.argv[1]).read_text()))
     Path(sys.argv[1]).unlink()
@@ -175,7 +175,7 @@ def _run(*command: str) -> None:
 
 
 def _first_boot(text: str, environment: dict[str, str]) -> NoReturn:
-    """What cloud-init does: files first, then each line, whatever became of the one before."""
+    """Act like cloud-init: write files first, then run each line, whatever the result of the previous one."""
     try:
         config = yaml.safe_load(text)
         if not text.startswith("#cloud-config\n") or set(config) - {"bootcmd", "write_files", "runcmd"}:
@@ -235,7 +235,7 @@ class Systemd:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def close(self) -> None:
-        """In a child: it is none of its business."""
+        """Release all of it in a child process."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in (self._listener, self._ended, self._wake):

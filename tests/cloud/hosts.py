@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BOUND_S = 100.0
 PREFIX = "morph-hosts-"
 CODE = {"PYTHONPATH": str(ROOT)}
-"""Of what stands for the cloud, and of the manager: VMs get Morph from there."""
+"""The address of the fake cloud and of the manager, from which VMs get Morph."""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -39,14 +39,14 @@ ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "MORPH_DATA_DIR": "/tmp/morph-data",
 }
-"""What an image has besides the interpreter. Each host has a /tmp of its own: no real history learns of its VMs."""
+"""Contents of an image besides the interpreter. Each host has its own /tmp, so no real history records its VMs."""
 CACHE = "MORPH_CACHE_DIR"
-"""Of these tests, and of what is root's on every host: the same job is not cut again and again."""
+"""The cache of these tests, and root's on every host, so that the same job is cut only once."""
 
 
 @functools.cache
 def not_permitted() -> str:
-    """Why there can be no virtual hosts here; "" when there can."""
+    """Return why virtual hosts are impossible here; "" if they are possible."""
     try:
         check_permitted()
     except ConfigError as error:
@@ -89,17 +89,17 @@ class Host:
         return self._outer.poll() is None
 
     def log(self, name: str) -> str:
-        """What a service of it wrote; ``host``: its process 1 and the first boot."""
+        """Return the output of a service of the host; ``host``: its process 1 and the first boot."""
         path = self.directory / "log" / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def processes(self) -> list[psutil.Process]:
-        """Everything that runs in this host, whoever started it there."""
+        """Return all processes on this host, whatever started them."""
         mine = _namespace_of(self.pid)
         return [process for process in psutil.process_iter() if _namespace_of(process.pid) == mine]
 
     def inside(self, *command: str) -> list[str]:
-        """The command that runs one in this host. Its environment is that of the caller."""
+        """Return the command that runs ``command`` on this host, with the caller's environment."""
         where = ["--mount", "--net", "--pid", "--uts", "--ipc"]
         return ["nsenter", f"--target={self.pid}", *where, f"--wd={ROOT}", "--", *command]
 
@@ -177,7 +177,7 @@ class Hosts:
         return namespace
 
     def boot(self, name: str, cloud_config: str) -> Host:
-        """Start a VM whose network is there."""
+        """Start a VM whose network exists."""
         number = self._numbers[name]
         namespace, address = self.network.namespace(number), self.network.address(number)
         self.living[name] = Host(self._spec(name, namespace, address, {}, cloud_config))
@@ -194,7 +194,7 @@ class Hosts:
             self.network.remove(number)
 
     def cut(self, name: str) -> None:
-        """Take a VM's link down: it lives, and nobody hears of it."""
+        """Take a VM's link down: it lives, but cannot be heard."""
         self.network.cut(self._numbers[name])
 
     def _spec(
@@ -207,7 +207,7 @@ class Hosts:
         shutil.copytree("/etc", directory / "etc", symlinks=True, dirs_exist_ok=True)
         lines = ["127.0.0.1 localhost", f"{address} {name}", *(f"{where} {who}" for who, where in self._names.items())]
         written = {"hosts": lines, "nsswitch.conf": ["passwd: files", "group: files", "hosts: files"]}
-        for file, content in written.items():  # nobody here answers for names: who asked would wait for 10 s
+        for file, content in written.items():  # there is no name server here: queries would wait for 10 s
             place = directory / "etc" / file
             place.unlink(missing_ok=True)
             place.write_text("\n".join(content) + "\n")

@@ -1,4 +1,4 @@
-"""A Python as an image has it: what Morph requires is there, and Morph is not."""
+"""A Python as in an image: with Morph's requirements, but without Morph."""
 
 from __future__ import annotations
 

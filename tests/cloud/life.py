@@ -1,4 +1,4 @@
-"""A whole run on the virtual Azure: from nothing, over VMs that are taken, to nothing; and what it must add up to."""
+"""A whole run on the virtual Azure, with VMs that are taken, until nothing is left; and checks of its account."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Taking:
 
 @dataclass
 class Taken:
-    """What became of it."""
+    """A VM that was taken, and how."""
 
     vm: str
     taking: Taking
@@ -166,12 +166,12 @@ class Life:
         return given.returncode == 0 and f"{vm}  taken" in told
 
     def told(self) -> str:
-        """Everything that the run and its VMs told, for a failure."""
+        """Return all output of the run and its VMs, for a failed test."""
         hosts = [f"== {vm}\n{text[-2000:]}" for vm, text in self.azure.logs.items()]
         return "\n".join([*self.output[-60:], *hosts, *self.azure.region.troubles])
 
     def _is_whole(self, line: dict[str, Any]) -> bool:
-        """Whether it trains, all VMs are ready, and none is there any more that was to be taken."""
+        """Whether the run trains, all VMs are ready, and all VMs to be taken are gone."""
         self.ready |= set(READY.findall(line["sentence"]))
         self.gone |= set(GONE.findall(line["sentence"]))
         living = self.azure.region.living()
@@ -182,7 +182,7 @@ class Life:
         return line["phase"] == "training" and all_there
 
     def _all_known(self) -> bool:
-        """Whether the run has told the end of every VM that was taken."""
+        """Whether the run has reported the end of every VM that was taken."""
         return {taken.vm for taken in self.taken} <= self.gone
 
     def _lines(self, process: subprocess.Popen[str]) -> Any:
@@ -209,6 +209,6 @@ class Life:
 
 
 def digests(run_dir: Path) -> dict[str, str]:
-    """sha256 of every unit of the newest checkpoint."""
+    """Return the sha256 of every unit of the newest checkpoint."""
     url = str(run_dir / "checkpoints")
     return {entry.unit: entry.sha256 for entry in read_manifest(url, complete_versions(url)[-1]).units}

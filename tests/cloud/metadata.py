@@ -20,7 +20,7 @@ Fault = Literal["", "silent", "error", "slow", "no document", "not JSON"]
 
 @dataclass(frozen=True)
 class Facts:
-    """What a host is told of itself. ``start``: approves an event; returns whether it is known."""
+    """A host's metadata. ``start``: approves an event; returns whether it is known."""
 
     name: str
     resource_id: str
@@ -34,7 +34,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def server_bind(self) -> None:
-        """Without asking a name server, which nobody answers for, for a name."""
+        """Bind without looking up a host name: there is no name server."""
         TCPServer.server_bind(self)
 
 

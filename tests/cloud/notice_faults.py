@@ -1,4 +1,4 @@
-"""What can go wrong with notices: the real agent between a metadata service and the manager's notice server."""
+"""Faults of notices: the real agent between a metadata service and the manager's notice server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VM, OTHER = "tiny-1-0", "tiny-1-1"
 
 
 def preempt(lead_s: float = 30.0, incarnation: int = 1, vm: str = VM) -> Reply:
-    """Scheduled Events with one Preempt event."""
+    """Return Scheduled Events with one Preempt event."""
     event = {"EventId": "E-1", "EventType": "Preempt", "Resources": [vm], "EventStatus": "Scheduled"}
     event["NotBefore"] = formatdate(time() + lead_s, usegmt=True)
     return json_reply({"DocumentIncarnation": incarnation, "Events": [event]})
@@ -74,7 +74,7 @@ def agent(
 
 
 def until_draining(run: World) -> None:
-    """Go on until the notice was taken, and another VM is there."""
+    """Continue until the notice was handled, and another VM is up."""
     run.until(lambda: run.state.workers[VM].node is NodeState.DRAINING, "the notice")
     run.until_whole(without=VM)
 
@@ -124,7 +124,7 @@ def withdrawn(arm: FakeArm, directory: Path) -> list[str]:
 
 
 def _troubled(arm: FakeArm, directory: Path, *replies: Reply, timeout_s: float = TIMEOUT_S) -> list[str]:
-    """The service fails, is told of, and a notice after that is taken all the same."""
+    """The service fails, the failure is reported, and a later notice is still handled."""
     with watched(arm, directory, timeout_s) as (run, metadata):
         metadata.script("GET", EVENTS, *replies)
         run.until(lambda: run.has("notice trouble"), "the trouble to be told")

@@ -1,4 +1,4 @@
-"""What a provider can do to a run: each fault injected into the fake resource manager, and what Morph did."""
+"""Faults of a provider: each is injected into the fake resource manager, and Morph's reaction recorded."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def partly(arm: FakeArm, directory: Path) -> list[str]:
 
 
 def _once(arm: FakeArm, directory: Path, faults: Sequence[Fault] = (), **options: object) -> list[str]:
-    """Faults that pass: the same request goes on under its name, and no VM comes twice."""
+    """Transient faults: the same request continues under its name, and no VM is made twice."""
     arm.faults = list(faults)
     with whole(arm, directory, options=options) as run:
         assert run.ready() == ["tiny-1-0", "tiny-1-1"]
@@ -89,7 +89,7 @@ def _once(arm: FakeArm, directory: Path, faults: Sequence[Fault] = (), **options
 
 
 def _put_off(arm: FakeArm, directory: Path, status: int, code: str) -> list[str]:
-    """The request goes on when Azure asks for it."""
+    """The request is repeated when Azure asks for it."""
     told = _once(arm, directory, [Fault(*PUT, status, code, {"Retry-After": "17"})])
     assert any("again in 17 s" in sentence for sentence in told)
     return told
@@ -131,7 +131,7 @@ def never_joins(arm: FakeArm, directory: Path) -> list[str]:
 
 
 class Everyone(set):  # type: ignore[type-arg]
-    """Whoever is named is in it."""
+    """A set that contains every name."""
 
     def __contains__(self, _name: object) -> bool:
         return True
@@ -189,7 +189,7 @@ def not_for_spot(arm: FakeArm, directory: Path) -> list[str]:
 
 
 def _mended(arm: FakeArm, directory: Path, code: str, text: str) -> list[str]:
-    """What the user must mend: one call for each request, its sentence, and the VMs once it is mended."""
+    """A fault that the user must fix: one call for each request, its sentence, and the VMs once it is fixed."""
     arm.at_once = dict.fromkeys(SIZES, (409, code, text))
     with world(arm, directory) as run:
         run.begin()

@@ -1,4 +1,4 @@
-"""The fake resource manager with time in it: VMs that boot, cost, are warned and taken, with all that belongs to them.
+"""The fake resource manager over time: VMs boot, are billed, get notices and are taken, with all their resources.
 
 One thread lets time pass: it ends operations, starts and kills the hosts, and takes evicted VMs away.
 """
@@ -28,7 +28,7 @@ Role = Literal["manager", "node"]
 
 
 class Machines(Protocol):
-    """Who plays the VMs. Called from one thread."""
+    """Plays the VMs. Called from one thread."""
 
     def boot(self, name: str, resource_id: str, cloud_config: str) -> None:
         """Start a VM."""
@@ -54,7 +54,7 @@ class Life:
 
 @dataclass
 class Eviction:
-    """A Preempt event. ``false_alarm``: nobody comes in the end."""
+    """A Preempt event. ``false_alarm``: the VM is not taken in the end."""
 
     event: str
     name: str
@@ -136,7 +136,7 @@ class Region(FakeArm):
             return {kind: sorted(store) for kind, store in kinds.items()}
 
     def living(self) -> list[str]:
-        """VMs that are allocated and have no eviction before them, oldest first."""
+        """Return allocated VMs without a pending eviction, the oldest first."""
         with self.lock:
             warned = {eviction.name for eviction in self.evictions}
             return [name for name in self._running if name not in warned]
@@ -152,7 +152,7 @@ class Region(FakeArm):
             if notice_s is None:
                 self._remove(name, "evicted")
                 return True
-            at_s = math.ceil(time.time() + notice_s)  # the date has whole seconds, and nobody comes before it
+            at_s = math.ceil(time.time() + notice_s)  # the date has whole seconds, and the VM is not taken before it
             due_s = time.monotonic() + at_s - time.time()
             event = secrets.token_hex(8).upper()
             date = formatdate(at_s, usegmt=True)
@@ -161,7 +161,7 @@ class Region(FakeArm):
             return True
 
     def events(self) -> dict[str, Any]:
-        """Scheduled Events, as every VM of the set is told of them."""
+        """Return the Scheduled Events, as every VM of the set sees them."""
         with self.lock:
             told = [
                 {

@@ -1,4 +1,4 @@
-"""A whole run on instances of moto's AWS, from nothing to nothing: real workers, one interrupted and one warned."""
+"""A whole run on instances of moto's AWS, until nothing is left: real workers, one interrupted and one warned."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.system.harness import load_tiny_job
 
 NUM_STEPS, INTERRUPTED_AT, WARNED_AT = 24, 6, 12
 SHAPES = {2: "2x1"}
-"""With one worker the run waits: for the VM in the place of one that was taken."""
+"""With one worker the run waits for the replacement of a VM that was taken."""
 pytestmark = pytest.mark.system
 
 
@@ -39,11 +39,11 @@ def test_a_life_on_instances_adds_up_and_has_the_weights_of_an_undisturbed_run(
 
         def market(event_queue: EventQueue) -> Provisioning:
             shells.append(Provisioning(ec2.provider(tmp_path, run="job"), event_queue, Spending(Limits())))
-            event_queue.put(Tick())  # nobody is up yet
+            event_queue.put(Tick())  # no VM is up yet
             return shells[-1]
 
         def watch(crew: ManagedCrew, observed: Observed) -> None:
-            """VMs that are granted are up at once; when two train, one is taken, and later another one is warned."""
+            """Granted VMs are up at once; when two train, one is taken, and later another one gets a notice."""
             state, event = observed.decision.state, observed.event
             if isinstance(event, NodesGranted):
                 for node in event.nodes:

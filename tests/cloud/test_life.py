@@ -1,4 +1,4 @@
-"""The user's command on the virtual Azure, from nothing to nothing: VMs come, are taken, warned or not, and go."""
+"""The user's command on the virtual Azure: VMs come, are taken with or without a notice, and none is left."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_by(uid: int, host: Host) -> list[str]:
-    """Command lines of a host's processes that are this user's."""
+    """Return the command lines of this user's processes on a host."""
     found = []
     for process in host.processes():
         with suppress(psutil.NoSuchProcess):
@@ -47,7 +47,7 @@ def run_by(uid: int, host: Host) -> list[str]:
 
 
 def caches_of(uid: int, folder: Path) -> dict[str, str]:
-    """Variables with caches of a user's own, in which what numba has compiled of the simulator is already."""
+    """Return an environment with a user's own caches, which contain the compiled loops of the simulator."""
     (folder / "numba").mkdir(parents=True)
     for found in [*(ROOT / "simulator").rglob("*.nb[ic]"), *(ROOT / "simulator").rglob("morph-loops.json")]:
         source = str(found.parents[1])
@@ -61,13 +61,13 @@ def caches_of(uid: int, folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def user(profile: Path) -> dict[str, str]:
-    """The environment of a user who is not root, who sees the profile."""
+    """Return the environment of a user other than root who can read the profile."""
     profile.parent.chmod(0o755)
     return {"HOME": "/tmp", "USER": "trainer", LOGIN: secrets.token_hex(16), **caches_of(UID, profile.parent / "cache")}
 
 
 def a_life(azure: VirtualAzure, directory: Path, profile: Path, user: dict[str, str], keep: int) -> Life:
-    """The manager's user is the one that the VMs' job has. The job's code is where that of other runs was."""
+    """The manager runs as the user of the VMs' job, and the job's code is in the folder of earlier runs."""
     code, vms = profile.parent / "code", dict[str, Any](pass_variables=[CACHE])
     life = Life(azure, directory, profile, 100_000, keep, [], steps_after=3, uid=UID, step_s=STEP_S, code=code)
     life.checkpoint_every = 5

@@ -1,4 +1,4 @@
-"""The virtual hosts themselves: what a VM does stays in it, and goes with it."""
+"""The virtual hosts themselves: a VM's processes and files stay inside it, and end with it."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_a_vm_with_an_unfit_python_says_so_in_one_sentence(hosts: Hosts) -> None
         fact, *lost = told_to(event_queue)
         assert isinstance(fact, Fact)
         assert (fact.name, fact.worker) == ("vm_unfit", "vm-0")
-        assert f"is Python {platform.python_version()}, and Ray wants the manager's 3.12.99" in fact.detail
+        assert f"is Python {platform.python_version()}, and Ray needs the manager's 3.12.99" in fact.detail
         assert lost == [WorkerLost(worker=f"vm-0.d{device}", cause=fact.detail, unfit=True) for device in range(2)]
         assert host.log("morph-agent") == host.log("morph-node") == ""
 
@@ -237,7 +237,7 @@ time.sleep(1000)
 
 @pytest.fixture
 def azure_and_image(tmp_path: Path) -> Iterator[tuple[VirtualAzure, str]]:
-    """With an interpreter that any user may run, and a program in place of Ray's node."""
+    """Use an interpreter that any user may run, and a program in place of Ray's node."""
     tmp_path.chmod(0o755)
     (tmp_path / "probe.py").write_text(PROBE)
     python = bare_python(tmp_path / "image")
@@ -283,7 +283,7 @@ def test_a_vm_whose_metadata_service_stays_open_to_the_job_is_unfit(
         fact = told_to(event_queue)[0]
         assert isinstance(fact, Fact)
         assert (fact.name, fact.worker) == ("vm_unfit", "tiny-1-0")
-        assert "cannot be closed to the job's code (vms.metadata: true leaves it open): it answers" in fact.detail
+        assert "cannot be closed to the job's code (vms.metadata: true leaves it open): it still answers" in fact.detail
         assert host.log("morph-node") == ""
 
 

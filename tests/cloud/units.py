@@ -1,4 +1,4 @@
-"""What systemd reads of a unit file, as far as Morph's own units go. A key that is not known here is an error."""
+"""Reads systemd unit files, as far as Morph's own units need it. Unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -65,5 +65,5 @@ def read_unit(text: str) -> Unit:
 
 
 def _plain(text: str) -> str:
-    """Undo the doubling of what systemd would fill in."""
+    """Undo the doubling of characters that systemd would expand."""
     return text.replace("%%", "%").replace("$$", "$")

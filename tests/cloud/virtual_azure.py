@@ -127,7 +127,7 @@ class VirtualAzure:
         )
 
     def processes(self, host: str = "manager") -> list[str]:
-        """Command lines of what runs on a host besides its process 1."""
+        """Return the command lines of a host's processes except process 1."""
         found = self.hosts.living.get(host)
         if found is None or not found.is_on:
             return []

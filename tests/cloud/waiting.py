@@ -1,4 +1,4 @@
-"""Waiting for what other processes do: bounded, and by looking."""
+"""Waiting for other processes by polling, for a bounded time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LOOK_S = 0.05
 
 
 def until(holds: Callable[[], object], what: str, bound_s: float = BOUND_S) -> object:
-    """Look again and again until something holds, and return it; an AssertionError after ``bound_s``."""
+    """Poll until ``holds`` returns a true value, and return it; raise an AssertionError after ``bound_s``."""
     until_s = time.monotonic() + bound_s
     while not (found := holds()):
         assert time.monotonic() < until_s, f"waited {bound_s:g} s for {what}"

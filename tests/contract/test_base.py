@@ -1,4 +1,4 @@
-"""Values made and copied without checking are what checked ones are, to the byte that is written of them."""
+"""Values made or copied without validation equal validated ones, to the byte of their serialised form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from morph.contract.vm_names import beside, is_name, vm_of, workers_of
 
 
 class Basket(Value):
-    """Fields with and without defaults, and one that is made anew."""
+    """Fields with and without defaults, and one with a default factory."""
 
     owner: str
     num: int = Field(default=1, ge=1)

@@ -1,4 +1,4 @@
-"""Profiles, plans, pools and other files: what is wrong names file, field and value."""
+"""Profiles, plans, pools and other files: errors name file, field and value."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def uneven(**changes: object) -> Plan:
 
 
 def test_pipelines_of_a_plan_may_be_unequal() -> None:
-    """Stages are numbered over all kinds of pipelines, replicas too, and each micro-batch is dealt once."""
+    """Stages and replicas are numbered over all kinds of pipelines, and each micro-batch is assigned once."""
     planned = uneven()
     assert (planned.shape, planned.num_workers, planned.pipeline_depth) == ("2x2 + 3x1", 7, 3)
     assert [list(planned.stages_of(replica)) for replica in range(3)] == [[0, 1], [0, 1], [2, 3, 4]]

@@ -1,4 +1,4 @@
-"""What attention of transformers is requested, in a traced model and in the plain one."""
+"""The calls of transformers' attention in a traced model and in the plain one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def traced(exported: ExportedJob) -> list[tuple[Any, ...]]:
-    """Of each traced attention: has it a mask, is it causal, has it grouped keys, and its heads of queries and keys."""
+    """Return for each traced attention: mask or not, causal or not, grouped keys or not, heads of queries and keys."""
     assert isinstance(exported, GraphJob)
     return [_told(node) for node in exported.graph_module.graph.nodes if node.target is ATTENTION]
 

@@ -37,7 +37,7 @@ def test_only_a_window_shorter_than_the_text_needs_a_mask(tools: Any) -> None:
 
 
 def packed(length: int) -> list[dict[str, Tensor]]:
-    """Two texts in one sample: the positions begin anew after ``length`` tokens."""
+    """Two texts in one sample: positions restart after ``length`` tokens."""
     positions = torch.cat([torch.arange(length), torch.arange(LENGTH - length)])
     return [{**item, "position_ids": positions} for item in texts()]
 
@@ -72,7 +72,7 @@ def unmasked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def test_an_encoder_without_padding_has_no_mask(tools: Any) -> None:
-    """One that is told of padding has: see ``test_models``."""
+    """A model that gets a padding mask has masks: see ``test_models``."""
     assert attentions(tools, bert, unmasked_loss, texts()) == [(False, False, False, 4, 4)] * NUM_LAYERS
 
 
@@ -92,7 +92,7 @@ def test_heads_of_other_lengths_get_the_bits_of_the_plain_model(tools: Any) -> N
 
 
 class Masked(nn.Module):
-    """Attention with a mask of its own, made of one that shows all."""
+    """Attention with its own mask, made from a mask that hides nothing."""
 
     def __init__(self, shown: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ WIDTH = 16
 
 
 class Parallel(nn.Module):
-    """Attention's stand-in and MLP beside each other, as in GPT-NeoX: as narrow inside as between blocks."""
+    """A stand-in for attention parallel to an MLP, as in GPT-NeoX: as narrow inside as between blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -185,7 +185,7 @@ def digest(model: type[nn.Module]) -> str:
 
 @pytest.fixture(scope="module")
 def other_process() -> dict[str, Any]:
-    """What a process says that does nothing else: its memory beyond what imports take, what it makes and cuts."""
+    """Return the output of a process that only builds and cuts the model: its memory beyond that of imports."""
     big = str(JOBS / "gpt2_big.py:gpt2_2_5b")
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(Path(__file__).parent), big, TINY_GPT]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280).stdout

@@ -140,7 +140,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> ExportedJob:
 
 @pytest.fixture
 def again(exports: Exports, plain: ExportedJob, write: Callable[[str], str]) -> Callable[..., str]:
-    """Kept once; what it returns loads it anew and tells whether that was read or made."""
+    """Keep a cut once; return a function that loads it again and returns whether it was read or made."""
     exports.ready = plain
     job_path = write(PLAIN)
     kept = load(job_path).model.fingerprint

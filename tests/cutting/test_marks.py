@@ -232,7 +232,7 @@ def test_a_refusal_says_how_to_mark(tools: Any) -> None:
 @pytest.mark.parametrize("names", [["9"], ["0.nothing"]])
 def test_an_unknown_name_is_refused(tools: Any, names: list[str]) -> None:
     exported = export_job(tools.make_job(Chain, mean_loss, ITEMS, cut_points=names))
-    with pytest.raises(JobError, match="comes 0 times to the module"):
+    with pytest.raises(JobError, match="calls the module 0 times"):
         cut(exported, num_sections=None, micro_batch_size=2)
 
 
@@ -385,7 +385,7 @@ class Perhaps(nn.Module):
 
 
 class Begins(nn.Module):
-    """What crosses the first mark depends on a parameter with ``late`` samples alone."""
+    """The tensor at the first mark depends on a parameter only with ``late`` samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -462,7 +462,7 @@ LATE = [{"x": torch.randn(6), "late": torch.tensor(index > 3)} for index in rang
     ("skips", "problem", "place"),
     [
         (False, r"does not hold this module's parameters: with the first samples .* \(got 'second'\)", "# comes late"),
-        (True, "comes to the cut in front of cut not at all, unlike with the first samples", "x = self.cut(x)"),
+        (True, "reaches the cut in front of cut not at all, unlike with the first samples", "x = self.cut(x)"),
     ],
 )
 def test_a_branch_that_the_first_samples_do_not_take_is_refused_when_it_is_taken(

@@ -1,4 +1,4 @@
-"""A loss, or a metric, that is no mean over samples is told by what it is."""
+"""A loss or metric that is not a mean over samples is recognised, and its kind is named."""
 
 from __future__ import annotations
 

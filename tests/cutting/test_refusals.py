@@ -177,7 +177,7 @@ def test_an_operation_in_torchs_module_is_reported_by_the_building_line(tools: A
     [
         (lambda a, b: (a, b), r"loss: returns several losses \(got 2\); allowed: .* such as their sum.* \(GAN\)"),
         (lambda a, b: [a, b, a], r"returns several losses \(got 3\)"),
-        (lambda a, b: (a, [b]), r"returns no dict of metrics \(got 'list'\)"),
+        (lambda a, b: (a, [b]), r"returns something other than a dict of metrics \(got 'list'\)"),
         (lambda a, b: {"loss": a}, r"does not return a scalar \(got 'dict'\)"),
         (lambda a, b: None, r"does not return a scalar \(got 'NoneType'\)"),
     ],

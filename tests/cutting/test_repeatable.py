@@ -127,9 +127,9 @@ def writes_its_weight(self: Any, x: Tensor) -> Tensor:
         (makes_noise, "draws numpy's random numbers"),
         (draws_from_a_generator, "changes global DRAWN"),
         (may_drop, "draws Python's random numbers"),
-        (asks_the_clock, "comes out otherwise when it is run again on the same samples with the same seed"),
+        (asks_the_clock, "gives another result when it is run again on the same samples with the same seed"),
         (averages, "reads a tensor that another forward has made and kept"),
-        (averages_in_place, "changes a tensor that was there before it"),
+        (averages_in_place, "changes a tensor that existed before"),
         (writes_its_weight, "changes parameter second.weight"),
     ],
 )
@@ -204,14 +204,14 @@ def test_one_section_of_a_marked_model_is_refused_in_the_same_way(tools: Any) ->
 
 
 def test_memory_of_a_tensor_that_is_gone_is_not_taken_for_it(tools: Any) -> None:
-    """Else the same operation is another one the next time, by chance alone."""
+    """Otherwise the same operation could differ by chance in the next run."""
     job = tools.make_job(lambda: Changing(lambda _, x: x, decides=False), mean_loss, ITEMS)
     watch = _Watch(RepeatedForward(job, nn.Module(), {}, {}, run=lambda: None), [])
     with watch:
         made = torch.zeros(3)
     place = made.untyped_storage()._cdata
     assert watch._may_change(made)
-    assert watch._may_change(made[1:])  # a view that nobody made lies in it
+    assert watch._may_change(made[1:])  # it contains a view that no operation made
     del made
     others = []
     for _ in range(1000):

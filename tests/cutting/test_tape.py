@@ -1,4 +1,4 @@
-"""What is drawn when weights are made: the numbers that a seeded global generator gives, and none taken from it."""
+"""Random weights equal those of a seeded global generator, whose state is not changed."""
 
 from __future__ import annotations
 

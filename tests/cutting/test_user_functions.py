@@ -32,7 +32,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 class Reverse(torch.autograd.Function):
-    """As domain adversarial training has it; its result is a view of what it is given."""
+    """A gradient reversal, as in domain adversarial training, whose result is a view of its argument."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
@@ -45,7 +45,7 @@ class Reverse(torch.autograd.Function):
 
 
 class StraightThrough(torch.autograd.Function):
-    """Of the newer form, with a default value and a result that has no gradient."""
+    """A function of the newer form, with a default value and a result without gradient."""
 
     @staticmethod
     def forward(x: Tensor, step: float = 0.5) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ class StraightThrough(torch.autograd.Function):
 
 
 class Joined(torch.autograd.Function):
-    """Takes None, a list and a dtype; returns None beside tensors; calls another function; backward with a bias."""
+    """Takes None, a list and a dtype; returns None and tensors; calls another function; backward with a bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, masks: list[Tensor], to: torch.dtype) -> Any:

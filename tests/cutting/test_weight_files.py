@@ -1,4 +1,4 @@
-"""Weights from files: the bits of an ordinary load, read by whoever needs them, and no others."""
+"""Weights from files: equal to an ordinary load, and each worker reads only those that it needs."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_weights_from_files_have_the_bits_of_an_ordinary_load(name: str, folder:
 
 
 def read_bytes() -> int:
-    """How much this process has read so far, from page cache or disk."""
+    """Return the bytes that this process has read so far, from page cache or disk."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 

@@ -135,7 +135,7 @@ class ChangesAnActivation(Layers):
 
 OTHERWISE_REFUSED = [
     (ClampsWeights, "the forward changes parameter second.weight"),
-    (WritesAnAttribute, "the forward changes a tensor that was there before it"),
+    (WritesAnAttribute, "the forward changes a tensor that existed before"),
     (ChangesAnActivation, "changes an activation in place inside torch.no_grad()"),
 ]
 

@@ -75,7 +75,7 @@ t5 = made(
 
 
 class Residual(nn.Module):
-    """Two convolutions beside an identity or a 1x1 convolution."""
+    """Two convolutions parallel to an identity or a 1x1 convolution."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The page in a real browser, without a screen: it draws the run, and shows why when it may not."""
+"""The page in a real headless browser: it draws the run, or shows why it may not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a run is served to whoever has the token, from loopback, and to nobody else."""
+"""The page of a run is served from loopback only, and only with the token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that is nothing but its data."""
+"""A job that consists only of its data."""
 
 from __future__ import annotations
 

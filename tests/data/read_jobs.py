@@ -51,7 +51,7 @@ class Broken(Drawn):
 
 
 class Wrong(Drawn):
-    """One sample is wider than the others, in an entry that nobody asks for."""
+    """One sample is wider than the others, in an entry that no section reads."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return super().__getitem__(index) | {"other": torch.zeros(1 + (index == BROKEN))}

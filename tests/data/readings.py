@@ -1,4 +1,4 @@
-"""A loader with data workers beside one without; imports what a worker does and no more."""
+"""A loader with data workers, and one without; imports only what a worker imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data workers: what they read is what the thread that computes would have read, whatever becomes of them."""
+"""Data workers read what the computing thread would have read, whatever happens to them."""
 
 from __future__ import annotations
 

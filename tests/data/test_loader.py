@@ -1,4 +1,4 @@
-"""Data sets are known again by their length and some samples."""
+"""Data sets are recognised by their length and some samples."""
 
 from __future__ import annotations
 

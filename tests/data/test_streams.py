@@ -87,7 +87,7 @@ def write_parquet(folder: str) -> None:
 
 
 def write_mds(folder: str, *, pack: bool = False, encoding: str = "int") -> None:
-    """As MDSWriter does: a count, where samples begin and end, and of each first the sizes of columns that vary."""
+    """Write a shard like MDSWriter: a count, the offsets of samples, and each sample after its variable sizes."""
     entries = []
     for number, found in enumerate(records()):
         samples = []

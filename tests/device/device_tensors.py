@@ -1,4 +1,4 @@
-"""Tensors of a device that is not the host, with numbers: what the host may not do with a device's memory fails.
+"""Tensors with values on a device other than the host: forbidden accesses of the host to device memory fail.
 
 They take torch's slot for backends that others bring (PrivateUse1); autograd, optimizers and views are torch's own.
 Each storage has an address at which nobody can read, and host memory of its own that only this module finds, in which
@@ -42,11 +42,11 @@ _VIEWS = {
 LOOK_BYTES = 512
 """So many may be looked at, as by ``.tolist()``: of largest magnitudes, norms and losses."""
 _LIBRARIES: list[torch.library.Library] = []
-"""What is registered lasts as long as these."""
+"""Keeps registrations alive."""
 
 
 class PageableCopy(AssertionError):
-    """The host copied from or to a device's memory by itself: the device stands still for as long as that takes."""
+    """The host itself copied from or to a device's memory, during which the device stands still."""
 
 
 class _Module(backend_registration._DummyBackendModule):
@@ -119,7 +119,7 @@ def read(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """What the device has in a tensor, as a host tensor in the same memory; of a host tensor itself."""
+    """Return a device tensor's content as a host tensor in the same memory, or a host tensor itself."""
     if tensor.device.type != NAME:
         return tensor
     block = tensor.untyped_storage().block  # type: ignore[attr-defined]
@@ -163,7 +163,7 @@ _BLOCKS: weakref.WeakSet[_Block] = weakref.WeakSet()
 
 
 def live_bytes() -> int:
-    """What tensors have of the device's memory."""
+    """Return the bytes of the device's memory in use by tensors."""
     return sum(block.memory.nbytes() for block in list(_BLOCKS))
 
 
@@ -216,7 +216,7 @@ def _copied(source: Tensor, into: Tensor) -> Tensor:
 
 
 def _returned(operation: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Any) -> Any:
-    """What an operation returns: the tensor that it wrote to, or new ones."""
+    """Return an operation's results: the tensor that it wrote to, or new ones."""
     schema = operation._schema
     written = {}
     for index, argument in enumerate(schema.arguments):

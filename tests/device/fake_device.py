@@ -1,4 +1,4 @@
-"""A device for tests that does nothing before it is told to, and shows whoever did not wait for it.
+"""A device for tests that computes only when told to, which exposes code that does not wait for it.
 
 Its tensors are those of ``device_tensors``: the host can read none of them but through a stream's copy from or to
 pinned memory. What its owner computes is computed at once; copies and events, which a transport enqueues, happen at
@@ -29,7 +29,7 @@ POISON = 0xFF
 
 
 class DeviceLost(RuntimeError):
-    """What a synchronisation raises once whatever the device hung in was aborted."""
+    """Raised by a synchronisation after the operation in which the device hung was aborted."""
 
 
 def poison(tensor: Tensor) -> None:
@@ -52,7 +52,7 @@ class FakeEvent:
         self.done = False
 
     def wait(self) -> None:
-        """Hangs as long as nobody ticks, until ``abort``."""
+        """Hangs until a tick or ``abort``."""
         with self._device.condition:
             if not self._device.condition.wait_for(lambda: self.done or self._device.aborted, BOUND_S):
                 raise TimeoutError("nobody ticks the fake device")
@@ -61,7 +61,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """See ``Stream``. Each entry is done, or tells that it cannot be yet."""
+    """See ``Stream``. Each entry is a function that returns whether it could be done."""
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
@@ -74,7 +74,7 @@ class FakeStream:
         assert into.dtype == source.dtype
         assert all(is_on_device(one) or _is_pinned(one) for one in (into, source)), "the device reads pageable memory"
         poison(into)
-        # pinned memory is kept by its allocator, device memory by nobody
+        # its allocator keeps pinned memory; nothing keeps device memory
         kept = None if is_on_device(source) else source
         found = weakref.ref(source)
 
@@ -90,7 +90,7 @@ class FakeStream:
         self._put(act)
 
     def wait(self, event: FakeEvent) -> None:
-        """What waits on the stream on which everything is computed at once lets the device come to the event now."""
+        """Let the device reach the event now, because operations on the waiting stream compute at once."""
         if self is self._device.at_once:
             self._device.num_stalls += not event.done
             self._device.run_until(event)
@@ -115,7 +115,7 @@ class FakeStream:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """What is computed is computed at once all the same; what is enqueued on the current stream comes here."""
+        """Operations compute at once; work enqueued on the current stream is queued here."""
         before, self._device.stream_of.current = self._device.current, self
         try:
             yield
@@ -245,7 +245,7 @@ def only_device(device: FakeDevice) -> Iterator[FakeDevice]:
 
 
 class Ticking:
-    """Ticks devices in a thread of its own, as a real one goes on by itself."""
+    """Ticks devices in a thread of its own, because real devices run by themselves."""
 
     def __init__(self, *devices: FakeDevice) -> None:
         self._devices, self._over = devices, threading.Event()

@@ -1,4 +1,4 @@
-"""Mailboxes of a fake device in a worker's process, which may end at a place in the way of a message."""
+"""Mailboxes of a fake device in a worker's process, which may be killed at any stage of a message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.device.fake_device import FakeDevice
 
 @dataclass(frozen=True)
 class FakeMailRoom:
-    """What a worker's process makes its mailboxes by.
+    """The function with which a worker's process makes its mailboxes.
 
     ``kill_at``: the process ends when it is there for the n-th time (from 0): it has shared its memory and not said so
     (``share``), opened a peer's and not said so (``open``), filled a slot and not told of it (``fill``), told of what

@@ -1,4 +1,4 @@
-"""Communicators for tests, of fake devices: what NCCL's would do, as its documents and torch's source describe it.
+"""Communicators of fake devices for tests, which behave like NCCL's according to its documents and torch's source.
 
 An operation's future is done when the operation is enqueued. It begins when its stream comes to it, reads its tensors
 then, and what it writes holds poison before it is through; whose peer never comes stays at the head of its stream, and

@@ -1,4 +1,4 @@
-"""What every implementation of the transport seam does: one class of tests, whose ``ends`` fixture a subclass gives."""
+"""The contract of all link implementations: one class of tests, whose ``ends`` fixture a subclass provides."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Spec:
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
-    """What a receiver is told of a tensor."""
+    """The description of a tensor for its receiver."""
     return Spec(tuple(tensor.shape), tensor.dtype)
 
 
@@ -157,7 +157,7 @@ class LinkContract:
         arriving = ends.links["b"].receive([Spec((4,))])
         ends.links["a"].send([ends.place(torch.ones(4))])
         ends.await_done("b", arriving)
-        doubled = arriving.take()[0] * 2  # in the training thread's stream, which nobody told to wait
+        doubled = arriving.take()[0] * 2  # in the training thread's stream, without an explicit wait
         assert ends.read(doubled).tolist() == [2.0] * 4
 
     def test_a_message_of_several_tensors_arrives_whole_and_messages_in_order(self, ends: Ends) -> None:

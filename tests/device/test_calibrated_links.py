@@ -1,4 +1,4 @@
-"""Calibration where mailboxes and NCCL's rings are asked for, and what plans say of other links."""
+"""Calibration with mailboxes and NCCL's rings, and remarks of plans about other links."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SPEC = NetworkSpec(
 
 
 class Rank:
-    """What stands for one process's device; the last of three ranks has that of the first."""
+    """Return the stand-in for a process's device; the last of three ranks shares that of the first."""
 
     def __init__(self, rank: int) -> None:
         self.device = FakeDevice()

@@ -1,4 +1,4 @@
-"""What leaves a device beside what it computes, and comes back: states, frames and sums, in pieces of pinned memory."""
+"""Copies from and to a device during its computation: states, frames and sums, in pieces of pinned memory."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def crew(job: TinyJob) -> Iterator[Crew]:
 
 
 def with_mailboxes(crew: Crew, of_last: FakeMailRoom | None = None) -> None:
-    """Give each worker a device with mailboxes; ``of_last``: those of the last one."""
+    """Give each worker a device with mailboxes; ``of_last``: the mailboxes of the last one."""
     for name in NAMES:
         _give_device(crew, name, None, None, of_last if of_last and name == LOST else FakeMailRoom())
 
@@ -92,7 +92,7 @@ def answers_without_the_last(crew: Crew) -> dict[str, object]:
 
 
 def goes_on_without_the_last(crew: Crew, reference: dict[str, str]) -> None:
-    """The others end with the weights of a worker that trains alone."""
+    """Check that the others end with the weights of a single worker."""
     crew.reshape("3x1", REST)
     crew.train(NUM_STEPS)
     assert crew.digests() == reference
@@ -133,7 +133,7 @@ def test_workers_on_a_fake_device_go_on_without_one_that_was_killed(
     crew.train(1)
     send_step(crew)
     for answer in answers_without_the_last(crew).values():
-        # who was through with its part of the step before the loss has prepared it, and nobody decides it
+        # a worker that finished its part before the loss has prepared the step, which is not decided
         assert isinstance(answer, Aborted) or phase in ("before_commit", "reduce"), answer
     goes_on_without_the_last(crew, reference)
 

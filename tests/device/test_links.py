@@ -1,4 +1,4 @@
-"""Every implementation of the transport seam that needs no GPU passes the contract; and what staging adds to it."""
+"""Every link implementation that needs no GPU passes the contract; and the additional rules of staging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links over mailboxes: the contract, slots that are used again, peers that go, and what cannot be shared or opened."""
+"""Links over mailboxes: the contract, reused slots, lost peers, and memory that cannot be shared or opened."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def setup_of(worker: str, links: Setting = "auto") -> WorkerSetup:
 
 
 class Neighbours:
-    """Both ends of an edge from ``a`` to ``b``, each with a device and a mail room of its own, kept over pairs."""
+    """Make both ends of an edge from ``a`` to ``b``, with a device and a mail room each, which are kept over pairs."""
 
     def __init__(self, store: StoreHost, num_slots: int = 4, slot_bytes: int = 4096) -> None:
         self._store = store

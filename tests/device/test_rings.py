@@ -32,7 +32,7 @@ from tests.device.test_links import staged_ends
 
 
 class Members:
-    """The rings of both members of a pair, each on a device of its own; those of ``held`` form no communicator yet."""
+    """Return the rings of a pair's members, each with its own device; members in ``held`` form no communicator yet."""
 
     def __init__(self, pair: Pair, store: StoreHost, held: str = "") -> None:
         self.pair = pair

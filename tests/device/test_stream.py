@@ -1,4 +1,4 @@
-"""Tensors as a stream of chunks: what arrives, what is copied on the way, and how much is under way at a time."""
+"""Tensors as a stream of chunks: the received values, the copies, and the amount in transit at a time."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_on_the_host_a_large_tensor_leaves_from_where_it_is(pair: Pair) -> None:
 
 
 def test_a_devices_state_is_never_whole_in_host_memory(pair: Pair) -> None:
-    """Nothing arrives: so many chunks were handed to the wire, and no more were copied."""
+    """Check that only so many chunks were handed to the wire and copied while nothing arrives."""
     carrier, interrupt = Recording(done=False), pair.interrupts["a"]
     with only_device(FakeDevice()) as device, ThreadPoolExecutor(1) as pool:
         sending = pool.submit(send_tensors, {"param/large": placed(torch.randn(10_000))}, carrier, interrupt)

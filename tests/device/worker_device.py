@@ -1,4 +1,4 @@
-"""A worker's process that takes a fake device for its own."""
+"""A worker's process that uses a fake device."""
 
 from __future__ import annotations
 

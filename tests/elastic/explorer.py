@@ -1,4 +1,4 @@
-"""Every history of a few members that lose some of their number: all orders of messages, losses and suspicions.
+"""Explores every history of a few members that lose some of them: all orders of messages, losses and suspicions.
 
 A scenario names who may be killed, and who may be suspected wrongly by whom; each happens at any moment, or never. What
 a member does alone (completing a reduction, receiving a state) is decided as late as it can matter: right before the
@@ -80,7 +80,7 @@ class Explorer:
     _moves: dict[tuple[int, int, int], Any] = field(default_factory=dict)
     _seen: dict[World, tuple[int, ...]] = field(default_factory=dict)
     ends: set[tuple[tuple[Ring | None, int, str], ...]] = field(default_factory=set)
-    """How histories end: ring, steps and phase of each member that is alive."""
+    """The end of a history: ring, steps and phase of each living member."""
     _path: list[tuple[int, Label]] = field(default_factory=list)
 
     def run(self) -> tuple[int, int]:
@@ -108,7 +108,7 @@ class Explorer:
             frozenset(),
         )
         if scenario.num_joiners:
-            # Members wait at the boundary, where there is no reduction under way.
+            # Members wait at the boundary, while no reduction is under way.
             world = world._replace(facts=frozenset())
             world, _ = self._happens(world, 0, Admit(everyone[len(founders) :]))
         most = max(self._walk(world))
@@ -202,7 +202,7 @@ class Explorer:
         return None
 
     def _without_beaten(self, world: World) -> World:
-        """Drop what changes nothing at its receiver now: it never will, for a better attempt is never given up."""
+        """Drop messages without effect at their receivers: they stay so, because a better attempt is never given up."""
         for (sender, me), messages in world.channels:
             while messages and self._changes_nothing(world, me, sender, messages[0]):
                 world = self._taken(world, sender, me)
@@ -224,7 +224,7 @@ class Explorer:
     # -- what happens
 
     def _alone(self, world: World, me: int) -> Iterator[World]:
-        """What a member may have done by itself before the next thing happens to it."""
+        """Return the states that a member may have reached by itself before its next event."""
         state = self._states[world.states[me]]
         if state.phase not in ("running", "agreeing") or state.ring is None:
             return

@@ -13,7 +13,7 @@ from tests.forked_scripts import ForkedScript
 
 
 class ForkedJob:
-    """What tests need of the ``Popen`` of a ``morph elastic``."""
+    """The part of ``Popen`` that tests need for a ``morph elastic``."""
 
     def __init__(
         self, options: Sequence[str], command: Sequence[str], environment: Mapping[str, str], log: Path

@@ -19,7 +19,7 @@ from tests.grids import IS_LONG
 
 pytestmark = pytest.mark.timeout(3600 if IS_LONG else 300)
 MOST_MESSAGES_OF_A_LOSS = 5
-"""Three rounds, a message to whoever is left out, and what an attempt costs that is beaten."""
+"""Three rounds, a message to each member left out, and the messages of an attempt that is superseded."""
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_more_than_half_goes_on_and_half_with_the_lowest() -> None:
 
 
 def test_joiners_that_are_left_alone_do_not_go_on_with_no_state() -> None:
-    """Two joiners of three are a majority, but whoever was to give them the state is gone."""
+    """Two joiners of three are a majority, but the member that should send them the state is gone."""
     states = {0: member.founder(0, (0,)), 1: member.joiner(1), 2: member.joiner(2)}
     states[0], outputs = member.step(states[0], Admit((1, 2)))
     waiting = [(0, one) for one in outputs if isinstance(one, Send)]

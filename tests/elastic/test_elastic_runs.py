@@ -1,4 +1,4 @@
-"""Whole jobs of real processes: workers are killed and stopped, and come in; the weights are those of a quiet run."""
+"""Whole jobs of real processes: workers are killed, stopped and added; weights equal those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """How a run of one worker ends that nothing disturbs."""
+    """Return the result of an undisturbed run with one worker."""
     job = Job(tmp_path_factory.mktemp("quiet"), is_forked=False)
     assert job.wait() == 0, job.log
     (end,) = job.ends()
@@ -156,7 +156,7 @@ def test_parameters_that_are_frozen_thawed_and_added_are_the_same_with_any_numbe
 def test_a_script_that_gives_up_after_a_loss_has_not_come_to_the_end(
     start: Callable[..., Job], exit: dict[str, Any]
 ) -> None:
-    """Python forgets what ``sys.exit`` was given before it calls those who end a ring that was left."""
+    """Python forgets the argument of ``sys.exit`` before it calls the exit handlers that end an open ring."""
     job = start("--workers", "3", FAULTS=json.dumps({"4": {"kill": [1]}, "8": exit}))
     assert job.wait() == 1, job.log
     assert job.log.count("ended with code 3") == 2

@@ -1,4 +1,4 @@
-"""However ``morph elastic`` is ended, no worker is left; and it offers nobody a place who could not take it."""
+"""However ``morph elastic`` ends, no worker is left, and no place is offered that could not be taken."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ NUM_STEPS, BATCH = 8, 12
 
 
 class Data(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """``num_labels``: of so many places some have no label."""
+    """``num_labels``: the number of positions, some of which have no label."""
 
     def __init__(self, num_labels: int = 0) -> None:
         self.num_labels = num_labels
@@ -217,7 +217,7 @@ def test_a_mean_over_labels_is_that_of_a_plain_loop_over_whole_batches(
         inputs, labels = (torch.stack(part) for part in zip(*rows, strict=True))
         loss = functional.cross_entropy(plain(inputs).flatten(0, 1), labels.flatten())
         expected.append(loss.item())
-        if step != 1:  # in which there are no labels
+        if step != 1:  # this step has no labels
             inner.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             if "clip_grad_norm" in options:
@@ -520,7 +520,7 @@ def test_a_difference_is_told_in_one_sentence(change: Any, said: str) -> None:
 
 
 def test_a_changed_group_is_seen_whatever_it_holds() -> None:
-    """Settings are read anew only where something may have changed."""
+    """Settings are read again only where they may have changed."""
     net = nn.Linear(2, 2)
     state = TrainingState(net, torch.optim.Adam(net.parameters(), lr=torch.tensor(0.1), betas=(0.5, 0.6)))
     (group,) = state.optimizer.param_groups

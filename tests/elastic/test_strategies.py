@@ -1,4 +1,4 @@
-"""Rules of the strategies: who averages with whom, when ``auto`` changes, and replicas that become one."""
+"""Rules of the strategies: pairs for averaging, when ``auto`` switches, and merging replicas."""
 
 from __future__ import annotations
 

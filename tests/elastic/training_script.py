@@ -1,4 +1,4 @@
-"""What the workers of the tests run. Faults are scheduled by step and rank, in the middle of a worker's compute.
+"""The script of the tests' workers. Faults are scheduled by step and rank, in the middle of a worker's compute.
 
 FAULTS: JSON, from a step to what happens at it: {"5": {"kill": [1]}}.
 """
@@ -37,7 +37,7 @@ SLOW_S, JOIN_SLOW_S = 1.0, 0.2
 
 
 class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Noisy: what a sample draws must not depend on who loads it."""
+    """Random samples, whose numbers must not depend on the loading process."""
 
     def __len__(self) -> int:
         return 96
@@ -88,7 +88,7 @@ class Changing(nn.Module):
         return torch.optim.AdamW(early, lr=0.01, weight_decay=0.1)
 
     def change(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Before a step: most of it is not done again by who comes in later."""
+        """Run before each step; a worker that joins later does not repeat most of it."""
         if step == 2:
             optimizer.add_param_group({"params": list(self.late.parameters()), "lr": 0.02})
             self.late.requires_grad_(True)
@@ -168,7 +168,7 @@ def meet_faults(optimizer: morph.elastic.Optimizer, first_rank: int, met: set[in
 
 
 def exit_between_steps(step: int) -> None:
-    """As a script does that gives up: all workers at once."""
+    """Fail in all workers at once, like a script that gives up."""
     faults = FAULTS.get(str(step), {})
     if "exit_between" in faults:
         meet(step, faults["exit_between"])

@@ -1,4 +1,4 @@
-"""A clock that moves only when somebody sleeps, and channels without a network."""
+"""A clock that moves only during sleeps, and channels without a network."""
 
 from __future__ import annotations
 

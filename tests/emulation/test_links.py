@@ -1,4 +1,4 @@
-"""Emulated links: what is due when, and that nothing is seen before."""
+"""Emulated links: when messages arrive, and that they are not visible before."""
 
 from __future__ import annotations
 

@@ -419,7 +419,7 @@ def test_rings_across_stages_wait_for_the_whole_stage() -> None:
 
 
 def test_a_link_carries_one_ring_after_the_other() -> None:
-    """Where pipelines are cut unlike, a stage is in several rings: the second waits for the first, not for compute."""
+    """With different cuts a stage is in several rings, of which the second waits for the first, not for compute."""
     rings = rings_with((4.0, {1: 3.0}), (0.0, {0: 1.0}))
     assert run_rings(rings, 6.0, {1: 2.0, 0: 6.0}) == pytest.approx(8.0)
     assert run_rings(rings, 9.0, {1: 2.0, 0: 9.0}) == pytest.approx(10.0)

@@ -1,4 +1,4 @@
-"""A driver with a pool whose workers answer at once, and VMs that are names."""
+"""A driver with a pool whose workers answer at once, and VMs that are only names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A provider whose VMs are names, the thread between it and the controller, and what the controller tells that."""
+"""A provider whose VMs are only names, the thread between it and the controller, and the controller's messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOUND_S = 100.0
 
 
 def know(shell: Provisioning, nodes: Collection[str]) -> None:
-    """Let the controller know these nodes alone, so that those that it knew besides are given back."""
+    """Let the controller know only these nodes, so that its other ones are given back."""
     gone = shell._nodes - set(nodes)
     shell.know(nodes)
     if gone:
@@ -142,7 +142,7 @@ class ProvisioningWorld:
         self.facts: list[Fact] = []
 
     def answer(self) -> NodesGranted | RequestRefused:
-        """What the thread tells next, but for facts, which are kept."""
+        """Return the thread's next event; facts are collected on the way."""
         while True:
             stamped = self.event_queue.get(BOUND_S)
             assert stamped is not None, "no answer"

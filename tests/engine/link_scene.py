@@ -1,4 +1,4 @@
-"""A link server, and what it tells."""
+"""A link server, and the events that it reports."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Told:
 
 
 class Callers:
-    """Threads that call as workers do; once it is ``over``, whoever calls again ends."""
+    """Threads that call like workers; once the scene is ``over``, a thread that calls again ends."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []

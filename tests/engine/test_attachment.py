@@ -1,4 +1,4 @@
-"""Finding what a killed manager left; the process that owns the VMs is the test."""
+"""Finding the VMs of a killed manager; the test plays the process that owns them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMMAND = {"--steps": "10", "--trace": "abc"}
 
 
 class Host:
-    """Greets whoever comes, and remembers how the visit ended."""
+    """Accepts connections, and remembers how each ended."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""The newest whole checkpoint is found beside the live loop, and what came of it is an event."""
+"""The newest undamaged checkpoint is found while the live loop runs, and the result is an event."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.checkpoint.test_manifest import _flipped, save
 
 
 def found(url: str, at_most: int | None = None) -> Event:
-    """What a store tells when it was asked once."""
+    """Return the events of a store after one question."""
     events = EventQueue()
     store = CheckpointStore(url, CheckpointRules(), events)
     store.find(at_most)

@@ -1,4 +1,4 @@
-"""What a process that confined itself, and what it starts, can still do: each in a process of its own."""
+"""What a confined process and its children can still do; each case has a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One manager after the other comes to a host; both ends of the line, without VMs."""
+"""Managers connect to a host one after the other; both ends of the connection, without VMs."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_a_worker_takes_its_share_before_it_loads_the_job(tmp_path: Path, monkey
     slots = device_slots((A, B), 2, tmp_path)
     setup = SETUP.model_copy(update={"device_slots": slots})
     for device in (A, B):
-        assert isinstance(set_up(setup), Failed)  # there is no job
+        assert isinstance(set_up(setup), Failed)  # the job does not exist
         assert os.environ["CUDA_VISIBLE_DEVICES"] == device.uuid
 
 

@@ -1,4 +1,4 @@
-"""The live loop with a pool that answers at once: what is written down before it is done, and how a run ends."""
+"""The live loop with a pool that answers at once: decisions are journalled before they are carried out; ends."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_run_that_keeps_vms_asks_for_all_of_them_and_for_another_when_one_is_l
     asked = [action for seen in run.observed for action in seen.decision.actions if isinstance(action, RequestNodes)]
     assert asked == [RequestNodes(request="job-1", count=2), RequestNodes(request="job-2", count=1)]
     assert run.host.up == ["job-1-0", "job-1-1", "job-2-0"]
-    ended = threading.Event()  # VMs are ended beside the run, which does not wait for that
+    ended = threading.Event()  # VMs are ended in the background; the run does not wait
     run.provisioning._ends.put(ended.set)
     assert ended.wait(100)
     assert run.host.ended == ["job-1-1"]
@@ -132,7 +132,7 @@ def test_facts_are_written_down_and_decide_nothing(make_run: Callable[..., Run])
 
 
 def test_an_observer_that_raises_ends_the_loop(make_run: Callable[..., Run]) -> None:
-    """As Ctrl-C does: whoever drives must clean up, nothing is swallowed."""
+    """Like Ctrl-C: the driver must clean up and swallow nothing."""
     run = make_run()
 
     def interrupt(_observed: Observed) -> None:

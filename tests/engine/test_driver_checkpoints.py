@@ -1,4 +1,4 @@
-"""Manifests and old checkpoints beside the live loop: slow storage, and storage that fails."""
+"""Manifests and old checkpoints while the live loop runs: slow storage, and storage that fails."""
 
 from __future__ import annotations
 
@@ -215,5 +215,5 @@ def test_ten_minutes_without_storage_cost_no_step_and_are_told_once(
     codes = Counter(observed.decision.reason.code.value for observed in run.observed)
     assert codes["checkpoint_abandoned"] == 1
     sentences = [observed.decision.reason.sentence for observed in run.observed]
-    (again,) = (sentence for sentence in sentences if "that storage did not take" in sentence)
-    assert "is complete, after 6 that storage did not take" in again
+    (again,) = (sentence for sentence in sentences if "that storage refused" in sentence)
+    assert "is complete, after 6 that storage refused" in again

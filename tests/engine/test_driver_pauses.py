@@ -1,4 +1,4 @@
-"""The live loop where nothing can be written for a while: it pauses, says so once, and goes on."""
+"""The live loop when the journal cannot be written for a while: it pauses, reports that once, and continues."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 class Pauses:
-    """Instead of sleeping: the run's clock goes on by an hour, and after three pauses the trouble is over."""
+    """Advance the run's clock by an hour in place of sleeping; after three pauses the fault is over."""
 
     def __init__(self, run: Run, trouble: ExitStack) -> None:
         self._run, self._trouble, self.num = run, trouble, 0
@@ -138,7 +138,7 @@ def _without_earlier_checkpoints(run: Run) -> Run:
 def test_a_run_directory_that_gets_read_only_costs_no_step_and_is_saved_to_when_it_can_be(
     make_run: Callable[..., Run], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All of it: the journal goes on in the files that it has open, and nothing new can be made."""
+    """The whole folder is lost: the journal continues in its open files, and no new file can be made."""
     run, trouble = make_run(num_steps=12), ExitStack()
     refused: list[int] = []
 

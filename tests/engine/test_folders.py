@@ -1,4 +1,4 @@
-"""What is left in the folder for temporary files by processes that were killed, and who removes it."""
+"""Temporary files of killed processes, and their removal."""
 
 from __future__ import annotations
 

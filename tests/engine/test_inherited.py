@@ -1,4 +1,4 @@
-"""Which VMs a new manager answers for in a run that asks for its VMs."""
+"""VMs that a new manager inherits in a run that requests its VMs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One manager at a time writes checkpoints at a URL; the next one waits, knows that it is dead, or takes over."""
+"""Only one manager at a time writes checkpoints at a URL; the next one waits, detects its death, or takes over."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_copied_run_directory_is_another_run(make: Callable[..., Lease], tmp_p
 
 
 def test_workers_of_a_run_write_no_file_where_another_run_took_over(url: str, make: Callable[..., Lease]) -> None:
-    """Their manager is told when it next looks; the same run's next manager is no other."""
+    """Their manager learns it at its next check; the same run's next manager does not count as another one."""
     first, other = make(url, "one"), make(url, "two")
     writer = CheckpointWriter("w", url, FaultPlan([]))
     writer.lease = first.run
@@ -257,7 +257,7 @@ def test_a_lease_is_renewed_while_nothing_is_saved(tmp_path: Path) -> None:
 def test_a_run_whose_checkpoints_are_taken_over_stops_and_writes_no_more(
     make_run: Callable[..., Run], make: Callable[..., Lease], tmp_path: Path
 ) -> None:
-    """Two managers of one place: what the first has saved stays, and it saves nothing beside the second's."""
+    """Two managers of one place: what the first has saved stays, and it saves nothing after the second begins."""
     url = str(tmp_path / "shared")
     first, second = make(url, "one"), make(url, "two")
     first.take()

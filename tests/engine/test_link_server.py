@@ -21,7 +21,7 @@ from tests.engine.link_scene import BOUND_S, LinkScene, wait_until
 from tests.link.pair import of_caller, own
 
 KILLED_WITHIN_S = 20.0
-"""Of a machine under load; a kill is known within milliseconds."""
+"""Seconds, for a machine under load; a kill is detected within milliseconds."""
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_connections_that_break_are_no_death_and_are_made_anew(scene: LinkScene)
 
 
 def reset(server: LinkServer, worker: str, role: str) -> None:
-    """What a firewall or a switch that forgot a connection does: both ends are told that it is over."""
+    """Act like a firewall or a switch that forgot a connection: reset both ends."""
     wait_until(lambda: (worker, role) in server._known)
     caller = server._known.pop((worker, role))
     with caller.lock:

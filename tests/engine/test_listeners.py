@@ -1,4 +1,4 @@
-"""Every listener of Morph against the same abuse: silent strangers in numbers, rubbish, no descriptor left."""
+"""Every listener of Morph under the same abuse: many silent strangers, invalid data, no file descriptors left."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Scene:
 
 
 class Silent:
-    """A source that never answers: told as trouble, which shows that an agent was heard."""
+    """A source that never answers, which is reported as trouble and shows that an agent was heard."""
 
     name = "fake"
 

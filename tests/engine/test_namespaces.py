@@ -38,7 +38,7 @@ def test_a_connection_between_namespaces_carries_both_ways_until_its_link_is_cut
             theirs.sendall(b"b")
             assert ours.recv(1) == b"b"
             network.cut(1)
-            theirs.sendall(b"c")  # nobody is told
+            theirs.sendall(b"c")  # the other side does not learn of it
             ours.settimeout(NEVER_S)
             with pytest.raises(TimeoutError):
                 ours.recv(1)

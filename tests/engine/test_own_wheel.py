@@ -238,16 +238,16 @@ def test_a_lock_is_made_once_for_a_run_whatever_is_published_later(tmp_path: Pat
     assert Lock(path, ["no-such-thing==1"], told.append)() == b"no-such-thing==1\n"
     (sentence,) = told
     assert sentence.startswith(
-        "pip cannot say what VMs are to install: ERROR: No matching distribution found for no-such"
+        "pip cannot determine what VMs should install: ERROR: No matching distribution found for no-such"
     )
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"python-version": "3.12.99"}, f"is Python {platform.python_version()}, and Ray wants the manager's 3.12.99"),
-        ({"python": "/opt/none/bin/python"}, "there is no /opt/none/bin/python: vms.environment.python names"),
-        ({"sha256": "0" * 64}, f"and not the run's {'0' * 64}"),
+        ({"python-version": "3.12.99"}, f"is Python {platform.python_version()}, and Ray needs the manager's 3.12.99"),
+        ({"python": "/opt/none/bin/python"}, "there is no /opt/none/bin/python: vms.environment.python must name"),
+        ({"sha256": "0" * 64}, f"not the run's {'0' * 64}"),
     ],
 )
 def test_why_a_vm_cannot_be_used_is_told_in_one_sentence(
@@ -331,7 +331,7 @@ def test_a_stranger_gets_nothing_and_is_not_heard(world: World, tmp_path: Path) 
 
 
 def test_another_wheel_than_the_runs_is_not_unpacked(world: World, tmp_path: Path) -> None:
-    with pytest.raises(Unfit, match="and not the run's"):
+    with pytest.raises(Unfit, match="not the run's"):
         bring(world.caller(), hashlib.sha256(b"another").hexdigest(), tmp_path / "code", 0.0)
     assert list(tmp_path.iterdir()) == []
 
@@ -349,7 +349,7 @@ def test_what_is_there_is_not_asked_for() -> None:
 def test_what_pip_cannot_bring_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PIP_NO_INDEX", "PIP_DISABLE_PIP_VERSION_CHECK"):
         monkeypatch.setenv(name, "1")
-    with pytest.raises(Unfit, match="pip cannot bring no-such-thing==1: ERROR: Could not find a version"):
+    with pytest.raises(Unfit, match="pip cannot install no-such-thing==1: ERROR: Could not find a version"):
         install(["pip", "no-such-thing==1"], lambda: "no-such-thing==1\n")
     with pytest.raises(Unfit, match="there is no /none"):
         check_python("/none", python_version())

@@ -1,4 +1,4 @@
-"""Fixed ports: each has one use, and all of them lie in the block that the user named."""
+"""Fixed ports: each has one use, and all of them are in the user's range."""
 
 from __future__ import annotations
 

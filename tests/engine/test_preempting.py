@@ -1,4 +1,4 @@
-"""Another process asks the manager of a run to take VMs: over its socket, without VMs."""
+"""Another process asks a run's manager over its socket to revoke VMs; there are no VMs here."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class PreemptionTarget:
 
 
 class World:
-    """A run directory that this process holds, and what hears who asks."""
+    """Return a run directory held by this process, and the listener for requests."""
 
     def __init__(self, run_dir: Path, folder: Path) -> None:
         self.run_dir, self.target, self.event_queue = run_dir, PreemptionTarget(), EventQueue()

@@ -272,7 +272,7 @@ def test_plans_leave_room_for_mailboxes_between_workers(links: LinkSetting) -> N
 def test_a_plan_tells_what_is_done_against_losses_and_why(
     replicas: int, redundancy: RedundancyName, memory_bytes: int | None, host_bytes: int | None, told: str
 ) -> None:
-    """0 bytes stand for as many as the plan takes, with a unit that is updated, and not with all that is followed."""
+    """0 bytes stand for the plan's memory with a unit that is updated, but without all followed state."""
     profile = synthetic_profile(num_sections=4, forward_s=0.5, batch_size=64, tied=True, bandwidth_bytes_per_s=5e8)
     best = plan(profile, num_gpus=4, pipeline_depth=4 // replicas, num_replicas=replicas).best
     if memory_bytes == 0:

@@ -44,7 +44,7 @@ class Manager:
         self.server = LinkServer(self.entrance, self.told)
 
     def die(self) -> None:
-        """What the kernel does to a manager that is killed."""
+        """Act like the kernel when a manager is killed."""
         self.vms._line.close()
         self.server.close()
 
@@ -106,7 +106,7 @@ def test_a_worker_outlives_its_manager_and_serves_the_next_one_at_the_same_port(
     second.server.close()
     second.vms.close()
     wait_until_gone(pid, control_socket.parent)
-    socket.create_server(address).close()  # nobody holds it any more
+    socket.create_server(address).close()  # no process holds it any more
 
 
 @pytest.mark.parametrize("first", [1.0], indirect=True)

@@ -1,4 +1,4 @@
-"""What is particular to VMs that outlive their manager: strays, VMs gone behind our back, a complete end."""
+"""Provisioning of VMs that outlive their manager: strays, VMs that vanished, and ending all of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.engine.fake_cloud import BOUND_S, FakeCloud, know
 
 
 class Cloud(FakeCloud):
-    """It may be changed by others too, is slow, has locked VMs, or fails to be dismantled."""
+    """A cloud that others may change, too, that is slow, has locked VMs, or fails to dismantle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class World:
                 return stamped.item
 
     def there(self) -> set[str]:
-        """The VMs that are there once all that was to be ended is."""
+        """Return the remaining VMs once all ends are complete."""
         done = threading.Event()
         self.shell._asks.put(lambda: self.shell._looks.put(done.set))
         assert done.wait(BOUND_S)
@@ -249,7 +249,7 @@ def test_vms_of_an_earlier_manager_are_not_ended_because_the_provider_was_silent
 
 
 def test_a_manager_that_takes_long_to_reach_the_workers_ends_none_of_their_vms() -> None:
-    """It may look before it has said which VMs it goes on with."""
+    """It may list VMs before it has said which of them it keeps."""
     world = World()
     world.cloud.add("job-1", 2)
     for _ in range(3):
@@ -283,7 +283,7 @@ def test_a_vm_that_was_given_up_before_a_late_adoption_is_nobodys() -> None:
     book, action = VmRegistry(), RequestNodes(request="job-1", count=2)
     vms = [Vm(name=vm_name("job-1", index), request="job-1") for index in range(2)]
     book.ask(action)
-    assert book.give_up(["job-1-0"], []) is None  # its request might make it anew
+    assert book.give_up(["job-1-0"], []) is None  # its request might make it again
     assert book.adopt(vms, frozenset(["job-1-0"]), ["job-1"]) == []
     answer, end = book.answer(action, vms, [])
     assert answer == NodesGranted(request="job-1", nodes=("job-1-1",))
@@ -345,11 +345,11 @@ def test_the_end_is_tried_again_while_the_provider_fails_and_after_the_pauses_th
 
 
 def test_who_is_in_a_hurry_waits_for_one_more_try_only(world: World) -> None:
-    world.cloud.dismantle_errors = [Transient("h1 is not reached")] * 9
+    world.cloud.dismantle_errors = [Transient("h1 cannot be reached")] * 9
     world.shell.hurry()
     world.shell.close()
     assert world.pauses_s == []
-    assert world.facts()["vms_left"].startswith("h1 is not reached; what ends them: ")
+    assert world.facts()["vms_left"].startswith("h1 cannot be reached; what ends them: ")
 
 
 def test_what_cannot_be_ended_in_time_is_named_with_the_command_that_ends_it(
@@ -383,7 +383,7 @@ def test_a_call_that_does_not_end_is_told_of_and_not_waited_for(caplog: pytest.L
     world.shell.request(RequestNodes(request="job-1", count=1))
     assert world.cloud.asking.wait(BOUND_S)
     world.shell.close()
-    assert world.cloud.dismantled  # what is there is ended all the same
+    assert world.cloud.dismantled  # existing VMs are ended nevertheless
     assert "did not end within 0.05 s" in world.facts()["provider_busy"]
     assert "VMs of this run may be left" in caplog.text
     released.set()

@@ -37,7 +37,7 @@ class Clock:
 class World(ProvisioningWorld):
     def __init__(self, **limits: float) -> None:
         self.pauses_s: list[float] = []
-        self.joined: list[str] = []  # who does while the thread waits
+        self.joined: list[str] = []  # VMs that join while the thread waits
         super().__init__(pause=self.pause, **limits)
 
     def pause(self, wait_s: float) -> bool:
@@ -170,7 +170,7 @@ def test_what_stays_in_vain_is_refused_after_some_tries_and_leaves_nothing(world
 
 def test_a_vm_whose_worker_joined_goes_on_though_its_request_is_refused(world: World) -> None:
     world.cloud.errors = [Throttled("slow down", 1)] * TRIES
-    world.cloud.there = {"job-1-1": Vm(name="job-1-1", request="job-1")}  # booting still: nobody's once it is refused
+    world.cloud.there = {"job-1-1": Vm(name="job-1-1", request="job-1")}  # booting; orphaned by the refusal
     world.joined = ["job-1-0"]
     assert isinstance(world.get(), RequestRefused)
     assert world.settle() == ["job-1-1"]

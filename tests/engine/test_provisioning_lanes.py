@@ -30,7 +30,7 @@ class World(ProvisioningWorld):
         super().__init__(FakeCloud(3600.0), **limits)
 
     def until_told(self, detail: str) -> None:
-        """Wait for a fact, and see that there is no answer before it."""
+        """Wait for a fact, and check that no answer comes before it."""
         while detail not in [fact.detail for fact in self.facts]:
             stamped = self.event_queue.get(BOUND_S)
             assert stamped is not None, self.facts
@@ -147,7 +147,7 @@ def test_a_vm_that_does_not_end_delays_no_other_end_and_no_request() -> None:
 
 
 def test_the_boot_log_of_a_vm_that_never_joined_is_kept(world: World) -> None:
-    world.have("job-1", 2)  # the second one is given up by what follows
+    world.have("job-1", 2)  # the second one is given up below
     world.ask("job-2", 1)
     world.answer()
     world.shell.release(ReleaseNodes(nodes=("job-1-0", "job-2-0")))

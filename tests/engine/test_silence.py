@@ -1,4 +1,4 @@
-"""Who is silent, and who is silent with them."""
+"""Detecting silent workers, and those that are silent together with them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Watch:
         self.gone: set[str] = set()
 
     def until_overdue(self, *, silent: dict[str, float], heard_again_s: float = 60.0) -> dict[str, float]:
-        """Go on until somebody is overdue, a minute at most.
+        """Advance time until some worker is overdue, a minute at most.
 
         ``silent``: since when (seconds from now) each gives no sign, until ``heard_again_s``, if it is not gone.
         """

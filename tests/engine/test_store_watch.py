@@ -1,4 +1,4 @@
-"""The store is started again where it was, and the run told when that cannot be."""
+"""The store is restarted at the same place, and the run learns when that is impossible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BOUND_S = 100.0
 
 
 class FakeStore:
-    """A store whose process is given, and which starts the ``num_failures`` + first time that it is told to."""
+    """A store with a given process, which starts only after ``num_failures`` failed attempts."""
 
     host, port = "127.0.0.1", 4711
 

@@ -1,4 +1,4 @@
-"""What a manager that takes over tells the controller and the trace's player, and in which order."""
+"""Events that a manager sends to the controller and the trace's player when it takes over, and their order."""
 
 from __future__ import annotations
 

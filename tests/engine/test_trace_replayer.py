@@ -32,7 +32,7 @@ class FakeHost:
         self.changed = threading.Condition()
 
     def hold(self, name: str) -> threading.Event:
-        """Keep a boot waiting for the event returned; another event tells that it has begun."""
+        """Delay a boot until the returned event is set; another event reports that the boot has begun."""
         self.held[name], self.booting[name] = threading.Event(), threading.Event()
         return self.held[name]
 

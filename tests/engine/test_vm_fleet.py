@@ -1,4 +1,4 @@
-"""Local VMs: booted beside one another, and taken over from another manager."""
+"""Local VMs: booted concurrently, and taken over from another manager."""
 
 from __future__ import annotations
 

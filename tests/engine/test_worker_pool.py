@@ -1,4 +1,4 @@
-"""The pool of workers, with their lines and whoever starts them in the test's hands."""
+"""The pool of workers, whose connections and starts the test controls."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Scene:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What the pool takes for the time; it stands, however slow this machine is."""
+    """The pool's clock, which stands still, however slow this machine is."""
     now_s = [silence.time.monotonic()]
     monkeypatch.setattr(silence.time, "monotonic", lambda: now_s[0])
     return now_s
@@ -126,7 +126,7 @@ def test_a_worker_that_says_what_no_worker_says_is_killed(scene: Scene, message:
     assert "breaks the protocol" in scene.lost()
     assert scene.launcher.killed == ["vm0"]
     assert scene.line.is_over
-    scene.answer(READY)  # nobody listens any more
+    scene.answer(READY)  # the pool does not listen any more
     assert len(scene.event_queue) == 0
 
 

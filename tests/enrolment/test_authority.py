@@ -1,4 +1,4 @@
-"""What is signed, and what is refused before it: held against certificates as OpenSSL reads them."""
+"""Signed certificates, compared with OpenSSL's reading of them, and requests that are refused before signing."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def context(server: bool, authority: Authority, chain: Path, trusted: Path) -> s
 
 
 def meet(authority: Authority, folder: Path, asked: str) -> str:
-    """What two of the run's processes say to one another, one of whom asks for an address; or why they do not."""
+    """Return the exchange of two of the run's processes, one of which expects an address; or why it fails."""
     chain, trusted, key = folder / "chain.pem", folder / "authority.pem", new_key()
     chain.write_bytes(certificate_of(authority, key).encode() + key_pem(key))
     ours, theirs = socket.socketpair()

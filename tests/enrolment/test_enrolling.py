@@ -1,4 +1,4 @@
-"""A node, its manager's notice server, and whoever stands between them, over real connections."""
+"""A node, its manager's notice server, and a man in the middle, over real connections."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def credential(secret: str = SECRET) -> str:
-    """What the nodes are given."""
+    """Return the nodes' credential."""
     return authority_of(secret).credential("node")
 
 
@@ -183,7 +183,7 @@ def test_who_asks_in_another_form_is_sent_away_even_with_the_secret(
             session.tell({"kind": "certificate", "request": request_text})
             session.receive(BOUND_S)
 
-    with pytest.raises(ConnectionError):  # a name that is none ends the greeting already
+    with pytest.raises(ConnectionError):  # an invalid name already ends the handshake
         ask()
     assert world.facts() == []
     assert world.enrol() == ADDRESS

@@ -9,7 +9,7 @@ __all__ = ["pair", "store"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is in this folder, and skip it where there is no CUDA device."""
+    """Mark the tests in this folder, and skip them without a CUDA device."""
     skipped = pytest.mark.skip(reason=f"needs a CUDA device; torch {torch.__version__} finds none")
     for item in items:
         if item.path.parent.name == "gpu":

@@ -1,4 +1,4 @@
-"""What data workers read is in pinned memory, and comes to the device as it was read."""
+"""Batches of data workers are in pinned memory, and reach the device unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States leave a CUDA device beside what it computes, come back with the same bits, and leave no memory behind."""
+"""States are copied from a computing CUDA device and back with the same bits, and leave no memory behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of the transport seam on a CUDA device; and that nothing of it waits for the device."""
+"""The contract of links on a CUDA device; and that no link operation waits for the device."""
 
 from __future__ import annotations
 

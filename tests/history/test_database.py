@@ -286,7 +286,7 @@ def test_files_that_name_types_of_gpu_say_what_of_each_may_come_and_its_price() 
     offers = (Offer(node_type="t4", usd_per_h=0.5, most=6), Offer(node_type="v100", most=1))
     assert Cloud(static, Path("hosts.yaml"), Hosts(hosts=hosts)).offers() == offers
     assert Cloud(static, Path("hosts.yaml"), Hosts(hosts=(SshHost(address="h1"),))).offers() == ()
-    with pytest.raises(ValidationError, match="some say their node_type, others do not"):
+    with pytest.raises(ValidationError, match="some have a node_type, others do not"):
         Hosts(hosts=(*hosts, SshHost(address="h4")))
 
 

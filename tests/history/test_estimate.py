@@ -1,4 +1,4 @@
-"""What is expected of VMs of a kind, against figures worked out by hand, and against populations with a known rate."""
+"""Expected losses of a kind of VMs, compared with numbers computed by hand, and with populations of a known rate."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SMALL = ZONE_1.model_copy(update={"size": "NC6"})
 def lived(
     facts: NodeFacts, num_lost: int, hours: float, lost_with: int = 1, lost_of: int = 10, **more: float
 ) -> list[Life]:
-    """Lives of so many VMs that were lost, and one that was not, of so many hours together."""
+    """Return lives of so many lost VMs, and of one that was not lost, with so many hours in total."""
     each_s = hours * 3600.0 / (num_lost + 1)
     common = {"facts": facts, "begun_s": 0.0, "ended_s": each_s, **more}
     lost = [
@@ -136,7 +136,7 @@ def drawn_alone(draw: random.Random, per_vm_h: float) -> list[Life]:
 
 
 def drawn_in_bulk(draw: random.Random, per_vm_h: float) -> list[Life]:
-    """Eight VMs at all times, for a week or less; each loss takes one to four of them."""
+    """Draw a history of eight VMs for up to a week, in which each loss takes one to four of them."""
     begun_h, lives, now_h = dict.fromkeys(range(8), 0.0), [], 0.0
     end_h = draw.uniform(5, 168)
     while (now_h := now_h + draw.expovariate(8 * per_vm_h / 2.5)) < end_h:

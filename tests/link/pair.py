@@ -1,4 +1,4 @@
-"""Two ends of a connection in one thread, and whoever stands between two ends elsewhere."""
+"""Two ends of a connection in one thread, and a man in the middle of a real connection."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Change = Callable[[bytes], bytes]
 
 
 def own(secret: str = SECRET) -> str:
-    """What one who has the secret shows."""
+    """Return the credential that follows from the secret."""
     return credential_of(secret)
 
 
 def of_caller(name: str = "vm0", secret: str = SECRET) -> str:
-    """What one shows who was given it."""
+    """Return the credential of a process that was given it."""
     return authority_of(secret).credential(name)
 
 

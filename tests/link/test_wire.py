@@ -116,7 +116,7 @@ def test_the_listener_knows_under_which_name_its_caller_may_call(pair: Pair) -> 
 
 
 def bare(listens: bool) -> ssl.SSLContext:
-    """What a stranger makes of TLS, who trusts everybody."""
+    """Return the TLS context of a stranger that accepts every certificate."""
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if listens else ssl.PROTOCOL_TLS_CLIENT)
     made.check_hostname, made.verify_mode = False, ssl.CERT_NONE
     return made

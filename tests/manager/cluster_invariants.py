@@ -1,4 +1,4 @@
-"""What must hold after every event of a history beside ``validate``: of changes, and of what workers really have."""
+"""Invariants after every event of a history, besides ``validate``: of changes, and of what workers really have."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from morph.contract.vm_names import beside, vm_of
 
 
 def check_state(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """What always holds of a state holds, and every decision says why."""
+    """Check the invariants of the state, and that every decision has a reason."""
     try:
         validate(decision.state)
     except BrokenState as error:
@@ -64,7 +64,7 @@ def check_versions(cluster: SimulatedCluster, before: ControllerState, event: Ev
         cluster.check(not whole, f"set back from version {old}, which living workers hold completely")
         ordered = {action.worker for action in decision.actions if isinstance(action, SendReshape)}
         for name in cluster.workers.keys() - ordered:
-            cluster.workers[name].forget()  # what it has is of steps that are done anew, and nobody will ask for it
+            cluster.workers[name].forget()  # its state belongs to steps that are repeated, and will not be requested
     elif new != old:
         cluster.check(new == old + 1, f"version {old} becomes {new}")
         members = [cluster.workers[slot.worker] for slot in before.slots]
@@ -77,7 +77,7 @@ def check_versions(cluster: SimulatedCluster, before: ControllerState, event: Ev
 
 
 def check_counted(cluster: SimulatedCluster, before: ControllerState) -> None:
-    """Of the step that is decided, what each section gave for each micro-batch is in exactly one sum."""
+    """In the decided step, the contribution of each section and micro-batch is in exactly one sum."""
     assert before.reshape is not None
     whole = (1 << before.reshape.plan.num_micro_batches) - 1
     total: dict[Place, int] = {}
@@ -91,7 +91,7 @@ def check_counted(cluster: SimulatedCluster, before: ControllerState) -> None:
 
 
 def check_orders(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """Nobody known to be dead gets anything; all the living work on one generation; steps go to all members."""
+    """No worker known to be dead gets orders; all living ones work on one generation; steps go to all members."""
     state = decision.state
     if isinstance(event, WorkerLost):
         cluster.told_lost.update(event.workers)
@@ -122,12 +122,12 @@ def check_orders(cluster: SimulatedCluster, before: ControllerState, event: Even
 
 
 def check_holdings(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """What the controller believes a worker holds, it holds; and what is needed is held or can be restored."""
+    """Workers hold what the controller believes; and every needed unit is held or can be restored."""
     state = decision.state
     saved = state.saving.checkpoint is None or state.saving.checkpoint.version in cluster.checkpoints
     cluster.check(saved or state.saving.doubt is not None, "the newest checkpoint is not on storage")
     if any(isinstance(action, SendReshape | SendStep | SendCommit) for action in decision.actions):
-        return  # who is about to apply a version has not done so yet
+        return  # a worker that is about to apply a version has not done so yet
     for name, entry in state.workers.items():
         worker = cluster.workers[name]
         if worker.alive and entry.holds:
@@ -156,7 +156,7 @@ def check_waits(cluster: SimulatedCluster, before: ControllerState, event: Event
 
 
 def check_patience(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """Training stands for a node no longer than the policy allows, and nobody drains for ever."""
+    """Training waits for a node no longer than the policy allows, and no worker drains forever."""
     state, rules = decision.state, decision.state.config.policy.rules
     set_back_s = sum(max(0.0, -by_s) for _, by_s in cluster.faults.clock_jumps)
     if state.phase is Phase.HOLDING and state.waits.hold_until_s is not None:
@@ -169,7 +169,7 @@ def check_patience(cluster: SimulatedCluster, before: ControllerState, event: Ev
 
 
 def check_rest(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """Before a rest all that is held is written, if it is everything, and nobody else holds it for that long."""
+    """Before a rest all units are written if each has a holder; no worker keeps another order that long."""
     state = decision.state
     if state.phase is not Phase.RESTING or before.waits.rest_until_s == state.waits.rest_until_s:
         return
@@ -230,7 +230,7 @@ def check_repeats(cluster: SimulatedCluster, before: ControllerState, event: Eve
 
 
 def check_ahead(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """Units are pre-copied by who holds them to who lacks them, for a bounded time; only what arrived is used."""
+    """Units are pre-copied from holders to workers that lack them, for a bounded time; only arrived units are used."""
     state, known = decision.state, before.pre_copy
     for action in decision.actions:
         if isinstance(action, SendPreCopy):
@@ -255,7 +255,7 @@ def check_ahead(cluster: SimulatedCluster, before: ControllerState, event: Event
 
 
 def check_acknowledged(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """A VM is told that it may go only when it drains, does nothing, and has nothing that is not elsewhere as well."""
+    """A VM's notice is acknowledged only if the VM drains, has no order, and holds nothing that exists nowhere else."""
     state = decision.state
     for name in [action.worker for action in decision.actions if isinstance(action, AcknowledgeNotice)]:
         for each in (name, *beside(name, state.workers)):

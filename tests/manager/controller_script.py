@@ -47,7 +47,7 @@ def changed(state: ControllerState, **fields: object) -> ControllerState:
 
 
 class Script:
-    """A controller and what it said last. Time goes on by a tenth of a second with each event."""
+    """A controller and its last reason. Time advances by a tenth of a second with each event."""
 
     def __init__(self, **fields: object) -> None:
         self.state: ControllerState = initial_state(make_config(**fields))
@@ -152,7 +152,7 @@ class Script:
         return actions
 
     def written(self, version: int, units: Sequence[str] = tuple(UNITS)) -> tuple[Action, ...]:
-        """Units of a checkpoint under way are on storage: each writer tells of its own."""
+        """Report that units of a checkpoint under way are on storage, each by its writer."""
         actions: tuple[Action, ...] = ()
         writers = next(one.writers for one in self.state.saving.under_way if one.version == version)
         for writer in dict.fromkeys(writers[unit] for unit in units):
@@ -171,12 +171,12 @@ class Script:
 
 
 def unit_written(worker: str, version: int, unit: str) -> UnitWritten:
-    """Return what a worker tells of a unit's file."""
+    """Return a worker's report about a unit's file."""
     return UnitWritten(worker=worker, version=version, unit=unit, file=file_of(unit), size_bytes=1, sha256="0" * 64)
 
 
 def receivers(actions: Sequence[Action], kind: type[SendReshape] | type[SendStep] | type[SendCommit]) -> list[str]:
-    """Return who gets an order of this kind."""
+    """Return the workers that get an order of this kind."""
     return sorted(action.worker for action in actions if isinstance(action, kind))
 
 

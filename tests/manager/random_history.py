@@ -86,7 +86,7 @@ def random_faults(seed: int) -> tuple[Faults, int, int]:
         quiet_after_s=QUIET_AFTER_S,
     )
     num_nodes, target = draw.randrange(2, 8), draw.choice([0, 0, 4, 6])
-    causes: tuple[FailureCause, ...] = ("job", "device", "memory") if target else ("job",)  # else nobody is replaced
+    causes: tuple[FailureCause, ...] = ("job", "device", "memory") if target else ("job",)  # else no replacements
     faults = replace(faults, order_error=now_and_then(0.3, 0.02, 0.1), error_causes=causes)
     if draw.random() < 0.15:  # every VM goes, and others come: what was saved is loaded, if it can be
         gone_s = draw.uniform(8, 16)
@@ -139,7 +139,7 @@ def play_all(seeds: Iterable[int]) -> int:
 
 @dataclass
 class Reached:
-    """How often histories came to what: phases, reasons, and the phases in which workers and managers were lost."""
+    """Counts over histories: phases, reasons, and the phases in which workers and managers were lost."""
 
     num_histories: int = 0
     phases: Counter[Phase] = field(default_factory=Counter)

@@ -71,7 +71,7 @@ from morph.contract.vm_names import beside, vm_of, workers_of
 
 
 def priced(number: int) -> Paid:
-    """What VM number so and so costs: by its number, for no chance is to be drawn for what nobody decides by."""
+    """Return a VM's price by its number: no random numbers are drawn for values without effect on decisions."""
     usd_per_h = 0.1 * (number % 4) if number % 4 else None
     return Paid(usd_per_h=usd_per_h, num_nodes=1 + number % 3, before_s=0.3 * (number % 7))
 
@@ -92,14 +92,14 @@ class SimulatedProvider:
         self.answers: dict[str, Event] = {}
 
     def add_node(self, host: str | None = None, request: str | None = None) -> str:
-        """A VM comes up; ``host`` names a machine that was there before."""
+        """A VM comes up; ``host``: a machine that existed before."""
         self.num_nodes += 1
         vm = f"n{self.num_nodes}"
         self.up(vm, host, request)
         return vm
 
     def facts(self, vm: str) -> NodeFacts | None:
-        """What kind of VM it is; None: all are alike."""
+        """Return a VM's facts; None: all VMs are equal."""
         types = self.world.faults.node_types
         return NodeFacts(node_type=self.types.get(vm, types[int(vm[1:]) % len(types)])) if types else None
 
@@ -171,7 +171,7 @@ class SimulatedProvider:
         self.up(vm, None, request)
 
     def acknowledged(self, name: str) -> None:
-        """A VM of which nothing is needed any more is taken at once, or was taken, or stays after all."""
+        """Handle the acknowledgement of a VM that is not needed any more: it is taken at once, was taken, or stays."""
         if self.world.chance(self.world.faults.doubled):
             self.workers.killer(name)
 
@@ -291,7 +291,7 @@ class SimulatedCluster(World):
 
     @property
     def state_wake_s(self) -> float | None:
-        """When the last decision wants a tick."""
+        """Return when the last decision needs a tick."""
         return self.history[-1][2].wake_at_s if self.history else None
 
     def emit(self, event: Event) -> None:
@@ -356,7 +356,7 @@ class SimulatedCluster(World):
         self.go_down()
 
     def go_down(self) -> None:
-        """From now on nobody hears the workers; orders go on."""
+        """From now on no worker is heard; orders are still delivered."""
         self.down, self.wake_s = True, None
         self.note("the manager dies")
         self.at(self.between(0.1, 3), self.take_over)

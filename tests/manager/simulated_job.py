@@ -61,7 +61,7 @@ def make_unequal(*kinds: tuple[int, int, str], num_sections: int = 6, num_micro_
 
 
 SPEEDS = {"": 1.0, "fast": 1.0, "slow": 0.4}
-"""Of a GPU, by its type."""
+"""The speed of a GPU, by its type."""
 TYPES = ("fast", "slow")
 PLANS = {2: make_plan(2, 1), 3: make_plan(3, 1), 4: make_plan(2, 2), 5: make_plan(2, 2), 6: make_plan(3, 2)}
 UNEQUAL = {
@@ -72,7 +72,7 @@ UNEQUAL = {
     6: make_unequal((4, 1, ""), (1, 2, "")),
     7: make_unequal((3, 1, ""), (2, 2, "")),
 }
-"""Of each number of workers, pipelines that are not alike."""
+"""Unequal pipelines for each number of workers."""
 OF_TYPE = {1: ((1, 1),), 2: ((2, 1),), 3: ((2, 1), (1, 1)), 4: ((2, 2),)}
 """Stages and replicas on so many GPUs of one type."""
 MIXED = {

@@ -53,12 +53,12 @@ OrderKey = tuple[str, int, int, int]
 
 @dataclass(frozen=True)
 class Faults:
-    """How often what goes wrong; probabilities unless named otherwise. Everything off by default."""
+    """How often each fault happens; probabilities unless named otherwise. All are off by default."""
 
     num_devices: int = 1
-    """of each VM, whose notice or loss is that of all of its workers"""
+    """workers of each VM, which share its notice and its loss"""
     node_types: tuple[str, ...] = ()
-    """of which VMs come in turns; none: all are alike"""
+    """types of VMs, which come in turn; none: all are equal"""
     death_per_order: float = 0.0
     deaths_after_s: tuple[tuple[float, int], ...] = ()
     deaths_in: tuple[tuple[Phase, int, int], ...] = ()
@@ -67,7 +67,7 @@ class Faults:
     comeback: float = 0.0
     """a machine whose worker died is back soon, under another id"""
     notices_after_s: tuple[tuple[float, float | None], ...] = ()
-    """(when a worker is noticed, after how long it is really taken; None: it is not)"""
+    """(when a worker gets a notice, after how long it is really taken; None: it is not taken)"""
     notice_withdrawn: float = 0.0
     silent_death: float = 0.0
     late_loss: float = 0.0
@@ -175,7 +175,7 @@ class BrokenHistoryError(AssertionError):
 
 
 class World:
-    """What happens when, and what went wrong. Events are ordered by (time, sequence number)."""
+    """The event queue, and counts of faults. Events are ordered by (time, sequence number)."""
 
     def __init__(self, seed: int, faults: Faults) -> None:
         self.random = random.Random(seed)
@@ -210,7 +210,7 @@ class World:
         return least + (most - least) * self.random.random()
 
     def lag_s(self) -> float:
-        """How long a message takes: now and then so long that others overtake it."""
+        """Draw the time of a message, which is sometimes so long that others overtake it."""
         return self.between(0.0, 3.0) if self.chance(self.faults.late_message) else self.between(0.0, 0.01)
 
     def note(self, what: str) -> None:
@@ -337,7 +337,7 @@ class SimulatedPreCopy:
                     stream.versions[unit] = version + 1
 
     def keep(self, name: str, order: ReshapeOrder) -> None:
-        """A reshape begins: what it does not use is dropped."""
+        """Begin a reshape: pre-copied units that it does not use are dropped."""
         used = {(order.ahead, entry.peer, entry.worker) for entry in order.sources if entry.kind == "ahead"}
         for key, stream in self.of(name, sending=True) + self.of(name, sending=False):
             if key not in used:
@@ -367,7 +367,7 @@ class SimulatedPreCopy:
             self.end(name)
 
     def end(self, name: str) -> None:
-        """A worker drops what it sends and expects, or dies: who is at the other end sees it."""
+        """A worker drops its pre-copies, or dies; the workers at the other end notice it."""
         for key, stream in self.of(name, sending=True) + self.of(name, sending=False):
             if not (stream.broken or stream.left):
                 self.give_up(key)
@@ -396,7 +396,7 @@ class SimulatedFollowing:
         self.num_shared = self.num_copied = 0
 
     def begin(self, name: str, worker: SimulatedWorker, order: ReshapeOrder) -> None:
-        """A worker is reshaped: what it is said to have of others' units it must have."""
+        """Reshape a worker, which must have all the units that its order expects from pre-copies."""
         for follow in order.follows:
             if follow.follower == name and any(worker.units.get(unit) != order.version for unit in follow.known):
                 raise self.world.broken(f"{name} is to have {follow.known} at {order.version}: {worker.units}")
@@ -430,7 +430,7 @@ class SimulatedFollowing:
         return True
 
     def copies(self, name: str, step: int) -> list[PartialSum]:
-        """What a worker that gives up a step has of others' sums: of whole runs of micro-batches, or none yet."""
+        """Return a worker's copies of others' sums when it gives up a step: of whole runs of micro-batches, or none."""
         shape, found = self.workers[name].shape, list[PartialSum]()
         assert shape is not None
         every = shape.copy_sums_every
@@ -723,7 +723,7 @@ class SimulatedWorkers:
         return Reshaped(worker=name, generation=order.generation, loss_scale=scale, **durations)
 
     def take_sums(self, name: str, worker: SimulatedWorker, order: ReshapeOrder) -> None:
-        """Take the partial sums that this worker goes on with; who is to have them must really have them."""
+        """Take the partial sums that this worker continues; the named holders must really have them."""
         if order.salvage is None:
             return
         right = runs_what_is_missing(order.salvage, SUMMED, order.plan.num_micro_batches)

@@ -1,4 +1,4 @@
-"""Pre-copied units of a planned change: when that is worth it, and what becomes of it."""
+"""Pre-copies for planned changes: when they are worth it, and what happens to them."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def slow(plan: Plan, step_s: float = STEP_S) -> Plan:
 
 
 def large(**fields: object) -> Script:
-    """The controller of such a job; nobody is there."""
+    """Return the controller's state for such a job, without workers."""
     plans = {count: slow(plan) for count, plan in PLANS.items()}
     return Script(**{"plans": plans, "unit_bytes": UNIT_BYTES, "state_copies": 3, "policy": POLICY} | fields)
 

@@ -94,7 +94,7 @@ class Both(JournalledCluster):
 
 
 def told(path: Path, *, state: bool = True) -> dict[str, object]:
-    """What each reader of a journal finds in it; ``state``: the controller's too."""
+    """Return the result of each reader of a journal; ``state``: including the controller's state."""
     with Journal.open(path / JOURNAL, read_only=True) as journal:
         happenings = HappeningsReader("mem://checkpoints", PRICES)
         report = read_report(path)
@@ -148,7 +148,7 @@ def test_a_condensed_journal_tells_every_reader_the_same(
 def test_any_life_is_told_alike_whoever_goes_on_with_its_journal(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another manager goes on with the journal now and then; its state is replayed from the last snapshot."""
+    """Now and then another manager continues the journal, with its state replayed from the last snapshot."""
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 11 + seed)
     faults, num_nodes, _ = random_faults(seed)
     cluster = Both(seed, tmp_path, faults, reopens=17)
@@ -397,12 +397,12 @@ def has_heads(file: sqlite3.Connection) -> bool:
 
 
 def test_states_have_the_fields_of_their_version() -> None:
-    """Where this fails, raise ``VERSION`` in manager/journal/condensed.py, and put the new digest here beside it."""
+    """If this fails, raise ``VERSION`` in manager/journal/condensed.py, and add the new digest here."""
     assert (VERSION, digest_of(json.dumps(fields_of()).encode()).hex()) == (1, "2fffe981eba5c7447a08348c3b65ea32")
 
 
 def fields_of() -> dict[str, list[str]]:
-    """Of everything that readers keep of where they stand: fields with their types, by class."""
+    """Return the fields and types of all classes in which readers keep their progress."""
     left: list[object] = [RunReader, LivesReader, EventReader, Account]
     found: dict[str, list[str]] = {}
     while left:

@@ -260,12 +260,12 @@ def check(
 
 
 def done(actions: Sequence[Action]) -> Counter[str]:
-    """What is to be done; that a VM may go is told once for all notices that it has by then."""
+    """Return the actions; a VM's notices so far are acknowledged together."""
     return Counter(action.model_dump_json() for action in actions if not isinstance(action, AcknowledgeNotice))
 
 
 def answers_to(state: ControllerState) -> list[Answer]:
-    """What may be answered to the present order, right and wrong."""
+    """Return possible answers to the present order, right and wrong ones."""
     generation, version = state.generation, state.version
     step = Prepared(worker="", generation=generation, step=version, attempt=state.step.attempt, times=TIMES)
     return [
@@ -313,7 +313,7 @@ def test_events_that_come_together_act_as_if_one_by_one(length: int) -> None:
             entries = history[first : first + length]
             try:
                 num_acted += check(entries[0][1], [event for _, _, event, _ in entries], entries[-1][0])
-            except ImpossibleEvent:  # it was possible only by what a worker did in between
+            except ImpossibleEvent:  # it was possible only because of a worker's action in between
                 continue
     assert num_acted > 200
 

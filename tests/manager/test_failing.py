@@ -49,7 +49,7 @@ def fail(script: Script, worker: str, cause: FailureCause) -> tuple[Action, ...]
 
 
 def save(script: Script) -> Finish:
-    """What is held is saved, after which the run is over."""
+    """Workers save what they hold, and then the run is over."""
     version = script.state.version
     assert receivers(script.reshaped(), SendCommit)
     script.committed()
@@ -70,7 +70,7 @@ def test_a_device_that_is_lost_or_full_takes_its_worker_along(cause: FailureCaus
 
 def test_a_jobs_error_is_retried_without_the_worker_that_raised_it() -> None:
     script = script_in(Phase.TRAINING)
-    script.prepared()  # version 1, of which nothing is saved
+    script.prepared()  # version 1, which is not saved
     fail(script, "n2", "job")
     actions = script.aborted()
     assert EndWorker(worker="n2") not in actions
@@ -535,7 +535,7 @@ def test_a_lone_death_is_replaced_after_its_vm_had_time_to_go() -> None:
     actions = script.tell(WorkerLost(worker="a.d0", cause="its process is gone"))
     actions += script.aborted("a.d1", "b.d0", "b.d1")
     assert script.state.phase is Phase.HOLDING
-    assert "a may go as a whole" in script.sentence
+    assert "a may be lost as a whole" in script.sentence
     assert not any(isinstance(action, SendReshape | RequestNodes) for action in actions)
     actions = script.wake()
     assert lost_s < script.now_s <= lost_s + 2 * GATHER_S
@@ -543,7 +543,7 @@ def test_a_lone_death_is_replaced_after_its_vm_had_time_to_go() -> None:
     assert [action.count for action in actions if isinstance(action, RequestNodes)] == [1]
 
 
-# Workers that cannot be set up, and VMs of which nothing comes.
+# Workers that cannot be set up, and VMs that achieve nothing.
 
 
 def fail_setup(script: Script, worker: str, error: str = "FileNotFoundError: /data/shard-17") -> tuple[Action, ...]:

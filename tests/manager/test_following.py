@@ -1,4 +1,4 @@
-"""Who follows whom, and where that pays."""
+"""The choice of followers, and where they pay."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_a_follower_counts_once_it_has_a_decided_steps_gradients() -> None:
     lost = script.members[0]
     mine, keeper = script.state.member_units[lost], follows[lost].follower
 
-    script.prepared()  # nobody has caught up
+    script.prepared()  # no follower has caught up
     assert not mine <= script.state.workers[keeper].holds
     for worker in script.busy:
         answer = script.prepared_answer(worker).model_copy(update={"followed": True})

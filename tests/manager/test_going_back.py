@@ -29,7 +29,7 @@ def script_with(**losses: object) -> Script:
 
 
 def bad(script: Script) -> tuple[Action, ...]:
-    """Everybody prepares the step, in which a loss is no number."""
+    """All members prepare the step, in which a loss is not a number."""
     first, *others = script.busy
     script.prepared_with(first, losses=(MicroBatchLoss(micro_batch=3, loss=math.nan),))
     return script.prepared(*others)

@@ -35,7 +35,7 @@ REACHING = 200
 
 @pytest.fixture(scope="module")
 def played() -> list[Reached]:
-    """What chunks of histories came to, each chunk in a process of its own; one that is broken raises."""
+    """Return the results of chunks of histories, each in a process of its own; a broken one raises."""
     seeds = range(0, max(NUM_HISTORIES, REACHING), SEEDS_AT_ONCE)
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         return list(pool.map(reached_by, [range(first, first + SEEDS_AT_ONCE) for first in seeds]))

@@ -1,4 +1,4 @@
-"""What compute times during a run teach about its profile, and what is planned with that."""
+"""Corrections of the profile from compute times during a run, and plans made with them."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_a_save_after_some_that_storage_refused_is_told(capsys: pytest.CaptureFi
     lines = played_lines(capsys, verbose=False, num_steps=40, write_failure=0.2)
     saves = [line for line in lines if re.search("checkpoint|saved$", line)]
     assert saves[0].endswith("could not write its part of a checkpoint: disk full")
-    assert saves[1] == "the checkpoint of version 6 is complete, after 1 that storage did not take"
+    assert saves[1] == "the checkpoint of version 6 is complete, after 1 that storage refused"
     assert saves[-1] == "all 40 steps are committed and saved"
 
 

@@ -1,4 +1,4 @@
-"""Notices: drained at the next boundary, taken back when nobody comes."""
+"""Notices: workers drain at the next boundary, and are taken back if the VM is not revoked."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_a_vm_may_go_once_nothing_is_left_on_its_workers() -> None:
     script = Script(num_steps=20)
     script.ready("a.d0", "a.d1", "b.d0", "b.d1")
     script.reshaped()
-    script.ready("a.d2")  # a spare, of which nothing is needed
+    script.ready("a.d2")  # a spare that holds nothing needed
     for worker in ("a.d2", "a.d0", "a.d1"):
         assert script.tell(NoticeGiven(worker=worker, lead_s=2.5, notice="E-1")) == ()
     script.prepared()

@@ -88,7 +88,7 @@ def trained(**fields: object) -> Script:
 
 
 def warmed_up(script: Script) -> None:
-    """With fewer than three peers nobody is judged before that many windows."""
+    """With fewer than three peers no worker is judged before that many windows."""
     for _ in range(RULES.stutter.windows):
         times(script, {})
 
@@ -166,7 +166,7 @@ def test_a_spare_replaces_a_member_that_is_30_percent_slower() -> None:
 
 
 def pipeline(depth: int, slow: dict[str, float], num_windows: int = 5, spare: bool = False) -> Script:
-    """One replica of that depth, held against the profile, reports times so much longer than that."""
+    """Report, for one replica of that depth, times that are so much longer than the profile's."""
     script = Script(
         plans={depth: make_plan(depth, 1)}, expected_nodes=depth, num_steps=1000, section_compute_s=(1.0,) * 6
     )
@@ -220,7 +220,7 @@ def test_a_stage_that_only_one_of_unequal_pipelines_has_is_held_against_the_prof
 
 
 def test_stages_of_the_same_sections_are_peers_whatever_pipeline_they_are_in() -> None:
-    """Of three alike the median is the measure, though all of them are slower than the profile."""
+    """Three equal workers are compared with their median, although all of them are slower than the profile."""
     slow = dict.fromkeys(("n1", "n2", "n3", "n4"), SLOW) | {"n4": SLOW * SLOW}
     same = make_unequal((1, 2, ""), (1, 2, ""))
     script = Script(plans={4: same}, expected_nodes=4)
@@ -256,7 +256,7 @@ def test_nobody_is_held_against_the_profile_before_everybody_was_timed() -> None
 
 
 def probed_against_s(now: dict[str, float]) -> float:
-    """A stage of two sections was left by a worker found slow at it; what is its probe held against, in seconds?"""
+    """Return the seconds with which the probe of a worker is compared that was slow on a stage of two sections."""
     script = pipeline(3, {"n2": SLOW}, spare=True)
     script.prepared()
     script.reshaped()

@@ -373,7 +373,7 @@ def test_the_bound_is_the_best_of_unequal_pipelines() -> None:
 
 
 def test_all_gpus_of_a_vm_come_and_go_together() -> None:
-    """Two VMs of two: without one of them one pipeline of two is left, and times and losses are told by VM."""
+    """Two VMs with two GPUs: without one of them one of two pipelines is left; times and losses are given by VM."""
     job = JOB.model_copy(update={"gpus_per_vm": 2})
     trace = trace_of((0.0, "+a"), (0.0, "+b"), (100.0, "-b"), (300.0, "-a"))
     alike = trace_of(*FOUR, (100.0, "-a"), (100.0, "-b"), (300.0, "-c"))

@@ -1,4 +1,4 @@
-"""A checkpoint cannot be loaded: the run goes on in place, from it or from the newest that is whole."""
+"""A checkpoint cannot be loaded: the run continues in place, from it or from the newest undamaged one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_damaged_version_is_skipped_by_the_same_workers(script: Script) -> Non
     assert script.state.phase is Phase.RESTING
     actions = script.tell(CheckpointFound(manifest=manifest(3), passed_over=(f"{DAMAGED}; version 6 is passed over",)))
     assert receivers(actions, SendReshape) == ["n3", "n4"]
-    assert len(actions) == 2  # nobody is ended, nothing is given back or requested
+    assert len(actions) == 2  # no worker is ended, nothing is given back or requested
     assert script.code == "set_back"
     assert DAMAGED in script.sentence
     assert "back to version 3, the newest checkpoint, 3 steps are to be redone" in script.sentence
@@ -107,7 +107,7 @@ def test_silent_storage_is_no_damage_and_is_retried_until_the_limit(script: Scri
 
 
 def read_by(actions: tuple[Action, ...]) -> dict[str, set[str | None]]:
-    """Who reads what each worker gets from the checkpoint; None: itself."""
+    """Return which worker reads the units that each worker gets from the checkpoint; None: it reads them itself."""
     orders = [action.order for action in actions if isinstance(action, SendReshape)]
     read: dict[str, set[str | None]] = {}
     for source in orders[0].sources:

@@ -190,7 +190,7 @@ def test_the_interval_is_that_of_the_thesis_where_each_loss_is_fatal() -> None:
     interval_s, why = cheapest_interval(state, 0.0)
     assert interval_s / 4.6 == pytest.approx(51.7, abs=0.05)
     assert "a save stalls training for 2.55 s" in why
-    assert "a loss from which only a checkpoint helps is expected every 3 h" in why
+    assert "a loss that only a checkpoint can mend is expected every 3 h" in why
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_failing_storage_is_reported_once_and_retried_less_often() -> None:
     while script.state.saving.pending is None:
         step_to(script, script.now_s + 1)
     script.saved(script.state.saving.pending.version)
-    assert script.sentence.endswith("is complete, after 4 that storage did not take")
+    assert script.sentence.endswith("is complete, after 4 that storage refused")
     assert script.state.saving.save_times.num_refused == 0
 
 

@@ -1,4 +1,4 @@
-"""What workers of a simulated spot cluster have of a step that is given up."""
+"""Partial sums of workers in a simulated spot cluster when a step is given up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manager.simulation.spot.job import SpotJob
 
 
 def spared(aborted_s: float) -> int:
-    """How many of a step's eight micro-batches need not run again when one of four VMs is lost in it."""
+    """Return how many of a step's eight micro-batches need not be repeated when one of four VMs is lost."""
     job = SpotJob(
         name="job",
         batch_size=8,

@@ -34,7 +34,7 @@ def alarms(
     slow_from: int | None = None,
     slowness: Callable[[int], float] = lambda _: SLOW,
 ) -> list[str]:
-    """Every member reports window after window; returns who was found slow, each time that it was.
+    """Let every member report window after window; return the workers found slow, once for each time.
 
     Args:
         shape: Stages and replicas.

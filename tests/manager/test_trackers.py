@@ -1,4 +1,4 @@
-"""Trackers and callbacks are told of a run by its journal, each thing once, and never hold it up."""
+"""Trackers and callbacks get a run's events from its journal, each exactly once, and never delay the run."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def watching(kind: str, run_dir: Path, **fields: object) -> Watching:
 
 
 def watch(*watched: Watching, end_s: float = END_S) -> list[str]:
-    """Have some told what is in the journal; returns what was said of them."""
+    """Send the journal to some trackers; return the messages about them."""
     said: list[str] = []
     with Watchers(watched, said.append, end_s):
         pass
@@ -194,7 +194,7 @@ def test_a_resumed_run_goes_on_in_the_same_curve_and_no_step_stands_twice(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if importlib.util.find_spec(sinks.LIBRARIES[kind]) is None:  # large: not among what every test run installs
+    if importlib.util.find_spec(sinks.LIBRARIES[kind]) is None:  # large: not installed for every test run
         pytest.skip(f"{kind} is not installed: make test-trackers")
     monkeypatch.setenv("WANDB_MODE", "offline")
     for share in (0.4, 0.4, 1.0):

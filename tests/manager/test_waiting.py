@@ -1,4 +1,4 @@
-"""When a change waits for a node that is about to be ready, and how long at most."""
+"""When a change waits for a node that is almost ready, and how long at most."""
 
 from __future__ import annotations
 

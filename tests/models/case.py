@@ -1,4 +1,4 @@
-"""One model or job that a user may bring, and what comes of it: compared with the plain model, or refused."""
+"""One model or job that a user may bring, and its expected outcome: equal to the plain model, or refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAMPLES = 4
 CLOSE = 2e-6
 SEED = 7
 FLOOR = 1e-1
-"""A gradient is judged beside its own largest number, and beside this share of the model's."""
+"""A gradient's error is judged relative to its own maximum, and to this share of the model's maximum."""
 
 
 @dataclass(frozen=True, kw_only=True)

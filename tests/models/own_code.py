@@ -1,4 +1,4 @@
-"""What users write themselves: their own backward, state in the forward, losses, data sets, adapters."""
+"""Code that users write themselves: backwards, state in the forward, losses, data sets, adapters."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def fixed_samples(x: Tensor) -> Tensor:
 
 
 class Adapted(nn.Module):
-    """LoRA: a frozen layer beside a product of two small ones."""
+    """LoRA: a frozen layer plus a product of two small ones."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()

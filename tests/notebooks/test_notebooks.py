@@ -30,7 +30,7 @@ SMALLER = {
         "LOSSES = (50, 100)": "LOSSES = (10,)",
     },
 }
-"""What a user sets at the top, and each commit sets to less: as it is written it runs in `make test-long`."""
+"""Settings at the top of notebooks, reduced for each commit; unchanged, they run in `make test-long`."""
 pytestmark = pytest.mark.timeout(1200)
 
 

@@ -193,7 +193,7 @@ def test_another_manager_is_told_what_stands_and_what_was_withdrawn_meanwhile(wo
     port = world.server.port
     world.server.close()
     for thread in threading.enumerate():
-        if thread.name == "morph-agent-listen":  # what is told before the agent sees that it is over may be lost
+        if thread.name == "morph-agent-listen":  # messages before the agent notices its end may be lost
             thread.join(BOUND_S)
     world.source.now = (notice("E-2"),)
     world.source.polled()
@@ -206,7 +206,7 @@ def test_another_manager_is_told_what_stands_and_what_was_withdrawn_meanwhile(wo
 def test_a_node_without_the_secret_is_not_heard(world: World) -> None:
     world.source.now = (notice(),)
     world.agent("stranger", "wrong", lonely_s=0.3)
-    assert world.ended.wait(BOUND_S)  # to it, there is no manager
+    assert world.ended.wait(BOUND_S)  # as far as it knows, the manager is gone
     assert world.event_queue.get(0.05) is None
 
 

@@ -1,4 +1,4 @@
-"""What holds for every source of notices, against a metadata service with the documented shapes."""
+"""The contract of every notice source, tested with a metadata service of the documented form."""
 
 from __future__ import annotations
 

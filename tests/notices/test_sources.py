@@ -1,4 +1,4 @@
-"""Sources of notices, against a metadata service with the documented shapes."""
+"""Notice sources, tested with a metadata service of the documented form."""
 
 from __future__ import annotations
 

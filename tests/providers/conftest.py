@@ -20,7 +20,7 @@ def arm(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeArm]:
 
 @pytest.fixture
 def ec2(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEc2]:
-    """Its clock is this one, as that of ``arm``."""
+    """Its clock is the test's, as for ``arm``."""
     monkeypatch.setattr(cloud, "AGREE_S", 100.0)
     with ec2_region() as fake:
         yield fake

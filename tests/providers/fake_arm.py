@@ -36,7 +36,7 @@ Answer = tuple[int, Any, dict[str, str]]
 
 @dataclass
 class Fault:
-    """What happens to the next request that fits. ``carried_out``: it is done all the same, the answer is lost.
+    """A fault of the next matching request. ``carried_out``: it is carried out, but its answer is lost.
 
     ``text``: the body, whatever it is. ``times``: to so many requests.
     """
@@ -67,7 +67,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that gave up is no trouble."""
+        """Ignore a client that gave up."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
@@ -241,7 +241,7 @@ class FakeArm:
         return told | ({"properties": {"virtualMachine": {"id": vm}}} if body["vm"] else {})
 
     def page(self, path: str, query: dict[str, list[str]]) -> Answer:
-        for operation in list(self.operations.values()):  # time passes, whoever asks
+        for operation in list(self.operations.values()):  # time passes with every request
             operation.polls_left -= 1
             if operation.polls_left < 0 and not operation.stuck():
                 self.settle(operation)
@@ -284,7 +284,7 @@ class FakeArm:
         machine["properties"]["osProfile"].pop("customData")  # never told again
         (interface,) = body["properties"]["networkProfile"]["networkInterfaceConfigurations"]
         self.parts[INTERFACES, interface["name"]] = {"vm": name, "tags": interface.get("tags", {})}
-        self.parts[DISKS, f"{name}_OsDisk_1_5f2c"] = {"vm": name, "tags": {}}  # those of its VM may come, or not
+        self.parts[DISKS, f"{name}_OsDisk_1_5f2c"] = {"vm": name, "tags": {}}  # its VM may or may not exist
         self.machines[name] = machine
 
         def finish() -> dict[str, str] | None:
@@ -352,7 +352,7 @@ class FakeArm:
             operation.error = operation.finish()
 
     def settle_all(self) -> None:
-        """Time passes: whatever is under way ends, though nobody asks."""
+        """Let time pass: all operations under way end, without requests."""
         with self.lock:
             for operation in list(self.operations.values()):
                 self.settle(operation)

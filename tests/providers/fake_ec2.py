@@ -48,13 +48,13 @@ ENVIRONMENT = {
 
 @lru_cache
 def boto3_client(service: str, region: str) -> Any:
-    """Made once, for it takes half a second."""
+    """Made once, because it takes half a second."""
     return Session().client(service, region_name=region)
 
 
 @dataclass
 class Fault:
-    """What becomes of so many calls. ``code``: of the error, empty: no answer comes; ``answer``: in place of one."""
+    """A fault of so many calls. ``code``: of the error, empty: no answer; ``answer``: replaces the true answer."""
 
     operation: str
     code: str = ""
@@ -105,7 +105,7 @@ class FakeEc2:
         )
 
     def client(self, service: str) -> Client:
-        """What stands for boto3's client of a service."""
+        """Return the stand-in for boto3's client of a service."""
         return Client(self, service)
 
     def call(self, service: str, operation: str, parameters: dict[str, Any], client: Client) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class FakeEc2:
         return self._once(asked, lambda: self._fleet(asked))
 
     def _once(self, asked: dict[str, Any], carry_out: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What a client token means: the same request again has the same answer."""
+        """Give a repeated request with the same client token the same answer."""
         kind = next((key for key in ("LaunchTemplateConfigs", "LaunchTemplateData") if key in asked), "")
         token, body = f"{kind} {asked['ClientToken']}", json.dumps(asked, sort_keys=True, default=str)
         if token not in self._answers:
@@ -353,7 +353,7 @@ class FakeEc2:
         return PRICES[kind] * (1.0 if zone == sorted(self.subnets)[1] else 1.1)
 
     def living(self) -> dict[str, str]:
-        """Ids of what is there, by name."""
+        """Return ids of existing instances by name."""
         filters = [{"Name": "instance-state-name", "Values": ["pending", "running", "stopping", "stopped"]}]
         told = self.real.describe_instances(Filters=filters)["Reservations"]
         return {
@@ -366,7 +366,7 @@ class FakeEc2:
         return next((name for name, made in self.living().items() if made == instance), "")
 
     def left(self) -> dict[str, list[str]]:
-        """What there is of anybody's."""
+        """Return all resources, of any owner."""
         return {
             "instances": sorted(self.living()),
             "volumes": [one["VolumeId"] for one in self.real.describe_volumes()["Volumes"]],

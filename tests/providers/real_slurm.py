@@ -80,7 +80,7 @@ class RealSlurm:
         key = folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
-        folder.chmod(0o755)  # munged wants its socket to be reached, and by nobody changed
+        folder.chmod(0o755)  # munged requires that all users can reach its socket, but not change it
         ports = {"ctld_port": _free_port(), "d_port": _free_port()}
         known = {"folder": folder, "node": NODE, "cpus": CPUS, "grace_s": grace_s}
         (folder / "slurm.conf").write_text(CONF.format(**ports, **known), encoding="utf-8")
@@ -109,7 +109,7 @@ class RealSlurm:
 
     def call(self, *command: str, given: str = "") -> str:
         """Run a program of it; returns what it writes."""
-        with tempfile.TemporaryFile("w+") as out:  # a daemon keeps what it was given, and nobody reads to its end
+        with tempfile.TemporaryFile("w+") as out:  # a daemon keeps its output open, so a pipe would never end
             known = {**os.environ, **self.environment}
             done = subprocess.run(command, env=known, input=given, stdout=out, stderr=out, text=True, timeout=END_S)
             out.seek(0)

@@ -1,4 +1,4 @@
-"""The provider of AWS on moto, behind a strict layer: what is asked, what AWS may answer, and what becomes of it."""
+"""The provider of AWS on moto, behind a strict layer: its requests, AWS's possible answers, and the results."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_instances_are_made_in_the_cheapest_zone_and_go_with_all_that_is_theirs(
 def test_a_manager_killed_at_any_call_leaves_a_request_that_the_next_one_completes(
     ec2: FakeEc2, tmp_path: Path, after: bool
 ) -> None:
-    """Nothing comes twice, though AWS tells of it late."""
+    """No instance is made twice, although AWS lists new ones late."""
     num_kills, lived = 0, False
     while not lived:
         directory, left = tmp_path / str(num_kills), iter(range(num_kills, -1, -1))
@@ -360,7 +360,7 @@ def test_every_thing_that_is_wrong_is_found_at_once(ec2: FakeEc2) -> None:
         "who you are: InvalidClientTokenId: injected",
         "g4dn.xlarge has 1 GPUs, and num_gpus is 2",
         "image ami boots from /dev/sda1, and root_device is /dev/xvda",
-        "subnet is in zone us-west-2b, not where subnets has it",
+        "subnet is in zone us-west-2b, not in the zone given in subnets",
         "t3.small is offered in none of your zones",
         "create_fleet: UnauthorizedOperation: injected",
         "no quota of EC2 is known for t3.small",

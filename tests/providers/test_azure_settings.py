@@ -142,7 +142,7 @@ def test_a_disk_costs_what_its_tier_does(prices: MetadataServer) -> None:
     url = prices.url + PATH
     assert disk_price("westus2", "Premium_LRS", 128, url) == pytest.approx(0.03)
     assert "skuName eq 'P10 LRS'" in parse_qs(urlsplit(prices.asked[0].path).query)["$filter"][0]
-    assert disk_price("westus2", "Premium_LRS", 30, url) is None  # of another tier, which the list does not have
+    assert disk_price("westus2", "Premium_LRS", 30, url) is None  # another tier, which the list does not contain
     assert disk_price("westus2", "UltraSSD_LRS", 128, url) is None
 
 

@@ -58,7 +58,7 @@ def test_a_first_boot_runs_the_users_lines_then_morph_then_the_node() -> None:
 
 
 def test_a_watchdog_comes_first_at_each_boot_and_needs_no_disk(tmp_path: Path) -> None:
-    """Its lines are those of cloud-init's ``bootcmd``: run here with another place for what lies in memory."""
+    """Run the lines of cloud-init's ``bootcmd`` here, with another folder in place of that in memory."""
     (text,) = yaml.safe_load(cloud_init(START, "tiny-1-0", "azure"))["bootcmd"]
     tool = tmp_path / "bin" / "systemctl"
     tool.parent.mkdir()
@@ -149,7 +149,7 @@ def test_the_node_joins_with_its_token_and_its_own_resource() -> None:
     command = shlex.split(line.removeprefix("ExecStart="))
     assert "--address=10.0.0.4:6379" in command
     assert '--resources={"morph_vm_tiny-1-0": 1}' in command
-    assert "--include-log-monitor=false" in command  # nobody reads what it sends
+    assert "--include-log-monitor=false" in command  # its output is not read
 
 
 def test_the_node_listens_where_a_firewall_lets_it() -> None:
@@ -228,5 +228,5 @@ def test_an_interpreter_that_the_user_may_not_run_is_unfit(monkeypatch: pytest.M
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(first_boot.subprocess, "run", refused)
-    with pytest.raises(first_boot.Unfit, match=r"as whom the job's code is to run, cannot run .*Permission denied"):
+    with pytest.raises(first_boot.Unfit, match=r"for the job's code cannot run .*Permission denied"):
         first_boot.make_user(os.getuid())

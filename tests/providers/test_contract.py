@@ -1,4 +1,4 @@
-"""What holds for every provider."""
+"""The contract of every provider."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def slurm_real(cluster: RealSlurm, directory: Path) -> Case:
 
 REAL = pytest.param(slurm_real, marks=[pytest.mark.slow, pytest.mark.skipif(bool(why_none()), reason=why_none())])
 MARKETS = [static, azure, aws, slurm, slurm_json, REAL]
-"""Those in which several runs have VMs, and VMs several devices."""
+"""Providers with which several runs have VMs, and VMs several devices."""
 
 
 def of_two_types(kind: str, arm: Any, directory: Path) -> Provider:

@@ -416,7 +416,7 @@ def test_a_step_notes_the_signal_and_its_node_lives_on(step: Step) -> None:
     assert step.node_lives()
     assert step.process.poll() is None
     os.utime(step.place / "notice", (995, 995))
-    os.killpg(step.process.pid, signal.SIGTERM)  # again at the end of the grace time, from which there is none left
+    os.killpg(step.process.pid, signal.SIGTERM)  # again at the end of the grace time, when none is left
     (step.place / "left").touch()
     assert step.process.wait(60) == 0
     assert not step.node_lives()

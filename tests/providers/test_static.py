@@ -142,7 +142,7 @@ def test_a_host_that_is_not_reached_is_passed_over(world: Path) -> None:
     (vm,) = static.request("a", 2)
     assert node_pid(world, "h2", vm.name)
     assert list(json.loads((world / "leases/leases.json").read_text())) == ["h2:22"]
-    with pytest.raises(CapacityShort, match="h1 is not reached: connect to host h1: refused") as raised:
+    with pytest.raises(CapacityShort, match="h1 cannot be reached: connect to host h1: refused") as raised:
         static.request("b", 1)
     assert raised.value.retry_after_s == LOOK_AGAIN_S
 
@@ -159,7 +159,7 @@ def test_a_host_where_the_start_fails_costs_none_of_the_others(
     static = StaticProvider(StaticSpec(hosts=hosts, command=("true",)), "tiny", tmp_path / "l.json", SECRET, shell)
     vms = static.request("a", 4)
     assert [vm.zone for vm in vms] == ["h0:22", "h2:22", "h3:22"]
-    assert caplog.messages == ["the host h1:22 is passed over: h1: the command failed with 1"]
+    assert caplog.messages == ["the host h1:22 is not used: h1: the command failed with 1"]
     assert set(static.list()) == set(vms)
     assert static.boot_log(vms[0].name) == "no space left\n"
     broken |= {"h2"}  # for another manager, which asks again under the name
@@ -189,13 +189,15 @@ def test_a_host_whose_node_cannot_be_ended_keeps_none_of_the_others(tmp_path: Pa
         if "setsid" not in remote and host.address in broken:
             raise broken[host.address]
 
-    broken = {"h1": Misconfigured("h1: the command failed with 1"), "h2": Transient("h2 is not reached")}
+    broken = {"h1": Misconfigured("h1: the command failed with 1"), "h2": Transient("h2 cannot be reached")}
     hosts = tuple(SshHost(address=f"h{index}") for index in range(1, 6))
     path, spec = tmp_path / "leases.json", StaticSpec(hosts=hosts, command=("true",))
     StaticProvider(spec, "tiny", path, SECRET, shell).request("a", 5)
     fewer = spec.model_copy(update={"hosts": hosts[:4]})  # the node on the fifth may go on
     static = StaticProvider(fewer, "tiny", path, SECRET, shell)
-    with pytest.raises(Transient, match="a-0 is left: h1: the command failed with 1; a-1 is left: h2 is not") as raised:
+    with pytest.raises(
+        Transient, match="a-0 is left: h1: the command failed with 1; a-1 is left: h2 cannot be reached"
+    ) as raised:
         static.dismantle()
     assert "a-4 is left: h5:22 is not in the file of hosts any more" in str(raised.value)
     assert [vm.name for vm in static.list()] == ["a-0", "a-1", "a-4"]
@@ -358,7 +360,7 @@ def test_the_command_line_asks_nothing_and_holds_no_option_of_the_hosts() -> Non
     assert command[command.index("-p") + 1] == "2222"
     with pytest.raises(ValidationError):
         SshHost(address="-oProxyCommand=evil")
-    with pytest.raises(ValidationError, match="named twice"):
+    with pytest.raises(ValidationError, match="listed twice"):
         StaticSpec(hosts=(SshHost(address="a"), SshHost(address="a")), command=("x",))
 
 

@@ -1,4 +1,4 @@
-"""A rehearsal: what can be rehearsed, its emulated devices, and what is taken from the manager's decisions."""
+"""Rehearsals: possible subjects, emulated devices, and results from the manager's decisions."""
 
 from __future__ import annotations
 

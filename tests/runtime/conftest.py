@@ -50,7 +50,7 @@ def job() -> TinyJob:
 
 @pytest.fixture(scope="module")
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The weights of a worker that trains alone, after the module's ``NUM_STEPS``."""
+    """Return the weights of a single worker after the module's ``NUM_STEPS``."""
     return uninterrupted(request.module.NUM_STEPS, tmp_path_factory.mktemp("reference"))
 
 

@@ -1,4 +1,4 @@
-"""Who dies when: the cases of the grid of kills, and the runs that play them."""
+"""Cases of the grid of kills (which worker dies when), and the runs that play them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tests.grids import cells
 
 MOST_CASES = 12
-"""Of one run: the first that fails ends it."""
+"""At most so many cases in one run, which the first failure ends."""
 LAST = -1
 
 DEPTHS = (4, 3, 6, 5)
@@ -39,7 +39,7 @@ MOMENTS = (
 
 @dataclass(frozen=True)
 class Case:
-    """Who dies when: ``phase`` and its ``nth`` time in a step, as of ``Fault``."""
+    """Which worker dies when: ``phase`` and its ``nth`` time in a step, as in ``Fault``."""
 
     depth: int
     replicas: int
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def is_reached(self) -> bool:
-        """Whether these workers come to this phase, and somebody is left.
+        """Whether these workers reach this phase, and some worker is left.
 
         With replicas nobody is sent the state of what these drive; and while the shape changes one more leaves.
         """

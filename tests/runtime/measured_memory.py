@@ -1,4 +1,4 @@
-"""The memory of a job's stages, as the planner estimates it and as workers on a CPU take it."""
+"""The memory of a job's stages, as the planner estimates it and as workers on a CPU use it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from tests.crew import Crew, ThreadMember
 from tests.system.harness import TinyJob
 
 NUM_STEPS = 3
-"""The optimizer's state is there after the first, scales fit after the second."""
+"""After the first step the optimizer's state exists, after the second scales fit."""
 WITHOUT_COPIES = MemoryRules(keeps_sums=False, copies_sums=False, saves=False, changes=False)
-"""No checkpoint is written, nobody sends sums, and no step is given up: as in these steps."""
+"""As in these steps, no checkpoint is written, no sums are sent, and no step is given up."""
 
 
 class TrackedMember(ThreadMember):
@@ -134,7 +134,7 @@ class TrackedCrew(Crew):
 
 @dataclass(frozen=True)
 class Measured:
-    """Of each stage: bytes estimated, and the most that one of its workers had.
+    """Return for each stage the estimated bytes, and the maximum over its workers.
 
     ``estimates`` are those of the plan's windows, ``reached`` those of as many micro-batches as were in flight:
     how fast neighbours are decides whether a window is ever full.
@@ -223,7 +223,7 @@ class MeasuredJob:
 
 
 def measured_job(job_path: str) -> MeasuredJob:
-    """Calibrate what a job computes and holds; links are made up, for no time is requested."""
+    """Calibrate compute and memory of a job; links are invented, because no times are needed."""
     with one_thread():
         subject = load_subject(job_path, torch.device("cpu"))
         size = subject.job.micro_batch_size

@@ -1,4 +1,4 @@
-"""A device that works through a queue, in ticks: what it is given takes none of the host's time, only its own."""
+"""A device that works through a queue in ticks: operations take none of the host's time, only its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class QueuedDevice:
         self.synced = 0
 
     def launch(self, ticks: float, host_ticks: float = 1.0) -> None:
-        """Give it work of so many ticks; launching takes the host some of its own."""
+        """Queue work of so many ticks; launching it takes the host some ticks, too."""
         self.now += host_ticks
         self.busy_until = max(self.busy_until, self.now) + ticks
 

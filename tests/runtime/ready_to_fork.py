@@ -1,4 +1,4 @@
-"""Imported once by the process that tests fork workers from, which it makes ready as the product's own process is.
+"""Imported once by the process from which tests fork workers, to prepare it like Morph's own process.
 
 Each worker would load the compiled sums again, for half a second of processor time.
 """

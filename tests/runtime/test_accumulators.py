@@ -42,7 +42,7 @@ def add_all(accumulator: ExactAccumulator | FastAccumulator, gradients: list[dic
 
 
 def reduced_over(members: list[ExactAccumulator], num: int = NUM) -> Reduced:
-    """What a ring does with the members' sums, without processes; the first member's result."""
+    """Reduce the members' sums like a ring, without processes; return the first member's result."""
     first = members[0]
     for index, part in enumerate(first.parts):
         sums = torch.stack([member.parts[index].shares(len(members)) for member in members])

@@ -349,7 +349,7 @@ def test_a_newer_order_replaces_an_older_one_and_a_late_one_is_ignored(
         party.lane.take(order_of(3, *moves("a", "b", "s1")))
         party.lane.take(order_of(2, *moves("a", "b", "s0+s5")))
     train_until_all_follow(sender, receiver, "s1")
-    assert receiver.lane.report() is None  # it was told
+    assert receiver.lane.report() is None  # it was reported already
     receiver.lane.take(order_of(3, *moves("a", "b", "s1")))
     assert receiver.following() == ("s1",)  # asked again, it tells again
     for party in (sender, receiver):

@@ -1,4 +1,4 @@
-"""Who is to blame for an error, and what a user is shown of it."""
+"""The cause to which an error is attributed, and what the user sees of it."""
 
 from __future__ import annotations
 

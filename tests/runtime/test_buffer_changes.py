@@ -38,7 +38,7 @@ def make(*, exact: bool = True, unit: ParameterUnit = UNIT, rules: UpdateRules |
 
 
 def proposals(index: int) -> dict[str, Tensor]:
-    """What the forward of one micro-batch makes of the buffers."""
+    """Return the buffers after the forward of one micro-batch."""
     drawn = torch.randn(3, generator=torch.Generator().manual_seed(index))
     return {
         "mean": 0.9 * BUFFERS["mean"] + 0.1 * drawn,

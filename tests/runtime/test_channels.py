@@ -1,4 +1,4 @@
-"""Groups formed by two members in one process: messages, and the ways in which they end."""
+"""Groups of two members in one process: messages, and all ways in which groups end."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_a_collective_may_take_as_long_as_its_reshape_says(store: StoreHost) -> 
 
 
 class _Groups:
-    """Stands for a ``GroupSet``: tells when it is closed."""
+    """A stand-in for a ``GroupSet`` that reports when it is closed."""
 
     def __init__(self, *, broken: bool, limit_s: float = 2 * BOUND_S, is_idle: bool = False) -> None:
         self.broken, self.limit_s, self.is_idle = broken, limit_s, is_idle

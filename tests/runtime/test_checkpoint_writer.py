@@ -192,7 +192,7 @@ def test_one_version_waits_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for unit in ("s0", "s1", "s2"):
         writer.hand_over(1, unit, StateCopy({"x": torch.ones(1)}))
     assert begun.wait(WAIT_S)
-    writer.hand_over(2, "s0", StateCopy({"x": torch.ones(1)}))  # nobody waits for version 1 any more
+    writer.hand_over(2, "s0", StateCopy({"x": torch.ones(1)}))  # version 1 is not awaited any more
     go_on.set()
     assert [(entry.version, entry.unit) for entry in collect(writer, 1)] == [(2, "s0")]
     assert not any(writer.has(1, unit) for unit in ("s0", "s1", "s2"))

@@ -1,4 +1,4 @@
-"""One stage with scripted neighbours: what it runs ahead, what it holds, and that transfers hold up no compute."""
+"""One stage with scripted neighbours: tasks that it runs ahead, its memory, and that transfers delay no compute."""
 
 from __future__ import annotations
 

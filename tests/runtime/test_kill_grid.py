@@ -1,4 +1,4 @@
-"""Workers die at every phase of a step, at every stage, in every shape: nothing that somebody holds is lost.
+"""Workers die at every phase of a step, at every stage, in every shape: no unit with a living holder is lost.
 
 Runs of one shape each, of the real controller and real workers, with dropout; in each one case after the other: when
 the shape is formed and its followers are in step, some members die, the rest go on, and others take their place. A case
@@ -37,17 +37,17 @@ NUM_SECTIONS, MICRO_BATCH_SIZE, NUM_MICRO_BATCHES = 6, 2, 6
 CHECKPOINT_EVERY = 5
 UNIT_BYTES = 40_000
 PERIOD_S = 1.0
-"""Of a micro-batch, as plans expect it: so slow that with so many losses sums are copied after each one."""
+"""Seconds of a micro-batch in plans: so slow that, with this many losses, sums are copied after each one."""
 SLOW_S = 0.3
 MOST_STEPS = 400
 ROOM_BYTES = 10**9
-"""Of a device and of host memory: with pipelines of even depth followers are said to have room in the latter alone."""
+"""Memory of a device and of the host: for pipelines of even depth, followers fit only in host memory."""
 LONG_NOTICE_S, SHORT_NOTICE_S = 3600.0, 1.0
 
 
 @dataclass
 class Happened:
-    """What came of a case so far.
+    """The results of a case so far.
 
     ``state``: before it began; ``told``: the notice is given; ``left_out``: the change that they were to die in took
     nothing from the victims, for they were noticed and others hold all.
@@ -104,7 +104,7 @@ class Kills:
         victims = [workers[place] for place in places]
         assert state.reshape is not None
         if phase == "receive_ahead" and not set(victims) <= {follow.follower for follow in state.reshape.follows}:
-            self.done.append(str(case))  # in this shape nobody's state comes to them
+            self.done.append(str(case))  # in this shape no state is sent to them
             return
         share = NUM_MICRO_BATCHES // case.replicas
         first = state.version + (0 if phase in (*FILLING, *CHANGING) else 2)
@@ -120,7 +120,7 @@ class Kills:
         print(f"{case}: {victims} die")  # shown by pytest when the test fails
         self._crew.arm(*faults, slow_s=SLOW_S if phase in FILLING else 0.0)
         gone = tuple(victims)
-        if phase in CHANGING:  # somebody else's leaving is what changes the shape
+        if phase in CHANGING:  # the shape changes because another worker leaves
             other = next(worker for place, worker in sorted(workers.items(), reverse=True) if worker not in victims)
             self._crew.put(NoticeGiven(worker=other, lead_s=SHORT_NOTICE_S))
             gone += (other,)
@@ -129,7 +129,7 @@ class Kills:
             self._give_notice(self._case)
 
     def _give_notice(self, now: Happened) -> None:
-        """There is time for many steps more, so that who is noticed stays."""
+        """There is time for many more steps, so that a worker with a notice stays."""
         now.told = True
         for worker in dict.fromkeys(fault.worker for fault in now.faults):
             self._crew.put(NoticeGiven(worker=worker, lead_s=LONG_NOTICE_S))
@@ -176,7 +176,7 @@ class Kills:
         self._named += missing
 
     def _check_fallback(self, now: Happened, observed: Observed) -> None:
-        """What nobody holds is lost, and is named; of replicas, or with a follower in step, somebody does."""
+        """Units without a holder are lost, and named; with replicas, or a follower in step, each has a holder."""
         assert self._before is not None
         self.num_fallbacks += 1
         left = observed.decision.state.workers.keys()
@@ -237,7 +237,7 @@ class Kills:
 
 
 def _in_step(state: ControllerState) -> bool:
-    """Whether a step is under way, and every follower has what it is to follow."""
+    """Whether a step is under way, and every follower has all units that it follows."""
     assert state.reshape is not None
     follows = state.reshape.follows
     in_step = all(state.workers[follow.follower].holds.issuperset(follow.units) for follow in follows)
@@ -245,7 +245,7 @@ def _in_step(state: ControllerState) -> bool:
 
 
 class Alone:
-    """The weights of a worker that trains alone."""
+    """Return the weights of a single worker."""
 
     def __init__(self, job: TinyJob, directory: Path) -> None:
         self._crew = Crew(job, ("alone",))

@@ -1,4 +1,4 @@
-"""Sums end with their step: eight bytes a parameter are not to wait for a collection of garbage."""
+"""Sums are freed with their step: eight bytes per parameter must not wait for garbage collection."""
 
 from __future__ import annotations
 

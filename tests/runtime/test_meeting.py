@@ -1,4 +1,4 @@
-"""Units are pre-copied between workers of one run, for one order, and nobody else gets or gives any."""
+"""Units are pre-copied only between workers of one run and for one order."""
 
 from __future__ import annotations
 

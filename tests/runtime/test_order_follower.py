@@ -181,7 +181,7 @@ def test_only_its_backward_may_follow_a_recompute() -> None:
     for task in (Task.FORWARD, Task.FORWARD, Task.RECOMPUTE):
         follower.done(task)
     assert follower.in_flight < 3
-    assert follower.next_task(3, 0) is None  # though a forward is possible, and there is room for it
+    assert follower.next_task(3, 0) is None  # although a forward is possible, and the window has room
     assert follower.next_task(3, 1) is Task.BACKWARD
 
 

@@ -1,4 +1,4 @@
-"""What a worker keeps of its micro-batches' times until a heartbeat takes it."""
+"""Times of micro-batches that a worker collects for the next heartbeat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probes: what is timed, when they end, and that a worker's weights do not notice them."""
+"""Probes: the timed work, their ends, and that they do not change a worker's weights."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_probes_between_steps_of_sections_held_or_not_change_no_bit(tiny_job: Ti
 def test_a_probe_finds_a_slow_spell_and_its_end(
     tiny_job: TinyJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what it computes and how long it stands still: what else runs on these cores changes from probe to probe."""
+    """Measure its own compute and waits, because other load on these cores varies from probe to probe."""
     slept_s: list[float] = []
     clock = SimpleNamespace(perf_counter=lambda: time.thread_time() + sum(slept_s))
     monkeypatch.setattr("morph.runtime.device.task_clock.time", clock)

@@ -146,7 +146,7 @@ def made(kind: str, size: int, num: int) -> Accumulator:
 
 
 def merged(kind: str, size: int, num: int, reduced: Accumulator) -> Reduced:
-    """What another worker makes of what one holds of a step that is given up after its reduction."""
+    """Return what another worker restores from one worker's part of a step given up after its reduction."""
     assert reduced.is_reduced
     partial, other = reduced.partial(), made(kind, size, num)
     assert partial is not None
@@ -209,7 +209,7 @@ def test_every_member_gets_the_mean_of_all_and_can_hand_it_on(
 
 
 def reduced_by(own: dict[str, Accumulator], num: int) -> list[Reduced]:
-    """What each worker has once all have reduced what they hold, of ``num`` micro-batches."""
+    """Return each worker's result after all have reduced their sums of ``num`` micro-batches."""
     interrupts = {name: Interrupt(1) for name in own}
     rings = FakeRings(interrupts)
     found: dict[str, Reduced] = {}
@@ -338,7 +338,7 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
 def test_a_step_reduces_units_as_they_are_complete_in_an_order_that_all_members_share(
     cuts: tuple[tuple[int, ...], tuple[int, ...]], seed: int
 ) -> None:
-    """Also where one replica has nothing to run, pipelines are cut unlike, and tied across stages in a circle."""
+    """Also if one replica has no micro-batches, pipelines have different cuts, and ties across stages form a cycle."""
     stages_of_kinds = [[range(first, end) for first, end in itertools.pairwise(cut)] for cut in dict.fromkeys(cuts)]
     stages = [stage for kind in stages_of_kinds for stage in kind]
     ends = list(itertools.accumulate(map(len, stages_of_kinds), initial=0))

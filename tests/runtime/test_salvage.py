@@ -1,4 +1,4 @@
-"""What is lost with a worker, and what is not: real workers, each micro-batch counted once, equal weights.
+"""Salvage after the loss of a worker: real workers, each micro-batch counted once, equal weights.
 
 A step that is given up is finished in the next shape and a second worker holds state and sums (decision 0019).
 """
@@ -32,14 +32,14 @@ def crew(processes: Crew) -> Crew:
 
 
 def keeping(order: ReshapeOrder, kept: dict[str, tuple[PartialSum, ...]], job: TinyJob) -> ReshapeOrder:
-    """The order that goes on with what is kept."""
+    """Return the order that continues the kept partial sums."""
     sizes = dict.fromkeys(job.units, 1)
     salvage = choose_salvage(kept, order.plan, order.slots, units_by_stage(order.plan, job.units), job.units, sizes)
     return order.model_copy(update={"salvage": salvage, "keep_sums": True})
 
 
 def reshape(crew: Crew, shape: str, workers: tuple[str, ...], kept: dict[str, tuple[PartialSum, ...]]) -> ReshapeOrder:
-    """Form a shape that goes on with what is kept; returns the order."""
+    """Form a shape that continues the kept partial sums; return the order."""
     order = keeping(crew.order(shape, workers), kept, crew.job)
     crew.form(order)
     return order
@@ -48,7 +48,7 @@ def reshape(crew: Crew, shape: str, workers: tuple[str, ...], kept: dict[str, tu
 def give_up(
     crew: Crew, victim: str | None, *, reduced: bool = False, copied: str = "", num_copied: int = 0, done: int = 0
 ) -> dict[str, tuple[PartialSum, ...]]:
-    """Run a step that fails on one worker, or that nobody decides; returns what the others have of it.
+    """Run a step that fails on one worker, or is not decided; return the others' partial sums.
 
     ``reduced``: it fails so late that the others can prepare the step. ``copied``: who has a copy of its sums by then,
     with ``num_copied`` micro-batches.
@@ -69,7 +69,7 @@ def give_up(
                 reduced and name != copied
             ):  # what the victim sent may still be on its way, and waiting says nothing
                 poll_until(partial(has_counted, member, done), f"{name} has done {done} micro-batches")
-            ends = reduced and name != copied  # who has a copy of the victim's sums waits for it
+            ends = reduced and name != copied  # a worker with a copy of the victim's sums waits for it
             ready = partial(answered, member) if ends else partial(is_through, crew, name, victim)
             poll_until(ready, f"{name} answers" if ends else f"{name} has done what it can without {victim}")
             if name == copied:
@@ -136,7 +136,7 @@ def is_through(crew: Crew, name: str, missing: str) -> bool:
 
 
 def prepared(crew: Crew) -> dict[str, tuple[PartialSum, ...]]:
-    """What everybody has once it has prepared a step."""
+    """Return the partial sums that each worker has after preparing a step."""
     assert crew.plan is not None
     whole = (1 << crew.plan.num_micro_batches) - 1
     kept = {}
@@ -226,7 +226,7 @@ def test_of_one_micro_batch_that_is_counted_wrongly_the_weights_tell_unless_it_o
 
 
 def follow(crew: Crew, order: ReshapeOrder, *, every: int = 0) -> ReshapeOrder:
-    """The same order with followers, for what only one worker drives."""
+    """Return the order with followers for stages that only one worker drives."""
     needed = units_by_stage(order.plan, crew.job.units)
     sizes = dict.fromkeys(crew.job.units, 1)
     num = Counter(unit for slot in order.slots for unit in needed[slot.stage])
@@ -256,7 +256,7 @@ def await_copies(crew: Crew) -> None:
 
 
 def in_step(crew: Crew, order: ReshapeOrder) -> bool:
-    """Whether every follower has what it is to follow."""
+    """Whether every follower has all units that it follows."""
     return all(set(entry.units) <= crew.held[entry.follower] for entry in order.follows)
 
 

@@ -1,4 +1,4 @@
-"""State moves over channels that are lists here; what each source means, and what is refused."""
+"""State moves over channels that are lists here: each kind of source, and refusals."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_only_what_nobody_has_is_made_with_its_initial_numbers(network: Network)
 
 
 def test_what_a_worker_cannot_read_itself_another_reads_and_sends(network: Network) -> None:
-    """What that one has of its own, or wrote itself, has nothing to do with it."""
+    """The reader's own units, and those that it wrote itself, play no role."""
     save(network, 2)
     held = {"s0": make_unit("s0", 3.0, 2)}
     sources = [source("b", "s0", "peer", "a"), source("b", "s1", "checkpoint", "a"), source("a", "s0", "keep")]
@@ -235,7 +235,7 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 class HastyWithUnits(CheckpointRules):
-    """The manifest, of which no size is known, is really read."""
+    """The manifest, whose size is unknown, is really read."""
 
     def file_limit_s(self, num_bytes: int) -> float:
         return 0.05 if num_bytes else 60.0

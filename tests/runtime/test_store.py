@@ -76,7 +76,7 @@ def test_an_older_generations_worker_is_in_no_newer_group() -> None:
     for pending in [ring.reduce(sums[me], dist.ReduceOp.SUM) for me, ring in rings.items() if ring is not None]:
         pending.wait("the sum", 60.0)
     assert {int(value) for value in sums.values()} == {3}
-    assert wandering.is_alive()  # it met nobody
+    assert wandering.is_alive()  # it met no other member
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_a_connection_that_is_opened_beforehand_is_the_first_one_used(opened: li
 
 
 def test_a_connection_of_an_aborted_generation_is_left_behind(opened: list[object]) -> None:
-    """Its thread may be blocked in a call on it, and whoever used it too would wait for that one."""
+    """Its thread may be blocked in a call on the store, for which other users of the store would wait."""
     host = StoreHost("127.0.0.1")
     kept = KeptConnections("127.0.0.1", host.port())
     aborted, next_one = kept.lend(60.0), kept.lend(60.0)

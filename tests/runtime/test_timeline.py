@@ -1,4 +1,4 @@
-"""A recorded step: its trace is whole and consistent, and a journal gives it back."""
+"""A recorded step: its trace is complete and consistent, and can be read back from a journal."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_journal_gives_the_last_complete_recording_of_each_step() -> None:
         entry(first),
         entry(redone[0], attempt=1),
         entry(redone[1], attempt=1),
-        entry(lost, generation=2),  # its peer was lost: nobody else answered
+        entry(lost, generation=2),  # its peer was lost, so no other worker answered
     )
     assert timelines_of(entries) == {3: redone}
     assert timelines_of(entries[:2]) == {}

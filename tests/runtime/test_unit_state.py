@@ -48,7 +48,7 @@ def make(optimizer: MakeOptimizer = adam, *, exact: bool = True, seed: int = 0, 
 
 
 def step(state: UnitState, seed: int) -> None:
-    """Reduce made-up gradients alone, and apply them."""
+    """Reduce synthetic gradients on one worker, and apply them."""
     generator = torch.Generator().manual_seed(seed)
     accumulator = state.new_accumulator()
     for _ in range(NUM_MICRO_BATCHES * len(UNIT.sections)):
@@ -264,7 +264,7 @@ def half(parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
 def test_a_parked_state_is_updated_as_any_other_and_comes_back(
     monkeypatch: pytest.MonkeyPatch, masters: bool, in_host: bool
 ) -> None:
-    """Here each move leaves a copy elsewhere in memory: whoever still used what was there before would be off."""
+    """Each move here copies the state to new memory, so code that still used the old memory would be wrong."""
     moves: list[Tensor] = []
 
     def elsewhere(tensor: Tensor, _device: torch.device) -> Tensor:
@@ -321,7 +321,7 @@ FACTORIES: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
 def test_a_units_step_has_the_same_bits_whoever_shares_the_call(
     kind: str, scheduled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Units of many kinds in random groups, some without a gradient at times, against each unit alone."""
+    """Step units of many kinds in random groups, some without gradients, and compare with each unit alone."""
     chance = random.Random(f"{kind}{scheduled}")
     generator = torch.Generator().manual_seed(1)
 
@@ -407,7 +407,7 @@ def test_norms_of_units_have_the_same_bits_whoever_shares_the_call() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Counts what is no view."""
+    """Counts operations that are not views."""
 
     num = 0
 

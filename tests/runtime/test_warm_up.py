@@ -1,4 +1,4 @@
-"""A change of shape, for which every worker waits, loads nothing: what it needs was loaded when a worker was set up."""
+"""A change of shape, for which all workers wait, imports nothing: everything was loaded at a worker's setup."""
 
 from __future__ import annotations
 

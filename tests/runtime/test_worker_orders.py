@@ -1,4 +1,4 @@
-"""How a worker answers, whatever happens to its order; and its control lane."""
+"""A worker's answers to orders in all circumstances, and its control lane."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_what_is_held_is_saved_and_resumed_without_a_generation(crew: Crew, refe
     crew.reshape("2x2", NAMES)
     crew.train(NUM_STEPS - 2)
     crew.prepare()
-    crew.decide()  # applied by nobody yet
+    crew.decide()  # not applied by any worker yet
     slots = crew.slots
     crew.members["w0"].send("reshape", crew.order("4x1", NAMES))  # alone it waits for the others
     for name in NAMES:

@@ -1,4 +1,4 @@
-"""What a trace of a step must hold, whoever recorded it."""
+"""Properties of every trace of a step, whatever recorded it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def complete(traced: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def check_trace(traced: dict[str, Any]) -> None:
-    """What every viewer needs, and what a worker with one device cannot break."""
+    """Check the fields that every viewer needs, and the invariants of a worker with one device."""
     assert {event["ph"] for event in traced["traceEvents"]} == {"X", "M"}
     events = complete(traced)
     tracks: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""What hinders workers: shared cores, shared nodes, slow workers, times that vary, a late all-reduce."""
+"""Conditions that slow workers down: shared cores and nodes, slow workers, varying times, a late all-reduce."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is expected of one mini-batch under any conditions: never below its bound, and its parts are the whole."""
+"""Expectations of one mini-batch under any conditions are never below the bound, and the sum of their parts."""
 
 from __future__ import annotations
 

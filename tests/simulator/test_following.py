@@ -118,7 +118,7 @@ def test_an_order_followed_on_devices_and_links_of_its_own_ends_when_it_was_plan
         lane_times(times, 1), planned.orders, times.window, strict=schedule != "varuna", keep_times=True
     )
     assert followed.orders == planned.orders
-    # The rules wait with a recompute until the gradient is known to come; who has an order need not.
+    # The rules delay a recompute until the gradient's arrival is known; executing an order need not.
     assert (followed.last_backward_ns <= planned.last_backward_ns).all()
     in_time = times.recompute_ns[:-1] <= times.backward_ns[1:] + times.gradient_ns[:-1]
     if schedule != "varuna" or (in_time | ~times.recompute[:-1]).all():

@@ -1,4 +1,4 @@
-"""What a stage holds, against sums written out one by one; and plans that are judged on both memories."""
+"""A stage's memory, compared with sums written out one by one; and plans limited by both memories."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_steps_take_what_the_planner_says(job: MeasuredJob, shape: str, recomput
 
 
 def further(*values: str | int) -> Any:
-    """A case that ``make test-long`` goes through, besides those that show each value."""
+    """A case that only ``make test-long`` runs, in addition to those that cover each value."""
     return pytest.param(*values, marks=pytest.mark.long)
 
 

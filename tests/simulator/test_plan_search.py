@@ -58,7 +58,7 @@ def random_profile(
 
 
 def neighbours(profile: Profile, best: Plan, num_gpus: int) -> Iterator[dict[str, Any]]:
-    """What differs from a plan in one thing, as arguments of ``simulate``."""
+    """Yield alternatives that differ from a plan in one property, as arguments of ``simulate``."""
     cuts = [stage.first_section for stage in best.stages]
     same: dict[str, Any] = {
         "boundaries": cuts,

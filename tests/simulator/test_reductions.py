@@ -1,4 +1,4 @@
-"""Reductions beside the last backward: to the nanosecond as the reference engine has them."""
+"""Reductions during the last backward equal those of the reference engine to the nanosecond."""
 
 from __future__ import annotations
 

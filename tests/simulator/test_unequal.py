@@ -127,7 +127,7 @@ def test_slow_workers_of_an_unequal_plan_are_those_of_its_stages() -> None:
 
 
 def random_pool(rng: np.random.Generator) -> tuple[Profile, dict[str, int]]:
-    """A small job, and a few GPUs of one type or two, which are told from a brute force over everything."""
+    """Draw a small job and a few GPUs of one or two types, small enough for a brute-force search."""
     count = int(rng.integers(2, 6))
     profile = synthetic_profile(
         num_sections=count,

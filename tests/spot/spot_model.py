@@ -1,4 +1,4 @@
-"""What the scripts for spot VMs have in common: a model with dropout, data, and how they wait to be taken.
+"""Shared parts of the scripts for spot VMs: a model with dropout, data, and the wait for a revocation.
 
 ``PAUSES``: step numbers, comma-separated, of one VM after the other: it does no step after its own, until it is taken;
 with ``+`` behind the number it waits for the order to save which a notice gives, and does one step more.
@@ -54,7 +54,7 @@ class Pauses:
         self._is_first = os.environ.get("RANK", "0") == "0"  # which alone is asked to save
 
     def before(self, num_steps: int) -> None:
-        """Before the next step, with so many done."""
+        """Run before the next step, after so many are done."""
         if self._at is None:
             return
         if self._is_noticed and num_steps == self._at:

@@ -159,7 +159,7 @@ def test_a_notice_before_the_first_step_is_used_if_time_allows() -> None:
 
 
 def test_a_vm_that_outlives_its_notice_is_saved_and_left() -> None:
-    """No time was left for a save, and nobody came: another VM waits, and costs."""
+    """There was no time for a save, and the VM was not taken: another VM waits, and is billed."""
     state, done = after(running(*SEEN), (100.0, Noticed(8.0)), (110.0, Came("b")), (108.0 + STAYS_S, Tick()))
     assert done == [Ask()]
     state, done = after(state, (109.0 + STAYS_S, Tick()), (110.0 + STAYS_S, Tick()))

@@ -66,7 +66,7 @@ class Takings:
 
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
-    """Where scripts begin whose own start is of no account: the others load torch, and their Trainer, for seconds."""
+    """Forks scripts whose own start is not tested; others load torch, and their Trainer, for seconds."""
     packages = {"accelerate": "morph.spot.hugging_face", "pytorch_lightning": "morph.spot.lightning"}
     nursery = Nursery.with_modules(*(module for package, module in packages.items() if find_spec(package) is not None))
     yield nursery

@@ -45,7 +45,7 @@ ALWAYS = PreCopyRules(when="always", patience_s=20.0)
 
 @dataclass(frozen=True)
 class Ran:
-    """What a run came to."""
+    """The result of a run."""
 
     weights: dict[str, str]
     version: int
@@ -62,14 +62,14 @@ class Ran:
         return [{source.kind for source in order.sources} for order in orders.values()]
 
     def sent_ahead(self) -> int:
-        """How many orders to pre-copy were given."""
+        """The number of orders to pre-copy."""
         actions = [action for turn in self.turns for action in turn.decision.actions]
         return sum(isinstance(action, SendPreCopy) and bool(action.order.moves) for action in actions)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is run. ``shapes[G]`` is the shape for G workers; ``attend`` makes an observer that disturbs the run."""
+    """A run. ``shapes[G]`` is the shape for G workers; ``attend`` makes an observer that disturbs the run."""
 
     shapes: Mapping[int, str]
     num_vms: int

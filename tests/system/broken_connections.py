@@ -1,4 +1,4 @@
-"""Breaking every TCP connection of a living process, as a network device that forgets them does."""
+"""Break every TCP connection of a living process, like a network device that forgets them."""
 
 from __future__ import annotations
 

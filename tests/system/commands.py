@@ -31,7 +31,7 @@ LINE_TIMEOUT_S = 500.0
 PROCESS_HOST = "manager.engine.on_processes.process_host"
 END_TIMEOUT_S = 150.0
 NURSERY: Nursery | None = None
-"""Where commands begin that are looked at while they run; set while a test runs."""
+"""Forks the commands that tests observe while they run; set during a test."""
 
 
 def morph(*arguments: object, code: int = 0) -> str:
@@ -133,7 +133,7 @@ class RunningMorph:
                 self.wait_for_line(part)
 
     def press_ctrl_c(self) -> None:
-        """What a terminal does: SIGINT to the whole foreground process group."""
+        """Send SIGINT to the whole foreground process group, like a terminal."""
         os.killpg(self._process.pid, signal.SIGINT)
 
     def family(self) -> list[psutil.Process]:
@@ -159,7 +159,7 @@ class RunningMorph:
         self._record()
         found: list[tuple[float, int]] = []
         for process in self._family.values():
-            with suppress(psutil.NoSuchProcess):  # also of one that nobody has waited for yet, in which case it is over
+            with suppress(psutil.NoSuchProcess):  # also if it has ended and was not waited for yet
                 if any(part in word for word in process.cmdline()):
                     found.append((process.create_time(), process.pid))
         return [pid for _, pid in sorted(found)]

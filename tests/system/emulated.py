@@ -1,4 +1,4 @@
-"""Managed runs of emulated devices as plain processes, with whatever rules, faults and observers a test wants."""
+"""Managed runs of emulated devices as plain processes, with a test's rules, faults and observers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is let in where Ray is encrypted, and where the keys are found: looked at from outside, of real processes."""
+"""Access to encrypted Ray clusters, and the places of their keys, examined from outside on real processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAIN = "without TLS"
 
 
 def let_in(address: str, port: int, context: ssl.SSLContext | None) -> bool:
-    """Whether a process of Ray answers someone who comes like this; None: without TLS."""
+    """Whether a process of Ray answers a client with these credentials; None: without TLS."""
     with socket.create_connection((address, port), timeout=BOUND_S) as plain:
         try:
             connection = context.wrap_socket(plain, server_hostname=address) if context else plain
@@ -29,7 +29,7 @@ def let_in(address: str, port: int, context: ssl.SSLContext | None) -> bool:
 
 
 def visitors(authority: Path, shown: Mapping[str, Certificates | None]) -> dict[str, ssl.SSLContext | None]:
-    """Whoever shows these certificates, or none, and somebody without TLS; all know this authority."""
+    """Clients with these certificates, without one, and without TLS; all know this authority."""
     found: dict[str, ssl.SSLContext | None] = {PLAIN: None}
     for name, chain in shown.items():
         context = ssl.create_default_context(cafile=str(authority))
@@ -41,7 +41,7 @@ def visitors(authority: Path, shown: Mapping[str, Certificates | None]) -> dict[
 
 
 def answered(address: str, port: int, coming: Mapping[str, ssl.SSLContext | None]) -> set[str]:
-    """Names of the visitors who are let in."""
+    """Return the names of the clients that are accepted."""
     return {name for name, context in coming.items() if let_in(address, port, context)}
 
 

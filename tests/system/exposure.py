@@ -1,4 +1,4 @@
-"""What processes show to others: where they listen, and whether a secret stands in what they carry or write."""
+"""What processes expose: listening sockets, and secrets in their environment, command lines and files."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ main()
 """
 """Runs a command of Morph whose own process writes down every secret that it makes: ``python -c`` this, FILE, ..."""
 LISTENS = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
-"""Files below /proc/PID/net, and the state of a socket in them that takes in whoever comes."""
+"""Files below /proc/PID/net, and the state of a listening socket in them."""
 
 
 @dataclass(frozen=True)
 class Listening:
-    """A socket that takes in whoever comes."""
+    """A listening socket."""
 
     address: str
     port: int
@@ -66,7 +66,7 @@ def shown_by(processes: Iterable[psutil.Process]) -> Shown:
 
 
 def recorded(path: Path) -> list[str]:
-    """Every secret in such a file; a few random signs that tell names apart are none."""
+    """Return every secret in such a file; a few random characters in names do not count."""
     return [value for value in path.read_text(encoding="ascii").split() if len(value) >= FEWEST_SIGNS]
 
 
@@ -110,7 +110,7 @@ def _forms(secret: str) -> Iterator[bytes]:
 
 
 def _listening(process: psutil.Process) -> Iterator[Listening]:
-    """Its own view of the network counts: psutil would look at that of this process."""
+    """Read the process's own network namespace; psutil would read that of this process."""
     mine = set()
     for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
         with contextlib.suppress(OSError):

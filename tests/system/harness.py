@@ -51,7 +51,7 @@ def plan_of(
 
 
 def together(plans: Sequence[Plan]) -> Plan:
-    """The pipelines of several plans as those of one: the deeper ones get more of its micro-batches."""
+    """Combine the pipelines of several plans in one, whose deeper pipelines get more micro-batches."""
     num_micro_batches, depths = plans[0].num_micro_batches, [plan.pipeline_depth for plan in plans]
     replicas = [kind for kind, plan in enumerate(plans) for _ in range(plan.num_replicas)]
     weights = list(accumulate((depths[kind] for kind in replicas), initial=0))
@@ -80,7 +80,7 @@ def together(plans: Sequence[Plan]) -> Plan:
 
 @dataclass(frozen=True)
 class TinyJob:
-    """What the controller must know of the tiny job."""
+    """Return the controller's configuration of the tiny job."""
 
     fingerprint: str
     batch_size: int
@@ -117,20 +117,20 @@ def load_tiny_job(
 def cut_for_workers(
     job_path: str, num_sections: int = NUM_SECTIONS, micro_batch_size: int = MICRO_BATCH_SIZE
 ) -> HandedCut:
-    """What ``morph run`` hands to the workers of a job: they need not cut."""
+    """Return the cut that ``morph run`` hands to a job's workers."""
     with imported_once(job_path):
         return LoadedJob(job_path).handed(num_sections, micro_batch_size)
 
 
 def setup_of_tiny_job(fingerprint: str, **fields: object) -> WorkerSetup:
-    """What a worker of the tiny job, cut as here, is set up with where there is no cluster."""
+    """Return the setup of a worker of the tiny job, cut as here, without a cluster."""
     known = {"job_path": JOB, "num_sections": NUM_SECTIONS, "micro_batch_size": MICRO_BATCH_SIZE}
     return SETUP.model_copy(update={"fingerprint": fingerprint, **known, **fields})
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a managed run ended, and what it decided on the way."""
+    """The end of a managed run, and its decisions."""
 
     outcome: str
     manifest: Manifest
@@ -148,7 +148,7 @@ def constant_vms(count: int) -> Trace:
 
 
 def facts_of(spec: RunSpec, batch_size: int) -> RunFacts:
-    """What a run's directory says of its job."""
+    """Return the job's facts in a run's directory."""
     return RunFacts(
         job=spec.job_path,
         fingerprint=spec.config.fingerprint,

@@ -107,7 +107,7 @@ class HeldJob:
         self._gate.unlink(missing_ok=True)
 
     def allow(self, most_steps: int) -> None:
-        """Let each worker's process do so many steps in place of as many as was said before."""
+        """Let each worker's process do up to so many steps; replaces the earlier limit."""
         written = self._allowed.with_suffix(".part")
         written.write_text(str(most_steps * self._batch_size), encoding="ascii")
         written.replace(self._allowed)

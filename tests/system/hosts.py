@@ -1,4 +1,4 @@
-"""Hosts that the static provider reaches over a program that stands for ssh: each has its own home and address here."""
+"""Hosts that the static provider reaches through a stand-in for ssh: each has its own home and address."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Hosts:
         return nodes
 
     def temporary(self) -> list[Path]:
-        """Folders outside of the nodes' own that nodes made and that are there."""
+        """Return existing folders that nodes made outside their own ones."""
         return [path for path in map(Path, sorted(self._temporary)) if path.exists()]
 
     def temporary_of(self, node: str) -> set[Path]:

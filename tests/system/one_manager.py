@@ -1,4 +1,4 @@
-"""One manager's process: ``python -m tests.system.one_manager ORDERS.json``; takes over what a killed one left.
+"""One manager's process: ``python -m tests.system.one_manager ORDERS.json``; takes over from a killed one.
 
 It can be told to kill itself, and a worker with it, when the run reaches a phase at a version.
 """
@@ -117,7 +117,7 @@ def kill(process: str, workers: dict[str, int], run_dir: Path) -> None:
 
 
 def ray_processes(run_dir: Path) -> list[psutil.Process]:
-    """The host of a run's Ray nodes and what it started, whichever manager started it."""
+    """Return the host of a run's Ray nodes and its processes, whichever manager started it."""
     socket = Path(json.loads((run_dir / "attach.json").read_text(encoding="utf-8"))["control_socket"])
     for process in psutil.process_iter():
         with suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Pre-copied units to workers that join a managed run: that, and kills meanwhile, change no bit."""
+"""Pre-copies to workers that join a managed run, and kills meanwhile, change no bit."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_newcomer_that_is_killed_while_it_receives_disturbs_no_step(
     ran = run(tmp_path, emulated, Case(SHAPES, 2, STEPS, Joining, faults))
     assert ran.weights == undisturbed
     assert ran.sent_ahead() > 0
-    assert ran.report.morphs == ()  # nobody stopped for it
+    assert ran.report.morphs == ()  # no worker stopped for it
 
 
 def test_a_real_job_joined_ahead_equals_one_that_ran_alone(tmp_path: Path) -> None:

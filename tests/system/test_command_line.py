@@ -1,4 +1,4 @@
-"""A user's whole way through the commands: calibrate, plan, simulate, run along a trace, status."""
+"""A user's path through the commands: calibrate, plan, simulate, run along a trace, status."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_calibrate_plan_simulate_run_and_status_work_one_after_the_other(
 
 
 def _run_along_the_trace(profile: Path, folder: Path, run_dir: Path) -> None:
-    """Two VMs at the start; one is killed, another comes: the run goes on with what is there."""
+    """Two VMs at the start; one is killed, another comes: the run continues with the present ones."""
     job = HeldJob(folder / "code", folder / "gate", HELD_AFTER)
     cluster, trace = folder / "cluster.yaml", folder / "trace.csv"
     cluster.write_text(

@@ -1,4 +1,4 @@
-"""The newest checkpoint is damaged, or one worker cannot read it, and what it was of is lost: the run goes on."""
+"""The newest checkpoint is damaged, or one worker cannot read it, when state is lost: the run continues."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DAMAGES: tuple[tuple[Callable[[Path], None], str], ...] = (
     (_truncate, MANIFEST),
     (Path.unlink, "is gone"),
 )
-"""Each with what is told of it; the last three are done to the manifest, the others to the file of a unit."""
+"""Each damage with its message; the last three are done to the manifest, the others to the file of a unit."""
 UNREADABLE_JOB = """
 import os, runpy
 from pathlib import Path
@@ -71,7 +71,7 @@ job = runpy.run_path({tiny!r})["job"]
 
 
 class Vandal:
-    """Damages the newest checkpoint once an older one is whole, and kills who drives the last stage, each time."""
+    """Damages the newest checkpoint once an older one is complete, and kills the last stage's worker, repeatedly."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -129,7 +129,7 @@ def test_a_damaged_newest_checkpoint_costs_no_correct_weights(tiny_job: TinyJob,
         if DAMAGES[index][1] != "is gone":
             assert f"version {version} is passed over, and version {found.manifest.version} is the newest" in told
         assert found.manifest.version < version
-        assert vandal.present[index] == set(vandal.pids) - set(vandal.killed[: index + 1])  # nobody else was ended
+        assert vandal.present[index] == set(vandal.pids) - set(vandal.killed[: index + 1])  # no other worker was ended
     events = CliRunner().invoke(app, ["events", str(tmp_path / "run")]).output
     told = re.findall(r"(?:passed over|gone), and version \d+ is the newest whole version; \d+ more steps? ", events)
     assert len(told) == len(DAMAGES)

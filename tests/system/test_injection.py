@@ -1,4 +1,4 @@
-"""``morph inject`` takes VMs of a real run: noticed ones cost no step, the others some, and no bit changes."""
+"""``morph inject`` takes VMs of a real run: with a notice no step is lost, else some, and no bit changes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_run_whose_vms_are_taken_by_lifetimes_and_by_name_ends_with_the_weight
     assert f"{vm} lost (injected)" in told
     url = str(run_dir / "checkpoints")
     newest = read_manifest(url, complete_versions(url)[-1])
-    assert newest.version <= report.version  # a stop while nobody trains may find less saved than was decided
+    assert newest.version <= report.version  # at a stop while nothing trains, less may be saved than was decided
     alone = uninterrupted(newest.version, tmp_path / "undisturbed", load_profile(calibrated).num_sections)
     assert {entry.unit: entry.sha256 for entry in newest.units} == alone
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGKILL end everything, and the same command goes on with the same result."""
+"""Ctrl-C and SIGKILL end everything, and the same command continues to the same result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.system.held import HeldJob
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
 STEPS, MANY_STEPS = 18, 36
-"""The latter of a run that is held and stopped three times."""
+"""The latter is for a run that is held and stopped three times."""
 HELD_AFTER = 7
 """Steps: two checkpoints, and far fewer than are left."""
 FIRST_HELD_AFTER = 5

@@ -1,4 +1,4 @@
-"""A run trains on the code it began with, whatever becomes of the files while it lives."""
+"""A run trains on the code with which it began, whatever happens to the files meanwhile."""
 
 from __future__ import annotations
 

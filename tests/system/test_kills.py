@@ -64,7 +64,7 @@ def test_a_run_whose_workers_are_killed_ends_with_the_weights_of_an_uninterrupte
 
 
 def test_a_joining_worker_that_dies_while_it_is_taken_in_changes_nothing(tiny_job: TinyJob, tmp_path: Path) -> None:
-    """Two VMs start; two more join while training goes on, one of which dies when state moves to it."""
+    """Two VMs start; two more join during training, one of which dies when state moves to it."""
     events = [TraceEvent(time_s=0, event="add", node_id=f"vm{index}") for index in range(2)]
     events += [TraceEvent(time_s=0.1, event="add", node_id=f"vm{index}") for index in (2, 3)]
     faults = tuple(fault("vm2", "transfer", version) for version in range(1, 2000))

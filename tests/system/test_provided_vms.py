@@ -1,4 +1,4 @@
-"""Runs on hosts that a provider brings: the user's command, real nodes and agents; hosts die, and a manager does."""
+"""Runs on a provider's hosts: the user's command, real nodes and agents; hosts die, and so does a manager."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
 STEPS = 70
 STEP_S = 0.2
-"""What a step takes at least while a host is noticed, before the run is over."""
+"""The least time of a step while a host has a notice, before the run is over."""
 NUM_SECTIONS = 6
 TOO_SMALL_ALONE_BYTES = 1_900_000
 
@@ -45,7 +45,7 @@ TOO_SMALL_ALONE_BYTES = 1_900_000
 def hosts(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Hosts]:
-    """As many hosts, of so many devices each; at one place, which commands have in their environment."""
+    """Make so many hosts with so many devices each in one folder, which is in the commands' environment."""
     number, num_gpus = request.param
     world = Hosts(tmp_path_factory.getbasetemp() / "hosts", number, num_gpus)
     for name, value in world.environment.items():
@@ -105,7 +105,7 @@ def named(directory: Path) -> dict[str, bytes]:
 
 
 def check_exposure(hosts: Hosts, run: RunningMorph, run_dir: Path, secrets: list[str]) -> None:
-    """Where both sides listen, and that secrets are in the files of docs/how-it-works/safety.md alone."""
+    """Check the listeners of both sides, and that secrets are only in the files of docs/how-it-works/safety.md."""
     assert len(secrets) >= 4
     sides = {"127.0.0.2": run.family()}
     of_nodes = set()
@@ -136,7 +136,7 @@ def facts_of(run_dir: Path) -> list[Fact]:
 
 
 def check_encrypted(run: RunningMorph, hosts: Hosts, node: str, directory: Path) -> None:
-    """Ray on both sides takes nobody without a certificate; keys are their owner's alone, and nobody shows one."""
+    """Ray accepts no connection without a certificate on either side; only owners can read keys, and none is shown."""
     kept = Path(json.loads((directory / "run" / "attach.json").read_text())["control_socket"]).parent
     manager = certificates_of(kept)
     (folder,) = hosts.directory.glob(f"h*/.morph/nodes/{node}")
@@ -253,7 +253,7 @@ class OneNotice:
 
 @contextmanager
 def noticed(hosts: Hosts, node: str, directory: Path) -> Iterator[OneNotice]:
-    """While the block runs an agent of a node tells the run in ``directory`` of a notice."""
+    """While the block runs, a node's agent reports a notice to the run in ``directory``."""
     secret = next(hosts.directory.glob(f"h*/.morph/nodes/{node}/node-secret")).read_text().strip()
     port = json.loads((directory / "run" / "attach.json").read_text())["notice_port"]
     notice = OneNotice()

@@ -1,4 +1,4 @@
-"""Rehearsals with real processes: the same weights in every shape, the time that was expected, nothing left behind."""
+"""Rehearsals with real processes: the same weights in every shape, the expected time, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def profile_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Command:
-    """``morph rehearse`` in a session of its own, with a temporary directory of its own, as batch systems name it."""
+    """``morph rehearse`` in its own session, with its own temporary directory, as on batch systems."""
 
     def __init__(self, folder: Path, *arguments: object) -> None:
         self.temporary = folder / ("long" * 20)

@@ -1,4 +1,4 @@
-"""What a run shows to others: where it listens, what it writes, and what is left when its terminal is closed."""
+"""What a run exposes: its sockets and files, and what is left when its terminal is closed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 MANY_STEPS, HELD_AFTER = 1_000_000, 8
 POLICY = "{checkpoint_every_steps: 5, heartbeat_timeout_s: 30, order_timeout_s: 500}"
 PRIVATE = ("attach.json", "page.json")
-"""Files of a run directory that hold a secret while the run goes on."""
+"""Files of a run directory that hold a secret during the run."""
 STRANGER = """
 import sys
 from ray._raylet import GcsClient
@@ -43,7 +43,7 @@ except Exception as error:
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen of one run, while it trained and after its terminal was closed.
+    """Observations of one run, while it trained and after its terminal was closed.
 
     ``shown`` by its processes; ``ray_files`` are Ray's logs and sessions, ``files`` the run directory; ``live_modes``
     of the files with secrets.
@@ -122,7 +122,7 @@ def seen(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 def _stranger(address: str, **token: str) -> str:
-    """What Ray's head node tells a process with this token, or with none."""
+    """Return the answer of Ray's head node to a process with this token, or without one."""
     environment = {**environment_of_commands(), "RAY_AUTH_MODE": "token" if token else "disabled", **token}
     done = subprocess.run(
         [sys.executable, "-c", STRANGER, address], capture_output=True, text=True, timeout=100, env=environment
@@ -161,7 +161,7 @@ def test_everything_listens_on_loopback_alone(seen: Seen) -> None:
 
 def test_the_secrets_of_the_run_are_known_to_this_test(seen: Seen) -> None:
     assert set(seen.secrets.values()) <= set(seen.all_secrets)
-    assert len(set(seen.all_secrets)) >= 4  # also the run's and that of which the workers' own are made
+    assert len(set(seen.all_secrets)) >= 4  # includes the run's, and that from which the workers' own follow
     assert all(len(secret) >= 32 for secret in seen.all_secrets)
 
 

@@ -1,4 +1,4 @@
-"""Workers that fall silent or die: who finds it, what the others do, and that whoever wakes disturbs nobody."""
+"""Workers that fall silent or die: how it is detected, what the others do, and that a waking worker does no harm."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 class Waking:
-    """Wakes the worker that was stopped as soon as the others formed the next shape, and sees what becomes of it."""
+    """Wakes the stopped worker as soon as the others formed the next shape, and observes what it does."""
 
     def __init__(self, fault: Fault, wake_others: Callable[[], None] = lambda: None) -> None:
         self._fault, self._wake_others = fault, wake_others
@@ -129,7 +129,7 @@ def outlives(pid: int, bound_s: float = 60.0) -> bool:
 def test_a_death_aborts_every_other_worker_and_nobody_waits_for_a_time_out(
     expected: dict[str, str], tmp_path: Path
 ) -> None:
-    """What counts is who answers what before the next shape is formed: nobody's answer tells of a wait's end."""
+    """Check the answers before the next shape is formed: none of them reports the end of a wait."""
     fault = Fault(killed)
     plans = [shape(PROFILE, 3, 2), shape(PROFILE, 2, 2)]
     emulated = Emulated(PROFILE, plans, STEPS, num_vms=6, observers=[fault], spells=STUCK)
@@ -173,7 +173,7 @@ class AllStopped:
 def test_workers_that_are_all_stopped_are_not_lost_one_that_is_stopped_alone_or_cut_off_is_and_no_bit_changes(
     expected: dict[str, str], tmp_path: Path
 ) -> None:
-    """The first who wakes disturbs nobody. A host's link is cut where network namespaces are to be had."""
+    """The first worker that wakes does no harm. A host's link is cut where network namespaces are available."""
     network = HostNetwork(4, 1e9) if permitted() else None
 
     def host_of(vm: str) -> int:
@@ -256,7 +256,7 @@ class Revoking:
 def test_a_run_on_ray_nodes_bears_broken_connections_silent_workers_and_a_revoked_vm(
     expected: dict[str, str], tmp_path: Path
 ) -> None:
-    """One after the other, for each node takes long to start.
+    """One after the other, because each node takes long to start.
 
     Ray's driver is killed, and the connections of one VM's worker are reset, twice, which costs nobody anything. The
     next driver starts the worker of the VM that comes last. The worker is stopped, then another VM
@@ -292,7 +292,7 @@ def test_a_run_on_ray_nodes_bears_broken_connections_silent_workers_and_a_revoke
     spells = tuple(SlowSpell(worker=vm, factor=10_000, first_step=at) for vm, at in ((VICTIM, 5), ("vm2", 7)))
     emulated = Emulated(
         PROFILE,
-        [shape(PROFILE, stages, 1) for stages in (3, 2, 1)],  # nobody else holds a stage
+        [shape(PROFILE, stages, 1) for stages in (3, 2, 1)],  # no other worker holds a stage
         STEPS,
         num_vms=3,
         policy=Policy(checkpoint_every_steps=1000, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S),

@@ -1,4 +1,4 @@
-"""A worker whose device is slow: found by its compute times, left out at a boundary, probed, taken back when well."""
+"""A worker on a slow device is detected by its compute times, left out at a boundary, probed, and taken back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 @dataclass
 class Told:
-    """What a run decided that has to do with slow workers."""
+    """A run's decisions about slow workers."""
 
     slow: list[str] = field(default_factory=list)
     well: list[str] = field(default_factory=list)

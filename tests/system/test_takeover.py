@@ -1,4 +1,4 @@
-"""Managers die with SIGKILL, again and again; another goes on with the same workers, and no bit differs in the end."""
+"""Managers are repeatedly killed; another one continues with the same workers, and the final bits are equal."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Managed:
         return [event for event in self._events() if isinstance(event, kind)]
 
     def history(self) -> str:
-        """Every decision's sentence, for a test that fails."""
+        """Return every decision's sentence, for a failed test."""
         if not (self.directory / "journal.sqlite").exists():
             return "no journal"
         records = [
@@ -197,7 +197,7 @@ LAST = {
         Death(phase=Phase.TRAINING, version=7, worker="vm1", manager_lives=True),
     ),
 }
-"""What dies beside the manager that comes to the end."""
+"""What dies besides the manager before the last one."""
 VMS = {"processes": {4: "2x2", 3: "3x1", 2: "2x1", 1: "1x1"}, "ray": {2: "1x2", 1: "1x1"}}
 """How many there are, and what is made of those that are left: a worker is lost, and no step."""
 
@@ -263,7 +263,7 @@ def test_vms_that_were_asked_for_are_kept_by_the_next_manager_and_replaced_withi
     run = Managed(tiny_job, tmp_path, "processes", num_vms=2, shapes={2: "1x2"}, vms=vms)
     run.manage(Death(phase=Phase.STARTING))  # requested, perhaps not granted
     run.manage(Death(phase=Phase.TRAINING, version=2))
-    run.manage(Death(phase=Phase.TRAINING, version=4, worker="job-1-1"))  # one is lost while nobody looks
+    run.manage(Death(phase=Phase.TRAINING, version=4, worker="job-1-1"))  # one is lost while there is no manager
     run.manage(Death(phase=Phase.TRAINING, version=7, worker="job-1-0", manager_lives=True))
     granted = {event.request: event.nodes for event in run.events(NodesGranted)}
     assert granted == {"job-1": ("job-1-0", "job-1-1"), "job-2": ("job-2-0",), "job-3": ("job-3-0",)}, run.history()

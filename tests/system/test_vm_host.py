@@ -1,4 +1,4 @@
-"""The process that owns local Ray nodes: boots them together, tells of their deaths, and keeps nothing of the dead.
+"""The process that owns local Ray nodes: boots them together, reports their deaths, and cleans up after them.
 
 And whoever has Ray's token has every VM. What he cannot have with it: the manager, or anything on its machine. The
 tests of local nodes have one cluster, for each takes long to start; the last of them ends it.
@@ -255,7 +255,7 @@ def test_without_an_agent_of_its_own_the_head_node_is_known_to_be_gone_and_witho
 def test_what_a_client_with_the_token_has_run_on_the_head_node_or_read_by_the_driver_gets_at_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what ends the driver costs no more than another one. The VM is a node beside the cluster, as a provider's."""
+    """Killing the driver only costs a new one. Like a provider's VM, the node is outside the head node's host."""
     secret = tmp_path / "credentials"
     secret.write_text(SECRET, encoding="utf-8")
     monkeypatch.setenv(SECRET_NAME, SECRET)

@@ -1,4 +1,4 @@
-"""Errors inside workers: what is tried again, who is lost, and what a user is shown when it ends the run."""
+"""Errors inside workers: which are retried, which lose the worker, and what the user sees when one ends the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command in a terminal of its own, everything of which can be looked at: sockets, environments, files, output."""
+"""A command in a terminal of its own, which can be inspected: sockets, environments, files, output."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class WatchedMorph:
         return shown_by(self.family()).listening
 
     def close_terminal(self) -> None:
-        """What happens when the window is closed: SIGHUP to the processes of its session."""
+        """Send SIGHUP to the processes of the session, as when the window is closed."""
         if self._reader.is_alive() and self._wake >= 0:
             os.write(self._wake, b"x")  # a terminal that is read from stays open
             self._reader.join(END_TIMEOUT_S)
@@ -122,7 +122,7 @@ class WatchedMorph:
             ready, _, _ = select.select([self._terminal, self._woken], [], [])
             try:
                 chunk = os.read(self._terminal, 65536) if self._terminal in ready else b""
-            except OSError:  # nobody has the terminal any more
+            except OSError:  # no process has the terminal any more
                 chunk = b""
             with self._more:
                 self._output += chunk

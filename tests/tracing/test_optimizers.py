@@ -136,7 +136,7 @@ class CountsInOneTensor(Custom):
 
 
 class EstimatesStepSize(Custom):
-    """As Prodigy: a step size over all parameters, from gradients and the way since the start; kept in the groups."""
+    """Like Prodigy: one step size for all parameters, from gradients and distances, which is kept in the groups."""
 
     def setup(self) -> None:
         for group in self.param_groups:
@@ -170,7 +170,7 @@ class ClipsAfterWarmUp(Custom):
 
 
 class AveragesByCounters(Custom):
-    """As schedule-free optimizers: counters and sums of weights in the groups, which hold no parameter's data."""
+    """Like schedule-free optimizers: counters and sums of weights in the groups, but no parameter's data."""
 
     def update(self) -> None:
         for group in self.param_groups:

@@ -1,4 +1,4 @@
-"""Workers that train a job in one shape after another, and what comes of it."""
+"""Workers that train a job in one shape after another, and the results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES = ("w0", "w1", "w2", "w3")
 
 
 def spec_of(name: str) -> str:
-    """The job of a name, as workers are told it; or path/to/file.py:name as it is."""
+    """Return the job path for a name, as workers get it; path/to/file.py:name is returned unchanged."""
     return name if ":" in name else f"{JOBS}:{name}"
 
 
@@ -51,7 +51,7 @@ def make_plan(shape: str, fingerprint: str, *, recompute: bool = True, live_sect
 
 @dataclass
 class Trained:
-    """What came of a run: sha256 by unit, and what was reported of each step."""
+    """The results of a run: sha256 by unit, and the reports of each step."""
 
     directory: Path
     decided: list[Decided] = field(default_factory=list)
@@ -121,7 +121,7 @@ def trained_alone(
 
 
 class ShapesCrew:
-    """Worker processes, reused by every test; anew after one that failed, for theirs have answers left to give."""
+    """Worker processes, reused by all tests; replaced after a failed test, whose workers have unread answers."""
 
     def __init__(self) -> None:
         self.crew = Crew(load_tiny_job(), NAMES)
@@ -206,7 +206,7 @@ class ShapesCrew:
         return found
 
     def _send_ahead(self, found: Trained) -> None:
-        """Have everybody send all its units to the next worker; what was sent before is dropped."""
+        """Let each worker send all its units to the next one; units sent before are dropped."""
         crew, present = self.crew, self.crew.present
         assert crew.plan is not None
         self._collect_ahead(found)

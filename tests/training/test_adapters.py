@@ -1,4 +1,4 @@
-"""Adapters of peft over a frozen base: trained as a plain loop trains them, and given back in peft's own form."""
+"""Adapters of peft over a frozen base: trained as in a plain loop, and exported in peft's own form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps whose numbers are bad: skipped, or given up with those before; the same bytes whatever is lost meanwhile."""
+"""Steps with bad numbers are skipped, or given up with those before; the result does not depend on losses."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def samples_of(step: int) -> tuple[int, ...]:
 
 
 class Seen:
-    """What was said of bad steps, and which samples they had."""
+    """Return the reports of bad steps, and their samples."""
 
     def __init__(self) -> None:
         self.sentences: dict[int, str] = {}
@@ -63,7 +63,7 @@ class Seen:
 
 
 def bytes_of(report: RunReport, url: str) -> Manifest:
-    """What a run ends with, but for when and how it was saved."""
+    """Return the result of a run, except when and how it was saved."""
     manifest = read_manifest(url, report.version)
     return manifest.model_copy(update={"saved_s": None, "shape": "", "marked": None})
 

@@ -1,4 +1,4 @@
-"""Sections that torch.compile compiled: once for each kind, and the same bits wherever stages begin."""
+"""Sections with torch.compile: compiled once for each kind, with the same bits wherever stages begin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data workers and streams: who reads a sample changes no bit of what is learned, whatever becomes of who reads it."""
+"""Data workers and streams: the process that reads a sample, and its loss, change no bit of the result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ONE, WORKER_LOST = (("1x1", NUM_STEPS),), (("2x1", 3), ("1x2", 5), ("1x1", NUM_S
 
 @pytest.fixture(scope="module")
 def reference(crew: ShapesCrew, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """What comes of samples that the thread that computes reads, with crops and dropout, on one worker."""
+    """Return the results with samples read by the computing thread, with crops and dropout, on one worker."""
     return crew.train("read_between", [("1x1", NUM_STEPS)], tmp_path_factory.mktemp("between"))
 
 
@@ -44,7 +44,7 @@ def test_changing_shapes_and_lost_workers_change_no_bit(crew: ShapesCrew, refere
 
 
 def num_trained_on(trained: Trained) -> list[int]:
-    """How often the model was trained on each sample, by its own count."""
+    """Return how often the model was trained on each sample, by its own count."""
     for entry in trained.manifest.units:
         folder = trained.directory / f"v{trained.manifest.version:08d}"
         for name, tensor in from_payload((folder / entry.file).read_bytes()).items():

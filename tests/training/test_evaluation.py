@@ -290,7 +290,7 @@ def returning(result: Any) -> Any:
             "metric 'a' is not a scalar (got (2,)); allowed: (loss, {name:",
         ),
         (lambda error: (error, {3: error}), "metric 3 is not a scalar"),
-        (lambda error: (error, [error]), "returns no dict of metrics (got 'list')"),
+        (lambda error: (error, [error]), "returns something other than a dict of metrics (got 'list')"),
         (lambda error: (error, {}, {}), "does not return a scalar (got 'tuple')"),
         (lambda error: ({}, error), "does not return a scalar"),
     ],

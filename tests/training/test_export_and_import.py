@@ -1,4 +1,4 @@
-"""A run's weights go out as one plain state_dict, and begin a run from one."""
+"""A run's weights are exported as one plain state_dict, and a run can begin from one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NUM_STEPS = 2
 
 
 def morph(*arguments: object) -> tuple[int, str]:
-    """Run the command line; exit code and what it printed, but for what goes on."""
+    """Run the command line; return the exit code, and the output without progress reports."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -236,7 +236,7 @@ def test_an_imported_state_is_version_zero_with_a_fresh_optimizer(run_dir: Path,
 
 
 def write(path: Path, **changes: Tensor | None) -> Path:
-    """The state_dict of a fresh model with some entries changed or taken out; ``__`` stands for a dot."""
+    """Return a fresh model's state_dict with some entries changed or removed; ``__`` stands for a dot."""
     torch.manual_seed(7)
     state = {name: value.clone() for name, value in Net().state_dict().items()}
     for name, value in changes.items():

@@ -1,4 +1,4 @@
-"""Parameters that are complex, or get a gradient in some steps alone: as in a plain loop, in every shape."""
+"""Parameters that are complex, or get a gradient only in some steps: as in a plain loop, in every shape."""
 
 from __future__ import annotations
 

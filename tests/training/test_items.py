@@ -1,4 +1,4 @@
-"""Items of every kind train alike in every shape, and as a plain loop over the same batches does."""
+"""Items of every kind train equally in every shape, and as in a plain loop over the same batches."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_texts_of_varying_length_in_shards_train_alike_in_every_shape(crew: Shap
 
 
 def check_varying(weights: dict[str, torch.Tensor], name: str) -> None:
-    """Check that weights are those of a plain loop over whole mini-batches, padded by hand."""
+    """Check that weights equal those of a plain loop over whole mini-batches, padded by hand."""
     job = load_job(spec_of(name))
     order, texts = order_of(job), job.dataset()
     plain = plain_loop(job, lambda step: padded_by_hand([texts[index] for _, index in order.mini_batch(step)]))
@@ -112,7 +112,7 @@ def test_packed_texts_train_as_a_plain_loop_over_texts_by_themselves(tmp_path: P
 
 
 def loss_of_texts(model: torch.nn.Module, batch: list[dict[str, torch.Tensor]]) -> Loss:
-    """Each text alone."""
+    """Return the loss of each text by itself, summed."""
     parts = [next_token_loss(model, {name: entry[None] for name, entry in text.items()}) for text in batch]
     return Loss(sum(part.total for part in parts), sum(part.weight for part in parts))  # type: ignore[arg-type]
 

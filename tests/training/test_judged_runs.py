@@ -1,4 +1,4 @@
-"""Runs that act on their evaluations: the best version is kept, training ends early, whatever is lost meanwhile."""
+"""Runs that act on their evaluations: the best version is kept, and training ends early, also after losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any optimizer and any schedule: a state that is saved and loaded goes on bit for bit."""
+"""Any optimizer and any schedule: a saved and loaded state continues bit for bit."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def check_round_trip(optimizer: MakeOptimizer, schedule: Any = None) -> None:
 
 
 def resumed(state: UnitState, optimizer: MakeOptimizer, schedule: Any = None, code: str = "") -> UnitState:
-    """A state of a changed job that goes on from what another saved."""
+    """Return the state of a changed job that continues from another job's save."""
     other = make(optimizer, schedule, seed=99, code=code)
     other.load(from_payload(to_payload(state.tensors())))
     return other
@@ -329,7 +329,7 @@ def test_a_states_learning_rate_is_the_saved_one() -> None:
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD, nesterov", "Adagrad"])
 def test_an_optimizer_in_host_memory_updates_the_parameters_that_the_sections_read(name: str) -> None:
-    """On a CPU the two memories are one; the optimizer's copies are separate all the same."""
+    """On a CPU both memories are the same, but the optimizer's copies are still separate."""
     state, split = make(OPTIMIZERS[name]), make(OPTIMIZERS[name], in_host_memory=True)
     owned = {id(p) for group in split.optimizer.param_groups for p in group["params"]}
     assert not owned & {id(parameter) for parameter in split.parameters.values()}

@@ -47,7 +47,7 @@ CASES = [*((job, LOSSES) for job in JOBS), *cells(JOBS, [name for name in HISTOR
 
 @pytest.fixture(scope="module")
 def reference_of(crew: ShapesCrew, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
-    """What a job comes to with one worker, undisturbed."""
+    """Return a job's results on one undisturbed worker."""
     return cache(lambda job: crew.train(job, [("1x1", NUM_STEPS)], tmp_path_factory.mktemp(job)))
 
 

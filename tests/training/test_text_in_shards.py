@@ -87,7 +87,7 @@ def without_keys_bias(name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def plain_loop(path: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and weights of PyTorch alone, over whole mini-batches, whose documents are taken apart again."""
+    """Return losses and weights of plain PyTorch over whole mini-batches, whose documents are separated again."""
     job = load_job(path)
     model = job.model()
     model.load_state_dict(dict(export_job(job).initial_parameters), strict=False)

@@ -1,4 +1,4 @@
-"""Losses that are a total over a weight: the same bits in every shape, and what a plain loop over the batch has."""
+"""Losses that are a total over a weight: the same bits in every shape, equal to a plain loop over the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers that the forward writes are part of the state: what a plain loop makes of them, in every shape."""
+"""Buffers that the forward writes are part of the state: as in a plain loop, in every shape."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Net(nn.Module):
 
 
 class Points(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Random points and what to make of them; ``first`` tells samples of two sets apart."""
+    """Random points and their targets; ``first`` distinguishes the samples of two sets."""
 
     def __init__(self, first: int = 0, count: int = NUM_SAMPLES) -> None:
         self._first, self._count = first, count
@@ -106,7 +106,7 @@ scheduled = replace(plain, lr_scheduler=warm_up)
 
 
 def breaking_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean squared error of a model that is told which samples break."""
+    """Mean squared error of a model that gets the numbers of breaking samples."""
     return functional.mse_loss(model(batch["x"], batch["flag"]), batch["y"])
 
 
@@ -158,7 +158,7 @@ scaled_fast = replace(scaled, accumulation="fast")
 
 
 def loss_with_metrics(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean squared error, with metrics made early, late, of the batch alone, and the loss itself."""
+    """Mean squared error, with metrics computed early, late and from the batch only, and the loss itself."""
     assert isinstance(model, Net)
     early = model.first(batch["x"]).abs().mean()
     out = model(batch["x"])
@@ -199,7 +199,7 @@ class HeadedNet(Net):
 
 
 def shifted_net() -> nn.Module:
-    """The same weights as those of ``plain``, with another constant."""
+    """The weights of ``plain``, with another constant."""
     net = Net()
     net.shift.fill_(1.0)
     return net
@@ -229,7 +229,7 @@ def loss_with_answers(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tenso
 
 
 def f1_score(values: dict[str, Any]) -> dict[str, float]:
-    """Compute what is no mean: F1 of all samples, and a root, with what each of them is, and a draw."""
+    """Compute values that are not means: F1 of all samples, and a root, with the values of each sample, and a draw."""
     said, wanted = values["said"] > 0, values["wanted"][:, 0] > 0
     assert said.shape == (10,)
     assert values["wanted"].shape == (10, 2)
@@ -518,7 +518,7 @@ class Experts(nn.Module):
 
 
 class Ends(nn.Module):
-    """Either goes on with what it is given, or begins anew: what is in front has no gradient then."""
+    """Continues from its input, or begins anew, so that earlier layers get no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -602,7 +602,7 @@ class SkippingAdamW(torch.optim.AdamW):
 
 
 def body_until_3(optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Train the body in the first three steps alone."""
+    """Train the body only in the first three steps."""
     return LambdaLR(optimizer, [lambda _step: 1.0, lambda step: float(step < 3)])
 
 
@@ -643,7 +643,7 @@ class OneSided(torch.autograd.Function):
 
     @staticmethod
     def backward(_ctx: object, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """Give it to the first one alone."""
+        """Give it only to the first one."""
         return gradient, None
 
 

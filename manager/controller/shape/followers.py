@@ -1,4 +1,4 @@
-"""Who is followed by whom, and whether that pays (decision 0019): pure and deterministic."""
+"""Which worker follows which, and whether following pays (decision 0019): pure and deterministic."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from morph.contract.waits import cheapest_interval_s
 from morph.words import counted
 
 COPY_BYTES_PER_S = 2.0e9
-"""At which a worker copies its sums in memory, while it trains nothing."""
+"""Bytes per second at which a worker copies its partial sums in memory; it does not train meanwhile."""
 
 FREE_S, FREE_SHARE = 0.001, 0.01
-"""Followers of a small state that add less than this to a step, in seconds and as a share of it, are always kept.
+"""Followers of a small state are always kept if they add less than this to a step, in seconds and as a share of it.
 
-Steps differ by more than that. How often VMs are lost is a guess until several were, and each loss that goes back to a
-checkpoint trains steps anew that a follower has.
+Steps vary by more than that. The rate of VM losses is a guess until several were seen, and a loss that goes back to a
+checkpoint repeats steps that a follower would have saved.
 """
 MEASURED_FROM_BYTES = 1 << 24
-"""How fast a smaller state was moved tells of threads and messages, and not of the link."""
+"""Bytes. The time to move a smaller state measures threads and messages rather than the link."""
 PAYS_WITHIN_S = 3600.0
-"""A shape is formed anew for its followers alone if within this time that saves more than it costs."""
+"""Seconds. A shape is re-formed only to change its followers if that saves more than it costs within this time."""
 
 
 class Redundancy(NamedTuple):
-    """What a shape does against losses. ``why``: in a few words; ``worth``: the share of the time that it saves."""
+    """How a shape protects against losses. ``why``: in a few words; ``worth``: the share of the time that it saves."""
 
     follows: tuple[Follow, ...]
     copy_sums_every: int
@@ -47,7 +47,7 @@ class Redundancy(NamedTuple):
 
     @property
     def told(self) -> str:
-        """What the journal says of it; empty: nothing is done, and why need not be said."""
+        """The text for the journal; empty: there is no protection, and nothing to explain."""
         num = len({unit for follow in self.follows for unit in follow.units})
         where = ", in its host memory" if self.in_host else ""
         said = [f"{counted(num, 'unit is', 'units are')} kept in step on a second VM{where}"] if num else []
@@ -59,10 +59,10 @@ class Redundancy(NamedTuple):
 
 
 def followers_due(transition: Transition) -> str | None:
-    """Say why the present shape is to have followers from now on, or none any more; None: it stays as it is.
+    """Return why the present shape should gain or lose its followers now; None: it stays as it is.
 
-    Asked for after each save: then more is known of what saves take and of how often VMs are lost than when it was
-    formed.
+    Called after each save, when the duration of saves and the rate of VM losses are known better than when the shape
+    was formed.
     """
     state = transition.state
     if not state.saving.save_times.weighs or state.reshape is None:
@@ -87,11 +87,12 @@ def _follows_state(follows: Sequence[Follow]) -> bool:
 def redundancy_of(
     state: ControllerState, plan: Plan, slots: Sequence[Slot], held: Holdings, now_s: float
 ) -> Redundancy:
-    """Choose by the policy; "auto": a second holder where it loses less than it costs.
+    """Choose followers by the policy; "auto": units get a second holder where that costs less than losses would.
 
-    A follower's state costs what of each step's gradients travels after the last backward, and saves the steps since a
-    checkpoint whenever a unit would have no holder left. Copies of partial sums cost the copying, and save half of the
-    time between two of them at each loss; so as for checkpoints (Young's formula) that time is sqrt(2 cost / rate).
+    A follower costs the time in which a step's gradients still travel after the last backward; it saves the steps since
+    the last checkpoint whenever a unit would otherwise have no holder left. Copies of partial sums cost the copying;
+    each loss repeats on average half of the interval between two copies. So, as for checkpoints (Young's formula), the
+    best interval is sqrt(2 cost / rate).
     """
     policy = state.config.policy.redundancy
     if policy == "off":
@@ -121,7 +122,7 @@ def redundancy_of(
         worth = gain - cost
         is_free = exposed_s <= FREE_S and cost <= FREE_SHARE
         if is_free:
-            worth = max(worth, 0.0)  # no shape is formed anew for them alone
+            worth = max(worth, 0.0)  # no shape is re-formed for them alone
         keeps = (worth > 0 or is_free) and fits
         saved = f" and save {gain:.2%}" if gain < 1 else "; without them losses undo all progress"
         why = f"followers cost {cost:.2%} of the time{saved}"
@@ -144,7 +145,7 @@ def _fits_device(state: ControllerState, plan: Plan) -> bool:
 
 
 def _fits_host(state: ControllerState, plan: Plan, links: Sequence[Follow]) -> bool:
-    """Whether followed state and gradients fit into host memory, and one unit on a device while it is updated."""
+    """Whether followed state and gradients fit into host memory, and one unit at a time on a device for its update."""
     config, expected = state.config, plan.expected
     if config.host_memory_bytes is None or config.device_memory_bytes is None:
         return False
@@ -169,18 +170,19 @@ def choose_followers(
     sole: Set[UnitId],
     zones: Mapping[WorkerId, str],
 ) -> tuple[Follow, ...]:
-    """Give each worker a follower on another VM; none where all are on one VM.
+    """Give each worker a follower on another VM; none where all workers are on one VM.
 
-    It is one that holds most of what the worker does, so that least has to travel: a replica, or who followed it
-    before; then one in another zone; then who is followed by it, which makes pairs; then who keeps least for others.
+    Preferred are, in this order: workers that already hold most of the followed worker's units (replicas or its former
+    follower), so that the least has to travel; workers in another zone; workers that it follows itself, which makes
+    pairs; and workers that keep the fewest bytes for others.
 
     Args:
-        slots: Who drives what.
+        slots: The workers of the shape and their stages.
         needed: Units by stage.
         held: Units by worker, at the present version.
-        sizes: Of the units, bytes.
-        sole: Units that only one VM has in this shape: they are to be kept in step.
-        zones: By worker.
+        sizes: Bytes of each unit.
+        sole: Units that only one VM holds in this shape; followers must keep these in step.
+        zones: The zone of each worker.
     """
     stages = [frozenset(units) for units in needed]
     own = {slot.worker: stages[slot.stage] for slot in slots}
@@ -203,15 +205,15 @@ def choose_followers(
 
 
 _Kind = tuple[frozenset[UnitId], str | None]
-"""What workers have and the zone that they are in: those of one kind differ only in whom they keep for already."""
+"""Units and zone: workers of one kind differ only in the workers that they follow already."""
 _Rank = tuple[int, int, int, WorkerId]
-"""0: followed by who asks, 1: by nobody yet, 2: by another; what it keeps for others (bytes); its place; its name."""
+"""0: followed by the asking worker, 1: by none, 2: by another; bytes that it keeps for others; its place; its name."""
 
 
 class _Candidates:
-    """Who may follow whom. Those of one kind are a heap: the cost grows with the number of workers, not its square.
+    """Candidates for followers, a heap per kind: the cost grows with the number of workers, not with its square.
 
-    A rank only grows while followers are dealt out, so it is brought up to date when it comes to the heap's top.
+    Ranks only grow while followers are assigned, so a rank is updated when it reaches the top of its heap.
     """
 
     def __init__(
@@ -232,7 +234,7 @@ class _Candidates:
         self._heaps: dict[_Kind, list[_Rank]] = {}
         self._sharing: dict[_Kind, tuple[list[list[_Kind]], dict[_Kind, int]]] = {}
         self._ranks: dict[WorkerId, _Rank] = {}
-        for worker, units in own.items():  # in the order of their places, so that each heap is one
+        for worker, units in own.items():  # in the order of their places, so that each list is a valid heap
             has = held.get(worker, units)
             kind = self._kinds[worker] = units if has == units else units.union(has), zones.get(worker)
             self._heaps.setdefault(kind, []).append(self._ranked(worker))
@@ -242,7 +244,7 @@ class _Candidates:
                 self._having[unit].append(kind)
 
     def take(self, me: WorkerId) -> WorkerId | None:
-        """Give this worker a follower, and return it; None where all are on its VM."""
+        """Assign a follower to this worker, and return it; None where all workers are on its VM."""
         vm = self._vms[me]
         for kinds in self._by_use(me):
             ranks = [rank for kind in kinds if (rank := self._least(kind, vm)) is not None]
@@ -281,7 +283,7 @@ class _Candidates:
             yield [kind for kind in self._heaps if (kind[1] == zone) == is_here and kind not in shared]
 
     def _least(self, kind: _Kind, vm: str) -> _Rank | None:
-        """Return who ranks first in this kind and is not on this VM."""
+        """Return the first-ranked worker of this kind that is not on this VM."""
         heap, aside = self._heaps[kind], []
         while heap:
             present = self._ranks[heap[0][-1]]
@@ -302,12 +304,12 @@ def _sole_units(slots: Sequence[Slot], needed: Sequence[Sequence[UnitId]]) -> fr
 
 
 def zones_of(state: ControllerState) -> dict[WorkerId, str]:
-    """Return where each worker is: VMs of one zone are often lost together."""
+    """Return the zone of each worker: VMs of one zone are often lost together."""
     return {worker: f"{entry.facts.region}/{entry.facts.zone}" for worker, entry in state.workers.items()}
 
 
 def _gain(state: ControllerState, plan: Plan, slots: Sequence[Slot], links: Sequence[Follow], now_s: float) -> float:
-    """Return the share of the time that followers save: what fatal losses cost without them, less that with them."""
+    """Return the share of the time that followers save: the cost of fatal losses without and with them compared."""
     needed = state.config.units_of(plan)
     interval_s = 2 * plan.expected.mini_batch_s
     without_s = mean_s_to_fatal_loss(state, now_s, holders_of(slots, needed, ()))
@@ -329,7 +331,7 @@ def _copy_every(
     speed: float,
     rate: float,
 ) -> int:
-    """Return after how many micro-batches partial sums are copied; 0: a step is over before that pays."""
+    """Return after how many micro-batches partial sums are copied; 0: steps are too short for copies to pay."""
     most = SUM_BYTES * max(sum(parameters[unit] for unit in units) for units in needed)
     share = max(plan.micro_batches_per_replica)
     period_s = plan.expected.mini_batch_s / share

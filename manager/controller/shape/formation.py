@@ -1,4 +1,4 @@
-"""Forming a generation: which plan, who drives what, where the state comes from; and waiting a little before."""
+"""Forming a generation: its plan, its workers, the sources of their state; and short waits before that."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from morph.contract.vm_names import beside, vm_of
 from morph.words import counted
 
 GATHER_S = 1.0
-"""Processes of one VM that are killed together end this far apart, or less: the kernel first frees their memory.
+"""Seconds between the ends of processes of one VM that are killed together, at most: the kernel frees memory first.
 
-0.38 s were seen with 17 processes waiting for two cores.
+0.38 s were measured with 17 processes waiting for two cores.
 """
 
 
 def record_partly_lost_vms(transition: Transition, lost: Iterable[WorkerId]) -> None:
-    """Note the VMs of workers that are being lost, and forget those of which it is known."""
+    """Record the VMs of workers that are being lost, and forget those that are known to be lost as a whole."""
     state, gone = transition.state, set(lost)
     partly_lost = {vm: until_s for vm, until_s in state.waits.partly_lost.items() if transition.now_s < until_s}
     for worker in gone:
@@ -47,7 +47,7 @@ def record_partly_lost_vms(transition: Transition, lost: Iterable[WorkerId]) -> 
 
 
 def partly_lost_until_s(state: ControllerState, now_s: float) -> float | None:
-    """Return until when workers are awaited whose VM lost another one; None: nobody is."""
+    """Return until when (seconds) to wait for further losses of VMs that lost a worker; None: no VM did."""
     if not state.waits.partly_lost:
         return None
     living = {vm_of(worker) for worker in state.workers}
@@ -57,12 +57,12 @@ def partly_lost_until_s(state: ControllerState, now_s: float) -> float | None:
 
 
 def form_or_hold(transition: Transition) -> None:
-    """Nobody has an order and training stands: form the next generation, or wait for a node that is about to be ready.
+    """No worker has an order and nothing trains: form the next generation, or wait for a node that is almost ready.
 
     Waiting pays as long as it costs less than the change that would take the node in later: training at ``now``
     examples/s for w seconds is worth ``w * now``, and a change that takes c seconds costs ``c * then``. The bound is
-    set when the wait begins, so that nodes that come one after the other cannot prolong it. Before that it is awaited
-    whether a VM that lost a worker goes as a whole.
+    set when the wait begins, so that nodes that come one after the other cannot prolong it. A VM that lost a worker is
+    given time first to lose its others.
     """
     if transition.state.waits.partly_lost and _await_partly_lost_vms(transition):
         return None
@@ -75,12 +75,12 @@ def form_or_hold(transition: Transition) -> None:
         return form(transition)
     transition.change(phase=Phase.HOLDING, reshape=None, member_units={})
     transition.change_waits(hold_until_s=until_s)
-    sentence = f"{counted(len(choice.workers), 'worker')} could go on; one more is about to be ready"
+    sentence = f"{counted(len(choice.workers), 'worker')} could continue; one more is almost ready"
     return transition.say(ReasonCode.HOLDING, f"{sentence}: waiting {until_s - now_s:.1f} s at most")
 
 
 def _await_partly_lost_vms(transition: Transition) -> bool:
-    """Hold while workers may follow one that their VM has lost; returns whether that is so."""
+    """Hold while a VM that lost a worker may lose its others, too; returns whether it holds."""
     until_s = partly_lost_until_s(transition.state, transition.now_s)
     if until_s is None:
         transition.change_waits(partly_lost={}, hold_until_s=None)
@@ -89,15 +89,17 @@ def _await_partly_lost_vms(transition: Transition) -> bool:
     transition.change(phase=Phase.HOLDING, reshape=None, member_units={})
     transition.change_waits(hold_until_s=until_s)
     vms = ", ".join(transition.state.waits.partly_lost)
-    transition.say(ReasonCode.HOLDING, f"{vms} may go as a whole: waiting {until_s - transition.now_s:.1f} s at most")
+    transition.say(
+        ReasonCode.HOLDING, f"{vms} may be lost as a whole: waiting {until_s - transition.now_s:.1f} s at most"
+    )
     return True
 
 
 def form(transition: Transition, *, planned: bool = False) -> None:
-    """Form the next generation from the workers that are ready; nobody has an order.
+    """Form the next generation from the ready workers, none of which has an order; wait if no plan fits them.
 
-    Waits when no plan fits them. When a unit has no living holder and the decided version cannot be read
-    anywhere, the decided version goes back to the newest checkpoint's, or to 0.
+    When a unit has no living holder and the decided version cannot be read from storage, the run goes back to the
+    version of the newest checkpoint, or to 0.
     """
     if not planned:
         _go_by_what_was_learned(transition)
@@ -136,10 +138,9 @@ def form(transition: Transition, *, planned: bool = False) -> None:
 
 
 def next_order(transition: Transition) -> tuple[ReshapeOrder, str]:
-    """Return the order that forms the best shape now, every unit that is lacking from a holder or a checkpoint.
+    """Return the order that forms the best shape now, with a source for each missing unit, and a note on its followers.
 
-    It is built once in a decision, as long as that changes nothing of what it says. Also return what is to be told of
-    its followers.
+    It is built once per decision, as long as the decision changes nothing that it depends on.
     """
     state, choice = transition.state, chosen(transition)
     saving = state.saving
@@ -158,7 +159,7 @@ def next_order(transition: Transition) -> tuple[ReshapeOrder, str]:
 
 @dataclass(frozen=True)
 class _OrderOf:
-    """The question for the order that forms a choice: one question, whatever the choice."""
+    """Builds the order that forms a choice; all instances are equal, so that ``Transition.once`` caches them as one."""
 
     choice: Choice = field(compare=False)
 
@@ -176,7 +177,7 @@ def _order(state: ControllerState, choice: Choice, now_s: float) -> tuple[Reshap
     kept = {worker: sums for worker, sums in state.step.kept.items() if worker in held}
     unable = frozenset[WorkerId]() if state.saving.doubt is None else state.saving.doubt.unable
     redundancy = redundancy_of(state, choice.plan, slots, held, now_s)
-    order = ReshapeOrder.model_construct(  # of thousands of values, all of them checked
+    order = ReshapeOrder.model_construct(  # skips validation of thousands of values that were validated before
         generation=state.generation + 1,
         version=state.version,
         decided=state.decided,
@@ -201,7 +202,7 @@ def _spared(order: ReshapeOrder) -> str:
 
 
 def _wait(transition: Transition) -> None:
-    """No plan fits: wait for more workers, or end if a stop was requested."""
+    """Wait for more workers, because no plan fits; or end if a stop was requested."""
     state = transition.state
     since_s = transition.now_s if state.waits.waiting_since_s is None else state.waits.waiting_since_s
     transition.change(phase=Phase.WAITING, reshape=None, member_units={})
@@ -228,7 +229,7 @@ def _hold_until_s(state: ControllerState, choice: Choice, now_s: float) -> float
 def _go_by_what_was_learned(transition: Transition) -> None:
     """From now on choose shapes by corrected times.
 
-    Only while a shape has to be chosen anyway: what is learned is never the reason to leave one.
+    Called only while a shape has to be chosen anyway: corrections alone never make a run leave its shape.
     """
     measured = transition.state.measured
     if measured.correction is None:
@@ -241,7 +242,7 @@ def _go_by_what_was_learned(transition: Transition) -> None:
 
 
 def _measure_anew(transition: Transition) -> None:
-    """Measure members anew, for their stages changed; begin to probe slow workers that are left out."""
+    """Restart the measurement of members, whose stages changed; begin to probe slow workers that are left out."""
     state = transition.state
     due_s = transition.now_s + state.config.policy.rules.stutter.probe_every_s
     workers = dict(state.workers)
@@ -260,14 +261,14 @@ def _measure_anew(transition: Transition) -> None:
 
 
 def _restorable(state: ControllerState) -> tuple[int, str]:
-    """Return the version that needs no living holder, and its kind of source."""
+    """Return the newest version that can be restored without a living holder, and its kind of source."""
     if state.saving.checkpoint is None:
         return 0, "initial"
     return state.saving.checkpoint.version, "checkpoint"
 
 
 def _set_back(transition: Transition) -> str:
-    """Go back to the restorable version if a unit has no holder at another one; say so, or return ""."""
+    """Go back to the restorable version if some unit has no holder; return the sentence that says so, or ""."""
     state = transition.state
     held: set[UnitId] = set().union(*(state.workers[worker].holds for worker in state.ready_workers))
     missing = sorted(set(state.config.units) - held)
@@ -275,7 +276,7 @@ def _set_back(transition: Transition) -> str:
     if not missing or version == state.version:
         return ""
     workers = {worker: entry.model_copy(update={"holds": frozenset()}) for worker, entry in state.workers.items()}
-    where = "the newest checkpoint" if kind == "checkpoint" else "the start, there being no checkpoint"
+    where = "the newest checkpoint" if kind == "checkpoint" else "the start, because there is no checkpoint"
     sentence = (
         f"no living worker holds {', '.join(missing)} at version {state.version}: back to version {version}, "
         f"{where}, {counted(max(0, state.version - version), 'step is', 'steps are')} to be redone; "
@@ -293,7 +294,7 @@ def _set_back(transition: Transition) -> str:
 
 
 def start_if_due(transition: Transition) -> None:
-    """While starting: form the first generation once everybody expected is ready, or patience has run out."""
+    """While starting: form the first generation once all expected workers are ready, or after a bounded wait."""
     state, now_s = transition.state, transition.now_s
     waits = state.waits
     if state.version >= state.config.num_steps:
@@ -309,7 +310,7 @@ def start_if_due(transition: Transition) -> None:
     until_s = partly_lost_until_s(state, now_s)
     if until_s is not None:
         transition.wake_by(until_s)
-        return transition.say(ReasonCode.START_WAIT, f"{', '.join(waits.partly_lost)} may go as a whole")
+        return transition.say(ReasonCode.START_WAIT, f"{', '.join(waits.partly_lost)} may be lost as a whole")
     since_s = now_s if waits.first_feasible_s is None else waits.first_feasible_s
     transition.change_waits(waiting_since_s=waiting_since_s, first_feasible_s=since_s)
     if num_ready == num_known and state.num_appeared >= state.config.expected_nodes:

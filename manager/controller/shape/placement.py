@@ -1,4 +1,4 @@
-"""Who drives which stage, where each unit's state comes from, and who writes it: pure and deterministic."""
+"""Which worker drives which stage, where each unit's state comes from, and who writes it: pure and deterministic."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def largest_overlap(gain: Sequence[Sequence[int]], demand: Sequence[int], supply
     """Meet every row's demand from the columns' supply so that the sum of gains is largest.
 
     Successive shortest paths with potentials (Ahuja, Magnanti, Orlin: Network Flows, 9.7): each search costs
-    O(rows x columns) and moves as many at once as its path bears.
+    O(rows x columns) and moves as much flow as its path can carry.
 
     Args:
-        gain: What one of column j is worth in row i.
-        demand: How many each row needs.
-        supply: How many each column has; together at least as many as are needed.
+        gain: ``gain[i][j]``: the value of one worker of column j in row i.
+        demand: How many workers each row needs.
+        supply: How many workers each column has; the total is at least the total demand.
 
     Returns:
-        How many of each column go to each row.
+        ``[i][j]``: how many workers of column j go to row i.
     """
     assert sum(demand) <= sum(supply), "there are too few workers"
     problem = _Flow(gain, list(supply), [[0] * len(supply) for _ in demand], [0] * len(demand), [0] * len(supply))
@@ -44,7 +44,7 @@ def largest_overlap(gain: Sequence[Sequence[int]], demand: Sequence[int], supply
 
 @dataclass
 class _Search:
-    """Shortest paths from one row: distances, and from where each row and column was reached."""
+    """Shortest paths from one row: distances, and the predecessor of each row and column."""
 
     row_distance: dict[int, float]
     distance: list[float]
@@ -64,7 +64,7 @@ class _Flow:
     column_potential: list[int]
 
     def push(self, row: int, most: int) -> int:
-        """Send up to ``most`` more from a row along the cheapest path to a column with supply left; say how many."""
+        """Send up to ``most`` units along the cheapest path from a row to a column with supply; return how many."""
         search, end = self._search(row)
         for other, distance in search.row_distance.items():
             self.row_potential[other] += int(search.distance[end] - distance)
@@ -110,11 +110,7 @@ class _Flow:
                 search.row_distance[other], search.column_before[other] = search.distance[nearest], nearest
 
 
-# Which of the workers that hold the same drives which stage, over VMs and zones: pure and deterministic.
-#
-# A VM goes with all of its workers. So the replicas of a stage are dealt to different VMs, as far as that moves no byte
-# more, and then pipelines are kept inside of VMs. Where each worker has a VM of its own, the same goes for zones, whose
-# VMs are often revoked together: what is said of VMs here is then of zones.
+# Which of several workers that hold the same units drives which stage, over VMs and zones: pure and deterministic.
 
 
 def spread(
@@ -125,18 +121,22 @@ def spread(
     firsts: Set[int] = frozenset({0}),
     sections: Sequence[range] = (),
 ) -> list[list[int]]:
-    """Choose who drives each stage.
+    """Choose the workers of each stage.
+
+    A lost VM takes all of its workers along. So the replicas of a stage go to different VMs, as far as that moves no
+    additional bytes; after that, pipelines are kept within VMs. Where each worker has a VM of its own, zones take the
+    place of VMs here, because VMs of one zone are often revoked together.
 
     Args:
-        workers: In order of appearance.
-        kinds: The workers (positions) that hold the same, in order, for each kind.
-        dealt: ``dealt[s][k]``: how many of kind k drive stage s.
-        zones: Of the workers, where they are known.
-        firsts: The stages with which pipelines begin.
-        sections: Of each stage; stages of unequal pipelines have some in common. Absent: no two stages have.
+        workers: All workers in order of appearance.
+        kinds: For each kind, the positions of the workers that hold the same units, in order.
+        dealt: ``dealt[s][k]``: how many workers of kind k drive stage s.
+        zones: The workers' zones, where they are known.
+        firsts: The first stages of pipelines.
+        sections: The sections of each stage; stages of unequal pipelines may share some. Absent: no two stages do.
 
     Returns:
-        For each stage the workers (positions), by replica.
+        For each stage the positions of its workers, by replica.
     """
     homes = [vm_of(worker) for worker in workers]
     if homes == list(workers):
@@ -159,9 +159,10 @@ def spread(
 
 
 class _Dealing:
-    """Who drives what so far. ``at[s]``: positions of workers; ``where``: their stages, None for those left over.
+    """The assignment so far. ``at[s]``: positions of workers; ``where``: the stage of each worker, None if left over.
 
-    ``rivals[s]``: the stages that have a section of s, itself among them; ``holders[s]``: those of each such section.
+    ``rivals[s]``: the stages, s included, that share a section with s; ``holders[s]``: for each section of s, the
+    stages that have it.
     """
 
     def __init__(self, vms: Sequence[str], sections: Sequence[range]) -> None:
@@ -180,11 +181,11 @@ class _Dealing:
         self.alike: dict[int, Sequence[int]] = {}
 
     def deal(self, kind: Sequence[int], wanted: Sequence[int]) -> None:
-        """Deal workers of one kind: pipeline after pipeline, VM after VM, to a VM that the stage is not on yet.
+        """Assign workers of one kind, pipeline by pipeline and VM by VM, each to a stage that its VM does not have yet.
 
-        A VM's workers are neighbours in that order, so that its pipeline goes on within it; and a VM with more of them
-        than there are stages comes again only once all others had their turn. So no stage gets two of a VM, where
-        all workers are of one kind and there are VMs enough.
+        Workers of one VM are neighbours in that order, so that a pipeline continues within its VM. A VM with more
+        workers than there are stages has its next turn only after all others. So no stage gets two workers of one VM if
+        all workers are of one kind and there are enough VMs.
         """
         turn, seen = max(1, sum(count > 0 for count in wanted)), Counter[str]()
         keyed = []
@@ -208,7 +209,7 @@ class _Dealing:
         self.alike |= dict.fromkeys(kind, kind)
 
     def at_risk(self, stage: int) -> bool:
-        """Whether one VM takes a section of a stage with all of several workers that have it."""
+        """Whether losing one VM would lose all of several workers that have some section of this stage."""
         held = [self._on(holders) for holders in self.holders[stage]]
         return any(len(on) == 1 and on.total() > 1 for on in held)
 
@@ -221,9 +222,11 @@ class _Dealing:
         return total
 
     def mend(self, stage: int, tried: set[int]) -> bool:
-        """Change a worker of a stage at risk for one of its kind on another VM; returns whether no stage is at risk.
+        """Swap a worker of a stage at risk with one of its kind on another VM; returns whether no stage remains at
+        risk.
 
-        That one's stage may be mended in the same way, each stage once (``tried``); else all stays as it was.
+        The other worker's stage may be mended in the same way, each stage once (``tried``). If that fails, all swaps
+        are undone.
         """
         tried.add(stage)
         changes = [
@@ -246,7 +249,7 @@ class _Dealing:
         return False
 
     def by_replica(self, firsts: Set[int]) -> list[list[int]]:
-        """Number the replicas: in order of appearance, but a worker beside one of its VM in the stage before."""
+        """Number the replicas in order of appearance, but pair a worker with one of its VM in the previous stage."""
         stages: list[list[int]] = []
         before: list[int] = []
         for stage, workers in enumerate(self.at):
@@ -273,7 +276,7 @@ class _Dealing:
         self.on[stage] -= Counter([self.vms[worker]])
 
     def _change(self, one: int, other: int) -> None:
-        """Each drives what the other did."""
+        """Swap the stages of two workers."""
         stages = self.where[one], self.where[other]
         for worker, stage in zip((one, other), stages, strict=True):
             if stage is not None:
@@ -285,7 +288,7 @@ class _Dealing:
 
 
 def _pipelines(wanted: Sequence[int]) -> Iterator[int]:
-    """The stages that lack a worker, pipeline by pipeline."""
+    """Yield the stages that lack a worker, pipeline by pipeline."""
     for pipeline in zip_longest(*([stage] * count for stage, count in enumerate(wanted))):
         yield from (stage for stage in pipeline if stage is not None)
 
@@ -302,18 +305,18 @@ def place(
     zones: Mapping[WorkerId, str] = MappingProxyType({}),
     types: Mapping[WorkerId, str] = MappingProxyType({}),
 ) -> tuple[Slot, ...]:
-    """Assign workers to slots so that the fewest bytes have to move; ordered by (stage, replica).
+    """Assign workers to slots so that the fewest bytes have to move; returns slots ordered by (stage, replica).
 
-    Exact: the assignment has the largest overlap (bytes a worker holds of what its stage needs). Workers of a type that
-    hold the same are interchangeable, so kinds of workers are dealt to stages, and the cost hardly grows with their
-    number. There must be enough workers of the type that each stage is for; some may be left over, later ones first
-    where it makes no difference. Among workers of a kind, replicas of a stage go to different VMs, or zones; see
-    ``spread``.
+    The result is exact: it has the largest overlap between the bytes that workers hold and those that their stages
+    need. Workers of one type that hold the same units are interchangeable, so whole kinds of workers are assigned to
+    stages, and the cost hardly grows with the number of workers. There must be enough workers of each stage's type;
+    among equal workers, the later ones are left over. Replicas of a stage go to different VMs, or zones, as far as
+    possible; see ``spread``.
     """
     kinds: dict[tuple[frozenset[UnitId], str], list[int]] = {}
     for index, worker in enumerate(workers):
         kinds.setdefault((frozenset(held.get(worker, ())), types.get(worker, "")), []).append(index)
-    never = -(1 + len(workers) * sum(sizes.values()))  # more than all others together could make good
+    never = -(1 + len(workers) * sum(sizes.values()))  # more than all other assignments together could gain
     overlap = [
         [
             never if stage.node_type not in ("", of) else sum(sizes[unit] for unit in units if unit in holds)
@@ -345,11 +348,11 @@ def choose_sources(
     restore: str | None,
     unable: Set[WorkerId] = frozenset(),
 ) -> tuple[Source, ...]:
-    """Say, for each worker and unit of its stage, where the state comes from.
+    """Return, for each worker and unit of its stage, where the state comes from.
 
-    Keep what is held; else a living holder, the load in bytes spread evenly and only over workers that hold
-    the unit already (no chains); else ``restore``, "checkpoint" or "initial", which then must be given. What ``unable``
-    workers would have to load is read and sent by others, as evenly.
+    A worker keeps what it holds. Other units come from living holders, with the bytes to send spread evenly and only
+    over workers that hold a unit already (no chains). Units without a holder come from ``restore``: "checkpoint" or
+    "initial". Workers in ``unable`` cannot load: others read their units and send them, as evenly.
     """
     stages = [frozenset(units) for units in needed]
     lacked: dict[WorkerId, list[UnitId]] = {}
@@ -396,7 +399,7 @@ def _all_kept(worker: WorkerId, units: tuple[UnitId, ...]) -> tuple[Source, ...]
 def _source(
     worker: WorkerId, unit: UnitId, kind: Literal["keep", "peer", "checkpoint", "initial"], peer: WorkerId | None = None
 ) -> Source:
-    """Make one, once: from one shape to the next most of them stay the same."""
+    """Return a cached source: most of them stay the same from one shape to the next."""
     return Source.model_construct(worker=worker, unit=unit, kind=kind, peer=peer)
 
 
@@ -411,9 +414,9 @@ def _share_sending(
     sizes: Mapping[UnitId, int],
     load: Mapping[WorkerId, int] = MappingProxyType({}),
 ) -> dict[tuple[WorkerId, UnitId], WorkerId]:
-    """Choose a sender for each unit that a worker lacks, to the least loaded holder; ``load``: bytes before.
+    """Choose the least loaded holder as the sender of each missing unit; ``load``: bytes that each sends already.
 
-    Units with the fewest holders come first, for they leave the least choice; of those the largest.
+    Units with the fewest holders come first, because they leave the least choice; among equals, the largest unit.
     """
     loads = defaultdict(int, load)
     senders: dict[tuple[WorkerId, UnitId], WorkerId] = {}
@@ -427,7 +430,7 @@ def _share_sending(
 def share_units(
     slots: Sequence[Slot], needed: Sequence[Sequence[UnitId]], sizes: Mapping[UnitId, int]
 ) -> dict[UnitId, WorkerId]:
-    """Choose one writer per unit among the workers that hold it; largest units first, to the least loaded."""
+    """Choose one writer per unit among its holders: largest units first, each to the least loaded holder."""
     load = {slot.worker: 0 for slot in slots}
     holders_of: dict[UnitId, list[WorkerId]] = {unit: [] for unit in sizes}
     for stage, group in groupby(slots, key=lambda slot: slot.stage):

@@ -1,4 +1,4 @@
-"""Whether a planned change is put off, and for how long: while its units are pre-copied, or while a notice lasts."""
+"""Whether and how long a planned change is put off: while its units are pre-copied, or while a notice lasts."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from morph.contract.messages import PreCopyMove, ReshapeOrder, WorkerId
 from morph.words import counted
 
 GRADIENT_SHARE = 1 / 3
-"""Of a unit's state with Adam, the default of what is left for the boundary: the last step's gradients."""
+"""Gradients as a share of a unit's state with Adam: what remains to be sent at the boundary after a pre-copy."""
 
 MARGIN = 2.0
-"""A drain is not put off unless this many times what it takes is left."""
+"""A drain is put off only if at least this many times its duration is left."""
 STEP_MARGIN = 1.5
-"""Before whoever drains runs one more step, this many times what a step takes is left beside that."""
+"""Draining workers run one more step only if, beside the drain, this many times a step's duration is left."""
 
 
 def stays(transition: Transition) -> bool:
-    """Whether members that will be taken run one more step: the shape without them is slower, and there is time.
+    """Whether draining members run one more step: the shape without them is slower, and there is enough time.
 
-    For that step, for what is pre-copied after it, and for the change. The step and the change are those measured in
-    this run: before a step was, nobody stays. What comes meanwhile is taken in by the same change; and a shape that is
-    no slower is not waited with, for VMs may be taken early.
+    The time must suffice for that step, for the pre-copy after it, and for the change, with the durations measured in
+    this run: before a step was measured, no member stays. Workers that become ready meanwhile join in the same change.
+    If the shape without the draining members is no slower, they leave at once, because VMs may be taken early.
     """
     state, choice = transition.state, chosen(transition)
     if choice is None or state.plan is None or state.saving.save_times.step_s is None:
@@ -52,11 +52,11 @@ def stays(transition: Transition) -> bool:
 
 
 def starts_pre_copy(transition: Transition) -> bool:
-    """A planned change is due: pre-copy its units and train on, if that is worth it; else it is to be formed now.
+    """Whether to pre-copy the units of a planned change that is due and train on; otherwise, it is formed now.
 
-    It is formed now when everything has arrived that will, when the time for that is over, and when nothing is to be
-    gained. What is sent for another change, because workers came or left since, is dropped and the new one's sent,
-    within the same time.
+    It is formed now when every unit has arrived or failed, when the time limit has passed, and when a pre-copy gains
+    nothing. If workers came or left since, the pre-copy for the former change is dropped and that for the new one
+    begins, within the same time limit.
     """
     state, now_s, choice = transition.state, transition.now_s, chosen(transition)
     if choice is None:
@@ -94,7 +94,7 @@ def starts_pre_copy(transition: Transition) -> bool:
 
 
 def _moves(order: ReshapeOrder) -> tuple[PreCopyMove, ...]:
-    """Return what could be pre-copied."""
+    """Return the transfers that could be done before the change."""
     return tuple(
         PreCopyMove.model_construct(unit=source.unit, sender=source.peer, receiver=source.worker)
         for source in order.sources
@@ -103,7 +103,7 @@ def _moves(order: ReshapeOrder) -> tuple[PreCopyMove, ...]:
 
 
 def _until_s(state: ControllerState, choice: Choice, moves: tuple[PreCopyMove, ...], now_s: float) -> float | None:
-    """Return until when a change is put off at most so that these are sent, or None when it is not worth it."""
+    """Return until when (seconds) a change may be put off for these transfers; None: that is not worth it."""
     rules, wait_s = state.config.policy.rules.ahead, _wait_s(state, choice, moves)
     if wait_s is None or now_s + wait_s >= _deadline_s(state):
         return None
@@ -113,12 +113,12 @@ def _until_s(state: ControllerState, choice: Choice, moves: tuple[PreCopyMove, .
 
 
 def _wait_s(state: ControllerState, choice: Choice, moves: tuple[PreCopyMove, ...]) -> float | None:
-    """Return what pre-copying these takes until the boundary after it, or None when it is not worth it.
+    """Return the seconds from now to the boundary after these transfers, or None when waiting is not worth it.
 
-    Sending takes ``transfer_s`` for whoever sends or receives most, longer for the gradients that travel beside it, up
-    to a step more until the next boundary; and it saves the change most of ``transfer_s``. Going without the gain
-    meanwhile must cost less: ``wait * gain`` against ``saved * (1 + gain)``, in work of the present shape. Leaving
-    out who will be taken gains nothing, so it can wait.
+    Sending takes ``transfer_s`` for the busiest worker, longer because gradients use the link too, and up to a step
+    more until the next boundary; the change then saves most of ``transfer_s``. Training without the gain meanwhile must
+    cost less: ``wait * gain`` against ``saved * (1 + gain)``, in work of the present shape. Leaving out draining
+    members gains nothing, so it can wait.
     """
     rules, plan = state.config.policy.rules.ahead, state.plan
     assert plan is not None, "no generation was formed"
@@ -126,7 +126,7 @@ def _wait_s(state: ControllerState, choice: Choice, moves: tuple[PreCopyMove, ..
         return None
     transfer_s = _most_bytes(state, moves) / (state.measured.state_bytes_per_s or rules.bytes_per_s)
     step_s = plan.expected.mini_batch_s
-    busy_share = GRADIENT_SHARE * transfer_s / step_s  # of the link, by the gradients of every unit
+    busy_share = GRADIENT_SHARE * transfer_s / step_s  # share of the link's time that gradients of all units take
     wait_s = transfer_s / max(0.1, 1 - busy_share / 2) + step_s
     saved_s = (1 - GRADIENT_SHARE) * transfer_s
     gain = gain_of(state, choice)
@@ -135,7 +135,7 @@ def _wait_s(state: ControllerState, choice: Choice, moves: tuple[PreCopyMove, ..
 
 
 def _most_bytes(state: ControllerState, moves: tuple[PreCopyMove, ...]) -> int:
-    """Return what the worker that sends or receives most has to."""
+    """Return the most bytes that any one worker has to send or receive."""
     load: Counter[tuple[str, WorkerId]] = Counter()
     for move in moves:
         size = state.config.unit_bytes[move.unit]
@@ -145,7 +145,7 @@ def _most_bytes(state: ControllerState, moves: tuple[PreCopyMove, ...]) -> int:
 
 
 def _deadline_s(state: ControllerState) -> float:
-    """Return until when everybody is sure to be there: a while before the first member that drains is taken."""
+    """Return until when (seconds) all members surely remain: some time before the first draining member is taken."""
     grace_s = state.config.policy.rules.requests.notice_grace_s
     taken_s = [state.workers[worker].drain_until_s for worker in draining_members(state)]
     return min((time_s - grace_s for time_s in taken_s if time_s is not None), default=float("inf")) - (
@@ -153,13 +153,13 @@ def _deadline_s(state: ControllerState) -> float:
     )
 
 
-# Planned changes: what is worth a morph between two steps, where no work is lost, or in the midst of one.
+# Planned changes: what is worth a morph between two steps, where no work is lost, or within a step.
 
 
 def drain_due(transition: Transition) -> str | None:
-    """Say which members are to be left out now because their VMs will be taken.
+    """Return the sentence about members to leave out now because their VMs will be taken.
 
-    None: nobody, no plan fits then, or there is time for another step with them.
+    None: there are none, no plan fits without them, or there is time for another step with them.
     """
     leaving = draining_members(transition.state)
     if not leaving or chosen(transition) is None or stays(transition):
@@ -168,12 +168,12 @@ def drain_due(transition: Transition) -> str | None:
 
 
 def change_due(transition: Transition) -> str | None:
-    """Say why the shape is to be changed at this boundary; None when it is not, or not yet.
+    """Return why the shape should change at this boundary; None: it should not, or not yet.
 
-    A drain that cannot wait and a slow member that costs more than it gives are dealt with at once. A better shape
-    with newcomers waits for a further node that is about to be ready while that costs less than a second change: going
-    without the gain for w seconds costs ``w * gain``, a change its own time. The same shape is formed anew where it is
-    to have followers from now on, or none any more.
+    A drain that cannot wait, and a slow member that costs more than it contributes, are handled at once. A better shape
+    with new workers waits for a further node that is almost ready while that costs less than a second change: training
+    without the gain for w seconds costs ``w * gain``, a change costs its duration. The same shape is re-formed where it
+    should gain or lose followers.
     """
     leaving = drain_due(transition)
     if leaving is not None:
@@ -196,11 +196,11 @@ def change_due(transition: Transition) -> str | None:
 
 
 def worth_giving_up(transition: Transition) -> str | None:
-    """Say why the step under way is to be given up for those that got ready, or None: they wait for its end.
+    """Return why the step under way should be given up for new workers; None: they wait for its end.
 
-    Its partial sums are kept, so that it costs the change and what is between the stages, which runs again: a pipeline
-    empties and fills once more. In what is left of the step they make up their gain. Not while a checkpoint is written,
-    for its writers may change, nor before another node that is near.
+    Its partial sums are kept, so the cost is that of the change and of the micro-batches between stages, which run
+    again: the pipeline drains and fills once more. The rest of the step must make up for that. A step is not given up
+    while a checkpoint is written, because its writers may change, or while another node is almost ready.
     """
     state, choice, now_s = transition.state, chosen(transition), transition.now_s
     order, formed = state.step.order, state.reshape
@@ -220,7 +220,7 @@ def worth_giving_up(transition: Transition) -> str | None:
     patience_s = min(cost_of_morph_s(state) / gain, state.config.policy.rules.wait.join_patience_s)
     if any(time_s <= now_s + patience_s for time_s, _ in nodes_to_come(state, now_s)):
         return None
-    return f"{gain:.1%} faster with more workers, of which {left_s:.0f} s of the step are worth giving it up"
+    return f"{gain:.1%} faster with more workers, and the step, given up for them, would take {left_s:.0f} s more"
 
 
 def _next_is_near(state: ControllerState, choice: Choice, gain: float, now_s: float) -> bool:

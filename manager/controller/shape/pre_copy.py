@@ -1,4 +1,4 @@
-"""What is pre-copied of a planned change: what becomes of it, and how fast state travels."""
+"""Pre-copies for planned changes: their orders and progress, and how fast state travels."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from morph.words import counted
 
 
 def pre_copy_orders(pre_copy: PreCopy) -> tuple[SendPreCopy, ...]:
-    """Tell every party its own moves."""
+    """Build the order for each party, with the moves that concern it."""
     return tuple(_order(pre_copy, worker) for worker in pre_copy.parties)
 
 
 def without_pre_copy(transition: Transition, spared: Collection[WorkerId] = ()) -> tuple[SendPreCopy, ...]:
-    """Forget what is pre-copied; return what tells its parties to drop it, but for those whose reshape says so."""
+    """Forget the pre-copy; return the orders to drop it, except for ``spared`` workers, whose reshape says so."""
     pre_copy = transition.state.pre_copy
     if pre_copy is None:
         return ()
@@ -29,15 +29,15 @@ def without_pre_copy(transition: Transition, spared: Collection[WorkerId] = ()) 
 
 
 def drop_if_stale(transition: Transition) -> None:
-    """No change is due at this boundary: what is pre-copied goes on until its time is over, for one may be yet."""
+    """Drop a pre-copy whose time is over. Until then it continues, though no change is due: one may be due later."""
     if transition.state.pre_copy is not None and transition.now_s >= transition.state.pre_copy.until_s:
         transition.actions += without_pre_copy(transition)
 
 
 def with_pre_copy(order: ReshapeOrder, pre_copy: PreCopy, held: Mapping[WorkerId, Set[UnitId]]) -> ReshapeOrder:
-    """Take what has arrived from where it was pre-copied, if the order forms the change that it was sent for.
+    """Use units that have arrived as sources, if the order forms the change for which they were pre-copied.
 
-    ``held``: a sender that fell out of step has sent no more since.
+    ``held``: units by worker; what came from a sender that does not hold its unit any more is not used.
     """
     if order.slots != pre_copy.slots:
         return order
@@ -59,10 +59,10 @@ def with_pre_copy(order: ReshapeOrder, pre_copy: PreCopy, held: Mapping[WorkerId
 
 
 def on_pre_copy_reported(transition: Transition, event: PreCopyReported) -> None:
-    """Note what has arrived, and what will not."""
+    """Record which units have arrived, and which will not."""
     pre_copy, report = transition.state.pre_copy, event.report
     if pre_copy is None or report.number != pre_copy.number:
-        return transition.say(ReasonCode.IGNORED, f"what {event.worker} tells of pre-copied units is late")
+        return transition.say(ReasonCode.IGNORED, f"the report of {event.worker} on pre-copied units is late")
     wanted = frozenset(move.unit for move in pre_copy.moves if move.receiver == event.worker)
     synced = {**pre_copy.synced, event.worker: wanted & set(report.following)}
     failed = pre_copy.failed | ({event.worker} if report.error else frozenset())
@@ -77,7 +77,7 @@ def on_pre_copy_reported(transition: Transition, event: PreCopyReported) -> None
 
 
 def measure_speed(transition: Transition, answers: Mapping[WorkerId, Reshaped]) -> None:
-    """Measure how fast units came from peers; where some came otherwise, nothing is measured."""
+    """Measure how fast units came from peers; nothing is measured where some came from elsewhere."""
     order, sizes, mean = (
         transition.state.reshape,
         transition.state.config.unit_bytes,

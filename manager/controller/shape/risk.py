@@ -1,4 +1,4 @@
-"""How often state is lost that only a checkpoint brings back."""
+"""How often state is lost that only a checkpoint can restore."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from morph.contract.vm_names import vm_of
 
 
 def losses_per_vm_s(state: ControllerState, now_s: float) -> float:
-    """Return the rate at which one VM is lost, per second: what was expected, corrected by what this run has seen.
+    """Return the rate, per second, at which one VM is lost: the expected rate, corrected by the losses of this run.
 
-    The mean of a Gamma distribution, after that many losses in that much time of VMs (Poisson).
+    It is the mean of a Gamma posterior, given the observed losses (Poisson) in the observed VM time.
     """
     expected, seen = state.config.expected_losses, state.saving.save_times
     appeared_s: dict[str, float] = {}
@@ -29,12 +29,12 @@ def losses_per_vm_s(state: ControllerState, now_s: float) -> float:
 
 
 def mean_s_to_fatal_loss(state: ControllerState, now_s: float, holders: Set[frozenset[str]] | None = None) -> float:
-    """Return the mean time, seconds, until some unit has no holder left, or the whole cluster is lost.
+    """Return the mean time (seconds) until some unit has no holder left, or the whole cluster is lost.
 
-    Of a VM's losses a share comes alone, the rest in bulk, when each VM of a zone is taken with the same probability. A
-    loss that comes alone is fatal where a VM is the only one that holds something, or where the others that do are
-    lost too before the state was sent to a new one. (The interval of Spotify's thesis, section 4.3, takes each loss for
-    fatal, which is so for one VM.) ``holders``: the VMs that hold each unit, instead of the present ones.
+    Some losses hit one VM alone; the others are bulk losses, which take each VM of a zone with the same probability. A
+    single loss is fatal if the VM is the only holder of a unit, or if the other holders are lost before the state was
+    sent to a new one. (The interval of Spotify's thesis, section 4.3, treats each loss as fatal, which holds for one
+    VM.) ``holders``: the VMs that hold each unit, in place of the present ones.
     """
     sets, expected = _held_by(state) if holders is None else holders, state.config.expected_losses
     rate = losses_per_vm_s(state, now_s)
@@ -42,7 +42,7 @@ def mean_s_to_fatal_loss(state: ControllerState, now_s: float, holders: Set[froz
     heal_s = cost_of_morph_s(state) + state.config.policy.heartbeat_timeout_s
     sole: set[str] = set().union(*(vms for vms in sets if len(vms) == 1))
     rates = [1 / (expected.cluster_h * 3600), alone * len(sole)]
-    for num in sorted(len(vms) for vms in sets if len(vms) > 1):  # sums are the same in whatever order a set is
+    for num in sorted(len(vms) for vms in sets if len(vms) > 1):  # sorted: sums depend on the order
         rates.append(math.factorial(num) * alone**num * heal_s ** (num - 1))
     if expected.bulk_fraction > 0:
         for together in _by_zone(state, sets).values():
@@ -52,7 +52,7 @@ def mean_s_to_fatal_loss(state: ControllerState, now_s: float, holders: Set[froz
 
 
 def _by_zone(state: ControllerState, sets: Set[frozenset[str]]) -> dict[tuple[str, str], list[frozenset[str]]]:
-    """Sort the sets that lie in one zone by that; a set over several zones is not lost with one of them."""
+    """Group the sets of VMs that lie in one zone by zone; sets over several zones survive the loss of one."""
     zones = {vm_of(worker): (entry.facts.region, entry.facts.zone) for worker, entry in state.workers.items()}
     found: dict[tuple[str, str], list[frozenset[str]]] = {}
     for vms in sets:
@@ -65,9 +65,9 @@ def _by_zone(state: ControllerState, sets: Set[frozenset[str]]) -> dict[tuple[st
 def holders_of(
     slots: Sequence[Slot], needed: Sequence[Sequence[UnitId]], follows: Sequence[Follow]
 ) -> set[frozenset[str]]:
-    """Return the VMs that hold each unit, in a shape and with these followers; each set once.
+    """Return the sets of VMs that hold the units, in a shape and with these followers; each set once.
 
-    A set is left out that has all of another one: it is lost only with that.
+    A set that contains another one is left out: it is lost only together with the smaller one.
     """
     vms = vms_of(slots, needed)
     for follow in follows:
@@ -90,7 +90,7 @@ def vms_of(slots: Sequence[Slot], needed: Sequence[Sequence[UnitId]]) -> dict[Un
 
 
 def _held_by(state: ControllerState) -> set[frozenset[str]]:
-    """Return the same for the present shape: of followers, those that are in step."""
+    """Return the sets of holders for the present shape; of followers, only those that are in step."""
     if state.reshape is None or not state.slots:
         return set()
     workers = state.workers

@@ -1,4 +1,4 @@
-"""What the next shape need not run again of a step that was given up (decision 0019): pure and deterministic."""
+"""Which part of a step that was given up the next shape need not repeat (decision 0019): pure and deterministic."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def choose_salvage(
     units: Mapping[UnitId, Sequence[int]],
     sizes: Mapping[UnitId, int],
 ) -> Salvage | None:
-    """Choose which partial sums count in a shape, and who goes on with each; None if no micro-batch is spared.
+    """Choose which partial sums count in a shape, and which worker continues each; None if no micro-batch is spared.
 
-    A contribution counts once, and sums cannot be taken apart: of those that overlap the larger one counts, and of
-    equal ones that of a worker which goes on with its unit. A sum whose unit is another worker's now goes there.
+    Each contribution must count once, and sums cannot be split: of overlapping sums the largest counts, and of equally
+    large ones that of a worker that keeps its unit. A sum whose unit moves is sent to the unit's new worker.
 
     Args:
-        kept: By worker that lives, what it has of the step.
+        kept: What each living worker has summed of the step.
         plan: The shape.
-        slots: Who drives what in it.
+        slots: The workers of the shape and their stages.
         needed: Units by stage.
         units: The sections that use each unit.
-        sizes: Of the units, to share out the receiving.
+        sizes: Bytes of each unit, by which the receiving is balanced.
     """
     if not kept:
         return None
@@ -75,9 +75,9 @@ def choose_salvage(
 
 
 def note_prepared(transition: Transition) -> None:
-    """A step is given up by all: note what those have that have prepared it, for nobody asks them.
+    """A step is given up: record the sums of workers that have prepared it, because they receive no abort to answer.
 
-    Also of who had done so when it was told to give up.
+    That includes workers that had prepared the step when the abort reached them.
     """
     state = transition.state
     step = state.step
@@ -103,7 +103,7 @@ def note_prepared(transition: Transition) -> None:
 
 
 def losses_of(plan: Plan, slot: Slot, salvage: Salvage | None) -> dict[int, int]:
-    """Return of which micro-batches a worker reports the loss in a step, by the last section."""
+    """Return the number of micro-batches whose loss a worker reports in a step, by the last section."""
     if not plan.is_last(slot.stage):
         return {}
     last = plan.num_sections - 1
@@ -118,7 +118,7 @@ def losses_of(plan: Plan, slot: Slot, salvage: Salvage | None) -> dict[int, int]
 def _users(
     plan: Plan, slots: Sequence[Slot], needed: Sequence[Sequence[UnitId]], places: Iterable[UnitId]
 ) -> dict[UnitId, dict[WorkerId, None]]:
-    """Return the workers that go on with each unit, in the order of the slots; with the losses, the last stage's."""
+    """Return the workers that continue each unit, in the order of the slots; for losses, those of the last stage."""
     stages: list[dict[WorkerId, None]] = [{} for _ in needed]
     for slot in slots:
         stages[slot.stage][slot.worker] = None
@@ -133,7 +133,7 @@ def _users(
 def _disjoint(
     sums: Sequence[tuple[WorkerId, PartialSum]], users: Container[WorkerId]
 ) -> tuple[list[tuple[WorkerId, PartialSum]], dict[int, int]]:
-    """Choose sums of one unit that have nothing in common, the largest first; return them and what is in them."""
+    """Choose sums of one unit that do not overlap, the largest first; return them and the contributions in them."""
     measured = []
     for worker, total in sums:
         size = 0

@@ -1,4 +1,4 @@
-"""Which workers a shape could be formed of now, and whether it is worth it."""
+"""Which shape the present workers could form, and whether changing to it is worth it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from morph.contract.plan import Plan
 from morph.contract.pool import Pool
 from morph.contract.waits import Backoff
 
-# Machines that come and go: how long one must stay ready before a shape is built on it again.
+# Flapping machines: how long a machine must stay ready before it is used in a shape again.
 
 
 def record_flap(transition: Transition, host: str) -> None:
-    """Note that a machine which had been ready is not to be counted on any more; forget what was long ago."""
+    """Record that a machine that had been ready became unreliable; forget old records."""
     state, now_s = transition.state, transition.now_s
     memory_s = state.config.policy.rules.flaps.memory_s
     recent = {name: entry for name, entry in state.provisioning.flaps.items() if now_s < entry.last_s + memory_s}
@@ -26,7 +26,7 @@ def record_flap(transition: Transition, host: str) -> None:
 
 
 def hold_s(transition: Transition, host: str) -> float:
-    """Return how long (seconds) a machine that is ready again must stay so before it is taken in; 0: no time."""
+    """Return how long (seconds) a machine that is ready again must remain ready before it is used; 0: not at all."""
     rules, entry = transition.state.config.policy.rules.flaps, transition.state.provisioning.flaps.get(host)
     if entry is None or entry.num < 2 or transition.now_s >= entry.last_s + rules.memory_s:
         return 0.0
@@ -34,7 +34,7 @@ def hold_s(transition: Transition, host: str) -> float:
 
 
 class Choice(NamedTuple):
-    """A shape, who may be given a place in it, and the speed that its slowest worker leaves (examples/s)."""
+    """A shape, the workers that may have a place in it, and its speed (examples/s), limited by the slowest of them."""
 
     plan: Plan
     workers: tuple[WorkerId, ...]
@@ -42,16 +42,16 @@ class Choice(NamedTuple):
 
 
 def chosen(transition: Transition) -> Choice | None:
-    """Return the best shape now, chosen once in a decision as long as it does not change who there is."""
+    """Return the best shape now; it is chosen once per decision unless the set of workers changes."""
     state = transition.state
     return transition.once(choose, state.config, state.workers, state.member_units, state.failing)
 
 
 def choose(state: ControllerState, now_s: float) -> Choice | None:
-    """Return the best shape of the workers that are there; None when no plan fits them.
+    """Return the best shape of the present workers; None when no plan fits them.
 
-    In this order: ready workers; such that came and went too often or failed, if no plan fits without them; slow ones,
-    the least slow first, as far as the shape is faster with them. Never one that drains.
+    Ready workers come first; workers of flapping machines or with errors are used only if no plan fits without them;
+    slow ones, the least slow first, only while the shape is faster with them. Draining workers are never used.
     """
     steady, unsteady = _steady(state, now_s)
     if state.config.best_plan(pool_of(state, steady)) is None:
@@ -76,7 +76,7 @@ def pool_of(state: ControllerState, workers: Iterable[WorkerId]) -> Pool:
 
 
 def present_speed(state: ControllerState) -> float:
-    """Return how fast the present shape is (examples/s), which its slowest member decides; 0 without one."""
+    """Return the speed of the present shape (examples/s), limited by its slowest member; 0 without a shape."""
     if state.plan is None:
         return 0.0
     slowdowns = [state.workers[slot.worker].pace.slowdown for slot in state.slots if slot.worker in state.workers]
@@ -84,7 +84,7 @@ def present_speed(state: ControllerState) -> float:
 
 
 def gain_of(state: ControllerState, choice: Choice) -> float:
-    """Return by which share a choice is faster than the present shape; 0 when it is not."""
+    """Return by what share a choice is faster than the present shape; 0 when it is not."""
     now = present_speed(state)
     if choice.examples_per_s <= now:
         return 0.0
@@ -92,15 +92,12 @@ def gain_of(state: ControllerState, choice: Choice) -> float:
 
 
 def draining_members(state: ControllerState) -> tuple[WorkerId, ...]:
-    """Return the members whose VMs are said to be taken."""
+    """Return the members whose VMs have a notice."""
     return tuple(worker for worker in state.member_units if state.workers[worker].node is NodeState.DRAINING)
 
 
 def nodes_to_come(state: ControllerState, now_s: float) -> tuple[tuple[float, str], ...]:
-    """Return when nodes that are being set up are expected to be ready (seconds), and their types.
-
-    Those that are overdue are left out.
-    """
+    """Return when (seconds) each node in setup should be ready, and its type; overdue nodes are left out."""
     expected_s = (
         state.measured.setup_s if state.measured.setup_s is not None else state.config.policy.rules.wait.setup_s
     )
@@ -110,7 +107,7 @@ def nodes_to_come(state: ControllerState, now_s: float) -> tuple[tuple[float, st
 
 
 def faster_with_those_to_come(state: ControllerState, choice: Choice, now_s: float, until_s: float) -> bool:
-    """Whether a faster shape than this choice fits once those are ready that are expected until then."""
+    """Whether a faster shape than this choice will fit once the nodes are ready that are expected by then."""
     coming = Pool.counting(of for time_s, of in nodes_to_come(state, now_s) if time_s <= until_s)
     return state.config.speed_on(pool_of(state, choice.workers) + coming) > choice.examples_per_s
 
@@ -121,10 +118,9 @@ def cost_of_morph_s(state: ControllerState) -> float:
 
 
 def _steady(state: ControllerState, now_s: float) -> tuple[tuple[WorkerId, ...], tuple[WorkerId, ...]]:
-    """Split the ready workers into those that can be taken in, and those that are taken in only where it must be.
+    """Split the ready workers into those to use, and those to use only if necessary; each in order of appearance.
 
-    Their machine came and went too often, or an error came on them at the step that is to be run. Each in order of
-    appearance.
+    The latter are on machines that came and went too often, or had an error at the step that is run next.
     """
     failed = state.failing.worker if state.failing is not None and not state.failing.final else None
     taken: list[WorkerId] = []
@@ -137,6 +133,6 @@ def _steady(state: ControllerState, now_s: float) -> tuple[tuple[WorkerId, ...],
 
 
 def _in_order(state: ControllerState, chosen: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
-    """Sort by appearance."""
+    """Sort workers by appearance."""
     wanted = set(chosen)
     return tuple(worker for worker in state.workers if worker in wanted)

@@ -1,1 +1,1 @@
-"""What the controller knows, what happens to it, and what it can order."""
+"""The controller's state, the events that it handles, and the actions that it orders."""

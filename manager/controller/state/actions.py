@@ -1,4 +1,4 @@
-"""What the controller asks its shell to do.
+"""Actions that the controller asks its shell to carry out.
 
 Orders are idempotent: they are named by (worker, generation, step or version, attempt), so a shell that
 carries one out twice, or resends it, changes nothing.
@@ -27,11 +27,11 @@ from morph.contract.messages import (
     WorkerId,
 )
 
-# Why the controller decided what it decided.
+# The reasons of decisions.
 
 
 class ReasonCode(StrEnum):
-    """One code per kind of decision; when one decision does several things, the code is the last one's."""
+    """One code per kind of decision; a decision that does several things has the code of the last one."""
 
     NODE_REGISTERED = "node_registered"
     WORKER_READY = "worker_ready"
@@ -99,7 +99,7 @@ class StartWorker(Value):
 class SendReshape(Value):
     """Give a worker a reshape order; it answers ``Reshaped``.
 
-    A worker that has no slot in the order but is named as a peer gets it too: it serves its units.
+    A worker without a slot that the order names as a peer gets the order, too: it serves its units to others.
     """
 
     kind: Literal["send_reshape"] = "send_reshape"
@@ -132,7 +132,7 @@ class SendPreCopy(Value):
 
 
 class Abort(Value):
-    """Tell a worker, on its control lane, to give up its order of this generation; the order then answers."""
+    """Tell a worker, on its control lane, to give up its order of this generation; it then answers that order."""
 
     kind: Literal["abort"] = "abort"
     worker: WorkerId
@@ -140,9 +140,9 @@ class Abort(Value):
 
 
 class ProbeWorker(Value):
-    """Have a slow worker that was left out time some work; ``WorkerProbed`` with the same number follows.
+    """Make a slow worker that was left out time some work; ``WorkerProbed`` with the same number follows.
 
-    The work is that of the stage on which it was found slow, ``healthy_s`` what it was held against there.
+    The work is that of the stage on which it was found slow; ``healthy_s`` is the time that a healthy worker needs.
     """
 
     kind: Literal["probe_worker"] = "probe_worker"
@@ -155,15 +155,15 @@ class ProbeWorker(Value):
     by_sums: bool = False
 
     def order(self) -> ProbeOrder:
-        """What the worker is told."""
+        """The order for the worker."""
         return ProbeOrder.model_validate(self.model_dump(exclude={"kind", "worker"}))
 
 
 class RequestNodes(Value):
     """Ask the provider for VMs; ``NodesGranted`` or ``RequestRefused`` follows, and ``NodeAppeared`` for each VM.
 
-    The name is new for each attempt; a request that comes again under its name must get no further VMs. ``node_type``:
-    of their GPUs; empty: the run has one type.
+    Each attempt has a new name; a request that is repeated under its name must get no further VMs. ``node_type``: the
+    type of their GPUs; empty: the run has one type.
     """
 
     kind: Literal["request_nodes"] = "request_nodes"
@@ -173,9 +173,9 @@ class RequestNodes(Value):
 
 
 class ReleaseNodes(Value):
-    """Give nodes back: their workers are lost or given up, or they did not appear in time; nothing follows.
+    """Give nodes back whose workers are lost or given up, or which did not appear in time; no event follows.
 
-    A VM is ended once all of its nodes are given back.
+    A VM is terminated once all of its nodes are given back.
     """
 
     kind: Literal["release_nodes"] = "release_nodes"
@@ -183,7 +183,7 @@ class ReleaseNodes(Value):
 
 
 class AcknowledgeNotice(Value):
-    """Tell a VM that nothing of value is left on it, so that it lets its provider take it; nothing follows."""
+    """Tell a VM that nothing of value is left on it, so that it lets its provider take it; no event follows."""
 
     kind: Literal["acknowledge_notice"] = "acknowledge_notice"
     worker: WorkerId
@@ -201,16 +201,16 @@ class WriteManifest(Value):
 
 
 class MarkBest(Value):
-    """Mark the checkpoint of this version as the best one, so that it stays and is found; the former one no more."""
+    """Mark the checkpoint of this version as the best one, so that it is kept; the former best one loses its mark."""
 
     kind: Literal["mark_best"] = "mark_best"
     best: Best
 
 
 class FindCheckpoint(Value):
-    """Find the newest checkpoint that is whole, every byte of it read, for a worker could not load this version.
+    """Find the newest undamaged checkpoint by reading every byte, because a worker could not load this version.
 
-    ``CheckpointFound`` or ``CheckpointNotFound`` follows. ``at_most``: newer ones do not count.
+    ``CheckpointFound`` or ``CheckpointNotFound`` follows. ``at_most``: newer versions do not count.
     """
 
     kind: Literal["find_checkpoint"] = "find_checkpoint"
@@ -219,28 +219,28 @@ class FindCheckpoint(Value):
 
 
 class EndWorker(Value):
-    """End a worker that the controller has given up; no event about it is expected any more."""
+    """End a worker that the controller has given up; no further event about it is expected."""
 
     kind: Literal["end_worker"] = "end_worker"
     worker: WorkerId
 
 
 class NoteCorrection(Value):
-    """Nothing is to be done: what was learned of the profile is to be in the journal."""
+    """Record a correction of the profile in the journal; there is nothing to carry out."""
 
     kind: Literal["note_correction"] = "note_correction"
     correction: Correction
 
 
 class NoteNextSave(Value):
-    """Nothing is to be done: when the next checkpoint comes, and why, is to be in the journal."""
+    """Record in the journal when the next checkpoint is due, and why; there is nothing to carry out."""
 
     kind: Literal["note_next_save"] = "note_next_save"
     next_save: NextSave
 
 
 class NoteBadStep(Value):
-    """Nothing is to be done: that a step is bad, and what follows, is to be in the journal."""
+    """Record in the journal that a step is bad, and what follows; there is nothing to carry out."""
 
     kind: Literal["note_bad_step"] = "note_bad_step"
     step: int
@@ -250,10 +250,10 @@ class NoteBadStep(Value):
 class Finish(Value):
     """The run is over: end every worker.
 
-    ``finished``: all steps are committed and checkpointed; ``stopped``: ended on request, resumable from the
-    newest checkpoint; ``failed``: the sentence says why, ``cause`` what an error inside a worker was due to, and
-    ``traceback`` where in the user's code, if it was there. ``rests``: its VMs are given back, and it is tried again
-    later, for that is the user's policy. ``at_limit``: a limit of the user's is reached.
+    ``finished``: all steps are committed and checkpointed; ``stopped``: ended on request, resumable from the newest
+    checkpoint; ``failed``: the sentence says why; after an error inside a worker, ``cause`` is its kind and
+    ``traceback`` its place in the user's code, if it was there. ``rests``: by the user's policy, the VMs are given back
+    and the run is tried again later. ``at_limit``: a limit set by the user is reached.
     """
 
     kind: Literal["finish"] = "finish"

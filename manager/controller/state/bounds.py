@@ -1,12 +1,12 @@
-"""How long what is under way may take before whoever does it counts as hanging.
+"""How long a worker may take for an order before it counts as hanging.
 
-Expected times are the plan's, and those that were measured; sizes are those of the parameter units; speeds are measured
-in the run, or are those of a slow machine until they are. Each bound is ``HEADROOM`` times what is expected, and never
-less than a floor, so that a worker that hangs is found within a known multiple of what its order should have taken. A
-generation that comes to nothing doubles the bounds of the next, up to ``MOST_DOUBLINGS`` times: what is expected may be
-wrong. ``policy.order_timeout_s`` replaces what is derived here, where it is set.
+Expected times come from the plan and from measurements, sizes from the parameter units; speeds are measured in the run,
+and until then those of a slow machine are assumed. Each bound is ``HEADROOM`` times the expected time, and never less
+than a floor, so that a hanging worker is found within a known multiple of what its order should have taken. A
+generation that decides no step doubles the bounds of the next, up to ``MOST_DOUBLINGS`` times, because expected times
+may be wrong. ``policy.order_timeout_s`` replaces these bounds where it is set.
 
-Heartbeats are another matter: they say whether a worker lives, whatever it works on, and their bound is fixed.
+The bound on heartbeats is separate and fixed: they show whether a worker lives, whatever it works on.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from morph.contract.plan import Plan
 HEADROOM = 4.0
 FLOOR_S = 120.0
 SETUP_FLOOR_S = 300.0
-"""Of a worker's setup, which also starts a process, imports torch and loads the job."""
+"""Seconds: the floor for a worker's setup, which also starts a process, imports torch and loads the job."""
 MOST_DOUBLINGS = 3
 LINK_BYTES_PER_S = 1.25e8
-"""What a link is taken to carry before this run has measured it: 1 Gb/s."""
+"""The assumed speed of a link until this run has measured it: 1 Gb/s."""
 STORAGE_BYTES_PER_S = 1e8
-"""Of one worker's state from or to storage, until it was measured."""
+"""The assumed speed of one worker's transfers from and to storage until it was measured."""
 SAVE_COPY_BYTES_PER_S = 1e9
-"""Of one worker's state to host memory, until a save was seen."""
+"""The assumed speed of copying one worker's state to host memory until a save was measured."""
 PASS_BYTES_PER_S = 2.5e8
-"""Of a pass over state in memory, such as an optimizer's step, a copy, or making initial numbers: a slow host."""
+"""The assumed speed of a pass over state in memory (optimizer step, copy, initialisation): that of a slow host."""
 SUM_BYTES = 2
-"""Bytes of a sum, by those of a parameter: eight for four."""
+"""Bytes of a sum per byte of a parameter: eight for four."""
 PRE_COPY_FLOOR_S = 60.0
 NUM_PROBED = 6
-"""Micro-batches of a probe."""
+"""Number of micro-batches in a probe."""
 
 
 def step_bound_s(state: ControllerState, order: ReshapeOrder, version: int | None = None) -> float:
-    """Return the bound of a step in the shape that an order forms (seconds).
+    """Return the bound (seconds) of a step in the shape that an order forms.
 
-    Beside the mini-batch, members apply the step before and convert sums, and state travels to followers.
+    Beside running the mini-batch, members apply the previous step and convert sums, and state travels to followers.
 
     Args:
-        state: Now.
-        order: The order.
-        version: At which the step begins; None: the longest of all, with an evaluation.
+        state: The present state.
+        order: The reshape order that forms the shape.
+        version: The version at which the step begins; None: the bound of the longest step, with an evaluation.
     """
     state_bytes = _stage_bytes(state, order.plan)
     expected_s = _mini_batch_s(state, order.plan) + 2 * state_bytes / PASS_BYTES_PER_S + _followed_s(state, order)
@@ -54,7 +54,7 @@ def step_bound_s(state: ControllerState, order: ReshapeOrder, version: int | Non
 
 
 def reshape_bound_s(state: ControllerState, order: ReshapeOrder) -> float:
-    """Return the bound of a reshape (seconds): whoever sends, receives or loads most decides.
+    """Return the bound (seconds) of a reshape, which the worker that sends, receives or loads the most bytes decides.
 
     Frozen weights of the new stage are read, too.
     """
@@ -87,15 +87,15 @@ def reshape_bound_s(state: ControllerState, order: ReshapeOrder) -> float:
 
 
 def commit_bound_s(state: ControllerState) -> float:
-    """Return the bound of applying what was decided and copying it (seconds); files are waited for apart."""
+    """Return the bound (seconds) of applying the decided step and copying the state; files have their own bound."""
     expected_s = 2 * _stage_bytes(state, state.plan) / PASS_BYTES_PER_S
     return _bounded(state, expected_s + (evaluation_s(state, state.plan, state.version) if state.plan else 0.0))
 
 
 def give_up_bound_s(state: ControllerState) -> float:
-    """Return within what an order that is aborted must be given up (seconds): a task that has begun is not cut short.
+    """Return the time (seconds) within which an aborted order must be given up.
 
-    Nor is a pass over the state; and what a device was given to do is done first.
+    A task or a pass over the state that has begun is not interrupted, and the device completes its queued work first.
     """
     plan, limit_s = state.plan, state.config.policy.heartbeat_timeout_s
     task_s = 0.0 if plan is None else _mini_batch_s(state, plan) / max(1, min(plan.micro_batches_per_replica))
@@ -103,7 +103,7 @@ def give_up_bound_s(state: ControllerState) -> float:
 
 
 def setup_bound_s(state: ControllerState) -> float:
-    """Return the bound of a worker's setup (seconds): it makes the model's initial numbers, at most all of them."""
+    """Return the bound (seconds) of a worker's setup, in which it initialises at most the whole model."""
     if state.config.policy.order_timeout_s is not None:
         return state.config.policy.order_timeout_s
     made_s = state.config.state_bytes / state.config.state_copies / PASS_BYTES_PER_S
@@ -111,22 +111,22 @@ def setup_bound_s(state: ControllerState) -> float:
 
 
 def probe_bound_s(state: ControllerState, healthy_s: float) -> float:
-    """Return the bound of a probe (seconds) of a stage on which a healthy worker takes so long for a micro-batch."""
+    """Return the bound (seconds) of a probe of a stage whose micro-batch takes a healthy worker ``healthy_s``."""
     made_s = state.config.state_bytes / state.config.state_copies / PASS_BYTES_PER_S
     made_s += sum(state.config.constant_bytes) / STORAGE_BYTES_PER_S
     return _bounded(state, NUM_PROBED * healthy_s + made_s)
 
 
 def save_bound_s(state: ControllerState) -> float:
-    """Return how long a save may go without a further unit on storage (seconds)."""
+    """Return how long (seconds) a save may take to bring its next unit to storage."""
     rules, most_bytes = state.config.policy.rules.checkpoints, state.config.largest_unit_bytes
     return rules.file_limit_s(most_bytes) + _bounded(state, most_bytes / PASS_BYTES_PER_S, doubled=False)
 
 
 def retry_bound_s(state: ControllerState) -> float:
-    """Return for how long it is tried again to decide a step, or to find a whole checkpoint (seconds).
+    """Return for how long (seconds) a run retries to decide a step, or to find an undamaged checkpoint.
 
-    As the policy says, but not without the time for one step, or for reading every byte of one checkpoint.
+    That is what the policy says, but at least the time for one step and for reading every byte of one checkpoint.
     """
     step_s = 0.0 if state.plan is None else _mini_batch_s(state, state.plan)
     expected_s = step_s + state.config.state_bytes / STORAGE_BYTES_PER_S
@@ -134,20 +134,20 @@ def retry_bound_s(state: ControllerState) -> float:
 
 
 def why_retried_no_longer(state: ControllerState) -> str:
-    """Say where ``retry_bound_s`` is from."""
+    """Return what determines ``retry_bound_s``, for a message."""
     if retry_bound_s(state) == state.config.policy.give_up_after_s:
         return "policy.give_up_after_s of the cluster file"
     return "four times what a step and the reading of a checkpoint take"
 
 
 def pre_copy_bound_s(state: ControllerState, expected_s: float) -> float:
-    """Return for how long a change is put off at most (seconds) for what is pre-copied, which is to take so long."""
+    """Return for how long (seconds) a change is put off at most for a pre-copy that should take ``expected_s``."""
     limit_s = state.config.policy.rules.ahead.patience_s
     return max(PRE_COPY_FLOOR_S, HEADROOM * expected_s) if limit_s is None else limit_s
 
 
 def evaluation_s(state: ControllerState, plan: Plan, version: int | None) -> float:
-    """Return what evaluating a version is expected to take (seconds), at most; None: the next that is evaluated."""
+    """Return the most (seconds) that evaluating a version should take; ``version`` None: the next one evaluated."""
     evaluation = state.evaluation
     if evaluation is None or (version is not None and not evaluation.is_due(version)):
         return 0.0
@@ -155,12 +155,12 @@ def evaluation_s(state: ControllerState, plan: Plan, version: int | None) -> flo
 
 
 def link_bytes_per_s(state: ControllerState) -> float:
-    """Return what a link carries, of state: as measured, else as a slow one."""
+    """Return the speed at which a link carries state: as measured, else that of a slow link."""
     return state.measured.state_bytes_per_s or LINK_BYTES_PER_S
 
 
 def storage_bytes_per_s(state: ControllerState) -> float:
-    """Return at which speed one worker reads from storage, at least: that of a slow one, or as saves were if slower."""
+    """Return the least speed at which a worker reads from storage: that of a slow storage, or of saves if slower."""
     durable_s = state.saving.save_times.durable_s
     if not durable_s or state.plan is None:
         return STORAGE_BYTES_PER_S
@@ -168,19 +168,19 @@ def storage_bytes_per_s(state: ControllerState) -> float:
 
 
 def _mini_batch_s(state: ControllerState, plan: Plan) -> float:
-    """As the plan expects, or as steps of this run took, if that is more."""
+    """Return the seconds of a mini-batch: as the plan expects, or as measured in this run if that is more."""
     return max(plan.expected.mini_batch_s, state.saving.save_times.step_s or 0.0)
 
 
 def _stage_bytes(state: ControllerState, plan: Plan | None) -> int:
-    """Of the units of the stage that has most; of all units while there is no plan."""
+    """Return the bytes of the largest stage's units; of all units while there is no plan."""
     if plan is None:
         return state.config.state_bytes
     return state.config.stage_bytes(plan)
 
 
 def _followed_s(state: ControllerState, order: ReshapeOrder) -> float:
-    """What followers are sent beside a step, were it all sent in one: state that they lack, gradients, partial sums."""
+    """Return the seconds to send followers, in one step, all state that they lack, gradients and partial sums."""
     sizes: Mapping[UnitId, int] = state.config.unit_bytes
     loads: Counter[tuple[str, WorkerId]] = Counter()
     for follow in order.follows:

@@ -1,4 +1,4 @@
-"""What the controller is told once, before the first event."""
+"""The controller's configuration, given once before the first event."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from morph.contract.pool import Pool
 
 
 class ExpectedLosses(Value):
-    """How often VMs of a run's kind are lost, and what a new one takes. Of earlier runs, or of published traces.
+    """How often VMs of a run's kind are lost, and how long a new one takes, from earlier runs or published traces.
 
-    ``per_vm_h``: losses of one VM in an hour; ``weight_vm_h``: it counts as if it had been observed for so many
-    VM-hours, against what this run sees (a Gamma prior of a Poisson rate). ``bulk_share``: of all losses, those that
-    come together with others; ``bulk_fraction``: of the VMs that are there, how many such an event takes.
+    ``per_vm_h``: losses of one VM per hour; ``weight_vm_h``: the VM-hours of observation that this rate counts as
+    against what this run observes (a Gamma prior of a Poisson rate). ``bulk_share``: the share of losses that come
+    together with others; ``bulk_fraction``: the share of the present VMs that such an event takes.
 
-    The defaults of these four are what ``benchmarks/trace_statistics.py`` finds in the four traces published with
-    Bamboo (AWS p3 and g4dn, Google V100 and A100, 11 to 27 hours each; losses in Google's are counts of VMs that fell,
-    a lower bound). The two times are those of GPT-117M in the thesis on Spotify, inferred from its table 6.2.
+    The defaults of these four are computed by ``benchmarks/trace_statistics.py`` from the four traces published with
+    Bamboo (AWS p3 and g4dn, Google V100 and A100, 11 to 27 hours each; Google's losses are decreases of the number of
+    VMs, a lower bound). The two times are those of GPT-117M in the thesis on Spotify, inferred from its table 6.2.
     """
 
     per_vm_h: float = Field(default=0.39, ge=0)
@@ -36,13 +36,13 @@ class ExpectedLosses(Value):
     cluster_h: float = Field(default=168.0, gt=0, description="mean hours until all VMs are gone at once")
     allocation_s: float = Field(default=132.0, ge=0, description="from a request to a VM that is up")
     preparation_s: float = Field(default=153.0, ge=0, description="from a VM that is up to a ready worker")
-    source: str = Field(default="published traces", description="where this is from, for whoever reads it")
+    source: str = Field(default="published traces", description="where these numbers come from, for readers")
 
 
 class _Ranked:
-    """Plans, the fastest first; of those that are as fast, the one of the smallest pool.
+    """Plans, the fastest first; among equally fast ones, that of the smallest pool first.
 
-    ``needs``: of each one's pool, GPUs of each type that has a name, and all.
+    ``needs``: for each plan's pool, the number of GPUs of each named type, and of all.
     """
 
     def __init__(self, table: list[tuple[Pool, Plan]]) -> None:
@@ -64,18 +64,18 @@ class _Ranked:
 
 
 class Offer(Value):
-    """GPUs of one type that can be asked for."""
+    """GPUs of one type that can be requested."""
 
     node_type: str = Field(min_length=1)
-    usd_per_h: float | None = Field(default=None, ge=0, description="of one GPU; None: not known")
-    most: int | None = Field(default=None, ge=1, description="there are no more than so many; None: not known")
+    usd_per_h: float | None = Field(default=None, ge=0, description="price of one GPU; None: not known")
+    most: int | None = Field(default=None, ge=1, description="how many there are at most; None: not known")
 
 
 class ControllerConfig(Value):
     """The job as the controller sees it.
 
-    ``plans[G]`` is the best plan that ready workers on the GPUs of pool G can run (it may leave some of them idle); a G
-    for which no plan fits is absent. ``units`` maps each parameter unit to the sections that use it.
+    ``plans[G]`` is the best plan that ready workers on the GPUs of pool G can run (it may leave some of them idle);
+    pools for which no plan fits are absent. ``units`` maps each parameter unit to the sections that use it.
     """
 
     job: str = "job"
@@ -85,7 +85,7 @@ class ControllerConfig(Value):
     unit_bytes: dict[UnitId, int] = Field(description="parameters and optimizer state, bytes")
     state_copies: int = Field(default=1, ge=1, description="``unit_bytes`` over the bytes of the parameters alone")
     constant_bytes: tuple[int, ...] = Field(
-        default=(), description="frozen weights by section, which workers read from where they are; absent: none"
+        default=(), description="frozen weights by section, which workers read from their source; absent: none"
     )
     num_steps: int = Field(ge=1, description="the run ends when this version is committed")
     policy: Policy = Policy()
@@ -95,11 +95,11 @@ class ControllerConfig(Value):
     )
     expected_nodes: int = Field(ge=1, description="VMs requested at the start")
     timeline_step: int | None = Field(default=None, ge=0, description="the workers record a timeline of this step")
-    target_nodes: int = Field(default=0, ge=0, description="VMs to keep asking for; 0: they come by themselves")
+    target_nodes: int = Field(default=0, ge=0, description="VMs to keep requesting; 0: they come by themselves")
     idle_vm_h: float | None = Field(
-        default=None, gt=0, description="VM-hours paid for while no step is trained before the run ends; absent: any"
+        default=None, gt=0, description="VM-hours without a trained step after which the run ends; absent: no limit"
     )
-    requests: str = Field(default="", description="what the names of requests begin with; empty: the job's name")
+    requests: str = Field(default="", description="prefix of the names of requests; empty: the job's name")
     section_compute_s: tuple[float, ...] = Field(
         default=(), description="forward and backward of one micro-batch, by section; absent: not known"
     )
@@ -107,31 +107,32 @@ class ControllerConfig(Value):
         default={}, description="the same by type of GPU, where there are several"
     )
     offers: tuple[Offer, ...] = Field(
-        default=(), description="what is asked for, where GPUs of several types may come; absent: any"
+        default=(), description="what can be requested, where GPUs of several types may come; absent: any"
     )
     shared_mini_batch_s: dict[str, float] = Field(
         default={},
-        description="by shape, what is expected of a mini-batch where more workers than this machine has cores share "
-        "these, seconds; absent: each worker has a device of its own",
+        description="by shape, the expected seconds of a mini-batch where more workers than this machine has cores "
+        "share them; absent: each worker has a device of its own",
     )
     device_memory_bytes: int | None = Field(
-        default=None, ge=1, description="of one worker's device, as plans were made; absent: no limit"
+        default=None, ge=1, description="memory of one worker's device, as used for the plans; absent: no limit"
     )
     host_memory_bytes: int | None = Field(
-        default=None, ge=1, description="of one worker, where devices have memory of their own; absent: none to spare"
+        default=None, ge=1, description="host memory of one worker, where devices have their own; absent: none to spare"
     )
     link_bytes_per_s: float | None = Field(
-        default=None, gt=0, description="from VM to VM, as it was profiled, until this run has seen it; absent: slow"
+        default=None, gt=0, description="from VM to VM, as profiled, until this run has measured it; absent: slow"
     )
     expected_losses: ExpectedLosses = Field(
-        default=ExpectedLosses(), description="of VMs, until this run has seen its own"
+        default=ExpectedLosses(), description="losses of VMs, until this run has observed its own"
     )
     factors: tuple[float, ...] = Field(
-        default=(), description="by section, of the profile's times, as learned; shapes are chosen by them; absent: 1"
+        default=(),
+        description="by section, learned factors of the profile's times, by which shapes are chosen; absent: 1",
     )
 
     type_factors: dict[str, tuple[float, ...]] = Field(
-        default={}, description="the same by type of GPU, where there are several"
+        default={}, description="the same factors by type of GPU, where there are several"
     )
 
     @model_validator(mode="after")
@@ -162,24 +163,24 @@ class ControllerConfig(Value):
     def best_plan(self, pool: Pool | int) -> Plan | None:
         """Return the fastest plan that workers on these GPUs can run, the smaller of equals; None when none fits.
 
-        Every answer was worked out before the run: no planning stands in a pause, whoever is lost or gained.
+        Every plan was made before the run, so losses and additions never wait for planning.
         """
         return self._ranked.first_that_fits(Pool.of(pool) if isinstance(pool, int) else pool)
 
     def speed_on(self, pool: Pool) -> float:
-        """Return how fast these GPUs train at best, examples/s; 0 where no plan fits them."""
+        """Return the best speed of these GPUs, examples/s; 0 where no plan fits them."""
         plan = self.best_plan(pool)
         return 0.0 if plan is None else plan.expected.examples_per_s
 
     def corrected(
         self, factors: tuple[float, ...], type_factors: Mapping[str, tuple[float, ...]] = MappingProxyType({})
     ) -> ControllerConfig:
-        """Return the same with shapes chosen by these factors."""
+        """Return this configuration with shapes chosen by these factors."""
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         return ControllerConfig.model_construct(**fields | {"factors": factors, "type_factors": dict(type_factors)})
 
     def _corrected(self, plan: Plan) -> Plan:
-        """The plan, slower by as much as the stage that takes longest for its micro-batches of a step."""
+        """Return the plan, slowed down by the factor of the stage that takes longest in a step."""
         if not self.factors:
             return plan
         shares = [kind.longest_share for kind in plan.pipeline_kinds for _ in range(kind.num_stages)]
@@ -198,12 +199,12 @@ class ControllerConfig(Value):
 
     @cached_property
     def state_bytes(self) -> int:
-        """Of all units."""
+        """Bytes of the state of all units."""
         return sum(self.unit_bytes.values())
 
     @cached_property
     def largest_unit_bytes(self) -> int:
-        """Of the unit that has most."""
+        """Bytes of the state of the largest unit."""
         return max(self.unit_bytes.values())
 
     @cached_property
@@ -211,7 +212,7 @@ class ControllerConfig(Value):
         return {}
 
     def _stages_of(self, plan: Plan) -> tuple[tuple[tuple[UnitId, ...], ...], int]:
-        ends = tuple(stage.end_section for stage in plan.stages)  # each kind's last one ends at K
+        ends = tuple(stage.end_section for stage in plan.stages)  # the last stage of each kind of pipeline ends at K
         known = self._by_stage.get(ends)
         if known is None:
             needed = units_by_stage(plan, self.units)
@@ -224,11 +225,11 @@ class ControllerConfig(Value):
         return self._stages_of(plan)[0]
 
     def stage_bytes(self, plan: Plan) -> int:
-        """Return the bytes of the units of the stage that has most."""
+        """Return the bytes of the largest stage's units."""
         return self._stages_of(plan)[1]
 
     def written_bytes(self, plan: Plan) -> int:
-        """Return how much of a checkpoint the worker writes that writes most; see ``placement.share_units``."""
+        """Return the most bytes of a checkpoint that any one worker writes; see ``placement.share_units``."""
         key = plan.shape, tuple(stage.end_section for stage in plan.stages)
         if key not in self._written:
             loads = dict.fromkeys(plan.places, 0)
@@ -245,11 +246,11 @@ class ControllerConfig(Value):
 
     @property
     def fewest_workers(self) -> int:
-        """The smallest number of workers that any plan fits."""
+        """The smallest number of workers for which there is a plan."""
         return by_pool(self.plans)[0][0].num_gpus
 
     def expected_on_shared_cores_s(self, plan: Plan) -> float | None:
-        """Seconds of a mini-batch of one of the plans, as corrected since; None: each worker has its own device."""
+        """Seconds of a mini-batch of one of the plans, with corrections; None: each worker has its own device."""
         shared_s = self.shared_mini_batch_s.get(plan.shape)
         if shared_s is None:
             return None

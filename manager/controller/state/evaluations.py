@@ -1,4 +1,4 @@
-"""Evaluations put together from the micro-batches that workers report; means are exactly summed, in any shape alike."""
+"""Evaluations from the micro-batches that workers report; sums are exact, so that means are equal in any shape."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from morph.contract.messages import MARKS, SUM, WEIGHT, Evaluation, MicroBatchLo
 
 
 def mean_loss(losses: Iterable[MicroBatchLoss]) -> float | None:
-    """Return the mean loss, or total over weight; None for none, or when one is not a number."""
+    """Return the mean loss, or total over weight; None without losses, or when one is not a number."""
     entries = _each_once(losses)
     return _mean([entry.loss for entry in entries], [entry.metrics.get(WEIGHT) for entry in entries])
 
@@ -21,17 +21,17 @@ def mean_metrics(losses: Iterable[MicroBatchLoss]) -> dict[str, float]:
 
 
 def total_weight(losses: Iterable[MicroBatchLoss]) -> float | None:
-    """Return how much counts in all of them; None: their losses are means over samples."""
+    """Return the total weight of these losses; None: they are means over samples."""
     weights = [entry.weight for entry in _each_once(losses)]
     given = [weight for weight in weights if weight is not None]
     return math.fsum(given) if given else None
 
 
 def totals_of(shares: Sequence[Evaluation]) -> EvaluationTotals | None:
-    """Put an evaluation together from what last stages report; None: micro-batches are missing.
+    """Combine an evaluation from the reports of last stages; None: micro-batches are missing.
 
     Args:
-        shares: All of one version.
+        shares: The reports, all of one version.
     """
     losses = _each_once(loss for share in shares for loss in share.losses)
     if not losses or len(losses) < shares[0].num_micro_batches:
@@ -51,7 +51,7 @@ def _joined(arrays: Sequence[Array]) -> Array:
 
 
 def _each_once(losses: Iterable[MicroBatchLoss]) -> list[MicroBatchLoss]:
-    """One entry of each micro-batch, in their order."""
+    """Return one entry for each micro-batch, in the order of micro-batches."""
     known = {entry.micro_batch: entry for entry in losses}
     return [known[micro_batch] for micro_batch in sorted(known)]
 
@@ -65,7 +65,7 @@ def _means(entries: Sequence[MicroBatchLoss]) -> dict[str, float | None]:
 
 
 def _mean(numbers: Sequence[float], weights: Sequence[float | None]) -> float | None:
-    """Return the mean of numbers, or, where they are totals, their sum over that of their weights."""
+    """Return the mean of numbers, or, where they are totals, their sum divided by the sum of their weights."""
     if not numbers or not all(map(math.isfinite, numbers)):
         return None
     given = [weight for weight in weights if weight is not None]

@@ -16,28 +16,28 @@ MANIFEST_WRITER = "manager"
 
 
 class Paid(Value):
-    """What a node costs: nothing that the controller decides by, but the run's account has it from here."""
+    """What a node costs; the controller does not decide by it, but the run's accounting reads it from the journal."""
 
-    usd_per_h: float | None = Field(default=None, ge=0, description="of its VM; None: not known")
-    num_nodes: int = Field(default=1, ge=1, description="that the VM carries, and that share its price")
+    usd_per_h: float | None = Field(default=None, ge=0, description="price of its VM; None: not known")
+    num_nodes: int = Field(default=1, ge=1, description="nodes on the VM, which share its price")
     before_s: float = Field(default=0.0, ge=0, description="how long it has been paid for already")
 
 
 class NodeFacts(Value):
-    """What kind of VM a node is on, as its provider says it; empty: not known. What a run learns of VMs goes by it."""
+    """The kind of a node's VM, as its provider says; empty: not known. Statistics of VMs are kept by kind."""
 
     provider: str = Field(default="", description="azure; static: the user's own hosts; local: played by processes")
     size: str = ""
     region: str = ""
-    zone: str = Field(default="", description="of a host: its address")
-    node_type: str = Field(default="", description="of its GPUs, as plans name it; empty: the run has one type only")
+    zone: str = Field(default="", description="for a host: its address")
+    node_type: str = Field(default="", description="type of its GPUs, as in plans; empty: the run has one type only")
 
 
 class NodeAppeared(Value):
-    """A VM is up; its worker is not started yet. The id is new for each incarnation, and becomes the worker's.
+    """A VM is up; its worker is not started yet. Each incarnation has a new id, which becomes the worker's.
 
-    ``host`` names the machine if it can come back under another id; ``request`` the request that it answers. ``paid``
-    and ``facts``: of one that appears before its grant, or has none, where they are known.
+    ``host`` names the machine if it can come back under another id; ``request`` is the request that it answers.
+    ``paid`` and ``facts`` are given, where known, for a node that appears before its grant or without one.
     """
 
     kind: Literal["node_appeared"] = "node_appeared"
@@ -51,8 +51,8 @@ class NodeAppeared(Value):
 class NodesGranted(Value):
     """The provider grants a request, or, with fewer nodes than requested, a part of it and no more.
 
-    A node that ``paid`` says nothing of is a VM without a price, paid from the grant on. ``waiting``: those whose VMs
-    wait in their market's queue, for however long; they cost nothing until ``NodesStarted``.
+    A node missing in ``paid`` is a VM without a known price, paid from the grant on. ``waiting``: nodes whose VMs wait
+    in their market's queue, for an unbounded time; they cost nothing until ``NodesStarted``.
     """
 
     kind: Literal["nodes_granted"] = "nodes_granted"
@@ -64,7 +64,7 @@ class NodesGranted(Value):
 
 
 class NodesStarted(Value):
-    """VMs that waited in their market's queue boot from now on. A node that ``paid`` says nothing of has no price."""
+    """VMs that waited in their market's queue boot from now on. A node missing in ``paid`` has no known price."""
 
     kind: Literal["nodes_started"] = "nodes_started"
     request: RequestId
@@ -74,13 +74,13 @@ class NodesStarted(Value):
 
 
 class RequestRefused(Value):
-    """A request is refused: no quota, no capacity, an error of the provider's, or a limit of the user's."""
+    """A request is refused: no quota, no capacity, an error of the provider, or a limit set by the user."""
 
     kind: Literal["request_refused"] = "request_refused"
     request: RequestId
     cause: Literal["quota", "capacity", "error", "limit"]
     detail: Shown = ""
-    retry_s: float | None = Field(default=None, ge=0, description="the provider wants to be asked again after this")
+    retry_s: float | None = Field(default=None, ge=0, description="when the provider asks to repeat the request")
 
 
 class NoticeGiven(Value):
@@ -89,7 +89,7 @@ class NoticeGiven(Value):
     kind: Literal["notice_given"] = "notice_given"
     worker: WorkerId
     lead_s: float = Field(ge=0)
-    notice: Shown = Field(default="", description="the provider's name for it; a notice that comes again has the same")
+    notice: Shown = Field(default="", description="the provider's name for it; a repeated notice has the same")
 
 
 class NoticeWithdrawn(Value):
@@ -108,7 +108,7 @@ class WorkerAnswered(Value):
 
 
 class WorkerLost(Value):
-    """A worker died, its VM went away, or it fell silent; ``beside``: with it further workers of its VM.
+    """A worker died, its VM went away, or it fell silent. ``beside``: other workers of its VM that are lost with it.
 
     ``unfit``: the VM itself said that no worker can be started on it.
     """
@@ -126,10 +126,10 @@ class WorkerLost(Value):
 
 
 class WorkerTimes(Value):
-    """Seconds of compute of one worker, for each micro-batch since the last news.
+    """Compute seconds (forward and backward) of one worker, for each micro-batch since the last report.
 
-    Forward and backward. Recompute is left out: it is the forward's work again, and which micro-batches need it
-    depends on who waited for whom, so that replicas of a stage differ in it without being slow.
+    Recomputes are left out: which micro-batches need one depends on which worker waited for which, so that replicas of
+    a stage differ in them without being slow.
     """
 
     worker: WorkerId
@@ -141,23 +141,23 @@ class WorkerTimes(Value):
 
 
 class NobodyHeard(Value):
-    """For so long no worker could be heard, and now one is again: the manager stood still, or the network was gone."""
+    """For ``lasted_s`` no worker could be heard, and now one is: the manager was suspended, or the network was down."""
 
     kind: Literal["nobody_heard"] = "nobody_heard"
     lasted_s: float = Field(ge=0)
 
 
 class ComputeTimesSeen(Value):
-    """What heartbeats said of compute times, of all workers at once: one event an interval, not one a heartbeat."""
+    """Compute times from the heartbeats of all workers: one event per interval rather than one per heartbeat."""
 
     kind: Literal["compute_times_seen"] = "compute_times_seen"
     times: tuple[WorkerTimes, ...]
 
 
 class WorkerProbed(Value):
-    """A worker answers a probe: how many times longer its work took than a healthy worker takes for it.
+    """A worker answers a probe: how many times as long its work took as on a healthy worker.
 
-    None: it did not come to it, for an order came first, or it could not do the work.
+    None: it did not run the probe, because an order came first or it could not do the work.
     """
 
     kind: Literal["worker_probed"] = "worker_probed"
@@ -167,9 +167,9 @@ class WorkerProbed(Value):
 
 
 class ManagerResumed(Value):
-    """A new manager took over; its state was rebuilt from the journal. ``living``: the workers it can reach.
+    """A new manager took over; its state was rebuilt from the journal. ``living``: the workers that it can reach.
 
-    What the old one had decided and perhaps not done is to be done again.
+    Actions that the old manager had decided, but perhaps not carried out, must be repeated.
     """
 
     kind: Literal["manager_resumed"] = "manager_resumed"
@@ -185,7 +185,7 @@ class UnitsWritten(Value):
 
 
 class CheckpointFailed(Value):
-    """A worker's background writer gave a file up, or (``worker`` is ``MANIFEST_WRITER``) that of the manifest."""
+    """A worker's background writer gave up on a file, or on the manifest (``worker`` is ``MANIFEST_WRITER``)."""
 
     kind: Literal["checkpoint_failed"] = "checkpoint_failed"
     worker: WorkerId
@@ -194,7 +194,7 @@ class CheckpointFailed(Value):
 
 
 class PreCopyReported(Value):
-    """A worker tells how far it has what is pre-copied to it."""
+    """A worker reports which pre-copied units it has received."""
 
     kind: Literal["ahead_reported"] = "ahead_reported"
     worker: WorkerId
@@ -209,7 +209,7 @@ class ManifestWritten(Value):
 
 
 class CheckpointFound(Value):
-    """The newest checkpoint that is whole. ``passed_over``: a sentence for each newer one, which was set aside."""
+    """The newest undamaged checkpoint was found. ``passed_over``: a sentence for each newer one, now set aside."""
 
     kind: Literal["checkpoint_found"] = "checkpoint_found"
     manifest: Manifest
@@ -217,9 +217,9 @@ class CheckpointFound(Value):
 
 
 class CheckpointNotFound(Value):
-    """Storage did not tell which checkpoint is whole; or, if ``damaged``, none of them is.
+    """Storage could not be read to find an undamaged checkpoint; or, if ``damaged``, all of them are damaged.
 
-    ``none``: there is none of a version that was asked for.
+    ``none``: there is no checkpoint of the versions in question.
     """
 
     kind: Literal["checkpoint_not_found"] = "checkpoint_not_found"
@@ -236,7 +236,7 @@ class StopRequested(Value):
 
 
 class Tick(Value):
-    """Time passed; sent at the latest at the ``wake_at_s`` of the last decision."""
+    """Time passed; sent no later than at the ``wake_at_s`` of the last decision."""
 
     kind: Literal["tick"] = "tick"
 
@@ -266,7 +266,7 @@ Single = (
 
 
 class AnsweredAlike(Value):
-    """Many workers answered the outstanding order alike: ``answer`` is that of each, but for its name."""
+    """Many workers gave the same answer to the outstanding order: ``answer`` is that of each, except for its name."""
 
     kind: Literal["answered_alike"] = "answered_alike"
     workers: tuple[WorkerId, ...] = Field(min_length=1)
@@ -274,7 +274,7 @@ class AnsweredAlike(Value):
 
 
 class Together(Value):
-    """Several events that are taken one after the other in one decision."""
+    """Several events that are handled one after the other in one decision."""
 
     kind: Literal["together"] = "together"
     events: tuple[Annotated[Single | AnsweredAlike, Field(discriminator="kind")], ...] = Field(min_length=1)

@@ -1,4 +1,4 @@
-"""What follows from an evaluation: the best version, an early end of training. And from losses: which step is bad."""
+"""Judging evaluations (the best version, an early end of training) and losses (which step is bad)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_NEWEST = 4
 
 
 def finisher(state: ControllerState) -> WorkerId | None:
-    """Return the member that computes the job's own metrics of an evaluation; None: there is no shape."""
+    """Return the member that computes the job's own metrics for an evaluation; None: there is no shape."""
     plan = state.plan
     if plan is None:
         return None
@@ -27,10 +27,10 @@ def finisher(state: ControllerState) -> WorkerId | None:
 
 
 def take_evaluation(transition: Transition) -> None:
-    """Every answer to an order is there: take in what they say of an evaluation, this one's or the one before.
+    """Once an order is answered by all, take in the evaluation that the answers report, this one or the previous one.
 
     Raises:
-        TrainingStopped: the evaluation has no such metric as the job's best version is chosen by.
+        TrainingStopped: the evaluation lacks the metric by which the job's best version is chosen.
     """
     state = transition.state
     size, step = state.evaluation, state.step
@@ -50,7 +50,7 @@ def take_evaluation(transition: Transition) -> None:
 
 
 def set_back_judged(transition: Transition, version: int) -> None:
-    """Go back to what evaluations and losses had said when the checkpoint of this version was made; 0: none."""
+    """Restore the results of evaluations and losses as they were at the checkpoint of this version; 0: none yet."""
     state = transition.state
     checkpoint, unfinished = state.saving.checkpoint, state.unfinished
     known = checkpoint is not None and checkpoint.version == version
@@ -63,14 +63,14 @@ def set_back_judged(transition: Transition, version: int) -> None:
 
 
 def note_complete(transition: Transition, version: int) -> None:
-    """A checkpoint is complete: mark it if its version is the best of those that are."""
+    """A checkpoint is complete: mark it if its version is the best of all complete ones."""
     saving = transition.state.saving
     transition.change_saving(newest=tuple(sorted((*saving.newest, version)))[-MOST_NEWEST:])
     _mark(transition)
 
 
 def marked_with(state: ControllerState, *complete: int) -> Best | None:
-    """Return the best of the complete checkpoints, where these versions are complete too."""
+    """Return the best of the complete checkpoints, counting these versions as complete, too."""
     marked, rule = state.saving.marked, None if state.evaluation is None else state.evaluation.best
     for candidate in state.saving.candidates if rule is not None else ():
         than = None if marked is None else marked.value
@@ -80,31 +80,31 @@ def marked_with(state: ControllerState, *complete: int) -> Best | None:
 
 
 def _mark(transition: Transition) -> None:
-    """Mark a complete checkpoint that is better than the one that is marked; forget what will not be complete.
+    """Mark a complete checkpoint that is better than the marked one; forget candidates that will not be complete.
 
-    An evaluated version whose checkpoint came to nothing is never marked.
+    An evaluated version whose checkpoint failed is never marked.
     """
     state, saving = transition.state, transition.state.saving
     marked = marked_with(state, *saving.newest)
     if marked is not None and marked != saving.marked:
         transition.actions.append(MarkBest(best=marked))
     newest = max(saving.newest, default=0)
-    # a newer version may be complete before one that is on the way
+    # a newer checkpoint may be complete before an older one that is still written
     on_the_way = {one.version for one in saving.under_way} | {one.version for one in saving.sealing}
     left = tuple(one for one in saving.candidates if one.version > newest or one.version in on_the_way)
     transition.change_saving(marked=marked, candidates=left)
 
 
 def awaits_metrics(state: ControllerState, version: int) -> bool:
-    """Whether an evaluation before this version is still to be judged, which its checkpoint is to say."""
+    """Whether an earlier evaluation is still to be judged, whose result belongs in the checkpoint of this version."""
     return state.unfinished is not None and state.unfinished.version < version
 
 
 def may_be_best(state: ControllerState, under_way: Sequence[PendingCheckpoint]) -> tuple[PendingCheckpoint, ...]:
-    """Return those of the checkpoints under way that a newer one must not replace.
+    """Return the checkpoints under way that a newer one must not replace.
 
-    These are the first, so that one is complete now and then, those that are not judged yet, and the best of the others
-    if it is better than every complete one.
+    These are the oldest, so that some checkpoint is completed now and then, those that are not judged yet, and the best
+    of the others if it is better than every complete one.
     """
     values = {candidate.version: candidate for candidate in state.saving.candidates}
     best = marked_with(state, *(one.version for one in under_way if one.version in values))
@@ -162,7 +162,7 @@ def _judge(transition: Transition, version: int, values: dict[str, float | None]
 def _value(values: dict[str, float | None], rule: BestRule) -> float | None:
     if rule.metric not in values:
         known = ", ".join(sorted(values))
-        raise TrainingStopped(f"Job.best.metric is {rule.metric!r}, which no evaluation gives: there are {known}")
+        raise TrainingStopped(f"Job.best.metric is {rule.metric!r}, which no evaluation reports: there are {known}")
     return values[rule.metric]
 
 
@@ -170,13 +170,13 @@ def _value(values: dict[str, float | None], rule: BestRule) -> float | None:
 
 
 def judges_losses(state: ControllerState) -> bool:
-    """Whether the manager judges losses at all: else a gradient that is not finite ends the run, by its worker."""
+    """Whether the manager judges losses; if not, a worker with a gradient that is not finite ends the run."""
     rules = state.config.policy.rules.losses
     return rules.when_bad != "stop" or rules.deviations is not None
 
 
 def why_bad(state: ControllerState) -> str:
-    """Say what is wrong with the step that every member has prepared; empty: nothing is."""
+    """Return what is wrong with the step that every member has prepared; empty: nothing."""
     if not judges_losses(state):
         return ""
     why = state.losses.why_bad(*_losses(state), state.config.policy.rules.losses)
@@ -186,7 +186,7 @@ def why_bad(state: ControllerState) -> str:
 
 
 def take_losses(transition: Transition, *, bad: bool) -> None:
-    """Take the prepared step's losses into what later ones are held against."""
+    """Add the prepared step's losses to the history with which later ones are compared."""
     state = transition.state
     if judges_losses(state):
         rules = state.config.policy.rules.losses
@@ -194,7 +194,7 @@ def take_losses(transition: Transition, *, bad: bool) -> None:
 
 
 def _losses(state: ControllerState) -> tuple[dict[int, float], dict[int, float]]:
-    """Losses and weights of the prepared step, by micro-batch."""
+    """Return the losses and the weights of the prepared step, by micro-batch."""
     losses: dict[int, float] = {}
     weights: dict[int, float] = {}
     for report in state.step.reports.values():

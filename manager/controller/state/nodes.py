@@ -1,4 +1,4 @@
-"""A node's life: its states, and one table of what leads from one to the next."""
+"""A node's life: its states, and the table of transitions between them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ class NodeState(StrEnum):
     ``BOOTING``: granted by name, not up yet. Kept in ``Provisioning.requests``.
     ``WARMING``: up; its worker was started and has not answered its setup. It has no order and holds nothing.
     ``READY``: set up; may be a member, or a spare that stands by.
-    ``SUSPECT``: set up, and slower than it should be; a member only while leaving it out would be slower still,
-    and probed when it is none.
-    ``DRAINING``: a notice says that it will be taken; never given a new place, left out at a boundary in time.
+    ``SUSPECT``: set up, but too slow; a member only while leaving it out would be slower still, else probed.
+    ``DRAINING``: has a notice; never given a new place, and left out at a boundary in time.
     ``GONE``: forgotten; a machine that comes back has a new name.
     """
 
@@ -55,7 +54,7 @@ NODE_TRANSITIONS: Mapping[tuple[NodeState, NodeEvent], NodeState] = MappingProxy
     {
         (_S.REQUESTED, _E.GRANTED): _S.BOOTING,
         (_S.REQUESTED, _E.REFUSED): _S.GONE,
-        (_S.REQUESTED, _E.APPEARED): _S.WARMING,  # the news that it was granted is late or lost
+        (_S.REQUESTED, _E.APPEARED): _S.WARMING,  # its grant is reported late, or never
         (_S.BOOTING, _E.APPEARED): _S.WARMING,
         (_S.WARMING, _E.SET_UP): _S.READY,
         (_S.WARMING, _E.NOTICED): _S.DRAINING,
@@ -65,12 +64,12 @@ NODE_TRANSITIONS: Mapping[tuple[NodeState, NodeEvent], NodeState] = MappingProxy
         (_S.SUSPECT, _E.NOTICED): _S.DRAINING,
         (_S.DRAINING, _E.SET_UP): _S.DRAINING,
         (_S.DRAINING, _E.NOTICED): _S.DRAINING,
-        (_S.DRAINING, _E.SPARED): _S.READY,  # the notice was withdrawn, or it was not taken
+        (_S.DRAINING, _E.SPARED): _S.READY,  # the notice was withdrawn, or the VM was not taken
         (_S.DRAINING, _E.SPARED_UNREADY): _S.WARMING,
         **{(state, _E.LOST): _S.GONE for state in _S if state is not _S.GONE},
     }
 )
-"""The state of a node after an event. A pair that is missing cannot happen."""
+"""The state of a node after an event. Missing pairs are impossible."""
 
 
 def after(state: NodeState, event: NodeEvent) -> NodeState:

@@ -1,15 +1,15 @@
-"""What compute times during a run teach about the profile: a factor for each section's time, with its uncertainty.
+"""Corrections of the profile from compute times during a run: a factor for each section's time, with its uncertainty.
 
-A stage's time over what the profile has for its sections, as a logarithm, is about the mean of those of its sections,
-weighted by their times; different cuts tell sections apart. So it is Bayesian linear regression: a part that all
-sections have in common and one of each section, both 0 with some spread before anything was seen, which shrinks what
-few observations say. Pure arithmetic on few numbers, the same to the bit when a journal is replayed.
+The logarithm of a stage's time over its profiled time is about the mean of the sections' logarithms, weighted by their
+times; stages with different cuts tell sections apart. This is Bayesian linear regression with a common part and a part
+for each section; both have a prior around 0, which shrinks the effect of few observations. It is pure arithmetic on few
+numbers, equal to the bit when a journal is replayed.
 
-GPUs of several types have parts of their own, which are expected to be alike to some degree. An observation is of one
-stage, and so of one type: a type that is slower than its profile shows in its own stages. A type of which nothing was
-seen is believed to share a part of what was seen of others, and stays nearly as uncertain as it was. If a type only
-ever ran the same sections, nobody can tell whether the type is slower or these sections are, and the errors of its
-other sections say so. What links take is not learned.
+Each type of GPU has its own parts, and the parts of two types are correlated (``ALIKE``). Each observation belongs to
+one stage and so to one type: a type that is slower than its profile shows in its own stages. The correction of a type
+without observations follows in part those of the other types, and stays nearly as uncertain as before. If a type has
+only run the same sections, a slower type cannot be told from slower sections, and the standard errors of its other
+sections show this. Times of links are not learned.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ Times = Mapping[str, Sequence[float]]
 """Profiled seconds of compute of each section, by type of GPU; "": where no type is named."""
 
 COMMON_SPREAD, OWN_SPREAD = 0.5, 0.15
-"""Standard deviations of the common part and of an average section's own, before anything was seen.
+"""Prior standard deviations of the common part and of an average section's own part.
 
-The variance of the latter goes with one over the section's time, as if it were made of many like parts: so sections
-that were only seen together have the same factor.
+The variance of a section's own part is inversely proportional to its time, as if it consisted of many equal parts: so
+sections that were only observed together have the same factor.
 """
 ALIKE = 0.5
 """Correlation of the parts of two types of GPU: what a profile misses is partly the job's, and partly the type's."""
 NOISE, NOISE_COUNTS = 0.1, 4
-"""That of one observation, and how many observations it counts as against those that were made."""
+"""Standard deviation assumed for one observation, and how many observations this assumption counts as."""
 MISFIT = 0.005
-"""What more observations of the same stage do not tell."""
+"""Standard deviation that remains however many observations of the same stage there are."""
 MOST_STAGES = 16
 """Observed stages that are remembered, of all types of GPU together."""
 MOST_COUNTED = 400
-"""Observations of a stage count as no more than this: a machine's speed changes, and older ones are forgotten."""
+"""Observations of a stage count as this many at most: a machine's speed changes, and older ones are forgotten."""
 MATERIAL, ERRORS = 0.03, 3.0
-"""A stage's time changes materially by more than this share, and by so many standard errors."""
+"""A change of a stage's time is material above this share and above this many standard errors."""
 
 
 class StageRatios(Value):
-    """Logarithms of time over profiled time of a stage with these sections: how many, their mean, squares about it."""
+    """Logarithms of time over profiled time of a stage: their number, mean, and sum of squared deviations."""
 
     first_section: int
     end_section: int
@@ -59,7 +59,7 @@ class StageRatios(Value):
     squares: float = 0.0
 
     def with_one(self, log_ratio: float) -> StageRatios:
-        """The same, with one observation more (Welford), which takes the place of an average one beyond the most."""
+        """Return these ratios with one more observation (Welford); at the limit it replaces an average one."""
         num = min(self.num + 1, MOST_COUNTED)
         kept = self.squares * (num - 1) / self.num if self.num else 0.0
         mean = self.mean + (log_ratio - self.mean) / num
@@ -68,13 +68,13 @@ class StageRatios(Value):
 
     @property
     def variance(self) -> float:
-        """Of the mean."""
+        """The variance of the mean."""
         each = (self.squares + NOISE_COUNTS * NOISE**2) / (self.num - 1 + NOISE_COUNTS)
         return each / self.num + MISFIT**2
 
 
 class Correction(Value):
-    """By section: how many times as long as profiled it takes, and the standard error of that as a share of it."""
+    """By section: the factor on its profiled time, and the factor's standard error as a share of it."""
 
     factors: tuple[float, ...] = Field(min_length=1)
     errors: tuple[float, ...] = Field(min_length=1)
@@ -90,7 +90,7 @@ class Correction(Value):
 
     @property
     def sentence(self) -> str:
-        """In words, neighbours with the same factor taken together."""
+        """The correction in words; neighbouring sections with the same factor are listed together."""
         every = self.types or {"": self}
         texts = [f"{f'on {name} ' if name else ''}{each._parts()}" for name, each in every.items()]
         return f"times of sections against the profile: {'; '.join(texts)}"
@@ -109,9 +109,9 @@ class Correction(Value):
 def with_observation(
     seen: tuple[StageRatios, ...], sections: range, log_ratio: float, node_type: str = ""
 ) -> tuple[StageRatios, ...]:
-    """Take in one observation of a stage.
+    """Add one observation of a stage.
 
-    Beyond ``MOST_STAGES`` the stage that was seen least lately is forgotten, of the type of GPU that has most stages.
+    Beyond ``MOST_STAGES``, the least recently observed stage of the type of GPU with most stages is forgotten.
     """
     key = (sections.start, sections.stop, node_type)
     known = next((entry for entry in seen if (entry.first_section, entry.end_section, entry.node_type) == key), None)
@@ -130,13 +130,13 @@ def with_times(
     samples_s: Mapping[int, Sequence[float]],
     compute_s: Times,
 ) -> tuple[StageRatios, ...]:
-    """Take in what was heard of some stages at once: of each one observation, the median of its micro-batches.
+    """Add one observation for each of some stages: the median over its micro-batches.
 
     Args:
-        seen: Before.
-        stages: Their sections and types of GPU.
-        samples_s: Seconds of compute of micro-batches, by stage.
-        compute_s: The profile's.
+        seen: The ratios so far.
+        stages: The sections and type of GPU of each stage.
+        samples_s: Compute seconds of micro-batches, by stage.
+        compute_s: The profile's seconds of each section, by type of GPU.
     """
     for number, times_s in sorted(samples_s.items()):
         median_s, stage = statistics.median(times_s) if times_s else 0.0, stages[number]
@@ -148,7 +148,7 @@ def with_times(
 
 
 def correction_of(seen: Sequence[StageRatios], compute_s: Times) -> Correction:
-    """Return what the observations say of each section on each type of GPU, given its profiled times."""
+    """Return the corrections, by section and type of GPU, given the observations and the profiled times (seconds)."""
     common, types = COMMON_SPREAD**2, [entry.node_type for entry in seen]
     spreads = {
         name: [OWN_SPREAD * math.sqrt(statistics.fmean(times_s) / time_s) for time_s in times_s]
@@ -188,7 +188,7 @@ def _alike(one: str, other: str) -> float:
 
 
 def is_material(before: Correction | None, now: Correction, seen: Sequence[StageRatios], compute_s: Times) -> bool:
-    """Whether a stage surely takes another time than was told before; before anything was told it is the profile's."""
+    """Whether some stage's time surely differs from that of the last reported correction, or else of the profile."""
     for entry in seen:
         weights, told = _weights(entry, compute_s), 1.0
         if before is not None:
@@ -209,7 +209,7 @@ def _weights(entry: StageRatios, compute_s: Times) -> list[float]:
 
 
 def _inverse(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Of a symmetric positive definite matrix (Gauss and Jordan; no pivot is needed)."""
+    """Return the inverse of a symmetric positive definite matrix (Gauss-Jordan, which needs no pivoting here)."""
     size = len(matrix)
     rows = [[*row, *(float(i == j) for j in range(size))] for i, row in enumerate(matrix)]
     for pivot in range(size):

@@ -1,4 +1,4 @@
-"""Checkpoints: what is on storage and on its way there, and what saves take, by which the next one is timed."""
+"""Checkpoints on storage and on their way there, and the durations of saves, by which the next one is timed."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from morph.contract.messages import UnitId, UnitWritten, Version, WorkerId
 
 
 class NextSave(Value):
-    """When the next checkpoint begins, at the step boundary nearest to ``due_s``, and why then."""
+    """When the next checkpoint begins (at the step boundary nearest to ``due_s``), and why."""
 
     due_s: float
-    interval_s: float = Field(description="between two of them, as things stand")
+    interval_s: float = Field(description="between two checkpoints, as known now")
     kind: SaveKind
     why: str
 
 
 class SaveTimes(Value):
-    """Of this session. Times in seconds; None: not seen yet. What is measured again and again is a mean that forgets.
+    """Times of this session, in seconds; None: not measured yet. Repeated measurements are exponential means.
 
     ``saved_s``: when the state of the newest complete checkpoint was copied, or when training began or went back to it;
-    ``since_s``: the same, or of the one under way.
-    ``durable_s``: from that copy to a complete checkpoint. ``stall_s``: for which a save keeps the worker from training
-    that has most to copy. ``num_refused``: saves in a row that storage did not take, after which ``retry_s`` is when
-    the next one is tried. ``num_lost``, ``vm_s``: VMs that were lost, and how long these lived, together.
+    ``since_s``: the same, or when the state of the checkpoint under way was copied.
+    ``durable_s``: from that copy to a complete checkpoint. ``stall_s``: how long a save keeps the worker with the most
+    bytes to copy from training. ``num_refused``: saves in a row that storage refused; ``retry_s``: when the next one is
+    tried after that. ``num_lost``, ``vm_s``: the number of lost VMs, and the sum of their lifetimes.
     """
 
     saved_s: float | None = None
@@ -43,16 +43,17 @@ class SaveTimes(Value):
     retry_s: float | None = None
     num_lost: int = 0
     vm_s: float = 0.0
-    insurance: NextSave | None = Field(default=None, description="that costs least, as it was worked out last")
-    weighs: bool = Field(default=False, description="one is complete since followers were weighed")
+    insurance: NextSave | None = Field(default=None, description="the save that costs least, as last computed")
+    weighs: bool = Field(default=False, description="a save was completed since followers were last considered")
 
 
 class Doubt(Value):
-    """That a checkpoint can be loaded: a worker could not, and no step was decided since.
+    """Doubt whether a checkpoint can be loaded: a worker could not load it, and no step was decided since.
 
-    ``open``: a whole one has to be found before the next shape is formed; ``asked``: storage is being read for it;
-    ``answered``: one was found. ``num_tries``: how often storage was read. ``failed``: who could not load it since that
-    was last found whole; ``unable``: who could not load what is whole, so that others read it for them.
+    ``open``: an undamaged one must be found before the next shape is formed; ``asked``: storage is being read for it;
+    ``answered``: one was found. ``num_tries``: how often storage was read. ``failed``: workers that could not load it
+    since it was last found undamaged; ``unable``: workers that cannot load undamaged files, so that others read for
+    them.
     """
 
     version: Version
@@ -61,24 +62,24 @@ class Doubt(Value):
     num_tries: int = 0
     failed: frozenset[WorkerId] = frozenset()
     unable: frozenset[WorkerId] = frozenset()
-    at_most: Version | None = Field(default=None, description="the newest is needed up to this version; None: of all")
+    at_most: Version | None = Field(default=None, description="the newest version that counts; None: any version")
 
 
 class PendingCheckpoint(Value):
-    """A checkpoint on its way to storage: who writes which unit, and what is there already.
+    """A checkpoint on its way to storage: which worker writes which unit, and which units are written.
 
     ``stale``: a writer was lost or its generation dissolved, so it may never be completed and another may begin.
-    ``refused``: writers whose storage took nothing; they are told to write again. ``started_s``: since when it is
-    waited for; with each unit that is written the wait begins anew.
+    ``refused``: writers whose storage refused the data; they are told to write again. ``started_s``: when the present
+    wait began; each written unit restarts the wait.
     """
 
     version: Version
     writers: dict[UnitId, WorkerId]
     written: dict[UnitId, UnitWritten] = Field(default_factory=dict)
     started_s: float
-    copied_s: float | None = Field(default=None, description="when its state was copied; None: when it was started")
+    copied_s: float | None = Field(default=None, description="when its state was copied; None: at ``started_s``")
     kind: SaveKind = "periodic"
-    shape: str = Field(default="", description="PxD in which it was copied")
+    shape: str = Field(default="", description="shape (PxD) in which it was copied")
     judged: Judged = Field(default=Judged(), description="by then")
     losses: LossTrend = Field(default=LossTrend(), description="by then")
     stale: bool = False
@@ -96,11 +97,11 @@ class PendingCheckpoint(Value):
 
 
 class Saving(Value):
-    """Where the state is safe, and what is being made so."""
+    """Complete checkpoints, and checkpoints that are being written."""
 
     checkpoint: Manifest | None = Field(default=None, description="newest complete checkpoint")
     checkpoint_base: Version = Field(default=0, description="the next checkpoint is counted from this version")
-    doubt: Doubt | None = Field(default=None, description="that the newest checkpoint can be loaded")
+    doubt: Doubt | None = Field(default=None, description="doubt whether the newest checkpoint can be loaded")
     pending: PendingCheckpoint | None = Field(default=None, description="the newest that is under way")
     earlier: tuple[PendingCheckpoint, ...] = Field(
         default=(),
@@ -108,8 +109,8 @@ class Saving(Value):
     )
     sealing: tuple[Manifest, ...] = Field(default=(), description="manifests being written")
     sealing_since_s: float | None = None
-    unsaved_since_s: float | None = Field(default=None, description="since when storage refuses what the end waits for")
-    save_retry_s: float | None = Field(default=None, description="when that is tried again")
+    unsaved_since_s: float | None = Field(default=None, description="since when storage refuses the last checkpoint")
+    save_retry_s: float | None = Field(default=None, description="when the refused write is tried again")
     save_times: SaveTimes = SaveTimes()
     newest: tuple[Version, ...] = Field(default=(), description="the last complete checkpoints, ascending")
     candidates: tuple[Best, ...] = Field(default=(), description="evaluated versions that are not complete yet")
@@ -117,5 +118,5 @@ class Saving(Value):
 
     @property
     def under_way(self) -> tuple[PendingCheckpoint, ...]:
-        """All that workers write, in their order."""
+        """All checkpoints that workers write, the oldest first."""
         return self.earlier if self.pending is None else (*self.earlier, self.pending)

@@ -1,4 +1,4 @@
-"""The controller's state: frozen, and JSON in and out."""
+"""The controller's state: frozen, and serialised as JSON."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ from morph.contract.salvage import PartialSum
 
 
 class OutstandingOrder(Value):
-    """The order that ``StepProgress.awaited`` have not answered yet. ``version`` is the step of a step order.
+    """The order that the workers in ``StepProgress.awaited`` have not answered yet.
 
-    It is to be answered within ``limit_s``, and once it was aborted within ``give_up_s`` (seconds).
+    ``version`` is the step of a step order. The order must be answered within ``limit_s``, and once it was aborted
+    within ``give_up_s`` (seconds).
     """
 
     kind: Literal["reshape", "step", "commit"]
@@ -56,10 +57,10 @@ class StepReport(Value):
     non_finite: bool
     followed: bool = False
     weights: dict[int, float] = Field(
-        default_factory=dict, description="of losses, by micro-batch; empty: none has one"
+        default_factory=dict, description="weights of losses, by micro-batch; empty: no loss has one"
     )
     losses: dict[int, float] = Field(
-        default_factory=dict, description="by micro-batch; infinite: not finite. Empty where none are judged"
+        default_factory=dict, description="by micro-batch; infinite: not finite; empty: not judged"
     )
 
 
@@ -67,23 +68,28 @@ class StepProgress(Value):
     """The present attempt of the present step, and the order that is outstanding."""
 
     attempt: int = 0
-    loss_scale: LossScale | None = Field(default=None, description="of the present step, if the job has one")
+    loss_scale: LossScale | None = Field(default=None, description="loss scale of the present step, if the job has one")
     order: OutstandingOrder | None = None
-    awaited: frozenset[WorkerId] = Field(default=frozenset(), description="who has ``order`` and has not answered")
+    awaited: frozenset[WorkerId] = Field(
+        default=frozenset(), description="workers that have ``order`` and have not answered"
+    )
     reports: dict[WorkerId, StepReport] = Field(default_factory=dict)
     kept: dict[WorkerId, tuple[PartialSum, ...]] = Field(
-        default_factory=dict, description="of the decided version's step, which was given up, while none is run"
+        default_factory=dict,
+        description="partial sums of the decided version's step, which was given up, while no step is run",
     )
-    shares: tuple[Evaluation, ...] = Field(default=(), description="of an evaluation, in answers to the present order")
-    finished: FinishedMetrics | None = Field(default=None, description="in an answer to the present order")
+    shares: tuple[Evaluation, ...] = Field(
+        default=(), description="parts of an evaluation, from answers to the present order"
+    )
+    finished: FinishedMetrics | None = Field(default=None, description="from an answer to the present order")
 
 
 class NodeRequest(Value):
     """VMs that were requested and are not up.
 
-    ``count``: not granted yet; ``granted``: booting (name -> since when); ``waiting``: those of them that do not boot
-    yet, for they are in their market's queue; ``facts``: what kind these are; ``appeared``: who was up before its grant
-    was heard of; ``node_type``: what was asked for.
+    ``count``: not granted yet; ``granted``: name -> when it was granted; ``waiting``: granted ones that do not boot
+    yet, because they are in their market's queue; ``facts``: the kinds of granted ones; ``appeared``: nodes that
+    appeared before their grant was reported; ``node_type``: the requested type.
     """
 
     count: int
@@ -97,28 +103,29 @@ class NodeRequest(Value):
 
     @property
     def booting(self) -> dict[WorkerId, float]:
-        """Those that were granted and do not wait, with since when."""
+        """Granted nodes that are not in a queue, with the time of their grant."""
         return {node: since_s for node, since_s in self.granted.items() if node not in self.waiting}
 
 
 class KeptNotice(Value):
-    """A notice of a VM that may be one of those that are requested: its agent can be faster than the grant."""
+    """A notice of an unknown VM, which an open request may be about: a VM's agent can be faster than its grant."""
 
     notice: str
     taken_s: float
 
 
 class Flaps(Value):
-    """How often a machine came back lately."""
+    """How often a machine came back recently."""
 
     num: int
     last_s: float
 
 
 class FailedSetups(Value):
-    """Workers in a row that could not be set up, in the same way; until one is.
+    """Consecutive setups that failed in the same way; forgotten when a setup succeeds.
 
-    ``way``: what their failures have in common; ``num`` of them on ``hosts``, since ``since_s``; else of the last one.
+    ``way``: what the failures have in common; ``num`` of them on ``hosts``, since ``since_s``. The other fields
+    describe the last failure.
     """
 
     way: str
@@ -132,7 +139,7 @@ class FailedSetups(Value):
 
 
 class Refusals(Value):
-    """Of a type of GPU: how many in a row, and until when it is not asked for."""
+    """Refusals of a type of GPU: how many in a row, and until when it is not requested."""
 
     num: int
     until_s: float
@@ -144,30 +151,32 @@ class Provisioning(Value):
     requests: dict[RequestId, NodeRequest] = Field(default_factory=dict)
     num_requests: int = 0
     num_refused: int = Field(default=0, description="refusals since the last grant")
-    refused: dict[str, Refusals] = Field(default_factory=dict, description="by type, where there are several")
-    num_setups_lost: int = Field(default=0, description="VMs in a row that came to nothing before one got ready")
-    setup_lost_s: float | None = Field(default=None, description="when the last of these was")
+    refused: dict[str, Refusals] = Field(
+        default_factory=dict, description="refusals by type, where there are several types"
+    )
+    num_setups_lost: int = Field(default=0, description="VMs in a row that were lost before they were ready")
+    setup_lost_s: float | None = Field(default=None, description="when the last of these was lost")
     num_absent: int = Field(default=0, description="times in a row that granted VMs did not appear at all")
     failed_setups: FailedSetups | None = None
     gives_up: Literal["setups", "limit"] | None = Field(
-        default=None, description="the run ends, or rests, for nothing comes of its VMs: why"
+        default=None, description="why the run ends, or rests, because its VMs achieve nothing"
     )
     next_request_s: float | None = Field(default=None, description="no further request before that")
     kept_notices: dict[WorkerId, KeptNotice] = Field(
-        default_factory=dict, description="of nodes that are not known: of open requests, or of VMs that came"
+        default_factory=dict, description="notices of unknown nodes, of open requests or of known VMs"
     )
     leaving: frozenset[WorkerId] = Field(
-        default=frozenset(), description="who drains by a notice that is to be acknowledged"
+        default=frozenset(), description="draining workers whose notices must be acknowledged"
     )
     flaps: dict[str, Flaps] = Field(default_factory=dict, description="by machine")
-    nodes_wake_s: float | None = Field(default=None, description="no wait for a node runs out before that")
+    nodes_wake_s: float | None = Field(default=None, description="no wait for a node ends before that")
 
 
 class Yardstick(Value):
     """What a healthy worker took (seconds) for a micro-batch's forward and backward on these sections.
 
-    ``usual``: how all workers compared with the profile then, where that was known. ``by_sums``: it is a mean over many
-    micro-batches, for it was by those that the worker was found slow.
+    ``usual``: how all workers compared with the profile then, where that was known. ``by_sums``: the time is a mean
+    over many micro-batches, because the worker was found slow by such means.
     """
 
     first_section: int
@@ -181,10 +190,10 @@ class Yardstick(Value):
 class Pace(Value):
     """How fast a worker computes.
 
-    ``samples_s``: micro-batches of the window that is being filled; ``median_s``: of the last full one, and
-    ``error_s`` its standard error; ``past_s``: medians of the last windows in this generation, and ``past_means_s``
-    their means. ``streak``: windows in a row in which it was slow, or, negative, well. ``slowdown``: 1 is as fast as
-    expected. ``yardstick``: what it was held against when it was last judged.
+    ``samples_s``: times of micro-batches in the window that is being filled; ``median_s``: the median of the last full
+    window, and ``error_s`` its standard error; ``past_s``: medians of the last windows in this generation, and
+    ``past_means_s`` their means. ``streak``: the number of windows in a row in which it was slow, or, negative, well.
+    ``slowdown``: 1 is as fast as expected. ``yardstick``: what it was compared with when it was last judged.
     """
 
     samples_s: tuple[float, ...] = ()
@@ -198,7 +207,7 @@ class Pace(Value):
 
 
 class Probation(Value):
-    """Of a slow worker that was left out. ``requested_s``: when the probe was sent that is not answered yet."""
+    """Probation of a slow worker that was left out. ``requested_s``: when the unanswered probe was sent."""
 
     num_requested: int = 0
     num_passed: int = 0
@@ -210,8 +219,8 @@ class Probation(Value):
 class WorkerState(Value):
     """One VM and its worker. ``holds``: units whose state at the decided version it certainly has.
 
-    ``ready_s``: when it was set up, None before that. ``eligible_s``: it is not taken in earlier, for its machine
-    came and went too often. ``drain_until_s``: while draining, when its notice counts as void.
+    ``ready_s``: when it was set up, None before that. ``eligible_s``: the earliest time for its use, because its
+    machine came and went too often. ``drain_until_s``: while draining, when its notice counts as void.
     """
 
     appeared_s: float
@@ -228,14 +237,14 @@ class WorkerState(Value):
 
     @property
     def ready(self) -> bool:
-        """Whether it is set up, and so can be given an order."""
+        """Whether the worker is set up, so that it can be given an order."""
         return self.ready_s is not None
 
 
 class Failing(Value):
-    """An error inside a worker, until the step at which it came is decided.
+    """An error inside a worker, until the step at which it occurred is decided.
 
-    ``final``: it came again, or nothing would mend it: what is held is saved, and the run ends.
+    ``final``: it occurred again, or cannot be mended: what workers hold is saved, and the run ends.
     """
 
     version: Version
@@ -248,9 +257,9 @@ class Failing(Value):
 
 
 class Leap(Value):
-    """A bad step was given up with those before it: version ``to`` has the state of an earlier one.
+    """A bad step and those before it were given up: version ``to`` has the state of an earlier version.
 
-    ``num_bad``: bad steps since that one.
+    ``num_bad``: the number of bad steps since that version.
     """
 
     to: Version
@@ -262,23 +271,23 @@ class Phase(StrEnum):
 
     ``STARTING``: no generation was formed yet; no worker has an order.
     ``WAITING``: no plan fits the ready workers; no worker has an order; survivors keep what they hold.
-    ``HOLDING``: a plan fits, and a node with which a faster one fits is about to be ready, or workers may follow one
-    that their VM has lost; no worker has an order; ends at ``hold_until_s`` at the latest.
-    ``RESTING``: generation after generation came to nothing, or a checkpoint could not be loaded and a whole one is
-    looked for; no worker has an order but to write what it holds; ends at ``rest_until_s`` once these are answered.
-    ``RESHAPING``: every member (and every worker that only serves its units) has answered ``Reshaped`` or has
-    the reshape order of this generation outstanding, at least one of them the latter.
+    ``HOLDING``: a plan fits, but a node that allows a faster one is almost ready, or a VM that lost a worker may lose
+    its others; no worker has an order; ends at ``hold_until_s`` at the latest.
+    ``RESTING``: several generations in a row decided no step, or a checkpoint could not be loaded and an undamaged one
+    is sought; workers have no orders except to write what they hold; ends at ``rest_until_s`` once these are answered.
+    ``RESHAPING``: every member (and every worker that only serves its units) has answered ``Reshaped`` or has the
+    reshape order of this generation outstanding, at least one of them the latter.
     ``TRAINING``: every member has answered ``Prepared`` or has the step order of (generation, version, attempt)
     outstanding, at least one of them the latter; nobody else has an order.
-    ``COMMITTING``: members have answered ``Committed`` or have the commit order outstanding; a commit or a unit
-    of the last checkpoint is missing.
+    ``COMMITTING``: members have answered ``Committed`` or have the commit order outstanding; a commit or a unit of the
+    last checkpoint is missing.
     ``SEALING``: everything is committed and written but the last manifest; no worker has an order.
-    ``ABORTING``: the generation is being dissolved; every outstanding order was told to abort, and at least one
-    is left.
+    ``ABORTING``: the generation is being dissolved; an abort was sent for every outstanding order, and at least one is
+    left.
     ``ENDED``: a ``Finish`` was issued; events change nothing.
 
-    The decided version changes only when every member prepared it, or when state is lost and it returns to a
-    checkpoint's. What holds of a state by itself, in each phase, is the table in ``validate``.
+    The decided version changes only when every member prepared it, or when state is lost and the run returns to the
+    version of a checkpoint. The invariants of a state, by phase, are the table in ``validate``.
     """
 
     STARTING = "starting"
@@ -294,12 +303,12 @@ class Phase(StrEnum):
 
 
 class PreCopy(Value):
-    """A planned change whose units are pre-copied, while the present generation goes on training.
+    """A planned change whose units are pre-copied while the present generation continues to train.
 
-    The change is ``slots`` of ``plan``. ``moves`` are the units that a receiver lacks there, each with a member that
-    holds it and sends it; ``synced``, by receiver, those that it has and keeps at the decided version.
-    ``failed``: receivers that some units will not reach. Nobody ever waits for any of it but a boundary that puts the
-    change off: ``until_s`` at the latest. ``limit_s``: for which a stream may be silent.
+    The change leads to ``slots`` of ``plan``. ``moves`` are the units that receivers lack there, each with a member
+    that holds and sends it; ``synced``, by receiver, are units that have arrived and are kept at the decided version.
+    ``failed``: receivers that some units will not reach. Only the boundary that puts the change off waits for a
+    pre-copy, until ``until_s`` at the latest. ``limit_s``: how long a stream may be silent.
     """
 
     number: int
@@ -313,12 +322,12 @@ class PreCopy(Value):
 
     @property
     def parties(self) -> tuple[WorkerId, ...]:
-        """Who sends or receives, each once."""
+        """The workers that send or receive, each once."""
         return tuple(dict.fromkeys(worker for move in self.moves for worker in (move.sender, move.receiver)))
 
     @property
     def num_synced(self) -> int:
-        """Units that have arrived, of all receivers."""
+        """The number of units that have arrived, over all receivers."""
         return sum(len(units) for units in self.synced.values())
 
     @property
@@ -330,33 +339,35 @@ class PreCopy(Value):
 
 
 class Waits(Value):
-    """Since when, and until when at the latest, something is waited for, and how often in vain."""
+    """The beginnings and bounds of waits, and counts of failed attempts."""
 
     first_feasible_s: float | None = Field(default=None, description="when a plan first fitted, before the first shape")
-    waiting_since_s: float | None = Field(default=None, description="for VMs, before the start or with too few")
+    waiting_since_s: float | None = Field(default=None, description="since when the run waits for VMs")
     hold_until_s: float | None = None
     partly_lost: dict[str, float] = Field(
-        default_factory=dict, description="VMs that lost a worker: until when its other workers may follow"
+        default_factory=dict, description="VMs that lost a worker: until when they may lose their others"
     )
     join_since_s: float | None = Field(default=None, description="since when a better shape could be formed")
     num_fruitless: int = Field(default=0, description="generations dissolved since the last decided step")
-    resting_since_s: float | None = Field(default=None, description="of the first rest since the last decided step")
-    rest_until_s: float | None = None
-    idle_vm_s: float = Field(
-        default=0.0, description="of VMs that were paid for since the last decided step, untrained"
+    resting_since_s: float | None = Field(
+        default=None, description="start of the first rest since the last decided step"
     )
-    idle_at_s: float | None = Field(default=None, description="until when that is counted; None: a shape trains")
+    rest_until_s: float | None = None
+    idle_vm_s: float = Field(default=0.0, description="VM time paid for without training since the last decided step")
+    idle_at_s: float | None = Field(
+        default=None, description="until when idle VM time is counted; None: a shape trains"
+    )
 
 
 class Measured(Value):
-    """What the run has taught, in place of what was taken for granted. Means are of the kind that forgets."""
+    """Measurements of this run, which replace assumptions. Means are exponential."""
 
-    setup_s: float | None = Field(default=None, description="mean of setups")
+    setup_s: float | None = Field(default=None, description="mean duration of setups")
     morph_began_s: float | None = None
-    morph_s: float | None = Field(default=None, description="mean of planned changes")
-    state_bytes_per_s: float | None = Field(default=None, description="mean, of units from peers to one worker")
-    stage_ratios: tuple[StageRatios, ...] = Field(default=(), description="of compute times to the profile's")
-    correction: Correction | None = Field(default=None, description="of the profile, as it was told last")
+    morph_s: float | None = Field(default=None, description="mean duration of planned changes")
+    state_bytes_per_s: float | None = Field(default=None, description="mean speed of units from peers to one worker")
+    stage_ratios: tuple[StageRatios, ...] = Field(default=(), description="ratios of compute times to the profile's")
+    correction: Correction | None = Field(default=None, description="correction of the profile, as last reported")
     planned_with: tuple[float, ...] = Field(default=(), description="``config.factors`` now")
     types_planned_with: dict[str, tuple[float, ...]] = Field(default={}, description="``config.type_factors`` now")
 
@@ -364,16 +375,18 @@ class Measured(Value):
 class ControllerState(Value):
     """Everything that ``decide`` knows. ``version`` is the decided version; ``workers`` are in order of appearance.
 
-    What belongs to one concern stands in a slice of it.
+    Fields of one concern are grouped in a slice.
     """
 
     config: ControllerConfig
     phase: Phase = Phase.STARTING
     version: Version
     generation: int = 0
-    decided: Decided | None = Field(default=None, description="of the last step; None: ``version`` was restored")
-    reshape: ReshapeOrder | None = Field(default=None, description="that formed the present generation")
-    member_units: dict[WorkerId, frozenset[UnitId]] = Field(default_factory=dict, description="by present member")
+    decided: Decided | None = Field(default=None, description="facts of the last step; None: ``version`` was restored")
+    reshape: ReshapeOrder | None = Field(default=None, description="the order that formed the present generation")
+    member_units: dict[WorkerId, frozenset[UnitId]] = Field(
+        default_factory=dict, description="units of each present member"
+    )
     workers: dict[WorkerId, WorkerState] = Field(default_factory=dict)
     num_appeared: int = 0
     step: StepProgress = StepProgress()
@@ -381,24 +394,28 @@ class ControllerState(Value):
     waits: Waits = Waits()
     provisioning: Provisioning = Provisioning()
     measured: Measured = Measured()
-    pre_copy: PreCopy | None = Field(default=None, description="pre-copied now; gone with the generation, or a party")
-    num_pre_copies: int = 0
-    evaluation: EvaluationSize | None = Field(default=None, description="of the job, as its workers say")
-    unfinished: EvaluationTotals | None = Field(
-        default=None, description="an evaluation of which the next order has the job's own metrics computed"
+    pre_copy: PreCopy | None = Field(
+        default=None, description="the present pre-copy; dropped with a party or its generation"
     )
-    judged: Judged = Field(default=Judged(), description="what evaluations have said so far")
+    num_pre_copies: int = 0
+    evaluation: EvaluationSize | None = Field(
+        default=None, description="size of the job's evaluation, as its workers say"
+    )
+    unfinished: EvaluationTotals | None = Field(
+        default=None, description="an evaluation whose own metrics the next order has computed"
+    )
+    judged: Judged = Field(default=Judged(), description="results of evaluations so far")
     failing: Failing | None = Field(default=None, description="the last error inside a worker")
-    losses: LossTrend = Field(default=LossTrend(), description="what those of the steps to this version were like")
-    leaps: dict[Version, Leap] = Field(default_factory=dict, description="by the version whose state is taken again")
-    unnamed: tuple[int, ...] = Field(default=(), description="bad steps whose samples no worker has named yet")
+    losses: LossTrend = Field(default=LossTrend(), description="history of the losses up to this version")
+    leaps: dict[Version, Leap] = Field(default_factory=dict, description="by the version whose state is used again")
+    unnamed: tuple[int, ...] = Field(default=(), description="bad steps whose samples no worker has reported yet")
     stop_reason: str | None = None
     finish: Finish | None = None
     recent: tuple[str, ...] = Field(default=(), description="the last events, for the error of an impossible one")
 
     @property
     def ready_workers(self) -> tuple[WorkerId, ...]:
-        """The workers that are set up, whether they may be given a slot or not, in order of appearance."""
+        """The workers that are set up, usable or not, in order of appearance."""
         return tuple([worker for worker, entry in self.workers.items() if entry.ready_s is not None])
 
     @property
@@ -413,7 +430,7 @@ class ControllerState(Value):
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """Who drives what in it."""
+        """The slots of the present shape; empty while none is formed."""
         return self.reshape.slots if self.reshape else ()
 
     @property
@@ -434,14 +451,14 @@ def initial_state(config: ControllerConfig) -> ControllerState:
 
 
 def mean_of(before: float | None, sample_s: float) -> float | None:
-    """Take a measured duration into a mean that forgets; a clock that stepped back measured nothing."""
+    """Add a measured duration to an exponential mean; negative durations (a clock stepped back) are ignored."""
     if sample_s < 0:
         return before
     return sample_s if before is None else 0.7 * before + 0.3 * sample_s
 
 
 class Decision(Value):
-    """What ``decide`` returns. ``wake_at_s``: send a ``Tick`` then, at the latest; None: none is needed."""
+    """The result of ``decide``. ``wake_at_s``: send a ``Tick`` then at the latest; None: no tick is needed."""
 
     state: ControllerState
     actions: tuple[Action, ...] = ()

@@ -1,4 +1,4 @@
-"""A decision while it is made: one transition goes from handler to handler."""
+"""A decision while it is made: one transition is passed from handler to handler."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Fields = ParamSpec("Fields")
 
 
 class StateFields(TypedDict, total=False):
-    """Fields of ``ControllerState`` that stand in none of its slices."""
+    """Fields of ``ControllerState`` that are not in a slice."""
 
     config: ControllerConfig
     phase: Phase
@@ -63,7 +63,7 @@ class StateFields(TypedDict, total=False):
 
 
 class WorkerFields(TypedDict, total=False):
-    """Fields of ``WorkerState`` but for its node, which ``Transition.change_node`` sets."""
+    """Fields of ``WorkerState`` except its node, which ``Transition.change_node`` sets."""
 
     facts: NodeFacts
     ready_s: float | None
@@ -80,8 +80,8 @@ class SliceChange(Generic[Fields]):
 
     Args:
         transition: The transition.
-        path: Names of the fields that lead to the slice, from the state on.
-        kind: The slice's class, whose constructor says which fields there are, and their types.
+        path: Names of the fields that lead from the state to the slice.
+        kind: The slice's class, whose constructor defines the fields and their types.
     """
 
     def __init__(self, transition: Transition, path: str, kind: Callable[Fields, object]) -> None:  # noqa: ARG002 (for its type)
@@ -98,10 +98,10 @@ class SliceChange(Generic[Fields]):
 
 
 class Transition:
-    """What is decided so far at ``now_s``: the state, the actions in order, and what is told.
+    """The decision so far, at ``now_s``: the state, the actions in order, and the reason.
 
-    Every part of the controller changes it in place. The states themselves stay frozen: whoever reads ``state`` has it
-    as it was then.
+    Every part of the controller changes it in place. The states themselves are frozen: a ``state`` read earlier does
+    not change.
     """
 
     def __init__(self, state: ControllerState, now_s: float) -> None:
@@ -118,18 +118,18 @@ class Transition:
         self.change_measured = SliceChange(self, "measured", Measured)
 
     def say(self, code: ReasonCode, sentence: str, *actions: Action) -> None:
-        """Tell what was done last, and why. That work is lost is told whatever follows, but for the run's end."""
+        """Set the reason of the decision. A reason that reports lost work is kept, unless the run ends."""
         if self.code is not ReasonCode.SET_BACK or self.state.phase is Phase.ENDED:
             self.code = code
         self.add(sentence, *actions)
 
     def add(self, sentence: str, *actions: Action) -> None:
-        """Tell something beside what was told before."""
+        """Add a sentence to the reason."""
         self._sentences.append(sentence)
         self.actions += actions
 
     def end(self, outcome: Literal["finished", "stopped", "failed"], sentence: str) -> None:
-        """End the run: abort what is outstanding, then finish. With an error that cannot be mended it has failed."""
+        """End the run: abort outstanding orders, then finish. After a final error, the outcome is "failed"."""
         trace, cause, failing = "", None, self.state.failing
         if failing is not None and failing.final:
             outcome, trace, cause = "failed", failing.traceback, failing.cause
@@ -151,7 +151,7 @@ class Transition:
         self.say(ReasonCode(outcome), sentence, *aborts, finish)
 
     def decision(self, wake_at_s: float | None) -> Decision:
-        """Return what was decided."""
+        """Return the finished decision."""
         assert self.code is not None, "a decision without a reason"
         reason = Reason(code=self.code, sentence="; ".join(self._sentences))
         return Decision.model_construct(
@@ -159,7 +159,7 @@ class Transition:
         )
 
     def change(self, **fields: Unpack[StateFields]) -> None:
-        """Replace some fields of the state that stand in none of its slices."""
+        """Replace some fields of the state that are not in a slice."""
         self.state = self.state.model_copy(update=fields)
 
     def change_worker(self, worker: WorkerId, **fields: Unpack[WorkerFields]) -> None:
@@ -169,7 +169,7 @@ class Transition:
         self.change(workers=workers)
 
     def change_node(self, worker: WorkerId, event: NodeEvent, **fields: Unpack[WorkerFields]) -> None:
-        """Put a node in the state that follows an event, and replace some of its worker's fields."""
+        """Change a node's state by an event, and replace some of its worker's fields."""
         entry = self.state.workers[worker]
         node = nodes.after(entry.node, event)
         self.change(workers={**self.state.workers, worker: entry.model_copy(update={**fields, "node": node})})
@@ -180,18 +180,18 @@ class Transition:
         self.change_saving(pending=None if pending is None else change(pending), earlier=tuple(map(change, earlier)))
 
     def order(self, order: OutstandingOrder, receivers: Iterable[WorkerId]) -> None:
-        """Make this order outstanding; there was none before."""
+        """Make this order outstanding; no other may be."""
         self.change_step(order=order, awaited=frozenset(receivers), reports={}, shares=(), finished=None)
 
     def answered(self, worker: WorkerId) -> None:
-        """Take a worker's order from it."""
+        """Record that a worker has answered its order."""
         awaited = self.state.step.awaited - {worker}
         self.change_step(awaited=awaited, order=self.state.step.order if awaited else None)
 
     def forget(self, lost: Iterable[WorkerId]) -> None:
-        """Forget workers, and give back what VMs they had of a provider.
+        """Forget workers, and give back their VMs to the provider.
 
-        A pending checkpoint that one of them still had to write to becomes stale.
+        A pending checkpoint for which one of them still had units to write becomes stale.
         """
         state, gone = self.state, set(lost)
         workers = {worker: entry for worker, entry in state.workers.items() if worker not in gone}
@@ -211,7 +211,7 @@ class Transition:
             self.change_provisioning(nodes_wake_s=time_s)
 
     def once(self, question: Callable[[ControllerState, float], Answer], *depends_on: object) -> Answer:
-        """Answer a question about the state, once unless a part of it that the answer depends on was replaced."""
+        """Answer a question about the state; the answer is cached until a part that it depends on is replaced."""
         known = self._known.get(question)
         if known is None or any(then is not now for then, now in zip(known[0], depends_on, strict=True)):
             known = self._known[question] = (depends_on, question(self.state, self.now_s))

@@ -1,4 +1,4 @@
-"""What always holds of a state, whatever led to it: one table of sentences, each with its test."""
+"""Invariants of a state: one table of sentences, each with its test."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ LIVING = (NodeState.WARMING, NodeState.READY, NodeState.SUSPECT, NodeState.DRAIN
 
 
 class BrokenState(MorphError):
-    """A state that cannot be: a defect of the controller."""
+    """An impossible state: a defect of the controller."""
 
 
 def validate(state: ControllerState) -> None:
     """Check every invariant.
 
-    The live loop does not: a run goes on as long as its decisions make sense to its workers. Tests and the simulated
-    clusters call it after every decision.
+    The live loop does not call this: a run continues as long as its workers can carry out its decisions. Tests and the
+    simulated clusters call it after every decision.
 
     Raises:
         BrokenState: with job, phase, what should hold, and the last events.
@@ -221,4 +221,4 @@ INVARIANTS: dict[str, Callable[[ControllerState], bool]] = {
     "units are pre-copied while training, under their number, by known workers": _pre_copy,
     "units are pre-copied by who holds them to who lacks them": _moves,
 }
-"""What should hold, and whether it does."""
+"""Each invariant in words, with the function that tests it."""

@@ -16,14 +16,14 @@ from morph.contract.messages import UnitId, UnitWritten
 SAVING = (Phase.COMMITTING, Phase.SEALING)
 FIRST_PAUSE_S = 1.0
 MOST_PAUSE_S = 30.0
-"""Between two tries to write the last checkpoint."""
+"""Seconds between two attempts to write the last checkpoint."""
 
 
 def on_units_written(transition: Transition, event: UnitsWritten) -> None:
-    """Note units that are on storage; with the last one the manifest is written.
+    """Record units that are on storage; after the last one, have the manifest written.
 
-    Only who was told to write a unit is believed: what a worker of an earlier history wrote of the same version may be
-    another state, unless accumulation is exact.
+    A unit counts only if its assigned writer reports it: unless accumulation is exact, a worker of an earlier history
+    may have written a different state of the same version.
     """
     saving = transition.state.saving
     if not saving.under_way:
@@ -68,9 +68,9 @@ def _awaited(pending: PendingCheckpoint, event: UnitsWritten) -> dict[UnitId, Un
 
 
 def on_checkpoint_failed(transition: Transition, event: CheckpointFailed) -> None:
-    """Give up the checkpoint that failed; training goes on, the next one is tried when it is due.
+    """Give up the checkpoint that failed; training continues, and the next checkpoint is tried when it is due.
 
-    The last checkpoint of a run, and its manifest, are tried again until storage takes them: nothing is lost by then.
+    The last checkpoint of a run and its manifest are tried again until storage accepts them.
     """
     state = transition.state
     saving = state.saving
@@ -86,7 +86,7 @@ def on_checkpoint_failed(transition: Transition, event: CheckpointFailed) -> Non
         return end_if_saved(transition) if state.phase is Phase.SEALING else None
     lasting = tuple(one for one in saving.earlier if one.version != event.version or event.worker not in one.debtors)
     if lasting != saving.earlier:
-        transition.change_saving(earlier=lasting)  # what was written before a checkpoint has delayed it
+        transition.change_saving(earlier=lasting)  # writing earlier checkpoints has delayed this one
         transition.change_under_way(lambda one: one.model_copy(update={"started_s": transition.now_s}))
         return _abandon(transition, sentence)
     if (
@@ -104,14 +104,14 @@ def on_checkpoint_failed(transition: Transition, event: CheckpointFailed) -> Non
 
 
 def _abandon(transition: Transition, sentence: str) -> None:
-    """Tell the first time in a row what is wrong; after the others there is nothing new to tell."""
+    """Abandon the pending checkpoint; only the first of several failures in a row is reported."""
     first = record_save_refused(transition)
     tell_next(transition)
     transition.say(ReasonCode.CHECKPOINT_ABANDONED if first else ReasonCode.UNITS_NOTED, sentence)
 
 
 def on_manifest_written(transition: Transition, event: ManifestWritten) -> None:
-    """A checkpoint is complete; the newest one is where lost state comes from."""
+    """A checkpoint is complete; lost state is restored from the newest one."""
     state = transition.state
     saving = state.saving
     manifest = next((entry for entry in saving.sealing if entry.version == event.version), None)
@@ -139,21 +139,21 @@ def on_manifest_written(transition: Transition, event: ManifestWritten) -> None:
 
 
 def _save_later(transition: Transition, sentence: str) -> None:
-    """Try again after a pause as long as what was waited already, between ``FIRST_PAUSE_S`` and ``MOST_PAUSE_S``."""
+    """Try again after a pause as long as the wait so far, between ``FIRST_PAUSE_S`` and ``MOST_PAUSE_S``."""
     state, now_s = transition.state, transition.now_s
     saving = state.saving
     since_s = now_s if saving.unsaved_since_s is None else saving.unsaved_since_s
     retry_s = now_s + min(MOST_PAUSE_S, max(FIRST_PAUSE_S, now_s - since_s))
-    code = ReasonCode.CHECKPOINT_ABANDONED if saving.unsaved_since_s is None else ReasonCode.UNITS_NOTED  # told once
+    code = ReasonCode.CHECKPOINT_ABANDONED if saving.unsaved_since_s is None else ReasonCode.UNITS_NOTED
     pending = None if saving.pending is None else saving.pending.model_copy(update={"started_s": retry_s})
     sealing_since_s = None if saving.sealing_since_s is None else retry_s
     transition.change_saving(pending=pending, sealing_since_s=sealing_since_s)
     transition.change_saving(unsaved_since_s=since_s, save_retry_s=retry_s)
-    transition.say(code, f"{sentence}; it is tried again until it can be")
+    transition.say(code, f"{sentence}; it is tried again until it succeeds")
 
 
 def save_if_due(transition: Transition) -> None:
-    """Try again to write what the end of the run waits for, if it is time."""
+    """Try again to write the last checkpoint, for which the end of the run waits, if it is time."""
     state, now_s = transition.state, transition.now_s
     saving = state.saving
     since_s, retry_s = saving.unsaved_since_s, saving.save_retry_s
@@ -177,7 +177,7 @@ def save_if_due(transition: Transition) -> None:
 
 
 def _last_try(state: ControllerState) -> int:
-    """The next checkpoint is due a whole interval after the one that failed, so bad storage is not hammered."""
+    """Return the version from which the next interval counts: that of the failed checkpoint, to spare bad storage."""
     saving = state.saving
     tried = [entry.version for entry in saving.sealing]
     if saving.pending is not None:

@@ -1,4 +1,4 @@
-"""Losing workers: dissolving a generation and re-forming from whoever is left."""
+"""Losing workers: dissolving a generation and re-forming from the workers that are left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORMED_PHASES = frozenset({Phase.RESHAPING, Phase.TRAINING, Phase.COMMITTING})
 
 
 def lose(transition: Transition, lost: Mapping[WorkerId, str]) -> None:
-    """Forget workers (id -> cause); when the generation needed one of them, dissolve it."""
+    """Forget lost workers (id -> cause); dissolve the generation if it needed one of them."""
     state = transition.state
     needed = any(_is_needed(state, worker) for worker in lost)
     for worker in lost:
@@ -51,7 +51,7 @@ def lose(transition: Transition, lost: Mapping[WorkerId, str]) -> None:
 def dissolve(transition: Transition, *, planned: bool = False) -> None:
     """Abort every outstanding order of the generation; re-form at once when there is none.
 
-    ``planned``: nothing is wrong, so that it is none of those in a row that come to nothing.
+    ``planned``: nothing is wrong, so the generation does not count as one of those in a row that decided no step.
     """
     state = transition.state
     busy = state.busy_workers
@@ -74,7 +74,7 @@ def dissolve(transition: Transition, *, planned: bool = False) -> None:
 
 
 def settle(transition: Transition) -> None:
-    """While aborting: re-form once nobody has an order; after a rest, if too many generations in a row did nothing."""
+    """While aborting: re-form once no worker has an order, after a rest if too many generations in a row failed."""
     state = transition.state
     if state.step.awaited:
         workers = counted(len(state.step.awaited), "worker has", "workers have")
@@ -90,7 +90,7 @@ def settle(transition: Transition) -> None:
 
 
 def _is_needed(state: ControllerState, worker: WorkerId) -> bool:
-    """Whether the present generation cannot go on without this worker."""
+    """Whether the present generation cannot continue without this worker."""
     if state.phase not in FORMED_PHASES:
         return False
     if worker in state.step.awaited:
@@ -100,16 +100,16 @@ def _is_needed(state: ControllerState, worker: WorkerId) -> bool:
     return worker in state.member_units
 
 
-# Errors inside a worker: who is lost, what is tried again elsewhere, and what ends the run.
+# Errors inside a worker: which lose the worker, which are retried on others, and which end the run.
 
 
 def failed(transition: Transition, worker: WorkerId, answer: Failed) -> None:
-    """Take a failed order.
+    """Handle a failed order.
 
-    A device that is lost, or has no memory left, takes its worker along; memory that runs out again at the same step,
-    or where nobody could take the worker's place, ends the run. An error of the job's is tried once more, on others
-    where these suffice; what comes again at the same step ends the run, as does what nothing would mend. What is held
-    is saved before the end. A checkpoint that cannot be loaded ends nothing: a whole one is looked for.
+    A lost device, or one out of memory, loses its worker; running out of memory again at the same step, or where no
+    other worker could take over, ends the run. After an error in the job's code the step is tried once more, on other
+    workers if they suffice; the same step failing again ends the run, as does an error that cannot be mended. What
+    workers hold is saved before the end. After a failure to load a checkpoint, an undamaged one is sought.
     """
     assert transition.state.step.order is not None, "nobody has an order"
     version, known = transition.state.step.order.version, transition.state.failing
@@ -121,7 +121,7 @@ def failed(transition: Transition, worker: WorkerId, answer: Failed) -> None:
         return _give_up(transition, f"{worker} could not load version {version}: {answer.error}")
     sentence = f"{worker} failed at step {version}: {answer.error}"
     if known is not None and known.generation == state.generation and (known.final or answer.cause != "device"):
-        return _give_up(transition, sentence)  # another one's part of the same
+        return _give_up(transition, sentence)  # another worker's part of the same failure
     if known is not None and known.final:
         return transition.end(
             "failed", f"{known.sentence}; what came after the last checkpoint is not saved: {sentence}"
@@ -144,7 +144,7 @@ def failed(transition: Transition, worker: WorkerId, answer: Failed) -> None:
         final=final,
     )
     transition.change(failing=failing, stop_reason=sentence if final else state.stop_reason)
-    if not final:  # others may take its place until the step is decided, and it gives them what it holds
+    if not final:  # others may take its place until the step is decided; it sends them what it holds
         sentence += "; tried once more"
     return _give_up(transition, sentence)
 
@@ -156,19 +156,19 @@ def _lost(transition: Transition, worker: WorkerId, answer: Failed, version: int
         transition.change(failing=entry)
     transition.say(ReasonCode.WORKER_REMOVED, "given up", EndWorker(worker=worker))
     lose(transition, {worker: answer.error})
-    if transition.state.phase in FORMED_PHASES:  # it is no member, but its order was the generation's
+    if transition.state.phase in FORMED_PHASES:  # it is not a member, but had an order of the generation
         dissolve(transition)
 
 
 def _give_up(transition: Transition, sentence: str) -> None:
-    """Nobody goes on with an order that one worker gave up."""
+    """Abort an order on all workers, because one worker gave it up."""
     transition.say(ReasonCode.ABORTING, sentence)
     next_one = settle if transition.state.phase is Phase.ABORTING else dissolve
     next_one(transition)
 
 
 def _is_dispensable(transition: Transition, worker: WorkerId) -> bool:
-    """Whether the run can go on without a worker: others suffice, or one is requested in its place."""
+    """Whether the run can continue without a worker: others suffice, or a replacement is requested."""
     if transition.state.config.target_nodes:
         return True
     workers = {name: entry for name, entry in transition.state.workers.items() if name != worker}

@@ -1,4 +1,4 @@
-"""A checkpoint could not be loaded: the newest whole one is found, and the same workers go on from it."""
+"""Recovery from repeated failures: rests between generations, and finding a checkpoint that can be loaded."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from manager.controller.steps.training_loop import commit_orders
 from morph.contract.messages import UnitId, WorkerId
 from morph.contract.waits import Backoff
 
-# Generations come to nothing, one after the other: what is held is saved, and after a pause it is tried again.
+# Several generations in a row decide no step: what workers hold is saved, and a pause precedes the next attempt.
 
 
 PAUSES = Backoff(first_s=5.0, most_s=300.0)
-"""Between tries that come to nothing."""
+"""Seconds between failed attempts."""
 
 
 def begin_rest(transition: Transition) -> None:
-    """Nobody has an order, and too many generations in a row were dissolved: save what is held, and wait a while.
+    """Save what workers hold and pause, because too many generations in a row were dissolved; no worker has an order.
 
-    Each further generation that comes to nothing is followed by a pause twice as long. The run ends when no step was
-    decided for ``policy.give_up_after_s`` since the first of these pauses, or at a stop once everything is saved.
+    The pause doubles with each further generation that decides no step. The run ends when no step was decided for
+    ``policy.give_up_after_s`` since the first of these pauses, or, after a stop request, once everything is saved.
     """
     state, now_s = transition.state, transition.now_s
     waits = state.waits
@@ -53,9 +53,9 @@ def begin_rest(transition: Transition) -> None:
 
 
 def save_before_waiting(transition: Transition) -> bool:
-    """Nobody has an order and no shape can be formed: have what is held written, before anything else is done.
+    """No worker has an order and no shape can be formed: have workers write what they hold before anything else.
 
-    It costs nobody a step, and who waits for VMs may lose some that are left. Returns whether it is done: not where
+    This delays no step, and further workers may be lost while the run waits for VMs. Returns whether it is done: not if
     some unit has no holder, and not twice.
     """
     state = transition.state
@@ -74,7 +74,7 @@ def save_before_waiting(transition: Transition) -> bool:
 
 
 def rest_over(transition: Transition) -> None:
-    """While resting: form the next generation once the pause is over and everybody answered."""
+    """While resting: form the next generation once the pause is over and every order is answered."""
     state = transition.state
     if not state.step.awaited and (state.waits.rest_until_s is None or transition.now_s >= state.waits.rest_until_s):
         transition.change_waits(rest_until_s=None)
@@ -82,13 +82,13 @@ def rest_over(transition: Transition) -> None:
 
 
 def stop_while_resting(transition: Transition) -> None:
-    """A stop was requested: end if everything is saved, else once it is; or try what saves it."""
+    """Handle a stop request: end if everything is saved, else once it is, or form a generation that can save it."""
     state = transition.state
     saving = state.saving
     if is_saved(state):
         return transition.end("stopped", f"{state.stop_reason}; version {state.version} is saved")
     if state.step.awaited or saving.sealing or (saving.pending is not None and not saving.pending.stale):
-        return transition.say(ReasonCode.STOP_NOTED, f"{state.stop_reason}: the run ends when what is held is saved")
+        return transition.say(ReasonCode.STOP_NOTED, f"{state.stop_reason}: the run ends once its state is saved")
     transition.change_waits(rest_until_s=None)
     return form(transition)
 
@@ -99,7 +99,7 @@ def is_saved(state: ControllerState) -> bool:
 
 
 def _save_held(transition: Transition) -> None:
-    """Have the decided version written by whoever holds it, without a generation, unless it is saved or not held."""
+    """Have holders write the decided version, without a generation, unless it is saved or a unit has no holder."""
     state, now_s = transition.state, transition.now_s
     if is_saved(state) or any(manifest.version == state.version for manifest in state.saving.sealing):
         return
@@ -122,7 +122,7 @@ def _save_held(transition: Transition) -> None:
 
 
 def _writers(state: ControllerState) -> dict[UnitId, WorkerId] | None:
-    """Deal the units to workers that hold them, about as many bytes to each; None: one has no holder."""
+    """Distribute the units over their holders, about as many bytes to each; None: some unit has no holder."""
     writers: dict[UnitId, WorkerId] = {}
     load = dict.fromkeys(state.ready_workers, 0)
     for unit in state.config.units:
@@ -135,12 +135,12 @@ def _writers(state: ControllerState) -> dict[UnitId, WorkerId] | None:
 
 
 def in_doubt(state: ControllerState) -> bool:
-    """Whether a whole checkpoint has to be found before anything else."""
+    """Whether an undamaged checkpoint must be found before anything else."""
     return state.saving.doubt is not None and state.saving.doubt.status != "answered"
 
 
 def note_doubt(transition: Transition, sentence: str, *workers: WorkerId) -> None:
-    """Workers could not load their parts of the version under way; the first sentence that says so is kept."""
+    """Record that workers could not load their parts of the version; the sentence of the first failure is kept."""
     state, known = transition.state, transition.state.saving.doubt
     if known is None or not in_doubt(state):
         num_tries, unable = (known.num_tries, known.unable) if known is not None else (0, frozenset[WorkerId]())
@@ -150,7 +150,7 @@ def note_doubt(transition: Transition, sentence: str, *workers: WorkerId) -> Non
 
 
 def loading_workers(state: ControllerState) -> list[WorkerId]:
-    """Who is still to answer a reshape for which it reads from storage: if that is late, storage is, not the worker."""
+    """Return workers whose reshape must read from storage and is not answered: if late, storage is at fault."""
     if state.phase is not Phase.RESHAPING or state.reshape is None:
         return []
     readers = {source.peer or source.worker for source in state.reshape.sources if source.kind == "checkpoint"}
@@ -158,9 +158,10 @@ def loading_workers(state: ControllerState) -> list[WorkerId]:
 
 
 def find_whole(transition: Transition) -> None:
-    """Nobody has an order: have the newest whole checkpoint found, at once the first time, then after growing pauses.
+    """Have the newest undamaged checkpoint found, at once the first time, then after growing pauses.
 
-    It ends the run when no step was decided for ``policy.give_up_after_s`` since the first time, or at a stop.
+    No worker has an order. The run ends when no step was decided for ``policy.give_up_after_s`` since the first time,
+    or at a stop request.
     """
     state, now_s = transition.state, transition.now_s
     saving = state.saving
@@ -187,7 +188,7 @@ def find_whole(transition: Transition) -> None:
 
 
 def find_if_due(transition: Transition) -> None:
-    """While resting in doubt: read storage once the pause is over, and wait until it answers, or for too long."""
+    """While resting in doubt: read storage once the pause is over, and wait for its answer for a bounded time."""
     state, now_s = transition.state, transition.now_s
     waits = state.waits
     assert state.saving.doubt is not None, "nothing is in doubt"
@@ -202,7 +203,7 @@ def find_if_due(transition: Transition) -> None:
 
 
 def on_checkpoint_found(transition: Transition, event: CheckpointFound) -> None:
-    """A whole checkpoint is known: form the next shape, which loads it where nobody holds what it needs."""
+    """An undamaged checkpoint is known: form the next shape, which loads units without a holder from it."""
     state, found = transition.state, event.manifest
     saving = state.saving
     if saving.doubt is None or saving.doubt.status != "asked":
@@ -226,18 +227,18 @@ def on_checkpoint_found(transition: Transition, event: CheckpointFound) -> None:
 
 
 def _read_for_others(transition: Transition) -> str:
-    """What a worker could not load is whole: from now on others read it for that one, if there are such; say so."""
+    """Let others, if any, read for workers that could not load undamaged files; return the text that says so."""
     doubt, ready = transition.state.saving.doubt, frozenset(transition.state.ready_workers)
     assert doubt is not None, "nothing is in doubt"
     unable = (doubt.unable | doubt.failed) & ready
-    if unable == ready:  # nobody is known to be able to, so that each tries again
+    if unable == ready:  # no worker is known to be able to read, so each tries again
         unable = frozenset()
     _change(transition, failed=frozenset(), unable=unable)
     return f"; others read what {', '.join(sorted(unable))} could not" if unable else ""
 
 
 def on_checkpoint_not_found(transition: Transition, event: CheckpointNotFound) -> None:
-    """None is whole, which ends the run; or storage does not say, which is no damage: it is asked again later."""
+    """End the run if every checkpoint is damaged; if storage could not be read, try again later."""
     state = transition.state
     saving = state.saving
     if saving.doubt is None or saving.doubt.status != "asked":
@@ -262,9 +263,9 @@ def _ask(transition: Transition) -> None:
     assert doubt is not None, "nothing is in doubt"
     _change(transition, status="asked", num_tries=doubt.num_tries + 1)
     transition.change_waits(rest_until_s=transition.now_s + PAUSES.most_s)
-    sentence = f"version {doubt.version} could not be loaded: the newest checkpoint that is whole is looked for"
+    sentence = f"version {doubt.version} could not be loaded: looking for the newest undamaged checkpoint"
     if doubt.at_most is not None:
-        sentence = f"{doubt.sentence}: the newest whole checkpoint up to version {doubt.at_most} is looked for"
+        sentence = f"{doubt.sentence}: looking for the newest undamaged checkpoint up to version {doubt.at_most}"
     transition.say(ReasonCode.RESTING, sentence, FindCheckpoint(doubted=doubt.version, at_most=doubt.at_most))
 
 

@@ -1,7 +1,7 @@
 """When the next checkpoint is due: at the configured interval, and as often as costs least (Spotify, 4.2 to 4.4).
 
-The formula is that of ``morph.contract.waits.cheapest_interval_s``. Of a job of many VMs only those losses count that
-no survivor mends.
+The formula is that of ``morph.contract.waits.cheapest_interval_s``. For jobs on many VMs only losses count after which
+no survivor has the state.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from morph.contract.vm_names import vm_of
 from morph.contract.waits import Backoff, cheapest_interval_s
 
 RETRIES = Backoff(first_s=10.0, most_s=600.0)
-"""Between saves that storage does not take."""
+"""Seconds between saves that storage refuses."""
 
 
 def next_save(state: ControllerState, now_s: float) -> NextSave | None:
-    """Return when the next checkpoint is due, and why; None: nothing trains, or none is wanted."""
+    """Return when the next checkpoint is due, and why; None: nothing trains, or saves are switched off."""
     return sooner(periodic_save(state, now_s), insurance_save(state, now_s))
 
 
@@ -51,7 +51,7 @@ def periodic_save(state: ControllerState, now_s: float) -> NextSave | None:
 
 
 def insurance_save(state: ControllerState, now_s: float) -> NextSave | None:
-    """Return when a checkpoint is due because it costs least to save that often; None: nothing trains, or none is."""
+    """Return when a checkpoint is due by the interval that costs least; None: nothing trains, or no save is due."""
     times, policy = state.saving.save_times, state.config.policy
     wanted = policy.rules.checkpoints.insurance
     if wanted is None:
@@ -61,14 +61,14 @@ def insurance_save(state: ControllerState, now_s: float) -> NextSave | None:
     interval_s, why = cheapest_interval(state, now_s)
     due_s = times.since_s + interval_s
     if times.retry_s is not None:
-        due_s, why = times.retry_s, f"storage did not take the last {times.num_refused}"
+        due_s, why = times.retry_s, f"storage refused the last {times.num_refused}"
     return NextSave(due_s=due_s, interval_s=interval_s, kind="insurance", why=why)
 
 
 def cheapest_interval(state: ControllerState, now_s: float) -> tuple[float, str]:
-    """Return the interval between saves (seconds) that costs least, and what it is worked out from.
+    """Return the interval between saves (seconds) that costs least, and the text that explains it.
 
-    Never shorter than a save takes to be complete, so that one version is on its way at a time, nor than a step.
+    It is never shorter than a step, nor than the time to complete a save, so that one version is written at a time.
     """
     times, expected = state.saving.save_times, state.config.expected_losses
     mttf_s = mean_s_to_fatal_loss(state, now_s)
@@ -81,7 +81,7 @@ def cheapest_interval(state: ControllerState, now_s: float) -> tuple[float, str]
     interval_s = max(tau_s, durable_s, step_seconds(state))
     why = (
         f"one every {duration(interval_s)} costs least: a save stalls training for {duration(stall_s)} "
-        f"({stall_s / interval_s:.2%} of the time), and a loss from which only a checkpoint helps is expected every "
+        f"({stall_s / interval_s:.2%} of the time), and a loss that only a checkpoint can mend is expected every "
         f"{duration(mttf_s)}"
     )
     if interval_s == durable_s:
@@ -90,22 +90,22 @@ def cheapest_interval(state: ControllerState, now_s: float) -> tuple[float, str]
 
 
 def is_due(state: ControllerState, now_s: float) -> tuple[SaveKind, str] | None:
-    """Return the kind of save that is to begin with the step that is ordered now, and why; None: none is due.
+    """Return the kind of save that begins with the step ordered now, and why; None: none is due.
 
-    That of insurance is the one that was told last: with many workers it is not worked out at each step.
+    The time of an insurance save is the one last computed: with many workers it is not computed at each step.
     """
     every, insurance = state.config.policy.checkpoint_every_steps, state.saving.save_times.insurance
     if goes_back_to(state, state.version):
         return "periodic", "a bad step goes back to it"
     if every is not None and state.version - state.saving.checkpoint_base >= every:
         return "periodic", _as_configured(every)
-    if insurance is not None and now_s + step_seconds(state) / 2 >= insurance.due_s:  # the boundary that is nearest
+    if insurance is not None and now_s + step_seconds(state) / 2 >= insurance.due_s:  # this is the nearest boundary
         return insurance.kind, insurance.why
     return None
 
 
 def goes_back_to(state: ControllerState, version: int) -> bool:
-    """Whether a bad step goes back to a version."""
+    """Whether a bad step would go back to this version."""
     losses = state.config.policy.rules.losses
     return losses.when_bad == "go_back" and version % losses.back_steps == 0
 
@@ -115,14 +115,14 @@ def _as_configured(every: int) -> str:
 
 
 def step_seconds(state: ControllerState) -> float:
-    """Return what a step takes: as measured, else as the plan expects."""
+    """Return the seconds of a step: as measured, else as the plan expects."""
     if state.saving.save_times.step_s is not None:
         return state.saving.save_times.step_s
     return state.plan.expected.mini_batch_s if state.plan is not None else 0.0
 
 
 def save_seconds(state: ControllerState) -> float:
-    """Return what a save takes from the copy until it is complete: as measured, else as a slow storage would."""
+    """Return the seconds from the copy of the state to a complete save: as measured, else for slow storage."""
     return (
         _most_bytes(state) / STORAGE_BYTES_PER_S
         if state.saving.save_times.durable_s is None
@@ -131,7 +131,7 @@ def save_seconds(state: ControllerState) -> float:
 
 
 def duration(seconds: float) -> str:
-    """Return a span of time as people say it."""
+    """Return a duration in a readable unit."""
     for size, name in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {name}"
@@ -139,36 +139,36 @@ def duration(seconds: float) -> str:
 
 
 def _most_bytes(state: ControllerState) -> int:
-    """Return how much the member writes that writes most."""
+    """Return the most bytes that any one member writes."""
     return 0 if state.plan is None else state.config.written_bytes(state.plan)
 
 
-# Noting what saves and steps take and how VMs fare, and telling when the next save comes.
+# Measuring saves, steps and losses of VMs, and reporting when the next save is due.
 
 
 def record_step_ordered(transition: Transition) -> None:
-    """A step begins; with the first one there is something to lose."""
+    """Record that a step begins; from the first step on there is work to lose."""
     transition.change_save_times(ordered_s=transition.now_s)
     if transition.state.saving.save_times.since_s is None:
         transition.change_save_times(saved_s=transition.now_s, since_s=transition.now_s)
 
 
 def record_step_decided(transition: Transition) -> None:
-    """Take the time of a step into the mean."""
+    """Add the duration of a step to the mean."""
     times = transition.state.saving.save_times
     if times.ordered_s is not None:
         transition.change_save_times(step_s=mean_of(times.step_s, transition.now_s - times.ordered_s), ordered_s=None)
 
 
 def record_shape_left(transition: Transition) -> None:
-    """The step under way is dissolved: its time is of no use."""
+    """Drop the start of the step under way, which is dissolved."""
     transition.change_save_times(ordered_s=None)
 
 
 def record_save_begun(transition: Transition, writers: dict[str, WorkerId], kind: SaveKind) -> PendingCheckpoint:
-    """The decided version's state is copied now, and written by these.
+    """Record a save whose state is copied now and written by ``writers``; return it.
 
-    That is after those versions which may be the best, or to which a bad step goes back.
+    It is written after earlier versions that may be the best, or to which a bad step goes back.
     """
     state, now_s = transition.state, transition.now_s
     earlier = [
@@ -196,7 +196,7 @@ def record_save_begun(transition: Transition, writers: dict[str, WorkerId], kind
 
 
 def record_units_complete(transition: Transition, pending: PendingCheckpoint) -> None:
-    """Every unit of a save is on storage: take its stall into the mean, that of the worker that stood longest."""
+    """Every unit of a save is on storage: add the longest stall of any worker to the mean."""
     stall_s: dict[WorkerId, float] = {}
     for entry in pending.written.values():
         stall_s[entry.worker] = stall_s.get(entry.worker, 0.0) + entry.stall_s
@@ -206,7 +206,7 @@ def record_units_complete(transition: Transition, pending: PendingCheckpoint) ->
 
 
 def record_save_complete(transition: Transition, manifest: Manifest) -> str:
-    """A checkpoint is complete; returns what is to be told of those before it that storage did not take."""
+    """Record a complete checkpoint; returns the text about saves before it that storage refused."""
     times = transition.state.saving.save_times
     if manifest.saved_s is not None:
         saved_s = manifest.saved_s if times.saved_s is None else max(times.saved_s, manifest.saved_s)
@@ -216,18 +216,18 @@ def record_save_complete(transition: Transition, manifest: Manifest) -> str:
     transition.change_save_times(
         num_refused=0, retry_s=None, weighs=transition.state.config.policy.redundancy == "auto"
     )
-    return f", after {times.num_refused} that storage did not take" if times.num_refused else ""
+    return f", after {times.num_refused} that storage refused" if times.num_refused else ""
 
 
 def record_save_refused(transition: Transition) -> bool:
-    """Storage did not take a save: the next one is tried after a while. Returns whether it is the first in a row."""
+    """Record that storage refused a save, and delay the next one; returns whether it is the first refusal in a row."""
     num = transition.state.saving.save_times.num_refused + 1
     transition.change_save_times(num_refused=num, retry_s=transition.now_s + RETRIES.pause_s(num - 1))
     return num == 1
 
 
 def vms_lost(transition: Transition, lost: Mapping[WorkerId, WorkerState]) -> None:
-    """Workers were lost and are forgotten: count the VMs that are gone with them."""
+    """Count the VMs that are gone with these lost workers."""
     left = {vm_of(worker) for worker in transition.state.workers}
     appeared_s = {vm_of(worker): entry.appeared_s for worker, entry in lost.items() if vm_of(worker) not in left}
     if appeared_s:
@@ -237,7 +237,7 @@ def vms_lost(transition: Transition, lost: Mapping[WorkerId, WorkerState]) -> No
 
 
 def vm_came(transition: Transition, event: NodeAppeared) -> None:
-    """Take the time from a request to its VM into the mean."""
+    """Add the time from a request to its VM to the mean."""
     request = transition.state.provisioning.requests.get(event.request) if event.request is not None else None
     if request is not None:
         transition.change_save_times(
@@ -248,12 +248,12 @@ def vm_came(transition: Transition, event: NodeAppeared) -> None:
 
 
 def tell_next(transition: Transition) -> None:
-    """Work out when the next save comes, and put it into the journal with the reason."""
+    """Compute when the next save is due, and record it in the journal with the reason."""
     if transition.state.phase is not Phase.TRAINING:
         return
     state = transition.state
     saving = state.saving
-    if not saving.sealing and (saving.pending is None or saving.pending.stale):  # what was under way came to nothing
+    if not saving.sealing and (saving.pending is None or saving.pending.stale):  # the save under way failed
         transition.change_save_times(since_s=saving.save_times.saved_s)
     insurance = insurance_save(transition.state, transition.now_s)
     transition.change_save_times(insurance=insurance)
@@ -262,11 +262,11 @@ def tell_next(transition: Transition) -> None:
         transition.actions.append(NoteNextSave(next_save=save))
 
 
-# Saving what only VMs hold that are about to be taken (Spotify, section 4.2).
+# Saving state that only VMs with a notice hold (Spotify, section 4.2).
 
 
 def lacks_others(transition: Transition) -> bool:
-    """Whether workers that drain hold what no other does, and no shape could be formed that takes it over."""
+    """Whether draining workers are the only holders of some unit, and no shape could be formed to take it over."""
     state = transition.state
     leaving = leaving_workers(state)
     if not leaving or chosen(transition) is not None:
@@ -276,10 +276,11 @@ def lacks_others(transition: Transition) -> bool:
 
 
 def emergency_due(transition: Transition) -> bool:
-    """Whether the decided version is to be saved with the step that is ordered now, because VMs are about to go.
+    """Whether to save the decided version with the step ordered now, because VMs are about to be taken.
 
-    That is when as much would be run again as could still be trained before the last save: at once if the newest
-    checkpoint is old, again when half of the time is over, and so on, the last time as late as it is complete in time.
+    A save is due when the work since the newest checkpoint equals the work that could still be done before the last
+    possible save: at once if that checkpoint is old, again after half of the time, and so on, the last time as late as
+    the save can still be completed.
     """
     state, now_s = transition.state, transition.now_s
     if not draining_members(state) or not lacks_others(transition) or not fits(state, now_s):
@@ -289,13 +290,13 @@ def emergency_due(transition: Transition) -> bool:
 
 
 def fits(state: ControllerState, now_s: float) -> bool:
-    """Whether a save that begins now is complete before the first VM that drains is taken, as far as is known."""
-    unknown = state.saving.save_times.durable_s is None  # then it is tried
+    """Whether a save that begins now should be complete before the first draining VM is taken."""
+    unknown = state.saving.save_times.durable_s is None  # then a save is tried
     return unknown or now_s + save_seconds(state) <= taken_s(state)
 
 
 def step_outlasts(transition: Transition) -> bool:
-    """Whether the step under way ends too late for what is to be done before a member is taken, and now is not.
+    """Whether the step under way ends too late for what must be done before a member is taken, though now it is not.
 
     That is a planned change where others can take over, else a save. The step would be lost with the VM in any case.
     """
@@ -317,12 +318,12 @@ def step_outlasts(transition: Transition) -> bool:
 
 
 def taken_s(state: ControllerState, leaving: Iterable[WorkerId] | None = None) -> float:
-    """Return when the first worker that drains, or the first of these, is taken, as its notice says."""
+    """Return when (seconds) the first of these workers, or of all draining ones, is taken, as its notice says."""
     grace_s = state.config.policy.rules.requests.notice_grace_s
     times_s = [state.workers[worker].drain_until_s for worker in leaving or leaving_workers(state)]
     return min((time_s - grace_s for time_s in times_s if time_s is not None), default=float("inf"))
 
 
 def leaving_workers(state: ControllerState) -> frozenset[WorkerId]:
-    """Return all workers whose VMs are said to be taken."""
+    """Return all workers whose VMs have a notice."""
     return frozenset(worker for worker, entry in state.workers.items() if entry.node is NodeState.DRAINING)

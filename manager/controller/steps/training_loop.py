@@ -44,7 +44,7 @@ MAX_ATTEMPTS = 8
 
 
 def begin(transition: Transition) -> None:
-    """Everybody is reshaped: give the first order of the generation; members drop what their stage does not need."""
+    """Give the first order of a generation, once all have reshaped; members drop units that they do not need."""
     state = transition.state
     measured = state.measured
     if measured.morph_began_s is not None:
@@ -52,7 +52,7 @@ def begin(transition: Transition) -> None:
             morph_s=mean_of(measured.morph_s, transition.now_s - measured.morph_began_s), morph_began_s=None
         )
     leaving = drain_due(transition) if not state.is_last else None
-    if leaving is not None:  # nobody was given an order yet, so nobody dropped anything
+    if leaving is not None:  # no order was given yet, so no worker dropped anything
         transition.say(ReasonCode.FORMED, leaving)
         return form(transition, planned=True)
     _settle_holdings(transition, others_keep=True)
@@ -65,8 +65,7 @@ def begin(transition: Transition) -> None:
 def decide_step(transition: Transition, *, bad: bool = False) -> None:
     """Every member prepared the step: run it again if a gradient overflowed, else decide the next version.
 
-    A gradient that is not finite fits no scale: then the step is decided as skipped, whatever overflowed; and so is a
-    ``bad`` one.
+    No scale fits a gradient that is not finite: then the step is decided as skipped, as is a ``bad`` one.
     """
     state = transition.state
     overflowed = [worker for worker in state.member_units if state.step.reports[worker].overflowed]
@@ -89,9 +88,9 @@ def decide_step(transition: Transition, *, bad: bool = False) -> None:
     state = transition.state
     sentence = f"every worker prepared step {step}: version {step + 1} is decided"
     if state.decided is not None and state.decided.skipped:
-        cause = "nothing in it counts" if state.decided.gradient_factor == 0 else "a gradient is not finite"
+        cause = "none of its samples counts" if state.decided.gradient_factor == 0 else "a gradient is not finite"
         cause = "it is bad" if bad else cause
-        sentence += f", its weights unchanged, for {cause}"
+        sentence += f", its weights unchanged, because {cause}"
     transition.say(ReasonCode.STEP_DECIDED, sentence)
     seal_if_awaited(transition)
     state = transition.state
@@ -118,7 +117,7 @@ def seal_if_complete(transition: Transition) -> None:
         take_evaluation(transition)
     except TrainingStopped as error:
         return transition.end("failed", str(error))
-    transition.change_step(shares=(), finished=None)  # taken in, and answers of other kinds follow
+    transition.change_step(shares=(), finished=None)  # used already, and answers of other kinds follow
     _seal_earlier(transition)
     state, saving = transition.state, transition.state.saving
     if state.unfinished is not None and (worker := finisher(state)) is not None:
@@ -134,7 +133,7 @@ def seal_if_complete(transition: Transition) -> None:
 
 
 def seal_if_awaited(transition: Transition) -> None:
-    """Write the manifests of checkpoints that only waited for what an evaluation before them says."""
+    """Write the manifests of checkpoints that only waited for the result of an earlier evaluation."""
     _seal_earlier(transition)
     state = transition.state
     pending = state.saving.pending
@@ -176,9 +175,9 @@ def seal(transition: Transition, pending: PendingCheckpoint) -> None:
 
 
 def end_if_saved(transition: Transition) -> None:
-    """While sealing: end once the decided version is a complete checkpoint, and those before it, one may be the best.
+    """While sealing: end once the decided version and earlier checkpoints, which may be the best, are complete.
 
-    Manifests are written side by side, so that a newer one may be there first.
+    Manifests are written concurrently, so a newer one may be written first.
     """
     state = transition.state
     if state.saving.checkpoint is not None and state.saving.checkpoint.version == state.version:
@@ -191,7 +190,7 @@ def end_if_saved(transition: Transition) -> None:
 
 
 def repeat_orders(state: ControllerState) -> tuple[SendStep | SendCommit, ...]:
-    """Build the step or commit orders that are not answered once more, as they were."""
+    """Build the unanswered step or commit orders again, unchanged."""
     step = state.step
     assert step.order is not None, "nothing is outstanding"
     pending = state.saving.pending
@@ -205,7 +204,7 @@ def repeat_orders(state: ControllerState) -> tuple[SendStep | SendCommit, ...]:
 def commit_orders(
     state: ControllerState, share: dict[UnitId, WorkerId], receivers: Iterable[WorkerId]
 ) -> tuple[SendCommit, ...]:
-    """Build the orders to write the decided version; while resting, of what each holds without a generation."""
+    """Build the orders to write the decided version; while resting, each worker writes what it holds."""
     units = _units_of(share)
     plain = CommitOrder(
         generation=state.generation,
@@ -225,11 +224,11 @@ def commit_orders(
 
 
 def _decide_facts(transition: Transition, *, bad: bool) -> None:
-    """Note what is decided of the step that is prepared, and the loss scale of the next one."""
+    """Record the facts of the prepared step, and the loss scale of the next one."""
     state = transition.state
     step = state.step
     reports = [step.reports[slot.worker] for slot in state.slots]
-    if bad:  # its norms may not be known, for a gradient did not fit
+    if bad:  # its norms may be unknown, because a gradient overflowed
         bad_loss = not any(report.non_finite for report in reports)
         decided = Decided(version=state.version + 1, skipped=True, bad_loss=bad_loss)
     else:
@@ -247,9 +246,9 @@ def _decide_facts(transition: Transition, *, bad: bool) -> None:
 
 
 def _settle_holdings(transition: Transition, *, others_keep: bool) -> None:
-    """Members hold their stage's units, and what they keep for others; others what they held, or nothing any more.
+    """Update what workers hold: members their stage's units and those that they keep for others; others nothing.
 
-    ``others_keep``: no step was run yet, and a follower has what it had.
+    ``others_keep``: no step was run yet, so the other workers still hold their units.
     """
     state = transition.state
     nothing: frozenset[UnitId] = frozenset()
@@ -352,7 +351,7 @@ def _earlier(state: ControllerState) -> tuple[Version, ...]:
 
 
 def _finishes(state: ControllerState) -> dict[WorkerId, dict[str, Any]]:
-    """What the order of the worker has besides that computes the metrics of an evaluation."""
+    """Return the additional fields of the order for the worker that computes the metrics of an evaluation."""
     found: dict[WorkerId, dict[str, Any]] = {}
     worker = finisher(state) if state.unfinished is not None else None
     if worker is not None:
@@ -361,12 +360,12 @@ def _finishes(state: ControllerState) -> dict[WorkerId, dict[str, Any]]:
 
 
 def _names(state: ControllerState) -> dict[WorkerId, dict[str, Any]]:
-    """What the order of the worker has besides that names the samples of a bad step."""
+    """Return the additional fields of the order for the worker that reports the samples of a bad step."""
     return {state.slots[0].worker: {"samples_of": state.unnamed[0]}} if state.unnamed else {}
 
 
 def _finish_evaluation(transition: Transition, worker: WorkerId) -> None:
-    """While committing: have the metrics of the last evaluation computed; everybody has committed."""
+    """While committing: have the metrics of the last evaluation computed, once every member has committed."""
     state = transition.state
     order = OutstandingOrder(
         kind="commit",
@@ -419,7 +418,7 @@ def _shares(state: ControllerState) -> dict[UnitId, WorkerId]:
 def _may_be_best(state: ControllerState) -> bool:
     """Whether the decided version is evaluated with the next step, to find the best one.
 
-    Its checkpoint takes the place of any other that is still under way, but for those that may be the best.
+    Its checkpoint replaces any other that is still under way, except those that may be the best.
     """
     size = state.evaluation
     is_due = size is not None and size.best is not None and size.is_due(state.version)
@@ -427,7 +426,7 @@ def _may_be_best(state: ControllerState) -> bool:
 
 
 def _begin_checkpoint_if_due(transition: Transition) -> tuple[dict[UnitId, WorkerId], str]:
-    """Begin a checkpoint when one is due, one at a time; return who writes what, and why."""
+    """Begin a checkpoint when one is due, one at a time; return the writers of units, and why."""
     state, now_s = transition.state, transition.now_s
     saving = state.saving
     pending = saving.pending
@@ -445,7 +444,7 @@ def _begin_checkpoint_if_due(transition: Transition) -> tuple[dict[UnitId, Worke
     if (under_way or saving.sealing) and not begins:
         return {}, ""
     if emergency_due(transition):
-        kind, why = "emergency", "VMs that hold what no other does are about to be taken"
+        kind, why = "emergency", "VMs that are the only holders of some state are about to be taken"
     elif (due := is_due(state, now_s)) is not None:
         kind, why = due
     else:

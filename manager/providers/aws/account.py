@@ -1,6 +1,6 @@
-"""An account's region as a run sees it: which instances and what beside them are the run's own, and their end.
+"""A run's instances and other resources in a region of an account, and how they are ended.
 
-Only what has the tags of this run and of this job is the run's. What was just made may not be told of for a while.
+Only resources with the tags of this run and of this job belong to the run. AWS may not list new ones for a while.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from manager.providers.interface.cloud import (
 from manager.providers.interface.provider import Misconfigured, ProviderError, Throttled, Transient, Vm, not_ended
 
 GONE, ENDING = "terminated", "shutting-down"
-"""Neither is paid for; what belongs to an instance goes when it is terminated. Any other state: it is there."""
+"""States that are not billed; an instance's own resources go when it is terminated. In other states it exists."""
 
 
 @dataclass(frozen=True)
 class Instance:
-    """An instance of the run. ``state``: AWS's word."""
+    """An instance of the run. ``state``: as AWS names it."""
 
     id: str
     vm: Vm
@@ -41,13 +41,13 @@ class Instance:
 
     @property
     def is_there(self) -> bool:
-        """Whether it is paid for."""
+        """Whether the instance exists and is billed."""
         return self.state not in (GONE, ENDING)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A volume or a network interface of the run that goes with no instance."""
+    """A volume or a network interface of the run that is not deleted together with an instance."""
 
     id: str
     kind: str
@@ -55,20 +55,20 @@ class Part:
 
     @property
     def shown(self) -> str:
-        """As a user knows it."""
+        """The description for a user."""
         return f"volume {self.id} ({self.gib} GiB, {self.kind})" if self.gib else f"network interface {self.id}"
 
 
 class Account:
-    """Looks at the region, and ends what is the run's there.
+    """Lists a run's resources in the region, and ends them.
 
     Args:
         ec2: The service.
-        spec: Where and what.
-        identity: Whose instances they are.
-        bounds: How long to wait.
-        usd_per_h: What an hour of a type costs in a zone; None: not known.
-        volume_usd_per_h: What a volume costs, by its kind and GiB; None: not known.
+        spec: The cloud file.
+        identity: The run's tags.
+        bounds: Limits on waits.
+        usd_per_h: Dollars an hour of a type in a zone; None: not known.
+        volume_usd_per_h: Dollars an hour of a volume, by its kind and GiB; None: not known.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class Account:
         self.template = template_name(identity.run)
 
     def look(self) -> tuple[list[Instance], list[str]]:
-        """Ask which instances the run has, those that are ending too, and which other runs of Morph have some.
+        """List the run's instances, including those that are ending, and other runs of Morph that have instances.
 
         Raises:
-            ProviderError: the answer does not say; what it leaves out may well be there.
+            ProviderError: the answer cannot be relied on: instances that it omits may exist.
         """
         found, runs = list[Instance](), set[str]()
         filters = [{"Name": "tag-key", "Values": [RUN_TAG]}]
@@ -111,7 +111,7 @@ class Account:
         if not isinstance(created, datetime):
             raise TypeError(f"no time: {created!r}")
         vm = self.vm(
-            tags.get(VM_TAG) or str(told["InstanceId"]),  # somebody took its tag away: it is the run's all the same
+            tags.get(VM_TAG) or str(told["InstanceId"]),  # its name tag was removed: it still belongs to the run
             tags.get(REQUEST_TAG, ""),
             str(told["InstanceType"]),
             str(told["Placement"]["AvailabilityZone"]),
@@ -121,7 +121,7 @@ class Account:
         return Instance(str(told["InstanceId"]), vm, str(told["State"]["Name"]))
 
     def vm(self, name: str, request: str, size: str, zone: str, num_devices: int, since_s: float | None) -> Vm:
-        """Describe one."""
+        """Describe one instance as a VM."""
         return Vm(
             name=name,
             request=request,
@@ -136,7 +136,7 @@ class Account:
         )
 
     def owns_template(self) -> bool | None:
-        """Whether the launch template of the run's name is the run's; None: there is none."""
+        """Whether the launch template with the run's name belongs to the run; None: there is none."""
         filters = [{"Name": "launch-template-name", "Values": [self.template]}]
         with reading(what := f"launch template {self.template}"):
             for told, _ in self._ec2.pages("describe_launch_templates", "LaunchTemplates", what, Filters=filters):
@@ -144,7 +144,7 @@ class Account:
         return None
 
     def make_template(self) -> None:
-        """Make the run's launch template; one that an earlier manager made stays: each instance has its own version."""
+        """Make the run's launch template, or keep an earlier manager's: each instance has its own version of it."""
         what = f"launch template {self.template}"
         owned = self.owns_template()
         if owned is None:
@@ -156,16 +156,16 @@ class Account:
                     raise
                 owned = self.owns_template()
         if owned is None:
-            raise Transient(f"{what}: it is there, and not told of yet")
+            raise Transient(f"{what}: it exists, and AWS does not list it yet")
         if not owned:
             raise Misconfigured(f"{what} is there without the tags of this run: it is left alone")
 
     def end(self, ids: Mapping[str, str], *, may_be_new: Collection[str] = ()) -> None:
-        """End instances, by their ids; returns once AWS says that they are ending, and no longer paid.
+        """End instances; returns once AWS says that they are ending and no longer billed.
 
         Args:
-            ids: And the VM's name of each.
-            may_be_new: Those of them that AWS may not know everywhere yet.
+            ids: The ids of the instances, each with the name of its VM.
+            may_be_new: Those of them that some of AWS's servers may not know yet.
 
         Raises:
             ProviderError: naming those that are left.
@@ -177,7 +177,7 @@ class Account:
             return
         except Throttled:
             raise
-        except ProviderError:  # of one of them, and then none may be ended
+        except ProviderError:  # an error about one instance may have kept all of them from ending
             left: dict[str, ProviderError] = {}
         for instance in ids:
             try:
@@ -196,16 +196,16 @@ class Account:
             raise Transient(f"{what}: AWS does not say that they are ending")
 
     def end_rest(self, until_s: float) -> tuple[str, ...]:
-        """End what is left beside the instances, once all these are terminated: parts of theirs, and the template.
+        """End other resources once all instances are terminated: volumes, network interfaces and the template.
 
-        Returns what parts there were, in words, with their prices.
+        Returns a description of these volumes and interfaces, with their prices.
 
         Raises:
             ProviderError: naming what is left.
         """
         while not all(found.state == GONE for found in self.look()[0]):
             if time.monotonic() >= until_s:
-                raise Transient("instances are shutting down, and what belongs to them is not known to be gone")
+                raise Transient("instances are shutting down, and it is not known whether their volumes are gone")
             time.sleep(self._bounds.poll_s)
         shown: dict[str, str] = {}
         left: dict[str, ProviderError] = {}
@@ -231,7 +231,7 @@ class Account:
         return tuple(shown.values())
 
     def parts(self) -> list[Part]:
-        """Ask which volumes and network interfaces of the run go with no instance."""
+        """List volumes and network interfaces of the run that are not deleted together with an instance."""
         filters = [{"Name": f"tag:{key}", "Values": [value]} for key, value in self._identity.tags().items()]
         filters.append({"Name": "status", "Values": ["available"]})
         parts = list[Part]()
@@ -244,7 +244,7 @@ class Account:
         return parts
 
     def console(self, instance: str) -> str:
-        """Return what an instance wrote to its console; Nitro keeps the newest of it, others what was written once."""
+        """Return the console output of an instance; Nitro keeps the newest output, other hypervisors one snapshot."""
         try:
             told = self._ec2.call("get_console_output", "", InstanceId=instance, Latest=True)
         except ProviderError as error:
@@ -258,6 +258,6 @@ class Account:
 
 
 def tags_of(entry: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tags of something that AWS describes."""
+    """Return the tags in a description by AWS."""
     told: Iterable[Mapping[str, str]] = entry.get("Tags") or entry.get("TagSet") or ()
     return {tag["Key"]: tag["Value"] for tag in told}

@@ -1,4 +1,4 @@
-"""What can be known of a cloud file for AWS before a run: by looking, and by calls that are not carried out."""
+"""Checks of a cloud file for AWS before a run: by reading, and by dry runs of calls."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LIVING = [{"Name": "instance-state-name", "Values": ["pending", "running"]}]
 
 
 class Checks:
-    """Of one cloud file; nothing is made and nothing is changed.
+    """Checks of one cloud file; they make and change nothing.
 
     Args:
         spec: The file.
         open_client: Opens the client of a service.
-        count: Devices that the run is to have.
+        count: Number of devices that the run should have.
     """
 
     def __init__(self, spec: AwsSpec, open_client: Callable[[str], Any], count: int) -> None:
@@ -33,9 +33,9 @@ class Checks:
         self._types: dict[str, dict[str, Any]] = {}
 
     def run(self) -> Iterator[Finding]:
-        """Yield what is found, one sentence each; a check that fails keeps no other from being made.
+        """Yield the findings, one sentence each; a failing check does not stop the others.
 
-        Without a login there is nothing else to check.
+        Without a login, nothing else is checked.
         """
         try:
             with reading("AWS"):
@@ -94,7 +94,7 @@ class Checks:
         for one in told:
             if self._spec.subnets.get(one["AvailabilityZone"]) != one["SubnetId"]:
                 yield Finding(
-                    False, f"{one['SubnetId']} is in zone {one['AvailabilityZone']}, not where subnets has it"
+                    False, f"{one['SubnetId']} is in zone {one['AvailabilityZone']}, not in the zone given in subnets"
                 )
             elif one["AvailableIpAddressCount"] < self._count:
                 left = one["AvailableIpAddressCount"]
@@ -124,7 +124,7 @@ class Checks:
             yield Finding(bool(zones), f"{known.name} is offered in {', '.join(zones) or 'none of your zones'}")
 
     def _rights(self) -> Iterator[Finding]:
-        """What a run asks for, marked not to be carried out: AWS says whether it would be."""
+        """Make the calls of a run as dry runs: AWS says whether it would carry them out."""
         template, known = template_body(self._spec, IDENTITY), self._spec.types[0]
         fleet = fleet_body(self._spec, IDENTITY, "check", "check-0", known.num_devices, "1", "check")
         instance = {
@@ -153,7 +153,7 @@ class Checks:
             for told, _ in quotas.pages("list_service_quotas", "Quotas", "the quotas", ServiceCode="ec2")
         }
         name = quota_of(family, known, spot=self._spec.spot)
-        if first.name not in self._types:  # which was said above
+        if first.name not in self._types:  # reported above
             return
         if name is None:
             yield Finding(False, f"no quota of EC2 is known for {first.name}")
@@ -176,11 +176,11 @@ class Checks:
 
 
 def quota_of(family: str, known: dict[str, float], *, spot: bool) -> str | None:
-    """Return which quota counts a family of types, as g4dn, by its name, as "All G and VT Spot Instance Requests"."""
+    """Return the name of the quota (as "All G and VT Spot Instance Requests") for a family of types (as g4dn)."""
     read = re.match(r"[a-z]+?(?=\d)", family)
     letters = read[0] if read else family
     digits = family[len(letters) : len(letters) + 1]
-    for wanted in (f"{letters}{digits}", letters):  # a generation of its own first, as "All P5 ..."
+    for wanted in (f"{letters}{digits}", letters):  # a quota of this generation first, as "All P5 ..."
         for name in known:
             kind = name.endswith("Spot Instance Requests") if spot else name.startswith("Running On-Demand")
             if kind and wanted in re.findall(r"\b[a-z]+\d*\b", re.sub(r"\b(all|spot|on|demand)\b", "", name.lower())):

@@ -1,4 +1,4 @@
-"""The connection to AWS: whoever is logged in, errors in a provider's words, answers that are read or refused."""
+"""The connection to AWS: the user's login, translation of errors, and checked reading of answers."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from manager.providers.interface.provider import Misconfigured, ProviderError, T
 CONNECT_TIMEOUT_S = 10
 READ_TIMEOUT_S = 60
 NUM_ATTEMPTS = 4
-"""Of one call that was throttled or not answered: botocore pauses longer and longer, for 20 s at most."""
+"""Attempts of a call that was throttled or not answered: botocore pauses ever longer, 20 s at most."""
 MAX_PER_PAGE = 1000
 PRICES_REGION = "us-east-1"
-"""Whose endpoint tells the prices of all regions."""
+"""The region whose endpoint has the prices of all regions."""
 
 
 def aws_client(spec: AwsSpec, service: str = "ec2", attempts: int = NUM_ATTEMPTS) -> Any:
-    """Open a client of a service. Nothing is asked yet but who one is: the environment, files, or the instance's role.
+    """Open a client of a service, with credentials from the environment, files, or the instance's role.
 
     Raises:
-        BotoCoreError: what says who one is cannot be used.
+        BotoCoreError: the credentials cannot be used.
     """
     config = Config(
         connect_timeout=CONNECT_TIMEOUT_S,
@@ -56,7 +56,7 @@ class Aws:
     """Calls of one service. Thread-safe.
 
     Args:
-        open_client: Opens a client, which keeps who one is; called again when AWS takes that for expired.
+        open_client: Opens a client, which keeps its credentials; called again when AWS says that these expired.
     """
 
     def __init__(self, open_client: Callable[[], Any]) -> None:
@@ -65,10 +65,10 @@ class Aws:
         self._lock = threading.Lock()
 
     def call(self, operation: str, what: str, **parameters: Any) -> dict[str, Any]:
-        """Make a call, under its name in Python; ``what``: what its error begins with, if anything.
+        """Make the call named ``operation`` in botocore; ``what``: the beginning of error messages, or "".
 
         Raises:
-            ProviderError: it was not carried out, or it is not known whether it was.
+            ProviderError: the call was not carried out, or it is not known whether it was.
         """
         renewed = False
         while True:
@@ -87,10 +87,10 @@ class Aws:
         return answer
 
     def pages(self, operation: str, key: str, what: str, **parameters: Any) -> Iterator[tuple[dict[str, Any], str]]:
-        """Yield each entry of a list, over all its pages, and by AWS's clock when it was told.
+        """Yield each entry of a list, over all its pages, with the date of its answer by AWS's clock.
 
         Raises:
-            ProviderError: some of the list is not known.
+            ProviderError: a part of the list is unknown.
         """
         seen: set[str] = set()
         while True:
@@ -115,14 +115,14 @@ class Aws:
 
 
 def code_of(error: BaseException | None) -> str:
-    """Return AWS's code of an error of its SDK, or of one of ours that came of it; empty: it has none."""
+    """Return AWS's code of an error of its SDK, or of one of ours caused by it; empty: there is none."""
     found = error if isinstance(error, ClientError) else getattr(error, "__cause__", None)
     return str(found.response.get("Error", {}).get("Code", "")) if isinstance(found, ClientError) else ""
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Read an answer; one of another shape says nothing, and raises Transient."""
+    """Read an answer in a ``with`` block; an answer of an unexpected shape raises Transient."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

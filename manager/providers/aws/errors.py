@@ -1,4 +1,4 @@
-"""AWS's errors in the words of a provider: by the error's code first, by its status where that says nothing.
+"""Translates AWS's errors to a provider's: by the error's code first, by its status where the code is unknown.
 
 Sources: https://docs.aws.amazon.com/AWSEC2/latest/APIReference/errors-overview.html and
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/troubleshooting-launch-fleet.html.
@@ -26,9 +26,9 @@ CAPACITY = {
     "UnfulfillableCapacity",
     "Unsupported",
 }
-"""No type of the fleet is there now, in whatever zone; ``Unsupported``: a zone that never has a type."""
+"""No type of the fleet is available now, in any zone; ``Unsupported``: a zone that never has a type."""
 QUOTA = {"MaxSpotInstanceCountExceeded", "MaxSpotFleetRequestCountExceeded", "MaxFleetCountExceeded"}
-"""And whatever ends with LimitExceeded."""
+"""Also every code that ends with LimitExceeded."""
 THROTTLED = {
     "BandwidthLimitExceeded",
     "EC2ThrottledException",
@@ -50,7 +50,7 @@ EXPIRED = {
     "SignatureDoesNotMatch",
     "UnrecognizedClientException",
 }
-"""New credentials may be taken: they are looked up once more, and by then somebody may have logged in."""
+"""New credentials may be accepted: they are looked up again, and the user may have logged in by then."""
 NOT_YET = {
     "IncorrectInstanceState",
     "InvalidInstanceID.NotFound",
@@ -61,7 +61,7 @@ NOT_YET = {
     "InvalidVolume.NotFound",
     "VolumeInUse",
 }
-"""What was made a moment ago is not known everywhere yet, nor is what has just been ended."""
+"""Resources made or ended a moment ago are not known to all of AWS's servers yet."""
 MISMATCH = "IdempotentParameterMismatch"
 TEMPLATE_EXISTS = "InvalidLaunchTemplateName.AlreadyExistsException"
 DRY_RUN = "DryRunOperation"
@@ -69,7 +69,7 @@ MESSAGE_CHARACTERS = 300
 
 
 def provider_error(code: str, message: str, status: int, begin: str = "") -> ProviderError:
-    """Return the error of ours for one of AWS's."""
+    """Return a provider's error for one of AWS's."""
     text = f"{begin}{': ' if begin else ''}{code}: {' '.join(message.split())[:MESSAGE_CHARACTERS]}"
     if code in THROTTLED or status == 429:
         return Throttled(text)
@@ -77,7 +77,7 @@ def provider_error(code: str, message: str, status: int, begin: str = "") -> Pro
         return QuotaExceeded(text)
     if code in CAPACITY:
         return CapacityShort(text)
-    if code == "AuthFailure" and message.startswith("Not authorized"):  # for an image or a network, not to log in
+    if code == "AuthFailure" and message.startswith("Not authorized"):  # about an image or a network, not the login
         return Misconfigured(text)
     if code in EXPIRED or code in NOT_YET or code == MISMATCH or status >= 500 or status < 400:
         return Transient(text)
@@ -85,6 +85,6 @@ def provider_error(code: str, message: str, status: int, begin: str = "") -> Pro
 
 
 def fleet_error(code: str, message: str, begin: str) -> ProviderError:
-    """Return the error of ours for one of a fleet's own, which has no status: one that is not known may pass."""
+    """Return a provider's error for one of a fleet, which has no status: unknown ones count as transient."""
     internal = code.startswith(("Internal", "Unavailable", "ServiceUnavailable"))
     return provider_error(code, message, 500 if internal else 400, begin)

@@ -1,4 +1,4 @@
-"""What AWS asks: the history of spot prices, and the price list for what is not spot."""
+"""AWS's prices: the history of spot prices, and the price list for everything else."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from manager.providers.interface.cloud import Remembered
 from manager.providers.interface.provider import ProviderError
 
 KEEP_S = 3600.0
-"""A spot price changes a few times a day."""
+"""Seconds for which a price is kept: spot prices change a few times a day."""
 HOURS_OF_A_MONTH = 730.0
 LINUX = "Linux/UNIX"
 
 
 class Prices:
-    """Of a spec's types, each remembered for a while, and of volumes. Thread-safe; never fails.
+    """Prices of a spec's types, each remembered for a while, and of volumes. Thread-safe; never fails.
 
     Args:
-        spec: Where and what.
-        ec2: The service, which knows spot prices.
-        pricing: The service that knows all others.
+        spec: The cloud file.
+        ec2: The service that knows spot prices.
+        pricing: The service that knows all other prices.
     """
 
     def __init__(self, spec: AwsSpec, ec2: Aws, pricing: Aws) -> None:
@@ -34,18 +34,18 @@ class Prices:
         )
 
     def dearest(self, known: AwsType) -> float | None:
-        """Return what one hour of a type costs, in the zone where it costs most; None: not known."""
+        """Return the dollars an hour of a type in its most expensive zone; None: not known."""
         return max((self._remembered(known.name) or {}).values(), default=None)
 
     def of(self, size: str, zone: str) -> float | None:
-        """Return what one hour of a type costs in a zone; None: not known."""
+        """Return the dollars an hour of a type in a zone; None: not known."""
         known = self._spec.type_of(size)
         if known is not None and known.usd_per_h is not None:
             return known.usd_per_h
         return (self._remembered(size) or {}).get(zone) if size else None
 
     def volume(self, kind: str, gib: int) -> float | None:
-        """Return what one hour of a volume costs; None: not known."""
+        """Return the dollars an hour of a volume; None: not known."""
         wanted = {"productFamily": "Storage", "volumeApiName": kind}
         monthly = self._listed(wanted, "GB-Mo")
         return None if monthly is None else monthly * gib / HOURS_OF_A_MONTH
@@ -70,7 +70,7 @@ class Prices:
         return None if price is None else dict.fromkeys(self._spec.subnets, price)
 
     def _listed(self, wanted: dict[str, str], unit: str) -> float | None:
-        """Return the highest price that the list has for what fits; None: it has none, or does not say."""
+        """Return the highest price in the list of what fits; None: there is none, or the list did not answer."""
         filters = [
             {"Type": "TERM_MATCH", "Field": field, "Value": value}
             for field, value in {"regionCode": self._spec.region, **wanted}.items()
@@ -97,5 +97,5 @@ def _figures(product: dict[str, Any], unit: str) -> Iterator[float]:
 
 
 def prices_of(spec: AwsSpec, open_client: Callable[[str], Any]) -> Prices:
-    """Return the prices of a spec's types; ``open_client``: of a service of this name."""
+    """Return the prices of a spec's types; ``open_client``: opens the client of the named service."""
     return Prices(spec, Aws(lambda: open_client("ec2")), Aws(lambda: open_client("pricing")))

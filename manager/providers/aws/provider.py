@@ -1,7 +1,7 @@
 """Spot instances on AWS: one instant fleet for each, which AWS makes at once or not at all; found again by their tags.
 
-An instance has its VM's name as a tag from the beginning, and a request for it has a client token that is on disk
-before AWS is asked: the same request again, from whoever, makes no second one.
+An instance has its VM's name as a tag from the beginning, and its request has a client token that is stored on disk
+before AWS is called: repeating the request, also from another process, makes no second instance.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ from manager.providers.interface.provider import (
 from morph.contract.base import Value
 
 NUM_AT_ONCE = 8
-"""Fleets that are asked for beside each other: AWS takes seconds for each."""
+"""Fleets that are requested at the same time: each takes AWS seconds."""
 SETTLE_S = 600.0
-"""For so long an instance that was made is believed to be there, unless AWS tells that it ends."""
+"""Seconds for which a new instance is assumed to exist unless AWS says that it is ending."""
 
 
 class _Made(Value):
-    """An instance that AWS said it made: for a while, a list may leave it out."""
+    """An instance that AWS said it made: for a while, lists may omit it."""
 
     id: str
     vm: Vm
 
 
 class AwsProvider:
-    """See ``Provider``.
+    """The ``Provider`` of instances on AWS.
 
     Args:
         ec2: The service.
-        spec: Where and what.
-        identity: Whose instances they are.
-        operations: What is under way: the client token of each VM, and then for a while the VM itself.
-        user_data: The encoded cloud-config for a VM of this name, with so many devices.
-        prices: What the user does not say.
-        bounds: How long to wait.
-        ending: The command that ends what is left of the run.
-        clock: Seconds, never going back.
+        spec: The cloud file.
+        identity: The run's tags.
+        operations: Keeps, for each VM, its client token, and then for a while its instance.
+        user_data: Makes the encoded cloud-config for a VM's name and number of devices.
+        prices: Prices that the user does not give.
+        bounds: Limits on waits.
+        ending: The command that ends the rest of the run.
+        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class AwsProvider:
         self._lock = threading.Lock()
 
     def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
-        """See ``Provider``. Which type, in which zone, is AWS's choice among those with as many devices.
+        """See ``Provider``. Among the types with equally many devices, AWS chooses type and zone.
 
-        Types with more devices are tried once those with fewer are refused, for what is then missing. What the user
-        must mend for one VM ends the request, with those VMs that came.
+        Types with more devices are tried, for what is still missing, after those with fewer are refused. An error that
+        the user must fix ends the request; it returns the VMs that were made.
         """
         answer = self._operations.answer(request)
         if answer is not None:
@@ -117,7 +117,7 @@ class AwsProvider:
     def _make(
         self, names: Sequence[str], request: str, num_devices: int, spec: AwsSpec
     ) -> list[Refused | Misconfigured]:
-        """Make VMs, some at once; the first that is refused keeps those from being asked for that were not yet."""
+        """Make VMs, some at the same time; after the first refusal no further ones are requested."""
         refused: list[Refused | Misconfigured] = []
         failed: list[ProviderError] = []
 
@@ -141,7 +141,7 @@ class AwsProvider:
         return refused
 
     def _make_one(self, name: str, request: str, num_devices: int, spec: AwsSpec) -> None:
-        """Ask for one VM, or ask again, under the same client token, what an earlier manager asked."""
+        """Request one VM, or repeat an earlier manager's request under the same client token."""
         kept = self._operations.token(name) or ""
         version = ""
         token = str(uuid.uuid4()) if not kept or kept.startswith("{") else kept
@@ -159,7 +159,7 @@ class AwsProvider:
             self._drop_version(version)
             raise
         except ProviderError as error:
-            if code_of(error) == MISMATCH:  # what is asked for was changed since: AWS tells of what there is by then
+            if code_of(error) == MISMATCH:  # the request differs from the first one: AWS lists what that one made
                 self._operations.ended(name)
             raise
         with reading(f"VM {name}"):
@@ -181,18 +181,18 @@ class AwsProvider:
         raise _chief([fleet_error(code, message, f"VM {name}") for code, message in errors])
 
     def _drop_version(self, version: str) -> None:
-        """Delete a version that no fleet needs: it holds a node's secrets, and a template may have 10,000."""
-        with suppress(ProviderError):  # it goes with the template
+        """Delete a version that no fleet needs: it holds a node's secrets, and templates are limited to 10,000."""
+        with suppress(ProviderError):  # it is deleted with the template
             if version:
                 known = {"LaunchTemplateName": self.account.template, "Versions": [version]}
                 self._ec2.call("delete_launch_template_versions", "", **known)
 
     def _new(self) -> list[_Made]:
-        """Those that were made lately."""
+        """Return instances that were made recently."""
         return [_Made.model_validate_json(kept) for kept in self._operations.tokens() if kept.startswith("{")]
 
     def _instances(self) -> list[Instance]:
-        """Every instance of the run that AWS tells of, ending ones too, and those that it may yet leave out."""
+        """Return every instance of the run that AWS lists, also ending ones, and new ones that it may not list yet."""
         found, _ = self.account.look()
         states = {instance.id: instance for instance in found}
         for made in self._new():
@@ -210,7 +210,7 @@ class AwsProvider:
         return tuple(vms[name] for name in sorted(vms, key=lambda name: (len(name), name)))
 
     def delete(self, names: Sequence[str]) -> None:
-        """See ``Provider``: returns once AWS says that they are ending, from when on they are not paid."""
+        """See ``Provider``: returns once AWS says that they are ending and no longer billed."""
         self._end([one for one in self._instances() if one.is_there and one.vm.name in names])
 
     def _end(self, instances: Sequence[Instance]) -> None:
@@ -220,11 +220,11 @@ class AwsProvider:
             self._operations.ended(one.vm.name)
 
     def evict(self, _name: str) -> bool:
-        """See ``Provider``: EC2 has no call for it, and the service that has one needs a role of its own."""
+        """See ``Provider``: EC2 cannot do this, and the service that can needs a role of its own."""
         return False
 
     def boot_log(self, name: str) -> str:
-        """See ``Provider``: of the console."""
+        """See ``Provider``: the console output."""
         try:
             found = [one.id for one in self._instances() if one.vm.name == name]
         except ProviderError:
@@ -232,17 +232,17 @@ class AwsProvider:
         return self.account.console(found[-1])[-BOOT_LOG_CHARACTERS:] if found else ""
 
     def stop(self) -> None:
-        """See ``Provider``: what was asked for is made, and listed."""
+        """See ``Provider``: requested instances are still made, and listed."""
         self.account.stopped.set()
 
     def dismantle(self) -> tuple[str, ...]:
-        """See ``Provider``: the launch template too; one that is not there is no error."""
+        """See ``Provider``: deletes the launch template, too, if there is one."""
         self._has_template = False
         self._end([one for one in self._instances() if one.is_there])
         return self.account.end_rest(time.monotonic() + self._bounds.delete_s)
 
     def price(self, node_type: str = "") -> Price | None:
-        """See ``Provider``. A type without a price makes the whole unknown."""
+        """See ``Provider``. If the price of any type is unknown, so is the result."""
         return self._spec.of_type(node_type).price(self._prices.dearest)
 
     def capabilities(self) -> Capabilities:
@@ -253,7 +253,7 @@ CHIEF = (Throttled, Transient, QuotaExceeded, CapacityShort, Misconfigured)
 
 
 def _chief(errors: Sequence[ProviderError]) -> ProviderError:
-    """Return which of a fleet's errors counts: each of its types and zones is refused for reasons of its own."""
+    """Return the error of a fleet that counts most: each type and zone has its own."""
     return min(errors, key=lambda error: CHIEF.index(type(error)))
 
 
@@ -266,19 +266,19 @@ def open_aws(
     open_client: Callable[[str], Any] | None = None,
     **options: Any,
 ) -> AwsProvider:
-    """Open a provider with clients of whoever is logged in; nothing is asked yet."""
+    """Open a provider with the user's login; makes no call yet."""
     opened = open_client or (lambda service: aws_client(spec, service))
     ec2 = Aws(lambda: opened("ec2"))
     return AwsProvider(ec2, spec, identity, operations, user_data, prices=prices_of(spec, opened), **options)
 
 
 def end_run(spec: AwsSpec, run: str, job: str, told: Callable[[str], None], **options: Any) -> tuple[Vm, ...]:
-    """End every instance of a run, what they left behind, and its launch template; blocks until they are gone.
+    """End every instance of a run, the resources they left behind, and its launch template; blocks until they are gone.
 
-    Returns the VMs that were there. ``options``: as of ``open_aws``.
+    Returns the VMs that existed. ``options``: as for ``open_aws``.
 
     Raises:
-        ProviderError: nothing of this run is there, AWS does not say what is, or something is left: which.
+        ProviderError: nothing of this run exists, AWS did not answer, or something is left, which the error names.
     """
     with tempfile.TemporaryDirectory(prefix="morph-") as directory:
         operations = Operations(Path(directory) / "operations.json")

@@ -1,4 +1,4 @@
-"""What the user says about instances on AWS, and the documents that are sent: pure, no SDK."""
+"""The cloud file for AWS, and the documents that are sent to AWS: pure, no SDK."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from morph.contract.base import Value
 from morph.contract.cluster import UsdPerHourAtMost
 
 NAME_TAG, VM_TAG = "Name", "morph-vm"
-"""The first is what consoles show, and people change it there: a VM is known by the second."""
+"""Consoles show the first tag, and users change it there; a VM is identified by the second."""
 PUBLIC_DOMAIN = "amazonaws.com"
 
 
 class AwsType(Size):
-    """An instance type that may be taken; without a price, it costs what AWS's price history or list says."""
+    """An instance type that may be used; its default price is that in AWS's price history or list."""
 
     name: str = Field(pattern=r"^[a-z0-9-]+\.[a-z0-9-]+$", description="such as g4dn.xlarge")
 
 
 class AwsSpec(Value):
-    """Where and what. Everything named here exists before; ``docs/aws.md`` says how to make it."""
+    """The cloud file for AWS. Everything named here must exist; ``docs/guides/aws.md`` says how to make it."""
 
     region: str = Field(pattern=r"^[a-z]{2}(-[a-z]+)+-\d$")
     subnets: dict[
@@ -59,51 +59,51 @@ class AwsSpec(Value):
     @model_validator(mode="after")
     def _types_of_all(self) -> AwsSpec:
         if len({known.node_type is None for known in self.types}) > 1:
-            raise ValueError("types: some say their node_type, others do not")
+            raise ValueError("types: some have a node_type, others do not")
         return self
 
     def of_type(self, node_type: str) -> AwsSpec:
-        """The same with the types of one type of GPU; empty: with all."""
+        """Return the spec with the types that have one type of GPU; empty: with all."""
         return self.model_copy(update={"types": of_type(self.types, node_type)})
 
     @property
     def provider(self) -> str:
-        """By what name its VMs are remembered: what a stand-in on this machine does says nothing of a cloud."""
+        """The name under which the history keeps its VMs: emulators on this machine are kept apart from the cloud."""
         return "local" if (self.endpoint or "").startswith("http:") else "aws"
 
     @property
     def zones(self) -> tuple[str, ...]:
-        """Where an instance may be."""
+        """The zones in which an instance may be."""
         return tuple(self.subnets)
 
     def type_of(self, name: str) -> AwsType | None:
-        """Return the type of a name; None: it is none of these."""
+        """Return the type with this name; None: there is none."""
         return next((known for known in self.types if known.name == name), None)
 
     def price(self, find: Callable[[AwsType], float | None]) -> Price | None:
-        """Return the price of one hour of the dearest type; see ``dearest``."""
+        """Return the price of one hour of the most expensive type; see ``dearest``."""
         listed = "AWS's spot price history" if self.spot else "AWS's price list"
         return dearest(self.types, find, listed)
 
 
 def template_name(run: str) -> str:
-    """Name the launch template of a run."""
+    """Return the name of a run's launch template."""
     return f"morph-{vm_name(run, 0).rsplit('-', 1)[0]}"
 
 
 def template_body(spec: AwsSpec, identity: Identity) -> dict[str, Any]:
-    """What all instances of a run are; no secret is in it. What an instance boots with is in a version of its own."""
+    """Return the launch template for all instances of a run, without secrets; each has its own version to boot from."""
     volume: dict[str, Any] = {"DeleteOnTermination": True, "VolumeType": spec.root_volume}
     if spec.root_gib is not None:
         volume["VolumeSize"] = spec.root_gib
     data: dict[str, Any] = {
         "ImageId": spec.image,
         "SecurityGroupIds": list(spec.security_groups),
-        "InstanceInitiatedShutdownBehavior": "terminate",  # one that is only stopped goes on costing its volumes
+        "InstanceInitiatedShutdownBehavior": "terminate",  # the volumes of a merely stopped instance are billed
         "MetadataOptions": {
             "HttpEndpoint": "enabled",
             "HttpTokens": "required",  # IMDSv2
-            "HttpPutResponseHopLimit": 1,  # nothing behind another hop, as in a container, gets a token
+            "HttpPutResponseHopLimit": 1,  # no token behind another hop, as in a container
         },
         "BlockDeviceMappings": [{"DeviceName": spec.root_device, "Ebs": volume}],
     }
@@ -119,7 +119,7 @@ def template_body(spec: AwsSpec, identity: Identity) -> dict[str, Any]:
 
 
 def version_body(spec: AwsSpec, identity: Identity, user_data: Any, token: str) -> dict[str, Any]:
-    """A version of the launch template for one instance. ``user_data``: the encoded cloud-config."""
+    """Return a version of the launch template for one instance. ``user_data``: the encoded cloud-config."""
     body = template_body(spec, identity)
     return {
         "LaunchTemplateName": body["LaunchTemplateName"],
@@ -131,16 +131,16 @@ def version_body(spec: AwsSpec, identity: Identity, user_data: Any, token: str) 
 def fleet_body(
     spec: AwsSpec, identity: Identity, request: str, name: str, num_devices: int, version: str, token: str
 ) -> dict[str, Any]:
-    """One instance, at once or not at all, of whichever type with so many devices, in whichever zone.
+    """Return the request for one instance, at once or not at all, of any type with so many devices, in any zone.
 
     Args:
-        spec: Where and what.
-        identity: Whose it is.
-        request: That it answers.
-        name: The VM's.
-        num_devices: Of its type.
-        version: Of the launch template, with what it boots with.
-        token: By which AWS knows the same request again.
+        spec: The cloud file.
+        identity: The run's tags.
+        request: The request that it answers.
+        name: The VM's name.
+        num_devices: Number of devices of its type.
+        version: The version of the launch template that it boots from.
+        token: The client token by which AWS recognises a repeated request.
     """
     tags = identity.tags(request) | {NAME_TAG: name, VM_TAG: name, DEVICES_TAG: str(num_devices)}
     types = [known for known in spec.types if known.num_devices == num_devices]
@@ -180,9 +180,10 @@ def planned(
     count: int,
     cloud_config: Callable[[str, int], Any] = lambda _node, _num_devices: "(the cloud-config; it holds secrets)",
 ) -> list[dict[str, Any]]:
-    """Return what a request for ``count`` devices would ask for, in order; for the user.
+    """Return the calls that a request for ``count`` devices would make, in order; for the user.
 
-    ``cloud_config``: what is shown of that of a VM of this name, with so many devices; it holds secrets.
+    ``cloud_config``: returns the text shown for the cloud-config of a VM's name and number of devices, which holds
+    secrets.
     """
     identity = Identity(run=run, job=job)
     calls: list[dict[str, Any]] = [{"call": "CreateLaunchTemplate", "body": template_body(spec, identity)}]
@@ -197,13 +198,14 @@ def planned(
 
 
 def policy(spec: AwsSpec, account: str = "*") -> dict[str, Any]:
-    """Return the least that who runs the manager must be allowed, as a policy of IAM.
+    """Return the IAM policy with the least rights that the manager's user needs.
 
-    What is changed or ended must have the tag ``morph-run``; what is created gets it, and tags alone may be set then.
+    Only resources with the tag ``morph-run`` may be changed or ended; new resources get it, and tags may be set only at
+    creation.
 
     Args:
-        spec: Where and what.
-        account: Number of the account; ``*``: any, which is then the one whose policy it is.
+        spec: The cloud file.
+        account: Number of the account; ``*``: the account to which the policy belongs.
     """
     partition = next((f"aws-{part}" for part in ("cn", "us-gov") if spec.region.startswith(f"{part}-")), "aws")
     here = f"arn:{partition}:ec2:{spec.region}:{account}"

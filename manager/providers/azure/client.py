@@ -1,4 +1,4 @@
-"""The connection to Azure: whoever is logged in, and a client that repeats only what a short pause mends."""
+"""The connection to Azure: the user's login, and a client that retries only where a short pause helps."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from manager.providers.azure.errors import retry_after_s
 from manager.providers.azure.spec import PUBLIC_AZURE
 
 logging.getLogger("azure").addHandler(logging.NullHandler())
-"""What the SDK warns of comes as an error too, in one sentence."""
+"""The SDK's warnings are silenced, because each comes as an error, too, in one sentence."""
 CONNECT_TIMEOUT_S = 10
 READ_TIMEOUT_S = 60
 SHORT_PAUSE_S = 10.0
-"""A throttled call is repeated at once after a pause of at most so long; who called decides about longer ones."""
+"""Seconds: the client repeats a throttled call if the pause is at most this; longer ones are left to the caller."""
 NUM_REPEATS = 3
 POLL_PAUSE_S = 60.0
-"""The longest pause between two looks at an operation, whatever Azure asks for: the operation itself goes on."""
+"""Seconds: the longest pause between two polls of an operation, whatever pause Azure asks for."""
 NUM_POLL_REPEATS = 20
 DEFAULT_PAUSE_S = 1.0
 
@@ -40,16 +40,16 @@ def azure_client(
     read_timeout_s: float = READ_TIMEOUT_S,
     pause: Callable[[float], object] = time.sleep,
 ) -> Any:
-    """Open a client. Nothing is asked yet.
+    """Open a client; makes no call yet.
 
     Args:
-        subscription_id: Whose VMs.
-        open_credential: Who asks, opened anew when a token is refused, because credentials keep tokens; None: the
-            environment, a managed identity or ``az login``, in this order.
-        base_url: Of the resource manager. Without TLS it must be on this machine.
-        authority: Where one logs in; None: the public cloud's.
+        subscription_id: The subscription of the VMs.
+        open_credential: Opens the credential, again when a token is refused, because credentials cache tokens; None:
+            the environment, a managed identity or ``az login``, in this order.
+        base_url: The resource manager's URL. Without TLS it must be on this machine.
+        authority: The URL for logins; None: the public cloud's.
         policies: Further pipeline policies.
-        read_timeout_s: Bound of one answer.
+        read_timeout_s: Time limit for one answer.
         pause: Waits some seconds.
     """
     base_url = base_url.rstrip("/")
@@ -67,14 +67,14 @@ def azure_client(
             *policies,
             *([_WithoutTls()] if base_url.startswith("http://") else []),
         ],
-        retry_total=0,  # a throttled call must not be repeated behind our back, for as long as the cloud likes
+        retry_total=0,  # the SDK must not repeat throttled calls for as long as the cloud asks
         connection_timeout=CONNECT_TIMEOUT_S,
         read_timeout=read_timeout_s,
     )
 
 
 class _WithoutTls(SansIOHTTPPolicy):  # type: ignore[misc,type-arg,unused-ignore]
-    """Lets the credential's token pass without TLS: to this machine, which ``AzureSpec`` saw to."""
+    """Allows the credential's token without TLS: ``AzureSpec`` ensures that it stays on this machine."""
 
     def on_request(self, request: Any) -> None:
         """See the SDK."""
@@ -82,7 +82,7 @@ class _WithoutTls(SansIOHTTPPolicy):  # type: ignore[misc,type-arg,unused-ignore
 
 
 class _Renewed:
-    """A credential that can be told to forget the tokens that it keeps. Thread-safe."""
+    """A credential that can drop its cached tokens. Thread-safe."""
 
     def __init__(self, open_credential: Callable[[], Any]) -> None:
         self._open, self._inner = open_credential, open_credential()
@@ -95,17 +95,17 @@ class _Renewed:
         return inner.get_token(*scopes, **options)
 
     def renew(self) -> None:
-        """Keep no token any longer."""
+        """Drop the cached tokens."""
         with self._lock:
             self._inner = self._open()
 
 
 class _Repeats(HTTPPolicy):  # type: ignore[misc,type-arg,unused-ignore]
-    """Repeats one call where nothing else helps to go on; all else is left to who called.
+    """Repeats a call in three cases; all other retries are left to the caller.
 
-    A refused token is dropped, and the call made once more with a new one. A call that was throttled was not carried
-    out: after a short pause it is made again, so that a sequence of calls goes on where it was. A look at an operation
-    changes nothing: it is repeated after every error that may pass.
+    After a refused token the call is repeated once with a new token. A throttled call was not carried out, so it is
+    repeated after a short pause, which lets a sequence of calls continue. Polling an operation changes nothing, so it
+    is repeated after every transient error.
     """
 
     def __init__(self, credential: _Renewed, pause: Callable[[float], object]) -> None:

@@ -1,4 +1,4 @@
-"""Azure's errors in the words of a provider: by the error's code first, by its status where that says nothing.
+"""Translates Azure's errors to a provider's: by the error's code first, by its status where the code is unknown.
 
 Sources: https://learn.microsoft.com/azure/virtual-machines/error-codes-spot and
 https://learn.microsoft.com/azure/azure-resource-manager/troubleshooting/common-deployment-errors.
@@ -31,9 +31,9 @@ CAPACITY = {
     "SpotAllocationFailed",
     "AvailabilityZoneNotSupported",
 }
-"""Another zone may have it, and then another size."""
+"""Another zone may have the size, else another size may be available."""
 SIZE = {"SpotPriceGreaterThanProvidedMaxPrice", "AzureSpotIsNotSupportedForThisVMSize", "NotAvailableForSubscription"}
-"""No zone has this size for us."""
+"""No zone offers this size to the subscription."""
 QUOTA = {"QuotaExceeded", "LowPriorityQuotaExceeded", "ResourceQuotaExceeded"}
 THROTTLED = {"TooManyRequests", "SubscriptionRequestsThrottled", "ResourceRequestsThrottled"}
 USERS = {
@@ -52,21 +52,21 @@ USERS = {
     "SubscriptionNotFound",
     "SubscriptionNotRegistered",
 }
-"""The user must mend it, whatever the status: it is 409 for many of them."""
+"""The user must fix these, whatever the status, which is 409 for many of them."""
 SOON = {"NicReservedForAnotherVm"}
-"""For three minutes after its VM failed, whatever the status: it is 400."""
+"""Returned for three minutes after a VM failed; transient, though its status is 400."""
 GONE = {"ResourceNotFound", "NotFound"}
-"""That what is named is not there; other codes with 404 say it of what it should be in."""
+"""The resource does not exist; other codes with status 404 say that its group or subscription does not."""
 MESSAGE_CHARACTERS = 300
 
 
 class SizeRefused(CapacityShort):
-    """None of this size, in whatever zone: its price is above ``max_usd_per_h``, or it is not for spot."""
+    """No VM of this size in any zone: its price is above ``max_usd_per_h``, or it has no spot VMs."""
 
 
 @contextmanager
 def translating(what: str) -> Iterator[None]:
-    """Raise a ProviderError in the place of what the SDK raises; ``what``: what its text begins with, if anything."""
+    """Raise a ProviderError in place of the SDK's error; ``what``: the beginning of its message, or ""."""
     try:
         yield
     except AzureError as error:
@@ -74,19 +74,19 @@ def translating(what: str) -> Iterator[None]:
 
 
 def is_gone(error: HttpResponseError) -> bool:
-    """Whether a 404 says that this thing is not there, and not that its group or subscription is not found."""
+    """Whether a 404 says that the resource itself does not exist, rather than its group or subscription."""
     return str(getattr(error.error, "code", None) or "ResourceNotFound") in GONE
 
 
 def translated(error: AzureError, begin: str) -> ProviderError:
-    """Return the error of ours for one of the SDK's."""
+    """Return a provider's error for one of the SDK's."""
     text = f"{begin}{' '.join(str(error.message).split())[:MESSAGE_CHARACTERS]}"
     if not isinstance(error, HttpResponseError):  # no answer at all
         return Transient(text)
     code, target = str(getattr(error.error, "code", None) or ""), str(getattr(error.error, "target", None) or "")
-    if code:  # the SDK's own message says everything twice
+    if code:  # the SDK's own message repeats everything
         text = f"{begin}{code}: {' '.join(str(error.error.message).split())[:MESSAGE_CHARACTERS]}"
-    if isinstance(error, ClientAuthenticationError) and error.response is None:  # the SDK says of each way why not
+    if isinstance(error, ClientAuthenticationError) and error.response is None:  # no way to log in worked
         first = str(error.message).strip().partition("\n")[0][:MESSAGE_CHARACTERS]
         return Misconfigured(f"{begin}no login to Azure (`az login`, or an identity of this VM): {first}")
     status = int(error.status_code or 0)
@@ -100,7 +100,7 @@ def translated(error: AzureError, begin: str) -> ProviderError:
         return SizeRefused(text)
     if code in CAPACITY:
         return CapacityShort(text)
-    # below 400: an operation that failed in the end; 401: a new token may be taken by then
+    # below 400: an operation that failed in the end; 401: a new token may be accepted later
     if code in SOON:
         return Transient(text, after_s)
     if (
@@ -113,7 +113,7 @@ def translated(error: AzureError, begin: str) -> ProviderError:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return how long Azure asks to wait: seconds, or a date by its own clock, which its answer tells."""
+    """Return how long (seconds) Azure asks to wait; a date is compared with the ``Date`` of the answer."""
     text = str(headers.get("Retry-After", ""))
     if text.isdigit():
         return float(text)

@@ -1,7 +1,7 @@
-"""A resource group as a run sees it: which VMs and which scale set are the run's own, and their end.
+"""A run's VMs and scale set in a resource group, and how they are ended.
 
-Only what has the tags of this run and of this job is the run's. A group may hold others' VMs, under any name.
-Since when a VM is paid is known by two clocks: Azure's and this machine's.
+Only resources with the tags of this run and of this job belong to the run. A group may hold other VMs, under any name.
+The start of a VM's billing is converted from Azure's clock to this machine's.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ STOP_WITHIN_S = 0.5
 
 @dataclass(frozen=True)
 class Look:
-    """Which VMs a group holds.
+    """The VMs in a group.
 
-    ``vms``: the run's, each with its provisioning state in small letters; ``others``: names of the rest; ``guests``:
-    those of them in the run's scale set; ``runs``: Morph's other runs, each with its job.
+    ``vms``: the run's VMs, each with its provisioning state in lower case; ``others``: names of the other VMs;
+    ``guests``: those of them in the run's scale set; ``runs``: other runs of Morph, each with its job.
     """
 
     vms: tuple[tuple[Vm, str], ...]
@@ -53,7 +53,7 @@ PART_API_VERSIONS = {INTERFACE: "2022-07-01", DISK: "2023-04-02"}
 
 @dataclass(frozen=True)
 class Part:
-    """A network interface or a disk. ``vm``: to which it is attached; empty: to none. ``boots``: a VM boots from it."""
+    """A network interface or a disk. ``vm``: the VM to which it is attached, or "". ``boots``: a VM boots from it."""
 
     id: str
     kind: str
@@ -65,22 +65,22 @@ class Part:
 
     @property
     def shown(self) -> str:
-        """As a user knows it."""
+        """The description for a user."""
         word = "disk" if self.kind == DISK else "network interface"
         size = f" ({self.gib} GiB, {self.sku})" if self.gib else ""
         return f"{word} {self.id.rsplit('/', 1)[-1]}{size}"
 
 
 class Group:
-    """Looks at the group, and ends what is the run's there.
+    """Lists a run's resources in the group, and ends them.
 
     Args:
         client: A ``ComputeManagementClient``.
-        spec: Where and what.
-        identity: Whose VMs they are.
-        bounds: How long to wait.
-        usd_per_h: What a size costs; None: not known.
-        disk_usd_per_h: What a disk costs, by its kind and GiB; None: not known.
+        spec: The cloud file.
+        identity: The run's tags.
+        bounds: Limits on waits.
+        usd_per_h: Dollars an hour of a size; None: not known.
+        disk_usd_per_h: Dollars an hour of a disk, by its kind and GiB; None: not known.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class Group:
         self.set_name = scale_set_name(identity.run)
 
     def look(self) -> Look:
-        """Ask which VMs there are.
+        """List the group's VMs.
 
         Raises:
-            ProviderError: the answer does not say; what it leaves out may well be there.
+            ProviderError: the answer cannot be relied on: VMs that it omits may exist.
         """
         answered: list[str | None] = [None]
 
@@ -134,7 +134,7 @@ class Group:
         return Look(tuple(vms), frozenset(others), tuple(sorted(guests)), tuple(sorted(runs)))
 
     def owns_set(self) -> bool | None:
-        """Whether the scale set of the run's name is the run's; None: there is none."""
+        """Whether the scale set with the run's name belongs to the run; None: there is none."""
         with translating(f"scale set {self.set_name}"):
             try:
                 return self._identity.owns(self._sets.get(self._spec.resource_group, self.set_name).tags)
@@ -144,7 +144,7 @@ class Group:
                 raise
 
     def make_set(self) -> None:
-        """Make the run's scale set; one that is there already stays as it is."""
+        """Make the run's scale set; an existing one stays as it is."""
         until_s = time.monotonic() + self._bounds.make_s
         if self.owns_set() is False:
             raise Misconfigured(f"scale set {self.set_name} is there without the tags of this run: it is left alone")
@@ -156,12 +156,12 @@ class Group:
         self.wait(poller, "the scale set", until_s)
 
     def end(self, names: Iterable[str], until_s: float, *, always: bool = True) -> None:
-        """End VMs of the run that ``look`` named: every end is begun before any is waited for.
+        """End VMs of the run that ``look`` listed: all deletions are begun before any is waited for.
 
         Args:
-            names: Theirs.
-            until_s: A second of the monotonic clock.
-            always: Wait though the run is over; else no longer than until it is.
+            names: Names of the VMs.
+            until_s: The deadline, by the monotonic clock.
+            always: Wait also after the run is over; otherwise only until then.
 
         Raises:
             ProviderError: naming those that are left.
@@ -178,7 +178,7 @@ class Group:
     def begin_ends(
         self, names: Iterable[str], until_s: float | None = None
     ) -> tuple[dict[str, Any], dict[str, ProviderError]]:
-        """Begin the ends of VMs; returns what is to be waited for, and what could not be begun, by name."""
+        """Begin to delete VMs; returns the operations to wait for, and the errors of those that failed, by name."""
         pollers: dict[str, Any] = {}
         left: dict[str, ProviderError] = {}
         for name in names:
@@ -189,9 +189,9 @@ class Group:
         return pollers, left
 
     def end_all(self, until_s: float) -> tuple[str, ...]:
-        """End every VM of the run, what they left behind, and its scale set, unless that holds others' VMs too.
+        """End every VM of the run, the resources they left behind, and the scale set, unless it holds other VMs, too.
 
-        Returns what VMs had left behind, in words, with its price.
+        Returns descriptions of the resources that VMs had left behind, with their prices.
 
         Raises:
             ProviderError: naming what is left.
@@ -224,13 +224,13 @@ class Group:
         self.wait(poller, name, until_s, always=True)
 
     def parts(self) -> list[Part]:
-        """Ask which network interfaces and disks the group holds, whoever's."""
+        """List all network interfaces and disks in the group."""
         return [part for kind in PART_API_VERSIONS for part in self._parts_of(kind)]
 
     def tag_disks(self, vms: Collection[Vm]) -> None:
-        """Give the run's tags to the disks that VMs boot from; their network interfaces have them from the beginning.
+        """Give the run's tags to the boot disks of VMs; their network interfaces have the tags from the beginning.
 
-        A disk that somebody else has attached to one of them is not the run's to end.
+        Other disks that a user attached to a VM get no tags, so that the run does not delete them.
         """
         requests = {vm.name: vm.request for vm in vms}
         for part in self._parts_of(DISK):
@@ -269,14 +269,14 @@ class Group:
             self._client.send_request(HttpRequest(method, url, json=body)).raise_for_status()
 
     def owns(self, part: Part) -> bool:
-        """Whether it is the run's."""
+        """Whether a resource belongs to the run."""
         return self._identity.owns(part.tags)
 
     def _orphans(self) -> list[Part]:
         return [part for part in self.parts() if self.owns(part) and not part.vm]
 
     def _end_orphans(self, until_s: float) -> tuple[str, ...]:
-        """End interfaces and disks of the run that went with no VM; returns what they are and cost."""
+        """Delete interfaces and disks of the run whose VM is gone; returns their descriptions with prices."""
         names: dict[str, str] = {}
         left = self._orphans()
         while left:
@@ -301,15 +301,15 @@ class Group:
         return priced(part.shown, usd_per_h)
 
     def wait(self, poller: Any, what: str, until_s: float, *, always: bool = False) -> None:
-        """Wait for an operation; unless ``always``, no longer than until the run is over.
+        """Wait for an operation; unless ``always``, only until the run is over.
 
         Raises:
-            NotInTime: it goes on.
+            NotInTime: it is not done at ``until_s``.
             ProviderError: it failed.
         """
         if poller is None:
             return
-        with translating(what), _passing_over_gone():  # it was there and is gone
+        with translating(what), _passing_over_gone():  # the resource was there and is gone
             while not poller.done():
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
@@ -347,14 +347,14 @@ class Group:
 
 
 class NotInTime(Transient):
-    """An operation goes on for longer than it is waited for."""
+    """An operation was not done within the time limit."""
 
 
 @contextmanager
 def _passing_over_gone() -> Iterator[None]:
-    """Go on where what is to end, or was made and taken, is not there."""
+    """Ignore errors saying that the resource does not exist: it is deleted, or was taken after it was made."""
     try:
         yield
-    except HttpResponseError as error:  # the SDK's last look at what an operation made raises no narrower one
+    except HttpResponseError as error:  # the SDK's final read of a new resource raises no narrower class
         if error.status_code != 404 or not is_gone(error):
             raise

@@ -21,7 +21,7 @@ def retail_prices(spec: AzureSpec) -> Remembered[AzureSize, float]:
 
 
 def retail_price(location: str, size: str, *, spot: bool, url: str = PRICES_URL) -> float | None:
-    """Return what one hour of a Linux VM costs in USD, at most; None when the list does not say or answer."""
+    """Return the highest price of one hour of a Linux VM (USD); None when the list has none or does not answer."""
     query = f"armRegionName eq '{location}' and armSkuName eq '{size}' and priceType eq 'Consumption'"
     return _highest(query, lambda item: _fits(item, spot), url)
 
@@ -32,7 +32,7 @@ def _highest(query: str, fits: Callable[[dict[str, object]], bool], url: str) ->
     for _ in range(MAX_PAGES):
         try:
             answer = fetch(page, timeout_s=TIMEOUT_S)
-            if answer.status != 200:  # the highest price may stand on the page that is missing
+            if answer.status != 200:  # the highest price may be on the missing page
                 return None
             document = json.loads(answer.body)
             figures += [float(item["retailPrice"]) for item in document["Items"] if fits(item)]
@@ -46,12 +46,12 @@ def _highest(query: str, fits: Callable[[dict[str, object]], bool], url: str) ->
 
 DISK_TIERS = {"Premium_LRS": "P", "StandardSSD_LRS": "E", "Standard_LRS": "S"}
 DISK_GIB = {4: 1, 8: 2, 16: 3, 32: 4, 64: 6, 128: 10, 256: 15, 512: 20, 1024: 30, 2048: 40, 4096: 50}
-"""Number of the tier by the GiB up to which it goes: https://azure.microsoft.com/pricing/details/managed-disks/."""
+"""Number of a disk's tier by its largest size (GiB): https://azure.microsoft.com/pricing/details/managed-disks/."""
 HOURS_OF_A_MONTH = 730.0
 
 
 def disk_price(location: str, sku: str, gib: int, url: str = PRICES_URL) -> float | None:
-    """Return what one hour of a disk costs in USD; None when the list does not say or answer."""
+    """Return the price of one hour of a disk (USD); None when the list has none or does not answer."""
     number = next((number for most, number in DISK_GIB.items() if gib <= most), None)
     if sku not in DISK_TIERS or number is None:
         return None

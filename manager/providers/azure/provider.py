@@ -1,6 +1,6 @@
 """Spot VMs on Azure: made by name, put into a flexible scale set, found again by their tags.
 
-Names are made from the request, so that a request that comes again, from whoever, makes no second VM.
+Names follow from the request, so that repeating a request, also from another process, makes no second VM.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Offer = tuple[AzureSize, str | None]
 BEING_MADE = ("accepted", "creating")
 BOOT_LOG_TIMEOUT_S = 20.0
 LOST = ("failed", "canceled", "deleting")
-"""Nothing comes of it. In any state besides a VM is there: Azure may be updating or moving it."""
+"""States of VMs that will not run. In any other state a VM exists: Azure may be updating or moving it."""
 
 
 @dataclass(eq=False)
 class _Making:
-    """A VM on its way: offers that are left, and the operation under way."""
+    """A VM that is being made: the remaining offers, and the operation under way."""
 
     name: str
     offers: list[Offer]
@@ -51,18 +51,18 @@ class _Making:
 
 
 class AzureProvider:
-    """See ``Provider``.
+    """The ``Provider`` of VMs on Azure.
 
     Args:
         client: A ``ComputeManagementClient`` that does not retry by itself; see ``azure_client``.
-        spec: Where and what.
-        identity: Whose VMs they are.
-        operations: What is under way.
-        custom_data: The encoded cloud-config for a VM of this name, with so many devices.
-        find_price: The price of one hour of a size whose price the user does not give; None when it is not known.
-        find_disk_price: The same of a disk, by its kind and its GiB.
-        bounds: How long to wait.
-        ending: The command that ends what is left of the run.
+        spec: The cloud file.
+        identity: The run's tags.
+        operations: Keeps the operations under way.
+        custom_data: Makes the encoded cloud-config for a VM's name and number of devices.
+        find_price: Finds the price of one hour of a size for which the user gives none; None: not known.
+        find_disk_price: Finds the price of one hour of a disk, by its kind and its GiB.
+        bounds: Limits on waits.
+        ending: The command that ends the rest of the run.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class AzureProvider:
         self._prices: dict[str, Price] = {}
 
     def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
-        """See ``Provider``. Offers that Azure refuses are followed by the next zone, and then by the next size.
+        """See ``Provider``. When Azure refuses an offer, the next zone is tried, and then the next size.
 
-        Sizes with more devices are tried once those with fewer are refused, for what is then missing. What the user
-        must mend for one VM ends the request, with those VMs that came.
+        Sizes with more devices are tried, for what is still missing, after those with fewer are refused. An error that
+        the user must fix ends the request; it returns the VMs that were made.
         """
         answer = self._operations.answer(request)
         if answer is not None:
@@ -124,10 +124,10 @@ class AzureProvider:
             making = []
         found = self._of(request)
         made = tuple(vm for vm, state in found if state not in (*BEING_MADE, *LOST))
-        self.group.begin_ends([vm.name for vm, _ in found if vm not in made])  # nobody waits for them any more
+        self.group.begin_ends([vm.name for vm, _ in found if vm not in made])  # no request waits for them any more
         if not made:
             raise why_none(request, refused)
-        with contextlib.suppress(ProviderError):  # an account that may not: then its disks are not found later
+        with contextlib.suppress(ProviderError):  # an account without this right: its disks will not be found later
             self.group.tag_disks(made)
         self._operations.answered(request, tuple(vm.name for vm in made))
         return made
@@ -137,14 +137,14 @@ class AzureProvider:
         return tuple(vm for vm, _ in self.group.look().vms)
 
     def delete(self, names: Sequence[str]) -> None:
-        """See ``Provider``: blocks until Azure says that they are gone."""
+        """See ``Provider``: blocks until Azure says that the VMs are gone."""
         ours = [vm.name for vm in self.list() if vm.name in names]
         for name in ours:
             self._operations.ended(name)
         self.group.end(ours, time.monotonic() + self._bounds.delete_s)
 
     def evict(self, name: str) -> bool:
-        """See ``Provider``: Azure simulates the eviction of a spot VM. How soon, and with what notice, is its own."""
+        """See ``Provider``: Azure simulates the eviction of a spot VM, and decides about time and notice."""
         if not self._spec.spot:
             return False
         if name not in [vm.name for vm in self.list()]:
@@ -154,11 +154,11 @@ class AzureProvider:
         return True
 
     def boot_log(self, name: str) -> str:
-        """See ``Provider``: of the serial console, which Azure keeps in a blob."""
+        """See ``Provider``: the log of the serial console, which Azure keeps in a blob."""
         try:
             found = self._machines.retrieve_boot_diagnostics_data(self._spec.resource_group, name)
             where = found.serial_console_log_blob_uri
-            if not where:  # nothing is written yet
+            if not where:  # there is no log yet
                 return ""
             log = fetch(str(where), timeout_s=BOOT_LOG_TIMEOUT_S)
         except (AzureError, HttpFailed, ValueError):
@@ -166,16 +166,16 @@ class AzureProvider:
         return log.text[-BOOT_LOG_CHARACTERS:] if log.status == 200 else ""
 
     def stop(self) -> None:
-        """See ``Provider``: Azure goes on with what was begun, and the VM is listed."""
+        """See ``Provider``: Azure continues operations that were begun, and lists their VMs."""
         self.group.stopped.set()
 
     def dismantle(self) -> tuple[str, ...]:
-        """See ``Provider``: the scale set too; one that is not there is no error."""
+        """See ``Provider``: deletes the scale set, too, if there is one."""
         self._has_set = False
         return self.group.end_all(time.monotonic() + self._bounds.delete_s)
 
     def price(self, node_type: str = "") -> Price | None:
-        """See ``Provider``. A size without a price makes the whole unknown."""
+        """See ``Provider``. If the price of any size is unknown, so is the result."""
         found = self._prices.get(node_type) or self._spec.of_type(node_type).price(self._find_price)
         if found is not None:
             self._prices[node_type] = found
@@ -189,7 +189,7 @@ class AzureProvider:
         return size.usd_per_h if size.usd_per_h is not None else self._find_price(size)
 
     def _of(self, request: str) -> Sequence[tuple[Vm, str]]:
-        """The VMs of a request, and their states."""
+        """Return the VMs of a request, and their states."""
         look = self.group.look()
         self._taken = look.others
         return [(vm, state) for vm, state in look.vms if vm.request == request]
@@ -197,7 +197,7 @@ class AzureProvider:
     def _make(
         self, making: Sequence[_Making], request: str, states: dict[str, str], until_s: float
     ) -> Sequence[_Making]:
-        """Make VMs at once, each by the first of its offers that is taken; returns those without a further one."""
+        """Make VMs at the same time, each by its first offer that succeeds; returns those that have no offer left."""
         given_up: list[_Making] = []
         while making:
             wrong: Misconfigured | None = None
@@ -207,20 +207,20 @@ class AzureProvider:
                     continue
                 try:
                     self._begin(one, request, states.pop(one.name, None), until_s)
-                except Misconfigured as error:  # the others would be refused alike
+                except Misconfigured as error:  # the others would be refused in the same way
                     wrong = one.error = error
             making, without = self._round(making, until_s)
             given_up += without
         return given_up
 
     def _begin(self, one: _Making, request: str, state: str | None, until_s: float) -> None:
-        """Begin to make a VM, or go on with what an earlier manager began."""
+        """Begin to make a VM, or continue what an earlier manager began."""
         if state in BEING_MADE:
             one.poller = self._resumed(one)
             return
         if one.name in self._taken:
             raise Misconfigured(f"VM {one.name} is there without the tags of this run: it is left alone")
-        if state is not None:  # what is left of it has its name
+        if state is not None:  # remains of a failed VM block its name
             self.group.end([one.name], until_s, always=False)
         one.offer = one.offers.pop(0)
         names = {"run": self._identity.run, "job": self._identity.job, "request": request}
@@ -236,10 +236,10 @@ class AzureProvider:
         self._operations.begun(one.name, one.poller.continuation_token())
 
     def _resumed(self, one: _Making) -> Any:
-        """The operation of an earlier manager, or what looks at its VM where it was killed before it noted it."""
+        """Return an earlier manager's operation, or a watch on its VM if the operation was not stored."""
         token = self._operations.token(one.name)
         if token is not None:
-            with contextlib.suppress(ValueError), translating(f"VM {one.name}"):  # ValueError: not such a token
+            with contextlib.suppress(ValueError), translating(f"VM {one.name}"):  # ValueError: not a valid token
                 return self._machines.begin_create_or_update(
                     self._spec.resource_group,
                     one.name,
@@ -250,9 +250,9 @@ class AzureProvider:
         return _Watched(self.group, one.name, self._bounds.poll_s)
 
     def _round(self, making: Sequence[_Making], until_s: float) -> tuple[Sequence[_Making], Sequence[_Making]]:
-        """Wait for what was begun; returns those with a further offer, and those without, with their errors.
+        """Wait for operations; returns failed VMs with a further offer, and those without, with their errors.
 
-        One that is not made in time is given up as if there were no such VM: it holds up nobody else's request.
+        A VM that is not made in time counts as unavailable, so that it does not delay other requests.
         """
         left: list[_Making] = []
         given_up: list[_Making] = []
@@ -271,7 +271,7 @@ class AzureProvider:
                 continue
             if isinstance(why, Misconfigured):
                 one.offers = []
-            if isinstance(why, QuotaExceeded | SizeRefused) and one.offer is not None:  # it is the same in all zones
+            if isinstance(why, QuotaExceeded | SizeRefused) and one.offer is not None:  # this applies to all zones
                 one.offers = [offer for offer in one.offers if offer[0] != one.offer[0]]
             if one.offers:
                 left.append(one)
@@ -280,7 +280,7 @@ class AzureProvider:
                 given_up.append(one)
         try:
             self.group.end(remains, until_s, always=False)
-        except Misconfigured as error:  # what is left of them has their names
+        except Misconfigured as error:  # remains of failed VMs block their names
             kept = [one for one in left if one.name in remains]
             for one in kept:
                 one.error = error
@@ -289,7 +289,7 @@ class AzureProvider:
 
 
 class _Watched:
-    """Stands for an operation of which nothing is known but its VM: done once that is not being made any more."""
+    """Replaces an operation that is unknown except for its VM: done once that VM is not being made any more."""
 
     def __init__(self, group: Group, name: str, every_s: float) -> None:
         self._group, self._name, self._every_s = group, name, every_s
@@ -306,4 +306,4 @@ class _Watched:
         self._group.stopped.wait(min(timeout_s, self._every_s))
 
     def result(self, _timeout_s: float) -> None:
-        """Nothing: the VM says by itself whether it was made."""
+        """Return nothing: the list of VMs shows whether the VM was made."""

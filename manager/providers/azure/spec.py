@@ -1,4 +1,4 @@
-"""What the user says about VMs on Azure, and the documents that are sent: pure, no SDK."""
+"""The cloud file for Azure, and the documents that are sent to Azure: pure, no SDK."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _RESOURCE_ID = r"^/subscriptions/[^/]+/resourceGroups/[^/]+/providers/.+$"
 
 
 class AzureSize(Size):
-    """A VM size that may be taken; without a price, it costs what Azure's price list says."""
+    """A VM size that may be used; its default price is that in Azure's price list."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_]+$", description="such as Standard_NC4as_T4_v3")
 
 
 class AzureSpec(Value):
-    """Where and what. Everything named here exists before; ``docs/guides/azure.md`` says how to make it."""
+    """The cloud file for Azure. Everything named here must exist; ``docs/guides/azure.md`` says how to make it."""
 
     subscription_id: str = Field(pattern=r"^[0-9a-fA-F-]{36}$")
     resource_group: str = Field(pattern=r"^[-\w._()]{1,90}$")
@@ -71,25 +71,25 @@ class AzureSpec(Value):
 
     @property
     def provider(self) -> str:
-        """By what name its VMs are remembered: what a stand-in on this machine does says nothing of a cloud."""
+        """The name under which the history keeps its VMs: emulators on this machine are kept apart from the cloud."""
         return "azure" if self.resource_manager.startswith("https:") else "local"
 
     def price(self, find: Callable[[AzureSize], float | None]) -> Price | None:
-        """Return the price of one hour of the dearest size; see ``dearest``."""
+        """Return the price of one hour of the most expensive size; see ``dearest``."""
         return dearest(self.sizes, find, "Azure's retail price list")
 
     @model_validator(mode="after")
     def _types_of_all(self) -> AzureSpec:
         if len({size.node_type is None for size in self.sizes}) > 1:
-            raise ValueError("sizes: some say their node_type, others do not")
+            raise ValueError("sizes: some have a node_type, others do not")
         return self
 
     def of_type(self, node_type: str) -> AzureSpec:
-        """The same with the sizes of one type of GPU; empty: with all."""
+        """Return the spec with the sizes that have one type of GPU; empty: with all."""
         return self.model_copy(update={"sizes": of_type(self.sizes, node_type)})
 
     def offers_of(self, index: int, num_devices: int) -> list[tuple[AzureSize, str | None]]:
-        """Return the offers with so many devices for VM number ``index``: neighbours begin in different zones."""
+        """Return the offers with so many devices for VM number ``index``: consecutive VMs begin in different zones."""
         turn = index % max(1, len(self.zones))
         zones = (self.zones[turn:] + self.zones[:turn]) or (None,)
         sizes = sorted(self.sizes, key=lambda size: size.num_gpus)
@@ -97,18 +97,18 @@ class AzureSpec(Value):
 
 
 def scale_set_name(run: str) -> str:
-    """Name the flexible scale set of a run."""
+    """Return the name of a run's flexible scale set."""
     return vm_name(run, 0).rsplit("-", 1)[0]
 
 
 def scale_set_id(spec: AzureSpec, run: str) -> str:
-    """Return its resource id."""
+    """Return the resource id of a run's scale set."""
     group = f"/subscriptions/{spec.subscription_id}/resourceGroups/{spec.resource_group}"
     return f"{group}/providers/Microsoft.Compute/virtualMachineScaleSets/{scale_set_name(run)}"
 
 
 def scale_set_body(spec: AzureSpec, run: str, job: str) -> dict[str, Any]:
-    """A flexible scale set without a profile: VMs are made by name and put into it, spread over fault domains."""
+    """Return a flexible scale set without a profile, into which VMs are put by name, spread over fault domains."""
     zones = {"zones": list(spec.zones)} if spec.zones else {}
     return {
         "location": spec.location,
@@ -121,12 +121,12 @@ def scale_set_body(spec: AzureSpec, run: str, job: str) -> dict[str, Any]:
 def vm_body(
     spec: AzureSpec, names: dict[str, str], name: str, offer: tuple[AzureSize, str | None], custom_data: Any
 ) -> dict[str, Any]:
-    """One VM whose disk and network interface go with it.
+    """Return the description of one VM whose disk and network interface are deleted with it.
 
     Args:
-        spec: Where and what.
+        spec: The cloud file.
         names: ``run``, ``job`` and ``request``.
-        name: The VM's.
+        name: The VM's name.
         offer: Size and zone.
         custom_data: The encoded cloud-config.
     """
@@ -140,7 +140,7 @@ def vm_body(
             "storageProfile": {"imageReference": _image(spec.image), "osDisk": _disk(spec)},
             "osProfile": _os_profile(spec, name, custom_data),
             "networkProfile": _network(spec, name, names),
-            "diagnosticsProfile": {"bootDiagnostics": {"enabled": True}},  # into storage of Azure's own
+            "diagnosticsProfile": {"bootDiagnostics": {"enabled": True}},  # kept in Azure's own storage
         },
     }
     if zone is not None:
@@ -170,7 +170,8 @@ def planned(
 ) -> list[dict[str, Any]]:
     """Return what a request for ``count`` devices would create, in order; for the user.
 
-    ``cloud_config``: what is shown of that of a VM of this name, with so many devices; it holds secrets.
+    ``cloud_config``: returns the text shown for the cloud-config of a VM's name and number of devices, which holds
+    secrets.
     """
     group = scale_set_id(spec, run).rsplit("/", 2)[0]
     calls = [{"put": scale_set_id(spec, run), "body": scale_set_body(spec, run, job)}]

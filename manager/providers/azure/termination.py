@@ -1,4 +1,4 @@
-"""Ending a run's VMs without knowing anything of the run but its tags."""
+"""Ending a run's VMs from its tags alone."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def end_run(
     told: Callable[[str], None] = lambda _sentence: None,
     bounds: Bounds | None = None,
 ) -> tuple[Vm, ...]:
-    """End every VM of a run, and its scale set; blocks until they are gone. Returns the VMs that were there.
+    """End every VM of a run, and its scale set; blocks until they are gone. Returns the VMs that existed.
 
-    What does not have the tags of this run and job is left alone, whatever its name.
+    Resources without the tags of this run and job are left alone, whatever their names.
 
     Args:
-        spec: Where they are.
+        spec: The cloud file.
         run: The run's name, in the tags.
         job: The job's name, in the tags.
-        client: Another client than that of whoever is logged in.
-        told: Hears what is left alone, and what is tried again.
-        bounds: How long to wait for each try.
+        client: A client to use in place of one with the user's login.
+        told: Called with a sentence for what is left alone, and for what is tried again.
+        bounds: Limits on waits in each attempt.
 
     Raises:
-        ProviderError: nothing of this run is there, Azure does not say what is, or something is left: which.
+        ProviderError: nothing of this run exists, Azure did not answer, or something is left, which the error names.
     """
     with tempfile.TemporaryDirectory(prefix="morph-") as directory:
         provider = AzureProvider(
@@ -53,7 +53,7 @@ def end_run(
         )
         look, owns_set = provider.group.look(), provider.group.owns_set()
         is_left = False
-        with suppress(ProviderError):  # an account that may not look at them: that is told once the VMs are ended
+        with suppress(ProviderError):  # an account that may not list them: reported after the VMs are ended
             is_left = any(provider.group.owns(part) for part in provider.group.parts())
         if owns_set is False:
             name = provider.group.set_name

@@ -1,1 +1,1 @@
-"""What a VM does at its first boot, whichever provider made it."""
+"""What a VM does at its first boot, for every provider."""

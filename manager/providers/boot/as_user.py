@@ -1,6 +1,6 @@
-"""Becomes another user, and then a command: ``python -m manager.providers.boot.as_user UID PATH... -- COMMAND...``.
+"""Runs a command as another user: ``python -m manager.providers.boot.as_user UID PATH... -- COMMAND...``.
 
-Runs as root on a VM. Each PATH, and what lies in it if it is a folder, is given to that user first.
+Started as root on a VM. Each PATH, with everything in it if it is a folder, is given to that user first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Give away, become the user, become the command."""
+    """Change the owner of the paths, become the user, and execute the command."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     separator = given.index("--")
     (uid, *paths), command = given[:separator], given[separator + 1 :]

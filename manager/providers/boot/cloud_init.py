@@ -1,7 +1,7 @@
 """What a cloud VM does at its first boot: get Morph from the manager, join the Ray cluster, watch for notices.
 
-And end itself when it is forgotten. The first thing that runs, at each boot, is a watchdog. It needs no disk, no
-network and nothing of what comes later, and ends the VM unless it is told again and again that the VM is to stay.
+A VM that the manager has forgotten ends itself. At each boot a watchdog starts first. It needs no disk, no network and
+nothing that is installed later, and it ends the VM unless it is told regularly that the VM should stay.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from morph.link.authority import authority_of
 DIRECTORY = "/etc/morph"
 TOKEN_PATH = f"{DIRECTORY}/ray-token"
 IN_MEMORY = "/run/morph"
-"""Made anew at each boot: nothing of it needs the disk."""
+"""A folder in memory, made at each boot, so that its files need no disk."""
 SECRET_PATH = f"{IN_MEMORY}/node-secret"
 STAY_PATH = f"{IN_MEMORY}/stay"
 AUTHORITY_PATH = f"{DIRECTORY}/authority.pem"
@@ -37,15 +37,15 @@ TLS_DIRECTORY = f"{DIRECTORY}/tls"
 BOOT_PATH = f"{IN_MEMORY}/boot"
 CODE_DIRECTORY = f"{DIRECTORY}/code"
 OBJECT_STORE_BYTES = 256 * 1024 * 1024
-"""Ray would take 30 % of the memory; what goes through it is the job's files and orders."""
+"""Ray would take 30 % of the memory, but transports only the job's files and orders."""
 MAX_CUSTOM_DATA_BYTES = 65535
-"""Azure takes this much once encoded."""
+"""Azure's limit, after encoding."""
 MAX_USER_DATA_BYTES = 16384
-"""AWS takes this much before it is encoded."""
+"""AWS's limit, before encoding."""
 
 
 class NodeStart(Value):
-    """How a node finds its cluster. The two secrets are in files that root alone can read, and nowhere else."""
+    """How a node finds its cluster. The two secrets are kept only in files that only root can read."""
 
     ray_address: str = Field(
         default="",
@@ -56,31 +56,31 @@ class NodeStart(Value):
     ray_token: SecretStr = SecretStr("")
     node_secret: SecretStr
     setup: tuple[str, ...] = Field(default=(), description="shell lines run once, as root, before anything else")
-    python: str = Field(default="/usr/bin/python3", description="the interpreter, there once ``setup`` has run")
-    python_version: str = Field(pattern=r"^\d+\.\d+\.\d+\S*$", description="which it must be of")
-    wheel_sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="of Morph's wheel, which the manager gives")
-    requirements: tuple[str, ...] = Field(default=(), description="of the wheel and of the user, as pip reads them")
-    uid: int = Field(default=0, ge=0, description="of the user as whom the job's code runs; 0: as what starts it does")
-    metadata: bool = Field(default=True, description="that user may ask the metadata service")
-    gpus: bool = Field(default=True, description="its devices are GPUs, of which each worker sees one alone")
-    first_port: int = Field(default=0, description="of the ports on which the node listens; 0: any free ones")
+    python: str = Field(default="/usr/bin/python3", description="the interpreter, which exists after ``setup`` has run")
+    python_version: str = Field(pattern=r"^\d+\.\d+\.\d+\S*$", description="the interpreter's required version")
+    wheel_sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="of Morph's wheel, which the manager provides")
+    requirements: tuple[str, ...] = Field(default=(), description="requirements of the wheel and the user, as for pip")
+    uid: int = Field(default=0, ge=0, description="id of the user that runs the job's code; 0: the user that starts it")
+    metadata: bool = Field(default=True, description="that user may access the metadata service")
+    gpus: bool = Field(default=True, description="its devices are GPUs, of which each worker sees only one")
+    first_port: int = Field(default=0, description="first port on which the node listens; 0: any free ones")
     lonely_s: float = Field(default=900.0, gt=0, description="without the manager for this long a VM ends itself")
-    authority: str = Field(default="", description="whose certificates Ray takes, in PEM; empty: Ray is not encrypted")
+    authority: str = Field(default="", description="of Ray's certificates, in PEM; empty: Ray is not encrypted")
     management_url: str = Field(
-        default="", pattern=r"^(https?://[^\s'\"]+)?$", description="of the resource manager; empty: public Azure's"
+        default="", pattern=r"^(https?://[^\s'\"]+)?$", description="URL of the resource manager; empty: public Azure's"
     )
 
 
 def node_start(vms: ProvidedVms, port: int, secret: str, wheel: bytes, management_url: str, **of_ray: Any) -> NodeStart:
-    """How the VMs of a cluster file start.
+    """Return how the VMs of a cluster file start.
 
     Args:
-        vms: What the file says of them.
-        port: Of the manager's, at which it takes notices.
-        secret: That of all nodes, from which their credential follows.
-        wheel: Morph's, which the manager gives.
-        management_url: Of the resource manager.
-        **of_ray: The fields that tell a node of its Ray cluster; none: it has no Ray.
+        vms: The file's section about VMs.
+        port: The manager's port for notices.
+        secret: The secret of all nodes, from which their credentials follow.
+        wheel: Morph's wheel, which the manager provides.
+        management_url: The resource manager's URL.
+        **of_ray: The fields about the Ray cluster; none: nodes run without Ray.
     """
     return NodeStart(
         manager_address=f"{vms.address}:{port}",
@@ -104,16 +104,16 @@ def wanted_on(vms: ProvidedVms) -> tuple[str, ...]:
 
 
 def cloud_init(start: NodeStart, node: str, source: str, num_devices: int = 1) -> str:
-    """Write the cloud-config of one node.
+    """Return the cloud-config of one node.
 
     Args:
         start: How it finds its cluster.
         node: Its name.
         source: The notice source on this cloud.
-        num_devices: Each has a worker.
+        num_devices: Its number of devices, with a worker for each.
 
     Raises:
-        ValueError: a name that could break out of the unit file.
+        ValueError: a name contains characters that are not safe in the unit file.
     """
     if not re.fullmatch(r"[a-z0-9-]+", node) or not re.fullmatch(r"[a-z]*", source):
         raise ValueError(f"{node!r} and {source!r} are not names of a node and a notice source")
@@ -142,9 +142,9 @@ def cloud_init(start: NodeStart, node: str, source: str, num_devices: int = 1) -
 
 
 def _watchdog(start: NodeStart, options: list[str]) -> str:
-    """Write the shell lines that run first at each boot, of a shell's own words but for what makes folders and files.
+    """Return the shell lines that run first at each boot; they use only builtins and commands that make files.
 
-    As one text, which cloud-init puts into a file: so no secret is on a command line.
+    They are one text, which cloud-init puts into a file, so that no secret is on a command line.
     """
     watch = boot_line(start, ["--only=watch", *options], BOOT_PATH)
     unit = _unit("morph-watchdog", ["/bin/sh", "-c", watch], {}, early=True)
@@ -173,7 +173,7 @@ def is_closed(start: NodeStart) -> bool:
 
 
 def custom_data(text: str) -> str:
-    """Encode a cloud-config as Azure takes it: compressed, which cloud-init reads too.
+    """Encode a cloud-config for Azure, compressed, which cloud-init supports.
 
     Raises:
         ValueError: it is too long.
@@ -185,10 +185,10 @@ def custom_data(text: str) -> str:
 
 
 def user_data(text: str) -> str:
-    """Encode a cloud-config as AWS takes it: compressed, too.
+    """Encode a cloud-config for AWS, compressed, too.
 
     Raises:
-        Misconfigured: it is too long, which the user's part of it alone can make it.
+        Misconfigured: it is too long, because the user's part is.
     """
     compressed = _compressed(text)
     if len(compressed) > MAX_USER_DATA_BYTES:
@@ -211,7 +211,7 @@ def boot_command(
     secret_path: str = SECRET_PATH,
     code_directory: str = CODE_DIRECTORY,
 ) -> list[str]:
-    """Write the options of ``manager.providers.boot.first_boot``, ``end``: as of ``agent_command``."""
+    """Return the options of ``manager.providers.boot.first_boot``; ``end``: as for ``agent_command``."""
     options = [
         f"--manager={start.manager_address}", f"--node={node}", f"--devices={num_devices}",
         f"--secret-file={secret_path}", f"--folder={code_directory}", f"--python={start.python}",
@@ -224,30 +224,30 @@ def boot_command(
 
 
 def boot_line(start: NodeStart, options: list[str], path: str) -> str:
-    """Write the shell line that makes a VM ready: by its interpreter, or any other, which then tells that it lacks."""
+    """Return the shell line that prepares a VM, with its interpreter, or any other if that one is missing."""
     python = shlex.quote(start.python)
     return f'p={python}; [ -x "$p" ] || p=python3; "$p" -I {path} {shlex.join(options)}'
 
 
 def ray_command(start: NodeStart, node: str, num_devices: int | str) -> list[str]:
-    """Write the command that joins a node to the cluster, and runs until it leaves it.
+    """Return the command that joins a node to the cluster, and runs until the node leaves.
 
-    ``num_devices``: or what the number replaces later.
+    ``num_devices``: the number, or a placeholder that it replaces later.
     """
     resources = f'{{"{VM_RESOURCE}{node}": {num_devices}}}'
     return [
         start.python, "-m", "manager.engine.on_ray.node", "start", "--block", f"--address={start.ray_address}",
         f"--object-store-memory={OBJECT_STORE_BYTES}", f"--num-cpus={num_devices}",
         f"--num-gpus={num_devices if start.gpus else 0}", f"--resources={resources}", "--disable-usage-stats",
-        "--include-log-monitor=false",  # it reads what workers write, for a manager that does not ask for it
+        "--include-log-monitor=false",  # it would collect the workers' output, which the manager does not use
         *Ports(start.first_port).options(),
     ]  # fmt: skip
 
 
 def node_command(start: NodeStart, node: str, num_devices: int) -> list[str]:
-    """Write the command of a node: Ray's as the job's user, behind what gets its certificate if Ray is encrypted.
+    """Return the command of a node: Ray's, run as the job's user, after it got a certificate if Ray is encrypted.
 
-    Without a head node of Ray's: what runs the script of ``morph spot-run``.
+    Without a head node of Ray, it is the command that runs the script of ``morph spot-run``.
     """
     if not start.ray_address:
         return script_command(start, node, SECRET_PATH)
@@ -261,7 +261,7 @@ def node_command(start: NodeStart, node: str, num_devices: int) -> list[str]:
 
 
 def script_command(start: NodeStart, node: str, secret_path: str) -> list[str]:
-    """Write the command that runs the script of ``morph spot-run``."""
+    """Return the command that runs the script of ``morph spot-run``."""
     return [
         start.python, "-m", "manager.spot.agent", f"--manager={start.manager_address}", f"--node={node}",
         f"--secret-file={secret_path}", f"--uid={start.uid}",
@@ -269,7 +269,7 @@ def script_command(start: NodeStart, node: str, secret_path: str) -> list[str]:
 
 
 def enrol_command(start: NodeStart, node: str, secret_path: str, authority_path: str, directory: str) -> list[str]:
-    """Write what stands, with ``--``, before the command of a node that is to be encrypted."""
+    """Return the prefix, up to ``--``, for the command of a node that is encrypted."""
     return [
         start.python, "-m", "manager.enrolment.node", f"--manager={start.manager_address}", f"--node={node}",
         f"--secret-file={secret_path}", f"--authority={authority_path}", f"--directory={directory}",
@@ -285,7 +285,7 @@ def agent_command(
     end: str | None = None,
     secret_path: str = SECRET_PATH,
 ) -> list[str]:
-    """Write the command of a node's agent. ``end``: what it does when it is forgotten; None: what ``source`` takes."""
+    """Return the command of a node's agent. ``end``: how a forgotten VM ends itself; None: as for ``source``."""
     command = [
         start.python, "-m", "manager.notices.agent", f"--manager={start.manager_address}", f"--node={node}",
         f"--devices={num_devices}", f"--secret-file={secret_path}", f"--lonely-s={start.lonely_s:g}",
@@ -301,11 +301,11 @@ def _file(path: str, content: str, permissions: str) -> dict[str, Any]:
 def _unit(
     name: str, command: list[str], environment: dict[str, str], *, before: Sequence[str] = (), early: bool = False
 ) -> dict[str, Any]:
-    """A service that is started again whenever it ends.
+    """Return the unit file of a service that is restarted whenever it ends.
 
-    ``before``: a command that must end well each time before it; ``early``: it waits for nothing else of the boot, and
-    takes the VM with it when it cannot run at all. The others leave that to the watchdog, which can do better than to
-    switch the VM off: it is paid for then, too.
+    ``before``: a command that must succeed before each start; ``early``: the service does not wait for the rest of the
+    boot, and the VM is switched off when it cannot run. Other services leave ending the VM to the watchdog, because a
+    VM that is only switched off is still billed.
     """
     settings = "".join(f"Environment={key}={value}\n" for key, value in environment.items())
     first = f"ExecStartPre={_line_of(before)}\n" if before else ""

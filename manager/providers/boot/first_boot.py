@@ -1,25 +1,25 @@
-"""What a VM runs before anything else of Morph: it brings the manager's own wheel, and what that requires.
+"""What a VM runs before anything else of Morph: it installs the manager's own wheel and its requirements.
 
 ``python -I boot --manager HOST:PORT --node NAME --devices N --secret-file PATH --folder PATH --python PATH
 --python-version X.Y.Z --sha256 DIGEST --patience-s S --end azure|group| [--management-url URL] [--uid N
 [--close-metadata]] [--stay PATH] [--only PART] -- REQUIREMENT...``
 
-``--only`` does one part and makes nothing ready:
+``--only`` does one part, without preparing the VM:
 
-* ``watch`` is the first thing on a cloud VM, and starts with it again. It ends the VM when nobody has written to PATH
-  for a while. That is done by what hears the manager: this program as it makes the VM ready, and then the agent.
-* ``setup`` runs the user's lines, which then stand in the place of requirements; one that hangs is ended.
-* ``close-metadata`` does that again after the VM was started again.
-* ``ended``: the node ended by itself, and the manager is told what stands at the end of its ``--log``.
+* ``watch`` starts first at each boot of a cloud VM. It ends the VM when PATH was not written to for a while. The
+  processes that hear the manager write to it: this program while it prepares the VM, and then the agent.
+* ``setup`` runs the user's lines, which take the place of requirements; a line that hangs is ended.
+* ``close-metadata`` closes the metadata service again after a reboot.
+* ``ended`` reports to the manager that the node ended by itself, with the end of its ``--log``.
 
-Whatever goes wrong, the manager is told, and the VM is ended.
+After any error, this program reports it to the manager, and the VM is ended.
 
-With a user's number that user is made if it is missing, and ``--close-metadata`` keeps it from the VM's identity.
+``--uid`` makes that user if it does not exist, and ``--close-metadata`` keeps it from the VM's identity.
 
-``program`` is it, with the few modules that it imports; it travels with the secrets. On the VM there
-may be nothing but Python, and an old one: nothing here needs more than the standard library of Python 3.8.
+``program`` returns this file with the few modules that it imports; it is sent together with the secrets. Because a VM
+may have nothing but an old Python, it needs only the standard library of Python 3.8.
 
-The manager is asked at the port for notices, where the node's agent calls later (``manager.notices.call``).
+It calls the manager at the port for notices, as the node's agent does later (``manager.notices.call``).
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ RETRY_S = 2.0
 TELL_EVERY_S = 10.0
 PIP_TIMEOUT_S = 3600.0
 LOCK_TIMEOUT_S = 900.0
-"""For what the manager gives: longer than it takes to make it."""
+"""Seconds to wait for a file from the manager, which may have to make it first."""
 SETUP_TIMEOUT_S = 1800.0
 STAY_EVERY_S = 20.0
 WATCH_EVERY_S = 5.0
 WATCH_GRACE_S = 60.0
-"""For so much longer than the manager is waited for: by then who waits for it has ended the VM itself."""
+"""Seconds that the watchdog waits longer than others for the manager, so that they can end the VM before it."""
 RETRY_END_S = 60.0
 MAX_WHY_CHARACTERS = 600
 NUM_LAST_LINES = 3
@@ -84,7 +84,7 @@ CLOSED = (
     ["168.63.129.16", "ipproto", "tcp", "dport", "80"],
     ["168.63.129.16", "ipproto", "tcp", "dport", "32526"],
 )
-"""What knows the VM's identity and its settings; the second is Azure's, who answers for names at the same address."""
+"""Addresses of services with the VM's identity and settings; the second is Azure's, which also resolves names."""
 PROBE = f"""
 import socket, sys
 try:
@@ -100,14 +100,14 @@ class Unfit(MorphError):
 
 
 class Unheard(Unfit):
-    """The manager did not answer for as long as a VM waits for it."""
+    """The manager did not answer within the time that a VM waits for it."""
 
 
-@lru_cache(maxsize=1)  # each VM of a run is given it
+@lru_cache(maxsize=1)  # every VM of a run gets it
 def program() -> dict[str, str]:
-    """Return this program's files by their paths, for ``python -I`` and the folder that they are put into.
+    """Return this program's files by their paths, for ``python -I`` and the folder into which they are put.
 
-    Without what Python does not read, for clouds take little of what a VM is given as it boots.
+    Docstrings and comments are removed, because clouds limit the size of boot data.
     """
     root = Path(__file__).resolve().parents[3]
     main = {"__main__.py": "from manager.providers.boot.first_boot import main\nmain()\n"}
@@ -117,7 +117,7 @@ def program() -> dict[str, str]:
 @lru_cache(maxsize=1)
 def packed() -> str:
     """Return the program as one file for Python to run, in base 64; the same modules give the same text."""
-    from morph.contract import files  # not on the VM
+    from morph.contract import files  # does not exist on the VM
 
     return base64.b64encode(files.packed({name: text.encode() for name, text in program().items()})).decode()
 
@@ -134,26 +134,26 @@ def _without_docstrings(source: str) -> str:
 
 
 class Caller:
-    """Asks the manager, as one VM. Raises OSError when it is not there, is slow, or somebody else answers."""
+    """Calls the manager for one VM. Raises OSError if the manager is absent or slow, or another process answers."""
 
     def __init__(self, manager: str, node: str, num_devices: int, secret: str) -> None:
         host, _, port = manager.rpartition(":")
         self._manager, self._node, self._num_devices, self._secret = (host, int(port)), node, num_devices, secret
 
     def file(self, name: str, timeout_s: float = ANSWER_TIMEOUT_S) -> bytes:
-        """Return what the manager gives under this name."""
+        """Return the manager's file of this name."""
         with self._called() as session:
             session.tell({"kind": name})
             return session.receive(timeout_s)
 
     def tell_unfit(self, why: str) -> None:
-        """Tell why this VM cannot be used."""
+        """Report why this VM cannot be used."""
         with self._called() as session:
             session.tell({"kind": "unfit", "why": why[:MAX_WHY_CHARACTERS]})
             session.hear(ANSWER_TIMEOUT_S)
 
     def beat(self) -> None:
-        """See that the manager is there."""
+        """Check that the manager answers."""
         with self._called() as session:
             session.tell({"kind": "beat"})
             session.hear(ANSWER_TIMEOUT_S)
@@ -163,26 +163,26 @@ class Caller:
 
 
 def check_python(python: str, wanted: str) -> None:
-    """See that the interpreter is there, which then runs this, and is of the manager's version.
+    """Check that the wanted interpreter exists (it then runs this program) and has the manager's version.
 
     Raises:
-        Unfit: it is not.
+        Unfit: it does not.
     """
     if not os.access(python, os.X_OK):
-        raise Unfit(f"there is no {python}: vms.environment.python names what the image or vms.environment.setup bring")
+        raise Unfit(f"there is no {python}: vms.environment.python must name one that the image or setup provides")
     if platform.python_version() != wanted:
         raise Unfit(
-            f"{python} is Python {platform.python_version()}, and Ray wants the manager's {wanted}: take the manager's "
-            "own image, or bring that version with vms.environment.setup"
+            f"{python} is Python {platform.python_version()}, and Ray needs the manager's {wanted}: use the manager's "
+            "own image, or install that version with vms.environment.setup"
         )
 
 
 def bring(caller: Caller, sha256: str, folder: Path, patience_s: float) -> None:
-    """Unpack the manager's wheel into a folder, whole or not at all; asks for it for so many seconds and a try.
+    """Fetch the manager's wheel, trying for ``patience_s``, and unpack it into a folder, completely or not at all.
 
     Raises:
-        Unheard: it does not come.
-        Unfit: what comes is something else.
+        Unheard: the manager did not send it.
+        Unfit: the wheel has another digest.
     """
     until_s = time.monotonic() + patience_s
     while True:
@@ -196,35 +196,35 @@ def bring(caller: Caller, sha256: str, folder: Path, patience_s: float) -> None:
             time.sleep(min(RETRY_S, left_s))
     found = hashlib.sha256(wheel).hexdigest()
     if found != sha256:
-        raise Unfit(f"the wheel that came has the digest {found}, and not the run's {sha256}")
+        raise Unfit(f"the received wheel has the digest {found}, not the run's {sha256}")
     temporary = folder.with_name(f"{folder.name}.new")
     for stale in (temporary, folder):
         shutil.rmtree(stale, ignore_errors=True)
-    with zipfile.ZipFile(io.BytesIO(wheel)) as archive:  # what pip does with one of pure Python
+    with zipfile.ZipFile(io.BytesIO(wheel)) as archive:  # as pip does with a wheel of pure Python
         archive.extractall(temporary)
     temporary.rename(folder)
 
 
 def make_user(uid: int) -> None:
-    """Make a user of this number, unless there is one, and see that it may run this interpreter.
+    """Make a user with this id, unless it exists, and check that it may run this interpreter.
 
     Raises:
-        Unfit: it cannot be made, or may not.
+        Unfit: the user cannot be made, or may not run it.
     """
     try:
         pwd.getpwuid(uid)
     except KeyError:
         options = [f"--uid={uid}", "--user-group", "--create-home", "--shell=/usr/sbin/nologin"]
-        _run_tool(["useradd", *options, "morph"], f"the user {uid}, as whom the job's code is to run, cannot be made")
+        _run_tool(["useradd", *options, "morph"], f"the user {uid} for the job's code cannot be made")
     if code := _run_as(uid, "pass"):
-        raise Unfit(f"{sys.executable}, run as the user {uid}, as whom the job's code is to run, ends with {code}")
+        raise Unfit(f"{sys.executable}, run as the user {uid} for the job's code, ends with {code}")
 
 
 def close_metadata(uid: int) -> None:
-    """Let no packet of a user reach the metadata service, and see that none does.
+    """Keep a user's packets from the metadata service, and check that this works.
 
     Raises:
-        Unfit: it is still reached.
+        Unfit: the user still reaches the service.
     """
     failed = "the metadata service cannot be closed to the job's code (vms.metadata: true leaves it open)"
     for where in CLOSED:
@@ -232,7 +232,7 @@ def close_metadata(uid: int) -> None:
         _run_tool(["ip", "rule", "add", *rule], failed, but="File exists")
     code = _run_as(uid, PROBE)
     if code != 3:
-        raise Unfit(f"{failed}: it cannot be tried" if code else f"{failed}: it answers that user")
+        raise Unfit(f"{failed}: the check failed" if code else f"{failed}: it still answers that user")
 
 
 def _run_as(uid: int, program: str) -> int:
@@ -240,12 +240,12 @@ def _run_as(uid: int, program: str) -> int:
     try:
         done = subprocess.run(command, user=uid, group=gid, extra_groups=[], timeout=TOOL_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Unfit(f"the user {uid}, as whom the job's code is to run, cannot run Python: {error}") from error
+        raise Unfit(f"the user {uid} for the job's code cannot run Python: {error}") from error
     return done.returncode
 
 
 def _run_tool(command: list[str], failed: str, but: str = "") -> None:
-    """Run a program. ``but``: what it says where nothing is left to do."""
+    """Run a program. ``but``: the error message that means that nothing is left to do."""
     try:
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=TOOL_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -255,9 +255,9 @@ def _run_tool(command: list[str], failed: str, but: str = "") -> None:
 
 
 def lacking(requirements: list[str]) -> list[str]:
-    """Return those that this interpreter's packages do not meet; a build, as in 2.9+cu128, counts where one is named.
+    """Return the requirements that this interpreter's packages do not meet.
 
-    Understands NAME, NAME==VERSION and NAME>=VERSION; of anything else it cannot say, and returns it.
+    Understands NAME, NAME==VERSION and NAME>=VERSION; others are returned. A build, as in 2.9+cu128, counts if named.
     """
     missing = []
     for given in requirements:
@@ -277,12 +277,12 @@ def lacking(requirements: list[str]) -> list[str]:
 
 
 def install(requirements: list[str], lock: Callable[[], str]) -> None:
-    """Have pip bring what is missing; without anything missing neither pip nor a network is needed.
+    """Install missing requirements with pip; if none is missing, neither pip nor a network is needed.
 
-    ``lock``: asks the manager what is installed on the VMs of the run: versions, and hashes if it knows them.
+    ``lock``: asks the manager for the versions, and if known the hashes, of what the run's VMs install.
 
     Raises:
-        Unfit: pip fails, or the manager does not say.
+        Unfit: pip fails, or the manager does not answer.
     """
     missing = lacking(requirements)
     if not missing:
@@ -292,9 +292,7 @@ def install(requirements: list[str], lock: Callable[[], str]) -> None:
     try:
         locked = lock()
     except (OSError, ValueError) as error:
-        raise Unfit(
-            f"the manager did not say in which versions {', '.join(missing)} are to be installed: {error}"
-        ) from error
+        raise Unfit(f"the manager did not say which versions of {', '.join(missing)} to install: {error}") from error
     hashed = ["--require-hashes", "--no-deps"] if "--hash=" in locked else []
     try:
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
@@ -305,18 +303,18 @@ def install(requirements: list[str], lock: Callable[[], str]) -> None:
                 *hashed,
                 "-r",
                 file.name,
-            ]  # all: else pip may change what is there
+            ]  # all requirements: else pip may change installed packages
             done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=PIP_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
-        raise Unfit(f"pip did not bring {', '.join(missing)} within {PIP_TIMEOUT_S:g} s") from error
+        raise Unfit(f"pip did not install {', '.join(missing)} within {PIP_TIMEOUT_S:g} s") from error
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["it says nothing"]
         said = next((line for line in lines if line.lower().startswith("error")), lines[-1])
-        raise Unfit(f"pip cannot bring {', '.join(missing)}: {said}")
+        raise Unfit(f"pip cannot install {', '.join(missing)}: {said}")
 
 
 def tell(caller: Caller, why: str, patience_s: float) -> None:
-    """Tell the manager, again and again, until it ends this VM or its patience is over."""
+    """Report to the manager why this VM is unfit, repeatedly, until it ends the VM or ``patience_s`` is over."""
     until_s = time.monotonic() + patience_s
     while True:
         try:
@@ -330,7 +328,7 @@ def tell(caller: Caller, why: str, patience_s: float) -> None:
 
 
 def ended(log: str) -> str:
-    """Say that the node ended, and what stands at the end of its log."""
+    """Return the sentence that the node ended by itself, with the end of its log."""
     lines = [line.strip() for line in log.splitlines() if line.strip()] or ["it says nothing"]
     return f"its node ended by itself: {' | '.join(lines[-NUM_LAST_LINES:])[-MAX_WHY_CHARACTERS // 2 :]}"
 
@@ -346,10 +344,10 @@ def last_words(path: Path) -> str:
 
 
 def run_setup(lines: list[str], timeout_s: float = SETUP_TIMEOUT_S) -> None:
-    """Run the user's lines one after the other; one that fails is passed over, as a later step says what lacks.
+    """Run the user's lines in order; a failing line is ignored, because a later step reports what is missing.
 
     Raises:
-        Unfit: a line does not end in time; it is ended, with all that it started.
+        Unfit: a line did not end in time; it was ended, with all that it started.
     """
     for line in lines:
         process = subprocess.Popen(["sh", "-c", line], stdin=subprocess.DEVNULL, start_new_session=True)
@@ -364,12 +362,12 @@ def run_setup(lines: list[str], timeout_s: float = SETUP_TIMEOUT_S) -> None:
 
 
 def stay(path: Path) -> None:
-    """Have the VM live on for a while."""
+    """Tell the watchdog to let the VM live for a while."""
     path.touch()
 
 
 def keep_staying(caller: Caller, path: Path, patience_s: float) -> None:
-    """In a thread of its own: have the VM live on while the manager is there."""
+    """In a thread of its own, keep the watchdog from ending the VM while the manager answers."""
 
     def run() -> None:
         while True:
@@ -377,7 +375,7 @@ def keep_staying(caller: Caller, path: Path, patience_s: float) -> None:
                 caller.beat()
                 stay(path)
             except (OSError, ValueError):
-                pass  # the watchdog sees how long that lasts
+                pass  # the watchdog measures how long that lasts
             time.sleep(min(STAY_EVERY_S, patience_s / 4))
 
     threading.Thread(target=run, name="morph-stay", daemon=True).start()
@@ -390,7 +388,7 @@ def watch(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Block until nobody has written to ``path`` for ``patience_s``."""
+    """Block until ``path`` was not written to for ``patience_s``."""
     seen, since_s = -1, clock()
     while True:
         try:
@@ -411,15 +409,15 @@ def _watch_for_ever(given: argparse.Namespace, caller: Caller) -> None:
         words = last_words(BOOT_LOG)
         heard = f"nothing on this VM has heard the manager for {patience_s:g} s"
         try:
-            tell(caller, f"{heard}; its first boot said last: {words}" if words else heard, 0.0)
-        except Exception as error:  # whatever it is: the VM is ended all the same, and not waited for anew
+            tell(caller, f"{heard}; the last output of its first boot: {words}" if words else heard, 0.0)
+        except Exception as error:  # after any error the VM is ended without another wait
             print(f"the manager is not told: {error}", file=sys.stderr, flush=True)
         end_vm(given.end, given.node, given.management_url)
         time.sleep(RETRY_END_S)
 
 
 def main() -> None:
-    """Make this VM ready, or tell why it cannot be, and end it; or do another part, as the module says."""
+    """Prepare this VM, or report why that failed and end it; or do another part; see the module."""
     parser = argparse.ArgumentParser(prog="boot.pyz")
     for name in ("manager", "node", "secret-file", "folder", "python", "python-version", "sha256"):
         parser.add_argument(f"--{name}", required=True)
@@ -436,7 +434,7 @@ def main() -> None:
     given = parser.parse_args()
     try:
         secret = Path(given.secret_file).read_text(encoding="utf-8").strip()
-    except OSError as error:  # nobody is told, and the watchdog ends the VM all the same
+    except OSError as error:  # nothing is reported, but the watchdog ends the VM
         print(f"error: {error}", file=sys.stderr, flush=True)
         secret = ""
     caller = Caller(given.manager, given.node, given.devices, secret)
@@ -446,11 +444,11 @@ def main() -> None:
         if given.stay:
             keep_staying(caller, Path(given.stay), given.patience_s)
         _do(given, caller)
-    except Exception as error:  # a full disk, a damaged file, whatever: nobody else would hear of it
+    except Exception as error:  # a full disk, a damaged file, ...: report any error
         why = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"
         print(f"error: {why}", file=sys.stderr, flush=True)
         tell(caller, why, 0.0 if isinstance(error, Unheard) else given.patience_s)
-        if given.end != "group":  # on a host of the user's: its shell ends, and the group with it
+        if given.end != "group":  # on a user's host the shell ends, and its process group with it
             end_vm(given.end, given.node, given.management_url)
         sys.exit(1)
 

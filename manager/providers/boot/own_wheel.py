@@ -1,4 +1,4 @@
-"""What a VM installs at its first boot: Morph's own wheel, made of what runs here, and the packages found here."""
+"""What a VM installs at its first boot: a wheel of the Morph that runs here, and the package versions found here."""
 
 from __future__ import annotations
 
@@ -24,27 +24,29 @@ DISTRIBUTION = "morph-train"
 PACKAGES = ("calibrate", "manager", "morph", "simulator")
 GPU_BUILDS = ("cu", "rocm", "xpu")
 TORCH_INDEX = "https://download.pytorch.org/whl/"
-"""Has torch's builds, each below its name."""
+"""Index of torch's builds, each below its name."""
 LOCK_TIMEOUT_S = 600.0
 
 
 def make_wheel() -> bytes:
-    """Pack Morph as it is installed here, in place or not, into a wheel; the same files give the same bytes.
+    """Pack the installed Morph (editable or not) into a wheel; the same files give the same bytes.
 
     Raises:
-        ClusterError: it is not installed, but found in some folder.
+        ClusterError: Morph is not installed, but imported from some folder.
     """
     try:
         found = metadata.distribution(DISTRIBUTION)
     except metadata.PackageNotFoundError as error:
         raise ClusterError(
-            "VMs get Morph from here, and it is not installed here: pip install -e . in a clone"
+            "VMs get a copy of this machine's Morph, which is not installed: run pip install -e . in a clone"
         ) from error
     info = f"{DISTRIBUTION.replace('-', '_')}-{found.version}.dist-info"
     files = {name: path.read_bytes() for package in PACKAGES for name, path in _files(package)}
-    described = found.read_text("METADATA") or found.read_text("PKG-INFO")  # the second: a clone's own, beside the code
+    described = found.read_text("METADATA") or found.read_text("PKG-INFO")  # the second: of a clone, beside the code
     if not described:
-        raise ClusterError("VMs get Morph from here, and how it is installed here says nothing of it: pip install -e .")
+        raise ClusterError(
+            "VMs get a copy of this machine's Morph, whose installation lacks metadata: run pip install -e ."
+        )
     files[f"{info}/METADATA"] = described.encode()
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: morph\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     files[f"{info}/entry_points.txt"] = (found.read_text("entry_points.txt") or "").encode()
@@ -54,7 +56,7 @@ def make_wheel() -> bytes:
 
 
 def kept_wheel(path: Path, *, make: bool) -> bytes:
-    """Return the run's wheel, which a manager that takes over finds where the first one put it.
+    """Return the run's wheel, which the first manager stores for those that take over.
 
     Raises:
         ClusterError: it is gone, or cannot be made.
@@ -68,10 +70,10 @@ def kept_wheel(path: Path, *, make: bool) -> bytes:
 
 
 def requirements(*, any_build: bool = False) -> tuple[str, ...]:
-    """Return what the wheel requires of other packages, and these of others, in the versions found here.
+    """Return the wheel's requirements, with their own, in the versions found here.
 
-    Of torch its build too, as ``2.9.0+cu128``: weights depend on it. ``any_build``: the build that an index has for the
-    VMs, where the one found here computes on no GPU and theirs do.
+    torch is required in its exact build, as ``2.9.0+cu128``, because weights depend on it. ``any_build``: take the
+    build that an index has for the VMs, because that found here does not support GPUs and the VMs have some.
     """
     found: dict[str, str] = {}
     todo = [DISTRIBUTION]
@@ -85,7 +87,7 @@ def requirements(*, any_build: bool = False) -> tuple[str, ...]:
                 continue
             try:
                 version = metadata.version(name)
-            except metadata.PackageNotFoundError:  # not for this system
+            except metadata.PackageNotFoundError:  # not needed on this system
                 continue
             public, _, build = version.partition("+")
             found[name] = public if build and any_build and not build.startswith(GPU_BUILDS) else version
@@ -96,10 +98,10 @@ def requirements(*, any_build: bool = False) -> tuple[str, ...]:
 def make_lock(wanted: Sequence[str], timeout_s: float = LOCK_TIMEOUT_S) -> str:
     """Ask pip which files it would install for requirements on this kind of machine; installs and builds nothing.
 
-    Returns what ``pip install --require-hashes -r`` reads: each package with its version and its file's hash.
+    Returns the input of ``pip install --require-hashes -r``: each package with its version and its file's hash.
 
     Raises:
-        ClusterError: pip cannot say.
+        ClusterError: pip cannot resolve the requirements.
     """
     indexes = _indexes(wanted)
     with tempfile.TemporaryDirectory(prefix="morph-") as directory:
@@ -110,10 +112,10 @@ def make_lock(wanted: Sequence[str], timeout_s: float = LOCK_TIMEOUT_S) -> str:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise ClusterError(f"pip cannot say what VMs are to install: {error}") from error
+            raise ClusterError(f"pip cannot determine what VMs should install: {error}") from error
         if done.returncode:
             said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["it says nothing"]
-            raise ClusterError(f"pip cannot say what VMs are to install: {said[-1]}")
+            raise ClusterError(f"pip cannot determine what VMs should install: {said[-1]}")
         try:
             lines = sorted(_locked(item) for item in json.loads(report.read_bytes())["install"])
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -122,7 +124,7 @@ def make_lock(wanted: Sequence[str], timeout_s: float = LOCK_TIMEOUT_S) -> str:
 
 
 def _indexes(wanted: Sequence[str]) -> list[str]:
-    """Options of pip for where builds are: no general index has them."""
+    """Return pip's options for the indexes of torch's builds, which no general index has."""
     builds = {build for one in wanted if (build := one.partition("==")[2].partition("+")[2])}
     return [f"--extra-index-url={TORCH_INDEX}{build}" for build in sorted(builds)]
 
@@ -133,12 +135,12 @@ def _locked(item: dict[str, Any]) -> str:
 
 
 class Lock:
-    """What the VMs of a run install, from the first one that lacks something on; kept for the run's later managers.
+    """What the VMs of a run install; made when the first of them lacks a package, and kept for later managers.
 
     Args:
-        path: Where it is kept.
-        wanted: Requirements: one that was made for others is made anew.
-        told: Hears why there are no hashes.
+        path: The file that keeps it.
+        wanted: Requirements; a lock made for other requirements is made anew.
+        told: Called with the reason if there are no hashes.
     """
 
     def __init__(self, path: Path, wanted: Sequence[str], told: Callable[[str], object]) -> None:
@@ -147,7 +149,7 @@ class Lock:
         self._mutex = threading.Lock()
 
     def __call__(self) -> bytes:
-        """Return it, as pip reads it; may block for ``LOCK_TIMEOUT_S``. Thread-safe."""
+        """Return the lock file for pip; may block for ``LOCK_TIMEOUT_S``. Thread-safe."""
         with self._mutex:
             if self._made is None:
                 self._made = self._kept() or self._new()
@@ -165,22 +167,22 @@ class Lock:
         try:
             made = (self._mark + make_lock(self._wanted)).encode()
             write_whole(self._path, made, PRIVATE)
-        except (ClusterError, OSError) as error:  # the VMs may reach an index that this machine does not
+        except (ClusterError, OSError) as error:  # the VMs may reach an index that this machine cannot
             self._told(f"{error}; VMs install the same versions, and their files' hashes are not checked")
             made = "\n".join([*_indexes(self._wanted), *self._wanted, ""]).encode()
         return made
 
 
 def python_version() -> str:
-    """Return this interpreter's version, to the patch: Ray takes no other."""
+    """Return this interpreter's exact version: Ray accepts no other."""
     return platform.python_version()
 
 
 def _files(package: str) -> Iterator[tuple[str, Path]]:
-    """Each file of a package, by its path in the wheel."""
+    """Yield each file of a package, with its path in the wheel."""
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise ClusterError(f"VMs get Morph from here, and its package {package} is not installed here")
+        raise ClusterError(f"VMs get a copy of this machine's Morph, whose package {package} is not installed")
     root = Path(next(iter(spec.submodule_search_locations)))
     yield from ((f"{package}/{inside}", path) for inside, path in code_files(root))
 

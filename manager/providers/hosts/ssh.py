@@ -27,49 +27,49 @@ OPTIONS = (
     "RequestTTY=no",
 )
 SSH_FAILED = 255
-"""The exit status of ssh itself; any other is the remote command's."""
+"""The exit status of ssh's own errors; any other status is that of the remote command."""
 
 
 class Unanswered(Transient):
-    """A host did not answer in time; what it was asked to do may go on."""
+    """A host did not answer in time; the remote command may still be running."""
 
 
 class SshHost(Value):
-    """A host that the user has."""
+    """A host of the user."""
 
     address: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$", description="name or IP address")
     user: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9._-]*$")
     port: int = Field(default=22, ge=1, le=65535)
     identity_file: str | None = None
-    usd_per_h: UsdPerHour | None = Field(default=None, description="absent: what the file says of each")
+    usd_per_h: UsdPerHour | None = Field(default=None, description="absent: the file's price for each host")
     node_address: str | None = Field(
         default=None,
         pattern=r"^\d+\.\d+\.\d+\.\d+$",
-        description="under which the other nodes reach it; absent: that of its way to the manager",
+        description="by which other nodes reach it; absent: its address towards the manager",
     )
-    num_gpus: int = Field(default=1, ge=1, le=MAX_DEVICES, description="devices that Morph drives, a worker each")
+    num_gpus: int = Field(default=1, ge=1, le=MAX_DEVICES, description="devices that Morph uses, each with a worker")
     node_type: NodeType | None = Field(
         default=None, description="type of these devices, by its name in the profile; absent: all hosts are alike"
     )
 
     @property
     def is_here(self) -> bool:
-        """Whether it is this machine, as far as its addresses tell."""
+        """Whether the host is this machine, judged by its addresses."""
         return "localhost" in (known := (self.address, self.node_address or "")) or any(
             one.startswith("127.") or one == "::1" for one in known
         )
 
     @property
     def shown(self) -> str:
-        """As a user would write it."""
+        """The host as a user would write it."""
         return f"{self.user}@{self.address}" if self.user else self.address
 
 
 def ssh_command(host: SshHost, remote: str, program: Sequence[str] = ("ssh",)) -> list[str]:
     """Build the command line that runs ``remote`` on a host.
 
-    It never asks for a password or a host key, and whatever the user's own configuration says, the host gets no way
-    back: neither to the user's keys nor to ports or the screen of this machine.
+    It never asks for a password or a host key, and it overrides the user's own configuration so that the host gets no
+    access to the user's keys, or to ports or the screen of this machine.
     """
     options = [part for option in OPTIONS for part in ("-o", option)] + ["-p", str(host.port)]
     if host.identity_file:
@@ -78,10 +78,10 @@ def ssh_command(host: SshHost, remote: str, program: Sequence[str] = ("ssh",)) -
 
 
 def start_script(node: str, command: Sequence[str], directory: str = ".morph/nodes") -> str:
-    """Build the remote shell line that starts a node in the background, once, and notes its process group.
+    """Build the remote shell line that starts a node in the background, once, and stores its process group.
 
-    Standard input is the node's secret; it is kept in a file that only the user can read, whose path the command
-    gets as ``MORPH_SECRET_FILE``. Started again while it lives, nothing happens.
+    Standard input is the node's secret; it is kept in a file that only the user can read, whose path the command gets
+    as ``MORPH_SECRET_FILE``. While the node lives, running the line again does nothing.
     """
     place = f'"$HOME"/{shlex.quote(f"{directory}/{node}")}'
     line = shlex.join(command)
@@ -89,16 +89,16 @@ def start_script(node: str, command: Sequence[str], directory: str = ".morph/nod
         f"umask 077; d={place}; mkdir -p $d && cat > $d/secret && "
         'if [ -s $d/pid ] && kill -s 0 -- -"$(cat $d/pid)" 2>/dev/null; then exit 0; fi; '
         f"MORPH_SECRET_FILE=$d/secret setsid {line} >$d/log 2>&1 </dev/null & echo $! > $d/pid; "
-        # until it has a group of its own, by which it is ended
+        # wait until it has its own process group, by which it is ended
         "i=0; while [ $i -lt 100 ] && kill -s 0 $! 2>/dev/null && ! kill -s 0 -- -$! 2>/dev/null; "
         "do i=$((i+1)); sleep 0.1; done"
     )
 
 
 def end_script(node: str, directory: str = ".morph/nodes") -> str:
-    """Build the remote shell line that ends a node's process group and removes its files; not there: nothing.
+    """Build the remote shell line that ends a node's process group, if any, and removes its files.
 
-    A folder elsewhere, which the node named in its ``elsewhere``, goes too: a node that had to be killed left it.
+    The folder named in the node's file ``elsewhere`` is removed, too: a node that had to be killed leaves it behind.
     """
     place = f'"$HOME"/{shlex.quote(f"{directory}/{node}")}'
     return (
@@ -117,9 +117,9 @@ def log_script(node: str, directory: str = ".morph/nodes") -> str:
 def run_ssh(
     host: SshHost, remote: str, secret: str = "", program: Sequence[str] = ("ssh",), timeout_s: float = RUN_TIMEOUT_S
 ) -> str:
-    """Run a remote line; returns what it writes; blocks for at most ``timeout_s``.
+    """Run a remote line; returns its output; blocks for at most ``timeout_s``.
 
-    Ctrl-C does not reach the program: a node may be starting.
+    Ctrl-C does not reach the program, because a node may be starting.
 
     Raises:
         Unanswered: the host did not answer in time, or the program was killed.
@@ -145,7 +145,7 @@ def run_ssh(
     if done.returncode < 0:
         raise Unanswered(f"{host.shown} did not answer before {program[0]} was killed by signal {-done.returncode}")
     if done.returncode == SSH_FAILED:
-        raise Transient(f"{host.shown} is not reached: {said}")
+        raise Transient(f"{host.shown} cannot be reached: {said}")
     if done.returncode:
         raise Misconfigured(f"{host.shown}: the command failed with {done.returncode}: {said}")
     return done.stdout

@@ -1,4 +1,4 @@
-"""Hosts that the user has: leased by name, started over ssh, given back."""
+"""The user's own hosts: leased by name, started over ssh, given back."""
 
 from __future__ import annotations
 
@@ -35,29 +35,31 @@ from morph.contract.files import PRIVATE, write_whole
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 30.0
-"""Looking at hosts costs nothing: one that is back need not wait until asking a cloud would make sense again."""
+"""Seconds until a refused request may be repeated: shorter than for clouds, because checking hosts is cheap."""
 MAX_AT_ONCE = 32
-"""Hosts whose nodes are ended at the same time."""
+"""Number of hosts whose nodes are ended at the same time."""
 
 
 class Hosts(Value):
-    """Which hosts: what a file of hosts says."""
+    """The content of a file of hosts."""
 
     hosts: tuple[SshHost, ...] = Field(min_length=1)
-    usd_per_h: UsdPerHour | None = Field(default=None, description="what each costs that says nothing itself")
+    usd_per_h: UsdPerHour | None = Field(default=None, description="price of each host without its own")
     leases: str = Field(
-        default="leases.json", min_length=1, description="who has which host; runs that share hosts share this file"
+        default="leases.json",
+        min_length=1,
+        description="the leases of hosts; runs that share hosts share this file",
     )
 
     @property
     def dearest_usd_per_h(self) -> float | None:
-        """What the dearest host costs; None when one has no price."""
+        """Dollars an hour of the most expensive host; None when some host has no price."""
         figures = [self.usd_per_h if host.usd_per_h is None else host.usd_per_h for host in self.hosts]
         known = [figure for figure in figures if figure is not None]
         return max(known) if len(known) == len(figures) else None
 
     def usd_per_gpu_h(self, host: SshHost) -> float | None:
-        """What one of a host's devices costs; None: not known."""
+        """Return the dollars an hour of one of a host's devices; None: not known."""
         usd_per_h = self.usd_per_h if host.usd_per_h is None else host.usd_per_h
         return None if usd_per_h is None else usd_per_h / host.num_gpus
 
@@ -69,19 +71,19 @@ class Hosts(Value):
     @model_validator(mode="after")
     def _types_of_all(self) -> Self:
         if len({host.node_type is None for host in self.hosts}) > 1:
-            raise ValueError("hosts: some say their node_type, others do not")
+            raise ValueError("hosts: some have a node_type, others do not")
         return self
 
     @model_validator(mode="after")
     def _distinct(self) -> Self:
         addresses = [(host.address, host.port) for host in self.hosts]
         if len(set(addresses)) < len(addresses):
-            raise ValueError("hosts: one is named twice")
+            raise ValueError("hosts: one is listed twice")
         return self
 
 
 class StaticSpec(Hosts):
-    """Which hosts, and what is started on one."""
+    """Hosts, and the command that is started on each."""
 
     command: tuple[str, ...] = Field(
         min_length=1,
@@ -91,15 +93,15 @@ class StaticSpec(Hosts):
 
 
 class Lease(Value):
-    """Who has a host. What it costs is not written down: the file of hosts says it."""
+    """The lease of a host by a run. Its price is not stored, because the file of hosts has it."""
 
     run: str
-    job: str = Field(default="", description="empty: of a lease that did not say it")
+    job: str = Field(default="", description="empty: a lease without a job's name")
     vm: Vm
 
 
 class Shell(Protocol):
-    """Runs a line on a host, with a secret on its standard input; returns what it writes, if anything."""
+    """Runs a line on a host, with a secret on its standard input; returns its output, if any."""
 
     def __call__(self, host: SshHost, remote: str, secret: str = "") -> str | None:
         """See ``run_ssh``."""
@@ -109,16 +111,16 @@ _LEASES: TypeAdapter[dict[str, Lease]] = TypeAdapter(dict[str, Lease])
 
 
 class StaticProvider:
-    """Leases hosts. The leases stand in a file that several runs can share; it is locked while it is changed.
+    """Leases hosts. The leases are in a file that several runs can share; it is locked while it is changed.
 
     Args:
         spec: Hosts and command.
-        run: Of which run the leases are.
+        run: The name of the run that leases.
         leases_path: The file with the leases.
         secret: Given to a node on its standard input.
         shell: Runs a line on a host.
-        ending: The command that ends what is left of the run.
-        job: Of the run.
+        ending: The command that ends the rest of the run.
+        job: The run's job.
     """
 
     def __init__(
@@ -144,16 +146,16 @@ class StaticProvider:
         self._hosts = {f"{host.address}:{host.port}": host for host in spec.hosts}
 
     def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
-        """See ``Provider``. A host that does not start is given back, and the next free one is tried.
+        """See ``Provider``. A host whose node does not start is given back, and the next free one is tried.
 
-        One that did not answer may have started: unless it can be ended it stays leased, and is listed.
+        If a host did not answer, its node may have started: unless that can be ended, the host stays leased and listed.
         """
         most = count if max_vms is None else max_vms
         leased = {key: vm for key, vm in self._ours().items() if vm.request == request}
         granted: list[Vm] = []
         trouble = ""
         wrong: Transient | Misconfigured | None = None
-        for key, vm in leased.items():  # an earlier manager's; starting again changes nothing
+        for key, vm in leased.items():  # of an earlier manager; starting it again changes nothing
             try:
                 self._start(key, vm)
             except (Transient, Misconfigured) as error:  # leased until it is ended, as one that nobody waits for
@@ -177,12 +179,12 @@ class StaticProvider:
                 trouble = str(error)
                 self._pass_over(key, error)
                 if not self._ended(key, vm):
-                    tried_names.add(vm.name)  # it may run there: no other node gets its name
+                    tried_names.add(vm.name)  # the node may run there: no other one gets its name
                     if isinstance(error, Unanswered):
                         continue  # leased until it is ended, as one that nobody waits for
                 self._give_back(key, vm)
                 continue
-            except Misconfigured as error:  # of this host: the others may be in order
+            except Misconfigured as error:  # an error of this host: others may work
                 wrong = wrong or error
                 self._pass_over(key, error)
                 self._give_back(key, vm)
@@ -200,11 +202,11 @@ class StaticProvider:
         return tuple(self._ours().values())
 
     def delete(self, names: Sequence[str]) -> None:
-        """See ``Provider``: a host is given back once its node has ended; one that is not reached stays leased."""
+        """See ``Provider``: a host is given back once its node has ended; an unreachable host stays leased."""
         ours = {key: vm for key, vm in self._ours().items() if vm.name in names}
         if not ours:
             return
-        with ThreadPoolExecutor(MAX_AT_ONCE) as pool:  # one that does not answer keeps none of the others
+        with ThreadPoolExecutor(MAX_AT_ONCE) as pool:  # a host that does not answer delays no other
             ends = {vm.name: pool.submit(self._end, key, vm) for key, vm in ours.items()}
         raised = {name: end.exception() for name, end in ends.items()}
         left = {name: error for name, error in raised.items() if isinstance(error, ProviderError)}
@@ -227,11 +229,11 @@ class StaticProvider:
         return ""
 
     def stop(self) -> None:
-        """See ``Provider``: the host that is being started is the last one."""
+        """See ``Provider``: no host is started after the present one."""
         self._stopped.set()
 
     def dismantle(self) -> tuple[str, ...]:
-        """See ``Provider``: nothing is made beside them."""
+        """See ``Provider``: there is nothing to end but the nodes."""
         self.delete([vm.name for vm in self.list()])
         return ()
 
@@ -246,9 +248,9 @@ class StaticProvider:
         return Capabilities(spot=False, max_vms=len(self._hosts), ending=self._ending)
 
     def _pass_over(self, key: str, error: ProviderError) -> None:
-        """Say that a host is not used, and why, though others are: once, until it is another reason."""
+        """Log why a host is not used while others are; each reason once in a row."""
         if self._passed_over.get(key) != str(error):
-            log.warning("the host %s is passed over: %s", key, error)
+            log.warning("the host %s is not used: %s", key, error)
         self._passed_over[key] = str(error)
 
     def _start(self, key: str, vm: Vm) -> None:
@@ -268,7 +270,7 @@ class StaticProvider:
         self._give_back(key, vm)
 
     def _ended(self, key: str, vm: Vm) -> bool:
-        """Whether a node that may have started is ended for sure."""
+        """Whether a node that may have started has certainly ended."""
         try:
             self._shell(self._hosts[key], end_script(vm.name))
         except (Transient, Misconfigured):
@@ -276,7 +278,7 @@ class StaticProvider:
         return True
 
     def _lease(self, request: str, taken: set[str], missing: int, tried: set[str]) -> tuple[str, Vm] | None:
-        """Take the free host with most devices of those that bring no more than is missing, else with fewest."""
+        """Lease the free host with the most devices up to ``missing``, else the one with the fewest."""
         with self._leases() as (leases, write):
             free = [key for key in self._hosts if key not in leases and key not in tried]
             if not free:
@@ -289,7 +291,7 @@ class StaticProvider:
             return key, self._priced(key, vm)
 
     def _give_back(self, key: str, vm: Vm) -> None:
-        """Give a host back, unless another thread did and it has somebody else already."""
+        """Give a host back, unless another thread did and another run has leased it since."""
         with self._leases() as (leases, write):
             entry = leases.get(key)
             if entry is not None and self._holds(entry) and entry.vm.name == vm.name:
@@ -311,7 +313,7 @@ class StaticProvider:
 
     @contextmanager
     def _leases(self) -> Iterator[tuple[dict[str, Lease], Callable[[dict[str, Lease]], None]]]:
-        """The leases and what replaces them, while the lock is held."""
+        """Hold the lock; yield the leases and the function that replaces them."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.with_suffix(".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -319,7 +321,7 @@ class StaticProvider:
                 leases = _LEASES.validate_json(self._path.read_bytes()) if self._path.exists() else {}
             except ValidationError as error:
                 raise Misconfigured(f"{self._path} holds no leases; remove it once no run uses its hosts") from error
-            except OSError as error:  # who has which host is not known
+            except OSError as error:  # the leases are unknown
                 raise Transient(f"{self._path} cannot be read: {error.strerror}") from error
             yield leases, self._write
 

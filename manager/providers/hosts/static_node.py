@@ -1,4 +1,4 @@
-"""What runs on a host of the user's while a run has it: the node, and the agent that ends it when it is forgotten."""
+"""What runs on a user's host during its lease: the node, and the agent that ends it when the manager is gone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from manager.providers.boot.first_boot import SETUP_TIMEOUT_S, packed
 NODE = "{node}"
 DEVICES = "{devices}"
 FOLDER = "FOLDER/"
-"""Of the node, known to its shell alone."""
+"""The node's folder, known only to its shell."""
 OWN_FILES = (
     "tmp",
     "tls",
@@ -32,17 +32,18 @@ OWN_FILES = (
     "elsewhere",
     "pid",
 )
-"""What a node that ends by itself removes from its folder."""
+"""Files that a node that ends by itself removes from its folder."""
 
 
 def static_node(start: NodeStart, source: str = "") -> tuple[str, ...]:
-    """Write the command of ``StaticSpec``: a shell that ends with its node, in a process group of its own.
+    """Return the command of ``StaticSpec``: a shell that ends with its node, in a process group of its own.
 
-    ``source``: of notices, for the node's agent; empty: there is none.
+    ``source``: the notice source of the node's agent; empty: there is none.
 
-    A node that ends by itself, whether Ray could not start or was lost later, tells the manager until that ends it.
-    Files that hold secrets, and the job's, lie in the node's folder; Ray's in a new one below /tmp, for the names of
-    its sockets must be short. When the node ends by itself, its log alone is left, until its host is given back.
+    A node that ends by itself, because Ray could not start or was lost later, reports to the manager until the manager
+    ends it. Files with secrets, and the job's files, are in the node's folder; Ray's are in a new folder below /tmp,
+    because the names of its sockets must be short. When the node ends by itself, only its log is left, until its host
+    is given back.
     """
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in RAY_SETTINGS.items())
     agent = agent_command(start, NODE, source, DEVICES, "group", f"{FOLDER}node-secret")
@@ -81,21 +82,21 @@ def static_node(start: NodeStart, source: str = "") -> tuple[str, ...]:
 
 
 def _bounded(setup: tuple[str, ...], late: str) -> tuple[str, ...]:
-    """Lines that change this shell, as ``module load`` does, and what ends the node when they take for ever."""
+    """Return the setup lines, which may change this shell, as ``module load`` does, with a time limit on them."""
     if not setup:
         return ()
     return (f"(sleep {SETUP_TIMEOUT_S:g}; {late}; kill -s TERM 0) & w=$!", *setup, 'kill "$w"')
 
 
 def secret_of(start: NodeStart) -> str:
-    """Return what goes to the node's standard input; the authority's certificate, no secret, must be the run's own."""
+    """Return the node's standard input: its secrets, and the authority's certificate, which must be the run's own."""
     return (
         f"{start.ray_token.get_secret_value()}\n{start.node_secret.get_secret_value()}\n{packed()}\n{start.authority}"
     )
 
 
 def _in_folder(command: list[str]) -> str:
-    """Write a command, part of which are files in the node's folder, as a line of the shell."""
+    """Return a command with files in the node's folder as a line of the shell."""
     return _placed(shlex.join(command))
 
 

@@ -1,1 +1,1 @@
-"""What every provider does, and what is said of its VMs."""
+"""The interface of providers, and what they share."""

@@ -1,4 +1,4 @@
-"""What the providers of clouds share: whose VMs they are, which sizes are tried, what they cost and since when."""
+"""What providers of clouds share: tags of VMs, the order of sizes, prices, and the start of billing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RUN_TAG, JOB_TAG, REQUEST_TAG, DEVICES_TAG = "morph-run", "morph-job", "morph-re
 
 @dataclass(frozen=True)
 class Bounds:
-    """How long to wait, in seconds. ``poll_s``: between two looks at what goes on, where the cloud names no time."""
+    """Limits on waits, in seconds. ``poll_s``: between two polls of an operation, where the cloud names no time."""
 
     make_s: float = 600.0
     delete_s: float = 300.0
@@ -39,7 +39,7 @@ class Bounds:
 
 
 class Finding(NamedTuple):
-    """What a look before a run found."""
+    """The result of one check before a run."""
 
     is_well: bool
     sentence: str
@@ -47,25 +47,25 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Identity:
-    """Whose VMs they are: the tags."""
+    """The tags that mark a run's resources."""
 
     run: str
     job: str
 
     def owns(self, tags: Mapping[str, str] | None) -> bool:
-        """Whether something with these tags is the run's."""
+        """Whether a resource with these tags belongs to the run."""
         return tags is not None and tags.get(RUN_TAG) == self.run and tags.get(JOB_TAG) == self.job
 
     def tags(self, request: str | None = None) -> dict[str, str]:
-        """The tags of something that is the run's, and answers a request."""
+        """Return the tags of a resource of the run, with those of the request that it answers, if given."""
         return {RUN_TAG: self.run, JOB_TAG: self.job, **({} if request is None else {REQUEST_TAG: request})}
 
 
 class Size(Value):
-    """A kind of VM that may be taken."""
+    """A kind of VM that may be used."""
 
     name: str
-    num_gpus: int = Field(default=1, ge=0, le=MAX_DEVICES, description="that Morph drives; 0: its processor, as one")
+    num_gpus: int = Field(default=1, ge=0, le=MAX_DEVICES, description="that Morph uses; 0: the processor, as one")
     usd_per_h: UsdPerHour | None = Field(default=None, description="None: what the cloud's prices say")
     node_type: NodeType | None = Field(
         default=None, description="type of its GPUs, by its name in the profile; None: all sizes are alike"
@@ -73,7 +73,7 @@ class Size(Value):
 
     @property
     def num_devices(self) -> int:
-        """Each has a worker."""
+        """Number of devices, each with a worker."""
         return max(1, self.num_gpus)
 
 
@@ -81,14 +81,14 @@ SizeT = TypeVar("SizeT", bound=Size)
 
 
 def of_type(sizes: Iterable[SizeT], node_type: str) -> tuple[SizeT, ...]:
-    """Return those with GPUs of one type; empty: all."""
+    """Return the sizes with GPUs of one type; empty: all."""
     return tuple(size for size in sizes if node_type in ("", size.node_type))
 
 
 def dearest(sizes: Iterable[SizeT], find: Callable[[SizeT], float | None], listed: str) -> Price | None:
-    """Return the price of one hour of the dearest size; None when one is not known.
+    """Return the price of one hour of the most expensive size; None when the price of some size is unknown.
 
-    ``find``: the price of a size that says none itself; None when it is not known. ``listed``: where those come from.
+    ``find``: finds the price of a size that has none in the file; None: not known. ``listed``: the source of those.
     """
     sizes = tuple(sizes)
     figures = [find(size) if size.usd_per_h is None else size.usd_per_h for size in sizes]
@@ -100,9 +100,9 @@ def dearest(sizes: Iterable[SizeT], find: Callable[[SizeT], float | None], liste
 
 
 def turns(sizes: Iterable[Size], count: int, max_vms: int) -> list[int]:
-    """Return how many devices the VMs have that are tried first, next, ... for ``count`` devices.
+    """Return the numbers of devices per VM in the order in which they are tried for ``count`` devices.
 
-    Fewest first; where so many VMs would be more than ``max_vms``, those with most come before them.
+    Fewest devices first; where that would take more than ``max_vms`` VMs, those with the most devices come before.
     """
     known = sorted({size.num_devices for size in sizes})
     enough = [number for number in known if number * max_vms >= count]
@@ -110,9 +110,9 @@ def turns(sizes: Iterable[Size], count: int, max_vms: int) -> list[int]:
 
 
 def missing(request: str, known: Mapping[str, int], count: int, most: int, num_devices: int) -> list[tuple[int, str]]:
-    """Return number and name of each further VM, with ``num_devices``, that a request for ``count`` devices lacks.
+    """Return number and name of each VM with ``num_devices`` that a request for ``count`` devices still lacks.
 
-    ``known``: the devices of those that are there or on their way; ``most``: VMs together.
+    ``known``: the devices of VMs that exist or are being made; ``most``: the limit on the number of all VMs.
     """
     num_vms = max(0, min(-(-(count - sum(known.values())) // num_devices), most - len(known)))
     free = ((index, name) for index in itertools.count() if (name := vm_name(request, index)) not in known)
@@ -120,35 +120,34 @@ def missing(request: str, known: Mapping[str, int], count: int, most: int, num_d
 
 
 def why_none(request: str, refused: Collection[Refused | Misconfigured]) -> ProviderError:
-    """Return the error of a request that got no VM: first what the user must mend, then quotas."""
+    """Return the error of a request that got no VM; errors that the user must fix take precedence, then quotas."""
     evicted = Transient(f"{request}: its VMs were made and are gone")
     first = {Misconfigured: 0, QuotaExceeded: 1}
     return min([*refused, evicted], key=lambda error: first.get(type(error), 2))
 
 
 def priced(what: str, usd_per_h: float | None) -> str:
-    """Name something that is paid for, with its price."""
+    """Return the name of a billed resource with its price."""
     cost = "its price is not known" if usd_per_h is None else f"{usd_per_h:.4f} dollars an hour"
     return f"{what}, {cost}"
 
 
 RETRY_S = 600.0
-"""When a list that did not say what something costs is asked again."""
+"""Seconds after which a list without a price is asked for it again."""
 KeyT = TypeVar("KeyT")
 FigureT = TypeVar("FigureT")
 
 
 class Remembered(Generic[KeyT, FigureT]):
-    """Prices that a list says, each remembered. Thread-safe.
+    """A cache of listed prices. Thread-safe.
 
-    A price that is known stays for ``keep_s``, and in place of a newer one that the list does not say. One that the
-    list did not have is looked up again after ``RETRY_S``, so that a list that is not reached holds up a provider's
-    calls once, and not at every look.
+    A known price is kept for ``keep_s``, and longer if the list then has no newer one. A price that the list did not
+    have is looked up again after ``RETRY_S``, so that an unreachable list delays a provider's calls only then.
 
     Args:
-        find: Asks for the price; None when the list does not say it. May block.
-        keep_s: In seconds.
-        clock: Seconds, never going back.
+        find: Looks up a price; None when the list has none. May block.
+        keep_s: How long a price is kept, in seconds.
+        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -163,7 +162,7 @@ class Remembered(Generic[KeyT, FigureT]):
         self._lock = threading.Lock()
 
     def __call__(self, key: KeyT) -> FigureT | None:
-        """Return what is known of the price; None: nothing. May block."""
+        """Return the price; None: not known. May block."""
         with self._lock:
             if self._clock() >= self._ask_at_s.get(key, float("-inf")):
                 found = self._find(key)
@@ -174,15 +173,15 @@ class Remembered(Generic[KeyT, FigureT]):
 
 
 AGREE_S = 2.0
-"""Clocks that differ by less are taken for equal: an HTTP date has whole seconds, and is some time under way."""
+"""Clocks that differ by less (seconds) count as equal: HTTP dates have whole seconds, and answers take time."""
 
 
 def paid_since_s(created: datetime | None, answered: str | None, now_s: float) -> float | None:
-    """Return the second since 1970, by this machine's clock, from which on a VM is paid; None: the cloud does not say.
+    """Return when a VM's billing began (seconds since 1970, by this machine's clock); None: the cloud does not say.
 
     Args:
         created: When the VM was created, by the cloud's clock.
-        answered: The ``Date`` of the answer that it is from, by that clock too.
+        answered: The ``Date`` header of the same answer, also by the cloud's clock.
         now_s: This machine's clock when the answer came.
     """
     if created is None:

@@ -1,4 +1,4 @@
-"""Operations under way and requests that were answered, kept for the next manager in a file for its eyes alone.
+"""Operations under way and answered requests, kept for the next manager in a file that only the user can read.
 
 A continuation token holds parts of requests and answers: it is a secret.
 """
@@ -26,7 +26,7 @@ class Operations:
     Thread-safe: VMs are ended while others are requested.
 
     Raises:
-        Misconfigured: the file holds something else.
+        Misconfigured: the file is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,30 +38,30 @@ class Operations:
             raise Misconfigured(f"{path} is damaged; remove it, then reconcile") from error
 
     def token(self, vm: str) -> str | None:
-        """The token of the operation that makes a VM; None when there is none."""
+        """Return the token of the operation that makes a VM; None when there is none."""
         return self._kept.tokens.get(vm)
 
     def tokens(self) -> tuple[str, ...]:
-        """All of them."""
+        """Return all tokens."""
         return tuple(self._kept.tokens.values())
 
     def begun(self, vm: str, token: str) -> None:
-        """Note an operation."""
+        """Store the token of an operation that was begun."""
         with self._lock:
             self._keep(tokens={**self._kept.tokens, vm: token})
 
     def ended(self, vm: str) -> None:
-        """Forget it."""
+        """Remove the token of an operation that ended."""
         with self._lock:
             if vm in self._kept.tokens:
                 self._keep(tokens={name: token for name, token in self._kept.tokens.items() if name != vm})
 
     def answer(self, request: str) -> tuple[str, ...] | None:
-        """The VMs that a request got; None while it has no answer."""
+        """Return the VMs that a request got; None while it has no answer."""
         return self._kept.answers.get(request)
 
     def answered(self, request: str, vms: tuple[str, ...]) -> None:
-        """Note an answer."""
+        """Store the answer to a request."""
         with self._lock:
             self._keep(answers={**self._kept.answers, request: vms})
 

@@ -1,4 +1,4 @@
-"""The interface of every source of VMs, the end of all that a run has of them, and the errors raised.
+"""The interface of every source of VMs, its errors, and ending all VMs of a run.
 
 ProviderError
 ├── Refused            ask for fewer, or later
@@ -30,11 +30,11 @@ from morph.contract.waits import Backoff
 
 NAME_CHARACTERS = 48
 BOOT_LOG_CHARACTERS = 2000
-"""Of the end of a VM's boot log, as a journal keeps it."""
+"""Length of the end of a VM's boot log that a journal keeps."""
 
 
 class ProviderError(MorphError):
-    """A provider did not do what it was asked; ``retry_after_s``: how long it asks to wait, None: it does not say."""
+    """A provider's call failed; ``retry_after_s``: how long the provider asks to wait; None: it does not say."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         self.retry_after_s = retry_after_s
@@ -42,7 +42,7 @@ class ProviderError(MorphError):
 
 
 class Refused(ProviderError):
-    """There are no such VMs for us now."""
+    """The requested VMs are not available now."""
 
 
 class QuotaExceeded(Refused):
@@ -50,7 +50,7 @@ class QuotaExceeded(Refused):
 
 
 class CapacityShort(Refused):
-    """The provider has none of them now."""
+    """The provider has no such VMs now."""
 
 
 class Throttled(ProviderError):
@@ -58,19 +58,19 @@ class Throttled(ProviderError):
 
 
 class Transient(ProviderError):
-    """The call may have been carried out or not; made again it changes nothing more."""
+    """The call may or may not have been carried out; repeating it is safe."""
 
 
 class Misconfigured(ProviderError):
-    """Something that the user gave is wrong: an account, a name, a right, a lock."""
+    """The user must fix something: an account, a name, a right, a lock."""
 
 
 RETRYABLE = (Throttled, Transient)
-"""What the same call may mend."""
+"""Errors after which the same call may succeed."""
 
 
 def not_ended(left: Mapping[str, ProviderError]) -> ProviderError:
-    """Return the error for what could not be ended, by name: Transient where for one of them another try may help."""
+    """Return the error for resources that could not be ended, by name: Transient if a retry may help for any."""
     text = "; ".join(f"{name} is left: {error}" for name, error in sorted(left.items()))
     again = [error for error in left.values() if isinstance(error, RETRYABLE)]
     if not again:
@@ -81,7 +81,7 @@ def not_ended(left: Mapping[str, ProviderError]) -> ProviderError:
 
 
 class Vm(Value):
-    """One VM that exists, or is being made. Each of its devices has a worker, which is a node to the controller."""
+    """One VM that exists, or is being made. Each of its devices has a worker, which the controller treats as a node."""
 
     name: str
     request: str = Field(description="the request that it answers")
@@ -92,17 +92,17 @@ class Vm(Value):
     usd_per_h: float | None = Field(default=None, ge=0, description="None: not known")
     paid_since_s: float | None = Field(
         default=None,
-        description="since when it is paid, in seconds since 1970 by this machine's clock; None: its grant",
+        description="when its billing began, in seconds since 1970 by this machine's clock; None: at its grant",
     )
-    num_devices: int = Field(default=1, ge=1, le=MAX_DEVICES, description="that Morph drives")
+    num_devices: int = Field(default=1, ge=1, le=MAX_DEVICES, description="that Morph uses")
     node_type: str = Field(
-        default="", description="of its GPUs; empty: all are alike", exclude_if=lambda given: not given
+        default="", description="type of its GPUs; empty: all are alike", exclude_if=lambda given: not given
     )
-    waits: bool = Field(default=False, description="in its market's queue; it costs nothing until it begins")
+    waits: bool = Field(default=False, description="it is in its market's queue, and costs nothing until it begins")
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Their names, by device."""
+        """The names of its workers, by device."""
         return workers_of(self.name, self.num_devices)
 
 
@@ -110,7 +110,7 @@ class Price(Value):
     """What one VM costs while it exists."""
 
     usd_per_h: float = Field(ge=0)
-    source: str = Field(description="where the figure comes from")
+    source: str = Field(description="the source of this price")
 
 
 class Capabilities(Value):
@@ -120,87 +120,87 @@ class Capabilities(Value):
     zones: tuple[str, ...] = ()
     max_vms: int | None = Field(default=None, ge=0, description="None: not known beforehand")
     notices: str = Field(default="", description="name of the notice source on its VMs; empty: none")
-    ending: str = Field(default="", description="the command that ends what a run left; empty: nothing can be left")
+    ending: str = Field(default="", description="the command that ends the rest of a run; empty: none is needed")
 
 
 class Provider(Protocol):
-    """Asks for VMs and ends them. Every implementation passes ``tests/providers/test_contract.py``.
+    """Requests VMs and ends them. Every implementation passes ``tests/providers/test_contract.py``.
 
-    Calls block, for a bounded time. One thread at a time calls ``request``; others may make the other calls meanwhile,
-    several of them at once, too, but end no VM of a request that is under way, except for its end with ``stop``.
-    An answer that does not say which VMs there are is an error, and never "none".
+    Calls block for a bounded time. Only one thread at a time calls ``request``; meanwhile others may make the other
+    calls, also several at once, but must not end VMs of the request under way, except after ``stop``. An unreadable
+    answer about the existing VMs is an error, and never means that there are none.
     """
 
     def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
-        """Get VMs that together have ``count`` devices under a name; the same name again gets no further ones.
+        """Get VMs that together have ``count`` devices.
 
-        ``node_type``: whose GPUs are of this type, by the name that the user gave it; empty: of any.
+        Repeating a request under its name, from any process, gets no further VMs. A VM is made only while the others
+        have fewer devices, so that no VM is superfluous; the last one may bring more devices than were missing. The
+        result has fewer devices if no more VMs are available, or if the limit ``max_vms`` (None: ``count``) is reached.
 
-        Whoever asks. A VM comes only while those that are there have fewer devices, so that none is one too many; the
-        last one may bring more devices than were missing. All together have fewer where there are no more VMs, or where
-        ``max_vms`` (None: ``count``) of them are there.
+        ``node_type``: the user's name for the type of their GPUs; empty: any type.
 
         Raises:
-            Refused: there is not even one.
-            Throttled: ask again later, under the same name.
-            Transient: ask again, under the same name.
-            Misconfigured: asking again does not help.
+            Refused: not even one VM is available.
+            Throttled: repeat the request later, under the same name.
+            Transient: repeat the request, under the same name.
+            Misconfigured: repeating the request does not help.
         """
 
     def list(self) -> tuple[Vm, ...]:
-        """Return every VM of this run that exists or is being made, also those that another manager requested.
+        """Return every VM of this run that exists or is being made, including those that another manager requested.
 
         Raises:
-            ProviderError: which VMs there are is not known.
+            ProviderError: it is not known which VMs exist.
         """
 
     def delete(self, names: Sequence[str]) -> None:
-        """End VMs and all that belongs to them; one that is not there, or not of this run, is passed over.
+        """End VMs and all that belongs to them; names of missing VMs, or of other runs' VMs, are ignored.
 
-        Every end is begun before any is waited for.
+        All deletions are begun before any is waited for.
 
         Raises:
             ProviderError: naming those that are left; the others are ended.
         """
 
     def evict(self, name: str) -> bool:
-        """Take a VM of this run as the provider itself does, after its own notice: for trying things out.
+        """Make the provider revoke a VM of this run, with its usual notice, for tests.
 
-        Returns at once; False: it has no means for that, and nothing was done.
+        Returns at once; False: the provider cannot do that, and nothing was done.
 
         Raises:
-            ProviderError: it was not taken.
+            ProviderError: the call failed.
         """
 
     def boot_log(self, name: str) -> str:
-        """Return the end of what a VM of this run said as it booted; empty where that is not known. Never fails."""
+        """Return the end of the boot log of a VM of this run; empty where it is not known. Never fails."""
 
     def stop(self) -> None:
-        """Have a request that is under way in another thread give up soon; what came of it is still listed."""
+        """Make a request under way in another thread give up soon; VMs that it made are still listed."""
 
     def dismantle(self) -> Sequence[str]:
-        """End every VM of this run, and whatever was made beside them; called twice it changes nothing.
+        """End every VM of this run, and all other resources made for it; a second call changes nothing.
 
-        Returns what VMs that are gone had left behind, in words, with its price.
+        Returns descriptions of resources that lost VMs had left behind, with their prices.
 
         Raises:
             ProviderError: naming what is left; the rest is ended.
         """
 
     def price(self, node_type: str = "") -> Price | None:
-        """Return the price of one VM, the dearest that may come, of this type if one is given; None: not known."""
+        """Return the price of the most expensive VM that may be granted, of ``node_type`` if given; None: not known."""
 
     def capabilities(self) -> Capabilities:
-        """Return what it can do."""
+        """Return what this provider can do."""
 
 
 def vm_name(request: str, index: int) -> str:
-    """Name the VM with this number of a request: the same one each time, fit for a host name."""
+    """Return the name of a request's VM with this number: always the same, and valid as a host name."""
     return f"{request_part(request)}-{index}"
 
 
 def request_part(request: str) -> str:
-    """Return what the names of all VMs of a request begin with, before the last hyphen; it differs by request."""
+    """Return the common beginning, before the last hyphen, of the names of a request's VMs; unique to the request."""
     clean = re.sub(r"[^a-z0-9]+", "-", request.lower()).strip("-")
     if clean != request or len(clean) > NAME_CHARACTERS:
         digest = hashlib.sha256(request.encode()).hexdigest()[:8]
@@ -209,7 +209,7 @@ def request_part(request: str) -> str:
 
 
 PATIENCE_S = 900.0
-"""How long it is tried: longer than providers ask to wait. A forgotten VM ends itself at about that time."""
+"""Seconds of attempts: longer than providers ask to wait. A forgotten VM ends itself at about that time."""
 RETRIES = Backoff(first_s=2.0, most_s=120.0)
 
 
@@ -222,20 +222,20 @@ def end_all(
     hurry: threading.Event | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Sequence[str]:
-    """End every VM of a run and what was made beside them; blocks until they are gone, for about ``patience_s``.
+    """End every VM of a run and its other resources; blocks until they are gone, for about ``patience_s``.
 
-    Returns what VMs that are gone had left behind.
+    Returns descriptions of resources that lost VMs had left behind.
 
-    What the same call may mend is tried again, after the pause that the provider asks for or one that grows; the last
-    time when the patience is over.
+    After an error that a retry may fix the call is repeated, after the pause that the provider asks for or one that
+    grows; the last time at the end of ``patience_s``.
 
     Args:
-        provider: Of the run.
-        told: Hears what is left and when it is tried again.
-        patience_s: In seconds.
+        provider: The run's provider.
+        told: Called with a sentence that says what is left and when it is tried again.
+        patience_s: Time for attempts, in seconds.
         pause: Waits some seconds.
-        hurry: Once it is set, the next try is the last one.
-        clock: Seconds, never going back.
+        hurry: Once it is set, the next attempt is the last one.
+        clock: Monotonic seconds.
 
     Raises:
         ProviderError: naming what is left.
@@ -255,11 +255,11 @@ def end_all(
     raise AssertionError("pauses have no end")
 
 
-# The name under which a run's VMs are known to their provider: new for each run directory, kept in it.
+# The name that marks a run's VMs: new for each run directory, and kept in it.
 
 
 class RunName(Value):
-    """Whose VMs they are. ``num_starts``: how often the run began anew, each time with VMs of its own."""
+    """The name of a run. ``num_starts``: how often the run was started afresh, each time with new VMs."""
 
     schema_version: int = Field(default=1, ge=1, le=1)
     run: str = Field(pattern=r"^[a-z0-9-]+$")
@@ -268,12 +268,12 @@ class RunName(Value):
 
     @property
     def requests(self) -> str:
-        """What the names of requests begin with: no VM of an earlier start has one of these."""
+        """The prefix of the names of requests, which is new for each start."""
         return f"{self.run}-{self.num_starts}"
 
 
 def name_of(run_dir: Path, job: str) -> RunName:
-    """Return the run's name, a new one if it has none; writes nothing.
+    """Return the run's name, or a new one if it has none; writes nothing.
 
     Raises:
         RunDirError: the file in the run directory is damaged.
@@ -286,7 +286,7 @@ def name_of(run_dir: Path, job: str) -> RunName:
 
 
 def write_name(run_dir: Path, name: RunName) -> None:
-    """Keep it.
+    """Store the run's name.
 
     Raises:
         RunDirError: it cannot be written.

@@ -1,6 +1,6 @@
-"""What Slurm's programs answer, read: pure, nothing is run here.
+"""Parsing the answers of Slurm's programs: pure, nothing is run here.
 
-An answer that is not understood is an error. It never means that there are no jobs.
+An answer that cannot be parsed is an error, and never means that there are no jobs.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from morph.contract.base import Value
 
 QUEUE_FORMAT = "%i|%T|%P|%S|%e|%N|%r|%j|%k"
 QUEUE_HEADER = "JOBID|STATE|PARTITION|START_TIME|END_TIME|NODELIST|REASON|NAME|COMMENT"
-"""It shows that squeue answered, and not only ended well: an answer without it says nothing of any job."""
+"""The header proves that squeue answered: output without it says nothing about jobs."""
 TIME_FORMAT = "%s"
-"""Of ``SLURM_TIME_FORMAT``: seconds since 1970, whatever time zone the cluster is in."""
+"""Value for ``SLURM_TIME_FORMAT``: seconds since 1970, in every time zone."""
 JSON_SINCE = (23, 2)
-"""Before that ``squeue --json`` ignores the filters, and lists the jobs of all users with 10 kB each."""
+"""Before this version ``squeue --json`` ignores filters, and lists the jobs of all users, 10 kB each."""
 MARK = "morph "
 WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
 OVER = frozenset(
@@ -36,11 +36,11 @@ OVER = frozenset(
         "OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
     }
 )  # fmt: skip
-"""Any other state, one that is not known here too, is that of a job which is there."""
+"""A job in any other state, also an unknown one, exists."""
 
 
 class Mark(Value):
-    """Whose job it is: its comment, which Slurm keeps for us."""
+    """The run and node of a job, which Slurm keeps in the job's comment."""
 
     run: str
     job: str
@@ -49,12 +49,12 @@ class Mark(Value):
 
     @property
     def text(self) -> str:
-        """The comment."""
+        """The text of the comment."""
         return MARK + self.model_dump_json()
 
 
 class Job(Value):
-    """A job that Slurm knows. ``number``: as scancel takes it; ``mark``: None where no run of Morph made it."""
+    """A job that Slurm knows. ``number``: as for scancel; ``mark``: None for jobs that Morph did not submit."""
 
     number: str
     name: str
@@ -68,17 +68,17 @@ class Job(Value):
 
     @property
     def phase(self) -> Literal["waiting", "running", "over"]:
-        """What it means for a run."""
+        """The phase of the job for a run."""
         if self.states & OVER:
             return "over"
         return "waiting" if self.states & WAITING else "running"
 
 
 def jobs_in_text(text: str) -> tuple[Job, ...]:
-    """Read what ``squeue --format=QUEUE_FORMAT`` writes, with its header.
+    """Parse the output of ``squeue --format=QUEUE_FORMAT``, with its header.
 
     Raises:
-        Transient: it is something else.
+        Transient: it has another form.
     """
     header, *lines = text.splitlines() or [""]
     if header.strip() != QUEUE_HEADER:
@@ -105,10 +105,10 @@ def _job_of_line(line: str) -> Job:
 
 
 def jobs_in_json(text: str, uid: int) -> tuple[Job, ...]:
-    """Read what ``squeue --json`` writes of the jobs of a user: numbers and states have two forms each, by version.
+    """Parse a user's jobs from the output of ``squeue --json``, whose numbers and states differ by version.
 
     Raises:
-        Transient: it is something else, or tells of errors.
+        Transient: it has another form, or reports errors.
     """
     try:
         found = json.loads(text)
@@ -145,7 +145,7 @@ def _job_of_object(job: dict[str, Any]) -> Job:
 
 
 def mark_in(comment: str) -> Mark | None:
-    """Return whose job has this comment; None: nobody's that Morph knows."""
+    """Return the mark in a job's comment; None: Morph did not submit the job."""
     if not comment.startswith(MARK):
         return None
     try:
@@ -155,7 +155,7 @@ def mark_in(comment: str) -> Mark | None:
 
 
 def _number(value: Any) -> float | None:
-    """Read a number: itself, or as ``{"set": true, "infinite": false, "number": 1}``."""
+    """Parse a number: plain, or as ``{"set": true, "infinite": false, "number": 1}``."""
     if isinstance(value, dict):
         value = value.get("number") if value.get("set") and not value.get("infinite") else None
     if value is None or isinstance(value, bool):
@@ -168,16 +168,16 @@ def _seconds(text: str) -> float | None:
 
 
 def version_in(text: str) -> tuple[int, ...]:
-    """Return the version in what ``--version`` writes; empty: it is not there."""
+    """Return the version in the output of ``--version``; empty: there is none."""
     found = re.search(r"\b(\d+)\.(\d+)", text)
     return () if found is None else (int(found[1]), int(found[2]))
 
 
 def job_number_in(text: str) -> str:
-    """Return the number that ``sbatch --parsable`` writes.
+    """Return the job number in the output of ``sbatch --parsable``.
 
     Raises:
-        Transient: there is none; the job may be there.
+        Transient: there is none; the job may exist.
     """
     number = (text.strip().splitlines() or [""])[-1].partition(";")[0]
     if not re.fullmatch(r"\d+", number):
@@ -186,13 +186,13 @@ def job_number_in(text: str) -> str:
 
 
 def setting_in(text: str, name: str) -> float | None:
-    """Return a number of seconds that ``scontrol show`` writes, as in ``GraceTime=8`` or ``KillWait = 30 sec``."""
+    """Return a number of seconds in the output of ``scontrol show``: ``GraceTime=8`` or ``KillWait = 30 sec``."""
     found = re.search(rf"\b{name}\s*=\s*(\d+)\b", text)
     return None if found is None else float(found[1])
 
 
 def why_over(text: str) -> str:
-    """Return how a job ended, from what ``sacct --parsable2 --noheader --format=State,ExitCode`` writes; or nothing."""
+    """Return how a job ended, from ``sacct --parsable2 --noheader --format=State,ExitCode``; empty: not known."""
     state, _, code = (text.strip().splitlines() or [""])[0].partition("|")
     return f"{state}, exit code {code}" if re.fullmatch(r"[A-Z_]+( by \d+)?", state) else ""
 

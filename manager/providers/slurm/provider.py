@@ -1,7 +1,7 @@
 """Jobs of Slurm: submitted by name, found again by their comments, ended by their numbers.
 
-Slurm's own programs are called, as a user does. They are given little of this process's environment: what they hand on
-to a job is kept by Slurm, and no job needs the manager's variables.
+Slurm's own programs are called. They get only a small part of this process's environment, because Slurm stores the
+environment of jobs, and no job needs the manager's variables.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from morph.contract.waits import Backoff
 PROGRAMS = ("sbatch", "squeue", "scancel")
 CALL_TIMEOUT_S = 60.0
 LOOKS = Backoff(0.5, 5.0)
-"""Pauses between looks for what was ended: the queue is everybody's."""
+"""Pauses (seconds) between checks whether jobs have ended; they grow, because all users share the queue."""
 KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "SLURM_CONF", "USER")
-"""Of this process's environment: what Slurm's programs get, and so the jobs."""
+"""The part of this process's environment that Slurm's programs, and so the jobs, get."""
 SIGNAL_ENDS = "USR1"
-"""Ends a node at once; see ``spec.py``."""
+"""The signal that ends a node at once; see ``spec.py``."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """What a program said as it ended."""
+    """The exit code and output of a program."""
 
     code: int
     out: str
@@ -70,16 +70,16 @@ class Runs(Protocol):
     """Runs one of Slurm's programs."""
 
     def __call__(self, command: Sequence[str], given: str = "") -> Said:
-        """Run it with this on its standard input; blocks for a bounded time.
+        """Run a program with ``given`` on its standard input; blocks for a bounded time.
 
         Raises:
-            Transient: it did not end in time; what it was asked to do may be done.
+            Transient: it did not end in time; it may have had its effect.
             Misconfigured: it cannot be run.
         """
 
 
 def run_program(command: Sequence[str], given: str = "", timeout_s: float = CALL_TIMEOUT_S) -> Said:
-    """See ``Runs``. Ctrl-C does not reach the program: a job may be on its way."""
+    """See ``Runs``. Ctrl-C does not reach the program, because it may be submitting a job."""
     known = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     try:
         done = subprocess.run(
@@ -101,17 +101,17 @@ def run_program(command: Sequence[str], given: str = "", timeout_s: float = CALL
 
 
 class SlurmProvider:
-    """See ``Provider``. A VM is a job: it is there from its submission on, and waits in the queue at first.
+    """The ``Provider`` of Slurm jobs. A VM is a job: it exists from its submission on, and first waits in the queue.
 
     Args:
-        spec: Which jobs.
-        name: Whose they are.
-        script: Writes the script of a node's job, given the seconds from Slurm's signal to the kill.
-        logs: Folder for what jobs write.
+        spec: The cloud file.
+        name: The run's name.
+        script: Makes the script of a node's job, given the seconds from Slurm's signal to the kill.
+        logs: Folder for the jobs' output.
         run: Runs one of Slurm's programs.
-        ending: The command that ends what is left of the run.
-        delete_s: How long it is waited for jobs that were ended.
-        uid: Whose jobs are looked at.
+        ending: The command that ends the rest of the run.
+        delete_s: How long to wait for jobs to end, in seconds.
+        uid: The user whose jobs are listed.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class SlurmProvider:
         *,
         node_type: str = "",  # noqa: ARG002 (the jobs of a run are alike)
     ) -> tuple[Vm, ...]:
-        """See ``Provider``. Every job is submitted at once; when one begins is Slurm's to say."""
+        """See ``Provider``. All jobs are submitted at once; Slurm decides when each begins."""
         most = count if max_vms is None else max_vms
         jobs = self._one_each(self._jobs())
         known = {job.name for job in jobs}
@@ -159,7 +159,7 @@ class SlurmProvider:
                 break
             try:
                 submitted.append(self._submit(node, request))
-            except (Refused, Misconfigured) as error:  # the others would be refused alike
+            except (Refused, Misconfigured) as error:  # the others would be refused in the same way
                 refused = error
                 break
         if submitted:
@@ -173,7 +173,7 @@ class SlurmProvider:
         return tuple(self._vm(job) for job in self._one_each(self._jobs()) if job.phase != "over")
 
     def delete(self, names: Sequence[str]) -> None:
-        """See ``Provider``: a node ends by itself when it is told to, sooner than by scancel, which follows."""
+        """See ``Provider``: a node is told to end, which is faster than scancel; scancel follows."""
         ours = {job.number: job for job in self._jobs() if job.phase != "over" and job.name in names}
         if not ours:
             return
@@ -191,7 +191,7 @@ class SlurmProvider:
             time.sleep(next(pauses))
 
     def evict(self, name: str) -> bool:
-        """See ``Provider``: as Slurm ends a job, by SIGTERM first and after KillWait for good."""
+        """See ``Provider``: as Slurm ends a job, by SIGTERM, and by SIGKILL after KillWait."""
         job = next((job for job in self._jobs() if job.name == name and job.phase != "over"), None)
         if job is None:
             raise Misconfigured(f"job {name} is not there, or is not of this run: it is left alone")
@@ -201,7 +201,7 @@ class SlurmProvider:
         return True
 
     def boot_log(self, name: str) -> str:
-        """See ``Provider``: how its job ended, and the end of what it wrote."""
+        """See ``Provider``: how the node's job ended, and the end of its output."""
         text = ""
         with suppress(ProviderError, OSError):
             job = max((job for job in self._jobs() if job.name == name), key=lambda job: int(job.number), default=None)
@@ -214,11 +214,11 @@ class SlurmProvider:
         return text
 
     def stop(self) -> None:
-        """See ``Provider``: the job that is being submitted is the last one."""
+        """See ``Provider``: no job is submitted after the present one."""
         self._stopped.set()
 
     def dismantle(self) -> tuple[str, ...]:
-        """See ``Provider``: nothing is made beside them."""
+        """See ``Provider``: there is nothing to end but the jobs."""
         self.delete([vm.name for vm in self.list()])
         return ()
 
@@ -232,7 +232,7 @@ class SlurmProvider:
         return Capabilities(spot=True, max_vms=self._spec.max_jobs, notices="slurm", ending=self._ending)
 
     def runs(self) -> Mapping[str, str]:
-        """Return the runs that have jobs there, with the names of their jobs."""
+        """Return the runs that have Slurm jobs, with the names of their (Morph) jobs."""
         return {mark.run: mark.job for job in self._all() if (mark := job.mark) is not None and job.phase != "over"}
 
     def _submit(self, node: str, request: str) -> str:
@@ -248,10 +248,10 @@ class SlurmProvider:
         return job_number_in(said.out)
 
     def _seen(self, submitted: Sequence[str]) -> tuple[Job, ...]:
-        """The run's jobs, with those that were submitted just now.
+        """Return the run's jobs, including those just submitted.
 
         Raises:
-            Misconfigured: jobs that were submitted cannot be found again, and would be paid and lost; they are ended.
+            Misconfigured: submitted jobs are not listed, so that they would be billed and lost; they are ended.
         """
         jobs = self._all()
         if bare := [job.number for job in jobs if job.number in submitted and job.mark is None]:
@@ -263,7 +263,7 @@ class SlurmProvider:
         return tuple(job for job in jobs if self._is_ours(job))
 
     def _grace(self) -> float:
-        """From Slurm's signal to the end of a job that is preempted, in seconds; 0 where Slurm does not say."""
+        """Return the seconds from Slurm's signal to the end of a preempted job; 0 where Slurm does not say."""
         if self._grace_s is None:
             grace_s = setting_in(self._shown("partition", self._spec.partition), "GraceTime")
             self._grace_s = grace_s or setting_in(self._shown("config"), "KillWait")
@@ -278,7 +278,7 @@ class SlurmProvider:
         return tuple(job for job in self._all() if self._is_ours(job))
 
     def _one_each(self, jobs: Sequence[Job]) -> tuple[Job, ...]:
-        """Cancel the later of two jobs with one name: Slurm took the first after sbatch had been given up."""
+        """Cancel the later of two jobs with one name: Slurm accepted the first after sbatch had timed out."""
         first: dict[str, Job] = {}
         for job in sorted(jobs, key=lambda job: (job.phase != "running", int(job.number))):
             if job.phase != "over":
@@ -292,16 +292,16 @@ class SlurmProvider:
         return job.mark is not None and (job.mark.run, job.mark.job) == (self._name.run, self._name.job)
 
     def _all(self) -> tuple[Job, ...]:
-        """Every job of this user that Slurm knows.
+        """Return every job of this user that Slurm knows.
 
         Raises:
-            Transient: Slurm does not say.
+            Transient: Slurm does not answer.
         """
         if self._version is None:
             self._version = version_in(self._run(["squeue", "--version"]).out)
         if self._version >= JSON_SINCE:
             said = self._run(squeue_command(self._uid, as_json=True))
-            with suppress(Transient):  # another shape: as text it has the same one in all versions
+            with suppress(Transient):  # an unknown form of JSON: the text has the same form in all versions
                 if not said.code:
                     return jobs_in_json(said.out, self._uid)
         said = self._run(squeue_command(self._uid, as_json=False))

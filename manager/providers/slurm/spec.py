@@ -1,4 +1,4 @@
-"""What the user says about jobs of Slurm, and what Slurm is given for one: pure, nothing is run here."""
+"""The cloud file for Slurm, and the commands and scripts of its jobs: pure, nothing is run here."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ OURS = (
     "array", "clusters", "comment", "cpus-per-task", "error", "export", "job-name", "nodes", "no-requeue", "ntasks",
     "output", "parsable", "partition", "requeue", "signal", "test-only", "time", "uid", "wait", "wrap",
 )  # fmt: skip
-"""Options of sbatch that Morph sets by itself, or with which it would not find its jobs again."""
+"""Options of sbatch that Morph sets, or that would keep it from finding its jobs again."""
 
 LOGIN_S = 300
-"""For how long the login shell of a node may take before its first line."""
+"""Seconds that the login shell of a node may take before its first line."""
 
 
 class SlurmSpec(Value):
-    """Which jobs, each with one node of Slurm or a part of it. A worker runs on each device of a job."""
+    """The cloud file for Slurm. A job has one Slurm node or a part of it, and a worker on each of its devices."""
 
     partition: str = Field(pattern=WORD, description="one whose jobs may be preempted, or any other")
     account: str | None = Field(default=None, pattern=WORD)
@@ -86,20 +86,20 @@ class SlurmSpec(Value):
     def _not_ours(self) -> Self:
         for option in self.sbatch_options:
             name = option.removeprefix("--").partition("=")[0]
-            if known := next((known for known in OURS if known.startswith(name)), None):  # sbatch takes abbreviations
+            if known := next((known for known in OURS if known.startswith(name)), None):  # sbatch accepts abbreviations
                 raise ValueError(f"sbatch_options: {option!r} is not yours to set: --{known} belongs to Morph")
         return self
 
     @property
     def size(self) -> str:
-        """What a job is called in reports and in the history."""
+        """The name of the kind of job in reports and in the history."""
         return self.partition if self.gres is None else f"{self.partition}/{self.gres}"
 
 
 def sbatch_command(spec: SlurmSpec, node: str, mark: Mark, logs: Path) -> list[str]:
-    """Write the command that submits the job of a node, whose script it reads from standard input.
+    """Return the command that submits a node's job, whose script it reads from standard input.
 
-    ``logs``: the folder for what jobs write.
+    ``logs``: the folder for the jobs' output.
     """
     log = f"{logs}/".replace("%", "%%") + f"{node}-%j.log"
     given = {
@@ -125,7 +125,7 @@ def planned(
 ) -> list[dict[str, Any]]:
     """Return what a request for ``count`` devices would submit, in order; for the user.
 
-    ``script``: what is shown of that of a node of this name, with so many devices; it holds secrets.
+    ``script``: returns the text shown for the script of a node's name and number of devices, which holds secrets.
     """
     mark = Mark(run=run, job=job, request=request, devices=spec.num_gpus)
     num_jobs = min(-(-count // spec.num_gpus), spec.max_jobs or count)
@@ -138,16 +138,16 @@ def planned(
 
 
 def squeue_command(uid: int, *, as_json: bool) -> list[str]:
-    """Write the command that lists a user's jobs, also those that ended a while ago and those in hidden partitions."""
+    """Return the command that lists a user's jobs, also recently ended ones and those in hidden partitions."""
     form = ["--json"] if as_json else [f"--format={QUEUE_FORMAT}"]
     return ["squeue", f"--user={uid}", "--states=all", "--all", *form]
 
 
 def job_script(start: NodeStart, spec: SlurmSpec, node: str, grace_s: float) -> str:
-    """Write the script of a node's job.
+    """Return the script of a node's job.
 
-    What is preempted gets SIGTERM, but only its steps do, so that the node is one. It reads its secret from standard
-    input: no command line has it. When a job ends is asked of Slurm, where it does not say so by itself.
+    The node is a job step, because only the steps of a preempted job get SIGTERM. It reads its secret from standard
+    input, so that no command line has it. The job's end time is requested from Slurm where the environment lacks it.
     """
     step = ["srun", "--ntasks=1", f"--cpus-per-task={spec.cpus}", "--export=ALL"]
     step += [f"--container-image={spec.container_image}"] if spec.container_image else []
@@ -164,11 +164,11 @@ def job_script(start: NodeStart, spec: SlurmSpec, node: str, grace_s: float) -> 
 
 
 def _leader(start: NodeStart, spec: SlurmSpec, node: str, grace_s: float) -> str:
-    """Write the shell of the step. It alone hears Slurm's signals, and notes them for the node's agent.
+    """Return the shell script of the step. Only it gets Slurm's signals, which it records for the node's agent.
 
-    Some clusters signal every process that descends from the step's, by which Ray would end at once. So the node has a
-    session of its own, and no parent here. A guard in it ends it when this shell is gone, for whatever reason: it reads
-    a pipe that this shell holds open. A login shell that hangs, as on a file system that is away, is ended here.
+    Some clusters signal all descendants of the step's process, which would end Ray at once. So the node has its own
+    session, and no parent here. A guard in that session reads a pipe that this shell holds open, and ends the node when
+    this shell is gone for any reason. This shell ends a login shell that hangs, for example on a lost file system.
     """
     limits = json.dumps({"grace_s": grace_s, "ahead_s": spec.successor_s}).replace("}", ', "ends_s": %s}')
     known = {"{node}": node, "{address}": "", "{devices}": str(spec.num_gpus)}

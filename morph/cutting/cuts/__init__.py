@@ -1,1 +1,1 @@
-"""Where to cut: costs, repeated blocks, and the sections that come of it."""
+"""Where to cut: costs, repeated blocks, and the resulting sections."""

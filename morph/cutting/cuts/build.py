@@ -34,7 +34,7 @@ class BuiltSection:
 
 @dataclass
 class _Builder:
-    """Copies nodes into a new graph, with replicated ones and numbers on the way."""
+    """Copies nodes into a new graph, together with the replicated nodes and numbers that they need."""
 
     analysis: Analysis
     num_samples: int

@@ -53,7 +53,7 @@ def _convolution(shapes: list[Shape], output: Shape) -> float:
 
 
 def _recurrent(node: Node, shape_of: Callable[[Any], list[Shape]], output: Shape) -> float:
-    """Every weight of every layer and direction is used once for each sample and time."""
+    """Return the cost of a recurrent layer: each weight is used once for each sample and time step."""
     weights = [shape_of(weight)[0] for weight in node.args[2] if isinstance(weight, Node)]  # type: ignore[union-attr]
     return 2.0 * prod(output[:2]) * sum(prod(shape) for shape in weights if len(shape) > 1)
 

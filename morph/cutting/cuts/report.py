@@ -182,7 +182,7 @@ def _bound_by(exported: ExportedJob, model: CutModel) -> str | None:
     if len(model.sections) > 1 or exported.num_sections == 1:
         return None
     if not analysis.positions():
-        return "at every place something other than tensors is needed behind it: move what follows from shapes there"
+        return "behind every place something other than a tensor is needed: compute there what follows from shapes"
     return (
         "the model repeats no block (modules of one class in a ModuleList or Sequential, called in turn) and is hardly "
         "narrower in one place than in another: choose with num_sections or cut_points"

@@ -1,1 +1,1 @@
-"""Making a model without its numbers, and any one unit of it with them."""
+"""Building a model without memory for its weights, and making any of its tensors on request."""

@@ -29,7 +29,7 @@ from morph.cutting.deferred_init.tape import Tape
 _MAPPINGS = Path("/proc/self/maps")
 _PROOF_BYTES = 4096
 _IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Of transformers: its ``from_pretrained`` then reads in the calling thread, whose operations are recorded."""
+"""A setting of transformers: ``from_pretrained`` then reads in the calling thread, whose operations are recorded."""
 
 
 def read_slice(path: str, offset: int, num_bytes: int, proof: str) -> Tensor:
@@ -48,7 +48,7 @@ def read_slice(path: str, offset: int, num_bytes: int, proof: str) -> Tensor:
                 done += more
     except OSError as error:
         raise JobError(
-            f"cannot be read, although the job's model is made of it: {error.strerror or error}",
+            f"cannot be read, although the job's model is built from it: {error.strerror or error}",
             source=path,
             allowed="the same file at the same path on every machine of the run",
         ) from error
@@ -72,7 +72,7 @@ def require_files(tape: Tape) -> None:
     for path in sorted(paths):
         if not Path(path).is_file():
             raise JobError(
-                "is missing on this machine, although the job's model is made of it",
+                "is missing on this machine, although the job's model is built from it",
                 source=path,
                 allowed="the same file at the same path on every machine of the run",
             )
@@ -123,9 +123,9 @@ class _Mappings:
     """Files that are mapped into this process's memory.
 
     Attributes:
-        starts: Of each range of addresses, ascending.
-        ranges: Its end, the file's path, and the place in the file where it begins.
-        held: Storages in the ranges, so that none is given up, and its addresses used for something else.
+        starts: The beginning of each range of addresses, ascending.
+        ranges: For each range its end, the file's path, and the offset in the file at which it begins.
+        held: Storages in the ranges; references keep their addresses from being reused.
     """
 
     starts: list[int] = field(default_factory=list)
@@ -133,7 +133,7 @@ class _Mappings:
     held: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
     def place_of(self, storage: torch.UntypedStorage) -> tuple[str, int] | None:
-        """Return the path of the file in which the storage lies, and where there; None: it lies in none."""
+        """Return the path of the file that contains the storage, and the offset there; None: it is in no file."""
         start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         for look_again in (False, True):
             if look_again:

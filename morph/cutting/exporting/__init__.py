@@ -1,1 +1,1 @@
-"""From the user's model to a graph whose every operation is known."""
+"""Exports the user's model as a graph of known operations."""

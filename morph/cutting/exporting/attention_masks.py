@@ -1,16 +1,15 @@
 """Let a traced model of transformers choose its attention masks as the plain model does.
 
-Untraced, transformers leaves a mask out where it is the plain causal one, or masks nothing: attention is then called
-with ``is_causal`` and grouped keys, which is what flash kernels need. Under torch.export it always makes the mask, and
-repeats the keys, because a program may be run with other lengths than its example's. Morph's programs are not: only the
-number of samples is free.
+Untraced, transformers omits a mask that is plainly causal or masks nothing, and calls attention with ``is_causal`` and
+grouped keys, as flash kernels require. Under torch.export it always makes the mask and repeats the keys, because a
+program may be run with other lengths than its example's. In Morph's programs only the number of samples varies.
 
-Which function makes masks for ``sdpa`` is set in transformers' registry (``AttentionMaskInterface``, from 4.53), which
-allows a function to leave them out. A mask that depends on an entry of the batch (``attention_mask``,
-``position_ids``) is made in either case: what it hides is known only when the batch is.
+The function that makes masks for ``sdpa`` is set in transformers' registry (``AttentionMaskInterface``, from 4.53), and
+may omit them. A mask that depends on an entry of the batch (``attention_mask``, ``position_ids``) is always made,
+because its content is unknown before the batch.
 
-Whatever the library and its version, ``needless_masks`` finds the masks in the graph that are made although
-``is_causal`` or nothing would do.
+For every library and version, ``needless_masks`` finds masks in the graph that could be replaced by ``is_causal`` or
+omitted.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from morph.cutting.source.guards import replaced
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _EXPAND = torch.ops.aten.expand.default
-_MOST_ENTRIES = 1 << 26  # of a mask that is looked at: 8,192 tokens
+_MOST_ENTRIES = 1 << 26  # largest mask that is examined: 8,192 tokens
 Indices = Callable[[Tensor], "Tensor | None"]
 MakeMask = Callable[..., "Tensor | None"]
 
 
 @contextmanager
 def masks_as_untraced() -> Iterator[None]:
-    """Within: transformers' masks are left out where they are when its model is called plainly."""
+    """While the block runs, transformers omits the masks that it omits in an untraced call."""
     masking: Any = sys.modules.get("transformers.masking_utils")
     if masking is None:
         yield
@@ -61,7 +60,7 @@ def _none_where_allowed(plain: MakeMask) -> MakeMask:
 
 
 def _is_needless(given: Mapping[str, Any]) -> bool:
-    """Whether attention without a mask is the same, by what transformers says of the one that it asks for."""
+    """Whether attention gives the same result without the mask that transformers requests with these arguments."""
     num_queries = given["q_length"] if "q_length" in given else given["cache_position"].shape[0]  # until 5.1
     num_keys, window = given["kv_length"], given.get("local_size")
     if given.get("attention_mask") is not None or (window is not None and num_keys >= window):
@@ -86,7 +85,7 @@ def _none_for_one_sequence(indices_of: Indices) -> Indices:
 
 
 def needless_masks(graph_module: GraphModule) -> Iterator[Node]:
-    """Return each attention with a mask, of constants alone, that hides what ``is_causal`` does, or nothing."""
+    """Yield each attention node whose constant mask is equivalent to ``is_causal``, or masks nothing."""
     judged: dict[Node, bool] = {}
     for node in graph_module.graph.find_nodes(op="call_function", target=_ATTENTION):
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
@@ -107,20 +106,20 @@ def _hides_nothing_else(mask: Node) -> bool:
         return False
     shown = found if found.dtype == torch.bool else found == 0
     if not bool((shown | _is_hidden(found)).all()):
-        return False  # it weighs what it shows
+        return False  # its other entries are not zero
     return bool(shown.all()) or bool((shown == torch.ones(shape, dtype=torch.bool).tril()).all())
 
 
 def _is_hidden(mask: Tensor) -> Tensor:
-    """Where a mask lets attention weigh nothing; those of floating-point numbers are added to the scores."""
+    """Return where a mask hides entries; floating-point masks are added to the scores."""
     return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
 
 
 def known_numbers(tensor: Tensor) -> Tensor | None:
-    """Return what a tensor of the export under way holds in every run, on CPU.
+    """Return the values (on CPU) that a tensor has in every run of the program under export.
 
-    A dimension of as many as there are samples, along which it is the same, counts one. None where it depends on the
-    batch, weights or random numbers, or no export is under way.
+    A dimension of size m (samples) along which the values are equal has size 1 in the result. None if the tensor
+    depends on the batch, weights or random numbers, or if no export is under way.
     """
     mode = get_proxy_mode()
     slot: Any = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)

@@ -73,12 +73,12 @@ def export_job(job: Job) -> ExportedJob:
     """Build the model without memory for its weights and export it with its loss, in training mode.
 
     Returns:
-        A :class:`GraphJob`; a :class:`MarkedJob` where torch.export refuses a model with marks where to cut, or one
-        that is not to be cut.
+        A :class:`GraphJob`; a :class:`MarkedJob` if torch.export refuses the model and the model has marks where to cut
+        it, or need not be cut.
 
     Raises:
         JobError: the model, data set or loss fails by itself, or the model changes a buffer while training.
-        ExportError: torch.export refuses a model without marks that is to be cut; names the line and what to do.
+        ExportError: torch.export refuses a model that should be cut and has no marks; names the line and what to do.
     """
     built = built_model(job)
     batch = example_batch(job)
@@ -188,7 +188,7 @@ def _trainable(built: BuiltModel) -> LazyTensors:
 def _export(
     job: Job, built: BuiltModel, batch: dict[str, Tensor]
 ) -> tuple[ExportedProgram, tuple[str, ...], Mapping[str, str | None]]:
-    """Return the program, the names of the metrics behind its loss, and the lines of numbers taken out of tensors."""
+    """Return the program, the names of its metrics, and the lines at which numbers are taken out of tensors."""
     names: list[str] = []
     form = form_of(job)
 
@@ -209,7 +209,7 @@ def _export(
     try:
         with (
             warnings.catch_warnings(),
-            redirect_stderr(StringIO()),  # torch prints the graph of a model that it refuses
+            redirect_stderr(StringIO()),  # torch prints the graphs of models that it refuses
             built.tracing(),
             plain_checkpoints(),
             gradients_refused() as numbers,
@@ -233,7 +233,7 @@ def _export(
 
 
 def _first_names(named: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return (kept name of every name, kept name of every alias): tied tensors are kept under their first name."""
+    """Return the kept name for every name, and for every alias: tied tensors are kept under their first name."""
     kept_by_identity: dict[int, str] = {}
     canonical: dict[str, str] = {}
     for name, tensor in named:
@@ -285,7 +285,7 @@ def _constants(program: ExportedProgram, sources: dict[str, Source], built: Buil
 
 @contextmanager
 def _placed(line: str) -> Iterator[None]:
-    """Give a refusal of an operation without a line, for it is called by torch's own modules, the model's."""
+    """Give a refusal without a line (an operation called by torch's own modules) the line of the model."""
     try:
         yield
     except InputError as error:
@@ -302,7 +302,7 @@ def _held(program: ExportedProgram, target: str) -> Tensor:
 
 
 def _refuse_what_is_not_traced(job: Job, graph_module: GraphModule, numbers: Mapping[str, str | None]) -> None:
-    """Refuse what leaves a graph that cannot be run: torch.vmap, and numbers that the code takes out of tensors."""
+    """Refuse code whose graph cannot be run: torch.vmap, and numbers that are taken out of tensors."""
     for node in graph_module.graph.nodes:
         if str(getattr(node.target, "__module__", "")).startswith(TRANSFORMS):
             reason, allowed = transform_refused()
@@ -312,12 +312,12 @@ def _refuse_what_is_not_traced(job: Job, graph_module: GraphModule, numbers: Map
             raise ExportError(
                 "a number that is taken out of a tensor (.item(), float(), int()) is not traced",
                 source=numbers.get(str(value)) or _line_of(job, node),
-                allowed="the tensor itself, which can be calculated with, and returned as a metric" + OR_MARK,
+                allowed="the tensor itself, in operations or as a metric" + OR_MARK,
             )
 
 
 def _line_of(job: Job, node: Node) -> str | None:
-    """Return a node's line, or the loss's where it stands in none of the model's modules; None in torch's own."""
+    """Return a node's line, or the loss's if it is in no module of the model; None inside torch's own modules."""
     return node_line(node) or (None if module_paths(node) else definition_line(job.loss))
 
 

@@ -1,4 +1,4 @@
-"""What is known of a job before it is cut: as a graph, or as the user's own code with marks in it."""
+"""A job before it is cut: as a graph, or as the user's own code with marks in it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from morph.cutting.exporting.user_functions import UserFunction
 from morph.cutting.trial_run.trial import Whole
 from morph.jobs.job import Boundary, Job
 
-# Which operations of a graph draw random numbers.
+# Operations of a graph that draw random numbers.
 
 
 _KNOWN_NAMESPACES = {"aten", "prims", "morph"}
-"""Of operations that say whether they draw random numbers; users' own rarely do."""
+"""Namespaces of operations that are tagged if they draw random numbers; users' own rarely are."""
 
 
 def is_random(node: Node, graph_module: GraphModule) -> bool:
     """Whether a call draws random numbers, itself or in its submodule."""
     if isinstance(node.target, UserFunction):
-        return True  # for all that is known
+        return True  # possibly
     if isinstance(node.target, OpOverload):
         if node.target.namespace not in _KNOWN_NAMESPACES:
             return True
@@ -42,7 +42,7 @@ def is_random(node: Node, graph_module: GraphModule) -> bool:
 
 
 def _draws_nothing(node: Node) -> bool:
-    """Whether a dropout is off: attention without dropout_p, or dropout outside training."""
+    """Whether dropout is off: attention without dropout_p, or dropout outside training."""
     if node.target is torch.ops.aten.scaled_dot_product_attention.default:
         probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
         return bool(probability == 0.0)
@@ -50,7 +50,7 @@ def _draws_nothing(node: Node) -> bool:
 
 
 class InitialState(Mapping[str, Tensor]):
-    """Initial values of everything that changes while training, made when they are requested."""
+    """Initial values of everything that changes while training, made on request."""
 
     def __init__(self, *parts: LazyTensors) -> None:
         self._parts = {name: part for part in parts for name in part}
@@ -70,20 +70,20 @@ class InitialState(Mapping[str, Tensor]):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedJob:
-    """What both kinds have.
+    """The fields of both kinds of exported jobs.
 
     Attributes:
-        initial_parameters: Trainable parameters by their first name in the model, on CPU, each made when it is asked
-            for. A tied one comes once.
-        initial_buffers: The same of the buffers that the forward writes.
-        aliases: Further names of tied parameters, with the name they are kept under.
-        num_sections: What the job asks for, if anything.
-        cut_points: Names of modules in front of which the job wants to be cut, if any.
+        initial_parameters: Trainable parameters by their first name in the model, on CPU, each made on request. Tied
+            parameters are in it once.
+        initial_buffers: Buffers that the forward writes, likewise.
+        aliases: Further names of tied parameters, each with the name under which the parameter is kept.
+        num_sections: ``Job.num_sections``.
+        cut_points: Names of modules in front of which the job should be cut, if any.
         model_line: Where the model is defined, ``file:line``, for errors.
         not_recorded: Why initial values cannot be made one by one; None when they can.
         boundary: Type in which tensors cross cut-points, as in ``Job``.
-        metric_names: What the loss returns besides, in the order in which sections do, behind the loss.
-        buckets: The job's.
+        metric_names: Names of the loss's further results, in the order in which sections return them after the loss.
+        buckets: The job's buckets.
     """
 
     initial_parameters: LazyTensors
@@ -99,7 +99,7 @@ class ExportedJob:
 
     @property
     def initial_state(self) -> InitialState:
-        """Parameters and written buffers: what changes while training."""
+        """Initial values of parameters and written buffers, which change while training."""
         return InitialState(self.initial_parameters, self.initial_buffers)
 
 
@@ -117,16 +117,16 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphJob(ExportedJob):
-    """The graph of ``loss(model, batch)``, and what it starts from.
+    """The graph of ``loss(model, batch)``, and its initial values.
 
     Attributes:
         graph_module: Graph of loss, metrics and new values of buffers, without in-place operations or assertions.
         written: The buffers whose new values the graph returns, in that order.
         sources: What each placeholder of the graph holds, by placeholder name.
         batch_symbol: The symbol that stands for the number of samples (a sympy symbol).
-        initial_constants: Constants by the placeholder that holds them, made when they are requested.
+        initial_constants: Constants by the placeholder that holds them, made on request.
         length_symbol: The symbol that stands for the length of a micro-batch, where lengths vary.
-        length: What it stands for.
+        length: The length for which it stands.
     """
 
     graph_module: GraphModule
@@ -144,11 +144,11 @@ class MarkedJob(ExportedJob):
 
     Attributes:
         job: The job.
-        whole: Model and loss as one module, its trainable parameters without memory; buffers and frozen parameters
-            are real.
-        batch: Some samples, stacked, to try the model on.
-        batches: The same by bucket, where lengths vary.
-        refusal: Why it was not exported.
+        whole: Model and loss as one module, its trainable parameters without memory; buffers and frozen parameters are
+            real.
+        batch: Some samples, stacked, for trials of the model.
+        batches: Such samples by bucket, where lengths vary.
+        refusal: Why the model was not exported.
     """
 
     job: Job

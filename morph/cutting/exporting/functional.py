@@ -1,8 +1,8 @@
 """Make an exported graph free of assertions, dead code and in-place operations.
 
-torch.export in training form keeps in-place operations. Where nothing else can see the changed tensor, they are
-replaced by their functional overload; otherwise the whole graph is functionalised by torch. What the forward writes
-into buffers becomes further results of the graph.
+torch.export in training form keeps in-place operations. Where no other node can see the changed tensor, they are
+replaced by their functional overload; otherwise torch functionalises the whole graph. Values that the forward writes
+into buffers become further results of the graph.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ASSERTIONS = {
     torch.ops.aten.sym_constrain_range_for_size.default,
 }
 WRITTEN = "morph_written"
-"""In a node's meta: the placeholder of the buffer whose new value it is."""
+"""Key in a node's ``meta``: the placeholder of the buffer whose new value the node is."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def make_functional(program: ExportedProgram) -> Functional:
     """Return the program's graph without assertions, dead code and in-place operations.
 
     Raises:
-        JobError: the forward changes a tensor that lives on and is no buffer.
+        JobError: the forward changes a persistent tensor that is not a buffer.
         ExportError: an operation that changes its argument cannot be replaced.
     """
     graph_module: GraphModule = program.graph_module
@@ -69,7 +69,7 @@ def make_functional(program: ExportedProgram) -> Functional:
         if node.name in program.graph_signature.inputs_to_buffers
     ]
     results = results_of(graph_module)
-    _set_results(graph_module, [*results, *buffers])  # what stands there in the end is the buffer's new value
+    _set_results(graph_module, [*results, *buffers])  # the buffer's final value is its new value
     of_buffer = {node: node.name for node in buffers}
     if not all(_replace_in_place(node, of_buffer) for node in list(_in_place_nodes(graph_module))):
         return _functionalised(program, buffers, len(results))
@@ -79,7 +79,7 @@ def make_functional(program: ExportedProgram) -> Functional:
 
 
 def _functionalised(program: ExportedProgram, buffers: Sequence[Node], num_results: int) -> Functional:
-    """Have torch do the rest: what was replaced already is written back into the buffers at the end."""
+    """Let torch functionalise the rest; buffers' new values found so far are written back at the end of the graph."""
     graph_module: GraphModule = program.graph_module
     _write_out_regions(graph_module, only_of_buffers=False)  # torch would drop them
     found = results_of(graph_module)
@@ -116,13 +116,13 @@ def _functionalised(program: ExportedProgram, buffers: Sequence[Node], num_resul
                 f"the forward changes {spec.target} in place",
                 source=node_line(node),
                 field="model",
-                allowed="parameters that the optimizer changes alone, and buffers",
+                allowed="parameters that only the optimizer changes, and buffers",
             )
     return _finished(graph_module, results, values)
 
 
 def _finished(graph_module: GraphModule, results: Sequence[Node], values: dict[Node, Node]) -> Functional:
-    """Give each new value of a buffer a node of its own, of the buffer's type, and clean up."""
+    """Give each buffer's new value its own node of the buffer's dtype, and clean up."""
     graph, aten = graph_module.graph, torch.ops.aten
     written = {buffer: value for buffer, value in values.items() if value is not buffer}
     ends: list[Node] = []
@@ -140,7 +140,7 @@ def _finished(graph_module: GraphModule, results: Sequence[Node], values: dict[N
 
 
 def _assigned(value: Node) -> Iterator[Node]:
-    """What a buffer's new value is a copy of, if the forward has put that in the buffer's place."""
+    """Yield the tensor of which a buffer's new value is a copy, if the forward assigned it to the buffer."""
     source = value.args[0]
     if isinstance(source, Node) and source.target is ASSIGNED:
         source.target = torch.ops.aten.detach.default
@@ -160,9 +160,9 @@ def _set_results(graph_module: GraphModule, results: Sequence[Node]) -> None:
 
 
 def _write_out_regions(graph_module: GraphModule, *, only_of_buffers: bool) -> None:
-    """Write out regions without gradients: all of them, or those that change a tensor from outside or compute a change.
+    """Inline no-grad regions: all of them, or those that change a tensor from outside or compute a buffer's change.
 
-    How a buffer changes must be visible: a region is one operation to whoever looks at it.
+    Later analyses must see how a buffer changes, and a region is a single operation to them.
     """
     again = True
     while again:
@@ -186,7 +186,7 @@ def _write_out_regions(graph_module: GraphModule, *, only_of_buffers: bool) -> N
 
 
 def _between_buffers(graph_module: GraphModule) -> set[Node]:
-    """Return what follows from a placeholder and goes into what the graph writes into one."""
+    """Return the nodes that depend on a buffer's placeholder and on which a value written to a buffer depends."""
     order = list(graph_module.graph.nodes)
     written = {node: _base(argument) for node in order for argument in _written_arguments(node)}
     writes = {node: base for node, base in written.items() if base.op == "placeholder"}
@@ -201,7 +201,7 @@ def _between_buffers(graph_module: GraphModule) -> set[Node]:
 
 
 def _changed_placeholders(inner: GraphModule) -> dict[Node, Node]:
-    """Return the placeholders that a region, or one inside it, changes; with the node that does."""
+    """Return the placeholders that a region, or one inside it, changes, each with the node that changes it."""
     changed: dict[Node, Node] = {}
     for node in inner.graph.nodes:
         for argument in _written_arguments(node):
@@ -226,7 +226,7 @@ def is_view(node: Node) -> bool:
 
 
 def _clean(graph_module: GraphModule) -> None:
-    """Drop assertions and dead nodes, in submodules of higher-order operations too."""
+    """Drop assertions and dead nodes, also in submodules of higher-order operations."""
     for module in graph_module.modules():
         if not isinstance(module, GraphModule):
             continue
@@ -241,7 +241,7 @@ def _clean(graph_module: GraphModule) -> None:
 
 
 def _bear_other_strides(graph_module: GraphModule) -> None:
-    """Write ``reshape`` for ``view``: kernels of attention lay out their result otherwise than fake ones promise."""
+    """Replace ``view`` by ``reshape``: real attention kernels return other strides than their fake counterparts."""
     for module in graph_module.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
@@ -268,7 +268,7 @@ def _written_arguments(node: Node) -> list[Node]:
 
 
 def _base(node: Node) -> Node:
-    """Return the node whose memory this one's result lies in, through views and in-place operations."""
+    """Return the node whose memory this node's result shares, through views and in-place operations."""
     while node.op == "call_function":
         changed = _written_arguments(node)
         if changed and not updated_statistics(node):
@@ -283,7 +283,7 @@ def _base(node: Node) -> Node:
 def _replace_in_place(node: Node, of_buffer: dict[Node, str]) -> bool:
     """Replace one in-place node by its functional overload; False when another node could see the difference.
 
-    Nodes that stand for a buffer are in ``of_buffer``, with the buffer's placeholder.
+    ``of_buffer``: the placeholder's name for each node that stands for a buffer.
     """
     (changed, *more), functional = _written_arguments(node), _functional_overload(node)
     if more or functional is None or (changed.op == "placeholder" and changed not in of_buffer) or is_view(changed):
@@ -302,7 +302,7 @@ def _replace_in_place(node: Node, of_buffer: dict[Node, str]) -> bool:
 
 
 def _make_copies_differentiable(graph_module: GraphModule) -> None:
-    """Functionalising writes ``aten.copy``, which has no derivative; converting and expanding have."""
+    """Replace ``aten.copy``, which functionalisation inserts, by conversion and expansion, which are differentiable."""
     graph = graph_module.graph
     for node in list(graph.nodes):
         if node.target is not torch.ops.aten.copy.default:

@@ -1,4 +1,4 @@
-"""What else of a user's code acts on gradients: checkpoints are taken as plain calls, others are refused by line."""
+"""User code that acts on gradients: checkpoints become plain calls, hooks and ``autograd.grad`` are refused."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ _REGISTER = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_g
 
 @contextmanager
 def plain_checkpoints() -> Iterator[None]:
-    """``torch.utils.checkpoint`` only calls what it is given: sections have recompute of their own.
+    """Make ``torch.utils.checkpoint`` a plain call, because sections have their own recompute.
 
-    Gradients are those of a plain call. What ``checkpoint`` calls is replaced, for users import it by name.
+    Gradients are those of a plain call. Because users import ``checkpoint`` by name, the functions that it calls are
+    replaced.
     """
     with (
         replaced(checkpoint.CheckpointFunction, "apply", _call),
@@ -38,7 +39,7 @@ def plain_checkpoints() -> Iterator[None]:
 
 
 def _call(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-    """Reentrant: what is given no tensor that requires a gradient gives none to its parameters either."""
+    """Call a reentrant checkpoint: without an input that requires a gradient, its parameters get none either."""
     follows = any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args)
     with torch.set_grad_enabled(follows and torch.is_grad_enabled()):
         return function(*args)
@@ -49,7 +50,7 @@ def _nothing_around(*_args: Any, **_kwargs: Any) -> Iterator[None]:
 
 
 def refuse_parameter_hooks(model: nn.Module) -> None:
-    """Refuse hooks on parameters: sections are given other tensors, which have none.
+    """Refuse hooks on parameters: sections get other tensors, without these hooks.
 
     Raises:
         JobError: naming the first hook's line and its parameter.
@@ -80,10 +81,10 @@ def refuse_module_hooks(model: nn.Module) -> None:
 
 
 class _Calls(TorchFunctionMode):
-    """Refuses hooks on tensors, and ``torch.autograd.grad``, also where it was imported by name or is called by torch.
+    """Refuses hooks on tensors, and ``torch.autograd.grad``, even if it was imported by name or is called by torch.
 
     Attributes:
-        numbers: Where numbers were taken out of tensors, by the symbols that stand for them.
+        numbers: The lines at which numbers are taken out of tensors, by the symbols that stand for the numbers.
     """
 
     def __init__(self) -> None:
@@ -107,9 +108,9 @@ class _Calls(TorchFunctionMode):
 
 @contextmanager
 def gradients_refused() -> Iterator[Mapping[str, str | None]]:
-    """While a model is traced: hooks on tensors, and gradients that it takes itself, end the tracing, with their line.
+    """While a model is traced, refuse hooks on tensors, and gradients that the model computes, naming the line.
 
-    Gives the lines at which numbers are taken out of tensors, by the symbols that stand for them.
+    Yields the lines at which numbers are taken out of tensors, by the symbols that stand for the numbers.
     """
     with _Calls() as calls:
         yield calls.numbers

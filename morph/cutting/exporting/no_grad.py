@@ -1,4 +1,4 @@
-"""Write out what torch.export keeps as a submodule because it runs under ``torch.no_grad()``."""
+"""Inline the regions under ``torch.no_grad()``, which torch.export keeps as submodules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ALLOWED = "operations that return a new tensor, outside torch.no_grad()"
 
 
 def regions(graph_module: GraphModule) -> Iterator[tuple[Node, GraphModule]]:
-    """Return each region of the outermost graph, with its own graph."""
+    """Yield each no-grad region of the outermost graph, with its own graph."""
     for node in graph_module.graph.find_nodes(op="call_function", target=_REGION):
         (name,) = (argument for argument in node.args if isinstance(argument, Node) and argument.op == "get_attr")
         inner = graph_module.get_submodule(str(name.target))
@@ -26,16 +26,16 @@ def regions(graph_module: GraphModule) -> Iterator[tuple[Node, GraphModule]]:
 
 
 def write_out(graph_module: GraphModule, region: Node, inner: GraphModule, changed: set[Node]) -> None:
-    """Put a region's operations into the graph around it; what they read is detached, so no gradient passes.
+    """Put a region's operations into the surrounding graph; their inputs are detached, so that no gradient passes.
 
     Args:
-        graph_module: Of the graph around it.
+        graph_module: The module of the surrounding graph.
         region: The node that runs the region.
-        inner: Its graph.
+        inner: The region's graph.
         changed: Placeholders of ``inner`` that the region changes: buffers, which carry no gradient.
 
     Raises:
-        ExportError: gradients are switched on again within it.
+        ExportError: gradients are switched on again within the region.
     """
     graph = graph_module.graph
     arguments: tuple[Any, ...] = region.args

@@ -1,8 +1,8 @@
-"""Keep each ``torch.autograd.Function`` of the user's as one operation, so that its own backward is run.
+"""Keep each ``torch.autograd.Function`` of the user as one operation, so that its own backward is run.
 
-torch.export looks through ``Function.apply`` and writes down its forward alone. While a model is traced, ``apply``
-therefore goes to one operation of torch's library that stands for any such call; afterwards its nodes get the
-function itself as their target, and a section that runs one calls ``apply`` as the user's own code does.
+torch.export traces through ``Function.apply`` and keeps only its forward. Therefore, while a model is traced, ``apply``
+is redirected to one operation of torch's library that stands for any such call. Afterwards its nodes get the function
+itself as their target, and a section that runs one calls ``apply`` as the user's own code does.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from morph.cutting.source.refusal import OR_MARK
 _OPERATION = "morph::user_function"
 _PURE = "a function of its arguments alone: give every tensor that it reads to `apply`, and return new ones"
 _calls: list[UserFunction] = []
-"""Calls of the model that is being traced, by the number that stands for them in its graph."""
+"""Calls in the model that is being traced, by their numbers in its graph."""
 
 
 @dataclass(frozen=True)
 class _Given:
-    """Place of an argument that is known only when the function is called: a tensor, or a number that follows m."""
+    """Place of an argument that is known only when the function is called: a tensor, or a number that depends on m."""
 
     is_tensor: bool
     index: int
@@ -51,12 +51,12 @@ class UserFunction:
     Attributes:
         function: The user's class.
         leaves: Its arguments in flat order, with tensors and symbolic numbers left out.
-        spec: How they are put together.
-        needs_input_grad: Of each argument, when it was traced.
-        results: What it returned, in flat order: None for a tensor. Known once it ran.
-        results_spec: How they are put together.
-        differentiable: Of each tensor that it returns.
-        flops: Of its matrix products and the like; symbolic.
+        spec: The tree structure of the arguments.
+        needs_input_grad: For each argument, whether it required a gradient when traced.
+        results: Its results in flat order, None for a tensor. Known once it ran.
+        results_spec: The tree structure of the results.
+        differentiable: For each returned tensor, whether it is differentiable.
+        flops: Floating-point operations of its matrix products and similar operations; symbolic.
     """
 
     function: type[Function]
@@ -73,7 +73,7 @@ class UserFunction:
         self.__name__ = self.function.__name__
 
     def __str__(self) -> str:
-        """Name function and constants; the same in every process."""
+        """Return the function's name and constants; equal in every process."""
         constants = ", ".join(_text(leaf) for leaf in self.leaves)
         return f"{self.function.__module__}.{self.function.__qualname__}({constants})"
 
@@ -102,10 +102,10 @@ class UserFunction:
         return tree_unflatten(leaves, self.results_spec)
 
     def dry_run(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
-        """Run the forward on fake tensors and learn what it returns; the result shares no memory with the arguments.
+        """Run the forward on fake tensors to learn what it returns; the results share no memory with the arguments.
 
         Raises:
-            ExportError: it changes an argument, or reads tensors that are no arguments.
+            ExportError: it changes an argument, or reads tensors that are not arguments.
         """
         args, kwargs = self.arguments(tensors, numbers)
         context = _Context(self.needs_input_grad)
@@ -131,10 +131,10 @@ class UserFunction:
 
 @contextmanager
 def kept_whole() -> Iterator[None]:
-    """While a model is traced and its graph made ready: each ``apply`` of the user's is one node of the graph.
+    """While a model is traced and its graph is processed, keep each ``apply`` of the user as one node of the graph.
 
-    ``Function.apply`` itself is left alone, for users keep it under names of their own (``reverse = Reverse.apply``);
-    what it calls is replaced.
+    Because users bind ``Function.apply`` to names of their own (``reverse = Reverse.apply``), it is not replaced, but
+    the function that it calls is.
     """
     _calls.clear()
     try:
@@ -156,7 +156,7 @@ def put_back(graph_module: GraphModule) -> None:
 
 
 def _apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-    """Stand for ``apply`` below ``Function``: of what the user's code calls, not of what torch calls inside."""
+    """Replace ``apply`` in the base class of ``Function``, for calls by the user's code but not by torch."""
     mode = _get_dispatch_mode_pre_dispatch(  # type: ignore[no-untyped-call]  # torch does not annotate it
         torch._C._TorchDispatchModeKey.PROXY
     )
@@ -205,7 +205,7 @@ torch.library.register_autograd(_OPERATION, _never)
 
 
 class _Context(FunctionCtx):
-    """What a forward gets as ``ctx``."""
+    """The ``ctx`` of a forward."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -214,7 +214,7 @@ class _Context(FunctionCtx):
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
-    """Refuses a forward that reads a tensor of the model's which is no argument: no section would bring it."""
+    """Refuses a forward that reads a tensor of the model that is not an argument: sections would not provide it."""
 
     def __init__(self, function: type[Function], given: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -233,7 +233,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
         self.flops += formula(*args, **kwargs, out_val=result) if formula is not None else 0
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._alive.append(leaf)  # so that no other tensor gets its storage's identity
+                self._alive.append(leaf)  # kept alive, so that no other storage gets its identity
                 self._known.add(leaf.untyped_storage()._cdata)
         return result
 

@@ -1,6 +1,6 @@
-"""Buffers that the forward writes: which changes give the same in every shape, and where in the graph they belong.
+"""Buffers that the forward writes: which changes are equal in every shape, and where in the graph they belong.
 
-Every micro-batch reads a buffer as it was at the beginning of the step. Its change counts as a gradient does: the mean
+Every micro-batch reads a buffer as it was at the beginning of the step. Changes are treated like gradients: their mean
 over all micro-batches is applied with the step (docs/decisions/0013).
 """
 
@@ -24,10 +24,10 @@ _KEEPS_MEANS = {
     *("view", "reshape", "expand", "expand_as", "squeeze", "unsqueeze", "permute", "transpose", "t"),
     *("add", "sub", "rsub"),
 }
-"""Operations that give the mean of their results for the mean of their arguments."""
+"""Operations that commute with the mean: applied to the mean of arguments they give the mean of results."""
 
 _ONE_ARGUMENT_VARIES = {"mul": (0, 1), "div": (0,), "lerp": (0, 1), "where": (1, 2), "getitem": (0,)}
-"""Those that do while only these arguments differ between micro-batches; of a product only one of them."""
+"""Operations that do so while only these arguments differ between micro-batches; in a product only one factor."""
 
 _COPIES: set[object] = {torch.ops.aten.detach.default, torch.ops.aten.expand_as.default, torch.ops.aten.to.dtype}
 
@@ -39,7 +39,7 @@ _ALLOWED = (
 
 
 def settle_writes(functional: Functional, sources: Mapping[str, Source]) -> None:
-    """Refuse changes that would depend on the shape, and move the others to where their parameters are used.
+    """Refuse changes that would depend on the shape, and move the others to the place where their values are used.
 
     Raises:
         JobError: naming the buffer and the line.
@@ -69,7 +69,7 @@ def settle_writes(functional: Functional, sources: Mapping[str, Source]) -> None
 
 
 def _varying(functional: Functional, sources: Mapping[str, Source]) -> set[Node]:
-    """Nodes that differ between micro-batches: of the samples, of their number, or random."""
+    """Return nodes that differ between micro-batches: they depend on samples or their number, or are random."""
     varying: set[Node] = set()
     for node in functional.graph_module.graph.nodes:
         of_batch = node.op == "placeholder" and sources[node.name].kind == "batch"
@@ -80,9 +80,10 @@ def _varying(functional: Functional, sources: Mapping[str, Source]) -> set[Node]
 
 
 def _not_averaged(graph: Graph, end: Node, starts: Iterable[Node], varying: set[Node]) -> Node | None:
-    """Return the node for which the mean of a buffer's changes is not what the user meant; None if there is none.
+    """Return the node that makes the mean of a buffer's changes differ from what the user meant; None: there is none.
 
-    On the way from a buffer to its new value, what differs between micro-batches may only be added, with fixed factors.
+    On the way from a buffer to its new value, values that differ between micro-batches may only be added, with fixed
+    factors.
     """
     value: torch.Tensor = end.meta["val"]
     if not (value.is_floating_point() or value.is_complex()):
@@ -101,7 +102,7 @@ def _not_averaged(graph: Graph, end: Node, starts: Iterable[Node], varying: set[
 
 
 def _read_for_statistics(node: Node) -> Sequence[Node]:
-    """What a node's result follows from; what BatchNorm normalises does not follow from its running statistics."""
+    """Return the nodes on which a result depends; BatchNorm's output in training ignores its running statistics."""
     source = node.args[0] if node.args else None
     if node.target is operator.getitem and isinstance(source, Node) and source.target in PLAIN and node.args[1] == 0:
         return [value for value in source.args[:3] if isinstance(value, Node)]
@@ -125,7 +126,7 @@ def _keeps_means(node: Node, varying: set[Node], follows: set[Node]) -> bool:
 
 
 def _cone(ends: Iterable[Node]) -> set[Node]:
-    """The nodes and all that they depend on."""
+    """Return these nodes and all nodes on which they depend."""
     found: set[Node] = set()
     waiting = list(ends)
     while waiting:
@@ -137,7 +138,7 @@ def _cone(ends: Iterable[Node]) -> set[Node]:
 
 
 def _move_to_its_value(end: Node) -> None:
-    """Move a new value behind what it is made from: written at the end of the forward, it would cross every cut."""
+    """Move a buffer's new value directly behind its inputs; at the end of the forward, they would cross every cut."""
     chain = [end]
     while isinstance(node := chain[-1].args[0], Node) and node.target in _COPIES and set(node.users) == {chain[-1]}:
         chain.append(node)
@@ -150,9 +151,9 @@ def _move_to_its_value(end: Node) -> None:
 
 
 def _move_to_their_use(graph: Graph, fixed: Sequence[Node], ends: set[Node]) -> None:
-    """Move what changes buffers whatever the samples are to the first reader of the new value, else of a parameter.
+    """Move changes that do not depend on samples to the first reader of the new value, or else of a parameter.
 
-    A moving average of all weights, written down in one place, would otherwise need all of them in one section.
+    A moving average of all weights, written in one place, would otherwise need all weights in one section.
     """
     cone = _cone(fixed)
     movable = [node for node in graph.nodes if node in cone and node.op == "call_function" and node not in ends]

@@ -1,1 +1,1 @@
-"""Models whose cut-points the user marked, for what cannot be exported."""
+"""Models that cannot be exported, cut at places that the user marked."""

@@ -144,7 +144,7 @@ def _check_marks(exported: MarkedJob, trial: Trial, names: set[str]) -> None:
     for name in sorted(names):
         if reached.count(name) != 1:
             raise JobError(
-                f"the forward comes {reached.count(name)} times to the module",
+                f"the forward calls the module {reached.count(name)} times",
                 source=exported.model_line,
                 field="cut_points",
                 value=name.removeprefix(_PREFIX),
@@ -276,7 +276,7 @@ def _equal(found: Tensor, expected: Tensor) -> bool:
 
 def _goes_past(mark: Mark | None, what: str = "") -> ExportError:
     if mark is None:
-        return ExportError(f"{what}the model comes out otherwise when it is run again", source="Job", field="model")
+        return ExportError(f"{what}the model gives another result when it is run again", source="Job", field="model")
     module = mark.call[0].removeprefix(_PREFIX)
     return ExportError(
         f"{what}a value other than the marked tensor goes past the cut in front of {module}",

@@ -272,11 +272,11 @@ class MarkedCode:
         assert mark is not None
         shape = f" (shape {list(self._border_shape)})" if self._border_shape is not None else ""
         return JobError(
-            f"the forward comes to the cut in front of {mark.call[0].removeprefix('model.')} {how}, unlike with the "
+            f"the forward reaches the cut in front of {mark.call[0].removeprefix('model.')} {how}, unlike with the "
             "first samples",
             source=mark.source,
             field="cut_points",
-            allowed=f"marks that every forward comes to in the same order, with the same shapes{shape}; put what "
+            allowed=f"marks that every forward reaches in the same order, with the same shapes{shape}; put what "
             "depends on data into modules between them",
         )
 
@@ -312,7 +312,7 @@ class _Walk:
             if name in self._code.foreign:
                 raise JobError(
                     "the section does not hold this module's parameters: with the first samples the forward did not "
-                    "come to it here",
+                    "reach it here",
                     source=line_in_loss(),
                     field="model",
                     value=name.removeprefix("model."),

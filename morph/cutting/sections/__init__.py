@@ -1,1 +1,1 @@
-"""What a cut model is made of: sections, cut-points, positions, statistics of the global batch."""
+"""The parts of a cut model: sections, cut-points, positions, running statistics."""

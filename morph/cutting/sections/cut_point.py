@@ -1,4 +1,4 @@
-"""The mark that a user puts into a forward to say where the model may be cut."""
+"""The mark that a user puts into a forward where the model may be cut."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from torch import Tensor, nn
 
 
 class CutPoint(nn.Module):
-    """A place where the model is cut: returns the tensor that it is given.
+    """A place where the model is cut; returns its argument.
 
-    Make one in the constructor and call it in ``forward``, where only this tensor is needed from before::
+    Make one in the constructor and call it in ``forward`` where the code after it needs only this tensor from before::
 
         self.cut = morph.CutPoint()
         ...
         hidden = self.cut(hidden)
 
-    A model with marks is cut there and nowhere else. The same one may be called several times, in a loop.
+    A model with marks is cut only there. One ``CutPoint`` may be called several times, for example in a loop.
     """
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return ``hidden`` of any shape, as it is."""
+        """Return ``hidden``, a tensor of any shape, unchanged."""
         return hidden.view_as(hidden)

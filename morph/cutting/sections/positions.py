@@ -1,9 +1,9 @@
 """Choose where to cut: pure arithmetic over costs and bytes.
 
-Varuna, section 5.1: sections of equal compute, cut where it is cheap to cross. Here over all cuts at once: the sum over
-sections of ((compute / even share) - 1)^2, plus 0.3 for each doubling of the bytes that cross a cut, is least; below an
-eighth of the median, fewer bytes count no less. So a cut moves by up to 0.4 of a section's compute to cross half the
-bytes, and sections of equal blocks come out equal.
+Varuna, section 5.1: sections of equal compute, cut where few bytes cross. Here all cuts are chosen together: they
+minimise the sum over sections of ((compute / even share) - 1)^2, plus 0.3 for each doubling of the bytes that cross a
+cut; less than an eighth of the median bytes counts as an eighth. So a cut moves by up to 0.4 of a section's compute to
+halve the crossing bytes, and sections of equal blocks are equal.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Position:
 def default_num_sections(positions: Sequence[Position], total_cost: float) -> int:
     """Return one section for every two narrow positions, from 1 to 24.
 
-    Narrow: crossed by at most 1.5 times the bytes that the narrowest tenth of all positions stays within; those nearer
-    to each other than 1/80 of the total compute count once. A transformer has two narrow positions per block (behind
-    attention and behind the MLP), so this is one section per block.
+    A position is narrow if at most 1.5 times the 10th percentile of bytes cross it; positions closer to each other than
+    1/80 of the total compute count once. A transformer has two narrow positions per block (behind attention and behind
+    the MLP), so this is one section per block.
     """
     places = _distinct(positions, total_cost)
     if not places:
@@ -59,7 +59,7 @@ def default_num_sections(positions: Sequence[Position], total_cost: float) -> in
 
 
 def choose_positions(positions: Sequence[Position], total_cost: float, num_sections: int) -> tuple[int, ...]:
-    """Return ``num_sections - 1`` indices, strictly ascending: even in compute and cheap to cross.
+    """Return ``num_sections - 1`` strictly ascending indices of cuts, with even compute and few crossing bytes.
 
     Raises:
         ValueError: when there are fewer distinct positions than cuts.
@@ -76,7 +76,7 @@ def choose_positions(positions: Sequence[Position], total_cost: float, num_secti
 
 
 def _least_sum(candidates: Sequence[Position], total_cost: float, share: float, num_sections: int) -> tuple[int, ...]:
-    """Dynamic programming over the number of sections; in whole millionths, so that every machine agrees on ties."""
+    """Minimise by dynamic programming over the number of sections, in integers, so that all machines agree on ties."""
     cost = np.array([0.0, *(place.cost_before for place in candidates), total_cost])
     sizes_bytes = sorted(place.crossing_bytes for place in candidates)
     narrow = max(1, sizes_bytes[0], sizes_bytes[len(candidates) // 2] // _NARROWEST)
@@ -100,7 +100,7 @@ def _least_sum(candidates: Sequence[Position], total_cost: float, share: float, 
 
 
 def _cheapest_around(places: Sequence[Position], reach: float) -> list[Position]:
-    """Keep the positions than which none nearer than ``reach`` is cheaper, or equally cheap and earlier."""
+    """Keep each position unless another within ``reach`` is cheaper to cross, or equally cheap and earlier."""
     kept: list[Position] = []
     first = 0
     for number, place in enumerate(places):

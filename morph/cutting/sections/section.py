@@ -1,4 +1,4 @@
-"""What cutting makes: sections, what crosses their borders, the parameter units that they share or own."""
+"""The result of cutting: sections, the tensors that cross their borders, and the units of their parameters."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class BoundaryTensor:
     """A tensor that crosses a cut.
 
     Attributes:
-        name: In the graph.
-        shape: For the cut model's m.
-        dtype: In which it crosses the cut, within a stage too; its gradient likewise.
+        name: Its name in the graph.
+        shape: Its shape for the cut model's m.
+        dtype: The type in which it and its gradient cross the cut, also within a stage.
         requires_grad: Whether it carries a gradient.
-        wide_dtype: In which sections compute it, where that is another.
+        wide_dtype: The type in which sections compute it, if that differs.
     """
 
     name: str
@@ -37,12 +37,12 @@ class BoundaryTensor:
 
     @property
     def computed_dtype(self) -> torch.dtype:
-        """In which sections compute it."""
+        """The type in which sections compute it."""
         return self.wide_dtype or self.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Size of one such tensor."""
+        """Size of this tensor for m samples, in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -64,16 +64,16 @@ class ParameterUnit:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Everything that changes while training."""
+        """Names of everything in the unit that changes while training."""
         return (*self.parameters, *self.buffers)
 
 
 class Constants(Mapping[str, Tensor]):
-    """What sections read and training does not change; on a device there is one of each, whoever reads it.
+    """Tensors that sections read and training does not change; sections on one device share one copy of each.
 
     Args:
-        values: Makes a constant when it is requested, on the CPU.
-        names: Of constants in the user's model.
+        values: Makes a constant on the CPU on request.
+        names: Names of constants in the user's model.
         specs: Shape and dtype of each.
     """
 
@@ -98,23 +98,23 @@ class Constants(Mapping[str, Tensor]):
         return len(self._values)
 
     def num_bytes(self, name: str) -> int:
-        """Return the size of one, without making it."""
+        """Return the size of a constant in bytes, without making it."""
         shape, dtype = self.specs[name]
         return prod(shape) * dtype.itemsize
 
     def take(self, given: Mapping[str, Tensor]) -> None:
-        """From now on, take these in the place of the model's own, by their names in the user's model."""
+        """From now on, use these tensors, by their names in the user's model, in place of the model's own."""
         self._given, self._held = given, {}
 
     def on(self, name: str, device: torch.device) -> Tensor:
-        """Return one on a device, where it stays until ``keep_only``."""
+        """Return a constant on a device, where it stays until ``keep_only``."""
         key = name, device
         if key not in self._held:
             self._held[key] = self[name].to(device)
         return self._held[key]
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Let go of all others: a worker holds those of its own sections."""
+        """Release all constants but these: a worker keeps only those of its own sections."""
         self._held = {key: value for key, value in self._held.items() if key[0] in names}
 
 
@@ -124,23 +124,23 @@ class Section:
 
     Attributes:
         index: 0..K-1.
-        label: Where in the user's model the section begins.
-        inputs: Border tensors it takes: the previous section's outputs.
-        outputs: Border tensors it returns, contiguous; of the last section the scalar loss and the metrics. A tensor
-            that only passes through is in both.
-        batch_keys: Batch entries it reads.
-        parameters: Parameters it reads, tied ones included.
+        label: The module of the user's model in which the section begins.
+        inputs: Border tensors that it takes: the previous section's outputs.
+        outputs: Border tensors that it returns, contiguous; the last section returns the scalar loss and the metrics. A
+            tensor that only passes through is in both.
+        batch_keys: Batch entries that it reads.
+        parameters: Parameters that it reads, including tied ones.
         signature: Equal for sections of equal operations and shapes.
         code: Called with ``*inputs, *batch entries, *parameters, *buffers, *constants``; returns the outputs, then new
             values of ``writes``.
-        buffers: Buffers it reads that some section writes.
-        writes: Those of them that it writes.
-        constants: Constants it reads (other buffers, frozen parameters), by their names in ``constant_values``.
-        constant_values: Those of the whole model.
-        source: Line of code, ``file:line``, that the section begins with, outside torch.
-        cost: Estimated compute, in the unit of its neighbours.
-        num_replicated: Cheap operations that it computes for itself although other sections do too.
-        finish: What else is done to the code, once it is that of a device: it may be compiled.
+        buffers: Buffers that it reads and some section writes.
+        writes: Those of ``buffers`` that it writes itself.
+        constants: Constants that it reads (other buffers, frozen parameters), by their names in ``constant_values``.
+        constant_values: The constants of the whole model.
+        source: The line of code outside torch, ``file:line``, with which the section begins.
+        cost: Estimated compute, in the same unit for all sections.
+        num_replicated: Number of cheap operations that it computes although other sections do, too.
+        finish: Applied to the code after it was moved to a device, for example to compile it.
     """
 
     index: int
@@ -164,9 +164,9 @@ class Section:
     def __call__(
         self, inputs: Sequence[Tensor], batch: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
-        """Run the section; autograd records as usual, and randomness comes from torch's generator.
+        """Run the section; autograd records as usual, and random numbers come from torch's generator.
 
-        The first run on a device makes the section's constants there; they stay until others are wanted.
+        The first run on a device makes the section's constants there; they stay until ``Constants.keep_only``.
 
         Args:
             inputs: One tensor per entry of ``self.inputs``.
@@ -191,15 +191,15 @@ class CutModel:
 
     Attributes:
         sections: In order.
-        units: Every parameter that a section reads is in exactly one.
-        fingerprint: Of operations, cut positions and parameters; the same for every m, process and machine.
+        units: Parameter units; every parameter that a section reads is in exactly one.
+        fingerprint: Digest of operations, cut positions and parameters; equal for every m, process and machine.
         micro_batch_size: m.
         parameter_specs: Shape and dtype of each parameter that a section reads.
-        buffer_specs: The same of each buffer that a section writes.
-        unused_parameters: Trainable, but the loss does not depend on them: in no unit, and never changed.
-        metric_names: Of the last section's outputs behind the loss.
-        by_length: The same cut for each bucket, where lengths vary; this one is that of the longest.
-        length: The bucket that this one is for.
+        buffer_specs: Shape and dtype of each buffer that a section writes.
+        unused_parameters: Trainable parameters on which the loss does not depend: in no unit, and never changed.
+        metric_names: Names of the last section's outputs after the loss.
+        by_length: The same cut for each bucket, where lengths vary; this cut is for the longest.
+        length: The bucket of this cut.
     """
 
     sections: tuple[Section, ...]
@@ -214,15 +214,15 @@ class CutModel:
     length: int | None = None
 
     def at(self, length: int | None) -> CutModel:
-        """Return the cut for micro-batches of a length; this one where it is not known of, or lengths do not vary."""
+        """Return the cut for micro-batches of a length; this one if the length is unknown or lengths do not vary."""
         return self if length is None else self.by_length.get(length, self)
 
     def every(self) -> dict[int | None, CutModel]:
-        """Return all cuts by length: this one alone where lengths do not vary."""
+        """Return all cuts by length; only this one where lengths do not vary."""
         return dict(self.by_length.items()) or {None: self}
 
     def mapped(self, change: Callable[[CutModel], CutModel]) -> CutModel:
-        """Return the model with this cut, and that for each bucket, changed in the same way."""
+        """Return the model with ``change`` applied to this cut and to that of each bucket."""
         return replace(change(self), by_length={length: change(model) for length, model in self.by_length.items()})
 
     @property
@@ -232,11 +232,11 @@ class CutModel:
 
     @property
     def constants(self) -> list[Constants]:
-        """Those of its sections, each once."""
+        """The constants of all sections, each object once."""
         return list({id(section.constant_values): section.constant_values for section in self.sections}.values())
 
     def keep_constants_of(self, sections: range) -> None:
-        """Let go of the constants that none of these sections reads."""
+        """Release the constants that none of these sections reads."""
         for held in self.constants:
             held.keep_only({name for index in sections for name in self.sections[index].constants})
 

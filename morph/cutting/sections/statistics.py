@@ -19,7 +19,7 @@ _ARGUMENTS = (
     "Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor var, float momentum, float eps, bool cudnn"
 )
 _TRAINING, _STATISTICS = 5, (3, 4)
-"""Places of arguments, alike in both of torch's operations."""
+"""Positions of arguments, equal in both of torch's operations."""
 
 
 def _returning(normalise: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
@@ -39,14 +39,14 @@ for _name, _function in (("batch_norm", torch.batch_norm), ("instance_norm", tor
 _LIBRARY.define("assigned(Tensor value) -> Tensor")
 _LIBRARY.impl("assigned", lambda value: value.detach().clone(), "CompositeImplicitAutograd")
 ASSIGNED = torch.ops.morph.assigned.default
-"""Marks what the forward has put in a buffer's place; who reads the buffer behind that reads the marked tensor."""
+"""Marks a tensor that the forward assigned to a buffer; later reads of the buffer read this tensor."""
 
 aten = torch.ops.aten
 RETURNING: dict[Any, OpOverload] = {
     aten.batch_norm.default: torch.ops.morph.batch_norm.default,
     aten.instance_norm.default: torch.ops.morph.instance_norm.default,
 }
-"""By torch's operation, the one that returns (result, mean, variance)."""
+"""By torch's operation: the counterpart that returns (result, mean, variance)."""
 
 PLAIN: dict[Any, Any] = {returning: plain for plain, returning in RETURNING.items()}
 
@@ -59,7 +59,7 @@ def updated_statistics(node: Node) -> list[Node]:
 
 
 def return_statistics(node: Node) -> None:
-    """Put the returning operation in the node's place, behind it plain copies into the statistics."""
+    """Replace the node by the returning operation, followed by plain copies into the statistics."""
     graph, statistics = node.graph, updated_statistics(node)
     x, weight, bias, mean, var, _, *rest = node.args
     value, place = node.meta["val"], {key: entry for key, entry in node.meta.items() if key != "val"}
@@ -78,7 +78,7 @@ def return_statistics(node: Node) -> None:
 
 
 def use_statistics(node: Node) -> None:
-    """Make a returning node normalise with the statistics that it is given, as in evaluation mode."""
+    """Make a returning node normalise with its given statistics, as in evaluation mode."""
     arguments: tuple[Any, ...] = node.args
     x, weight, bias, mean, var, *rest = arguments
     for user in list(node.users):

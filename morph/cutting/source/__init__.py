@@ -1,1 +1,1 @@
-"""Where in the user's code something stands, and how a refusal names it."""
+"""Locating lines of the user's code, and explaining refusals with them."""

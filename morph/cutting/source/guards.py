@@ -1,4 +1,4 @@
-"""See which line of the user's code makes the exported graph depend on the number of samples."""
+"""Find the line of the user's code that makes the exported graph depend on the number of samples."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from morph.contract.errors import ExportError
 from morph.cutting.source.locate import is_users
 
 TRANSFORMS = ("torch._functorch.eager_transforms", "torch._functorch.vmap", "torch._functorch.predispatch")
-"""Modules in which torch.func is carried out."""
-_CALLER = str(Path(__file__).parents[1] / "trial_run" / "trial.py")  # holds the module that calls the user's loss
+"""Modules that implement torch.func."""
+_CALLER = str(Path(__file__).parents[1] / "trial_run" / "trial.py")  # the file that calls the user's loss
 
 
 @dataclass(frozen=True)
 class Guard:
-    """Something that holds for the number of samples of the trial, and that the trace then relies on.
+    """A condition on the number of samples that held in the trial, and on which the trace relies.
 
     Attributes:
-        text: As torch writes it, such as ``Eq(s0, 3)``.
-        is_equality: It holds for one number of samples only; otherwise for a range of them.
+        text: The condition as torch writes it, such as ``Eq(s0, 3)``.
+        is_equality: Whether it holds for only one number of samples, and not for a range.
         line: ``file:line`` of the user's code; None outside of it.
         module: Class of the innermost module that runs, if it is torch's own.
-        transformed: It comes of a transformation by torch.func.
+        transformed: Whether a transformation by torch.func caused it.
     """
 
     text: str
@@ -41,7 +41,7 @@ class Guard:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Let an attribute of a class or module be another while the block runs: for what torch offers no mode for.
+    """Replace an attribute of a class or module while the block runs, where torch offers no mode for the purpose.
 
     Raises:
         ExportError: the installed version has no such attribute, so replacing it would change nothing.
@@ -70,7 +70,7 @@ def _version_of(owner: Any) -> str:
 
 @contextmanager
 def watched_guards() -> Iterator[list[Guard]]:
-    """Collect the guards that are made meanwhile."""
+    """Collect the guards that are made while the block runs."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     found: list[Guard] = []
@@ -86,12 +86,12 @@ def watched_guards() -> Iterator[list[Guard]]:
 
 
 def decisive(guards: list[Guard]) -> Guard | None:
-    """Return the guard to tell: one in the user's code, and one that fixes the number of samples, if there is one."""
+    """Return the guard to report; preferred are guards in the user's code, and those that fix the number of samples."""
     return max(guards, key=lambda guard: (guard.line is not None, guard.is_equality), default=None)
 
 
 def line_in_loss() -> str | None:
-    """Return ``file:line`` of the innermost frame of the user's code, of the loss under way; None outside of it."""
+    """Return ``file:line`` of the innermost frame of the user's code in the running loss; None outside of it."""
     found: str | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != _CALLER:

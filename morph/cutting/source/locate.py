@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from morph.jobs.job import Job
 
-SLICE = re.compile(r"\.?slice\([^)]*\)")  # of a list of modules that the model iterates over a part of
+SLICE = re.compile(r"\.?slice\([^)]*\)")  # when a model iterates over a slice of a list of modules
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
 _OUR_FOLDER = f"{Path(__file__).parents[2]}/"
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
@@ -46,7 +46,7 @@ def node_line(node: Node) -> str | None:
 
 
 def module_paths(node: Node) -> tuple[str, ...]:
-    """Return the paths, in the user's model, of the modules that the node stands in, from the outermost inwards."""
+    """Return the paths, in the user's model, of the modules that contain the node, from the outermost inwards."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = (SLICE.sub("", path).removeprefix("model").removeprefix(".") for path, _ in stack.values())
     return tuple(path for path in paths if path)
@@ -54,14 +54,14 @@ def module_paths(node: Node) -> tuple[str, ...]:
 
 @functools.cache
 def is_users(file: str) -> bool:
-    """Whether code in a file may be the user's, or a library's that the user's model comes from."""
+    """Whether code in a file may belong to the user, or to a library of models."""
     if file.startswith(("<", _TORCH_FOLDER, _OUR_FOLDER)):
         return False
     return "site-packages" in file or not file.startswith(_STANDARD_LIBRARY)
 
 
 def calling_line() -> str | None:
-    """Return ``file:line`` of the user's code that is being run."""
+    """Return ``file:line`` of the user's code that is running."""
     frames = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
 

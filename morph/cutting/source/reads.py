@@ -1,4 +1,4 @@
-"""Notices what a job reads while it is loaded and its model is made: what is in a file may change without its code."""
+"""Detect files that a job reads while it is loaded and its model is built: they may change while the code does not."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _watching = threading.local()
 
 
 class Reads:
-    """What this thread reads while the object is entered, which may be several times.
+    """Records what this thread reads while the object is entered, which may be several times.
 
     Attributes:
-        found: Files outside of Python, its packages and the job's own code, and other ways to the outside.
+        found: Files outside of Python, its packages and the job's own code, and other external inputs.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Reads:
 
 @contextmanager
 def of_data() -> Iterator[None]:
-    """While the user's data set is read: what is in its files is no part of the model."""
+    """Pause recording while the user's data set is read, whose files are not part of the model."""
     before = getattr(_watching, "reads", None)
     _watching.reads = None
     try:
@@ -53,7 +53,7 @@ def of_data() -> Iterator[None]:
 
 @cache
 def _hook() -> None:
-    """Hear of what Python opens from now on; such a hook cannot be taken away."""
+    """Install an audit hook for files that Python opens; such a hook cannot be removed."""
     sys.addaudithook(_heard)
 
 
@@ -68,7 +68,7 @@ def _heard(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _for_a_traceback() -> bool:
-    """Whether lines of code are read, as torch does for each operation of a graph."""
+    """Whether lines of code are being read for a traceback, as torch does for each operation of a graph."""
     frame = sys._getframe(2).f_back
     while frame is not None and frame.f_code.co_filename == tokenize.__file__:
         frame = frame.f_back
@@ -77,7 +77,7 @@ def _for_a_traceback() -> bool:
 
 def _is_read(path: object, mode: object, flags: object) -> bool:
     if not isinstance(path, str | bytes | os.PathLike):
-        return False  # a descriptor that is open already
+        return False  # an open file descriptor
     if isinstance(flags, int) and flags & os.O_ACCMODE == os.O_WRONLY:
         return False
     if isinstance(mode, str) and set(mode) & set("wxa") and "+" not in mode:
@@ -88,6 +88,6 @@ def _is_read(path: object, mode: object, flags: object) -> bool:
     if known.suffix in {".py", ".pyc"} and known.is_relative_to(_MORPH):
         return False
     if known.parent.suffix == ".egg-info" and known.parent.parent == _MORPH.parent:
-        return False  # of a clone: torch's first export reads it with the metadata of all installed packages
+        return False  # metadata of a clone, which torch's first export reads with that of all installed packages
     files = (finder for finder in sys.meta_path if isinstance(finder, JobFiles))
     return not (known.suffix == ".py" and any(finder.inside(str(known)) is not None for finder in files))

@@ -28,8 +28,8 @@ def explain(error: Exception, guard: Guard | None = None) -> tuple[str, str]:
     """Return (reason, what is allowed) for an exception of torch.export.
 
     Args:
-        error: What it raised.
-        guard: What the trace came to rely on, as far as it was seen.
+        error: The exception.
+        guard: The condition on which the trace relies, if one was observed.
     """
     reason, advice = _reason_and_advice(error, guard)
     return reason, advice + OR_MARK
@@ -75,16 +75,16 @@ def _reason_and_advice(error: Exception, guard: Guard | None) -> tuple[str, str]
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text that says something."""
+    """Return the first line of an error's text that is not empty."""
     try:
         text = str(error)
-    except Exception:  # a text that the user's own class makes
+    except Exception:  # the user's own class makes the text
         text = ""
     return next((line.strip() for line in text.splitlines() if line.strip()), "no message")
 
 
 def changes_requires_grad(name: str, line: str | None) -> JobError:
-    """Say that a parameter is frozen or thawed while training."""
+    """Return the error for a parameter that is frozen or unfrozen while training."""
     return JobError(
         f"requires_grad of {name} changes while training",
         source=line,

@@ -1,4 +1,4 @@
-"""What Python keeps from one forward to the next: random number generators, attributes, globals."""
+"""Python state that persists between forwards: random number generators, attributes, globals."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ PYTHON = "Python's random numbers"
 
 @dataclass
 class KeptState:
-    """What the forward of a job might leave behind, by the name to tell it by.
+    """State that the forward of a job might change, by a name for messages.
 
-    Tensors are not looked at: a run shows whether it reads those of the run before.
+    Tensors are not compared: a run itself shows whether it reads tensors of the previous run.
     """
 
     job: Job
@@ -43,11 +43,11 @@ class KeptState:
         self.files = user_files(self.job, self.model)
 
     def now(self) -> dict[str, object]:
-        """Return what can be compared with a later state."""
+        """Return the present state, for comparison with a later one."""
         return {name: self._told(read()) for name, read in self._places()}
 
     def line_of_change(self, name: str, run: Callable[[], object]) -> str | None:
-        """Run once more; returns the ``file:line`` of the user's code behind which ``name`` is another."""
+        """Run once more; return the ``file:line`` of the user's code after which ``name`` has changed."""
 
         def look() -> object:
             return next((self._told(read()) for found, read in self._places(name) if found == name), None)
@@ -55,7 +55,7 @@ class KeptState:
         return _line_of_change(look, run)
 
     def _places(self, wanted: str | None = None) -> Iterator[tuple[str, Callable[[], object]]]:
-        yield NUMPY, lambda: np.random.get_state(legacy=True)  # the generator that users may draw from
+        yield NUMPY, lambda: np.random.get_state(legacy=True)  # the global generator, from which users may draw
         yield PYTHON, random.getstate
         if wanted in {NUMPY, PYTHON}:
             return
@@ -85,7 +85,7 @@ class KeptState:
         return getattr(sys.modules.get(kind.__module__), "__file__", None) in self.files
 
     def _told(self, value: object, depth: int = 0) -> object:
-        """Return something to compare in place of a value; what it cannot tell apart is equal."""
+        """Return a comparable summary of a value; values with equal summaries count as equal."""
         if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):
             return repr(value)
         found = _generator_state(value)
@@ -122,7 +122,7 @@ def _generator_state(value: object) -> object:
 
 
 def _behind(function: object) -> Iterator[tuple[str, object]]:
-    """Yield what a function reaches from outside: globals that it names, closures, the object that it belongs to."""
+    """Yield external values that a function can reach: globals that it names, closures, the object of a method."""
     if isinstance(function, functools.partial):
         yield from _behind(function.func)
         yield from ((f"argument {place} of the loss", value) for place, value in enumerate(function.args))
@@ -185,6 +185,6 @@ def _line_of_change(look: Callable[[], object], run: Callable[[], object]) -> st
 
 
 def changed(*states: Mapping[str, object]) -> Iterable[str]:
-    """Return the names of what differs between neighbours, most telling first."""
+    """Return the names of values that differ between consecutive states, the most informative first."""
     names = dict.fromkeys(name for state in states for name in state)
     return [name for name in names if any(a.get(name) != b.get(name) for a, b in itertools.pairwise(states))]

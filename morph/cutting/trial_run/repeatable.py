@@ -1,9 +1,9 @@
-"""Refuse a forward that is another one when it is run again: tracing would keep one of them for ever.
+"""Refuse a forward that differs when it is run again, because a trace would keep one variant forever.
 
-Besides weights, buffers, batch and torch's random numbers, which Morph seeds, nothing may decide what a forward does:
-each worker would have its own, and what was traced would never change. So the loss is run twice in the same way, with
-every operation written down: an attribute or a generator that is another one behind it, a tensor that one run leaves
-to the next, or an operation that comes out otherwise (a clock) is refused with its line.
+A forward may depend only on weights, buffers, batch and torch's random numbers, which Morph seeds: anything else would
+differ between workers, and a trace would never change. So the loss is run twice in the same way, with every operation
+recorded. A changed attribute or generator, a tensor that one run leaves to the next, or an operation with another
+result (a clock) is refused with its line.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Forward:
-    """A loss to be run again and again.
+    """A loss that can be run repeatedly.
 
     Attributes:
-        job: The job, of which functions and closures are looked at too.
-        model: Its model, which has been run before: what it makes at its first run is not looked at.
-        parameters: That it is run with.
-        batch: That it is run on, of fake tensors or real ones.
+        job: The job, whose functions and closures are examined, too.
+        model: Its model, which has run before, so that state made by its first run does not count as changed.
+        parameters: The parameters with which it is run.
+        batch: The batch on which it is run, of fake or real tensors.
         run: Runs the loss in the same way each time.
-        tape: Of a fake model: it knows what was not made from a batch.
+        tape: The tape of a fake model, which knows the tensors that were not made from a batch.
     """
 
     job: Job
@@ -63,7 +63,7 @@ def require_repeatable(forward: Forward) -> None:
     """Run the loss twice, and a third time to find a line.
 
     Raises:
-        JobError: the second run is another one, or leaves something behind.
+        JobError: the second run differs, or leaves something behind.
     """
     kept = KeptState(forward.job, forward.model)
     states, runs = [kept.now()], list[_Watch]()
@@ -86,10 +86,10 @@ def require_repeatable(forward: Forward) -> None:
         raise JobError("the loss runs backward itself", source=line, field="loss", allowed="the loss alone")
     for message, line, allowed in second.refused:
         raise _refusal(forward, message, line, allowed)
-    if first.reads_fakes or second.reads_fakes:  # a choice by numbers, which fakes have not: what follows says so
+    if first.reads_fakes or second.reads_fakes:  # a choice by numbers, which fake tensors lack: refused later
         return
     if first.operations != second.operations or not first.comes_out_as(second):
-        message = "the forward comes out otherwise when it is run again on the same samples with the same seed"
+        message = "the forward gives another result when it is run again on the same samples with the same seed"
         line = first.line_of_difference(second)
         raise _refusal(forward, message, line, f"{_ALONE}; no clock, and no random numbers of others")
 
@@ -100,7 +100,7 @@ def _refusal(forward: Forward, what: str, line: str | None, allowed: str) -> Job
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
-    """Writes down one run; ``left`` are tensors that the run before has left behind."""
+    """Records the operations of one run; ``left``: tensors that the previous run has left behind."""
 
     def __init__(self, forward: Forward, left: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -113,11 +113,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
         self._tape = forward.tape
         self._parameters = {_storage(parameter): name for name, parameter in forward.parameters.items()}
         self._given = {_storage(tensor) for tensor in (*forward.model.buffers(), *forward.batch.values())}
-        self._held = list(left)  # so that no new tensor is taken for one of them
+        self._held = list(left)  # kept alive, so that no new tensor is mistaken for one of them
         self._left = {_storage(tensor) for tensor in self._held} - self._given - {None}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carry out ``func`` and write it down."""
+        """Carry out ``func`` and record it."""
         kwargs = kwargs or {}
         line = line_in_loss()
         leaves = tree_leaves((args, kwargs))
@@ -133,7 +133,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
             if (name := self._parameters.get(_storage(tensor))) is not None:
                 self.refused.append((f"the forward changes parameter {name}", line, "changes by the optimizer alone"))
             elif not self._may_change(tensor):
-                message = "the forward changes a tensor that was there before it"
+                message = "the forward changes a tensor that existed before"
                 self.refused.append((message, line, f"{_ALONE}; {_BUFFER}"))
         result = func(*args, **kwargs)
         others = {_storage(leaf) for leaf in leaves if isinstance(leaf, Tensor) and not self._may_change(leaf)}
@@ -143,9 +143,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
         return result
 
     def _may_change(self, tensor: Tensor) -> bool:
-        """Whether it is a buffer, of the batch, or made by this run.
+        """Whether the forward may change a tensor: a buffer, a tensor of the batch, or one made by this run.
 
-        What was made counts only while it lives: memory that was given back is soon another tensor's.
+        Tensors made by this run count only while they live, because freed memory is soon reused.
         """
         storage = _storage(tensor)
         return storage in self._given or any(made() is not None for made in self._made.get(storage, ()))
@@ -158,19 +158,19 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
         return self._tape is not None and isinstance(tensor, FakeTensor) and not (known or self._tape.knows(tensor))
 
     def left_behind(self) -> list[Tensor]:
-        """Return what this run has made and something still holds."""
+        """Return the tensors made by this run that are still referenced."""
         every = (made for those in self._made.values() for made in those)
         return [tensor for made in every if (tensor := made()) is not None]
 
     def comes_out_as(self, other: _Watch) -> bool:
-        """Whether two runs have the same results, as far as there are numbers."""
+        """Whether two runs have the same results, as far as tensors have values."""
         pairs = zip(self.result, other.result, strict=True)
         return self._tape is not None or all(
             torch.allclose(one, two, rtol=_TOLERANCE, equal_nan=True) for one, two in pairs
         )
 
     def line_of_difference(self, other: _Watch) -> str | None:
-        """Return the line of the first operation that is another one."""
+        """Return the line of the first operation that differs."""
         for place, operation in enumerate(other.operations):
             if place >= len(self.operations) or self.operations[place] != operation:
                 return other._lines[place]
@@ -184,13 +184,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
         told_elsewhere = isinstance(value, FakeTensor) or self._may_change(value)
         if self._tape is None or told_elsewhere or value.numel() > _COMPARED_ELEMENTS:
             sizes = tuple(size if isinstance(size, int) else None for size in value.shape)
-            return str(value.dtype), sizes  # a size that depends on data has another name each time
-        with unset_fake_temporarily():  # data among fakes that no operation has made: numbers of the user's
+            return str(value.dtype), sizes  # sizes that depend on data have new names each time
+        with unset_fake_temporarily():  # real data among fake tensors: numbers of the user
             return str(value.dtype), str(value.tolist())
 
 
 def _storage(tensor: Tensor) -> int | None:
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # a sparse one has none
+    except (NotImplementedError, RuntimeError):  # a sparse tensor has none
         return None

@@ -1,4 +1,4 @@
-"""Build the user's model and data and try the loss, before anything is exported: an error here is the job's own."""
+"""Build the user's model and data and try the loss before the export: an error here is one of the job itself."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def call_loss(job: Job, model: nn.Module, batch: dict[str, Tensor]) -> object:
 def loss_of_entries(
     loss: Callable[[nn.Module, Any], Any], form: Form, model: nn.Module, batch: Mapping[str, Tensor]
 ) -> Any:
-    """Call a loss on the batch that has these entries."""
+    """Call a loss on the batch with these entries."""
     return loss(model, form.build(batch))
 
 
@@ -56,7 +56,7 @@ class Whole(nn.Module):
         self.model = model
         self._loss = loss
         self.metric_names: list[str] = []
-        """Of the latest run."""
+        """Names of the metrics of the latest run."""
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor | tuple[Tensor, ...]:
         """Return the loss, or (loss, metrics in order of their names)."""
@@ -69,7 +69,7 @@ def built_model(job: Job) -> BuiltModel:
     """Build the job's model in training mode, fake where that is possible.
 
     Raises:
-        JobError: it cannot be built, or is no module with something to train.
+        JobError: it cannot be built, or is not a module with trainable parameters.
     """
     built = run_users_code(lambda: build_model(job.model, job.seed), job, None, "model")
     model = built.model
@@ -116,12 +116,12 @@ def _refuse_kinds(job: Job, model: nn.Module) -> None:
 
 
 def try_loss(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None:
-    """Run the loss: what the model keeps from its first call is there when it is exported, and nothing more.
+    """Run the loss, so that everything that the model keeps from its first call exists before the export.
 
-    On a fake model a failure may be one of fakes alone; then the export decides.
+    If a fake model fails, fake tensors may be the cause; then the export decides.
 
     Raises:
-        JobError: the loss fails, or depends on what is neither traced nor seeded.
+        JobError: the loss fails, or depends on anything that is neither traced nor seeded.
     """
     entries = {key: built.like(entry) for key, entry in batch.items()}
 
@@ -146,14 +146,14 @@ def try_loss(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None:
 
 
 class _NobodyFreezes(TorchFunctionMode):
-    """Refuses a forward that freezes or thaws parameters: which of them are trained is settled when a model is cut."""
+    """Refuses a forward that freezes or unfreezes parameters, because cutting fixes which of them are trained."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carry out ``func``, unless it changes what a parameter requires."""
+        """Carry out ``func``, unless it changes a parameter's ``requires_grad``."""
         kwargs = kwargs or {}
         if func in _SETTERS and id(args[0]) in self._names:
             wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
@@ -163,7 +163,7 @@ class _NobodyFreezes(TorchFunctionMode):
 
 
 def _with_the_same_buffers(model: nn.Module, run: Callable[[], object]) -> Callable[[], object]:
-    """Return ``run``, always from the buffers of this moment: what a forward writes into them is no other result."""
+    """Return ``run`` with the buffers reset before each call to their present values, so that runs are comparable."""
     kept = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
 
     def run_again() -> object:
@@ -180,18 +180,18 @@ def _with_the_same_buffers(model: nn.Module, run: Callable[[], object]) -> Calla
 
 @contextmanager
 def _as_when_exported(built: BuiltModel) -> Iterator[None]:
-    """Let code that asks take the way on fakes that it takes in an export: others may only work on numbers."""
+    """Let code that checks for an export take its export path on fake tensors; its other path may need values."""
     if built.tape is None:
         yield
         return
-    from torch._export.utils import _compiling_state_context  # not at the top: a worker does without
+    from torch._export.utils import _compiling_state_context  # not at the top: workers do not need it
 
     with _compiling_state_context(), unvalidated_distributions():
         yield
 
 
 def example_batch(job: Job, length: int | None = None) -> dict[str, Tensor]:
-    """Stack the first samples that fit into ``length``; keys sorted, so that the order of graph inputs is known."""
+    """Stack the first samples that fit into ``length``; keys are sorted, to fix the order of graph inputs."""
     return _first_samples(job, _EXAMPLE_SAMPLES, length)
 
 
@@ -209,12 +209,12 @@ def _first_samples(job: Job, num_samples: int, length: int | None = None) -> dic
         samples = run_users_code(lambda: recipe.read(dataset, places), job, None, "dataset")
         field = "dataset" if job.collate_fn is None else "collate_fn"
         made = run_users_code(lambda: recipe.batch(samples, places, "dataset()", None, length), job, None, field)
-        run_users_code(lambda: form_of(job), job, None, field)  # read here, and not while something is traced
+        run_users_code(lambda: form_of(job), job, None, field)  # read here, before anything is traced
     return dict(sorted(made.entries.items()))
 
 
 def run_users_code(function: Callable[[], ResultT], job: Job, model: nn.Module | None, field: str) -> ResultT:
-    """Run ``function``, which runs what the user gave as the job's ``field``.
+    """Run ``function``, which calls the user's code for the job's ``field``.
 
     Raises:
         JobError: it failed; names the line.
@@ -235,7 +235,7 @@ def run_users_code(function: Callable[[], ResultT], job: Job, model: nn.Module |
 
 
 def users_error(error: Exception, job: Job, model: nn.Module | None, field: str) -> JobError:
-    """Say that what the user gave as ``field`` failed, with its line."""
+    """Return the error for a failure of the user's code for ``field``, with its line."""
     line = user_line(error, job, model) or definition_line(getattr(job, field))
     if _LACKS_CUDA.search(first_line(error)):
         return JobError(
@@ -248,7 +248,7 @@ def users_error(error: Exception, job: Job, model: nn.Module | None, field: str)
 
 
 def _loss_error(error: Exception, job: Job, model: nn.Module) -> JobError:
-    """Say that the number of samples is written into the model if another number of them works."""
+    """Return the error of a loss; if another number of samples works, it says that the model fixes this number."""
     found = users_error(error, job, model, "loss")
     for num_samples in dict.fromkeys((job.micro_batch_size or 1, job.batch_size, 1, 2, 4, 8)):
         if num_samples > _MAX_SAMPLES_TRIED:
@@ -267,10 +267,10 @@ def _loss_error(error: Exception, job: Job, model: nn.Module) -> JobError:
 
 
 def check_loss(job: Job, result: object) -> None:
-    """Refuse what is not a scalar loss, or no loss with metrics.
+    """Refuse a result that is neither a scalar loss nor a loss with metrics.
 
     Raises:
-        JobError: saying what was returned.
+        JobError: says what was returned.
     """
     line = definition_line(job.loss)
     several = result if isinstance(result, tuple | list) else ()
@@ -280,7 +280,7 @@ def check_loss(job: Job, result: object) -> None:
             source=line,
             field="loss",
             value=len(several),
-            allowed="one loss for one optimizer, such as their sum; what is only to be shown goes into a dict behind "
+            allowed="one loss for one optimizer, such as their sum; what is only reported goes into a dict after "
             "it: (loss, {name: scalar}). Networks trained in turns (GAN) are not supported",
         )
     loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
@@ -292,7 +292,7 @@ def check_loss(job: Job, result: object) -> None:
         allowed = "a tensor of shape ()"
         raise JobError("does not return a scalar", source=line, field="loss", value=shown, allowed=allowed)
     if loss.is_complex():
-        allowed = "a real number, such as its absolute value: a complex one has no direction in which it falls"
+        allowed = "a real number, such as its absolute value: a complex number cannot be minimised"
         raise JobError("is complex", source=line, field="loss", value=str(loss.dtype), allowed=allowed)
     if not loss.requires_grad:
         raise JobError("does not depend on the model's parameters", source=line, field="loss")
@@ -303,7 +303,9 @@ def _check_metrics(line: str, metrics: object) -> None:
     allowed = "(loss, {name: tensor of shape ()})"
     if not isinstance(metrics, Mapping):
         kind = type(metrics).__name__
-        raise JobError("returns no dict of metrics", source=line, field="loss", value=kind, allowed=allowed)
+        raise JobError(
+            "returns something other than a dict of metrics", source=line, field="loss", value=kind, allowed=allowed
+        )
     for name, value in metrics.items():
         if isinstance(name, str) and name.endswith(MARKS):
             raise JobError("is a metric's name that Morph uses itself", source=line, field="loss", value=name)
@@ -341,7 +343,7 @@ def _check_weight(line: str, what: str, weight: object) -> None:
 
 
 def blame_the_job(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None:
-    """Run model and loss on real numbers, where they fit, so that an error of theirs is told as one."""
+    """Run model and loss on real numbers, if they fit in memory, so that their own errors are reported as such."""
     if built.tape is not None and _parameter_bytes(built.model) <= _MAX_REAL_BYTES:
         run_really(job, batch)
 
@@ -362,7 +364,7 @@ def run_really(job: Job, batch: dict[str, Tensor]) -> None:
 
 
 def move_weights(model: nn.Module) -> None:
-    """Move weights a little away from where they begin: zeros at the beginning would hide differences and gradients."""
+    """Change weights a little from their initial values: initial zeros would hide differences and gradients."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -371,7 +373,7 @@ def move_weights(model: nn.Module) -> None:
 
 
 def rms(tensor: Tensor) -> float:
-    """The root of the mean square of its elements."""
+    """Return the root of the mean square of a tensor's elements."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return float(real.double().square().mean().sqrt())
 

@@ -277,7 +277,7 @@ class Evaluator:
         )
 
     def run_if_due(self, current: Generation, version: int, model: CutModel) -> Evaluation | None:
-        """Evaluate a version that every unit of the generation is at; None when none is due, or not on a last stage.
+        """Evaluate this version, which all units have; returns None if no evaluation is due, or not on a last stage.
 
         Raises:
             GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.wait_for``.
