@@ -27,8 +27,9 @@ import psutil
 from benchmarks.harness import head, machine, option, row
 from manager.rehearsal import Planned, RehearsalSpec, Rehearsed, plan_rehearsal, rehearse, run_facts
 from manager.run_dir import RunDir
-from morph.contract.profile import LinkProfile, NodeTypeProfile, Profile, SendTime, Timing
+from morph.contract.profile import LinkProfile, Profile, SendTime, Timing
 from simulator import plan, synthetic_profile
+from simulator.inputs.synthetic import with_type
 
 NUM_SECTIONS = 24
 FORWARD_S = 0.00125
@@ -140,20 +141,7 @@ def profile_of(case: Case) -> Profile:
             for section in profile.sections
         )
         profile = profile.model_copy(update={"sections": sections})
-    return with_slow_type(profile) if SLOW in case.pool else profile
-
-
-def with_slow_type(profile: Profile) -> Profile:
-    """The profile with a second type of node, on which each task takes twice as long."""
-    slow = profile.corrected((2.0,) * profile.num_sections).sections
-    added = NodeTypeProfile(
-        name=SLOW,
-        environment=profile.environment,
-        forward=tuple(section.forward for section in slow),
-        backward=tuple(section.backward for section in slow),
-        optimizer_step=tuple(section.optimizer_step for section in slow),
-    )
-    return profile.model_copy(update={"node_types": (added,)})
+    return with_type(profile, SLOW, 2.0) if SLOW in case.pool else profile
 
 
 def _jittery_link(link: LinkProfile) -> LinkProfile:

@@ -16,25 +16,13 @@ from typing import Annotated
 import typer
 
 from benchmarks.harness import PROFILES, head, row
-from morph.contract.profile import NodeTypeProfile, Profile, load_profile
+from morph.contract.profile import Profile, load_profile
 from simulator import PlanChoice, plan
+from simulator.inputs.synthetic import with_type
 
 V100, T4 = 125.0, 65.0
 NUMBERS = (13, 19, 23, 26, 27, 29, 31, 37, 100)
 POOLS = ({"v100": 12, "t4": 12}, {"v100": 10, "t4": 15}, {"v100": 50, "t4": 50}, {"v100": 400, "t4": 300, "old": 300})
-
-
-def with_slower_type(profile: Profile, name: str, slower: float) -> Profile:
-    """The profile with a type of GPU on which everything takes so much longer."""
-    added = NodeTypeProfile(
-        name=name,
-        environment=profile.environment.model_copy(update={"device": f"{name}, scaled"}),
-        forward=tuple({m: t.longer(slower) for m, t in each.forward.items()} for each in profile.sections),
-        backward=tuple({m: t.longer(slower) for m, t in each.backward.items()} for each in profile.sections),
-        optimizer_step=tuple(each.optimizer_step.longer(slower) for each in profile.sections),
-    )
-    sources = profile.sources | {f"node_types.{name}": f"the profile's times, {slower:.3g} times as long"}
-    return profile.model_copy(update={"node_types": (*profile.node_types, added), "sources": sources})
 
 
 def timed(profile: Profile, pool: Mapping[str, int] | int, *, unequal: bool) -> tuple[PlanChoice, float]:
@@ -51,8 +39,8 @@ def main(
     times: Annotated[bool, typer.Option("--times", help="Also say how long each search takes.")] = False,
 ) -> None:
     """Print both tables."""
-    profile = with_slower_type(load_profile(PROFILES / "gpt2-2.5b.json"), "t4", V100 / T4)
-    profile = with_slower_type(profile, "old", 3.0)
+    profile = with_type(load_profile(PROFILES / "gpt2-2.5b.json"), "t4", V100 / T4)
+    profile = with_type(profile, "old", 3.0)
     more = " | search, equal | unequal" if times else ""
     head(f"V100s | equal | examples/s | unequal | examples/s | gain{more}")
     for number in NUMBERS:

@@ -135,10 +135,10 @@ def _is_judged(value_s: float, reference_s: float, spread_s: float, rules: Stutt
 
 def learn(transition: Transition, event: ComputeTimesSeen) -> None:
     """Take compute times of members that are well; tell what is known of the profile's when that changed materially."""
-    state, profiled_s = transition.state, transition.state.config.section_compute_s
+    state, profiled_s = transition.state, transition.state.config.compute_s
     measured = state.measured
-    if state.plan is None or not all(profiled_s) or not profiled_s or state.config.type_compute_s:
-        return  # factors are of one type of GPU
+    if state.plan is None or not all(times_s and all(times_s) for times_s in profiled_s.values()):
+        return
     stage_of = {slot.worker: slot.stage for slot in state.slots}
     samples_s: dict[int, list[float]] = {}
     for times in event.times:
@@ -146,8 +146,8 @@ def learn(transition: Transition, event: ComputeTimesSeen) -> None:
         well = entry is not None and entry.node is NodeState.READY
         if well and times.generation == state.generation and times.worker in stage_of:
             samples_s.setdefault(stage_of[times.worker], []).extend(times.device_s or times.compute_s)
-    sections = {stage: state.plan.stages[stage].sections for stage in samples_s}
-    seen = with_times(measured.stage_ratios, sections, samples_s, profiled_s)
+    stages = {stage: state.plan.stages[stage] for stage in samples_s}
+    seen = with_times(measured.stage_ratios, stages, samples_s, profiled_s)
     if seen is measured.stage_ratios:
         return
     transition.change_measured(stage_ratios=seen)

@@ -71,7 +71,9 @@ def _snapshot(journal: Journal) -> tuple[ControllerState | None, int]:
     state = json.loads(state_json) | {"config": json.loads(config.payload_json)}
     try:
         found = ControllerState.model_validate_json(json.dumps(state))
-        return found.model_copy(update={"config": found.config.corrected(found.measured.planned_with)}), sequence
+        measured = found.measured
+        corrected = found.config.corrected(measured.planned_with, measured.types_planned_with)
+        return found.model_copy(update={"config": corrected}), sequence
     except ValidationError as error:
         raise RunDirError(
             f"the journal's snapshot after line {sequence} was written by another version of the controller; "

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from manager.rehearsal.planning import Planned, plan_rehearsal
-from manager.rehearsal.run import Rehearsed, rehearse, run_facts
+from manager.rehearsal.run import Rehearsal, Rehearsed, digest_of, rehearse, rehearse_changes, run_facts
 from manager.rehearsal.spec import RehearsalSpec
 
-__all__ = ["Planned", "RehearsalSpec", "Rehearsed", "plan_rehearsal", "rehearse", "run_facts"]
+__all__ = [
+    "Planned",
+    "Rehearsal",
+    "RehearsalSpec",
+    "Rehearsed",
+    "digest_of",
+    "plan_rehearsal",
+    "rehearse",
+    "rehearse_changes",
+    "run_facts",
+]

@@ -5,27 +5,41 @@ from __future__ import annotations
 import itertools
 import statistics
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import psutil
 
 from manager.controller.state.events import WorkerAnswered
 from manager.engine.loop.driver import Observed
 from morph.contract.messages import Prepared
+from morph.contract.plan import Plan, StagePlan
 
 WARM_UP_STEPS = 1
 _PARTS = ("forward", "recompute", "backward", "reduce", "wait")
+
+
+Work = tuple[tuple[StagePlan, ...], tuple[int, ...]]
+
+
+def _work_of(plan: Plan) -> Work:
+    """What a plan has its workers do, whatever is expected of it."""
+    return plan.stages, plan.micro_batches_per_replica
 
 
 @dataclass
 class Measured:
     """An observer of the driver that records steps.
 
-    ``decided_s[t]`` is the time when step t was decided, and ``prepared[t]`` has (time, stage, answer) of its workers.
+    ``decided_s[t]`` is the time when step t was decided, by generation ``generations[t]`` of workers, which run
+    ``plans[generation]``. ``prepared[t]`` has (time, stage, answer) of its workers. ``only``: the plan whose steps
+    count; None: steps of every plan do.
     """
 
     decided_s: list[float] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
+    plans: dict[int, Plan] = field(default_factory=dict)
     prepared: dict[int, list[tuple[float, int, Prepared]]] = field(default_factory=dict)
+    only: Plan | None = None
 
     def __call__(self, observed: Observed) -> None:
         """Record one decision."""
@@ -34,19 +48,36 @@ class Measured:
             stages = {slot.worker: slot.stage for slot in state.slots}
             entry = (observed.time_s, stages[event.worker], event.answer)
             self.prepared.setdefault(event.answer.step, []).append(entry)
+        if state.reshape is not None:
+            self.plans[state.reshape.generation] = state.reshape.plan
         while len(self.decided_s) < state.version:
+            answers = self.prepared[len(self.decided_s)]
+            self.generations.append(max(answer.generation for _, _, answer in answers))
             self.decided_s.append(observed.time_s)
+
+    def by_plan(self) -> list[Measured]:
+        """Return the same for each plan of which a step counts, in the order in which they were first run."""
+        ran = {self._work(step): self.plans[self.generations[step]] for step in self.counted_steps}
+        return [replace(self, only=plan) for plan in ran.values()]
+
+    def _work(self, step: int) -> Work:
+        return _work_of(self.plans[self.generations[step]])
 
     @property
     def mini_batches_s(self) -> tuple[float, ...]:
         """The times from decision to decision of the steps that count."""
-        counted = self.decided_s[WARM_UP_STEPS - 1 :]
-        return tuple(after - before for before, after in itertools.pairwise(counted))
+        return tuple(self.decided_s[step] - self.decided_s[step - 1] for step in self.counted_steps)
 
     @property
-    def counted_steps(self) -> range:
-        """The steps that count."""
-        return range(WARM_UP_STEPS, len(self.decided_s))
+    def counted_steps(self) -> list[int]:
+        """The steps that count: all but the first of each generation."""
+        pairs = enumerate(itertools.pairwise(self.generations), WARM_UP_STEPS)
+        steps = [step for step, (before, generation) in pairs if before == generation]
+        return [step for step in steps if self.only is None or self._work(step) == _work_of(self.only)]
+
+    def _answers(self, step: int) -> list[tuple[float, int, Prepared]]:
+        """Return the answers of the workers with which a step was decided, and not those of an attempt before."""
+        return [entry for entry in self.prepared[step] if entry[2].generation == self.generations[step]]
 
     @property
     def turn_s(self) -> float:
@@ -56,18 +87,18 @@ class Measured:
         """
         turns = []
         for step in self.counted_steps:
-            begun = [time_s - answer.times.step_s for time_s, stage, answer in self.prepared[step] if stage == 0]
+            begun = [time_s - answer.times.step_s for time_s, stage, answer in self._answers(step) if stage == 0]
             turns.append(max(begun) - self.decided_s[step - 1])
         return statistics.median(turns)
 
     @property
     def late_s(self) -> float:
         """The longest delay of a task's end, which shows how far behind the host was."""
-        return max(answer.times.late_s for step in self.counted_steps for _, _, answer in self.prepared[step])
+        return max(answer.times.late_s for step in self.counted_steps for _, _, answer in self._answers(step))
 
     def parts_s(self) -> dict[str, float]:
         """Return seconds per worker and step by kind of work, averaged over workers and the steps that count."""
-        answers = [answer for step in self.counted_steps for _, _, answer in self.prepared[step]]
+        answers = [answer for step in self.counted_steps for _, _, answer in self._answers(step)]
         return {part: statistics.mean(getattr(answer.times, f"{part}_s") for answer in answers) for part in _PARTS}
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 
 from manager.engine.local_vms.namespaces import check_permitted
 from manager.rehearsal.device import stretched
 from manager.rehearsal.measurements import WARM_UP_STEPS
 from manager.rehearsal.spec import RehearsalSpec
+from manager.run.preparation import from_its_first_event, most_of_types
 from morph.contract.errors import PlanError
-from morph.contract.plan import Plan
+from morph.contract.plan import Plan, by_need, by_pool
+from morph.contract.pool import Pool
 from morph.contract.profile import Profile
-from simulator import Simulation, simulate, simulate_plan
+from morph.contract.trace import Trace
+from simulator import PlanRequest, Simulation, plan_table, pool_plan_table, simulate, simulate_plan
+from simulator import plan as best_plan
+from simulator.inputs.conditions import check_made_for
 from simulator.search.micro_batch import knee_micro_batch_size
 
 TASK_CPU_S = 0.003
@@ -84,18 +89,25 @@ def _rounded_up(value: float) -> float:
 class Planned:
     """A checked and planned rehearsal; nothing is started yet.
 
-    ``profile`` is stretched by ``scales.time``; ``simulation`` uses it, with the profile's commit time.
+    ``profile`` is stretched by ``scales.time``; ``simulation`` and ``table`` use it, with the profile's commit time.
+    ``table``: plans for every number or pool of VMs that a trace may have; empty: there is one plan.
     """
 
     spec: RehearsalSpec
     scales: Scales
     profile: Profile
     simulation: Simulation
+    table: dict[Pool, Plan] = field(default_factory=dict)
 
     @property
     def plan(self) -> Plan:
-        """The plan to run."""
+        """The plan to begin with."""
         return self.simulation.plan
+
+    @property
+    def plans(self) -> dict[Pool, Plan]:
+        """Every plan that may be run."""
+        return self.table or {self.plan.pool: self.plan}
 
 
 def plan_rehearsal(spec: RehearsalSpec) -> Planned:
@@ -108,11 +120,47 @@ def plan_rehearsal(spec: RehearsalSpec) -> Planned:
     spec = _with_batch(spec)
     if spec.network == "namespaces":
         check_permitted()
-    unstretched = plan_shape(spec, spec.profile).plan
-    scales = choose_scales(spec, unstretched, os.cpu_count() or 1)
-    profile = stretched(spec.profile, scales.time)
-    simulation = plan_shape(spec, profile)
-    return Planned(spec, scales, profile, simulation)
+    if spec.plan is not None:
+        check_made_for(spec.profile, spec.plan)
+    num_cores = os.cpu_count() or 1
+    if spec.trace is None:
+        scales = choose_scales(spec, plan_shape(spec, spec.profile).plan, num_cores)
+        profile = stretched(spec.profile, scales.time)
+        return Planned(spec, scales, profile, plan_shape(spec, profile))
+    trace = from_its_first_event(spec.trace)
+    each = [choose_scales(spec, plan, num_cores) for plan in _plans_for(spec, trace, spec.profile).values()]
+    scales = Scales(max(one.time for one in each), min(one.message for one in each), each[0].state)
+    spec, profile = replace(spec, trace=trace.scaled(scales.time)), stretched(spec.profile, scales.time)
+    plans = _plans_for(spec, trace, profile)
+    return Planned(spec, scales, profile, plan_shape(spec, profile, _first_of(spec, trace, plans)), plans)
+
+
+def _plans_for(spec: RehearsalSpec, trace: Trace, profile: Profile) -> dict[Pool, Plan]:
+    """Plan for every number or pool of VMs that the trace may have at one time.
+
+    Raises:
+        PlanError: not even all of them can run the job.
+    """
+    own = {each.name for each in fields(PlanRequest)}
+    given = {name: getattr(spec, name) for name in own} | {"num_replicas": None, "unequal": True}
+    request = PlanRequest(**given)
+    most = Pool.of(spec.num_workers)
+    if spec.types:
+        most = most_of_types([trace], {name: name for name in spec.types}, "node_types")
+        plans = by_need(pool_plan_table(profile, most, request).values())
+    else:
+        plans = by_need(plan_table(profile, spec.num_workers, request).values())
+    return plans or by_need([best_plan(profile, request, pool=most).best])  # which raises, and says why none fits
+
+
+def _first_of(spec: RehearsalSpec, trace: Trace, plans: dict[Pool, Plan]) -> Plan:
+    """The best of the plans for the VMs that come first, or the smallest if none fits these."""
+    there = [event for event in trace.events if event.event == "add" and event.time_s == 0]
+    pool = Pool.counting(event.instance_type if spec.types else "" for event in there)
+    fitting = [plan for needed, plan in plans.items() if needed.fits_in(pool)]
+    if not fitting:
+        return by_pool(plans)[0][1]
+    return max(fitting, key=lambda plan: plan.expected.examples_per_s)
 
 
 def _with_batch(spec: RehearsalSpec) -> RehearsalSpec:
@@ -136,11 +184,12 @@ def _with_batch(spec: RehearsalSpec) -> RehearsalSpec:
     return replace(spec, profile=profile, micro_batch_size=m, batch_size=None)
 
 
-def plan_shape(spec: RehearsalSpec, profile: Profile) -> Simulation:
-    """Simulate the rehearsal's shape, or its plan, on this profile."""
+def plan_shape(spec: RehearsalSpec, profile: Profile, plan: Plan | None = None) -> Simulation:
+    """Simulate a plan of the rehearsal, if none is given the one that the spec has, or its shape, on this profile."""
     share_links, num_draws = spec.network == "namespaces", WARM_UP_STEPS + spec.steps
-    if spec.plan is not None:
-        return simulate_plan(profile, spec.plan, spec, share_links=share_links, num_draws=num_draws)
+    plan = plan or spec.plan
+    if plan is not None:
+        return simulate_plan(profile, plan, spec, share_links=share_links, num_draws=num_draws)
     return simulate(
         profile,
         spec,

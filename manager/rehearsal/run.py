@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import WorkerLost
+from manager.controller.state.state import Phase
 from manager.engine.local_vms.namespaces import HostNetwork
+from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observed, Observer
 from manager.engine.machines.machines import Processes
+from manager.journal.journal import Journal
+from manager.journal.replay import trace_moment
 from manager.rehearsal.device import FORGIVEN_S, EmulationOptions, emulated_device, known_units
 from manager.rehearsal.measurements import WARM_UP_STEPS, Load, Measured
-from manager.rehearsal.planning import Planned, hosts_of
+from manager.rehearsal.planning import Planned, hosts_of, plan_shape
 from manager.rehearsal.spec import worker_name
 from manager.run.preparation import section_compute_s
-from manager.run.session import RunSpec, run_session
+from manager.run.session import TOO_FEW_LEFT, RunSpec, run_session
 from manager.run_dir import WORKERS_LOG, RunDir, RunFacts
+from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import ClusterConfig, LocalVms, Policy
 from morph.contract.emulation import EmulatedDevice, Slowdown
 from morph.contract.errors import TrainingStopped
+from morph.contract.pool import Pool
 from morph.contract.trace import UNKNOWN, Trace, TraceEvent
 from simulator.inputs.conditions import of_pool_type, slow_workers
 from simulator.inputs.transfer import bandwidth_bytes_per_s
@@ -33,10 +41,10 @@ OTHERS_SHARE_AT_MOST = 0.25
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """The result of a rehearsal. Times are as measured, stretched by ``planned.scales.time``.
+    """The result of rehearsing one plan. Times are as measured, stretched by ``planned.scales.time``.
 
     Attributes:
-        planned: The rehearsal that was run.
+        planned: The rehearsal, with this plan's simulation.
         mini_batches_s: The time of every step that counts.
         commit_s: The real manager's measured round trip; it replaces the profile's in ``expected_s``.
         parts_s: Seconds per worker and step by kind of work.
@@ -79,6 +87,23 @@ class Rehearsed:
         return self.expected_s / self.measured_s - 1
 
 
+@dataclass(frozen=True)
+class Rehearsal:
+    """The result of a rehearsal with changes of VMs.
+
+    Attributes:
+        plans: One for each plan of which a step counted: it followed a step with the same workers.
+        changes: (version, shape, pool) of every generation of workers that trained.
+        lost: Types of the lost workers, in order; "" where all are alike.
+        num_left: Events of the trace that the run's end left unplayed.
+    """
+
+    plans: tuple[Rehearsed, ...]
+    changes: tuple[tuple[int, str, Pool], ...]
+    lost: tuple[str, ...]
+    num_left: int
+
+
 HEARTBEAT_TIMEOUT_S = 30.0
 NEVER_STEPS = 10**9
 
@@ -102,12 +127,84 @@ def rehearse(
         TrainingStopped: the plan cannot be run to its end.
     """
     measured, load = Measured(), Load(WARM_UP_STEPS, WARM_UP_STEPS + planned.spec.steps)
-    spec = _run_spec(planned, run_dir, temporary)
-    finish = run_session(spec, run_dir, _all_of((measured, load, observe)))
-    if finish.outcome == "stopped":
+    _run(planned, run_dir, (measured, load, observe), temporary=temporary)
+    return _rehearsed(planned, measured, load)
+
+
+def rehearse_changes(
+    planned: Planned,
+    run_dir: RunDir,
+    observe: Observer = lambda _: None,
+    *,
+    temporary: bool = False,
+    attend: Callable[[VmFleet], Observer] | None = None,
+) -> Rehearsal:
+    """Do the same while VMs come and are lost as the trace says; ``attend``: see ``run_session``.
+
+    Raises:
+        TrainingStopped: the run does not come to its end, or too few VMs are left for it.
+    """
+    measured, load = Measured(), Load(WARM_UP_STEPS, WARM_UP_STEPS + planned.spec.steps)
+    changes = _Changes()
+    _run(planned, run_dir, (measured, load, changes, observe), temporary=temporary, attend=attend)
+    return Rehearsal(
+        plans=tuple(
+            _rehearsed(replace(planned, simulation=plan_shape(planned.spec, planned.profile, one.only)), one, load)
+            for one in measured.by_plan()
+        ),
+        changes=tuple(changes.formed.values()),
+        lost=tuple(changes.lost),
+        num_left=_num_left(planned, run_dir),
+    )
+
+
+def digest_of(run_dir: RunDir) -> str:
+    """Return sha256 of all parameters and optimizer states in a run's newest checkpoint."""
+    manifest = read_manifest(run_dir.checkpoint_url, complete_versions(run_dir.checkpoint_url)[-1])
+    told = "".join(sorted(f"{entry.unit} {entry.sha256}\n" for entry in manifest.units))
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+def _num_left(planned: Planned, run_dir: RunDir) -> int:
+    assert planned.spec.trace is not None, "only a trace's VMs change"
+    with Journal.open(run_dir.journal_path, read_only=True) as journal:
+        return len(planned.spec.trace.events) - trace_moment(journal).num_played
+
+
+class _Changes:
+    """An observer of the driver that records which plans were formed, and which workers were lost."""
+
+    def __init__(self) -> None:
+        self.formed: dict[int, tuple[int, str, Pool]] = {}
+        self.lost: list[str] = []
+        self._types: dict[str, str] = {}
+
+    def __call__(self, observed: Observed) -> None:
+        state, event = observed.decision.state, observed.event
+        if isinstance(event, WorkerLost) and event.worker in self._types:
+            self.lost.append(self._types.pop(event.worker))
+        self._types |= {worker: entry.facts.node_type for worker, entry in state.workers.items()}
+        if state.reshape is not None and state.phase is Phase.TRAINING:
+            plan = state.reshape.plan
+            self.formed.setdefault(state.reshape.generation, (state.version, plan.shape, plan.pool))
+
+
+def _run(
+    planned: Planned,
+    run_dir: RunDir,
+    observers: Sequence[Observer],
+    *,
+    temporary: bool,
+    attend: Callable[[VmFleet], Observer] | None = None,
+) -> None:
+    finish = run_session(_run_spec(planned, run_dir, temporary), run_dir, _all_of(observers), attend)
+    if finish.outcome == "stopped" and not finish.sentence.startswith(TOO_FEW_LEFT):
         raise KeyboardInterrupt
-    if finish.outcome == "failed":
+    if finish.outcome != "finished":
         raise TrainingStopped(finish.sentence)
+
+
+def _rehearsed(planned: Planned, measured: Measured, load: Load) -> Rehearsed:
     first_stage_optimizer_s = float(planned.simulation.costs.optimizer_ns[0]) / 1e9
     return Rehearsed(
         planned=planned,
@@ -154,7 +251,7 @@ def device_of(planned: Planned) -> EmulatedDevice:
             ring_sizes=range(2, spec.num_workers + 1),
             options=options,
         )
-        for name in sorted({stage.node_type for stage in plan.stages})
+        for name in sorted({stage.node_type for plan in planned.plans.values() for stage in plan.stages})
     }
     device = next(iter(devices.values()))
     return device.model_copy(update={"node_types": devices}) if len(devices) > 1 else device
@@ -162,19 +259,24 @@ def device_of(planned: Planned) -> EmulatedDevice:
 
 def _run_spec(planned: Planned, run_dir: RunDir, temporary: bool) -> RunSpec:
     spec, profile = planned.spec, planned.profile
-    workers = [worker_name(index) for index in range(spec.num_workers)]
-    types = [planned.plan.stages[stage].node_type for stage, _ in planned.plan.places]
-    config = controller_config_of(planned)
+    trace, config = spec.trace, controller_config_of(planned)
+    host_of: dict[str, int] = {}
+    if trace is None:
+        hosts = hosts_of(planned.plan)
+        host_of = {worker_name(index): host for index, host in enumerate(hosts)}
+        types = [planned.plan.stages[stage].node_type for stage, _ in planned.plan.places]
+        trace = Trace(
+            events=tuple(
+                TraceEvent(time_s=0, event="add", node_id=worker, instance_type=node_type or UNKNOWN)
+                for worker, node_type in zip(host_of, types, strict=True)
+            )
+        )
     return RunSpec(
         job_path=f"rehearsal of {profile.job.name}",
         config=config,
-        cluster=ClusterConfig(policy=config.policy, vms=LocalVms(node_types=dict.fromkeys(filter(None, types), 1))),
-        trace=Trace(
-            events=tuple(
-                TraceEvent(time_s=0, event="add", node_id=worker, instance_type=node_type or UNKNOWN)
-                for worker, node_type in zip(workers, types, strict=True)
-            )
-        ),
+        cluster=ClusterConfig(policy=config.policy, vms=LocalVms(node_types=dict.fromkeys(config.type_compute_s, 1))),
+        trace=trace,
+        patient_trace=True,
         num_sections=profile.num_sections,
         micro_batch_size=planned.plan.micro_batch_size,
         emulation=device_of(planned),
@@ -182,32 +284,33 @@ def _run_spec(planned: Planned, run_dir: RunDir, temporary: bool) -> RunSpec:
             log_path=run_dir.path / WORKERS_LOG,
             remove_if_killed=run_dir.path.parent if temporary else None,
             network=_network(planned),
-            host_of=dict(zip(workers, hosts_of(planned.plan), strict=True)).__getitem__,
+            host_of=host_of.__getitem__,
         ),
     )
 
 
 def controller_config_of(planned: Planned) -> ControllerConfig:
-    """Return a configuration with one shape, its number of workers, and only the last checkpoint."""
-    units = known_units(planned.profile)
+    """Return a configuration for the rehearsal's plans, with the last checkpoint alone if there is only one plan."""
+    units, trace = known_units(planned.profile), planned.spec.trace
+    policy = Policy(
+        checkpoint_every_steps=NEVER_STEPS if trace is None else None,
+        heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+        takeover_patience_s=0,  # a rehearsal is never resumed
+    )
+    at_start = sum(event.event == "add" and event.time_s == 0 for event in trace.events) if trace is not None else 0
     return ControllerConfig(
         job=planned.profile.job.name,
         fingerprint=planned.plan.fingerprint,
-        plans={planned.plan.pool: planned.plan},
+        plans=planned.plans,
         units={unit.id: unit.sections for unit in units},
         unit_bytes={unit.id: unit.parameter_bytes for unit in units},
         num_steps=WARM_UP_STEPS + planned.spec.steps,
-        policy=Policy(
-            checkpoint_every_steps=NEVER_STEPS,
-            heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
-            takeover_patience_s=0,  # a rehearsal is never resumed
-        ),
-        expected_nodes=planned.plan.num_workers,
+        policy=policy,
+        expected_nodes=at_start or planned.plan.num_workers,
         section_compute_s=section_compute_s(planned.profile, planned.plan.micro_batch_size),
         type_compute_s={
             name: section_compute_s(of_pool_type(planned.profile, name), planned.plan.micro_batch_size)
-            for name in planned.plan.pool.types
-            if name
+            for name in sorted({name for pool in planned.plans for name in pool.types if name})
         },
     )
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from morph.contract import ranges
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan, Schedule
 from morph.contract.profile import Profile
+from morph.contract.trace import UNKNOWN, Trace
 from simulator import PlanRequest
-from simulator.inputs.conditions import slow_workers
+from simulator.inputs.conditions import of_pool_type
 
 Network = Literal["loopback", "namespaces"]
 
 MAX_WORKERS = 256
+_OF_ONE_SHAPE = (
+    *("num_stages", "num_replicas", "boundaries", "plan", "window_slope"),
+    *("slow", "jitter_seed", "workers_per_host", "network"),
+)
 _TIME_SCALE = ranges.Range(0, 1e4, above=True)
 _SIZE_SCALE = ranges.Range(0, 1, above=True)
 
@@ -31,6 +36,8 @@ class RehearsalSpec(PlanRequest):
         steps: Mini-batches that count; one more runs before them.
         boundaries: First section of each stage; None: balanced.
         plan: A plan to rehearse in place of a shape: its pipelines may be unequal, and on nodes of several types.
+        trace: Instead: VMs that come and are lost, one worker each. The manager chooses a plan whenever they change.
+            Where the profile has several types of node, a VM's instance type names its type.
         window_slope: See ``simulator.simulate``.
         batch_size: M in samples, in place of the job's; a multiple of the m that the job's own M gives.
         time_scale: The factor for every time; None: the factor that this machine's cores need.
@@ -49,6 +56,7 @@ class RehearsalSpec(PlanRequest):
     schedule: Schedule = "varuna"
     boundaries: tuple[int, ...] | None = None
     plan: Plan | None = None
+    trace: Trace | None = None
     window_slope: int | None = None
     batch_size: int | None = None
     time_scale: float | None = None
@@ -66,10 +74,18 @@ class RehearsalSpec(PlanRequest):
 
     @property
     def num_workers(self) -> int:
-        """P * D, or what the plan has."""
+        """P * D, or what the plan has, or the most VMs that the trace has at once."""
+        if self.trace is not None:
+            return self.trace.max_nodes
         if self.plan is not None:
             return self.plan.num_workers
         return self.depth * self.num_replicas
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Types of node in the trace; empty: all are of the profile's own."""
+        named = {event.instance_type for event in self.trace.events} if self.trace is not None else set()
+        return tuple(sorted(named)) if self.profile.node_types and named != {UNKNOWN} else ()
 
     def check(self) -> None:
         """Refuse impossible rehearsals, beyond those that the simulator refuses.
@@ -85,6 +101,7 @@ class RehearsalSpec(PlanRequest):
         if self.num_workers > room:
             needed = -(-self.num_workers // self.workers_per_host)
             shape = self.plan.shape if self.plan is not None else f"{self.depth} x {self.num_replicas}"
+            shape = shape if self.trace is None else "the trace"
             raise PlanError(
                 f"{shape} needs {self.num_workers} workers, and there is room for {room}",
                 field="num_hosts",
@@ -105,25 +122,18 @@ class RehearsalSpec(PlanRequest):
         ):
             if scale is not None:
                 possible.check(name, scale)
-        num_stages, num_replicas = self.depth, self.num_replicas
-        if self.plan is not None:
-            num_stages, num_replicas = len(self.plan.stages), self.plan.num_replicas
-            _check_plan(self.plan, self.profile)
-        for stage, replica, _ in slow_workers(self.slow):
-            if stage >= num_stages or (replica or 0) >= num_replicas:
-                where = f"stage {stage}" + ("" if replica is None else f", replica {replica}")
-                allowed = f"stages 0 to {num_stages - 1}, replicas 0 to {num_replicas - 1}"
-                raise PlanError("there is no such worker", field="slow", value=where, allowed=allowed)
+        if self.trace is not None:
+            self._check_trace()
 
-
-def _check_plan(plan: Plan, profile: Profile) -> None:
-    if plan.fingerprint != profile.job.fingerprint:
-        raise PlanError(
-            "was made for another model than the profile",
-            field="fingerprint",
-            value=plan.fingerprint,
-            allowed=profile.job.fingerprint,
-        )
+    def _check_trace(self) -> None:
+        default = {field.name: field.default for field in fields(RehearsalSpec)}
+        for name in _OF_ONE_SHAPE:
+            if (getattr(self, name) or None) != (default[name] or None):
+                raise PlanError(
+                    "is for one shape, and a trace leads to several", field=name, allowed="leave it out, or the trace"
+                )
+        for name in self.types:
+            of_pool_type(self.profile, name)
 
 
 def worker_name(index: int) -> str:

@@ -60,6 +60,7 @@ def take_over(found: FoundRun, machines: Machines, replayer: TraceReplayer, driv
 
 
 STEPS_AFTER_TRACE = 3
+TOO_FEW_LEFT = "too few VMs are left, and the trace brings no more"
 
 
 @dataclass(frozen=True)
@@ -312,7 +313,7 @@ class Session:
             return  # it keeps requesting VMs, as long as the policy allows
         waits = state.phase is Phase.WAITING and state.stop_reason is None
         if waits and self.replayer.finished and not self._is_warming(state):
-            observed.request_stop("too few VMs are left, and the trace brings no more")
+            observed.request_stop(TOO_FEW_LEFT)
 
     def _is_warming(self, state: ControllerState) -> bool:
         """Return whether a VM boots or its worker warms up."""

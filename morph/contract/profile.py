@@ -6,7 +6,9 @@ F_i(m), ``backward[m]`` is B_i(m) without the recompute (which costs F_i(m) agai
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -277,18 +279,31 @@ class Profile(Value):
         """Every m that was measured, ascending."""
         return tuple(sorted(self.sections[0].forward))
 
-    def corrected(self, factors: tuple[float, ...]) -> Profile:
-        """Return the profile with each section's forward and backward longer by a factor for that section."""
+    def corrected(
+        self, factors: tuple[float, ...], types: Mapping[str, tuple[float, ...]] = MappingProxyType({})
+    ) -> Profile:
+        """Return the profile with each section's forward and backward longer by a factor for that section.
+
+        ``types``: likewise by node type; node types that are not in it stay.
+        """
         sections = tuple(
             section.model_copy(
-                update={
-                    "forward": {m: timing.longer(factor) for m, timing in section.forward.items()},
-                    "backward": {m: timing.longer(factor) for m, timing in section.backward.items()},
-                }
+                update={"forward": _longer(section.forward, factor), "backward": _longer(section.backward, factor)}
             )
             for section, factor in zip(self.sections, factors, strict=True)
         )
-        return self.model_copy(update={"sections": sections})
+        node_types = tuple(
+            known
+            if known.name not in types
+            else known.model_copy(
+                update={
+                    "forward": tuple(map(_longer, known.forward, types[known.name])),
+                    "backward": tuple(map(_longer, known.backward, types[known.name])),
+                }
+            )
+            for known in self.node_types
+        )
+        return self.model_copy(update={"sections": sections, "node_types": node_types})
 
     def for_node_type(self, name: str) -> Profile:
         """Return the profile for another type of node that was measured for it.
@@ -320,6 +335,10 @@ class Profile(Value):
                 "contention": found.contention,
             }
         )
+
+
+def _longer(times: dict[int, Timing], factor: float) -> dict[int, Timing]:
+    return {m: timing.longer(factor) for m, timing in times.items()}
 
 
 def other_links(profile: Profile, links: LinkSetting, rings: RingSetting) -> tuple[str, ...]:

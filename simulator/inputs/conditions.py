@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from morph.contract import ranges
 from morph.contract.errors import PlanError
+from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 
 # A profile as it is on one of the node types measured into it.
@@ -59,6 +60,24 @@ def of_pool_type(profile: Profile, name: str) -> Profile:
         return profile
     known = [f"a word of {device!r} (the profile's own)", *(entry.name for entry in profile.node_types)]
     raise PlanError("is not a type of this profile", field="pool", value=name, allowed=", ".join(known))
+
+
+def check_made_for(profile: Profile, plan: Plan) -> None:
+    """Refuse a plan that was not made for a profile's model, batch and micro-batch sizes.
+
+    Raises:
+        PlanError: naming the field.
+    """
+    job, m, num = profile.job, plan.micro_batch_size, plan.num_micro_batches
+    sizes = ", ".join(map(str, profile.micro_batch_sizes))
+    batch = f"{job.batch_size // m}, for the profile's batch of {job.batch_size} in micro-batches of {m}"
+    for is_wrong, problem, field, value, allowed in (
+        (plan.fingerprint != job.fingerprint, "of another model", "fingerprint", plan.fingerprint, job.fingerprint),
+        (m not in profile.micro_batch_sizes, "that the profile does not measure", "micro_batch_size", m, sizes),
+        (m * num != job.batch_size, "of another batch", "num_micro_batches", num, batch),
+    ):
+        if is_wrong:
+            raise PlanError(f"is {problem}", field=field, value=value, allowed=allowed)
 
 
 AllReduceStart = Literal["overlapped", "late"]
@@ -162,4 +181,22 @@ def check_slow(slow: Sequence[tuple[int, int | None, float]], num_stages: int, n
                 field="slow",
                 value=stage if replica is None else (stage, replica),
                 allowed=f"stages 0 to {num_stages - 1}, replicas 0 to {num_replicas - 1}",
+            )
+
+
+def check_slow_of_plan(slow: Sequence[tuple[int, int | None, float]], plan: Plan) -> None:
+    """Refuse a worker that a plan does not have; stages and replicas are numbered as the plan numbers them.
+
+    Raises:
+        PlanError: naming it.
+    """
+    for stage, replica, _ in slow:
+        replicas = plan.replicas_of(stage) if 0 <= stage < len(plan.stages) else range(0)
+        if not replicas or (replica is not None and replica not in replicas):
+            of_stage = f", replicas {replicas[0]} to {replicas[-1]} of this one" if replicas else ""
+            raise PlanError(
+                "the plan has no such worker",
+                field="slow",
+                value=stage if replica is None else (stage, replica),
+                allowed=f"stages 0 to {len(plan.stages) - 1}{of_stage}",
             )

@@ -9,6 +9,7 @@ from morph.contract.profile import (
     Environment,
     JobFacts,
     LinkProfile,
+    NodeTypeProfile,
     Profile,
     SectionProfile,
     SendTime,
@@ -118,6 +119,29 @@ def synthetic_profile(  # noqa: PLR0913 (every argument has a default)
             "checkpoint_write_bytes_per_s": 1e9,
         }
     )
+
+
+def with_type(profile: Profile, name: str, slower: float, memory_bytes: int | None = None) -> Profile:
+    """Add a type of node on which the tasks of every section take ``slower`` times as long.
+
+    Args:
+        profile: Its links count for the type, too.
+        name: Of the type.
+        slower: For example the published speed of the profile's device over that of the type.
+        memory_bytes: Of one device; None: no limit.
+    """
+    environment = profile.environment.model_copy(
+        update={"device": f"{name}, scaled", "device_memory_bytes": memory_bytes}
+    )
+    added = NodeTypeProfile(
+        name=name,
+        environment=environment,
+        forward=tuple({m: t.longer(slower) for m, t in each.forward.items()} for each in profile.sections),
+        backward=tuple({m: t.longer(slower) for m, t in each.backward.items()} for each in profile.sections),
+        optimizer_step=tuple(each.optimizer_step.longer(slower) for each in profile.sections),
+    )
+    sources = profile.sources | {f"node_types.{name}": f"the profile's times, {slower:.3g} times as long"}
+    return profile.model_copy(update={"node_types": (*profile.node_types, added), "sources": sources})
 
 
 def _timing(median_s: float, jitter: float = 0.0) -> Timing:

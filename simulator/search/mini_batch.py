@@ -14,7 +14,7 @@ from morph.contract.profile import Profile
 from simulator.costs.answer import SimulatedKind, Simulation, deal, describe, describe_kinds
 from simulator.costs.outcome import EngineName, Kind, Outcome, ShapeSimulator, engine_of, together
 from simulator.costs.stage_costs import StageCosts, stage_costs
-from simulator.inputs.conditions import Conditions, check_slow, of_pool_type
+from simulator.inputs.conditions import Conditions, check_slow, check_slow_of_plan, of_pool_type
 from simulator.inputs.layout import Layout, lay_out, placed
 from simulator.inputs.placement import Placement, node_sizes
 from simulator.inputs.request import PlanRequest
@@ -109,6 +109,7 @@ def simulate_plan(
     conditions = request.conditions(plan.node_sizes if on_nodes else None)
     if len(plan.pipeline_kinds) > 1:
         _check_unequal(conditions)
+    check_slow_of_plan(conditions.slow, plan)
     total = num_micro_batches(profile, plan.micro_batch_size)
     kinds, stage, replica, nodes = [], 0, 0, _nodes(plan) if on_nodes else []
     for number, kind in enumerate(plan.pipeline_kinds):
@@ -121,7 +122,6 @@ def simulate_plan(
         )
         measured = request.on_its_host(of_pool_type(profile, stages[0].node_type))
         _check_shape(measured, [each.first_section for each in stages], None, plan.num_replicas, total)
-        check_slow(here.slow, kind.num_stages, kind.num_replicas)
         layout = (
             placed(measured.contention, nodes[number], nodes if len(nodes) > 1 else ())
             if on_nodes

@@ -412,12 +412,19 @@ def profile(tmp_path: Path) -> Path:
         (["-P", "2", "--set", "state_scale=3"], ["--set state_scale", "got 3.0", "at most 1"]),
         (["-P", "2", "--slow", "1"], ["--slow", "got '1'", "STAGE:FACTOR"]),
         (["-P", "2", "--slow", "1:-2"], ["--slow", "got '1:-2'"]),
-        (["-P", "2", "--slow", "5:1.5"], ["--slow", "stage 5", "stages 0 to 1"]),
+        (["-P", "2", "--slow", "5:1.5"], ["--slow", "got 5", "stages 0 to 1"]),
         (["-P", "2", "--memory-gib", "-1"], ["--memory-gib", "above 0"]),
+        (["-P", "2", "--trace", "trace.csv"], ["-P", "one of -P (with -D), --plan and --trace"]),
+        (["--trace", "trace.csv", "-D", "2"], ["-D", "is for one shape, and a trace leads to several"]),
+        (["--trace", "trace.csv", "--jitter-seed", "1"], ["--jitter-seed", "is for one shape"]),
+        (["--trace", "trace.csv", "--memory-gib", "0.001"], ["--memory-gib", "does not fit", "at least"]),
+        (["--trace", "none.csv"], ["none.csv", "cannot be read"]),
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(profile: Path, arguments: list[str], parts: list[str]) -> None:
+    (profile.parent / "trace.csv").write_text("time_s,event,node_id\n0,add,a\n0,add,b\n5,remove,a\n", encoding="utf-8")
     before = set(profile.parent.iterdir())
+    arguments = [str(profile.parent / one) if one.endswith(".csv") else one for one in arguments]
     done = CliRunner().invoke(app, ["rehearse", str(profile), *arguments, "--run-dir", str(profile.parent / "run")])
     assert done.exit_code == 2, done.output
     (line,) = without_phases(done.stderr)

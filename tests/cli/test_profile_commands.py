@@ -19,6 +19,8 @@ from manager.run_dir import JOURNAL, RunDir, RunFacts
 from morph.cli.main import app
 from morph.contract.profile import AllReduceTime, Contention, NodeTypeProfile, Profile, Timing, load_profile
 from simulator import plan_table, synthetic_profile
+from simulator.inputs.conditions import of_pool_type
+from simulator.inputs.synthetic import with_type
 
 SECOND = Timing(median_s=1.0, mad_s=0.1, num_samples=5, mean_s=1.1, quantiles_s=(0.5, 0.9, 1.0, 1.2, 4.0))
 
@@ -113,6 +115,7 @@ def test_a_time_and_its_spread_have_one_unit(median_s: float, mad_s: float, text
 
 
 FACTORS = (1.3, 1.0, 0.9)
+CORRECTION = Correction(factors=FACTORS, errors=(0.02,) * 3)
 
 
 @pytest.fixture
@@ -122,7 +125,7 @@ def profile(tmp_path: Path) -> Path:
     return file
 
 
-def make_run(run_dir: Path, profile: Profile, factors: tuple[float, ...] = FACTORS) -> Path:
+def make_run(run_dir: Path, profile: Profile, correction: Correction | None = CORRECTION) -> Path:
     """A run directory whose journal holds one correction, or none."""
     chosen = plan_table(profile, 1)[1]
     units = {unit.id: unit.sections for unit in profile.units} or {"all": (0, 1, 2)}
@@ -143,8 +146,8 @@ def make_run(run_dir: Path, profile: Profile, factors: tuple[float, ...] = FACTO
     )
     with RunDir(run_dir, facts), Journal.open(run_dir / JOURNAL) as journal:
         journal.append_config(0.0, config)
-        if factors:
-            note = NoteCorrection(correction=Correction(factors=factors, errors=(0.02,) * 3))
+        if correction is not None:
+            note = NoteCorrection(correction=correction)
             decision = decide(initial_state(config), Tick(), 0.0)
             journal.append_decision(0.0, Tick(), decision.model_copy(update={"actions": (note,)}))
     return run_dir
@@ -171,6 +174,21 @@ def test_section_times_are_longer_by_their_factors_and_nothing_else_changes(tmp_
     assert refined.model_copy(update={"sections": measured.sections}) == measured
 
 
+def test_times_of_each_type_are_longer_by_its_factors(tmp_path: Path, profile: Path) -> None:
+    known = with_type(with_type(load_profile(profile), "t4", 2.0), "k80", 3.0)
+    profile.write_text(known.model_dump_json(), encoding="utf-8")
+    own, other = (Correction(factors=(factor,) * 3, errors=(0.02,) * 3) for factor in (1.1, 1.4))
+    correction = Correction(factors=(9.0,) * 3, errors=(0.4,) * 3, types={"synthetic": own, "t4": other})
+    output = tmp_path / "refined.json"
+    code, told = refine(make_run(tmp_path / "run", known, correction), "--profile", profile, "-o", output)
+    assert code == 0, told
+    assert "on synthetic 0-2 x1.10 (each +-2%); on t4 0-2 x1.40 (each +-2%)" in told
+    refined = load_profile(output)
+    for name, factor in (("t4", 1.4), ("k80", 1.0), ("synthetic", 1.1)):
+        now, before = (of_pool_type(each, name).sections[1].forward[1].median_s for each in (refined, known))
+        assert now == pytest.approx(before * factor), name
+
+
 def refused(*arguments: object) -> str:
     """What is said, without where lines were broken."""
     code, said = refine(*arguments)
@@ -181,7 +199,7 @@ def refused(*arguments: object) -> str:
 def test_what_cannot_be_refined_is_one_sentence(tmp_path: Path, profile: Path) -> None:
     measured = load_profile(profile)
     assert refused(tmp_path / "nowhere", "--profile", profile).endswith("nowhere: there is no such run directory")
-    new = make_run(tmp_path / "new", measured, ())
+    new = make_run(tmp_path / "new", measured, None)
     assert refused(new, "--profile", profile).endswith("new: has measured nothing that its profile does not say")
     run = make_run(tmp_path / "run", measured)
     assert "run: has no command.json" in refused(run)

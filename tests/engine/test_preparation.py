@@ -19,7 +19,7 @@ from morph.contract.pool import Pool
 from morph.contract.trace import Trace, TraceEvent
 from simulator import PlanRequest, plan, pool_plan_table, simulate_plan, synthetic_profile
 from simulator.inputs.request import RedundancyName
-from tests.simulator.test_unequal import with_type
+from simulator.inputs.synthetic import with_type
 
 PROFILE = synthetic_profile(num_sections=4, batch_size=16, tied=True)
 VMS = LocalVms(num_vms=4, memory_bytes=10**12)

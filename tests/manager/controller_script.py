@@ -13,6 +13,7 @@ from manager.controller.state.events import (
     Event,
     ManifestWritten,
     NodeAppeared,
+    NodeFacts,
     Tick,
     UnitsWritten,
     WorkerAnswered,
@@ -88,9 +89,9 @@ class Script:
         """The present members, by stage and replica."""
         return [slot.worker for slot in self.state.slots]
 
-    def ready(self, *workers: str) -> tuple[Action, ...]:
+    def ready(self, *workers: str, node_type: str = "") -> tuple[Action, ...]:
         for worker in workers:
-            self.tell(NodeAppeared(node=worker))
+            self.tell(NodeAppeared(node=worker, facts=NodeFacts(node_type=node_type)))
         actions: tuple[Action, ...] = ()
         for worker in workers:
             actions = self.tell(WorkerAnswered(worker=worker, answer=WorkerReady(worker=worker, pid=1, setup_s=1)))

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from controller_script import Script
-from simulated_job import make_plan
+from simulated_job import make_plan, make_unequal
 
 from manager.controller.state.actions import Action, NoteCorrection
 from manager.controller.state.events import ComputeTimesSeen, Event, WorkerLost, WorkerTimes
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.profile_correction import (
+    MOST_STAGES,
     Correction,
     StageRatios,
     correction_of,
@@ -29,52 +30,105 @@ from manager.journal.replay import replay
 from manager.report.journal_reader import read_report
 from manager.report.summary import summarise
 from manager.run_dir import JOURNAL
+from morph.contract.pool import Pool
 
 SECTIONS_S = (1.0, 1.0, 2.0, 1.0, 1.0, 2.0)
+TIMES = {"": SECTIONS_S}
 NOISE = 0.08
 
 
-def seen(factors: list[float], cuts: list[list[int]], num: int, seed: int) -> tuple[StageRatios, ...]:
-    """Observations of every stage of these shapes, with noise."""
-    draw, found = random.Random(seed), ()
+def seen(
+    factors: list[float],
+    cuts: list[list[int]],
+    num: int,
+    seed: int,
+    node_type: str = "",
+    found: tuple[StageRatios, ...] = (),
+) -> tuple[StageRatios, ...]:
+    """Observations of every stage of these shapes, with noise, after those ``found`` before."""
+    draw = random.Random(seed)
     for _ in range(num):
         for bounds in cuts:
             for first, end in zip(bounds, [*bounds[1:], len(SECTIONS_S)], strict=True):
                 true_s = sum(SECTIONS_S[index] * factors[index] for index in range(first, end))
                 ratio = math.log(true_s / sum(SECTIONS_S[first:end])) + draw.gauss(0, NOISE)
-                found = with_observation(found, range(first, end), ratio)
+                found = with_observation(found, range(first, end), ratio, node_type)
     return found
+
+
+TYPES = TIMES | {"fast": SECTIONS_S, "slow": tuple(3 * time_s for time_s in SECTIONS_S), "other": SECTIONS_S}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_type_that_is_slower_than_its_profile_is_found_and_no_other(seed: int) -> None:
+    """In an unequal plan: one pipeline of three stages on one type, one of two on the other."""
+    ratios = seen([1] * 6, [[0, 2, 4]], 60, seed, "fast")
+    ratios = seen([1.3] * 6, [[0, 3]], 60, seed + 100, "slow", ratios)
+    found = correction_of(ratios, TYPES)
+    assert is_material(None, found, ratios, TYPES)
+    assert found.of_type("slow").factors == pytest.approx([1.3] * 6, abs=0.05)
+    assert found.of_type("fast").factors == pytest.approx([1.0] * 6, abs=0.05)
+    assert "; on slow 0-" in found.sentence
+    unseen = found.of_type("other")
+    assert 1.0 < unseen.factors[0] < 1.15
+    assert unseen.errors[0] > 2 * found.of_type("slow").errors[0]
+
+
+def test_a_section_that_is_slower_on_two_types_is_expected_to_be_on_a_third() -> None:
+    ratios: tuple[StageRatios, ...] = ()
+    for name in ("fast", "slow"):
+        ratios = seen([1, 1, 1.5, 1, 1, 1], [[0, 3], [0, 2, 4], [0, 2, 3, 5]], 60, 1, name, ratios)
+    factors = correction_of(ratios, TYPES).of_type("other").factors
+    assert factors[2] == max(factors)
+    assert 1.1 < factors[2] < 1.5
+
+
+def test_a_type_that_ran_only_some_sections_is_uncertain_of_the_others() -> None:
+    some, every = (correction_of(seen([1.3] * 6, cuts, 60, 0, "slow")[:first], TYPES) for cuts, first in PARTS)
+    assert some.of_type("slow").errors[5] > 1.5 * every.of_type("slow").errors[5]
+    assert some.of_type("slow").errors[0] == pytest.approx(every.of_type("slow").errors[0], rel=0.05)
+
+
+PARTS = (([[0, 3]], 1), ([[0, 3]], 2))
+"""Cuts, and of how many of their stages something is seen."""
+
+
+def test_no_type_is_forgotten_because_another_has_many_stages() -> None:
+    cuts = [[0, *range(2, 6)], [0, 1, *range(3, 6)], [0, 1, 2, 4, 5], [0, 1, 2, 3, 5], [0, 3]]
+    ratios = seen([1.3] * 6, [[0, 3]], 3, 0, "slow")
+    ratios = seen([1.0] * 6, cuts, 3, 1, "fast", ratios)
+    assert len(ratios) <= MOST_STAGES
+    assert [entry.num for entry in ratios if entry.node_type == "slow"] == [3, 3]
+    assert correction_of(ratios, TYPES).of_type("slow").factors[0] > 1.2
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_slower_section_is_found_where_different_cuts_tell_it_apart(seed: int) -> None:
     ratios = seen([1, 1, 1.3, 1, 1, 1], [[0, 3], [0, 2, 4], [0, 2, 3, 5]], 60, seed)
-    found = correction_of(ratios, SECTIONS_S)
+    found = correction_of(ratios, TIMES)
     assert found.factors[2] == pytest.approx(1.3, abs=0.05)
     others = [factor for index, factor in enumerate(found.factors) if index != 2]
     assert max(abs(factor - 1) for factor in others) < 0.08
-    assert is_material(None, found, ratios, SECTIONS_S)
+    assert is_material(None, found, ratios, TIMES)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_is_not_found(seed: int) -> None:
     for num in (1, 3, 10, 100):
         ratios = seen([1.0] * 6, [[0, 3]], num, seed)
-        found = correction_of(ratios, SECTIONS_S)
-        assert not is_material(None, found, ratios, SECTIONS_S), (
-            f"{num} observations of nothing but noise: {found.sentence}"
-        )
+        found = correction_of(ratios, TIMES)
+        assert not is_material(None, found, ratios, TIMES), f"{num} observations of nothing but noise: {found.sentence}"
 
 
 def test_what_slows_all_measured_sections_slows_the_unmeasured() -> None:
-    found = correction_of((StageRatios(first_section=0, end_section=3, num=200, mean=math.log(1.2)),), SECTIONS_S)
+    found = correction_of((StageRatios(first_section=0, end_section=3, num=200, mean=math.log(1.2)),), TIMES)
     assert found.factors[5] == pytest.approx(1.2, abs=0.02)
     assert found.errors[3] > found.errors[0]
 
 
 def test_few_observations_are_shrunk_to_one_and_uncertain() -> None:
     once, often = (
-        correction_of((StageRatios(first_section=0, end_section=6, num=num, mean=math.log(1.2)),), SECTIONS_S)
+        correction_of((StageRatios(first_section=0, end_section=6, num=num, mean=math.log(1.2)),), TIMES)
         for num in (1, 100)
     )
     assert 1 < once.factors[0] < often.factors[0] < 1.21
@@ -85,7 +139,7 @@ def test_a_machine_that_grows_slower_after_long_is_found_slower() -> None:
     entry = StageRatios(first_section=0, end_section=6)
     for ratio in (0.0,) * 100_000 + (0.3,) * 2_000:
         entry = entry.with_one(ratio)
-    assert correction_of((entry,), SECTIONS_S).factors[0] == pytest.approx(math.exp(0.3), rel=0.01)
+    assert correction_of((entry,), TIMES).factors[0] == pytest.approx(math.exp(0.3), rel=0.01)
     assert entry.variance < 0.01**2
 
 
@@ -93,9 +147,9 @@ def test_a_change_within_the_error_or_of_little_is_not_material() -> None:
     often, once = (StageRatios(first_section=0, end_section=1, num=num) for num in (400, 1))
     told = Correction(factors=(1.2,), errors=(0.01,))
     little, much = (Correction(factors=(factor,), errors=(0.01,)) for factor in (1.22, 1.3))
-    assert not is_material(told, little, (often,), (1.0,))
-    assert not is_material(told, much, (once,), (1.0,))
-    assert is_material(told, much, (often,), (1.0,))
+    assert not is_material(told, little, (often,), {"": (1.0,)})
+    assert not is_material(told, much, (once,), {"": (1.0,)})
+    assert is_material(told, much, (often,), {"": (1.0,)})
 
 
 def trained(make: Callable[..., Script] = Script) -> Script:
@@ -106,15 +160,20 @@ def trained(make: Callable[..., Script] = Script) -> Script:
     return script
 
 
-def tell_times(script: Script, slower: float, num: int = 40) -> list[NoteCorrection]:
-    """So many reports of every member, section 5 slower than profiled; returns the corrections that were told."""
+def tell_times(script: Script, slower: float, num: int = 40, slow_type: str = "") -> list[NoteCorrection]:
+    """So many reports of every member, section 5 slower than profiled, or every section on one type of GPU.
+
+    Returns the corrections that were told.
+    """
     told: list[NoteCorrection] = []
     assert script.state.plan is not None
     for _ in range(num):
         times = []
         for slot in script.state.slots:
-            sections = script.state.plan.stages[slot.stage].sections
-            device_s = sum(SECTIONS_S[index] * (slower if index == 5 else 1) for index in sections)
+            stage = script.state.plan.stages[slot.stage]
+            times_s = script.state.config.compute_s[stage.node_type]
+            is_slow = {index: stage.node_type == slow_type if slow_type else index == 5 for index in stage.sections}
+            device_s = sum(times_s[index] * (slower if is_slow[index] else 1) for index in stage.sections)
             times.append(
                 WorkerTimes(
                     worker=slot.worker, generation=script.state.generation, compute_s=(99.0,), device_s=(device_s,)
@@ -150,6 +209,50 @@ def test_what_is_learned_counts_at_the_next_shape_and_causes_none() -> None:
     assert script.state.plan.expected.mini_batch_s > planned.expected.mini_batch_s
 
 
+def mixed(make: Callable[..., Script] = Script) -> Script:
+    """Two fast workers and three slow ones, all in one shape."""
+    plans = [
+        make_unequal((2, 1, "fast"), *kinds) for kinds in ([], [(1, 1, "slow")], [(2, 1, "slow")], [(3, 1, "slow")])
+    ]
+    script = make(
+        plans={plan.pool: plan for plan in plans},
+        expected_nodes=5,
+        section_compute_s=SECTIONS_S,
+        type_compute_s={name: TYPES[name] for name in ("fast", "slow")},
+    )
+    script.ready("f0", "f1", node_type="fast")
+    script.ready("s0", "s1", "s2", node_type="slow")
+    script.reshaped()
+    return script
+
+
+def after_a_loss(script: Script) -> str:
+    """The shape when one of the slow workers is lost."""
+    generation = script.state.generation
+    script.tell(WorkerLost(worker="s2", cause="revoked"))
+    while script.state.generation == generation:
+        script.aborted()
+    assert script.state.plan is not None
+    return f"{script.state.plan.shape} on {script.state.plan.pool}"
+
+
+def test_a_type_that_is_slower_than_its_profile_is_left_out_where_that_is_faster() -> None:
+    script = mixed()
+    assert script.state.plan is not None
+    assert script.state.plan.shape == "2x1 + 3x1"
+    assert tell_times(script, 1.0) == []
+    told = tell_times(script, 4.0, 100, "slow")
+    assert 1 <= len(told) < 10
+    correction = script.state.measured.correction
+    assert correction == told[-1].correction
+    assert correction is not None
+    assert min(correction.of_type("slow").factors) > 2
+    assert max(correction.of_type("fast").factors) < 1.1
+    assert after_a_loss(mixed()) == "2x1 + 2x1 on fast=2,slow=2"
+    assert after_a_loss(script) == "2x1 on fast=2"
+    assert script.state.config.type_factors["slow"] == correction.of_type("slow").factors
+
+
 def test_a_slow_workers_times_teach_nothing() -> None:
     script = trained()
     workers = {
@@ -181,13 +284,11 @@ def test_a_journal_with_corrections_replays_to_the_same_state(
 ) -> None:
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", snapshot_every)
     with Journal.open(tmp_path / JOURNAL) as journal:
-        script = trained(partial(JournalledScript, journal))
-        tell_times(script, 3.0)
-        script.tell(WorkerLost(worker=script.members[-1], cause="revoked"))
-        while not script.state.measured.planned_with:
-            script.aborted()
+        script = mixed(partial(JournalledScript, journal))
+        tell_times(script, 4.0, 100, "slow")
+        assert after_a_loss(script) == "2x1 on fast=2"
         assert replay(journal) == script.state
-        assert replay(journal).config.best_plan(3) == script.state.config.best_plan(3)
+        assert replay(journal).config.best_plan(Pool.parse("fast=2,slow=2")) == script.state.plan
     report = read_report(tmp_path)
     assert report.correction == script.state.measured.correction
-    assert "times of sections against the profile: 0-2 x" in summarise(report)
+    assert "; on slow 0-1 x" in summarise(report)

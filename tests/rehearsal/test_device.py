@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,13 @@ from manager.rehearsal.spec import RehearsalSpec
 from morph.contract.emulation import EmulatedDevice
 from morph.contract.errors import PlanError
 from morph.contract.messages import Prepared, ReshapeOrder, Slot
+from morph.contract.plan import Plan
 from morph.contract.profile import Profile, Timing
 from morph.contract.timeline import ComputeTimes
+from morph.contract.trace import Trace, TraceEvent
 from simulator import simulate, synthetic_profile
 from simulator.costs.stage_costs import SectionCosts
+from simulator.inputs.synthetic import with_type
 from simulator.inputs.transfer import AllReduce, bandwidth_bytes_per_s
 
 RINGS = (2, 3, 4, 6, 12)
@@ -188,6 +192,60 @@ def test_the_measured_commit_takes_the_place_of_the_profiles() -> None:
     assert not rehearsed.host_too_busy
 
 
+def test_steps_count_for_the_plan_that_ran_them_twice_in_a_row() -> None:
+    measured = three_steps()
+    stages = tuple(stage.model_copy(update={"window": stage.window + 1}) for stage in PLANNED.plan.stages)
+    other = PLANNED.plan.model_copy(update={"stages": stages})
+
+    def turn(time_s: float, version: int, generation: int, step: int, plan: Plan) -> None:
+        answer = prepared("vm0", step, step_s=1.0).model_copy(update={"generation": generation})
+        seen = observed(time_s, version, answer)
+        order = ReshapeOrder(generation=generation, version=0, plan=plan, slots=SLOTS, sources=())
+        state = seen.decision.state.model_copy(update={"reshape": order})
+        measured(replace(seen, decision=seen.decision.model_copy(update={"state": state})))
+
+    turn(115.0, 3, 1, 3, PLANNED.plan)  # given up: one worker answered, another one was lost
+    turn(120.0, 4, 2, 3, other)
+    turn(123.0, 5, 2, 4, other)
+    turn(140.0, 6, 3, 5, PLANNED.plan)
+    assert measured.counted_steps == [1, 2, 4]
+    first, second = measured.by_plan()
+    assert (first.only, first.mini_batches_s) == (PLANNED.plan, pytest.approx((2.0, 2.0)))
+    assert (second.only, second.mini_batches_s) == (other, pytest.approx((3.0,)))
+    assert second.turn_s == pytest.approx(123.0 - 1.0 - 120.0)
+
+
+OWN = "synthetic"
+
+
+def trace_of(*changes: tuple[float, str, str, str]) -> Trace:
+    return Trace(
+        events=tuple(
+            TraceEvent(time_s=time_s, event="add" if event == "add" else "remove", node_id=name, instance_type=kind)
+            for time_s, event, name, kind in changes
+        )
+    )
+
+
+def test_a_trace_is_planned_for_every_pool_and_stretched_with_the_profile() -> None:
+    trace = trace_of((5, "add", "a", OWN), (5, "add", "b", "slow"), (9, "remove", "a", OWN))
+    profile = with_type(synthetic_profile(num_sections=4), "slow", 2.0)
+    planned = plan_rehearsal(spec_of(profile=profile, num_stages=None, num_replicas=1, trace=trace, time_scale=2.0))
+    assert planned.spec.trace is not None
+    assert [event.time_s for event in planned.spec.trace.events] == [0, 0, 8]
+    assert {str(pool) for pool in planned.plans} == {f"{OWN}=1", "slow=1", f"slow=1,{OWN}=1"}
+    assert planned.plan.num_workers == 2
+    config = controller_config_of(planned)
+    assert config.expected_nodes == 2
+    assert config.type_compute_s["slow"] == pytest.approx([2 * time_s for time_s in config.type_compute_s[OWN]])
+
+
+def test_instance_types_count_only_where_the_profile_has_types() -> None:
+    trace = trace_of((0, "add", "a", "p3"), (0, "add", "b", "g4"))
+    planned = plan_rehearsal(spec_of(num_stages=None, num_replicas=1, trace=trace))
+    assert {str(pool) for pool in planned.plans} == {"1", "2"}
+
+
 def spec_of(**fields: Any) -> RehearsalSpec:
     given = {
         "profile": synthetic_profile(num_sections=12, forward_s=0.01),
@@ -217,8 +275,13 @@ def spec_of(**fields: Any) -> RehearsalSpec:
         ({"time_scale": float("nan")}, ["time_scale", "nan"]),
         ({"message_scale": 1.5}, ["message_scale", "at most 1"]),
         ({"state_scale": -1.0}, ["state_scale", "above 0"]),
-        ({"slow": {3: 1.5}}, ["slow", "stage 3", "stages 0 to 2"]),
-        ({"slow": {(1, 2): 1.5}}, ["slow", "replica 2", "replicas 0 to 1"]),
+        ({"slow": {3: 1.5}}, ["slow", "got 3", "stages 0 to 2"]),
+        ({"slow": {(1, 2): 1.5}}, ["slow", "got (1, 2)", "replicas 0 to 1"]),
+        ({"trace": trace_of((0, "add", "a", "p3"))}, ["num_stages", "is for one shape", "leave it out"]),
+        (
+            {"trace": trace_of((0, "add", "a", "p3")), "num_stages": None, "num_replicas": 1, "slow": {0: 1.5}},
+            ["slow", "is for one shape"],
+        ),
     ],
 )
 def test_what_cannot_be_is_one_error_that_names_it(fields: dict[str, Any], parts: list[str]) -> None:

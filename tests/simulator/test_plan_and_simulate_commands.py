@@ -13,6 +13,7 @@ from morph.contract.errors import PlanError, ProfileError
 from morph.contract.plan import Plan, load_plan
 from morph.words import count_text, time_text
 from simulator import plan, plan_table, simulate, synthetic_profile
+from simulator.inputs.synthetic import with_type
 
 app = typer.Typer()
 app.command("plan")(plan_command)
@@ -69,6 +70,52 @@ def test_simulate_prints_json_for_programs(profile: Path) -> None:
     answer = json.loads(_run("simulate", profile, "-P", 3, "-D", 2, "--schedule", "gpipe", "--json"))
     assert Plan.model_validate(answer["plan"]).schedule == "gpipe"
     assert sum(answer["breakdown_s"].values()) == pytest.approx(answer["plan"]["expected"]["mini_batch_s"])
+
+
+def test_simulate_answers_for_a_plan_file_as_plan_did(tmp_path: Path) -> None:
+    path, file = tmp_path / "typed.json", tmp_path / "plan.json"
+    path.write_text(with_type(synthetic_profile(tied=True), "slow", 2.0).model_dump_json())
+    told = _run("plan", path, "--pool", "synthetic=3,slow=2", "-o", file)
+    plan = load_plan(file)
+    assert len(plan.pipeline_kinds) == 2
+    assert set(plan.pool.types) == {"synthetic", "slow"}
+    shown = _run("simulate", path, "--plan", file, "--png", tmp_path / "timeline.png")
+    for line in told.splitlines()[:5]:
+        assert line in shown
+    assert (tmp_path / "timeline.png").is_file()
+    answer = json.loads(_run("simulate", path, "--plan", file, "--json"))
+    assert Plan.model_validate(answer["plan"]) == plan
+    slowed = json.loads(_run("simulate", path, "--plan", file, "--slow", f"{len(plan.stages) - 1}:3", "--json"))
+    assert slowed["plan"]["expected"]["mini_batch_s"] > 1.5 * plan.expected.mini_batch_s
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ((), "-P: is missing; allowed: stages of a pipeline, or --plan FILE"),
+        (("--plan", "plan.json", "-D", 2), "--plan: cannot be combined with -D: the plan has its own"),
+        (("--plan", "plan.json", "--slow", "9:2"), "--slow: the plan has no such worker (got 9)"),
+        (("--plan", "plan.json", "--slow", "0/7:2"), "replicas 0 to 2 of this one"),
+        (("--plan", "other.json"), "other.json: fingerprint: is of another model (got 'synthetic-5')"),
+        (("--plan", "small.json"), "small.json: num_micro_batches: is of another batch (got 8); allowed: 16, for"),
+        (("--plan", "typed.json"), "typed.json: stages.node_type: is not a type of this profile (got 'slow')"),
+    ],
+)
+def test_a_plan_that_the_profile_does_not_fit_is_one_line(
+    tmp_path: Path, profile: Path, arguments: tuple[object, ...], part: str
+) -> None:
+    known = synthetic_profile(tied=True)
+    for name, found in {
+        "plan": simulate(known, num_stages=2, num_replicas=3).plan,
+        "other": simulate(synthetic_profile(num_sections=5, tied=True), num_stages=2).plan,
+        "small": simulate(synthetic_profile(tied=True, batch_size=32), num_stages=2, micro_batch_size=4).plan,
+        "typed": plan(with_type(known, "slow", 2.0), pool={"slow": 2}).best,
+    }.items():
+        (tmp_path / f"{name}.json").write_text(found.model_dump_json())
+    given = [tmp_path / str(one) if str(one).endswith(".json") else one for one in arguments]
+    with pytest.raises(PlanError) as caught:
+        _run("simulate", profile, *given)
+    assert part in str(caught.value)
 
 
 def test_a_range_is_answered_as_table_csv_and_picture(profile: Path, tmp_path: Path) -> None:

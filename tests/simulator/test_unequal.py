@@ -11,7 +11,7 @@ import pytest
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
 from morph.contract.pool import Pool
-from morph.contract.profile import Contention, NodeTypeProfile, Profile
+from morph.contract.profile import Contention, Profile
 from simulator import (
     PlanRequest,
     Simulation,
@@ -29,23 +29,11 @@ from simulator.engine.schedules import stage_windows
 from simulator.inputs.conditions import Conditions, of_pool_type
 from simulator.inputs.layout import placed
 from simulator.inputs.placement import Placement
+from simulator.inputs.synthetic import with_type
 from simulator.search.mixes import Search
 from simulator.search.pools import WORTH, Pools
 from tests.seeds import each_seed
 from tests.simulator.test_reductions import random_job
-
-
-def with_type(profile: Profile, name: str, slower: float, memory_bytes: int | None = None) -> Profile:
-    """The profile with a type of node on which every section takes so much longer."""
-    environment = profile.environment.model_copy(update={"device": name, "device_memory_bytes": memory_bytes})
-    added = NodeTypeProfile(
-        name=name,
-        environment=environment,
-        forward=tuple({m: t.longer(slower) for m, t in section.forward.items()} for section in profile.sections),
-        backward=tuple({m: t.longer(slower) for m, t in section.backward.items()} for section in profile.sections),
-        optimizer_step=tuple(section.optimizer_step.longer(slower) for section in profile.sections),
-    )
-    return profile.model_copy(update={"node_types": (*profile.node_types, added)})
 
 
 def mix(

@@ -14,15 +14,20 @@ from typing import Any
 import psutil
 import pytest
 
+from manager.controller.state.state import Phase
 from manager.engine.local_vms.namespaces import DIRECTORY, check_permitted, remove_stale
+from manager.engine.local_vms.vm_fleet import VmFleet
+from manager.engine.loop.driver import Observed
 from manager.host.processes import wait_gone
-from manager.rehearsal import RehearsalSpec, Rehearsed, plan_rehearsal, rehearse, run_facts
+from manager.rehearsal import RehearsalSpec, Rehearsed, plan_rehearsal, rehearse, rehearse_changes, run_facts
 from manager.rehearsal.planning import Planned
 from manager.run_dir import RunDir
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.errors import ConfigError, TrainingStopped
-from morph.contract.profile import NodeTypeProfile, Profile, Timing
+from morph.contract.profile import Timing
+from morph.contract.trace import Trace, TraceEvent
 from simulator import simulate_plan, synthetic_profile
+from simulator.inputs.synthetic import with_type
 from tests.system.commands import COMMAND, ROOT
 from tests.system.harness import together
 
@@ -68,9 +73,13 @@ def rehearsed(spec: RehearsalSpec, directory: Path) -> tuple[Rehearsed, dict[str
 def run_planned(planned: Planned, directory: Path) -> tuple[Rehearsed, dict[str, str]]:
     with RunDir(directory, run_facts(planned)) as run_dir:
         result = rehearse(planned, run_dir)
+    return result, weights_of(directory)
+
+
+def weights_of(directory: Path) -> dict[str, str]:
     url = str(directory / "checkpoints")
     manifest = read_manifest(url, complete_versions(url)[-1])
-    return result, {entry.unit: entry.sha256 for entry in manifest.units}
+    return {entry.unit: entry.sha256 for entry in manifest.units}
 
 
 def descendants() -> list[psutil.Process]:
@@ -89,33 +98,66 @@ def test_two_shapes_end_with_the_same_weights_and_leave_nothing(tmp_path: Path) 
     assert [process for process in descendants() if process.pid not in before] == []
 
 
-def slower_type(profile: Profile, name: str, factor: float) -> Profile:
-    """The profile with a second type of node, whose compute takes so many times as long."""
-    slow = profile.corrected((factor,) * profile.num_sections)
-    added = NodeTypeProfile(
-        name=name,
-        environment=profile.environment,
-        forward=tuple(section.forward for section in slow.sections),
-        backward=tuple(section.backward for section in slow.sections),
-        optimizer_step=tuple(section.optimizer_step for section in slow.sections),
-    )
-    return profile.model_copy(update={"node_types": (added,)})
+class Losses:
+    """Takes a fast VM, and some steps later a slow one: then nothing fits until another fast one comes.
+
+    Each worker of a shape must be of the type for which its stage was planned.
+    """
+
+    def __init__(self, fleet: VmFleet) -> None:
+        self._fleet, self._at, self._left = fleet, AT, ["fast0", "slow0"]
+
+    def __call__(self, observed: Observed) -> None:
+        state = observed.decision.state
+        if state.phase is not Phase.TRAINING or state.plan is None:
+            return
+        for slot in state.slots:
+            assert state.workers[slot.worker].facts.node_type == state.plan.stages[slot.stage].node_type
+        if self._left and state.version >= self._at:
+            self._at = state.version + AT
+            if len(self._left) == 1:
+                self._fleet.request("fast3", instance_type="synthetic")
+            self._fleet.revoke(self._left.pop(0))
 
 
-def test_unequal_pipelines_on_two_types_of_node_take_no_less_than_simulated_and_have_the_same_weights(
-    tmp_path: Path,
-) -> None:
-    profile = slower_type(PROFILE, "slow", 2.0)
+AT = 3
+
+
+def test_losses_of_either_type_re_shape_mixed_plans_and_change_no_bit(tmp_path: Path) -> None:
+    """A plan as given takes no less than simulated, and has the weights of equal pipelines on one type."""
+    profile = with_type(PROFILE, "slow", 2.0)
     deep, shallow = (plan_rehearsal(spec_of(stages, 1)).plan for stages in (3, 2))
     slow = tuple(stage.model_copy(update={"node_type": "slow"}) for stage in shallow.stages)
     plan = together([deep, shallow.model_copy(update={"stages": slow})])
     assert plan.shape == "3x1 + 2x1"
-    mixed, weights = rehearsed(spec_of(1, 1, profile=profile, plan=plan, num_hosts=5), tmp_path / "mixed")
-    _, others = rehearsed(spec_of(2, 2), tmp_path / "equal")
+    spec = spec_of(1, 1, profile=profile, plan=plan, num_hosts=5, steps=3 * AT)
+    mixed, weights = rehearsed(spec, tmp_path / "mixed")
+    _, others = rehearsed(spec_of(2, 2, steps=3 * AT), tmp_path / "equal")
     assert weights == others
     assert mixed.measured_s > 0.9 * mixed.planned.simulation.expected.lower_bound_s
     fast = simulate_plan(PROFILE, together([deep, shallow]))
     assert mixed.planned.simulation.expected.mini_batch_s > 1.2 * fast.expected.mini_batch_s
+
+    trace = Trace(
+        events=tuple(
+            TraceEvent(time_s=0, event="add", node_id=f"{name}{number}", instance_type=kind)
+            for name, kind in (("fast", "synthetic"), ("slow", "slow"))
+            for number in range(3)
+        )
+    )
+    given = {"num_stages": None, "num_hosts": 6, "trace": trace, "memory_bytes": 250_000_000, "steps": 3 * AT}
+    planned = plan_rehearsal(spec_of(1, 1, profile=profile, **given))
+    with RunDir(tmp_path / "changes", run_facts(planned)) as run_dir:
+        changed = rehearse_changes(planned, run_dir, attend=Losses)
+    assert [f"{shape} on {pool}" for _, shape, pool in changed.changes] == [
+        "3x1 + 3x1 on slow=3,synthetic=3",
+        "3x1 + 2x1 on slow=3,synthetic=2",
+        "2x1 + 3x1 on slow=2,synthetic=3",
+    ]
+    assert changed.lost == ("synthetic", "slow")
+    assert weights_of(tmp_path / "changes") == weights
+    for one in changed.plans:
+        assert one.measured_s > 0.9 * one.planned.simulation.expected.lower_bound_s, one.planned.plan.shape
 
 
 def test_stages_that_recompute_their_sections_in_groups_take_no_less_than_simulated_and_have_the_same_weights(

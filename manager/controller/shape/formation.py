@@ -230,11 +230,14 @@ def _go_by_what_was_learned(transition: Transition) -> None:
 
     Only while a shape has to be chosen anyway: what is learned is never the reason to leave one.
     """
-    correction = transition.state.measured.correction
-    if correction is not None and correction.factors != transition.state.measured.planned_with:
-        config = transition.state.config.corrected(correction.factors)
-        transition.change(config=config)
-        transition.change_measured(planned_with=correction.factors)
+    measured = transition.state.measured
+    if measured.correction is None:
+        return
+    factors = measured.correction.factors
+    type_factors = {name: each.factors for name, each in measured.correction.types.items()}
+    if (factors, type_factors) != (measured.planned_with, measured.types_planned_with):
+        transition.change(config=transition.state.config.corrected(factors, type_factors))
+        transition.change_measured(planned_with=factors, types_planned_with=type_factors)
 
 
 def _measure_anew(transition: Transition) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -129,6 +130,10 @@ class ControllerConfig(Value):
         default=(), description="by section, of the profile's times, as learned; shapes are chosen by them; absent: 1"
     )
 
+    type_factors: dict[str, tuple[float, ...]] = Field(
+        default={}, description="the same by type of GPU, where there are several"
+    )
+
     @model_validator(mode="after")
     def _consistent(self) -> ControllerConfig:
         if set(self.unit_bytes) != set(self.units):
@@ -166,10 +171,12 @@ class ControllerConfig(Value):
         plan = self.best_plan(pool)
         return 0.0 if plan is None else plan.expected.examples_per_s
 
-    def corrected(self, factors: tuple[float, ...]) -> ControllerConfig:
+    def corrected(
+        self, factors: tuple[float, ...], type_factors: Mapping[str, tuple[float, ...]] = MappingProxyType({})
+    ) -> ControllerConfig:
         """Return the same with shapes chosen by these factors."""
         fields = {name: getattr(self, name) for name in type(self).model_fields}
-        return ControllerConfig.model_construct(**fields | {"factors": factors})
+        return ControllerConfig.model_construct(**fields | {"factors": factors, "type_factors": dict(type_factors)})
 
     def _corrected(self, plan: Plan) -> Plan:
         """The plan, slower by as much as the stage that takes longest for its micro-batches of a step."""
@@ -181,8 +188,9 @@ class ControllerConfig(Value):
             weight * (self.expected_compute_s(stage) or 1.0) for weight, stage in zip(weights, plan.stages, strict=True)
         )
         now_s = max(
-            weight * sum(self._times_of(stage)[section] * self.factors[section] for section in stage.sections)
+            weight * sum(self._times_of(stage)[section] * factors[section] for section in stage.sections)
             for weight, stage in zip(weights, plan.stages, strict=True)
+            if (factors := self.type_factors.get(stage.node_type, self.factors))
         )
         ratio, expected = now_s / as_profiled_s, plan.expected
         update = {"mini_batch_s": expected.mini_batch_s * ratio, "examples_per_s": expected.examples_per_s / ratio}
@@ -252,6 +260,11 @@ class ControllerConfig(Value):
         """Seconds of compute that the profile expects of one micro-batch on a stage; None when it is not known."""
         times_s = self._times_of(stage)
         return sum(times_s[section] for section in stage.sections) or None if times_s else None
+
+    @cached_property
+    def compute_s(self) -> dict[str, tuple[float, ...]]:
+        """Profiled seconds of compute of each section by type of GPU, and "" for those without a type."""
+        return {"": self.section_compute_s, **self.type_compute_s}
 
     def _times_of(self, stage: StagePlan) -> tuple[float, ...]:
         return self.type_compute_s.get(stage.node_type, self.section_compute_s)

@@ -3,20 +3,30 @@
 A stage's time over what the profile has for its sections, as a logarithm, is about the mean of those of its sections,
 weighted by their times; different cuts tell sections apart. So it is Bayesian linear regression: a part that all
 sections have in common and one of each section, both 0 with some spread before anything was seen, which shrinks what
-few observations say. Pure arithmetic on few numbers, the same to the bit when a journal is replayed. All nodes of a run
-are of the node type that its profile is of.
+few observations say. Pure arithmetic on few numbers, the same to the bit when a journal is replayed.
+
+GPUs of several types have parts of their own, which are expected to be alike to some degree. An observation is of one
+stage, and so of one type: a type that is slower than its profile shows in its own stages. A type of which nothing was
+seen is believed to share a part of what was seen of others, and stays nearly as uncertain as it was. If a type only
+ever ran the same sections, nobody can tell whether the type is slower or these sections are, and the errors of its
+other sections say so. What links take is not learned.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from pydantic import Field
 
 from morph.contract.base import Value
+from morph.contract.plan import StagePlan
+
+Times = Mapping[str, Sequence[float]]
+"""Profiled seconds of compute of each section, by type of GPU; "": where no type is named."""
 
 COMMON_SPREAD, OWN_SPREAD = 0.5, 0.15
 """Standard deviations of the common part and of an average section's own, before anything was seen.
@@ -24,11 +34,14 @@ COMMON_SPREAD, OWN_SPREAD = 0.5, 0.15
 The variance of the latter goes with one over the section's time, as if it were made of many like parts: so sections
 that were only seen together have the same factor.
 """
+ALIKE = 0.5
+"""Correlation of the parts of two types of GPU: what a profile misses is partly the job's, and partly the type's."""
 NOISE, NOISE_COUNTS = 0.1, 4
 """That of one observation, and how many observations it counts as against those that were made."""
 MISFIT = 0.005
 """What more observations of the same stage do not tell."""
 MOST_STAGES = 16
+"""Observed stages that are remembered, of all types of GPU together."""
 MOST_COUNTED = 400
 """Observations of a stage count as no more than this: a machine's speed changes, and older ones are forgotten."""
 MATERIAL, ERRORS = 0.03, 3.0
@@ -40,6 +53,7 @@ class StageRatios(Value):
 
     first_section: int
     end_section: int
+    node_type: str = Field(default="", description="type of its GPU; empty: there is only one")
     num: int = 0
     mean: float = 0.0
     squares: float = 0.0
@@ -64,10 +78,24 @@ class Correction(Value):
 
     factors: tuple[float, ...] = Field(min_length=1)
     errors: tuple[float, ...] = Field(min_length=1)
+    types: dict[str, Correction] = Field(
+        default={},
+        exclude_if=lambda given: not given,
+        description="of each type of GPU, if there are several; the other fields are then for a further type",
+    )
+
+    def of_type(self, node_type: str) -> Correction:
+        """Return the correction for a type of GPU."""
+        return self.types.get(node_type, self)
 
     @property
     def sentence(self) -> str:
         """In words, neighbours with the same factor taken together."""
+        every = self.types or {"": self}
+        texts = [f"{f'on {name} ' if name else ''}{each._parts()}" for name, each in every.items()]
+        return f"times of sections against the profile: {'; '.join(texts)}"
+
+    def _parts(self) -> str:
         parts, first = [], 0
         for factor, alike in groupby(f"{factor:.2f}" for factor in self.factors):
             last = first + len(list(alike)) - 1
@@ -75,80 +103,108 @@ class Correction(Value):
             sections = f"{first}-{last}" if first < last else f"{first}"
             parts.append(f"{sections} x{factor} (each +-{error:.0%})")
             first = last + 1
-        return f"times of sections against the profile: {', '.join(parts)}"
+        return ", ".join(parts)
 
 
-def with_observation(seen: tuple[StageRatios, ...], sections: range, log_ratio: float) -> tuple[StageRatios, ...]:
-    """Take in one observation of a stage; the stages seen least lately are forgotten beyond ``MOST_STAGES``."""
-    key = (sections.start, sections.stop)
-    known = next((entry for entry in seen if (entry.first_section, entry.end_section) == key), None)
-    entry = known or StageRatios(first_section=sections.start, end_section=sections.stop)
-    others = tuple(other for other in seen if other is not known)
-    return (*others, entry.with_one(log_ratio))[-MOST_STAGES:]
+def with_observation(
+    seen: tuple[StageRatios, ...], sections: range, log_ratio: float, node_type: str = ""
+) -> tuple[StageRatios, ...]:
+    """Take in one observation of a stage.
+
+    Beyond ``MOST_STAGES`` the stage that was seen least lately is forgotten, of the type of GPU that has most stages.
+    """
+    key = (sections.start, sections.stop, node_type)
+    known = next((entry for entry in seen if (entry.first_section, entry.end_section, entry.node_type) == key), None)
+    entry = known or StageRatios(first_section=sections.start, end_section=sections.stop, node_type=node_type)
+    found = (*(other for other in seen if other is not known), entry.with_one(log_ratio))
+    if len(found) <= MOST_STAGES:
+        return found
+    counts = Counter(other.node_type for other in found)
+    forgotten = next(other for other in found if counts[other.node_type] == max(counts.values()))
+    return tuple(other for other in found if other is not forgotten)
 
 
 def with_times(
     seen: tuple[StageRatios, ...],
-    sections: Mapping[int, range],
+    stages: Mapping[int, StagePlan],
     samples_s: Mapping[int, Sequence[float]],
-    section_compute_s: Sequence[float],
+    compute_s: Times,
 ) -> tuple[StageRatios, ...]:
     """Take in what was heard of some stages at once: of each one observation, the median of its micro-batches.
 
     Args:
         seen: Before.
-        sections: Of each stage.
+        stages: Their sections and types of GPU.
         samples_s: Seconds of compute of micro-batches, by stage.
-        section_compute_s: The profile's seconds of each section.
+        compute_s: The profile's.
     """
-    for stage, times_s in sorted(samples_s.items()):
-        median_s = statistics.median(times_s) if times_s else 0.0
+    for number, times_s in sorted(samples_s.items()):
+        median_s, stage = statistics.median(times_s) if times_s else 0.0, stages[number]
         if median_s > 0:
-            profiled_s = sum(section_compute_s[sections[stage].start : sections[stage].stop])
-            seen = with_observation(seen, sections[stage], math.log(median_s / profiled_s))
+            name = stage.node_type if stage.node_type in compute_s else ""
+            profiled_s = sum(compute_s[name][stage.first_section : stage.end_section])
+            seen = with_observation(seen, stage.sections, math.log(median_s / profiled_s), name)
     return seen
 
 
-def correction_of(seen: Sequence[StageRatios], section_compute_s: Sequence[float]) -> Correction:
-    """Return what the observations say of each section, given its profiled times (seconds)."""
-    weights = [_weights(entry, section_compute_s) for entry in seen]
-    common, mean_s = COMMON_SPREAD**2, sum(section_compute_s) / len(section_compute_s)
-    owns = [OWN_SPREAD**2 * mean_s / time_s for time_s in section_compute_s]
+def correction_of(seen: Sequence[StageRatios], compute_s: Times) -> Correction:
+    """Return what the observations say of each section on each type of GPU, given its profiled times."""
+    common, types = COMMON_SPREAD**2, [entry.node_type for entry in seen]
+    spreads = {
+        name: [OWN_SPREAD * math.sqrt(statistics.fmean(times_s) / time_s) for time_s in times_s]
+        for name, times_s in compute_s.items()
+    }
+    parts = [  # of each stage: what a section's own part adds to its logarithm, in standard deviations
+        [weight * spread for weight, spread in zip(_weights(entry, compute_s), spreads[entry.node_type], strict=True)]
+        for entry in seen
+    ]
     covariance = [
-        [common + sum(own * x * y for own, x, y in zip(owns, one, other, strict=True)) for other in weights]
-        for one in weights
+        [
+            _alike(name, other) * (common + sum(x * y for x, y in zip(own, others, strict=True)))
+            for other, others in zip(types, parts, strict=True)
+        ]
+        for name, own in zip(types, parts, strict=True)
     ]
     for index, entry in enumerate(seen):
         covariance[index][index] += entry.variance
     inverse = _inverse(covariance)
     gains = [sum(value * entry.mean for value, entry in zip(row, seen, strict=True)) for row in inverse]
-    factors, errors = [], []
-    for section, own in enumerate(owns):
-        to_stages = [common + own * weight[section] for weight in weights]
-        told = sum(x * inverse[i][j] * y for i, x in enumerate(to_stages) for j, y in enumerate(to_stages))
-        factors.append(round(math.exp(sum(x * gain for x, gain in zip(to_stages, gains, strict=True))), 4))
-        errors.append(round(math.sqrt(max(0.0, common + own - told)), 4))
-    return Correction(factors=tuple(factors), errors=tuple(errors))
+    found = {}
+    for name, own in spreads.items():
+        factors, errors = [], []
+        for section, spread in enumerate(own):
+            to_stages = [
+                _alike(name, of) * (common + spread * part[section]) for of, part in zip(types, parts, strict=True)
+            ]
+            told = sum(x * inverse[i][j] * y for i, x in enumerate(to_stages) for j, y in enumerate(to_stages))
+            factors.append(round(math.exp(sum(x * gain for x, gain in zip(to_stages, gains, strict=True))), 4))
+            errors.append(round(math.sqrt(max(0.0, common + spread**2 - told)), 4))
+        found[name] = Correction(factors=tuple(factors), errors=tuple(errors))
+    return found.pop("").model_copy(update={"types": found})
 
 
-def is_material(
-    before: Correction | None, now: Correction, seen: Sequence[StageRatios], section_compute_s: Sequence[float]
-) -> bool:
+def _alike(one: str, other: str) -> float:
+    return 1.0 if one == other else ALIKE
+
+
+def is_material(before: Correction | None, now: Correction, seen: Sequence[StageRatios], compute_s: Times) -> bool:
     """Whether a stage surely takes another time than was told before; before anything was told it is the profile's."""
     for entry in seen:
-        weights = _weights(entry, section_compute_s)
-        told = 1.0 if before is None else sum(x * factor for x, factor in zip(weights, before.factors, strict=True))
-        ratio = sum(x * factor for x, factor in zip(weights, now.factors, strict=True)) / told
+        weights, told = _weights(entry, compute_s), 1.0
+        if before is not None:
+            told = sum(x * factor for x, factor in zip(weights, before.of_type(entry.node_type).factors, strict=True))
+        ratio = sum(x * factor for x, factor in zip(weights, now.of_type(entry.node_type).factors, strict=True)) / told
         if abs(math.log(ratio)) > max(MATERIAL, ERRORS * math.sqrt(entry.variance)):
             return True
     return False
 
 
-def _weights(entry: StageRatios, section_compute_s: Sequence[float]) -> list[float]:
-    total_s = sum(section_compute_s[entry.first_section : entry.end_section])
+def _weights(entry: StageRatios, compute_s: Times) -> list[float]:
+    times_s = compute_s[entry.node_type]
+    total_s = sum(times_s[entry.first_section : entry.end_section])
     return [
         time_s / total_s if entry.first_section <= index < entry.end_section else 0.0
-        for index, time_s in enumerate(section_compute_s)
+        for index, time_s in enumerate(times_s)
     ]
 
 

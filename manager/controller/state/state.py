@@ -358,6 +358,7 @@ class Measured(Value):
     stage_ratios: tuple[StageRatios, ...] = Field(default=(), description="of compute times to the profile's")
     correction: Correction | None = Field(default=None, description="of the profile, as it was told last")
     planned_with: tuple[float, ...] = Field(default=(), description="``config.factors`` now")
+    types_planned_with: dict[str, tuple[float, ...]] = Field(default={}, description="``config.type_factors`` now")
 
 
 class ControllerState(Value):

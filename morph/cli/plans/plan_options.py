@@ -61,6 +61,12 @@ def from_options(context: typer.Context, profile: Path, settings: Conditions) ->
         yield
 
 
+def in_plan_file(plan: Path) -> dict[str, tuple[str, str]]:
+    """Return the places in a plan file of what a profile must agree with, for ``places``."""
+    names = ("fingerprint", "micro_batch_size", "num_micro_batches")
+    return {name: (str(plan), name) for name in names} | {"pool": (str(plan), "stages.node_type")}
+
+
 def given_options(context: typer.Context, settings: Conditions) -> dict[str, Any]:
     """Return the options and settings of the command line, by their names there."""
     sources = {each: context.get_parameter_source(each.name or "") for each in context.command.params}

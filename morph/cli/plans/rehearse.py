@@ -1,4 +1,4 @@
-"""``morph rehearse``: run one shape with emulated workers on this machine and compare it with the simulator."""
+"""``morph rehearse``: run a shape or a trace with emulated workers on this machine, beside what is simulated."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from morph.cli.plans.plan_options import memory_bytes_of, slow_of
+from morph.cli.plans.plan_options import in_plan_file, memory_bytes_of, slow_of
 from morph.cli.plans.settings import RehearseSettings, with_settings
 from morph.cli.reading.errors import places
 from morph.cli.reading.options import (
     JitterOption,
     MicroBatchOption,
-    OptionalStagesOption,
     PlainOption,
     PlanFileOption,
     ProfileArgument,
@@ -26,6 +25,7 @@ from morph.cli.reading.options import (
     ScheduleOption,
     SettingsOption,
     SlowOption,
+    StagesOption,
 )
 from morph.cli.reading.progress import doing
 from morph.contract.errors import PlanError
@@ -35,15 +35,21 @@ from morph.yaml_files import SET, read_settings
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from manager.rehearsal import Planned, Rehearsed
+    from manager.rehearsal import Planned, Rehearsal, Rehearsed
 
 
 @with_settings(RehearseSettings)
 def rehearse_command(
     profile: ProfileArgument,
-    pipeline_depth: OptionalStagesOption = None,
+    pipeline_depth: StagesOption = None,
     num_replicas: ReplicasOption = 1,
     plan: PlanFileOption = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", help="Trace of VMs that come and are lost, in place of a shape: the manager chooses the shapes."
+        ),
+    ] = None,
     hosts: Annotated[
         int | None, typer.Option("--hosts", help="Hosts to emulate. Default: as many as the workers need.")
     ] = None,
@@ -66,7 +72,7 @@ def rehearse_command(
     plain: PlainOption = False,
     settings: SettingsOption = None,
 ) -> None:
-    """Run one shape on emulated devices: processes, messages and manager are real, compute lasts as in the profile.
+    """Run a shape on emulated devices: processes, messages and manager are real, compute lasts as in the profile.
 
     \b
     Example:
@@ -75,20 +81,32 @@ def rehearse_command(
           --batch-size 256
       morph rehearse profile.json -P 4 -D 2 --slow 2:1.3 --jitter-seed 1
       morph rehearse profile.json --plan plan.json
+      morph rehearse profile.json --trace trace.csv --steps 50
     """
-    if (pipeline_depth is None) == (plan is None):
-        raise PlanError("give either -P, with -D, or --plan", field="-P", value=pipeline_depth)
-    doing(f"planning {pipeline_depth} x {num_replicas}" if plan is None else f"reading {plan}")
-    from manager.rehearsal import RehearsalSpec, plan_rehearsal, rehearse, run_facts
+    if (pipeline_depth is not None) + (plan is not None) + (trace is not None) != 1:
+        raise PlanError("give one of -P (with -D), --plan and --trace", field="-P", value=pipeline_depth)
+    doing(f"planning {pipeline_depth} x {num_replicas}" if pipeline_depth else f"reading {plan or trace}")
+    from manager.rehearsal import (
+        RehearsalSpec,
+        Rehearsed,
+        digest_of,
+        plan_rehearsal,
+        rehearse,
+        rehearse_changes,
+        run_facts,
+    )
     from manager.report.live import LiveRun
     from manager.run_dir import RunDir
+    from morph.cli.plans.trace_options import read_traces
     from morph.cli.views.run_view import run_view
     from morph.contract.plan import load_plan
     from morph.contract.profile import load_profile
 
     measured, chosen = load_profile(profile), read_settings(settings or (), RehearseSettings)
     planned_before = None if plan is None else load_plan(plan)
+    recorded = None if trace is None else read_traces([trace])
     num_workers = (pipeline_depth or 0) * num_replicas if planned_before is None else planned_before.num_workers
+    num_workers = num_workers if recorded is None else recorded.max_nodes
     options = {
         "num_hosts": "--hosts",
         "num_workers": "-P times -D",
@@ -98,15 +116,21 @@ def rehearse_command(
         "batch_size": "job.batch_size" if batch_size is None else "--batch-size",
         **{name: f"{SET} {name}" for name in RehearseSettings.model_fields},
         "slow": "--slow",
+        "jitter_seed": "--jitter-seed",
+        "memory_bytes": "--memory-gib",
     }
     places_of = {field: (str(profile), name) for field, name in options.items()}
-    with places(places_of | {"fingerprint": (str(plan), "fingerprint")}):
+    of_files = {"pool": (str(trace), "VMs by instance_type")}
+    if plan is not None:
+        of_files |= in_plan_file(plan)
+    with places(places_of | of_files):
         planned = plan_rehearsal(
             RehearsalSpec(
                 profile=measured,
                 num_stages=pipeline_depth,
                 num_replicas=num_replicas,
                 plan=planned_before,
+                trace=recorded,
                 num_hosts=-(-num_workers // chosen.workers_per_host) if hosts is None else hosts,
                 steps=steps,
                 schedule=schedule.value,
@@ -123,8 +147,14 @@ def rehearse_command(
     with _directory(run_dir) as directory, RunDir(directory, run_facts(planned)) as opened:
         job = planned.profile.job
         with run_view(LiveRun(job.name, steps + 1, job.batch_size), plain=plain) as observer:
-            rehearsed = rehearse(planned, opened, observer, temporary=run_dir is None)
-    _tell(rehearsed)
+            run = rehearse if recorded is None else rehearse_changes
+            found: Rehearsed | Rehearsal = run(planned, opened, observer, temporary=run_dir is None)
+        digest = digest_of(opened)
+    if isinstance(found, Rehearsed):
+        _tell(found)
+    else:
+        _tell_changes(found)
+    print(f"sha256 of the final weights, after {counted(steps + 1, 'step')}: {digest[:16]}")
 
 
 @contextmanager
@@ -139,9 +169,11 @@ def _directory(run_dir: Path | None) -> Iterator[Path]:
 def _headline(planned: Planned) -> str:
     spec, scales, plan = planned.spec, planned.scales, planned.plan
     hosts = -(-spec.num_workers // spec.workers_per_host)
+    shape = plan.shape if spec.trace is None else f"{counted(len(planned.plans), 'plan')}, {plan.shape} first"
+    most = "" if spec.trace is None else "at most "
     return (
-        f"{planned.profile.job.name}: {plan.shape}, m {plan.micro_batch_size}, {plan.num_micro_batches} micro-batches, "
-        f"{plan.schedule}; {spec.num_workers} emulated workers on {hosts} hosts ({spec.network})\n"
+        f"{planned.profile.job.name}: {shape}, m {plan.micro_batch_size}, {plan.num_micro_batches} micro-batches, "
+        f"{plan.schedule}; {most}{spec.num_workers} emulated workers on {hosts} hosts ({spec.network})\n"
         f"times x {scales.time:g}, messages x {scales.message:.3g}, parameters x {scales.state:.3g}"
     )
 
@@ -173,12 +205,47 @@ def _tell(rehearsed: Rehearsed) -> None:
         f"{time_text(rehearsed.late_s)}",
         soft_wrap=True,
     )
+    _warn_if_busy(rehearsed)
+
+
+def _warn_if_busy(rehearsed: Rehearsed) -> None:
     if rehearsed.host_too_busy:
         print(
             "the cores here were too busy for the measured time to mean much: take a larger --set time_scale, "
             "or a quiet machine",
             file=sys.stderr,
         )
+
+
+def _tell_changes(rehearsal: Rehearsal) -> None:
+    from rich.console import Console
+
+    from morph.tables import table
+
+    console = Console()
+    rows = [
+        (
+            one.planned.plan.shape,
+            str(one.planned.plan.pool),
+            len(one.mini_batches_s),
+            time_text(one.measured_s),
+            time_text(one.expected_s),
+            f"{one.error:+.1%}",
+        )
+        for one in rehearsal.plans
+    ]
+    names = ("shape", "GPUs", "steps", "measured", "simulated", "error")
+    if rows:
+        console.print(table("Mini-batches of each shape, medians", names, rows, left=2))
+    for version, shape, pool in rehearsal.changes:
+        console.print(f"from step {version}: {shape} on {pool}", soft_wrap=True, highlight=False)
+    lost = ", ".join(f"{rehearsal.lost.count(name)} {name}".strip() for name in sorted(set(rehearsal.lost)))
+    console.print(f"workers lost: {lost or 0}", highlight=False)
+    if rehearsal.num_left:
+        left = counted(rehearsal.num_left, "event")
+        print(f"the run ended before {left} of the trace: take more --steps to play them", file=sys.stderr)
+    if rehearsal.plans:
+        _warn_if_busy(rehearsal.plans[0])
 
 
 def _parts_table(rehearsed: Rehearsed) -> Table:

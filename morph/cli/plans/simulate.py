@@ -1,4 +1,4 @@
-"""``morph simulate``: the mini-batch time of one shape, its breakdown, and a picture of the timeline."""
+"""``morph simulate``: the mini-batch time of one shape or plan, its breakdown, and a picture of the timeline."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Annotated
 
 import typer
 
-from morph.cli.plans.plan_options import from_options, given_options, refuse_together, request_of, require
+from morph.cli.plans.plan_options import from_options, given_options, in_plan_file, refuse_together, request_of, require
 from morph.cli.plans.settings import SimulateSettings, with_settings
+from morph.cli.reading.errors import places
 from morph.cli.reading.options import (
     GpusPerNodeOption,
     JitterOption,
     JsonOption,
     MicroBatchOption,
     NodeTypeOption,
+    PlanFileOption,
     PngOption,
     ProfileArgument,
     ReplicasOption,
@@ -31,6 +33,10 @@ from morph.contract.errors import PlanError
 from morph.contract.files import check_output
 from morph.yaml_files import read_settings
 
+_OF_A_SHAPE = (
+    *("-P", "-D", "--m", "--no-recompute", "--schedule", "--gpus-per-node", "--node-type", "--set window_slope"),
+)
+
 
 class EngineName(StrEnum):
     """The engines that simulate a mini-batch."""
@@ -43,8 +49,9 @@ class EngineName(StrEnum):
 def simulate_command(
     context: typer.Context,
     profile: ProfileArgument,
-    pipeline_depth: StagesOption,
+    pipeline_depth: StagesOption = None,
     num_replicas: ReplicasOption = 1,
+    plan: PlanFileOption = None,
     micro_batch_size: MicroBatchOption = None,
     no_recompute: Annotated[
         bool,
@@ -63,7 +70,7 @@ def simulate_command(
     as_json: JsonOption = False,
     png: PngOption = None,
 ) -> None:
-    """Simulate one mini-batch of one shape: how long it takes, and where the time goes.
+    """Simulate one mini-batch of one shape, or of a plan: how long it takes, and where the time goes.
 
     \b
     Example:
@@ -71,16 +78,21 @@ def simulate_command(
       morph simulate profile.json -P 3 -D 2 --schedule gpipe --png timeline.png
       morph simulate profile.json -P 4 -D 2 --slow 2/0:1.3 --jitter-seed 1
       morph simulate profile.json -P 3 -D 2 --set all_reduce=late
+      morph simulate profile.json --plan plan.json --slow 2/0:1.3
     """
+    from morph.contract.plan import load_plan
     from morph.contract.profile import load_profile
-    from simulator import simulate
-    from simulator.inputs.conditions import of_node_type
+    from simulator import simulate, simulate_plan
+    from simulator.inputs.conditions import check_made_for, of_node_type
     from simulator.search.planner import advice
 
     if png is not None:
         check_output(png, PlanError)
     chosen = read_settings(settings or (), SimulateSettings)
     given = given_options(context, chosen)
+    if pipeline_depth is None and plan is None:
+        raise PlanError("is missing", field="-P", allowed="stages of a pipeline, or --plan FILE")
+    refuse_together(given, "--plan", _OF_A_SHAPE, "the plan has its own")
     if schedule is not ScheduleName.GPIPE:
         given.pop("--schedule", None)
     refuse_together(given, "--set compute_slots", ["--gpus-per-node"], "it puts all workers on one machine's cores")
@@ -89,14 +101,20 @@ def simulate_command(
     request = replace(request_of(context, chosen), recompute=not no_recompute)
     with from_options(context, profile, chosen), doing_if_long(f"simulating ({COMPILED_ONCE})"):
         measured = of_node_type(load_profile(profile), node_type)
-        simulation = simulate(
-            measured,
-            request,
-            num_stages=pipeline_depth,
-            window_slope=chosen.window_slope,
-            engine=engine.value,
-        )
-        simulation = simulation.with_note(advice(measured, request, simulation))
+        if plan is not None:
+            known = load_plan(plan)
+            with places(in_plan_file(plan)):
+                check_made_for(measured, known)
+                simulation = simulate_plan(measured, known, request, engine=engine.value)
+        else:
+            simulation = simulate(
+                measured,
+                request,
+                num_stages=pipeline_depth,
+                window_slope=chosen.window_slope,
+                engine=engine.value,
+            )
+            simulation = simulation.with_note(advice(measured, request, simulation))
     if png is not None:
         from simulator.render.timeline import draw_timeline
 

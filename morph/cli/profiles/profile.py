@@ -107,7 +107,12 @@ def refine_command(
         )
     target = output or run_dir / "profile.json"
     check_output(target, ProfileError)
-    refined = known.corrected(correction.factors)
+    factors, types = correction.factors, {name: each.factors for name, each in correction.types.items()}
+    if types:  # whose name is none of the node types' is the profile's own
+        added = {node_type.name for node_type in known.node_types}
+        own = [each for name, each in types.items() if name not in added]
+        factors = own[0] if own else (1.0,) * known.num_sections
+    refined = known.corrected(factors, types)
     write_output(target, refined.model_dump_json(indent=2) + "\n", ProfileError)
     print(correction.sentence)
     print(f"written: {target}")

@@ -33,8 +33,7 @@ ProfileArgument = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 PlainOption = Annotated[bool, typer.Option("--plain", help="Plain lines even in a terminal.")]
 
-StagesOption = Annotated[int, typer.Option("-P", help="Stages of a pipeline.", show_default=False)]
-OptionalStagesOption = Annotated[int | None, typer.Option("-P", help="Stages of a pipeline.", show_default=False)]
+StagesOption = Annotated[int | None, typer.Option("-P", help="Stages of a pipeline.", show_default=False)]
 PlanFileOption = Annotated[
     Path | None,
     typer.Option("--plan", help="Plan from `morph plan -o`, in place of -P and -D. Its pipelines may be unequal."),
