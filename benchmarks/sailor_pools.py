@@ -50,7 +50,7 @@ SIZES = (1, 2, 4)
 """Micro-batch sizes that the checkout has of all workers."""
 OTHER_BYTES = {1: 2.0e9, 4: 3.0e9}
 """What Sailor's planner takes a GPU to hold besides, alone or one of four that share layers."""
-AS_DEEPSPEED = {"overlap": "none", "all_reduce": "late"}
+AS_DEEPSPEED = PlanRequest(overlap="none", all_reduce="late")
 
 
 def profile_of(artifact: Artifact, slower: Worker) -> Profile:
@@ -217,7 +217,7 @@ def main(
                 profile = profile_of(artifact, kind)
                 counts = {"a100": pool[0], "v100": pool[1] // kind[1]}
                 found = plan(profile, PlanRequest(changes=False), pool=counts, num_runners_up=0).best
-                blocking = simulate_plan(profile, found, **AS_DEEPSPEED).expected.mini_batch_s
+                blocking = simulate_plan(profile, found, AS_DEEPSPEED).expected.mini_batch_s
                 row(
                     name,
                     f"Morph, {workers}",
