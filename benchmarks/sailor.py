@@ -149,15 +149,15 @@ class Run:
                     SectionProfile(
                         index=len(sections),
                         label=f"layer {layer}",
-                        forward={m: _exactly(forward_s)},
-                        backward={m: _exactly(backward_s)},
+                        forward={m: exactly(forward_s)},
+                        backward={m: exactly(backward_s)},
                         parameter_bytes=reduced,
                         optimizer_bytes=0,
                         gradient_bytes=reduced,
                         input_bytes_per_sample=0,
                         activation_bytes_per_sample=0,
                         output_bytes_per_sample=round(LINK_BYTES_PER_S * sent_s / m),
-                        optimizer_step=_exactly(step_s / len(layers)),  # theirs is that of a whole stage
+                        optimizer_step=exactly(step_s / len(layers)),  # theirs is that of a whole stage
                     )
                 )
         return Profile(
@@ -169,7 +169,7 @@ class Run:
             intra_node=_LINK,
             inter_node=_LINK,
             accumulator_bytes_per_parameter=4,
-            commit=_exactly(0.0),
+            commit=exactly(0.0),
             checkpoint_write_bytes_per_s=1e9,
         )
 
@@ -191,7 +191,7 @@ class Run:
         slowest_s = max(self.artifact.message_s(part_bytes, one, other, self.plan["zone"]) for one, other in neighbours)
         return slowest_s * len(ring)  # of which each of the 2 (D - 1) messages is a D-th
 
-    def simulated_s(self, overlap: str) -> float:
+    def simulated_s(self, overlap: str, all_reduce: str = "late") -> float:
         """Return Morph's time of the slowest replica, for which the others wait before they reduce."""
         first = [layers[0] for layers in self.pipeline["layers_per_stage"]]
         kinds = {tuple(stage[replica] for stage in self.workers): replica for replica in range(self.num_replicas)}
@@ -203,7 +203,7 @@ class Run:
                 schedule="1f1b",
                 window_slope=1,
                 recompute=False,
-                all_reduce="late",
+                all_reduce=all_reduce,
                 overlap=overlap,
             ).expected.mini_batch_s
             for replica in kinds.values()
@@ -253,7 +253,8 @@ def their_simulator(artifact: Artifact) -> Iterator[Callable[[Run], float]]:
                 del sys.modules[name]
 
 
-def _exactly(time_s: float) -> Timing:
+def exactly(time_s: float) -> Timing:
+    """A time without spread."""
     return Timing(median_s=time_s, mad_s=0.0, num_samples=1)
 
 
@@ -265,7 +266,7 @@ def _nodes(run: Run) -> str:
     return "/".join(" ".join(short.get(kind, kind) for kind, _ in stage) for stage in run.workers)
 
 
-_LINK_TIMES = tuple(SendTime(size_bytes=size, time=_exactly(size / LINK_BYTES_PER_S)) for size in (0, LINK_BYTES_PER_S))
+_LINK_TIMES = tuple(SendTime(size_bytes=size, time=exactly(size / LINK_BYTES_PER_S)) for size in (0, LINK_BYTES_PER_S))
 _LINK = LinkProfile(activation=_LINK_TIMES, gradient=_LINK_TIMES)
 _ENVIRONMENT = Environment(
     python="3",

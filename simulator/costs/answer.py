@@ -138,7 +138,8 @@ def describe(outcome: Outcome, shape_simulator: ShapeSimulator) -> Simulation:
 def describe_kinds(kinds: Sequence[SimulatedKind]) -> Simulation:
     """Return pipelines of several kinds that were simulated together as a plan; see :func:`describe`."""
     first, conditions = kinds[0].outcome, kinds[0].shape_simulator.conditions
-    sections, placement = first.costs.sections, first.costs.layout.placement
+    sections = first.costs.sections
+    placements = [placed for kind in kinds if (placed := kind.outcome.costs.layout.placement) is not None]
     total_s = max(kind.outcome.mini_batch_ns for kind in kinds) / 1e9
     fullest = max((kind.outcome.costs for kind in kinds), key=lambda costs: costs.peak_bytes)
     moment, memory_parts = fullest.memory_parts(int(fullest.memory_bytes.argmax()))
@@ -165,8 +166,8 @@ def describe_kinds(kinds: Sequence[SimulatedKind]) -> Simulation:
             host_memory_bytes=max(_host_bytes(kind.outcome) for kind in kinds),
             parts_s=_mean_parts_s(kinds),
         ),
-        node_sizes=placement.node_sizes if placement else (),
-        placement=placement.nodes if placement else (),
+        node_sizes=placements[0].node_sizes if placements else (),
+        placement=tuple(row for placement in placements for row in placement.nodes),
     )
     breakdown = _breakdown_s(kinds)
     explanation = explain(breakdown, plan)

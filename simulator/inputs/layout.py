@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -96,20 +97,35 @@ def layouts(
     return [placed(measured, placement) for placement in found]
 
 
-def placed(measured: tuple[Contention, ...], placement: Placement) -> Layout:
-    """Return the layout for a placement of workers."""
+def placed(measured: tuple[Contention, ...], placement: Placement, beside: Sequence[Placement] = ()) -> Layout:
+    """Return the layout for a placement of workers.
+
+    ``beside``: pipelines of all kinds, these too, where there are several.
+    """
     node = placement.array()
     inside = np.zeros(node.shape, np.bool_)
     inside[:-1] = node[1:] == node[:-1]
-    factors = {used: slowdown(measured, used) for used in set(placement.used.values())}
+    busy = sum((Counter(each.used) for each in beside or (placement,)), Counter[int]())
+    factors = {used: slowdown(measured, used) for used in set(busy.values())}
     slower = np.ones(len(placement.node_sizes))
-    for number, used in placement.used.items():
+    for number, used in busy.items():
         slower[number] = factors[used]
     return Layout(
         placement=placement,
         slowdown=slower[node],
         inside=inside,
-        rings_at_once=placement.rings_at_once,
+        rings_at_once=_rings_at_once(beside) if beside else placement.rings_at_once,
         hinders=any(factor != 1.0 for factor in factors.values()),
         has_neighbours=bool(inside.any()),
     )
+
+
+def _rings_at_once(kinds: Sequence[Placement]) -> int:
+    """Most all-reduces that share one node's link, of pipelines of several kinds: its stages, each of each kind once.
+
+    Equal stages on one node reduce together; of unequal ones no two are sure to.
+    """
+    held = Counter[int]()
+    for placement in kinds:
+        held.update(number for stage in placement.array() for number in set(stage.tolist()))
+    return max(held.values()) if len(held) > 1 else 1

@@ -100,8 +100,8 @@ def place(num_stages: int, num_replicas: int, sizes: Sequence[int]) -> Placement
         slots = [node for node in order for _ in range(sizes[node])]
         rows = tuple(tuple(slots[d * num_stages : (d + 1) * num_stages]) for d in range(num_replicas))
         return Placement(tuple(sizes), rows)
-    tries = [_place(num_stages, num_replicas, sizes, in_pairs) for in_pairs in (False, True)]
-    return min(tries, key=lambda one: one.num_pieces)
+    tries = [place_pipelines([num_stages] * num_replicas, sizes, in_pairs=in_pairs) for in_pairs in (False, True)]
+    return min((Placement(tuple(sizes), rows) for rows in tries), key=lambda one: one.num_pieces)
 
 
 def placements(num_stages: int, num_replicas: int, sizes: Sequence[int]) -> list[Placement]:
@@ -133,12 +133,13 @@ def _first_gpus(sizes: Sequence[int], num_gpus: int) -> tuple[int, ...]:
     return tuple(kept)
 
 
-def _place(num_stages: int, num_replicas: int, sizes: Sequence[int], in_pairs: bool) -> Placement:
+def place_pipelines(depths: Sequence[int], sizes: Sequence[int], *, in_pairs: bool) -> tuple[tuple[int, ...], ...]:
+    """The node of each stage of pipelines of these depths, which are placed one after the other and fit together."""
     free = list(sizes)
     rows = []
-    for _ in range(num_replicas):
+    for depth in depths:
         pieces: list[tuple[int, int]] = []
-        left = num_stages
+        left = depth
         while left:
             taken = _pieces(free, left, in_pairs)
             for node, size in taken:
@@ -146,7 +147,7 @@ def _place(num_stages: int, num_replicas: int, sizes: Sequence[int], in_pairs: b
                 left -= size
             pieces += taken
         rows.append(tuple(node for node, size in pieces for _ in range(size)))
-    return Placement(tuple(sizes), tuple(rows))
+    return tuple(rows)
 
 
 def _pieces(free: list[int], wanted: int, in_pairs: bool) -> list[tuple[int, int]]:

@@ -123,9 +123,9 @@ def simulate_plan(
         _check_unequal(conditions)
     check_slow_of_plan(conditions.slow, plan)
     total = num_micro_batches(profile, plan.micro_batch_size)
-    kinds, stage, replica = [], 0, 0
-    for kind in plan.pipeline_kinds:
-        stages, nodes = plan.stages[stage : stage + kind.num_stages], plan.placement[replica:][: kind.num_replicas]
+    kinds, stage, replica, nodes = [], 0, 0, _nodes(plan) if on_nodes else []
+    for number, kind in enumerate(plan.pipeline_kinds):
+        stages = plan.stages[stage : stage + kind.num_stages]
         slow = tuple((s - stage, d, factor) for s, d, factor in conditions.slow if 0 <= s - stage < kind.num_stages)
         here = replace(
             conditions,
@@ -135,7 +135,7 @@ def simulate_plan(
         measured = request.on_its_host(of_pool_type(profile, stages[0].node_type))
         _check_shape(measured, [each.first_section for each in stages], None, plan.num_replicas, total)
         layout = (
-            placed(measured.contention, Placement(plan.node_sizes, nodes))
+            placed(measured.contention, nodes[number], nodes if len(nodes) > 1 else ())
             if on_nodes
             else lay_out(measured.contention, kind.num_stages, kind.num_replicas, here)
         )
@@ -154,6 +154,14 @@ def simulate_plan(
             for outcome, kind, start in zip(outcomes, kinds, first, strict=False)
         ]
     )
+
+
+def _nodes(plan: Plan) -> list[Placement]:
+    """By kind of pipeline."""
+    rows = iter(plan.placement)
+    return [
+        Placement(plan.node_sizes, tuple(itertools.islice(rows, kind.num_replicas))) for kind in plan.pipeline_kinds
+    ]
 
 
 def _costs_as_planned(

@@ -180,11 +180,12 @@ class Mixes:
             for stages in _EXACT:
                 exact = self.settled(chosen, stages, thorough=search.is_tiny)
                 if exact is not None:
-                    mixes.append(self._mix(chosen, stages, *exact))
+                    mixes.append(self.mix(chosen, stages, *exact))
         return sorted(mixes, key=lambda mix: (mix.mini_batch_ns, len(mix.shares), sum(mix.workers.values())))
 
     @staticmethod
-    def _mix(chosen: Chosen, stages: Stages, mini_batch_ns: int, totals: tuple[int, ...]) -> Mix:
+    def mix(chosen: Chosen, stages: Stages, mini_batch_ns: int, totals: tuple[int, ...]) -> Mix:
+        """These pipelines with the micro-batches of each kind dealt to them."""
         dealt = ((group, deal(total, number)) for (group, number), total in zip(chosen, totals, strict=True))
         return Mix(tuple(dealt), mini_batch_ns, stages)
 

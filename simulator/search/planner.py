@@ -18,9 +18,11 @@ from morph.contract.profile import Profile
 from morph.words import counted, time_text
 from simulator.costs.answer import Simulation, describe
 from simulator.costs.outcome import Outcome
+from simulator.inputs.conditions import of_pool_type
 from simulator.inputs.placement import node_sizes
 from simulator.inputs.request import ObjectiveName, PlanRequest
 from simulator.search.mini_batch import simulate
+from simulator.search.nodes import unequal_on_nodes
 from simulator.search.objectives import Shape, usd_per_h_of
 from simulator.search.pools import Found, Pools, allows_unequal
 from simulator.search.sweep import Sweep
@@ -186,7 +188,7 @@ def plan(
 
     Every P from the smallest that fits in memory to min(K, G) is looked at, with every D up to min(G // P, N); where
     the objective is examples per second, each P is answered with the D that suits it best alone. Unequal pipelines are
-    looked for then (:mod:`simulator.search.pools`), if each GPU is a node of its own.
+    looked for then (:mod:`simulator.search.pools`), on nodes of several GPUs too (:mod:`simulator.search.nodes`).
 
     Args:
         profile: What calibration measured.
@@ -222,12 +224,16 @@ def plan(
     sentence = memory_sentence(sweep, shapes, ranked[0], objectively)
     simulations[0] = simulations[0].with_note(sentence)
     values = [objectively.value(one.shape, one.mini_batch_ns / 1e9) for one in ranked]
-    if objective == "examples_per_s" and allows_unequal(request):
-        pools = Pools(profile, request, ("",), (sweep,))
-        mixes = pools.unequal((gpus,), [pools.of_outcome(0, ranked[0])])
-        if mixes:
-            simulations = [pools.described(mixes[0]), *simulations][: 1 + num_runners_up]
-            values = [simulations[0].expected.examples_per_s, *values][: 1 + num_runners_up]
+    if objective == "examples_per_s" and allows_unequal(request, on_nodes=True):
+        if sizes is None:
+            pools = Pools(profile, request, ("",), (sweep,))
+            mixes = pools.unequal((gpus,), [pools.of_outcome(0, ranked[0])])
+            unequal = pools.described(mixes[0]) if mixes else None
+        else:
+            unequal = unequal_on_nodes(profile, request, (sizes,), ("",), ranked[:1])
+        if unequal is not None:
+            simulations = [unequal, *simulations][: 1 + num_runners_up]
+            values = [unequal.expected.examples_per_s, *values][: 1 + num_runners_up]
     return PlanChoice(
         simulations=tuple(simulations),
         values=tuple(values),
@@ -243,16 +249,23 @@ def _plan_pool(profile: Profile, request: PlanRequest, pool: Pool, num_runners_u
     Raises:
         PlanError: no GPUs, or a request that a pool does not answer.
     """
-    _check_pool(request, pool)
-    gpus, pools = [pool[name] for name in pool.types], Pools(profile, request, pool.types)
+    _check_pool(request, pool, on_nodes=True)
+    gpus, nodes = [pool[name] for name in pool.types], _nodes_of_types(request, pool)
+    pools, unequal = Pools(profile, request, pool.types, _sweeps_on(nodes, profile, request, pool)), None
     prices = _prices(request, pool)
-    if prices is None:
+    if nodes:
+        ranked = pools.equal(gpus, 1 + num_runners_up)
+        best_of_type = {each.node_type: each for each in reversed(ranked)}.values()
+        outcomes = [each.outcome for each in sorted(best_of_type, key=lambda each: each.mini_batch_ns) if each.outcome]
+        unequal = unequal_on_nodes(profile, request, nodes, pool.types, outcomes)
+    elif prices is None:
         ranked = pools.best(gpus, 1 + num_runners_up)
     else:
         equal = _cheapest_equal(pools, gpus, prices, 1 + num_runners_up)
         mix = pools.cheapest(gpus, equal, prices)
         ranked = (([mix] if mix else []) + equal)[: 1 + num_runners_up]
-    simulations = tuple(pools.described(each) for each in ranked)
+    found = [*([unequal] if unequal else []), *(pools.described(each) for each in ranked)]
+    simulations = tuple(found[: 1 + num_runners_up])
     batch_size, values = profile.job.batch_size, [simulation.expected.examples_per_s for simulation in simulations]
     if prices is not None:
         usd_per_h = [sum(map(operator.mul, each.workers, prices)) for each in ranked]
@@ -266,6 +279,21 @@ def _plan_pool(profile: Profile, request: PlanRequest, pool: Pool, num_runners_u
         objective=request.objective,
         num_gpus=pool.num_gpus,
         num_shapes=len(ranked),
+    )
+
+
+def _nodes_of_types(request: PlanRequest, pool: Pool) -> list[tuple[int, ...]]:
+    """GPUs of each node, by type; empty: each GPU is a node of its own."""
+    size = request.num_gpus_per_node
+    return [] if size is None else [node_sizes(pool[name], size) for name in pool.types]
+
+
+def _sweeps_on(
+    nodes: Sequence[tuple[int, ...]], profile: Profile, request: PlanRequest, pool: Pool
+) -> tuple[Sweep, ...]:
+    return tuple(
+        Sweep(of_pool_type(profile, name), request, request.conditions(sizes))
+        for name, sizes in zip(pool.types, nodes, strict=False)
     )
 
 
@@ -365,7 +393,7 @@ def pool_plan_table(
         PlanError: a pool without GPUs, a type that the profile does not have, or a request that no pool answers.
     """
     request, pool = replace(request, **more), most if isinstance(most, Pool) else Pool.of(most)
-    _check_pool(request, pool)
+    _check_pool(request, pool, on_nodes=False)
     counts = [pool[name] for name in pool.types]
     pools = Pools(profile, request, pool.types, most_replicas=most_replicas)
 
@@ -430,15 +458,23 @@ def _cheapest_equal(pools: Pools, gpus: Sequence[int], prices: Sequence[float], 
     return sorted(found, key=lambda each: each.mini_batch_ns * sum(map(operator.mul, each.workers, prices)))
 
 
-def _check_pool(request: PlanRequest, pool: Pool) -> None:
+def _check_pool(request: PlanRequest, pool: Pool, *, on_nodes: bool) -> None:
     if not pool:
         raise PlanError("has no GPUs", field="pool", value=str(pool), allowed=Pool.EXAMPLE)
-    if request.objective == "progress" or not allows_unequal(replace(request, unequal=True)):
+    if request.objective == "progress" or not allows_unequal(replace(request, unequal=True), on_nodes=on_nodes):
         raise PlanError(
-            "is answered by examples per second or dollar, each GPU on a node of its own",
+            "is answered by examples per second or dollar",
             field="pool",
             value=str(pool),
-            allowed="a pool without nodes, shapes, shared cores, slow workers or jitter",
+            allowed=f"a pool without {'' if on_nodes else 'nodes, '}shapes, shared cores, slow workers or jitter",
+        )
+    size = request.num_gpus_per_node
+    if size is not None and (not isinstance(size, int) or request.objective != "examples_per_s"):
+        raise PlanError(
+            "is not possible for a pool",
+            field="num_gpus_per_node",
+            value=size,
+            allowed="one number for all types with the objective examples_per_s; else none, each GPU on its own node",
         )
 
 

@@ -59,9 +59,13 @@ class Found:
         return 1 if self.mix is None else len(self.mix.shares)
 
 
-def allows_unequal(request: PlanRequest) -> bool:
-    """Whether pipelines may be unequal: each worker has a device and a node of its own, and no shape is given."""
-    given = (request.num_gpus_per_node, request.compute_slots, request.jitter_seed, request.slow or None)
+def allows_unequal(request: PlanRequest, *, on_nodes: bool = False) -> bool:
+    """Whether pipelines may be unequal: each worker has a device of its own, and no shape is given.
+
+    ``on_nodes``: even if nodes have several devices (:mod:`simulator.search.nodes`).
+    """
+    sizes = None if on_nodes else request.num_gpus_per_node
+    given = (sizes, request.compute_slots, request.jitter_seed, request.slow or None)
     shape = (request.pipeline_depth, request.num_replicas)
     return request.unequal and request.objective != "progress" and all(each is None for each in (*given, *shape))
 

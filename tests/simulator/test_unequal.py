@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise, product
+from itertools import pairwise, permutations, product
 from typing import Literal
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
 from morph.contract.pool import Pool
-from morph.contract.profile import Profile
+from morph.contract.profile import Contention, Profile
 from simulator import (
     PlanRequest,
     Simulation,
@@ -28,6 +28,8 @@ from simulator.costs.outcome import EngineName, Kind, ShapeSimulator, engine_of,
 from simulator.costs.stage_costs import SectionCosts, stage_costs
 from simulator.engine.schedules import stage_windows
 from simulator.inputs.conditions import Conditions, of_pool_type
+from simulator.inputs.layout import placed
+from simulator.inputs.placement import Placement
 from simulator.inputs.synthetic import with_type
 from simulator.search.mixes import Chosen, Mixes, Search
 from simulator.search.pipelines import Stages
@@ -258,3 +260,86 @@ def test_memory_is_that_of_each_type() -> None:
         plan(small, pool={"t4": 1, "k80": 1})
     with pytest.raises(PlanError, match="is not a type of this profile"):
         plan(profile, pool={"a100": 1})
+
+
+def random_nodes(rng: np.random.Generator, most: int) -> tuple[int, ...]:
+    """Nodes of one to three GPUs, some with several."""
+    sizes = [int(rng.integers(2, 4))]
+    while sum(sizes) < most and rng.integers(4):
+        sizes.append(int(rng.integers(1, min(3, most - sum(sizes)) + 1)))
+    return tuple(sizes)
+
+
+def with_inner_links(rng: np.random.Generator, profile: Profile) -> Profile:
+    """Links inside nodes that are faster, and tasks that are slower beside others."""
+    inner = synthetic_profile(latency_s=0.0001, bandwidth_bytes_per_s=1e10).intra_node
+    factor = float(rng.choice([1.0, 1.2]))
+    contention = (Contention(num_busy=3, factor=factor),) if factor > 1 else ()
+    return profile.model_copy(update={"intra_node": inner, "contention": contention})
+
+
+def fastest_on_nodes(profile: Profile, sizes: tuple[int, ...], request: PlanRequest) -> int:
+    """Of every multiset of pipelines, wherever their stages lie, with every share; cut as on nodes of their own."""
+    mixes = Pools(profile, request, [""]).mixes(1, "varuna")
+    gpus, total, best = sum(sizes), mixes.total, 2**62
+    slots = [node for node, size in enumerate(sizes) for _ in range(size)]
+    simulator = ShapeSimulator(request.conditions(sizes))
+    for chosen in Search(mixes, (gpus,)).all_mixes():
+        depths = [depth for (_, depth), number in chosen for _ in range(number)]
+        shares = [each for each in product(range(1, total), repeat=len(depths)) if sum(each) == total]
+        for nodes in set(permutations(slots, sum(depths))):
+            places, first = [], 0
+            for depth in depths:
+                places.append(Placement(sizes, (nodes[first : first + depth],)))
+                first += depth
+            for counts in shares:
+                kinds = []
+                for depth, place, count in zip(depths, places, counts, strict=True):
+                    alone = mixes.types[0].costs(depth, count, "best")
+                    assert alone is not None
+                    layout = placed(profile.contention, place, places)
+                    windows = stage_windows("varuna", depth, count, 1)
+                    there = stage_costs(alone.sections, alone.boundaries, windows, "varuna", layout, single=False)
+                    kinds.append(Kind(simulator, there, (count,)))
+                best = min(best, together(kinds)[0].mini_batch_ns)
+    return best
+
+
+@pytest.mark.slow
+@each_seed(6, in_long=100)
+def test_unequal_plans_on_nodes_are_hardly_slower_than_the_best_of_all(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    profile = with_inner_links(rng, random_pool(rng)[0])
+    job = profile.job.model_copy(update={"batch_size": 4})
+    profile, sizes = profile.model_copy(update={"job": job}), random_nodes(rng, 4)
+    request = PlanRequest(schedule="varuna", recompute=True, num_gpus_per_node=sizes, share_links=False)
+    found = plan(profile, request, unequal=True).best.expected.mini_batch_s
+    assert found * 1e9 <= 1.02 * fastest_on_nodes(profile, sizes, request)
+
+
+@each_seed(6, in_long=100)
+def test_unequal_plans_on_nodes_are_no_slower_and_simulated_as_they_stand(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    profile, sizes = with_inner_links(rng, random_pool(rng)[0]), random_nodes(rng, 9)
+    equal, found = (plan(profile, num_gpus_per_node=sizes, unequal=unequal).best for unequal in (False, True))
+    assert found == equal or found.expected.mini_batch_s < equal.expected.mini_batch_s * WORTH
+    assert found.node_sizes == sizes
+    assert simulate_plan(profile, found).expected.mini_batch_s == found.expected.mini_batch_s
+
+
+def test_a_pool_of_nodes_of_several_gpus() -> None:
+    profile = synthetic_profile(num_sections=6, batch_size=48, micro_batch_size=1, latency_s=0.002)
+    profile = with_type(with_inner_links(np.random.default_rng(0), profile), "t4", 2.0)
+    pool = {"": 7, "t4": 5}
+    found = plan(profile, pool=pool, num_gpus_per_node=4).best
+    alone = plan(profile, num_gpus=7, num_gpus_per_node=4, unequal=True).best.expected.examples_per_s
+    assert found.expected.examples_per_s > 1.15 * alone
+    assert found.node_sizes == (4, 3, 4, 1)
+    for row, replica in zip(found.placement, range(found.num_replicas), strict=True):
+        of_type = found.stages[found.stages_of(replica)[0]].node_type
+        assert all((node < 2) == (of_type == "") for node in row), "a pipeline is on nodes of its type"
+    assert simulate_plan(profile, found).expected.mini_batch_s == found.expected.mini_batch_s
+    with pytest.raises(PlanError, match="allowed: one number for all types"):
+        plan(profile, pool=pool, num_gpus_per_node=(4, 3, 5))
+    with pytest.raises(PlanError, match="a pool without nodes"):
+        pool_plan_table(profile, pool, num_gpus_per_node=4)

@@ -119,6 +119,7 @@ def plan_command(
       morph plan profile.json --gpus 128 --memory-gib 16 --json -o plan.json
       morph plan profile.json --nodes 16x1,4x4
       morph plan profile.json --pool v100=12,t4=12
+      morph plan profile.json --pool v100=12,t4=12 --gpus-per-node 4
       morph plan profile.json --gpus 16..128 --csv plans.csv --png plans.png
       morph plan profile.json --gpus 16 --objective progress \\
           --set revocations_per_hour=0.4
@@ -180,8 +181,8 @@ def _numbers(given: dict[str, Any], gpus: str | None, aim: AimName) -> range | N
     if not {"--gpus", "--nodes", "--pool"} & given.keys():
         allowed = "a number, a range as 16..128, or --nodes or --pool instead"
         raise PlanError("is missing", field="--gpus", allowed=allowed)
-    other_ways = ["--gpus", "--nodes", "--gpus-per-node", "--node-type", "--jitter-seed", "--set compute_slots"]
-    refuse_together(given, "--pool", [*other_ways, "--objective progress"], "it lists all GPUs, each on its own node")
+    other_ways = ["--gpus", "--nodes", "--node-type", "--jitter-seed", "--set compute_slots"]
+    refuse_together(given, "--pool", [*other_ways, "--objective progress"], "it lists all GPUs by type")
     refuse_together(given, "--nodes", ["--gpus", "--gpus-per-node"], "it lists all nodes and their GPUs")
     refuse_together(
         given, "--set compute_slots", ["--nodes", "--gpus-per-node"], "it puts all workers on one machine's cores"
