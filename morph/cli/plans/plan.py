@@ -119,7 +119,6 @@ def plan_command(
       morph plan profile.json --gpus 128 --memory-gib 16 --json -o plan.json
       morph plan profile.json --nodes 16x1,4x4
       morph plan profile.json --pool v100=12,t4=12
-      morph plan profile.json --pool v100=12,t4=12 --gpus-per-node 4
       morph plan profile.json --gpus 16..128 --csv plans.csv --png plans.png
       morph plan profile.json --gpus 16 --objective progress \\
           --set revocations_per_hour=0.4
