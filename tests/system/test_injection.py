@@ -81,7 +81,7 @@ def test_what_only_a_noticed_vm_holds_is_saved_before_it_is_taken(
     with RunningMorph(*command, "--run-dir", run_dir, "--plain", "-P", 2) as run:
         run.wait_for_line("training  2x1  step ")
         assert f"{vm}  taken, with a notice of 8 s" in morph("inject", run_dir, "--vm", vm, "--notice", "8s")
-        run.wait_for_line(f"{vm} lost; 2x1 -> 2x1")
+        run.wait_for_line(f"{vm} lost (injected); 2x1 -> 2x1")
         run.press_ctrl_c()
         assert run.wait_for_end() == 130, run.output
     told = morph("events", run_dir, "--verbose")
