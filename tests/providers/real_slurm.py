@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -137,6 +138,19 @@ class RealSlurm:
             self.clear()
         for name in ("slurmd", "slurmctld", "munge"):
             self._end(name)
+        steps = list(self._processes())  # a job that is out of the queue may still have processes that are ending
+        for step in steps:
+            with suppress(psutil.NoSuchProcess):
+                step.kill()
+        wait_gone(steps, END_S)
+
+    def _processes(self) -> Iterator[psutil.Process]:
+        """Yield the processes of its jobs, and what these started."""
+        conf = self.environment["SLURM_CONF"]
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.name().startswith("slurmstepd") and process.environ().get("SLURM_CONF") == conf:
+                    yield from (process, *process.children(recursive=True))
 
     def _end(self, name: str) -> None:
         try:
