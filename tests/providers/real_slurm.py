@@ -146,10 +146,11 @@ class RealSlurm:
 
     def _processes(self) -> Iterator[psutil.Process]:
         """Yield the processes of its jobs, and what these started."""
-        conf = self.environment["SLURM_CONF"]
+        conf = f"SLURM_CONF={self.environment['SLURM_CONF']}".encode()
         for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.name().startswith("slurmstepd") and process.environ().get("SLURM_CONF") == conf:
+            with suppress(psutil.Error, OSError):  # psutil reads no environment of a process with a title
+                known = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+                if process.name() == "slurmstepd" and conf in known:
                     yield from (process, *process.children(recursive=True))
 
     def _end(self, name: str) -> None:
