@@ -426,7 +426,7 @@ class RunReader:
             evaluations=tuple(evaluations[version] for version in sorted(evaluations)),
             account=self.ledger.account(),
             vms=tuple(one for one in told if isinstance(one, VmCount)),
-            correction=self.correction,
+            correction=self._correction_of_type(self.config.node_type),
             next_save=None if self.finish else self.next_save,
         )
 
@@ -448,6 +448,13 @@ class RunReader:
             }
             spans.append(span.model_copy(update=update))
         return tuple(spans)
+
+    def _correction_of_type(self, node_type: str) -> Correction | None:
+        """Return the correction; where all GPUs were of one named type, as that of this type alone."""
+        correction = self.correction
+        if correction is None or not node_type:
+            return correction
+        return correction.model_copy(update={"types": {node_type: correction}})
 
     def _begin_session(self, config: ControllerConfig, time_s: float) -> None:
         self.morphs.end_session(config.initial_version)

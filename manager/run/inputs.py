@@ -108,11 +108,12 @@ class PreparedRun:
             return mixed_config(
                 profile, vms, policy, self.events, given.steps, request, offers, timeline_step=step, num_beyond=beyond
             )
-        if offers:
-            profile = of_pool_type(profile, offers[0].node_type)
+        node_type = offers[0].node_type if offers else ""
+        if node_type:
+            profile = of_pool_type(profile, node_type)
         return controller_config(
             profile, vms, policy, self.events, given.steps, request, timeline_step=step, num_beyond=beyond
-        )
+        ).model_copy(update={"node_type": node_type})
 
     def offers(self) -> tuple[Offer, ...]:
         """Return the GPU types that the cluster file, or a file that it names, gives to VMs; empty if all are alike."""

@@ -116,7 +116,7 @@ def profile(tmp_path: Path) -> Path:
     return file
 
 
-def make_run(run_dir: Path, profile: Profile, correction: Correction | None = CORRECTION) -> Path:
+def make_run(run_dir: Path, profile: Profile, correction: Correction | None = CORRECTION, node_type: str = "") -> Path:
     """A run directory whose journal holds one correction, or none."""
     chosen = plan_table(profile, 1)[1]
     units = {unit.id: unit.sections for unit in profile.units} or {"all": (0, 1, 2)}
@@ -127,6 +127,7 @@ def make_run(run_dir: Path, profile: Profile, correction: Correction | None = CO
         unit_bytes=dict.fromkeys(units, 1),
         num_steps=1,
         expected_nodes=1,
+        node_type=node_type,
     )
     facts = RunFacts(
         job="job.py:job",
@@ -163,6 +164,20 @@ def test_section_times_are_longer_by_their_factors_and_nothing_else_changes(tmp_
             assert timing.median_s == pytest.approx(before.backward[m].median_s * factor)
         assert section.optimizer_step == before.optimizer_step
     assert refined.model_copy(update={"sections": measured.sections}) == measured
+
+
+def test_a_run_on_one_type_refines_the_times_of_this_type_alone(tmp_path: Path, profile: Path) -> None:
+    known = with_type(load_profile(profile), "t4", 2.0)
+    profile.write_text(known.model_dump_json(), encoding="utf-8")
+    run_dir, output = make_run(tmp_path / "run", known, node_type="t4"), tmp_path / "refined.json"
+    code, told = refine(run_dir, "--profile", profile, "-o", output)
+    assert code == 0, told
+    assert "on t4 0 x1.30 (each +-2%)" in told
+    refined = load_profile(output)
+    assert refined.sections == known.sections
+    for section, factor in enumerate(FACTORS):
+        now, before = (of_pool_type(each, "t4").sections[section].forward[1].median_s for each in (refined, known))
+        assert now == pytest.approx(before * factor), section
 
 
 def test_times_of_each_type_are_longer_by_its_factors(tmp_path: Path, profile: Path) -> None:

@@ -14,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
+from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import NodeFacts
 from manager.engine.machines.provider_machines import Providing
 from manager.providers.interface.provider import Price, RunName, Vm
@@ -30,6 +31,7 @@ from morph.contract.cluster import JOB_UID, AzureVms, Environment, ProvidedVms, 
 from morph.contract.errors import ConfigError
 from morph.yaml_files import load_job_file, load_yaml
 from simulator import synthetic_profile
+from simulator.inputs.synthetic import with_type
 from tests.cli.given import without_phases
 from tests.providers.azure_world import START
 
@@ -341,3 +343,16 @@ def test_morph_itself_is_no_package_that_an_index_is_asked_for(package: str) -> 
     with pytest.raises(ValidationError, match="the manager provides Morph"):
         Environment(packages=(package,))
     assert Environment(packages=("morph-trains", "adlfs", "/wheels/x.whl")).packages
+
+
+def test_a_run_on_one_named_type_of_gpu_is_planned_with_its_times_and_says_so(
+    tmp_path: Path, described: Described
+) -> None:
+    """``morph profile refine`` later writes what the run has learned into this type."""
+    profile = synthetic_profile(num_sections=6, batch_size=12, micro_batch_sizes=(1, 2))
+    (tmp_path / "profile.json").write_text(with_type(profile, "t4", 2.0).model_dump_json(), encoding="utf-8")
+    alike = resolved(tmp_path, described | {"vms": {"num_vms": 2}}).config()
+    config = resolved(tmp_path, described | {"vms": {"node_types": {"t4": 2}}}).config()
+    assert (alike.node_type, config.node_type) == ("", "t4")
+    assert config.section_compute_s == pytest.approx([2 * each for each in alike.section_compute_s])
+    assert ControllerConfig.model_validate_json(config.model_dump_json()) == config

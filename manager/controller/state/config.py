@@ -131,6 +131,11 @@ class ControllerConfig(Value):
         description="by section, learned factors of the profile's times, by which shapes are chosen; absent: 1",
     )
 
+    node_type: str = Field(
+        default="",
+        exclude_if=lambda given: not given,
+        description="the type of GPU of all VMs, as the profile names it; empty: there are several, or none has a name",
+    )
     type_factors: dict[str, tuple[float, ...]] = Field(
         default={}, description="the same factors by type of GPU, where there are several"
     )
