@@ -300,7 +300,7 @@ class Mixes:
             costs = pipelines.costs(depth, max(counts), mix.stages)
             assert costs is not None, "a mix that does not fit"
             kinds.append(Kind(pipelines.sweep.shape_simulator, costs, counts))
-            names.append(pipelines.node_type)
+            names.append(pipelines.node_types)
         return [
             SimulatedKind(outcome, kind.simulator, name)
             for outcome, kind, name in zip(together(kinds), kinds, names, strict=True)

@@ -311,7 +311,7 @@ class Pools:
         """The whole answer."""
         if found.outcome is not None:
             sweep = self.sweeps[self.names.index(found.node_type)]
-            return describe_kinds([SimulatedKind(found.outcome, sweep.shape_simulator, found.node_type)])
+            return describe_kinds([SimulatedKind(found.outcome, sweep.shape_simulator, (found.node_type,))])
         assert found.mix is not None, "neither equal nor a mix"
         assert found.mixes is not None, "a mix of nothing"
         return describe_kinds(found.mixes.described(found.mix))
