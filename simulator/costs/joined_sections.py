@@ -37,6 +37,7 @@ class JoinedSections(SectionCosts):
     ) -> None:
         vars(self).update(vars(of_types[0]))  # sizes and bytes are the same on all types
         self.of_types, self.type_of = tuple(of_types), type_of
+        self.grouped = any(each.grouped for each in of_types)
         self.limits = tuple(limits or [None] * len(of_types))
         for name in _SUMS:
             every = np.stack([np.diff(getattr(each, name)) for each in of_types])
