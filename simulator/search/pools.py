@@ -285,19 +285,43 @@ class Pools:
             gpus: Of each type, at most; what is not used is not paid.
             equal: The cheapest equal pipelines, best first, on whose micro-batch size mixes go.
             usd_per_h: Price of a GPU of each type.
+
+        Raises:
+            PlanError: the job fits on none of them.
         """
 
         def cost(found: Found) -> float:
             return found.mini_batch_ns * float(np.dot(found.workers, usd_per_h))
 
-        best, below = None, cost(equal[0]) * WORTH
+        best, below = None, cost(equal[0]) * WORTH if equal else math.inf
         for size, schedule in self._promising(tuple(gpus), equal, math.inf):
             mixes = self.mixes(size, schedule)
             for subset in _cheap_subsets(mixes, tuple(gpus), usd_per_h):
                 for mix in mixes.best(subset):
                     if cost(found := self._of_mix(mix, mixes)) < below:
                         best, below = found, cost(found)
+        crossing = self._cheapest_crossing(tuple(gpus), best or (equal[0] if equal else None), usd_per_h)
+        if crossing is not None and cost(crossing) < below * (WORTH if best else 1):
+            return crossing
+        if best is None and not equal:
+            raise self._too_small(gpus)
         return best
+
+    def _cheapest_crossing(
+        self, gpus: tuple[int, ...], best: Found | None, usd_per_h: Sequence[float]
+    ) -> Found | None:
+        """The cheapest mix with pipelines over two types, of those that may cost less than the best answer."""
+        found, below = None, math.inf
+        if best is not None:
+            below = best.mini_batch_ns * float(np.dot(best.workers, usd_per_h)) * WORTH
+        schedule = self.request.schedule or "varuna"
+        for size in self._crossing_sizes(gpus, best, schedule) if sum(number > 0 for number in gpus) > 1 else ():
+            for least, subset in self._two_types_of(size, schedule).cheap(gpus, usd_per_h):
+                crossing = self.crossing(subset, None, [size]) if least < below else None
+                if crossing is not None:
+                    usd = crossing.mini_batch_ns * float(np.dot(crossing.workers, usd_per_h))
+                    found, below = (crossing, usd) if usd < below else (found, below)
+        return found
 
     def table(
         self, most: Sequence[int], micro_batch_size: int, equal: Sequence[Mapping[int, Outcome]]

@@ -41,6 +41,8 @@ _DENSE = 64
 _MANY_PLACES = 2_500
 _HOPE = 0.5
 """What is played is taken to surpass its bound by so much of the least that was seen of one type."""
+_SLOWER, _LENGTHS, _CHEAP = 16.0, 12, 3
+"""How much longer mini-batches may be that cost less, how many lengths are looked at, and how many GPUs of those."""
 _DOUBT = 1.02
 _NEAR = 1e-3
 _ROUNDS = 60
@@ -291,6 +293,26 @@ class TwoTypes:
     def least_ns(self, gpus: tuple[int, ...]) -> float:
         """Return about what the best such mix takes; inf: there is none."""
         return min((self._least_time(pair, gpus, math.inf) for pair in self._pairs(gpus)), default=math.inf)
+
+    def cheap(self, gpus: tuple[int, ...], usd_per_h: Sequence[float]) -> list[tuple[float, tuple[int, ...]]]:
+        """Return GPUs of two types that may make examples for fewest dollars, with their nanoseconds times USD per hour.
+
+        Of mini-batches of several lengths the cheapest.
+        """
+        found: dict[tuple[int, ...], float] = {}
+        for pair in self._pairs(gpus):
+            only = tuple(number if kind in pair else 0 for kind, number in enumerate(gpus))
+            shortest_ns = self._least_time(pair, only, math.inf)
+            for time_ns in np.geomspace(shortest_ns, shortest_ns * _SLOWER, _LENGTHS) if shortest_ns < math.inf else ():
+                done = self.mixes.search(only).done(time_ns)
+                gained = self._gains(pair, only, time_ns)[:3]
+                best, _ = _most_on_both(*gained, *(done[kind] for kind in pair))
+                prices = np.add.outer(*(np.arange(gpus[kind] + 1) * usd_per_h[kind] for kind in pair))
+                ends = np.unravel_index(np.where(best >= self.total, prices, math.inf).argmin(), prices.shape)
+                numbers = dict(zip(pair, map(int, ends), strict=True))
+                subset = tuple(numbers.get(kind, 0) for kind in range(len(gpus)))
+                found[subset] = min(found.get(subset, math.inf), time_ns * float(np.dot(subset, usd_per_h)))
+        return sorted((usd, subset) for subset, usd in found.items())[:_CHEAP]
 
     def fewest(self, gpus: Sequence[int]) -> tuple[int, ...] | None:
         """Return the numbers of GPUs on which such a pipeline fits that need fewest GPUs more than these; None: none."""
