@@ -34,8 +34,11 @@ from simulator.search.setting import Rule, Setting
 from simulator.search.sweep import Sweep
 from simulator.search.windows import Trial
 
-_TINY, _LOOKED_AT, _FINALS = 8, {True: 24, False: 6}, {True: 6, False: 2}
-"""Mixes that are played, and of these those that are played with the stages that suit them best: of tiny pools, and others."""
+_TINY = 8
+"""On so few GPUs more mixes are looked at."""
+_LOOKED_AT, _FINALS, _DOUBT = {True: 24, False: 3}, {True: 24, False: 2}, {True: 1.2, False: 1.02}
+"""Mixes that are played, in both orders, of these those that are played with the stages that suit them best, and how much
+longer than the best these may seem to take: of tiny pools, and others."""
 _DENSE = 64
 """So many splits are looked at where there are many GPUs: those with most micro-batches for the speed of their GPUs."""
 _MANY_PLACES = 2_500
@@ -43,7 +46,6 @@ _HOPE = 0.5
 """What is played is taken to surpass its bound by so much of the least that was seen of one type."""
 _SLOWER, _LENGTHS, _CHEAP = 16.0, 12, 3
 """How much longer mini-batches may be that cost less, how many lengths are looked at, and how many GPUs of those."""
-_DOUBT = 1.02
 _NEAR = 1e-3
 _ROUNDS = 60
 
@@ -274,8 +276,8 @@ class TwoTypes:
             return None
         is_tiny = sum(gpus) <= _TINY
         rough = []
-        for splits, others in hopeful[: _LOOKED_AT[is_tiny]]:
-            chosen = self._chosen(splits, others)
+        for splits, others in [each for way in hopeful[: _LOOKED_AT[is_tiny]] for each in self._in_both_orders(*way)]:
+            chosen = self.chosen(splits, others)
             if len(chosen) == 1:
                 rough.append((self._alone_ns(*next(iter(splits.items()))), splits, others))
             elif (known := self.joint.settled(chosen, "rough", thorough=is_tiny)) is not None:
@@ -284,7 +286,7 @@ class TwoTypes:
         best: SplitFound | None = None
         for time_ns, splits, others in rough[: _FINALS[is_tiny]]:
             least = min(below_ns, math.inf if best is None else best.mini_batch_ns)
-            if time_ns < least * _DOUBT:
+            if time_ns < least * _DOUBT[is_tiny]:
                 found = self._settled(splits, others, thorough=is_tiny)
                 if found is not None and found.mini_batch_ns < least:
                     best = found
@@ -322,7 +324,7 @@ class TwoTypes:
             if gpus[i] and gpus[j]:
                 for a, b in np.argwhere(self._splits_of(i, j, (deepest, deepest)).fits).tolist():
                     missing = max(0, a - gpus[i]) + max(0, b - gpus[j])
-                    found.append((missing, a + b, self._workers({Split(i, j, a, b): 1}, ())))
+                    found.append((missing, a + b, self.gpus_of({Split(i, j, a, b): 1}, ())))
         return min(found)[2] if found else None
 
     # ---- what there is to gain, by bounds ----
@@ -406,7 +408,7 @@ class TwoTypes:
             search = self.mixes.search(gpus)
             gained, done = self._gains(pair, gpus, time_ns), search.done(time_ns)
             for splits in self._ways(pair, gpus, gained, done):
-                used = self._workers(splits, ())
+                used = self.gpus_of(splits, ())
                 left = tuple(number - taken for number, taken in zip(gpus, used, strict=True))
                 num_done, others = search.most(time_ns, frozenset(), left)
                 places = {(a, b): gain for a, b, gain in zip(*(each.tolist() for each in gained[:3]), strict=True)}
@@ -417,6 +419,12 @@ class TwoTypes:
                 if sum(splits.values()) + sum(number for _, number in others) <= self.mixes.most_replicas:
                     found.append((-num_done, len(splits) + len(others), splits, others))
         return [(splits, others) for _, _, splits, others in sorted(found, key=lambda each: each[:2])]
+
+    def _in_both_orders(self, splits: dict[Split, int], others: Chosen) -> Iterator[tuple[dict[Split, int], Chosen]]:
+        yield splits, others
+        back = {Split(j, i, b, a): number for (i, j, a, b), number in splits.items()}
+        if all(self._splits_of(*each[:2], (each[2], each[3])).fits[each[2], each[3]] for each in back):
+            yield back, others
 
     @staticmethod
     def _without_spare(others: Chosen, search: Search, time_ns: float, spare: int) -> Chosen:
@@ -457,7 +465,8 @@ class TwoTypes:
 
     # ---- what was hoped for, simulated ----
 
-    def _chosen(self, splits: Mapping[Split, int], others: Chosen) -> Chosen:
+    def chosen(self, splits: Mapping[Split, int], others: Chosen) -> Chosen:
+        """Return pipelines of all kinds as ``joint`` numbers them."""
         own = [((self._kind(split), split.depth), number) for split, number in splits.items()]
         return (*others, *own)
 
@@ -475,10 +484,10 @@ class TwoTypes:
         return self._settings[split]
 
     def _alone_ns(self, split: Split, number: int) -> float:
-        outcome = self._equal(split, number)
+        outcome = self.equal(split, number)
         return math.inf if outcome is None else outcome.mini_batch_ns
 
-    def _equal(self, split: Split, number: int) -> Outcome | None:
+    def equal(self, split: Split, number: int) -> Outcome | None:
         """Return the best of so many equal pipelines and no others; None where they do not fit."""
         if (split, number) not in self._alone:
             best: Outcome | None = None
@@ -493,10 +502,10 @@ class TwoTypes:
         return self._alone[split, number]
 
     def _settled(self, splits: dict[Split, int], others: Chosen, *, thorough: bool) -> SplitFound | None:
-        chosen, workers = self._chosen(splits, others), self._workers(splits, others)
+        chosen, workers = self.chosen(splits, others), self.gpus_of(splits, others)
         if len(chosen) == 1:
             (split, number), *_ = splits.items()
-            outcome = self._equal(split, number)
+            outcome = self.equal(split, number)
             types = self.joint.types[self._kind(split)].node_types
             return None if outcome is None else SplitFound(outcome.mini_batch_ns, workers, None, outcome, types)
         found = []
@@ -507,7 +516,7 @@ class TwoTypes:
         best = min(found, key=lambda mix: mix.mini_batch_ns, default=None)
         return None if best is None else SplitFound(best.mini_batch_ns, workers, best)
 
-    def _workers(self, splits: Mapping[Split, int], others: Chosen) -> tuple[int, ...]:
+    def gpus_of(self, splits: Mapping[Split, int], others: Chosen) -> tuple[int, ...]:
         """Return the GPUs of each type."""
         used = [0] * len(self.sweeps)
         for split, number in splits.items():

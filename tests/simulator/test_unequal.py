@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, permutations, product
 from typing import Literal
 
@@ -24,6 +24,7 @@ from simulator import (
     synthetic_profile,
 )
 from simulator.costs.answer import SimulatedKind, deal, describe_kinds
+from simulator.costs.joined_sections import JoinedSections
 from simulator.costs.outcome import EngineName, Kind, ShapeSimulator, engine_of, together
 from simulator.costs.stage_costs import SectionCosts, stage_costs
 from simulator.engine.schedules import stage_windows
@@ -34,39 +35,51 @@ from simulator.inputs.synthetic import with_type
 from simulator.search.mixes import Chosen, Mixes, Search
 from simulator.search.pipelines import Stages
 from simulator.search.pools import WORTH, Pools, cheapest_enough
+from simulator.search.two_types import Split, TwoTypes
 from tests.seeds import each_seed
 from tests.simulator.test_reductions import random_job
 
 
+def sections_of(profile: Profile, cuts: Sequence[int], types: Sequence[str]) -> SectionCosts:
+    """Of stages on one type of node, or each on its own."""
+    if len(set(types)) == 1:
+        return SectionCosts(of_pool_type(profile, types[0]), 1)
+    names = list(dict.fromkeys(types))
+    lengths = np.diff([*cuts, profile.num_sections])
+    places = np.repeat([names.index(name) for name in types], lengths)
+    return JoinedSections([SectionCosts(of_pool_type(profile, name), 1) for name in names], places)
+
+
 def mix(
     profile: Profile,
-    kinds: Sequence[tuple[Sequence[int], Sequence[int], str]],
+    kinds: Sequence[tuple[Sequence[int], Sequence[int], Sequence[str]]],
     conditions: Conditions = Conditions(),  # noqa: B008 (frozen)
     engine: EngineName = "compiled",
 ) -> Simulation:
-    """Of (first sections, micro-batches of each pipeline, type of node) for each kind."""
+    """Of (first sections, micro-batches of each pipeline, type of node of each stage) for each kind."""
     given = []
-    for cuts, counts, node_type in kinds:
-        sections = SectionCosts(of_pool_type(profile, node_type), 1)
+    for cuts, counts, types in kinds:
+        sections = sections_of(profile, cuts, types)
         windows = stage_windows("varuna", len(cuts), max(counts), 1)
         costs = stage_costs(sections, cuts, windows, "varuna", single=len(kinds) == 1 == len(counts))
         given.append(Kind(ShapeSimulator(conditions, engine_of(engine)), costs, tuple(counts)))
     return describe_kinds(
         [
-            SimulatedKind(outcome, kind.simulator, (node_type,))
-            for outcome, kind, (_, _, node_type) in zip(together(given), given, kinds, strict=True)
+            SimulatedKind(outcome, kind.simulator, tuple(types))
+            for outcome, kind, (_, _, types) in zip(together(given), given, kinds, strict=True)
         ]
     )
 
 
-def random_mix(rng: np.random.Generator, num_sections: int = 6) -> list[tuple[list[int], tuple[int, ...], str]]:
-    """Two or three kinds of pipelines of two types."""
+def random_mix(rng: np.random.Generator, num_sections: int = 6) -> list[tuple[list[int], tuple[int, ...], list[str]]]:
+    """Two or three kinds of pipelines on two types, or with stages on either."""
     found = []
     for _ in range(int(rng.integers(2, 4))):
         depth = int(rng.integers(1, num_sections))
         cuts = sorted(rng.choice(np.arange(1, num_sections), depth - 1, replace=False).tolist())
         counts = tuple(int(value) for value in rng.integers(1, 5, int(rng.integers(1, 3))))
-        found.append(([0, *cuts], counts, str(rng.choice(["", "t4"]))))
+        types = rng.choice(["", "t4"], depth if rng.integers(2) else 1).tolist()
+        found.append(([0, *cuts], counts, types * (depth // len(types))))
     return found
 
 
@@ -83,8 +96,10 @@ def test_equal_pipelines_told_as_kinds_take_as_long(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_job(rng)
     ((cuts, _, _), *_), counts = random_mix(rng), deal(profile.job.batch_size, int(rng.integers(2, 4)))
+    types = [""] * len(cuts)
     whole, parted = (
-        mix(profile, kinds) for kinds in ([(cuts, counts, "")], [(cuts, counts[:1], ""), (cuts, counts[1:], "")])
+        mix(profile, kinds)
+        for kinds in ([(cuts, counts, types)], [(cuts, counts[:1], types), (cuts, counts[1:], types)])
     )
     same = simulate(profile, boundaries=cuts, num_replicas=len(counts), window_slope=1)
     assert same.plan.expected == whole.plan.expected
@@ -118,7 +133,7 @@ def test_unequal_plans_are_simulated_as_they_stand(seed: int) -> None:
 
 def test_slow_workers_of_an_unequal_plan_are_those_of_its_stages() -> None:
     profile = synthetic_profile(num_sections=4, batch_size=6, micro_batch_size=1)
-    plan = mix(profile, [([0, 2], (2,), ""), ([0], (2, 2), "")]).plan
+    plan = mix(profile, [([0, 2], (2,), ["", ""]), ([0], (2, 2), [""])]).plan
     alone = simulate_plan(profile, plan).expected.mini_batch_s
     assert simulate_plan(profile, plan, slow={1: 1.5}).expected.mini_batch_s == alone  # not the slowest pipeline's
     assert simulate_plan(profile, plan, slow={2: 1.5}).expected.mini_batch_s > 1.2 * alone
@@ -145,21 +160,65 @@ def random_pool(rng: np.random.Generator) -> tuple[Profile, dict[str, int]]:
     counts = {"": int(rng.integers(1, 5)), "t4": int(rng.integers(1, 4))}
     if rng.integers(3) == 0:
         counts = {"": int(rng.integers(3, 8))}
-    return with_type(profile, "t4", float(rng.uniform(1.2, 3))), counts
+    slower, limit = float(rng.uniform(1.2, 3)), None
+    if rng.integers(2):  # a model that few GPUs hold
+        stages = np.zeros(1, np.int64), np.array([count]), np.ones(1, np.int64), np.ones(1, np.bool_)
+        limit = int(rng.uniform(0.4, 1.1) * int(SectionCosts(profile, 1).memory(single=True).device_bytes(*stages)[0]))
+        environment = profile.environment.model_copy(update={"device_memory_bytes": limit})
+        profile = profile.model_copy(update={"environment": environment})
+    return with_type(profile, "t4", slower, limit), counts
+
+
+def splits_of(gpus: Sequence[int], num_sections: int) -> list[Split]:
+    """Every pipeline over two types that these GPUs can form."""
+    return [
+        Split(i, j, a, b)
+        for i, j in permutations(range(len(gpus)), 2)
+        for a, b in product(range(1, gpus[i] + 1), range(1, gpus[j] + 1))
+        if a + b <= num_sections
+    ]
 
 
 def fastest_of_all(pools: Pools, gpus: Sequence[int]) -> int:
-    """Of every multiset of pipelines with every share, and of equal pipelines on one type."""
-    mixes, best = pools.mixes(1, "varuna"), pools.equal(gpus)[0].mini_batch_ns
-    search = Search(mixes, tuple(gpus))
-    for chosen in search.all_mixes():
-        numbers = [number for _, number in chosen]
-        if sum(numbers) <= mixes.total:
-            for totals in product(*(range(number, mixes.total + 1) for number in numbers[:-1])):
-                last = mixes.total - sum(totals)
-                if last >= numbers[-1]:
-                    best = min(best, mixes.exact_ns(chosen, (*totals, last)))
+    """Of every multiset of pipelines, on one type or over two, with every share, and of equal pipelines on one type."""
+    two_types = TwoTypes(pools.mixes(1, "varuna"), pools.of_size(1))
+    joint, best = two_types.joint, min((each.mini_batch_ns for each in pools.equal(gpus, below_ns=2.0**62)), default=2**62)
+    for splits in multisets(splits_of(gpus, pools.sweeps[0].num_sections), tuple(gpus), two_types):
+        left = tuple(number - used for number, used in zip(gpus, two_types.gpus_of(splits, ()), strict=True))
+        others = [*Search(two_types.mixes, left).all_mixes(), *alone_on(two_types.mixes, left)] if splits else (
+            Search(two_types.mixes, left).all_mixes()
+        )
+        for other in others:
+            chosen = two_types.chosen(splits, other)
+            numbers = [number for _, number in chosen]
+            if sum(numbers) == 1:
+                outcome = two_types.equal(*next(iter(splits.items())))
+                best = min(best, best if outcome is None else outcome.mini_batch_ns)
+            elif sum(numbers) <= joint.total:
+                for totals in product(*(range(number, joint.total + 1) for number in numbers[:-1])):
+                    last = joint.total - sum(totals)
+                    if last >= numbers[-1]:
+                        best = min(best, joint.exact_ns(chosen, (*totals, last)))
     return best
+
+
+def multisets(splits: Sequence[Split], gpus: tuple[int, ...], two_types: TwoTypes) -> Iterator[dict[Split, int]]:
+    """Of such pipelines, the empty one too, that fit on these GPUs side by side."""
+    if not splits:
+        yield {}
+        return
+    first, *others = splits
+    for number in range(sum(gpus) // first.depth + 1):
+        here = {first: number} if number else {}
+        left = tuple(has - used for has, used in zip(gpus, two_types.gpus_of(here, ()), strict=True))
+        if min(left) >= 0:
+            yield from (here | rest for rest in multisets(others, left, two_types))
+
+
+def alone_on(mixes: Mixes, gpus: tuple[int, ...]) -> Iterator[Chosen]:
+    """No pipeline, or one of one type."""
+    yield ()
+    yield from (((group, 1),) for group in Search(mixes, gpus).groups)
 
 
 @pytest.mark.slow
