@@ -40,9 +40,9 @@ _HOPEFUL = 1.01
 """What is estimated may be so much faster."""
 _SLOWER, _LENGTHS, _CHEAP = 16.0, 24, 6
 """How much longer mini-batches may be that cost less, how many lengths are looked at, and how many GPUs of those."""
-_TINY, _CROSSING_SIZES, _BUSY = 8, 2, 0.98
-"""Of pipelines over two types: GPUs up to which several micro-batch sizes are looked at, how many of these, and the share
-of many GPUs at work above which none are looked at."""
+_TINY, _CROSSING_SIZES, _CROSSED, _BUSY = 8, 2, 128, 0.98
+"""Of pipelines over two types: GPUs up to which several micro-batch sizes are looked at, how many of these; on more GPUs
+than the third number none are looked at where so many of them are at work."""
 _SUBSETS = {True: 16, False: 2}
 """Of fewer GPUs, numbers that are looked at: where there are few, and where there are many."""
 
@@ -192,7 +192,7 @@ class Pools:
         if sum(number > 0 for number in gpus) < 2:
             return None
         below_ns = math.inf if best is None else best.mini_batch_ns * WORTH
-        if best is not None and sum(gpus) > _MANY and sum(best.workers) >= _BUSY * sum(gpus):
+        if best is not None and sum(gpus) > _CROSSED and sum(best.workers) >= _BUSY * sum(gpus):
             return None  # not enough to gain for how long so many GPUs take to look at
         schedule = self.request.schedule or "varuna"
         answer: Found | None = None

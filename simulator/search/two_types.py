@@ -42,6 +42,8 @@ longer than the best these may seem to take: of tiny pools, and others."""
 _DENSE = 64
 """So many splits are looked at where there are many GPUs: those with most micro-batches for the speed of their GPUs."""
 _MANY_PLACES = 2_500
+_HOPEFUL = {True: 1.05, False: 1.0}
+"""What bounds and lines say may be so much longer than what is surpassed: of tiny pools, and others."""
 _HOPE = 0.5
 """What is played is taken to surpass its bound by so much of the least that was seen of one type."""
 _SLOWER, _LENGTHS, _CHEAP = 16.0, 12, 3
@@ -271,12 +273,9 @@ class TwoTypes:
 
     def best(self, gpus: tuple[int, ...], below_ns: float) -> SplitFound | None:
         """Return the fastest mix with such pipelines on these GPUs that takes less than ``below_ns``; None: none."""
-        hopeful = self._hopeful(gpus, below_ns)
-        if not hopeful:
-            return None
         is_tiny = sum(gpus) <= _TINY
-        rough = []
-        for splits, others in [each for way in hopeful[: _LOOKED_AT[is_tiny]] for each in self._in_both_orders(*way)]:
+        hopeful, rough = self._hopeful(gpus, below_ns * _HOPEFUL[is_tiny]), []
+        for splits, others in [each for way in hopeful[: _LOOKED_AT[is_tiny]] for each in self._near(*way, is_tiny)]:
             chosen = self.chosen(splits, others)
             if len(chosen) == 1:
                 rough.append((self._alone_ns(*next(iter(splits.items()))), splits, others))
@@ -420,11 +419,19 @@ class TwoTypes:
                     found.append((-num_done, len(splits) + len(others), splits, others))
         return [(splits, others) for _, _, splits, others in sorted(found, key=lambda each: each[:2])]
 
-    def _in_both_orders(self, splits: dict[Split, int], others: Chosen) -> Iterator[tuple[dict[Split, int], Chosen]]:
-        yield splits, others
+    def _near(
+        self, splits: dict[Split, int], others: Chosen, is_tiny: bool
+    ) -> Iterator[tuple[dict[Split, int], Chosen]]:
+        """Yield this mix, in the other order too, and of tiny pools without one pipeline, or all, of one type."""
         back = {Split(j, i, b, a): number for (i, j, a, b), number in splits.items()}
-        if all(self._splits_of(*each[:2], (each[2], each[3])).fits[each[2], each[3]] for each in back):
-            yield back, others
+        has_room = all(self._splits_of(*each[:2], (each[2], each[3])).fits[each[2], each[3]] for each in back)
+        for ordered in (splits, back) if has_room else (splits,):
+            yield ordered, others
+            if is_tiny and others:
+                yield ordered, ()
+                for place in range(len(others) if len(others) > 1 or others[0][1] > 1 else 0):
+                    (group, number), rest = others[place], others[:place] + others[place + 1 :]
+                    yield ordered, tuple(sorted((*rest, (group, number - 1)))) if number > 1 else rest
 
     @staticmethod
     def _without_spare(others: Chosen, search: Search, time_ns: float, spare: int) -> Chosen:

@@ -161,7 +161,7 @@ def random_pool(rng: np.random.Generator) -> tuple[Profile, dict[str, int]]:
     if rng.integers(3) == 0:
         counts = {"": int(rng.integers(3, 8))}
     slower, limit = float(rng.uniform(1.2, 3)), None
-    if rng.integers(2):  # a model that few GPUs hold
+    if len(counts) > 1 and rng.integers(2):  # a model that few GPUs hold
         stages = np.zeros(1, np.int64), np.array([count]), np.ones(1, np.int64), np.ones(1, np.bool_)
         limit = int(rng.uniform(0.4, 1.1) * int(SectionCosts(profile, 1).memory(single=True).device_bytes(*stages)[0]))
         environment = profile.environment.model_copy(update={"device_memory_bytes": limit})
@@ -272,12 +272,18 @@ def test_no_gpu_and_no_type_of_gpu_makes_a_plan_slower(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile, counts = random_pool(rng)
     table = pool_plan_table(profile, counts)
+    if Pool.of(counts) not in table:
+        with pytest.raises(PlanError, match="fits on no type|does not fit"):
+            plan(profile, pool=counts)
+        return
     whole = table[Pool.of(counts)].expected.mini_batch_s
     assert whole * WORTH <= min(plan.expected.mini_batch_s for plan in table.values())
     for pool, found in table.items():
         assert Pool.counting(pool_of(found)).fits_in(pool)
         alone = plan(profile, pool=pool, schedule=found.schedule).best.expected.mini_batch_s
         assert alone * WORTH <= found.expected.mini_batch_s, pool
+    roomy = profile.environment.model_copy(update={"device_memory_bytes": None})
+    profile = profile.model_copy(update={"environment": roomy})
     numbers = plan_table(profile, 6, unequal=True)
     times = [each.expected.mini_batch_s for each in numbers.values()]
     assert all(more * WORTH <= fewer for fewer, more in pairwise(times))
@@ -319,6 +325,54 @@ def test_memory_is_that_of_each_type() -> None:
         plan(small, pool={"t4": 1, "k80": 1})
     with pytest.raises(PlanError, match="is not a type of this profile"):
         plan(profile, pool={"a100": 1})
+
+
+def test_stages_cost_what_they_do_on_their_own_type() -> None:
+    """But for messages between two types, which take as long as on the slower one, and memory for reductions."""
+    profile = with_type(synthetic_profile(num_sections=6, batch_size=8, micro_batch_size=1), "t4", 2.5, 2**31)
+    slow = synthetic_profile(num_sections=6, batch_size=8, micro_batch_size=1, latency_s=0.02).inter_node
+    environment = profile.node_types[0].environment.model_copy(update={"context_bytes": 10**8, "allocator_permille": 50})
+    other = profile.node_types[0].model_copy(update={"inter_node": slow, "environment": environment})
+    profile = profile.model_copy(update={"node_types": (other,), "all_reduce": ()})
+    cuts, types = (0, 1, 3, 4), ["", "t4", "t4", ""]
+    joined, *alone = (
+        stage_costs(sections_of(profile, cuts, each), cuts, (4, 3, 2, 1), "varuna", single=False)
+        for each in (types, [""] * 4, ["t4"] * 4)
+    )
+    own = [alone[name == "t4"] for name in types]
+    for stage, costs in enumerate(own):
+        for field in ("forward_ns", "recompute_ns", "backward_ns"):
+            assert getattr(joined.times, field)[stage] == getattr(costs.times, field)[stage]
+        assert joined.memory_bytes[stage] == costs.memory_bytes[stage]
+        assert joined.memory_parts(stage) == costs.memory_parts(stage)
+        assert joined.optimizer_ns[stage] == costs.optimizer_ns[stage]
+        behind = own[min(stage + 1, 3)]
+        slower = max(costs.times.activation_ns[stage], behind.times.activation_ns[stage])
+        assert joined.times.activation_ns[stage] == slower
+        ends = [*cuts[1:], 6]
+        in_stage = slice(cuts[stage], ends[stage])
+        assert (joined.reduced.behind_ns(3)[in_stage] == costs.reduced.behind_ns(3)[in_stage]).all()
+    assert alone[0].times.activation_ns[0] < joined.times.activation_ns[0] == alone[1].times.activation_ns[0]
+
+
+def test_a_model_that_fits_on_neither_type_alone_is_trained_on_both_and_a_refusal_says_so() -> None:
+    profile = synthetic_profile(num_sections=6, parameter_bytes=40_000_000, batch_size=16, micro_batch_size=1)
+    environment = profile.environment.model_copy(update={"device_memory_bytes": 2**30})
+    profile = with_type(profile.model_copy(update={"environment": environment}), "t4", 2.0, 2**30)
+    needed = next(number for number in range(2, 7) if number in plan_table(profile, 6))
+    pool = {"": needed - 1, "t4": 1}
+    found = plan(profile, pool=pool).best
+    assert (found.pool, found.shape) == (Pool.of(pool), f"{needed}x1")
+    assert simulate_plan(profile, found).plan == found
+    assert pool_plan_table(profile, pool)[Pool.of(pool)].expected == found.expected
+    with pytest.raises(PlanError, match=r"fits on no type .*, nor in pipelines over two") as refused:
+        plan(profile, pool={"": 1, "t4": needed - 2})
+    named = str(refused.value).split("or ")[-1]
+    assert plan(profile, pool=Pool.parse(named)).best.pool == Pool.parse(named)
+    cheap = plan(profile, pool=pool, objective="usd_per_example", usd_per_gpu_hour={"": 1.0, "t4": 0.1})
+    assert cheap.best.pool == Pool.of(pool)
+    with pytest.raises(PlanError, match="on one type of GPU"):
+        simulate_plan(profile, found, jitter_seed=1)
 
 
 def random_nodes(rng: np.random.Generator, most: int) -> tuple[int, ...]:
