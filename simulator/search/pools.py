@@ -416,15 +416,15 @@ class Pools:
             return refused[0][2]
         ways = [f"{name}={fewest}" for name, fewest, _ in refused if fewest is not None]
         pool = Pool.of(dict(zip(self.names, gpus, strict=True)))
-        schedule = self.request.schedule or "varuna"
-        both = [self._two_types_of(size, schedule).fewest(gpus) for size in self.sizes()]
+        crosses, schedule = self.request.num_gpus_per_node is None, self.request.schedule or "varuna"
+        both = [self._two_types_of(size, schedule).fewest(gpus) for size in self.sizes() if crosses]
         if enough := min((each for each in both if each), key=sum, default=None):
             ways.append(str(Pool.of(dict(zip(self.names, enough, strict=True)))))
         why = "; ".join(
             f"on {name}, {str(error).split('; allowed')[0].rsplit(': ', 1)[-1]}" for name, _, error in refused
         )
         return PlanError(
-            f"the job fits on no type of these GPUs alone, nor in pipelines over two of them ({why})",
+            f"the job fits on no type of these GPUs alone{', nor in pipelines over two of them' * crosses} ({why})",
             field="pool",
             value=str(pool),
             allowed=", or ".join(ways) or "devices with more memory",
