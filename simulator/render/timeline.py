@@ -49,7 +49,7 @@ def draw_timeline(simulation: Simulation, path: Path, max_replicas: int = 4) -> 
     draw_boxes(frame[frame["replica"] < replicas], plan.num_replicas > 1, title, path, PlanError, types)
 
 
-def draw_boxes(  # noqa: PLR0913 (of two callers)
+def draw_boxes(
     frame: pd.DataFrame,
     name_replicas: bool,
     title: str,
@@ -73,7 +73,8 @@ def draw_boxes(  # noqa: PLR0913 (of two callers)
     groups = sorted({replica for replica, _ in places})
     row_of = {place: number + 0.4 * groups.index(place[0]) for number, place in enumerate(places)}
     names = [
-        f"{f'replica {d}  ' if name_replicas else ''}stage {s}{f'  {types[s]}' if s in types else ''}" for d, s in places
+        f"{f'replica {d}  ' if name_replicas else ''}stage {s}{f'  {types[s]}' if s in types else ''}"
+        for d, s in places
     ]
     points_per_s = _WIDTH_INCHES * 72 * 0.9 / end_s
     height = 1.6 + min(14.0, 0.42 * len(places) + 0.15 * len(groups))

@@ -41,8 +41,8 @@ _HOPEFUL = 1.01
 _SLOWER, _LENGTHS, _CHEAP = 16.0, 24, 6
 """How much longer mini-batches may be that cost less, how many lengths are looked at, and how many GPUs of those."""
 _TINY, _CROSSING_SIZES, _CROSSED, _BUSY = 8, 2, 128, 0.98
-"""Of pipelines over two types: GPUs up to which several micro-batch sizes are looked at, how many of these; on more GPUs
-than the third number none are looked at where so many of them are at work."""
+"""Of pipelines over two types: GPUs up to which several micro-batch sizes are looked at, and how many of these; on more
+GPUs than the third number none are looked at where so many of them are at work."""
 _SUBSETS = {True: 16, False: 2}
 """Of fewer GPUs, numbers that are looked at: where there are few, and where there are many."""
 
@@ -209,7 +209,9 @@ class Pools:
         if best is not None and sum(gpus) > _TINY:
             return [best.micro_batch_size] if best.micro_batch_size in self.sizes() else []
         times_ns = {size: self._two_types_of(size, schedule).least_ns(gpus) for size in self.sizes()}
-        return sorted((size for size in times_ns if times_ns[size] < math.inf), key=times_ns.__getitem__)[:_CROSSING_SIZES]
+        return sorted((size for size in times_ns if times_ns[size] < math.inf), key=times_ns.__getitem__)[
+            :_CROSSING_SIZES
+        ]
 
     def _two_types_of(self, micro_batch_size: int, schedule: Schedule) -> TwoTypes:
         key = micro_batch_size, schedule
@@ -307,9 +309,7 @@ class Pools:
             raise self._too_small(gpus)
         return best
 
-    def _cheapest_crossing(
-        self, gpus: tuple[int, ...], best: Found | None, usd_per_h: Sequence[float]
-    ) -> Found | None:
+    def _cheapest_crossing(self, gpus: tuple[int, ...], best: Found | None, usd_per_h: Sequence[float]) -> Found | None:
         """The cheapest mix with pipelines over two types, of those that may cost less than the best answer."""
         found, below = None, math.inf
         if best is not None:

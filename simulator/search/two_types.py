@@ -37,8 +37,8 @@ from simulator.search.windows import Trial
 _TINY = 8
 """On so few GPUs more mixes are looked at."""
 _LOOKED_AT, _FINALS, _DOUBT = {True: 24, False: 3}, {True: 24, False: 2}, {True: 1.2, False: 1.02}
-"""Mixes that are played, in both orders, of these those that are played with the stages that suit them best, and how much
-longer than the best these may seem to take: of tiny pools, and others."""
+"""Mixes that are played, in both orders, of these those that are played with the stages that suit them best, and how
+much longer than the best these may seem to take: of tiny pools, and others."""
 _DENSE = 64
 """So many splits are looked at where there are many GPUs: those with most micro-batches for the speed of their GPUs."""
 _MANY_PLACES = 2_500
@@ -233,7 +233,7 @@ class Splits:
         beside = max(1, total - 1)
         self.slowest_ns = np.stack([each.bottleneck_ns(schedule, beside, *most) for each in borders]).astype(np.float64)
         self.fill_ns = np.array([each.fill_ns for each in borders], np.float64)[:, None, None]
-        self.fits = (self.slowest_ns < NEVER).any(axis=0)
+        self.fits = np.any(self.slowest_ns < NEVER, axis=0)
 
     def gains(self, time_ns: float) -> Ints:
         """Return the micro-batches in so much time, at most: [first + 1, second + 1]."""
@@ -296,9 +296,9 @@ class TwoTypes:
         return min((self._least_time(pair, gpus, math.inf) for pair in self._pairs(gpus)), default=math.inf)
 
     def cheap(self, gpus: tuple[int, ...], usd_per_h: Sequence[float]) -> list[tuple[float, tuple[int, ...]]]:
-        """Return GPUs of two types that may make examples for fewest dollars, with their nanoseconds times USD per hour.
+        """Return GPUs of two types that may make examples for fewest dollars, of mini-batches of several lengths.
 
-        Of mini-batches of several lengths the cheapest.
+        With each its nanoseconds times USD per hour.
         """
         found: dict[tuple[int, ...], float] = {}
         for pair in self._pairs(gpus):
@@ -316,7 +316,7 @@ class TwoTypes:
         return sorted((usd, subset) for subset, usd in found.items())[:_CHEAP]
 
     def fewest(self, gpus: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the numbers of GPUs on which such a pipeline fits that need fewest GPUs more than these; None: none."""
+        """Return the GPUs, the fewest more than these, on which such a pipeline fits; None: it fits on none."""
         deepest = self.sweeps[0].num_sections
         found = []
         for i, j in permutations(range(len(gpus)), 2):
@@ -424,7 +424,7 @@ class TwoTypes:
     ) -> Iterator[tuple[dict[Split, int], Chosen]]:
         """Yield this mix, in the other order too, and of tiny pools without one pipeline, or all, of one type."""
         back = {Split(j, i, b, a): number for (i, j, a, b), number in splits.items()}
-        has_room = all(self._splits_of(*each[:2], (each[2], each[3])).fits[each[2], each[3]] for each in back)
+        has_room = all(bool(np.asarray(self._splits_of(i, j, (a, b)).fits)[a, b]) for i, j, a, b in back)
         for ordered in (splits, back) if has_room else (splits,):
             yield ordered, others
             if is_tiny and others:

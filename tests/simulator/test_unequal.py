@@ -182,11 +182,16 @@ def splits_of(gpus: Sequence[int], num_sections: int) -> list[Split]:
 def fastest_of_all(pools: Pools, gpus: Sequence[int]) -> int:
     """Of every multiset of pipelines, on one type or over two, with every share, and of equal pipelines on one type."""
     two_types = TwoTypes(pools.mixes(1, "varuna"), pools.of_size(1))
-    joint, best = two_types.joint, min((each.mini_batch_ns for each in pools.equal(gpus, below_ns=2.0**62)), default=2**62)
+    joint, best = (
+        two_types.joint,
+        min((each.mini_batch_ns for each in pools.equal(gpus, below_ns=2.0**62)), default=2**62),
+    )
     for splits in multisets(splits_of(gpus, pools.sweeps[0].num_sections), tuple(gpus), two_types):
         left = tuple(number - used for number, used in zip(gpus, two_types.gpus_of(splits, ()), strict=True))
-        others = [*Search(two_types.mixes, left).all_mixes(), *alone_on(two_types.mixes, left)] if splits else (
-            Search(two_types.mixes, left).all_mixes()
+        others = (
+            [*Search(two_types.mixes, left).all_mixes(), *alone_on(two_types.mixes, left)]
+            if splits
+            else (Search(two_types.mixes, left).all_mixes())
         )
         for other in others:
             chosen = two_types.chosen(splits, other)
@@ -273,7 +278,7 @@ def test_no_gpu_and_no_type_of_gpu_makes_a_plan_slower(seed: int) -> None:
     profile, counts = random_pool(rng)
     table = pool_plan_table(profile, counts)
     if Pool.of(counts) not in table:
-        with pytest.raises(PlanError, match="fits on no type|does not fit"):
+        with pytest.raises(PlanError, match=r"fits on no type|does not fit"):
             plan(profile, pool=counts)
         return
     whole = table[Pool.of(counts)].expected.mini_batch_s
@@ -331,7 +336,9 @@ def test_stages_cost_what_they_do_on_their_own_type() -> None:
     """But for messages between two types, which take as long as on the slower one, and memory for reductions."""
     profile = with_type(synthetic_profile(num_sections=6, batch_size=8, micro_batch_size=1), "t4", 2.5, 2**31)
     slow = synthetic_profile(num_sections=6, batch_size=8, micro_batch_size=1, latency_s=0.02).inter_node
-    environment = profile.node_types[0].environment.model_copy(update={"context_bytes": 10**8, "allocator_permille": 50})
+    environment = profile.node_types[0].environment.model_copy(
+        update={"context_bytes": 10**8, "allocator_permille": 50}
+    )
     other = profile.node_types[0].model_copy(update={"inter_node": slow, "environment": environment})
     profile = profile.model_copy(update={"node_types": (other,), "all_reduce": ()})
     cuts, types = (0, 1, 3, 4), ["", "t4", "t4", ""]

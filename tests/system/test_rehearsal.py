@@ -126,7 +126,9 @@ def test_losses_of_either_type_re_shape_mixed_plans_and_change_no_bit(tmp_path: 
     """A plan as given takes no less than simulated, and has the weights of equal pipelines on one type."""
     profile = with_type(PROFILE, "slow", 2.0)
     deep, shallow = (plan_rehearsal(spec_of(stages, 1)).plan for stages in (3, 2))
-    slow = tuple(stage.model_copy(update={"node_type": of}) for stage, of in zip(shallow.stages, ("", "slow"), strict=True))
+    slow = tuple(
+        stage.model_copy(update={"node_type": of}) for stage, of in zip(shallow.stages, ("", "slow"), strict=True)
+    )
     plan = together([deep, shallow.model_copy(update={"stages": slow})])
     assert plan.shape == "3x1 + 2x1"
     spec = spec_of(1, 1, profile=profile, plan=plan, num_hosts=5, steps=3 * AT)
