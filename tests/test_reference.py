@@ -24,9 +24,9 @@ from morph.trainers import hf, lightning
 PAGE = Path(__file__).parents[1] / "docs/reference/python-api.md"
 BEGINNING = """# Python API
 
-What a job, a loop, a script or a notebook imports from Morph, as the docstrings say it (`python -m tests.test_reference`
-writes this page). For commands see `morph COMMAND --help`, for keys of the job file `morph config explain FILE`.
-
+What a job, a loop, a script or a notebook imports from Morph, as the docstrings describe it (`python -m
+tests.test_reference` writes this page). For commands see `morph COMMAND --help`, for keys of the job file `morph config
+explain FILE`.
 """
 SIMULATOR = (
     *("plan", "plan_table", "plan_frame", "simulate", "simulate_plan"),
@@ -88,7 +88,7 @@ def _without_types(function: Any) -> str:
 
 def page() -> str:
     """The whole page."""
-    lines = [BEGINNING]
+    lines = [BEGINNING, ""]
     for module, (found, names) in MODULES.items():
         lines += [f"## {module}", ""]
         for name in names:
