@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loss:
-    """What ``Job.loss`` may return instead of a mean over samples; a metric may be a ``Loss`` too.
+    """What ``Job.loss`` may return instead of a mean over samples; metrics may be of this type too.
 
     The loss of a step is the sum of all totals divided by the sum of all weights, over the whole mini-batch, however it
     is cut into micro-batches and whatever the shape. So a mean over tokens, or one that weights classes, equals that of
@@ -62,11 +62,11 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Loss:
-    """Return the cross entropy of ``torch.nn.functional.cross_entropy``, as a mean over the whole mini-batch.
+    """Return ``torch.nn.functional.cross_entropy``, to be averaged over the whole mini-batch.
 
     Args:
         logits: Of shape (..., classes).
-        labels: The number of each class, of shape (...); ``ignore_index`` for a label that does not count.
+        labels: Class numbers, of shape (...); ``ignore_index`` for a label that does not count.
         class_weights: Of shape (classes,): how much a label of each class counts. None: each counts one.
         ignore_index: The label that does not count.
         label_smoothing: As in ``torch.nn.functional.cross_entropy``.

@@ -132,9 +132,9 @@ class Job:
             (every entry of which has the samples as its first dimension), or a :class:`morph.Loss` of a total and its
             weight, for example for a mean over tokens; or ``(loss, {"name": scalar, ...})`` with metrics that are also
             means over the samples.
-        dataset: Builds the data set. Order and contents must be the same in every process; the global generators of torch,
-            numpy and Python are seeded for each item. Items are nests (dicts, tuples, dataclasses) of tensors, arrays
-            and numbers, or what ``collate_fn`` takes.
+        dataset: Builds the data set. Order and contents must be the same in every process; the global generators of
+            torch, numpy and Python are seeded for each item. Items are nests (dicts, tuples, dataclasses) of tensors,
+            arrays and numbers, or what ``collate_fn`` takes.
         optimizer: Builds the optimizer for some named parameters; it is called once per parameter unit.
         batch_size: Global batch M: samples per optimizer step, in every shape of the job.
         name: Short name, used in files and logs.
