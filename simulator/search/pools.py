@@ -198,7 +198,7 @@ class Pools:
         answer: Found | None = None
         for size in sizes or self._crossing_sizes(gpus, best, schedule):
             two_types = self._two_types_of(size, schedule)
-            found = two_types.best(gpus, below_ns)
+            found = two_types.best(gpus, below_ns, quick=bool(sizes))
             if found is not None:
                 below_ns, mixes = found.mini_batch_ns, None if found.mix is None else two_types.joint
                 answer = Found(found.mini_batch_ns, found.workers, found.node_types, found.outcome, found.mix, mixes)

@@ -269,21 +269,27 @@ class TwoTypes:
         self._splits: dict[tuple[int, int], tuple[tuple[int, int], Splits]] = {}
         self._kinds: dict[Split, int] = {}
         self._settings: dict[Split, list[SplitSetting]] = {}
+        self._rough: dict[tuple[Split, int], dict[SplitSetting, int]] = {}
         self._alone: dict[tuple[Split, int], Outcome | None] = {}
 
-    def best(self, gpus: tuple[int, ...], below_ns: float) -> SplitFound | None:
-        """Return the fastest mix with such pipelines on these GPUs that takes less than ``below_ns``; None: none."""
+    def best(self, gpus: tuple[int, ...], below_ns: float, *, quick: bool = False) -> SplitFound | None:
+        """Return the fastest mix with such pipelines on these GPUs that takes less than ``below_ns``; None: none.
+
+        ``quick``: only what seems best is played.
+        """
         is_tiny = sum(gpus) <= _TINY
         hopeful, rough = self._hopeful(gpus, below_ns * _HOPEFUL[is_tiny]), []
-        for splits, others in [each for way in hopeful[: _LOOKED_AT[is_tiny]] for each in self._near(*way, is_tiny)]:
+        num_ways, num_finals = (2, 1) if quick and not is_tiny else (_LOOKED_AT[is_tiny], _FINALS[is_tiny])
+        for splits, others in [each for way in hopeful[:num_ways] for each in self._near(*way, is_tiny)]:
             chosen = self.chosen(splits, others)
             if len(chosen) == 1:
-                rough.append((self._alone_ns(*next(iter(splits.items()))), splits, others))
+                times_ns = self._rough_ns(*next(iter(splits.items()))).values()
+                rough.append((min(times_ns, default=math.inf), splits, others))
             elif (known := self.joint.settled(chosen, "rough", thorough=is_tiny)) is not None:
                 rough.append((float(known[0]), splits, others))
         rough.sort(key=lambda each: each[0])
         best: SplitFound | None = None
-        for time_ns, splits, others in rough[: _FINALS[is_tiny]]:
+        for time_ns, splits, others in rough[:num_finals]:
             least = min(below_ns, math.inf if best is None else best.mini_batch_ns)
             if time_ns < least * _DOUBT[is_tiny]:
                 found = self._settled(splits, others, thorough=is_tiny)
@@ -490,22 +496,37 @@ class TwoTypes:
             self._settings[split] = [SplitSetting(each, split) for each in self._borders_of(split.first, split.second)]
         return self._settings[split]
 
-    def _alone_ns(self, split: Split, number: int) -> float:
-        outcome = self.equal(split, number)
-        return math.inf if outcome is None else outcome.mini_batch_ns
+    def _rough_ns(self, split: Split, number: int) -> dict[SplitSetting, int]:
+        """Return about what so many equal pipelines take alone, in the settings in which they fit and may be best."""
+        key = split, number
+        if key not in self._rough:
+            found: dict[SplitSetting, int] = {}
+            counts = deal(self.total, number)
+            for setting in sorted(self._settings_of(split), key=lambda each: each.bound_ns(split.depth, counts[0])):
+                least = min(found.values(), default=NEVER)
+                if setting.bound_ns(split.depth, counts[0]) < least and setting.fits(split.depth, counts[0]):
+                    trial = self._trial(setting.under(self.schedule), split, counts, quick=True)
+                    if not (setting.grouped and found and trial.roomy):
+                        found[setting] = trial.planned[1]
+            self._rough[key] = found
+        return self._rough[key]
+
+    def _trial(self, setting: Setting, split: Split, counts: tuple[int, ...], *, quick: bool) -> Trial:
+        sweep = self.sweeps[split.first]
+        layout = sweep.layouts((split.depth, len(counts)))[0]
+        return Trial(setting, sweep.shape_simulator, layout, split.depth, counts, moves=not quick, quick=quick)
 
     def equal(self, split: Split, number: int) -> Outcome | None:
         """Return the best of so many equal pipelines and no others; None where they do not fit."""
         if (split, number) not in self._alone:
-            best: Outcome | None = None
-            simulator, counts = self.sweeps[split.first].shape_simulator, deal(self.total, number)
-            layout = self.sweeps[split.first].layouts((split.depth, number))[0]
-            for setting in sorted(self._settings_of(split), key=lambda each: each.bound_ns(split.depth, counts[0])):
-                least = NEVER if best is None else best.mini_batch_ns
-                if setting.bound_ns(split.depth, counts[0]) < least and setting.fits(split.depth, counts[0]):
-                    found = Trial(setting, simulator, layout, split.depth, counts).best()
-                    best = found if found.mini_batch_ns < least else best
-            self._alone[split, number] = best
+            rough_ns, counts = self._rough_ns(split, number), deal(self.total, number)
+            least = min(rough_ns.values(), default=NEVER)
+            outcomes = [
+                self._trial(setting, split, counts, quick=False).best()
+                for setting, time_ns in rough_ns.items()
+                if time_ns <= least * _DOUBT[False]
+            ]
+            self._alone[split, number] = min(outcomes, key=lambda each: each.mini_batch_ns, default=None)
         return self._alone[split, number]
 
     def _settled(self, splits: dict[Split, int], others: Chosen, *, thorough: bool) -> SplitFound | None:
