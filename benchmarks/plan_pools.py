@@ -29,7 +29,13 @@ V100, T4 = 125.0, 65.0
 NUMBERS = (13, 19, 23, 26, 27, 29, 31, 37, 100)
 SPARE = ({"v100": 3, "t4": 3}, {"v100": 2, "t4": 9}, {"v100": 13, "t4": 5}, {"v100": 27, "t4": 5})
 """GPUs that pipelines on one type each leave idle, or on which none fits."""
-POOLS = (*SPARE, {"v100": 12, "t4": 12}, {"v100": 10, "t4": 15}, {"v100": 50, "t4": 50}, {"v100": 400, "t4": 300, "old": 300})
+POOLS = (
+    *SPARE,
+    {"v100": 12, "t4": 12},
+    {"v100": 10, "t4": 15},
+    {"v100": 50, "t4": 50},
+    {"v100": 400, "t4": 300, "old": 300},
+)
 
 
 def timed(profile: Profile, pool: Mapping[str, int] | int, *, unequal: bool) -> tuple[PlanChoice, float]:

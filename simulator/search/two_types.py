@@ -48,6 +48,8 @@ _HOPE = 0.5
 """What is played is taken to surpass its bound by so much of the least that was seen of one type."""
 _SLOWER, _LENGTHS, _CHEAP = 16.0, 12, 3
 """How much longer mini-batches may be that cost less, how many lengths are looked at, and how many GPUs of those."""
+_LONG = 8
+"""With so many micro-batches for each stage, three windows are enough to know about what pipelines take."""
 _NEAR = 1e-3
 _ROUNDS = 60
 
@@ -505,7 +507,8 @@ class TwoTypes:
             for setting in sorted(self._settings_of(split), key=lambda each: each.bound_ns(split.depth, counts[0])):
                 least = min(found.values(), default=NEVER)
                 if setting.bound_ns(split.depth, counts[0]) < least and setting.fits(split.depth, counts[0]):
-                    trial = self._trial(setting.under(self.schedule), split, counts, quick=True)
+                    is_long = counts[0] > _LONG * split.depth
+                    trial = self._trial(setting.under(self.schedule), split, counts, quick=is_long)
                     if not (setting.grouped and found and trial.roomy):
                         found[setting] = trial.planned[1]
             self._rough[key] = found
