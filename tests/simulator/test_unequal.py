@@ -309,8 +309,9 @@ def test_a_second_type_of_gpus_trains_as_much_more_as_it_can() -> None:
     alone = plan(profile, pool={"": 4}).best.expected.examples_per_s
     both = plan(profile, pool={"": 4, "t4": 4}).best
     assert both.expected.examples_per_s > 1.4 * alone
-    fast, slow = (kind.micro_batches[0] / kind.num_stages for kind in both.pipeline_kinds)
-    assert 1.8 < fast / slow < 2.2, "shares go by speed"
+    for replica, share in enumerate(both.micro_batches_per_replica):
+        speed = sum(0.5 if both.stages[stage].node_type == "t4" else 1.0 for stage in both.stages_of(replica))
+        assert share / 256 == pytest.approx(speed / 6, rel=0.1), "shares go by speed"
     assert simulate_plan(profile, both).plan == both
     cheap = plan(profile, pool={"": 4, "t4": 4}, objective="usd_per_example", usd_per_gpu_hour={"": 1.0, "t4": 0.1})
     assert set(pool_of(cheap.best)) == {"t4"}
