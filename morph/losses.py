@@ -13,31 +13,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loss:
-    """What ``Job.loss`` may return in place of a mean over samples; metrics may be one too.
+    """What ``Job.loss`` may return instead of a mean over samples; metrics may be of this type too.
 
     The loss of a step is the sum of all totals divided by the sum of all weights, over the whole mini-batch, however it
     is cut into micro-batches and whatever the shape. So a mean over tokens, or one that weights classes, equals that of
     a plain loop over the whole mini-batch. A step whose weights are all 0 changes nothing.
 
     Attributes:
-        total: The sum over what counts in this micro-batch, a scalar; 0 where nothing does.
-        weight: How much counts, as the number of tokens: a number or a scalar, at least 0. It has no gradient.
+        total: The sum over everything that counts in this micro-batch, a scalar; 0 if nothing counts.
+        weight: How much counts, such as the number of tokens: a number or a scalar, at least 0. It has no gradient.
     """
 
     total: Tensor
     weight: Tensor | float
 
     def mean(self) -> Tensor:
-        """Return the mean of this batch alone; NaN where nothing counts."""
+        """Return the mean of this batch alone; NaN if nothing counts."""
         return self.total / self.weight
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A metric that is summed over all samples, as counts of hits are, for ``Job.eval_metrics``.
+    """A metric that is summed over all samples, such as a number of hits, for ``Job.eval_metrics``.
 
     Attributes:
-        total: Of this micro-batch, a scalar. It has no gradient.
+        total: The sum over this micro-batch, a scalar. It has no gradient.
     """
 
     total: Tensor
@@ -45,7 +45,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class PerSample:
-    """What an evaluation returns for each sample, as predictions and labels are, for ``Job.eval_metrics``.
+    """What an evaluation returns for each sample, such as predictions and labels, for ``Job.eval_metrics``.
 
     Attributes:
         values: One row a sample, of shape [samples, ...]. It has no gradient, and training does not keep it.
@@ -62,12 +62,12 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Loss:
-    """Cross entropy as ``torch.nn.functional.cross_entropy`` has it, to be averaged over the whole mini-batch.
+    """Return ``torch.nn.functional.cross_entropy``, to be averaged over the whole mini-batch.
 
     Args:
         logits: Of shape (..., classes).
-        labels: Numbers of classes, of shape (...), or ``ignore_index`` where nothing counts.
-        class_weights: Of shape (classes,): how much a label of each class counts. None: all count one.
+        labels: Class numbers, of shape (...); ``ignore_index`` for a label that does not count.
+        class_weights: Of shape (classes,): how much a label of each class counts. None: each counts one.
         ignore_index: The label that does not count.
         label_smoothing: As in ``torch.nn.functional.cross_entropy``.
 

@@ -9,10 +9,10 @@ from torch.optim import Optimizer
 
 
 class Optimizers(Optimizer):
-    """Several optimizers, each for some of the parameters, as one: for example Muon for matrices, AdamW for the rest.
+    """Several optimizers as one, each for some of the parameters: for example Muon for matrices, AdamW for the rest.
 
     Args:
-        parts: Parameters, and what builds an optimizer for them; a part without parameters is left out.
+        parts: Pairs of parameters and a function that builds their optimizer; a part without parameters is left out.
 
     Attributes:
         parts: The optimizers. Their groups and state are those of this one.

@@ -24,9 +24,9 @@ from morph.trainers import hf, lightning
 PAGE = Path(__file__).parents[1] / "docs/reference/python-api.md"
 BEGINNING = """# Python API
 
-Everything that a job file, a loop, a script or a notebook imports from Morph. The text is that of the docstrings
-(`python -m tests.test_reference` writes this page). Commands have `morph COMMAND --help`, keys of YAML files `morph
-config explain FILE`.
+What a job, a loop, a script or a notebook imports from Morph, as the docstrings describe it (`python -m
+tests.test_reference` writes this page). For commands see `morph COMMAND --help`, for keys of the job file `morph config
+explain FILE`.
 """
 SIMULATOR = (
     *("plan", "plan_table", "plan_frame", "simulate", "simulate_plan"),
@@ -44,6 +44,11 @@ MODULES: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
     "simulator": (simulator, SIMULATOR),
     "morph.spot": (morph.spot, ("step", "should_save", "backup", "restore")),
 }
+CALLED_BY_MORPH = {
+    *("forward", "open", "prepare", "expect_samples", "sample_order"),
+    *("settled_steps", "use", "on_its_host", "conditions", "nodes", "with_note"),
+}
+"""Methods that the page leaves out, because only Morph calls them."""
 SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Yields):$")
 ENTRY = re.compile(r"^    (\*{0,2}\w+): (.*)$")
 
@@ -67,7 +72,8 @@ def _entry(module: str, name: str, value: Any) -> Iterator[str]:
     yield from (*_text(inspect.getdoc(value) or ""), "")
     if inspect.isclass(value):
         for method, function in vars(value).items():
-            if inspect.isfunction(function) and not method.startswith("_") and function.__doc__:
+            public = not method.startswith("_") and method not in CALLED_BY_MORPH
+            if inspect.isfunction(function) and public and function.__doc__:
                 yield from (f"`.{method}{_without_types(function)}`", "", *_text(inspect.getdoc(function) or ""), "")
 
 
@@ -82,7 +88,7 @@ def _without_types(function: Any) -> str:
 
 def page() -> str:
     """The whole page."""
-    lines = [BEGINNING]
+    lines = [BEGINNING, ""]
     for module, (found, names) in MODULES.items():
         lines += [f"## {module}", ""]
         for name in names:

@@ -1,4 +1,4 @@
-"""Alerts for a run that needs attention: ``notify`` of the run file, by a webhook, a command, or both.
+"""Alerts for a run that needs attention: ``notify`` of the job file, by a webhook, a command, or both.
 
 A separate process reads the journal and sends one alert at a time: none pile up, and training never waits.
 """

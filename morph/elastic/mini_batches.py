@@ -157,7 +157,8 @@ def batches(
         collate_fn: Makes a batch of a list of samples, as in a ``DataLoader``; None: the default of ``DataLoader``. Its
             draws from the global generators are seeded by its samples.
         sampler: ``sampler(dataset, seed, epoch)`` returns an epoch's samples in order: see ``morph.data.order``.
-        lengths: ``lengths(dataset)`` returns the length of each sample, if lengths vary: similar ones share a share.
+        lengths: ``lengths(dataset)`` returns the length of each sample, if lengths vary. A share has samples of
+            similar length.
         buckets: Lengths, ascending, to which shares are padded: each to the smallest that holds its samples. ``labels``
             are padded with -100, other keys with 0.
 

@@ -78,7 +78,7 @@ class LossScaling:
         growth_steps: The number of good steps in a row after which the scale is doubled.
 
     Raises:
-        JobError: a field is not right; the message names the field, its value and what is allowed.
+        JobError: a field has a value that is not allowed.
     """
 
     initial: float = 65536.0
@@ -93,7 +93,7 @@ class LossScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """Defines which evaluated version of a job is the best, and when training ends for lack of a better one.
+    """Defines which evaluated version of a job is the best, and when training ends early.
 
     The checkpoint of the best version is kept, and ``morph export --best`` writes it.
 
@@ -104,7 +104,7 @@ class Best:
         min_delta: By how much a metric must improve to count as better.
 
     Raises:
-        JobError: a field is not right; the message names the field, its value and what is allowed.
+        JobError: a field has a value that is not allowed.
     """
 
     metric: str = "loss"
@@ -132,9 +132,9 @@ class Job:
             (every entry of which has the samples as its first dimension), or a :class:`morph.Loss` of a total and its
             weight, for example for a mean over tokens; or ``(loss, {"name": scalar, ...})`` with metrics that are also
             means over the samples.
-        dataset: Builds the data set. Order and contents must be the same in every process; random numbers that an item
-            draws from the global generators of torch, numpy and Python are (seeded by seed, epoch and sample). Items
-            are nests (dicts, tuples, dataclasses) of tensors, arrays and numbers, or whatever ``collate_fn`` takes.
+        dataset: Builds the data set. Order and contents must be the same in every process; the global generators of
+            torch, numpy and Python are seeded for each item. Items are nests (dicts, tuples, dataclasses) of tensors,
+            arrays and numbers, or what ``collate_fn`` takes.
         optimizer: Builds the optimizer for some named parameters; it is called once per parameter unit.
         batch_size: Global batch M: samples per optimizer step, in every shape of the job.
         name: Short name, used in files and logs.
@@ -179,7 +179,7 @@ class Job:
             stepped by itself.
 
     Raises:
-        JobError: a field is not right; the message names the field, its value and what is allowed.
+        JobError: a field has a value that is not allowed; the message says what is.
     """
 
     model: Callable[[], nn.Module]

@@ -35,7 +35,7 @@ def step() -> AbstractContextManager[None]:
 
 
 def should_save() -> bool:
-    """Whether the loop is to save now and call ``backup``, because the VM is about to go or much would be lost.
+    """Return whether the loop should save now and call ``backup``: the VM will go soon, or much would be lost.
 
     In a group of VMs this is true only at the first one (RANK 0).
     """

@@ -114,7 +114,7 @@ def _check(trainer: Trainer, replaced: Mapping[str, Any]) -> None:
     for callback in trainer.callback_handler.callbacks:
         kind = type(callback)
         if not f"{kind.__module__}.".startswith(_OWN_CALLBACKS):
-            raise refusal("callbacks", kind, "EarlyStoppingCallback; for others, `callbacks` in the run file")
+            raise refusal("callbacks", kind, "EarlyStoppingCallback; for others, `callbacks` in the job file")
     if not hasattr(trainer.train_dataset, "__len__"):
         raise refusal("train_dataset", type(trainer.train_dataset), "a data set with a length and numbered items")
     if _has_no_numbers(trainer) and "model" not in replaced:

@@ -186,21 +186,17 @@ def plan(
 ) -> PlanChoice:
     """Find the best shape for a number of GPUs, or for a pool of several types of them.
 
-    Every P from the smallest that fits in memory to min(K, G) is looked at, with every D up to min(G // P, N); where
-    the objective is examples per second, each P is answered with the D that suits it best alone. Unequal pipelines are
-    looked for then (:mod:`simulator.search.pools`), on nodes of several GPUs too (:mod:`simulator.search.nodes`).
-
     Args:
-        profile: What calibration measured.
-        request: How to look for it.
-        num_gpus: G; may be left out where ``num_gpus_per_node`` lists the nodes.
-        pool: Instead: GPUs by type, one of the profile's ``node_types`` or its own (see
-            :func:`simulator.inputs.conditions.of_pool_type`).
+        profile: The measurements of calibration.
+        request: What to search, and under which conditions.
+        num_gpus: The number of GPUs; may be left out if ``num_gpus_per_node`` lists the nodes.
+        pool: The number of GPUs of each type, instead of ``num_gpus``. A type is one of the profile's ``node_types``,
+            or the profile's own (see :func:`simulator.inputs.conditions.of_pool_type`).
         num_runners_up: How many of the next best shapes to return.
-        more: Fields of the request, in place of its own.
+        more: Fields of the request that override its own.
 
     Raises:
-        PlanError: naming the argument and what would do, for example the least number of GPUs.
+        PlanError: no plan fits, or an argument is wrong; the message says what would do.
     """
     request = replace(request, **more)
     ranges.RUNNERS_UP.check("num_runners_up", num_runners_up)
@@ -336,14 +332,14 @@ def plan_table(
     most_replicas: int | None = None,
     **more: Any,
 ) -> dict[int, Plan]:
-    """The plan with most examples per second for every number of GPUs from ``min_gpus`` to ``max_gpus``.
+    """Return the plan with most examples per second for every number of GPUs from ``min_gpus`` to ``max_gpus``.
 
-    A number with which nothing fits is absent. All of them have the same m, for that may not change in a run: the one
-    with most examples per second on average, each number being as likely as the others. Each entry is what :func:`plan`
-    answers for that number and m. No plan has a D above ``most_replicas``. ``more``: fields of the request.
+    Numbers of GPUs on which no plan fits are left out. All plans have the same m, because it may not change in a run:
+    the one with most examples per second on average over the numbers. No plan has a D above ``most_replicas``.
+    ``more``: fields of the request that override its own.
 
     Raises:
-        PlanError: a range without a number, or a micro-batch size that cannot be.
+        PlanError: the range is empty, or the micro-batch size is impossible.
     """
     request = replace(request, **more)
     ranges.GPUS.check("max_gpus", max_gpus)

@@ -46,7 +46,7 @@ def test_a_run_whose_vms_are_taken_by_lifetimes_and_by_name_ends_with_the_weight
             patient.wait_for_line("VMs that may be taken now: ")
             assert "the run has ended" in morph("stop", run_dir)
             assert run.wait_for_end() == 75, run.output
-            assert "stopped by morph stop; version " in run.output
+            assert "stopped by morph stop; " in run.output  # the last VM may be lost before the newest version is saved
             assert "SIGTERM" not in run.output
             patient.wait_for_line("the run has ended")
             assert patient.wait_for_exit() == 0
