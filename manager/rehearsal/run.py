@@ -296,6 +296,7 @@ def controller_config_of(planned: Planned) -> ControllerConfig:
     units, trace = known_units(planned.profile), planned.spec.trace
     policy = Policy(
         checkpoint_every_steps=NEVER_STEPS if trace is None else None,
+        redundancy="off" if trace is None else "auto",  # no VM is lost, and simulations of one shape have no followers
         heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
         takeover_patience_s=0,  # a rehearsal is never resumed
     )

@@ -136,6 +136,14 @@ PLANNED = plan_rehearsal(
 CONFIG = controller_config_of(PLANNED)
 
 
+def test_a_rehearsal_of_one_shape_has_no_followers_and_one_with_losses_does() -> None:
+    """The time until sums are on a second VM is not in the simulation of a mini-batch."""
+    trace = Trace(events=(TraceEvent(time_s=0, event="add", node_id="a"),))
+    spec = replace(PLANNED.spec, num_stages=None, num_hosts=1, trace=trace)
+    assert CONFIG.policy.redundancy == "off"
+    assert controller_config_of(plan_rehearsal(spec)).policy.redundancy == "auto"
+
+
 def prepared(worker: str, step: int, step_s: float, late_s: float = 0.0) -> Prepared:
     times = ComputeTimes(
         forward_s=0.1, recompute_s=0.2, backward_s=0.3, reduce_s=0.0, wait_s=0.4, step_s=step_s, late_s=late_s
