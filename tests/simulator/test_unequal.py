@@ -122,13 +122,28 @@ def test_unequal_plans_are_simulated_as_they_stand(seed: int) -> None:
     assert again.expected.lower_bound_s <= again.expected.mini_batch_s
     assert sum(again.breakdown_s.values()) == pytest.approx(again.expected.mini_batch_s)
     assert sum(again.expected.parts_s.values()) == pytest.approx(again.expected.mini_batch_s)
-    ends = again.timeline.groupby("task")["end_s"].max()
-    assert ends["optimizer"] <= again.expected.mini_batch_s + 1e-12
-    assert ends["commit"] == pytest.approx(
-        again.expected.mini_batch_s - again.kinds[0].outcome.after.optimizer_ns / 1e9
-    )
-    workers = again.timeline[["replica", "stage"]].drop_duplicates()
-    assert len(workers) == again.plan.num_workers
+    tasks = again.timeline.groupby(["stage", "replica", "task"])
+    begins_s, ends_s = tasks["start_s"].min().unstack(), tasks["end_s"].max().unstack()
+    assert len(begins_s) == again.plan.num_workers
+    assert begins_s["forward"].min() == 0
+    assert (ends_s["optimizer"] <= again.expected.mini_batch_s + begins_s["forward"] + 1e-12).all(), "begins again then"
+    first_s = min(kind.outcome.after.optimizer_ns for kind in again.kinds) / 1e9
+    assert ends_s["commit"].to_numpy() == pytest.approx(again.expected.mini_batch_s - first_s)
+
+
+@pytest.mark.parametrize("engine", ["compiled", "reference"])
+def test_no_worker_waits_for_the_optimizer_step_of_a_slower_type(engine: EngineName) -> None:
+    """Optimizer steps take 0.4 and 0.8 s, a micro-batch 0.6 and 1.2 s; with one each on T4s, V100s are through last."""
+    profile = synthetic_profile(num_sections=4, forward_s=0.05, overhead_s=0, optimizer_step_s=0.1, latency_s=0)
+    profile = with_type(profile, "t4", 2.0)
+    fast = ([0], (4,), "")
+    fast_s, slow_s = (mix(profile, [kind]).expected.mini_batch_s for kind in (fast, ([0], (2,), "t4")))
+    assert (fast_s, slow_s) == pytest.approx((2.8, 3.2), rel=1e-3)
+    lightly, evenly = (mix(profile, [fast, ([0], (number,), "t4")], engine=engine) for number in (1, 2))
+    assert lightly.expected.mini_batch_s == pytest.approx(fast_s, abs=0.02)
+    assert evenly.expected.mini_batch_s == pytest.approx(slow_s, abs=0.02)
+    begins_s = evenly.timeline.groupby("replica")["start_s"].min().tolist()
+    assert begins_s == pytest.approx([0, 0.4])
 
 
 def test_slow_workers_of_an_unequal_plan_are_those_of_its_stages() -> None:
