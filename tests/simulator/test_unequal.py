@@ -136,10 +136,10 @@ def test_no_worker_waits_for_the_optimizer_step_of_a_slower_type(engine: EngineN
     """Optimizer steps take 0.4 and 0.8 s, a micro-batch 0.6 and 1.2 s; with one each on T4s, V100s are through last."""
     profile = synthetic_profile(num_sections=4, forward_s=0.05, overhead_s=0, optimizer_step_s=0.1, latency_s=0)
     profile = with_type(profile, "t4", 2.0)
-    fast = ([0], (4,), "")
-    fast_s, slow_s = (mix(profile, [kind]).expected.mini_batch_s for kind in (fast, ([0], (2,), "t4")))
+    fast = ([0], (4,), [""])
+    fast_s, slow_s = (mix(profile, [kind]).expected.mini_batch_s for kind in (fast, ([0], (2,), ["t4"])))
     assert (fast_s, slow_s) == pytest.approx((2.8, 3.2), rel=1e-3)
-    lightly, evenly = (mix(profile, [fast, ([0], (number,), "t4")], engine=engine) for number in (1, 2))
+    lightly, evenly = (mix(profile, [fast, ([0], (number,), ["t4"])], engine=engine) for number in (1, 2))
     assert lightly.expected.mini_batch_s == pytest.approx(fast_s, abs=0.02)
     assert evenly.expected.mini_batch_s == pytest.approx(slow_s, abs=0.02)
     begins_s = evenly.timeline.groupby("replica")["start_s"].min().tolist()
