@@ -367,23 +367,23 @@ FINAL = Failing(version=0, generation=1, worker="n1", sentence="broken", final=T
 GRANTED = NodeRequest(count=0, requested_s=0.0, granted={"n1": 0.0})
 
 BROKEN: dict[str, tuple[Phase, Break]] = {
-    "there is an order while somebody has it": (Phase.TRAINING, having(order=None)),
+    "there is an order exactly while some worker has not answered it": (Phase.TRAINING, having(order=None)),
     "only known workers have orders": (Phase.TRAINING, having(awaited=frozenset({"n1", "stranger"}))),
-    "no worker has an order before a shape, in a pause or at the end": (
+    "no worker has an order before the first shape, during a pause or after the end": (
         Phase.TRAINING,
         having(phase=Phase.HOLDING),
     ),
-    "somebody has an order while a shape is formed, trains or is dissolved": (
+    "some worker has an order while a shape is formed, trains or is dissolved": (
         Phase.TRAINING,
         having(order=None, awaited=frozenset()),
     ),
-    "an order is of the present generation": (Phase.TRAINING, inside("order", generation=7)),
-    "an order is of its phase's kind": (Phase.RESHAPING, having(phase=Phase.TRAINING)),
-    "orders are told to abort while a generation is dissolved, and never else": (
+    "an order belongs to the present generation": (Phase.TRAINING, inside("order", generation=7)),
+    "the kind of an order is the one that belongs to the phase": (Phase.RESHAPING, having(phase=Phase.TRAINING)),
+    "orders are aborted only while a generation is dissolved, and all of them are then": (
         Phase.ABORTING,
         inside("order", abort_sent_s=None),
     ),
-    "in training a member has the step's order or has prepared it, and nobody else": (
+    "during training each member, and no other worker, either has the step's order or has prepared the step": (
         Phase.TRAINING,
         having(awaited=frozenset({"n1"})),
     ),
@@ -391,66 +391,72 @@ BROKEN: dict[str, tuple[Phase, Break]] = {
         Phase.COMMITTING,
         having(order=None, awaited=frozenset(), pending=None),
     ),
-    "no partial sums are kept while a step is run": (Phase.TRAINING, having(kept={"n1": ()})),
-    "the members are those of the slots, each once": (Phase.RESHAPING, having(member_units={})),
-    "there is no shape before the first generation and in pauses": (
+    "no partial sums are kept while a step runs": (Phase.TRAINING, having(kept={"n1": ()})),
+    "the members are the workers of the slots, each once": (Phase.RESHAPING, having(member_units={})),
+    "there is no shape before the first generation or during pauses": (
         Phase.SEALING,
         having(phase=Phase.WAITING),
     ),
-    "no generation is formed at the start": (Phase.STARTING, having(generation=1)),
-    "the shape is the present generation's while it is formed and trains": (
+    "no generation is formed during the start": (Phase.STARTING, having(generation=1)),
+    "a shape that is formed or trains belongs to the present generation": (
         Phase.TRAINING,
         inside("reshape", generation=7),
     ),
-    "no member of a shape that is formed or trains is lost": (
+    "every member of a shape that is formed or trains is a known worker": (
         Phase.RESHAPING,
         lambda state: having(
             workers={name: entry for name, entry in state.workers.items() if name != "n1"},
             awaited=state.step.awaited - {"n1"},
         )(state),
     ),
-    "in training somebody holds each unit": (Phase.TRAINING, nobody_holds_a_unit),
-    "in training a member holds its stage's units": (Phase.TRAINING, worker("n1", holds=frozenset())),
-    "a wait for a node that is about to be ready has an end": (Phase.HOLDING, having(hold_until_s=None)),
-    "a wait for VMs has a beginning": (Phase.WAITING, having(waiting_since_s=None)),
-    "a rest has an end": (Phase.RESTING, having(rest_until_s=None)),
-    "a run that is over has an outcome, and no other has": (
+    "during training each unit has a holder": (Phase.TRAINING, nobody_holds_a_unit),
+    "during training each member holds the units of its stage": (Phase.TRAINING, worker("n1", holds=frozenset())),
+    "a wait for a node that is almost ready has a deadline": (Phase.HOLDING, having(hold_until_s=None)),
+    "a wait for VMs has a start time": (Phase.WAITING, having(waiting_since_s=None)),
+    "a rest has an end time": (Phase.RESTING, having(rest_until_s=None)),
+    "a run has an outcome exactly when it has ended": (
         Phase.TRAINING,
         having(finish=Finish(outcome="stopped", sentence="asked to")),
     ),
-    "what is decided is of the present version": (Phase.TRAINING, having(decided=Decided(version=7))),
-    "an error that is final stops the run": (Phase.TRAINING, having(failing=FINAL)),
-    "a checkpoint under way is of all units, of a version that is decided, written by its writers": (
+    "the last decision is about the present version": (Phase.TRAINING, having(decided=Decided(version=7))),
+    "a final error stops the run": (Phase.TRAINING, having(failing=FINAL)),
+    "a checkpoint under way is of a decided version, and each unit is written by its one writer": (
         Phase.COMMITTING,
         inside("pending", writers={"s0": "n1"}),
     ),
     "while sealing, a manifest is being written": (Phase.SEALING, having(sealing=())),
-    "manifests are being written since a time": (Phase.TRAINING, having(sealing=(MANIFEST,))),
-    "a worker is warming, ready, suspect or draining": (Phase.TRAINING, worker("n1", node=NodeState.BOOTING)),
-    "who is warming is not set up": (Phase.TRAINING, worker("n1", node=NodeState.WARMING)),
-    "who is ready or suspect is set up": (Phase.TRAINING, worker("n1", ready_s=None)),
-    "who is not set up holds nothing": (Phase.HOLDING, worker("n5", holds=frozenset(UNITS))),
-    "who drains does so until a time, and nobody else": (Phase.TRAINING, worker("n1", drain_until_s=9.0)),
-    "who is probed is suspect and no member": (Phase.TRAINING, worker("n1", probation=Probation(due_s=9.0))),
-    "whose notice is to be acknowledged drains": (Phase.TRAINING, having(leaving=frozenset({"n1"}))),
-    "something of each request is awaited": (
+    "a start time is recorded exactly while a manifest is being written": (Phase.TRAINING, having(sealing=(MANIFEST,))),
+    "the node of a worker is warming, ready, suspect or draining": (
+        Phase.TRAINING,
+        worker("n1", node=NodeState.BOOTING),
+    ),
+    "a worker whose node is warming is not set up": (Phase.TRAINING, worker("n1", node=NodeState.WARMING)),
+    "a worker whose node is ready or suspect is set up": (Phase.TRAINING, worker("n1", ready_s=None)),
+    "a worker that is not set up holds no units": (Phase.HOLDING, worker("n5", holds=frozenset(UNITS))),
+    "a worker has a drain deadline exactly while its node drains": (Phase.TRAINING, worker("n1", drain_until_s=9.0)),
+    "a probed worker is suspect and not a member": (Phase.TRAINING, worker("n1", probation=Probation(due_s=9.0))),
+    "a worker whose notice is still to be acknowledged drains": (Phase.TRAINING, having(leaving=frozenset({"n1"}))),
+    "each open request still awaits a grant or a VM": (
         Phase.TRAINING,
         having(requests={"job-1": NodeRequest(count=0, requested_s=0.0)}),
     ),
-    "a node boots for one request, and is not up": (Phase.TRAINING, having(requests={"job-1": GRANTED})),
-    "who waits in a queue was granted": (
+    "a granted node belongs to one request and is not up yet": (Phase.TRAINING, having(requests={"job-1": GRANTED})),
+    "a node that waits in a queue was granted": (
         Phase.TRAINING,
         having(requests={"job-1": NodeRequest(count=1, requested_s=0.0, waiting=frozenset({"n8"}))}),
     ),
-    "a notice is kept of nodes that are not up": (
+    "notices are kept only for nodes that are not up yet": (
         Phase.TRAINING,
         having(kept_notices={"n1": KeptNotice(notice="first", taken_s=9.0)}),
     ),
-    "units are pre-copied while training, under their number, by known workers": (
+    "a pre-copy has an issued number and known workers, and exists only during training or the end": (
         Phase.TRAINING,
         sent_ahead("n1", "stranger"),
     ),
-    "units are pre-copied by who holds them to who lacks them": (Phase.TRAINING, sent_ahead("n1", "n1")),
+    "units are pre-copied from workers that hold them to workers that lack them": (
+        Phase.TRAINING,
+        sent_ahead("n1", "n1"),
+    ),
 }
 
 
@@ -459,7 +465,9 @@ def test_a_state_that_cannot_be_is_named_by_its_sentence(sentence: str) -> None:
     phase, broken = BROKEN[sentence]
     state = script_in(phase).state
     validate(state)
-    with pytest.raises(BrokenState, match=rf"job job, \w+: not so: {re.escape(sentence)} \(last events: .*n1"):
+    with pytest.raises(
+        BrokenState, match=rf"job job, \w+: broken invariant: {re.escape(sentence)} \(last events: .*n1"
+    ):
         validate(broken(state))
 
 
