@@ -1,4 +1,4 @@
-"""Everything named in the scripts of the kit for GPU machines exists; mypy checks its Python code."""
+"""Everything that the scripts of the kit for GPU machines name exists; mypy checks the kit's Python code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCRIPT, RUNS, JOBS = ((KIT / name).read_text(encoding="utf-8") for name in ("on_
 
 def test_every_module_file_and_name_that_the_kit_runs_is_there() -> None:
     modules = {name.replace("$KITMOD", "benchmarks.gpu_kit") for name in re.findall(r"-m (\$?[\w.]+)", SCRIPT)}
-    modules -= {"gpu", "pip"}  # the tests' mark; and looking for pip makes setuptools leave distutils to Python
+    modules -= {"gpu", "pip"}  # "gpu" is a mark of tests; looking for pip would make setuptools replace distutils
     modules |= set(re.findall(r'^HOST = "(.+)"', RUNS, re.MULTILINE))
     assert modules >= {"benchmarks.gpu_kit.facts", "morph.cli.main", "manager.engine.on_processes.process_host"}
     assert [name for name in modules if find_spec(name) is None] == []

@@ -1,4 +1,4 @@
-"""Every benchmark is started in one way, and docs name only benchmarks that are there, with options that they have."""
+"""All benchmarks start in the same way, and the documentation names only existing benchmarks and options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMAND = re.compile(r"python -m benchmarks ([\w.]+)((?: +(?!#)[^`\n]+)?)")
 
 
 def _written_out(text: str) -> str:
-    """A page's text with whole commands in its tables' last column."""
+    """Return a page's text with the commands in its tables' last column written in full."""
     if "# Benchmarks\n" not in text:
         return text
     cells = HOW.findall(text)

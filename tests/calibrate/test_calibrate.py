@@ -37,7 +37,8 @@ def profile() -> Profile:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("calibrate.helpers.crew.subprocess", SUBPROCESS)
         patch.setattr("calibrate.computing.contention._WINDOW_S", 0.05)
-        patch.setattr("calibrate.computing.contention._processes_that_fit", lambda: 99)  # others leave what they leave
+        # other tests change the number of threads
+        patch.setattr("calibrate.computing.contention._processes_that_fit", lambda: 99)
         result = calibrate(JOB, micro_batch_sizes=(4, 2), num_samples=5, progress=lambda _, share: told.append(share))
     assert told == sorted(told)
     assert told[0] == 0
@@ -150,7 +151,7 @@ def test_the_command_refuses_a_bad_output_before_measuring(tmp_path: Path) -> No
 
 
 class Estimating(torch.optim.SGD):
-    """An optimizer whose step size grows while gradients keep their direction, as Prodigy's, until it is too large."""
+    """An optimizer whose step size grows too far while gradients keep their direction, like that of Prodigy."""
 
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:

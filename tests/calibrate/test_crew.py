@@ -75,7 +75,7 @@ def test_a_helper_that_fails_is_reported_with_its_last_words(helper: str) -> Non
         crew.send(1, {"fail": "this and that"})
         with pytest.raises(ClusterError, match="testing failed in process 1: ValueError: this and that"):
             crew.gather(range(2), "answers", BOUND_S)
-        crew.send(1, {"number": 1})  # sending to a lost member raises no error of its own
+        crew.send(1, {"number": 1})  # sending to a lost member does not raise an error itself
 
 
 def test_waiting_is_bounded_and_says_for_what(helper: str) -> None:

@@ -18,7 +18,7 @@ BOUND_S = 100.0
 
 @contextmanager
 def listening(serve: Callable[[socket.socket], None]) -> Iterator[int]:
-    """Let ``serve`` have the first connection, in a thread of its own; gives the port."""
+    """Serve the first connection in a thread; yield the port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def run() -> None:

@@ -1,4 +1,4 @@
-"""Measurements of a job's storage speed and memory."""
+"""Measurements of storage speed and of memory."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_backward_counts_what_was_saved_for_it_and_its_gradients() -> None:
     weight = block(2).requires_grad_()
 
     def work() -> None:
-        hidden = (weight * 2.0).sigmoid()  # autograd saves its result, but not that of the product
+        hidden = (weight * 2.0).sigmoid()  # autograd saves the result of this operation, but not that of the product
         torch.autograd.grad(hidden.sum(), weight)
 
     peak = peak_bytes(work, CPU)

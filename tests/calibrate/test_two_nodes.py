@@ -47,13 +47,13 @@ class Lent:
         self.errors: list[MorphError] = []
 
     def hear(self) -> str:
-        """Wait for the next line that it says."""
+        """Wait for the next line that the node prints."""
         return self._said.get(timeout=BOUND_S)
 
 
 @contextmanager
 def lent_node(*, once: bool = False) -> Iterator[Lent]:
-    """``once``: its time is over when it reports that a node did not finish."""
+    """Start such a node; with ``once`` it ends when it reports that a node did not finish."""
     said, passed_s = SimpleQueue[str](), [0.0]
 
     def say(line: str) -> None:

@@ -99,7 +99,7 @@ def step(model: CutModel, begins: list[int], *, recompute: bool) -> tuple[Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's own, when it is imported
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch itself triggers it on import
 def test_each_kind_of_section_is_compiled_once_with_the_same_bits(inductor: Path) -> None:
     from torch._dynamo.utils import counters
 
