@@ -113,7 +113,7 @@ def test_each_version_is_told_with_what_its_manifest_says(url: str) -> None:
     assert found[4].where == version_url(url, 4)
     assert found[4].size_bytes > read_manifest(url, 4).size_bytes
     assert found[2].saved_s is not None
-    assert abs(found[2].saved_s - 1e9) < 5e9  # of storage's clock, in seconds
+    assert abs(found[2].saved_s - 1e9) < 5e9  # seconds, by the storage's clock
     assert (found[6].kind, found[6].size_bytes, found[6].saved_s) == (None, 1, None)
     let_go(url, 2)
     assert not seen(url)[2].kept

@@ -1,4 +1,4 @@
-"""The newest undamaged checkpoint: damaged ones are skipped and kept, and silent storage proves no damage."""
+"""The newest undamaged checkpoint: damaged ones are skipped and kept, and silent storage is not taken for damage."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
 
 
 def test_a_manifest_with_sha256_alone_is_read_and_still_verified(tmp_path: Path) -> None:
-    """Return a manifest as written before files had an additional fast checksum."""
+    """Manifests were once written without the additional fast checksum."""
     unit = {"unit": "s0", "file": "s0.safetensors", "size_bytes": 1, "sha256": "0" * 64}
     written = {"schema_version": 2, "fingerprint": "f", "version": 3, "units": [unit], "kind": "periodic"}
     written |= {"shape": "2x1", "saved_s": 1.5}
@@ -194,7 +194,7 @@ UNITS = ("s0", "s1")
 
 
 def save(url: str, *versions: int) -> None:
-    """Write whole checkpoints of these versions."""
+    """Write complete checkpoints of these versions."""
     for version in versions:
         written = [write_unit(url, version, unit, "vm0", {"w": torch.full((64,), float(version))}) for unit in UNITS]
         files = tuple(
@@ -205,7 +205,7 @@ def save(url: str, *versions: int) -> None:
 
 
 def changed(url: str, version: int, file: str, change: Callable[[bytes], bytes]) -> None:
-    """Change a file of a checkpoint whose name begins so."""
+    """Change the file of a checkpoint whose name begins like this."""
     filesystem, folder = fsspec.core.url_to_fs(version_url(url, version))
     path = next(path for path in filesystem.find(folder) if path.rsplit("/", 1)[-1].startswith(file))
     filesystem.pipe_file(path, change(filesystem.cat_file(path)))

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and that a removed one is never seen in part."""
+"""Which checkpoints are kept; and a checkpoint that is being removed is never seen in part."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_every_kind_of_storage_lists_versions_and_deletes_them(url: str) -> None
     assert stored_versions(url) == ()
     save(url, 2, 4, 6, 8)
     keep(url, 2)
-    for version in (1, 7, 9):  # never completed; 7 and 9 may still be on their way
+    for version in (1, 7, 9):  # never completed; 7 and 9 may still be under way
         write_atomically(f"{version_url(url, version)}/s0.safetensors", b"x")
     for name in ("vault", "v5"):
         write_atomically(f"{url}/{name}/{MANIFEST}", b"not ours")

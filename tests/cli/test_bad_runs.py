@@ -1,4 +1,4 @@
-"""What commands refuse: each mistake is one line that says what is wrong; nothing is started or written."""
+"""Mistakes that commands refuse: each gives one line that says what is wrong; nothing is started or written."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(given: Give
 
 
 class Refusing(MemoryFileSystem):
-    """Storage to which this user has no key."""
+    """Storage for which this user has no key."""
 
     protocol = "refusing"
 
@@ -237,7 +237,7 @@ class Refusing(MemoryFileSystem):
 def test_a_wrong_storage_key_is_reported_first_and_leaves_no_directory(
     given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a run directory left, the same command with the right storage would be refused: it was another run's."""
+    """If a run directory were left, the same command with the right storage would be refused as another run's."""
     monkeypatch.setitem(_registry, "refusing", Refusing)
     url = "refusing://bucket/run"
     arguments = ("run", f"{given.folder / 'jobs.py'}:failing", "--profile", given.folder / "profile.json")

@@ -1,4 +1,4 @@
-"""``morph checkpoints``: what its commands print, refuse and leave."""
+"""``morph checkpoints``: what its commands print, refuse and leave unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_si
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run with three whole checkpoints and one that is being written."""
+    """Return a run with three complete checkpoints and one that is being written."""
     path = tmp_path / "run"
     with RunDir(path, FACTS) as opened:
         save(opened.checkpoint_url, 20, 40, 60)

@@ -306,7 +306,7 @@ for command, *options in (
 
 @pytest.mark.slow
 def test_a_model_that_branches_on_its_data_is_refused_with_the_branch(given: Given) -> None:
-    """Run in a process of its own, because torch writes graphs to the real standard error, not the test's."""
+    """The command runs in its own process, because torch writes graphs to the real standard error, not the test's."""
     number = next(index for index, line in enumerate(JOBS.splitlines(), 1) if "HERE" in line)
     _, codes, errors = run_python("-c", BOTH_COMMANDS, cwd=given.folder)
     assert codes.split() == ["2", "2"], errors

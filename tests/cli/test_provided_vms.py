@@ -1,4 +1,4 @@
-"""Cluster files with VMs of a provider: a mistake gives one line that names it, before anything is started."""
+"""Cluster files with VMs of a provider: a mistake gives one line that names it before anything is started."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_cloud_file_of_the_wrong_kind_is_named(tmp_path: Path, described: Desc
 
 
 class Craters(Value):
-    """The settings in a file for another package's market."""
+    """The settings of another package's market in a cluster file."""
 
     num_craters: int
 
@@ -261,7 +261,8 @@ def test_the_example_for_azure_is_a_file_that_would_run(tmp_path: Path, monkeypa
     assert isinstance(run.cluster.vms, AzureVms)
     assert run.cloud is not None
     assert run.cloud.described.location == "westus2"
-    assert run.cloud.described.image.split(":")[2] == "2404"  # whose Python is 3.12: with 2204 no VM would ever join
+    # the image with Python 3.12: with that of 22.04 no VM would ever join
+    assert run.cloud.described.image.split(":")[2] == "2404"
     assert run.cluster.vms.environment.setup[-1] == "/usr/bin/python3 -m venv /opt/morph"
     assert run.cluster.vms.environment.python == "/opt/morph/bin/python"
     assert run.request.checkpoint_url == "abfs://checkpoints@ACCOUNT.dfs.core.windows.net/tiny-gpt"

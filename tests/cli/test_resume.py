@@ -1,4 +1,4 @@
-"""``morph resume``: a run's request is kept in its directory, and refused if its files have changed since."""
+"""``morph resume``: a run's request is kept in its directory, and refused if its files have changed since then."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_si
 
 
 class Kept:
-    """A folder with the files of a run, and its run directory."""
+    """A folder with the files of a run and its run directory."""
 
     def __init__(self, folder: Path) -> None:
         self.run_dir, self.files = folder / "run", []

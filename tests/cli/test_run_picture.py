@@ -96,7 +96,7 @@ def steps() -> Steps:
             number += 1
     cost = Cost(vm_h=0.0, unpriced_h=0.0, usd=0.0, dearest_usd_per_h=math.nan)
     newer = [Step(record.step, record, cost) for record in records]
-    return Steps(newer=newer, set_backs=[SetBack(num_decided=73, version=71)])  # steps 71 and 72 are run again
+    return Steps(newer=newer, set_backs=[SetBack(num_decided=73, version=71)])  # steps 71 and 72 are repeated
 
 
 def report(**changes: object) -> RunReport:

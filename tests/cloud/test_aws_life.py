@@ -1,4 +1,4 @@
-"""A whole run on instances of moto's AWS, until nothing is left: real workers, one interrupted and one warned."""
+"""A whole run on instances of moto's AWS, until nothing is left: real workers; one instance is taken, one is warned."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_life_on_instances_adds_up_and_has_the_weights_of_an_undisturbed_run(
             return shells[-1]
 
         def watch(crew: ManagedCrew, observed: Observed) -> None:
-            """Granted VMs are up at once; when two train, one is taken, and later another one gets a notice."""
+            """Let granted VMs come up at once; when two train, take one, and later give another one a notice."""
             state, event = observed.decision.state, observed.event
             if isinstance(event, NodesGranted):
                 for node in event.nodes:

@@ -1,4 +1,4 @@
-"""Each fault of a provider and of its notices; the cases themselves contain the checks."""
+"""Faults of a provider and of its notices; the cases themselves contain the checks."""
 
 from __future__ import annotations
 
