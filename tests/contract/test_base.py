@@ -1,4 +1,4 @@
-"""Values made or copied without validation equal validated ones, to the byte of their serialised form."""
+"""Values made or copied without validation equal validated ones, also in their serialised form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles, plans, pools and other files: errors name file, field and value."""
+"""Profiles, plans, pools and other files: each error names file, field and value."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, load: Callable[[Pat
             load(path)
         assert str(path) in str(caught.value)
         assert problem in str(caught.value)
-        assert len(str(caught.value)) < 400  # and not the whole file with it
+        assert len(str(caught.value)) < 400  # without the whole file
 
 
 def test_every_micro_batch_is_dealt_to_exactly_one_replica(planned: Plan) -> None:
@@ -155,7 +155,7 @@ def test_every_micro_batch_is_dealt_to_exactly_one_replica(planned: Plan) -> Non
 
 
 def uneven(**changes: object) -> Plan:
-    """Two pipelines of two stages and one of three, for five sections and seven micro-batches."""
+    """Return a plan of two pipelines of two stages and one of three, for five sections and seven micro-batches."""
     cuts = ((0, 3), (3, 5), (0, 2), (2, 4), (4, 5))
     given: dict[str, object] = {
         "fingerprint": "f",

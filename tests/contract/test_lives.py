@@ -1,4 +1,4 @@
-"""Times at which VMs come, get notices and are taken, from a rate and from a trace."""
+"""Times at which VMs come, get notices and are taken, drawn at a rate or read from a trace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def trace() -> Trace:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("number", [0, 3])
 def test_lifetimes_are_exponential_with_the_mean_that_is_asked_for(seed: int, number: int) -> None:
-    """Apply the Kolmogorov-Smirnov test, with one false alarm in a million; these draws never change."""
+    """A Kolmogorov-Smirnov test with one false alarm in a million; the draws are fixed by their seed."""
     drawn = sorted(by_name(seed, MTTP_S)(vm, number) for vm in NAMES)
     expected = [1 - math.exp(-duration_s / MTTP_S) for duration_s in drawn]
     count = len(drawn)

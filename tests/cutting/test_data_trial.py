@@ -1,4 +1,4 @@
-"""Data that comes out differently when it is read or built again is refused, naming the entry and what to do."""
+"""Data that differs when it is read or built again is refused; the error names the entry and the remedy."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 class Branching(nn.Module):
-    """A layer that decides by a value: torch.export refuses it."""
+    """A layer that decides by a value, which torch.export refuses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Chain(nn.Sequential):
 
 
 class Marked(nn.Module):
-    """With glue between the modules, a tied weight, a mask made of the batch, and marks in a loop."""
+    """A model with code between its modules, a tied weight, a mask made of the batch, and marks in a loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def marked_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dic
 
 
 class GoesPast(nn.Module):
-    """The first layer's value is read again at the end: more than one tensor crosses."""
+    """A model that reads the first layer's value again at its end, so that more than one tensor crosses the cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class GoesPast(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts that picks its tokens: sizes depend on the data."""
+    """A mixture of experts that picks its tokens, so that sizes depend on the data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ def place_of(text: str) -> str:
 
 
 class DropsLayers(nn.Module):
-    """Whether a layer is left out is drawn between the layers, or within each."""
+    """A model in which layers are dropped at random, by code between the layers or within each."""
 
     def __init__(self, within: bool) -> None:
         super().__init__()
@@ -326,7 +326,10 @@ def test_layers_that_are_dropped_between_modules_are_refused_and_may_drop_themse
 
 
 class Packed(nn.Module):
-    """The border is the last state, or what is padded to the longest of the micro-batch."""
+    """Packed texts.
+
+    What crosses the cut is the last state, or the states padded to the longest text of the micro-batch.
+    """
 
     def __init__(self, last: bool) -> None:
         super().__init__()
@@ -385,7 +388,7 @@ class Perhaps(nn.Module):
 
 
 class Begins(nn.Module):
-    """The tensor at the first mark depends on a parameter only with ``late`` samples."""
+    """A model whose tensor at the first mark depends on a parameter only for ``late`` samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -396,7 +399,7 @@ class Begins(nn.Module):
 
 
 class Freezes(Begins):
-    """With ``late`` samples a parameter is thawed, and one frozen."""
+    """A model in which ``late`` samples thaw one parameter and freeze another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -438,7 +441,7 @@ def test_what_the_first_samples_do_not_show_of_gradients_is_refused_when_it_come
 
 
 class Chooses(nn.Module):
-    """With ``late`` samples the forward goes where the first ones did not."""
+    """A model whose forward takes another branch for ``late`` samples."""
 
     def __init__(self, skips: bool) -> None:
         super().__init__()
@@ -494,7 +497,7 @@ class Watching(Marked):
 
 
 def test_a_marked_run_changes_no_module_but_its_own(tools: Any) -> None:
-    """Another thread may train another model in this process meanwhile."""
+    """Another thread may be training another model in this process at the same time."""
     exported = export_job(tools.make_job(Watching, marked_loss, ITEMS))
     assert isinstance(exported, MarkedJob)
     model = cut(exported, num_sections=None, micro_batch_size=3)

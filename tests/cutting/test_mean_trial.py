@@ -27,7 +27,7 @@ ITEMS = [
 
 
 class Noisy(nn.Module):
-    """With dropout, noise, a random layer drop and statistics of the batch: none of them is the loss's fault."""
+    """A model with dropout, noise, random layer drop and batch statistics, which are not the loss's fault."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def test_an_operation_that_this_device_lacks_is_not_held_against_the_job(tools: 
 
 
 def rare_items() -> list[dict[str, Tensor]]:
-    """5 % of class 1, at the end; bags of words, most of which are empty."""
+    """Bags of words, most of them empty, of which the last 5 % are of class 1."""
     generator = torch.Generator().manual_seed(3)
     words = torch.randint(0, 4, (400, 12), generator=generator).float()
     words *= torch.rand(400, 12, generator=generator) < torch.rand(400, 1, generator=generator)
@@ -185,7 +185,7 @@ def rare_items() -> list[dict[str, Tensor]]:
 
 
 class Classifier(nn.Module):
-    """Begins with the same loss for every sample: its last layer is zero."""
+    """A classifier that begins with the same loss for every sample, because its last layer is zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ def over_tokens_by_class(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def hard_ones_of_many(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Leaves the smallest tenth out: of two samples, none."""
+    """A loss that leaves out the easiest tenth of the samples, which is none of two samples."""
     own = model(batch["x"]).square().mean((1, 2))
     return own.topk(len(own) - len(own) // 8).values.mean()
 
@@ -290,7 +290,7 @@ def test_weights_and_choices_among_samples_are_told_of(tools: Any, loss: Any, wh
 
 
 class Draws(nn.Module):
-    """Runs ``between`` among its layers."""
+    """A model that runs ``between`` among its layers."""
 
     def __init__(self, between: Callable[[Any, Tensor], Tensor], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

@@ -93,7 +93,7 @@ def test_tied_weights_of_each_design_are_found(case_of: Any) -> None:
     assert _tied(case_of("qwen2 tied")[1], 3) == [("s0+s2", ("model.embed_tokens.weight",))]
     assert _tied(case_of("llama")[1], 3) == []
     ((sections, names),) = _tied(case_of("t5")[1], 3)
-    assert sections == "s0+s1+s2"  # encoder, decoder, and the output layer
+    assert sections == "s0+s1+s2"  # encoder, decoder and output layer
     assert "shared.weight" in names
 
 

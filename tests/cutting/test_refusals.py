@@ -1,4 +1,4 @@
-"""Each refusal says what is wrong, in the user's file, and what to write instead."""
+"""Each refusal says what is wrong, where it is in the user's file, and what to write instead."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_what_is_no_map_style_data_set_is_refused(tools: Any, make: Callable[[],
 
 
 class Words(nn.Module):
-    """``decides``: torch.export refuses it."""
+    """An embedding; with ``decides``, torch.export refuses it."""
 
     def __init__(self, decides: bool) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ def test_what_a_trace_does_not_see_is_refused_with_its_line(tools: Any, loss: An
 
 
 class Held(Layers):
-    """With a parameter that no section can hold."""
+    """A model with a parameter that no section can hold."""
 
     def __init__(self, parameter: Tensor) -> None:
         super().__init__()

@@ -34,7 +34,10 @@ def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 class Changing(nn.Module):
-    """Runs ``between`` among its layers; ``decides`` makes torch.export refuse it: it runs from mark to mark."""
+    """A model that runs ``between`` among its layers.
+
+    With ``decides`` torch.export refuses it, so that it is cut at marks.
+    """
 
     def __init__(self, between: Forward, decides: bool) -> None:
         super().__init__()
@@ -211,7 +214,7 @@ def test_memory_of_a_tensor_that_is_gone_is_not_taken_for_it(tools: Any) -> None
         made = torch.zeros(3)
     place = made.untyped_storage()._cdata
     assert watch._may_change(made)
-    assert watch._may_change(made[1:])  # it contains a view that no operation made
+    assert watch._may_change(made[1:])  # this one contains a view that no operation made
     del made
     others = []
     for _ in range(1000):

@@ -32,7 +32,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 class Reverse(torch.autograd.Function):
-    """A gradient reversal, as in domain adversarial training, whose result is a view of its argument."""
+    """A gradient reversal, as in domain adversarial training; its result is a view of its argument."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
@@ -45,7 +45,7 @@ class Reverse(torch.autograd.Function):
 
 
 class StraightThrough(torch.autograd.Function):
-    """A function of the newer form, with a default value and a result without gradient."""
+    """A function in the newer form, with a default value and a result without gradient."""
 
     @staticmethod
     def forward(x: Tensor, step: float = 0.5) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ class StraightThrough(torch.autograd.Function):
 
 
 class Joined(torch.autograd.Function):
-    """Takes None, a list and a dtype; returns None and tensors; calls another function; backward with a bias."""
+    """Takes None, a list and a dtype; returns None and tensors; calls another function; its backward has a bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, masks: list[Tensor], to: torch.dtype) -> Any:
@@ -296,7 +296,7 @@ def test_an_operation_of_the_users_library_is_not_drawn_again_in_each_section(to
     class Jittered(Layers):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = nn.Linear(6, 512), nn.Linear(512, 6)  # beside which jitter is cheap
+            self.first, self.second = nn.Linear(6, 512), nn.Linear(512, 6)  # compared with this, jitter costs little
 
         def forward(self, x: Tensor) -> Tensor:
             noisy = jitter(x)

@@ -1,4 +1,4 @@
-"""Models of other people's design, in tiny configurations with random weights: each with a loss and samples."""
+"""Models of well-known designs in tiny configurations with random weights, each with a loss and samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.models.vision import hf_picture_loss, picture_loss, pictures
 
 
 def padded_texts() -> list[dict[str, Tensor]]:
-    """With an attention mask of differing lengths, as BERT is fed."""
+    """Return texts with attention masks of different lengths, as for BERT."""
     mask = torch.ones(LENGTH, dtype=torch.long)
     return [
         {"input_ids": tokens(i), "labels": tokens(i + 50), "attention_mask": mask * (torch.arange(LENGTH) < 6 + i)}
@@ -108,7 +108,7 @@ def resnet() -> nn.Module:
 
 
 class UNet(nn.Module):
-    """Down and up again; what was seen on the way down is joined on the way up."""
+    """A U-Net: activations of the way down are joined on the way up."""
 
     def __init__(self) -> None:
         super().__init__()

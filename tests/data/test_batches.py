@@ -1,4 +1,4 @@
-"""Items of any nest become entries by name and come back as the nest; orders are functions of seed and epoch."""
+"""Items of any nesting become named entries and come back nested; orders are functions of seed and epoch."""
 
 from __future__ import annotations
 

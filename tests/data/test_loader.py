@@ -1,4 +1,4 @@
-"""Data sets are recognised by their length and some samples."""
+"""The loader of micro-batches, what samples draw, their order, and how data sets are recognised in a later run."""
 
 from __future__ import annotations
 
@@ -111,13 +111,13 @@ def test_with_one_sample_to_a_micro_batch_another_length_is_refused_too() -> Non
 
 
 def drawn(index: int) -> dict[str, Tensor]:
-    """One number from each global generator."""
+    """Return one number from each global generator."""
     numbers = [torch.randn(()).item(), np.random.normal(), random.random()]
     return {"x": torch.tensor([float(index), *numbers])}
 
 
 def rows(dataset: Counting, seed: int, step: int, micro_batches: tuple[int, ...] = (0, 1)) -> dict[int, list[float]]:
-    """What was drawn for each sample of a step of two micro-batches of two."""
+    """Return the draws of each sample of a step of two micro-batches of two."""
     loader = MicroBatchLoader(dataset, seed=seed, batch_size=4, micro_batch_size=2)
     batches = [loader.load(step, micro_batch, ["x"])["x"] for micro_batch in micro_batches]
     return {int(row[0]): row[1:].tolist() for row in torch.cat(batches)}

@@ -44,7 +44,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def records() -> Iterator[list[dict[str, Any]]]:
-    """The records of each file, of unlike lengths."""
+    """Return the records of each file, of different lengths."""
     numbers = iter(range(NUM_SAMPLES))
     for size in SIZES:
         yield [{"id": number, "text": "é" * (number % 7)} for number in itertools.islice(numbers, size)]
@@ -191,7 +191,7 @@ def test_the_shards_in_use_at_once_are_few() -> None:
 
 
 class Counted:
-    """A source that remembers which shards were opened."""
+    """A source that records which shards were opened."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes, self.opened = sizes, list[int]()
@@ -292,11 +292,11 @@ def test_copies_are_shared_and_bounded(own_cache: Path) -> None:
     assert sum(path.stat().st_size for path in (own_cache / "shards").iterdir()) <= 1500
 
 
-# ---- what can only be read from its beginning ----
+# ---- streams that can only be read from their beginning ----
 
 
 class Passing:
-    """Numbers from 0 on, with a state; ``off``: what a restored state leads to is so far off. Counts what is read."""
+    """Numbers from 0 on, with a state; a restored state is wrong by ``off``. Counts its reads."""
 
     num_read = 0
 

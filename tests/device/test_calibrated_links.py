@@ -35,7 +35,7 @@ SPEC = NetworkSpec(
 
 
 class Rank:
-    """Return the stand-in for a process's device; the last of three ranks shares that of the first."""
+    """Return the stand-in for a process's device; of three ranks, the first and the last have the same device."""
 
     def __init__(self, rank: int) -> None:
         self.device = FakeDevice()
@@ -46,7 +46,7 @@ class Rank:
 
 
 class Ranks:
-    """Ranks on fake devices. Each runs in a thread, and whatever looks for its device there finds it."""
+    """Ranks on fake devices; each runs in a thread, in which every lookup of a device finds its own."""
 
     def __init__(self, num: int) -> None:
         self.of_rank = [Rank(rank) for rank in range(num)]
@@ -104,7 +104,7 @@ def test_what_cannot_be_measured_as_requested_says_why() -> None:
 def test_what_a_run_uses_between_devices_is_what_is_measured(ranks: Ranks) -> None:
     found = measured(ranks, links="ipc", rings="nccl")
     assert (found.links, found.rings, found.notes) == ("ipc", "nccl", {})
-    # a device makes one reduction after the other, and of three ranks two have the same device
+    # a device makes one reduction after the other, and two of three ranks share a device
     assert {(entry.ring_size, entry.in_flight) for entry in found.all_reduce} == {(2, 1)}
     times = [entry.time for entry in found.all_reduce]
     times += [entry.time for entry in (*found.link.activation, *found.link.gradient)]

@@ -1,4 +1,4 @@
-"""Copies from and to a device during its computation: states, frames and sums, in pieces of pinned memory."""
+"""Copies from and to a computing device: states, frames and sums, in pieces of pinned memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def adam(parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
 
 
 def unit_state(seed: int) -> UnitState:
-    """A unit on the device after one step."""
+    """Return a unit on the device after one step."""
     draw = torch.Generator().manual_seed(seed)
     tensors = {name: placed(torch.randn(shape, generator=draw)) for name, shape in SIZES.items()}
     state = UnitState(UNIT, tensors, adam, num_micro_batches=2, exact=True, for_good=True)

@@ -50,7 +50,7 @@ class TestStagedOnAFakeDevice(LinkContract):
 
 
 class Wire:
-    """A carrier that lets the test complete what was handed to it."""
+    """A carrier whose messages complete when the test says so."""
 
     def __init__(self) -> None:
         self.handed_over: list[Tensor] = []
@@ -76,7 +76,7 @@ def device() -> FakeDevice:
 
 
 def settled(device: FakeDevice, staging: Staging) -> None:
-    """Let the device do everything, and the thread behind it too."""
+    """Let the device, and the thread behind it, do everything."""
     while device.tick():
         pass
     through: list[bool] = []
@@ -196,7 +196,7 @@ def test_a_synchronisation_with_a_fake_device_hangs_until_abort(device: FakeDevi
         ((9, 0), ["sm_90a"], True),
         ((10, 3), ["sm_100a"], False),
         ((10, 3), ["sm_100f"], True),
-        ((12, 1), ["sm_90", "compute_90"], True),  # which its driver compiles
+        ((12, 1), ["sm_90", "compute_90"], True),  # code that the device's driver compiles
         ((7, 0), ["sm_75", "compute_75"], False),
         ((9, 0), [], True),
     ],
