@@ -1,7 +1,4 @@
-"""Members agree in every history of the explorer's bounds.
-
-MORPH_EXPLORE=long goes to six members and three losses.
-"""
+"""Members agree in every history within the explorer's bounds; MORPH_EXPLORE=long has six members and three losses."""
 
 from __future__ import annotations
 
@@ -85,11 +82,11 @@ def test_more_than_half_goes_on_and_half_with_the_lowest() -> None:
 
 
 def test_joiners_that_are_left_alone_do_not_go_on_with_no_state() -> None:
-    """Two joiners of three are a majority, but the member that should send them the state is gone."""
+    """Two joiners of three members are a majority, but the member that should send them the state is lost."""
     states = {0: member.founder(0, (0,)), 1: member.joiner(1), 2: member.joiner(2)}
     states[0], outputs = member.step(states[0], Admit((1, 2)))
     waiting = [(0, one) for one in outputs if isinstance(one, Send)]
-    while waiting:  # they enter; the state has not come
+    while waiting:  # the joiners enter; the state has not come
         sender, sent = waiting.pop(0)
         states[sent.to], outputs = member.step(states[sent.to], Received(sender, sent.message))
         waiting += [(sent.to, one) for one in outputs if isinstance(one, Send)]

@@ -1,4 +1,4 @@
-"""However ``morph elastic`` ends, no worker is left, and no place is offered that could not be taken."""
+"""However ``morph elastic`` ends, no worker is left; and it never offers a place that cannot be taken."""
 
 from __future__ import annotations
 
@@ -110,7 +110,8 @@ def test_a_second_signal_ends_workers_that_take_their_time_and_leaves_none(
 def test_under_nohup_it_outlives_its_terminal(start: Callable[..., Started]) -> None:
     job = start(begun_with=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     job.process.send_signal(signal.SIGHUP)
-    job.process.send_signal(signal.SIGTERM)  # only this one ends it: were it the second, workers would not be asked
+    # this signal must be the first one: after a second, workers are killed without being asked to stop
+    job.process.send_signal(signal.SIGTERM)
     job.until(lambda: len(list(job.folder.glob("told-*"))) == 2, "both were asked to end")
     assert len(job.left) == 2
 

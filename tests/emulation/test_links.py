@@ -1,4 +1,4 @@
-"""Emulated links: when messages arrive, and that they are not visible before."""
+"""Emulated links: when messages arrive, and that they are invisible before."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_message_arrives_after_its_task_by_the_links_time() -> None:
     clock = DeviceClock(0.02, time.now, time.sleep)
     link = OutgoingLink(channel, clock, iter([0.5, 0.25]), wire_s=0.0)
     clock.end(clock.begin(), 1.0)
-    time.now_s += 0.004  # the executor takes a moment to come to it
+    time.now_s += 0.004  # the executor takes a moment until it looks
     link.transfer(message())
     clock.end(clock.begin(), 1.0)
     link.transfer(message())

@@ -1,4 +1,4 @@
-"""A session whose cluster was lost is followed by another, until one ends or the limit is reached."""
+"""After a session whose cluster was lost comes another, until a session ends or the limit is reached."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GONE = ClusterLost("the head node is gone")
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The waits between sessions, which take no time."""
+    """Record the pauses between sessions, which take no time here."""
     waited: list[float] = []
     monkeypatch.setattr(module, "_wait", waited.append)
     return waited
@@ -79,7 +79,7 @@ def test_a_cluster_that_never_came_up_is_an_error_at_once(pauses: list[float]) -
 def test_a_cluster_that_does_not_come_up_is_tried_again_where_the_run_goes_on(
     pauses: list[float], version: int
 ) -> None:
-    """Its head node may have been killed while it started; in a run's first session it is rather the settings."""
+    """Its head node may have been killed while it started; in a run's first session, settings are more likely wrong."""
     restarts = Restarts(3600)
     failed = ClusterError("Ray did not start")
     played = sessions(failed, failed, FINISHED, begin=lambda _: restarts.begin_at(version))
@@ -138,7 +138,7 @@ def test_a_signal_between_two_sessions_stops_the_run() -> None:
     between_none = signal.getsignal(signal.SIGTERM)
 
     def ask(*_: object) -> None:
-        if signal.getsignal(signal.SIGTERM) is between_none:  # it would end the tests
+        if signal.getsignal(signal.SIGTERM) is between_none:  # this would end the tests
             signal.setitimer(signal.ITIMER_REAL, 0.05)
         else:
             os.kill(os.getpid(), signal.SIGTERM)

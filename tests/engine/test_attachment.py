@@ -27,7 +27,7 @@ COMMAND = {"--steps": "10", "--trace": "abc"}
 
 
 class Host:
-    """Accepts connections, and remembers how each ended."""
+    """Accepts connections, and records how each ended."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(mode=0o700)

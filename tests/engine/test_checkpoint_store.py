@@ -1,4 +1,4 @@
-"""The newest undamaged checkpoint is found while the live loop runs, and the result is an event."""
+"""The newest undamaged checkpoint is found while the live loop runs; the result is an event."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def let_in(control_socket: ControlSocket) -> None:
 def test_a_host_that_starts_still_is_not_asked_to_end_but_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while Ray's head node boots: it would hear nothing until it is up."""
+    """This is Ctrl-C while Ray's head node boots: the host would not read a request until the node is up."""
     monkeypatch.setattr(host_line, "END_TIMEOUT_S", 600.0)
     (tmp_path / "deaf.py").write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

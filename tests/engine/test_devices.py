@@ -93,7 +93,7 @@ def test_workers_spread_over_the_devices_and_a_dead_ones_share_is_taken(
         take_slot(slots, wait_s=0)
     gone = held.pop(1)
     assert gone is not None
-    os.close(gone)  # as the end of its process does
+    os.close(gone)  # as when its process ends
     held.append(take_slot(slots, wait_s=0))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-bb"
     for file in filter(None, held):

@@ -1,4 +1,4 @@
-"""The live loop with a pool that answers at once: decisions are journalled before they are carried out; ends."""
+"""The live loop with a pool that answers at once: each decision is in the journal before it is carried out; ends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def test_the_journal_gives_back_the_state_in_which_the_run_ended(make_run: Calla
 
 
 def train_on_once_granted(run: Run, worker: str) -> None:
-    """Hold a worker's answer to step 2 until a grant is heard of: VMs are up before that, and may be done by then."""
+    """Hold a worker's answer to step 2 until a grant is reported:
+
+    VMs are up earlier, and the run could be over by then.
+    """
     late, granted = run.pool.hold_back(worker, 2), threading.Event()
 
     def answer(observed: Observed) -> None:
@@ -62,7 +65,7 @@ def test_a_run_that_keeps_vms_asks_for_all_of_them_and_for_another_when_one_is_l
     asked = [action for seen in run.observed for action in seen.decision.actions if isinstance(action, RequestNodes)]
     assert asked == [RequestNodes(request="job-1", count=2), RequestNodes(request="job-2", count=1)]
     assert run.host.up == ["job-1-0", "job-1-1", "job-2-0"]
-    ended = threading.Event()  # VMs are ended in the background; the run does not wait
+    ended = threading.Event()  # VMs are ended in the background, for which the run does not wait
     run.provisioning._ends.put(ended.set)
     assert ended.wait(100)
     assert run.host.ended == ["job-1-1"]
@@ -132,7 +135,7 @@ def test_facts_are_written_down_and_decide_nothing(make_run: Callable[..., Run])
 
 
 def test_an_observer_that_raises_ends_the_loop(make_run: Callable[..., Run]) -> None:
-    """Like Ctrl-C: the driver must clean up and swallow nothing."""
+    """As after Ctrl-C, the driver must clean up and pass the error on."""
     run = make_run()
 
     def interrupt(_observed: Observed) -> None:
@@ -180,7 +183,7 @@ def test_a_clock_that_is_set_while_a_step_is_under_way_costs_nobody(
     late = run.pool.hold_back("vm1", 3)
 
     def jump_then_answer() -> None:
-        """Called in each turn of the loop, before time-outs are judged."""
+        """Called in each turn of the loop before time-outs are checked."""
         if late:
             monkeypatch.setattr(time, "time", lambda: wall() + jump_s)
             run.pool.turns_held += 1

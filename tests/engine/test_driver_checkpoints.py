@@ -1,4 +1,4 @@
-"""Manifests and old checkpoints while the live loop runs: slow storage, and storage that fails."""
+"""Manifests and old checkpoints in the live loop, with slow and with failing storage."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_manifest_on_which_storage_hangs_is_given_up_and_the_next_one_is_writt
             write(url, manifest)
 
     def bounded(call: Callable[[], None], limit_s: float, what: str) -> None:
-        """The others, which do not hang, may be slow."""
+        """Bound only the hanging manifest; the others may be slow."""
         limits_s.append(limit_s)
         bound(call, limit_s if len(limits_s) == 1 else BOUND_S, what)
 
@@ -156,11 +156,11 @@ def test_old_checkpoints_that_cannot_be_deleted_are_noted_and_the_new_one_counts
 def test_ten_minutes_without_storage_cost_no_step_and_are_told_once(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, refusal: tuple[int, str]
 ) -> None:
-    """Units and manifests through Azure's SDK to a local service; a step takes ten seconds of the run's clock."""
+    """Units and manifests go through Azure's SDK to a local service; a step takes ten seconds of the run's clock."""
     adlfs = pytest.importorskip("adlfs")
 
     async def at_once(*_: object) -> None:
-        """Instead of the SDK's own pauses before it tries again: 57 s each time."""
+        """Replaces the SDK's own pauses before retries, of 57 s in all each time."""
 
     monkeypatch.setattr("azure.storage.blob._shared.policies_async.AsyncStorageRetryPolicy.sleep", at_once)
     with blob_service() as blobs:
@@ -194,7 +194,7 @@ def test_ten_minutes_without_storage_cost_no_step_and_are_told_once(
 
         def look(observed: Observed) -> None:
             if any(action.kind == "write_manifest" for action in observed.decision.actions):
-                assert tried.acquire(timeout=BOUND_S)  # steps take no time here: they could all be done meanwhile
+                assert tried.acquire(timeout=BOUND_S)  # steps take no time here: all could be done meanwhile
             passed_s[0] = 10.0 * observed.decision.state.version
             if observed.event.kind == "manifest_written" and not began:
                 began.append((passed_s[0], complete_versions(url)))

@@ -33,7 +33,10 @@ def test_an_empty_inbox_gives_nothing_after_its_bound() -> None:
 
 @pytest.mark.timeout(100)
 def test_a_signal_handler_may_put_while_the_same_thread_gets() -> None:
-    """A handler runs between any two lines of Python: here between each. A queue with a plain lock stands still."""
+    """A handler may run between any two lines of Python, here between each.
+
+    A queue with a plain lock would dead-lock.
+    """
     event_queue, num_interruptions = EventQueue(), 0
     inside = {queue.__file__, inbox_module.__file__}
 

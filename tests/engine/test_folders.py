@@ -33,7 +33,7 @@ input()
 
 
 class Run:
-    """A manager with its folder, and the process that owns its VMs; neither does anything."""
+    """A manager with its folder, and the process that owns its VMs; both do nothing."""
 
     def __init__(self, temporary: Path, ending: ExitStack) -> None:
         environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
@@ -44,7 +44,7 @@ class Run:
         ending.callback(self.manager.kill)
         assert self.manager.stdout is not None
         assert self.manager.stdin is not None
-        ending.callback(self.manager.stdin.close)  # which ends the owner
+        ending.callback(self.manager.stdin.close)  # this ends the owner
         ending.callback(self.manager.stdout.close)
         folder, owner = self.manager.stdout.readline().split()
         self.folder, self.owner = Path(folder), int(owner)
@@ -66,7 +66,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 
 @pytest.fixture
 def long_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for temporary files as batch systems name it."""
+    """Return a folder for temporary files with a name as long as those of batch systems."""
     folder = tmp_path / ("long" * 20)
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
@@ -121,7 +121,7 @@ def test_the_next_command_of_the_same_user_removes_what_was_left_by_processes_ki
 def test_a_folder_into_which_somebody_writes_while_it_is_removed_is_removed_by_the_next_command(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray's agents outlive their node by a moment, and log."""
+    """Ray's agents live and log a moment longer than their node."""
     run.kill(run.owner, run.manager.pid)
     (run.folder / "ray").mkdir()
     rmtree = shutil.rmtree

@@ -1,4 +1,4 @@
-"""Killed processes are waited for, children of others and unreaped ones included."""
+"""The end of killed processes is awaited, even of unreaped ones and of others' children."""
 
 from __future__ import annotations
 

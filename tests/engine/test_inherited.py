@@ -46,7 +46,7 @@ def test_a_vm_that_was_given_up_is_nobodys() -> None:
     state = state_after([GRANTED, *APPEARED, WorkerLost(worker="job-1-0", cause="silent")])
     found = inherited(state, ["job-1-0", "job-1-1", "something-else-0"])
     assert [vm.name for vm in found.vms] == ["job-1-1"]
-    coming = inherited(state, ["job-1-1", "job-2-0"])  # requested since, in place of the lost one
+    coming = inherited(state, ["job-1-1", "job-2-0"])  # requested later, in place of the lost one
     assert [(vm.name, vm.request) for vm in coming.vms] == [("job-1-1", "job-1"), ("job-2-0", "job-2")]
 
 

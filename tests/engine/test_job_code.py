@@ -1,4 +1,4 @@
-"""The job's files, found and packed on one machine and imported on another, or kept for the next manager."""
+"""The job's files are found and packed on one machine, and imported on another or kept for the next manager."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def written(folder: Path, files: dict[str, str]) -> Path:
 
 @pytest.fixture
 def importing() -> Iterator[None]:
-    """What a worker's process does to its imports for good is undone."""
+    """Undo the changes of a worker's process to its imports."""
     finders, search, modules = list(sys.meta_path), list(sys.path), set(sys.modules)
     yield
     sys.meta_path[:], sys.path[:] = finders, search
@@ -65,7 +65,7 @@ def importing() -> Iterator[None]:
 def test_a_job_that_opens_a_device_ends_forking_and_one_that_looks_for_it_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: str, ends_it: bool
 ) -> None:
-    """CUDA as torch has it: after a call of the driver, children of this process cannot begin to use it."""
+    """This is how torch treats CUDA: after a call of the driver, children of this process cannot begin to use CUDA."""
     pid, called = os.getpid(), []
 
     def init() -> None:

@@ -1,4 +1,4 @@
-"""Telling the controller of VMs that join the cluster, and of those that leave it."""
+"""The controller learns of VMs that join the cluster and of those that leave it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from morph.contract.errors import ClusterError
 
 
 class World:
-    """A cluster, and what a provider granted."""
+    """A cluster, and the VMs that a provider granted."""
 
     def __init__(self, appeared: tuple[str, ...] = ()) -> None:
         self.nodes: dict[str, str] | None = {}
@@ -40,7 +40,7 @@ def test_a_vm_is_announced_once_when_granted_and_in_the_cluster() -> None:
         Fact(name="vm_up", worker="a", detail="10.0.0.5"),
     ]
     assert world.seen() == []
-    world.granted["stranger"] = "job-2"  # its grant was heard of later than its node
+    world.granted["stranger"] = "job-2"  # its grant was reported later than its node
     assert world.seen()[0] == NodeAppeared(node="stranger", request="job-2")
 
 

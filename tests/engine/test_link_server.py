@@ -147,7 +147,7 @@ def test_a_worker_that_is_killed_with_an_order_unread_is_known_to_be_gone_once_a
         assert scene.told.next() == ("died", "vm0")
         assert time.monotonic() - killed_s < KILLED_WITHIN_S
     call = Call(scene.home("vm1"), TALK)
-    assert scene.told.next() == ("came", "vm1")  # and nothing before it
+    assert scene.told.next() == ("came", "vm1")  # and nothing else before
     call.reset()
 
 
@@ -172,7 +172,7 @@ def test_connections_that_break_are_no_death_and_are_made_anew(scene: LinkScene)
 
 
 def reset(server: LinkServer, worker: str, role: str) -> None:
-    """Act like a firewall or a switch that forgot a connection: reset both ends."""
+    """Act like a firewall or a switch that has forgotten a connection: reset both ends."""
     wait_until(lambda: (worker, role) in server._known)
     caller = server._known.pop((worker, role))
     with caller.lock:

@@ -1,4 +1,4 @@
-"""Every listener of Morph under the same abuse: many silent strangers, invalid data, no file descriptors left."""
+"""Every listener of Morph under the same abuse: many silent strangers, invalid data, and no file descriptors left."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ sys.stdin.read()
 
 @dataclass
 class Scene:
-    """A listener, and what one of its own does there."""
+    """A listener, and what a genuine client does with it."""
 
     address: tuple[str, int]
     come: Callable[[], None]
 
 
 class Silent:
-    """A source that never answers, which is reported as trouble and shows that an agent was heard."""
+    """A source that never answers: the report about this shows that the manager heard the agent."""
 
     name = "fake"
 
@@ -80,7 +80,7 @@ class Silent:
         raise NoticeUnavailable("silent")
 
     def acknowledge(self, notice: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @contextmanager
@@ -161,7 +161,8 @@ def units_sent_ahead(_: Path) -> Iterator[Scene]:
     def come() -> None:
         sender, rendezvous = f"a{next(senders)}", context.rendezvous("b")
         with socket.create_connection(incoming._listener.address, BOUND_S) as connection:
-            send_frame(connection, Frame(rendezvous.hello(incoming._told, sender), {}))  # waits until it is taken
+            # wait until the manager has heard it
+            send_frame(connection, Frame(rendezvous.hello(incoming._told, sender), {}))
 
     yield Scene(incoming._listener.address, come)
     incoming.end()
@@ -211,7 +212,8 @@ def test_a_crowd_of_silent_strangers_keeps_nobody_out_and_is_not_held(scene: Sce
     scene.come()
     before = psutil.Process().num_fds()
     with crowd(scene.address):
-        until_s = time.monotonic() + HELLO_TIMEOUT_S / 2  # those that were sent away end a little later, all by then
+        # rejected connections end a little later; all have ended by then
+        until_s = time.monotonic() + HELLO_TIMEOUT_S / 2
         while psutil.Process().num_fds() - before > MOST_PENDING:
             assert time.monotonic() < until_s, "they are held"
             time.sleep(0.01)
@@ -239,7 +241,7 @@ def test_it_goes_on_when_there_was_no_descriptor_left(scene: Scene) -> None:
         assert more.stdin is not None
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(3, lowest), hard))
         try:
-            assert more.stdout.readline() == b"there\n"  # the kernel took them, whatever became of accepting
+            assert more.stdout.readline() == b"there\n"  # the kernel accepted them, whether or not the process did
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         scene.come()
@@ -259,10 +261,10 @@ def test_strangers_are_bounded_of_one_address_in_all_and_in_time(monkeypatch: py
 
     for name in ("a1", "a2", "a3"):
         add(name)
-    assert gone == ["a1"]  # the oldest of its address
+    assert gone == ["a1"]  # the oldest one from its address
     for name in ("b1", "b2", "c1"):
         add(name)
-    assert gone == ["a1", "a2"]  # the oldest of all
+    assert gone == ["a1", "a2"]  # the oldest one of all
     assert pending.remove("b1")
     assert not pending.remove("a2")  # it took too long
     now[0] += 5.0

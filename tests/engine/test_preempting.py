@@ -1,4 +1,4 @@
-"""Another process asks a run's manager over its socket to revoke VMs; there are no VMs here."""
+"""Another process asks a run's manager over its socket to revoke VMs, which are only names here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ WORKERS = {"vm0": 1.0, "vm1": 2.0, "vm2.d0": 3.5, "vm2.d1": 3.0}
 
 
 class PreemptionTarget:
-    """Takes names; ``evicts``: by means of its own. ``bound``: of requests under way; ``left``: those it cannot end."""
+    """Takes VMs by name.
+
+    ``evicts``: whether it has means of its own. ``bound``: VMs of requests under way. ``left``: VMs that it cannot end.
+    """
 
     def __init__(self) -> None:
         self.evicts, self.bound, self.left = False, set[str](), set[str]()
@@ -130,7 +133,7 @@ def test_vms_are_ended_together_when_their_notice_is_over_and_not_taken_twice(wo
 
 
 def test_without_a_notice_a_vm_is_ended_at_once(world: World) -> None:
-    world.target.evicts = True  # which would come with a notice
+    world.target.evicts = True  # otherwise it would come with a notice
     assert world.ask("vm1").taken == ("vm1",)
     assert world.target.done.wait(BOUND_S)
     assert (world.target.evicted, world.target.taken) == ([], [{"vm1": ["vm1"]}])
@@ -208,7 +211,7 @@ def test_a_run_that_starts_still_is_waited_for_and_one_whose_file_is_damaged_is_
 
 
 class Everybody:
-    """A schedule by which all that there are is due at every look."""
+    """A schedule by which all existing VMs are due at every look."""
 
     end_s = math.inf
 

@@ -1,4 +1,4 @@
-"""Provisioning of VMs that outlive their manager: strays, VMs that vanished, and ending all of them."""
+"""Provisioning of VMs that outlive their manager: strays, VMs that vanish, and ending all of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.engine.fake_cloud import BOUND_S, FakeCloud, know
 
 
 class Cloud(FakeCloud):
-    """A cloud that others may change, too, that is slow, has locked VMs, or fails to dismantle."""
+    """A cloud that others change too, which can be slow, lock VMs, or fail to remove its resources."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_a_vm_is_known_while_its_request_is_under_way_and_no_more_once_it_was_gi
     world.cloud.slow = True
     world.shell.request(RequestNodes(request="job-1", count=2))
     assert world.cloud.asking.wait(BOUND_S)
-    assert world.shell.request_of("job-1-1") == "job-1"  # it may join before the others of its request are made
+    assert world.shell.request_of("job-1-1") == "job-1"  # it may join before the other VMs of its request are made
     assert world.shell.request_of("job-1-2") is None
     world.cloud.slow = False
     world.cloud.stopped.set()
@@ -168,7 +168,7 @@ def test_a_vm_with_several_devices_is_ended_once_none_of_its_workers_is_known_or
     )
     assert world.shell.request_of("job-1-1.d1") == "job-1"
     know(world.shell, ["job-1-0.d0", "job-1-1.d0", "job-1-1.d1"])
-    know(world.shell, ["job-1-1.d0", "job-1-1.d1"])  # the other worker of the first VM is still to appear
+    know(world.shell, ["job-1-1.d0", "job-1-1.d1"])  # the other worker of the first VM has not appeared yet
     world.shell.request(RequestNodes(request="job-2", count=2))
     world.next(NodesGranted)
     assert world.there() == {"job-1-0", "job-1-1", "job-2-0"}
@@ -249,7 +249,7 @@ def test_vms_of_an_earlier_manager_are_not_ended_because_the_provider_was_silent
 
 
 def test_a_manager_that_takes_long_to_reach_the_workers_ends_none_of_their_vms() -> None:
-    """It may list VMs before it has said which of them it keeps."""
+    """The manager may list VMs before it has said which of them it keeps."""
     world = World()
     world.cloud.add("job-1", 2)
     for _ in range(3):
@@ -268,7 +268,7 @@ def test_vms_that_train_go_on_though_another_managers_request_is_refused_in_the_
     spent = Spending(Limits(budget_usd=1.0), before=Before(usd=2.0))
     world.shell = Provisioning(world.cloud, world.event_queue, spent, nodes=["job-1-0"])
     world.shell.begin(["job-1-0"], ["job-1"])
-    world.shell.request(RequestNodes(request="job-1", count=2))  # of three, for one has joined
+    world.shell.request(RequestNodes(request="job-1", count=2))  # of three VMs, because one has joined
     refused = world.next(RequestRefused)
     assert isinstance(refused, RequestRefused)
     assert refused.cause == "limit"
@@ -283,14 +283,14 @@ def test_a_vm_that_was_given_up_before_a_late_adoption_is_nobodys() -> None:
     book, action = VmRegistry(), RequestNodes(request="job-1", count=2)
     vms = [Vm(name=vm_name("job-1", index), request="job-1") for index in range(2)]
     book.ask(action)
-    assert book.give_up(["job-1-0"], []) is None  # its request might make it again
+    assert book.give_up(["job-1-0"], []) is None  # the request could make it again
     assert book.adopt(vms, frozenset(["job-1-0"]), ["job-1"]) == []
     answer, end = book.answer(action, vms, [])
     assert answer == NodesGranted(request="job-1", nodes=("job-1-1",))
     assert end is not None
     assert end.vms == ("job-1-0",)
-    assert book.adopt(vms, frozenset(["job-1-0"]), ["job-1"]) == []  # it is being ended
-    book.ended(end)  # in vain
+    assert book.adopt(vms, frozenset(["job-1-0"]), ["job-1"]) == []  # its end is under way
+    book.ended(end)  # without success
     assert book.compare(vms) == ([vms[0]], [])
     assert book.adopt(vms, frozenset(["job-1-0"]), ["job-1"]) == [vms[0]]
     assert book.request_of("job-1-0") is None
@@ -301,7 +301,7 @@ def test_a_vm_that_is_made_anew_for_workers_that_were_lost_is_ended() -> None:
     book, action = VmRegistry(), RequestNodes(request="job-1", count=2)
     vms = [Vm(name=vm_name("job-1", index), request="job-1") for index in range(2)]
     assert book.adopt(vms[:1], frozenset(["job-1-0"]), ["job-1"]) == []
-    lost = book.give_up(["job-1-0"], [])  # its request is not sent again yet
+    lost = book.give_up(["job-1-0"], [])  # its request has not been sent again yet
     assert lost is not None
     book.ended(lost)
     book.ask(action)

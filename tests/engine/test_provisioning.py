@@ -47,7 +47,7 @@ class World(ProvisioningWorld):
         return False
 
     def get(self, request: str = "job-1", count: int = 2) -> NodesGranted | RequestRefused:
-        """Ask for VMs, and hear the answer."""
+        """Request VMs, and return the answer."""
         self.ask(request, count)
         return self.answer()
 
@@ -68,7 +68,8 @@ def test_a_grant_says_what_each_vm_costs_and_how_long_it_has_been_paid(world: Wo
     requested_s = time.time()
     world.cloud.made_as = [
         {"usd_per_h": 0.3, "paid_since_s": requested_s - 60.0},
-        {"usd_per_h": 1.4, "paid_since_s": requested_s + 3600.0},  # a clock that is ahead: not paid in the future
+        # the provider's clock is ahead: nothing is paid in the future
+        {"usd_per_h": 1.4, "paid_since_s": requested_s + 3600.0},
         {"usd_per_h": 0.3},
         {},
     ]
@@ -123,10 +124,10 @@ def test_a_request_that_comes_again_makes_no_further_call(world: World) -> None:
     world.cloud.requests.shut()
     action = RequestNodes(request="job-1", count=2)
     for _ in range(3):
-        world.shell.request(action)  # under way
+        world.shell.request(action)  # while it is under way
     world.cloud.requests.open.set()
     first = world.answer()
-    assert world.get() == first  # answered
+    assert world.get() == first  # after its answer
     assert world.cloud.requested == [("job-1", 2)]
     assert world.event_queue.get(0.05) is None
 
@@ -170,14 +171,14 @@ def test_what_stays_in_vain_is_refused_after_some_tries_and_leaves_nothing(world
 
 def test_a_vm_whose_worker_joined_goes_on_though_its_request_is_refused(world: World) -> None:
     world.cloud.errors = [Throttled("slow down", 1)] * TRIES
-    world.cloud.there = {"job-1-1": Vm(name="job-1-1", request="job-1")}  # booting; orphaned by the refusal
+    world.cloud.there = {"job-1-1": Vm(name="job-1-1", request="job-1")}  # one boots; the refusal orphans the other
     world.joined = ["job-1-0"]
     assert isinstance(world.get(), RequestRefused)
     assert world.settle() == ["job-1-1"]
     assert world.shell.request_of("job-1-0") == "job-1"
     assert world.shell.request_of("job-1-1") is None
     know(world.shell, [])
-    assert world.settle() == ["job-1-1", "job-1-0"]  # once it is lost, as any
+    assert world.settle() == ["job-1-1", "job-1-0"]  # only once it is lost, like any VM
 
 
 def test_a_worker_that_joins_after_its_request_was_refused_brings_its_price(world: World) -> None:
@@ -209,7 +210,7 @@ def test_a_worker_that_was_lost_before_its_grant_is_not_granted(world: World) ->
     assert granted.nodes == tuple(f"job-1-{vm}.d{device}" for vm in (0, 1) for device in range(4))[1:]
     assert set(granted.paid) == set(granted.nodes)
     know(world.shell, [])
-    assert world.settle() == []  # two workers of the first VM are still to appear
+    assert world.settle() == []  # two workers of the first VM have not appeared yet
     world.shell.release(ReleaseNodes(nodes=("job-1-0.d2", "job-1-0.d3")))
     assert world.settle() == ["job-1-0"]
 
@@ -269,7 +270,7 @@ def test_vms_of_another_manager_count_and_cost_and_are_ended_when_they_are_lost(
     know(world.shell, nodes[1:])
     assert world.get("job-3", 1) == NodesGranted(request="job-3", nodes=("job-3-0",))
     assert world.settle() == ["job-1-0"]
-    clock.now_s += 3600  # two VMs for an hour, and the one of before: 1.50 dollars
+    clock.now_s += 3600  # two VMs for an hour, and 1.50 dollars of the earlier one
     know(world.shell, ["job-1-1", "job-3-0"])
     know(world.shell, ["job-3-0"])
     assert isinstance(world.get("job-4", 1), NodesGranted)

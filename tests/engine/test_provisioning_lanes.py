@@ -1,4 +1,4 @@
-"""Asking for VMs and ending them at the same time: neither waits for the other, and nothing is mixed up."""
+"""VMs are requested and ended at the same time: neither waits for the other, and nothing is mixed up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.engine.fake_cloud import BOUND_S, FakeCloud, ProvisioningWorld, know
 
 
 class World(ProvisioningWorld):
-    """A VM costs a dollar a second."""
+    """A cloud where a VM costs a dollar a second."""
 
     def __init__(self, **limits: float) -> None:
         super().__init__(FakeCloud(3600.0), **limits)
@@ -102,7 +102,7 @@ def test_a_vm_that_is_being_ended_is_paid_until_it_is_gone() -> None:
         world.now_s += 399
         world.ask("job-2", 1)
         assert isinstance(world.answer(), NodesGranted)
-        world.now_s += 1  # and one of two for a second more
+        world.now_s += 1  # and one VM of two for another second
         world.ask("job-3", 1)
         refused = world.answer()
         assert isinstance(refused, RequestRefused)
@@ -147,7 +147,7 @@ def test_a_vm_that_does_not_end_delays_no_other_end_and_no_request() -> None:
 
 
 def test_the_boot_log_of_a_vm_that_never_joined_is_kept(world: World) -> None:
-    world.have("job-1", 2)  # the second one is given up below
+    world.have("job-1", 2)  # the second VM is given up below
     world.ask("job-2", 1)
     world.answer()
     world.shell.release(ReleaseNodes(nodes=("job-1-0", "job-2-0")))
@@ -282,7 +282,7 @@ def test_vms_that_came_meanwhile_are_not_ended_as_those_of_an_earlier_manager() 
     shell.begin((), ())
     shell.request(RequestNodes(request="job-2", count=1))
     until_told(NodesGranted(request="job-2", nodes=("job-2-0",)))
-    shell._looks.put(shell._look)  # the first look since the provider answers
+    shell._looks.put(shell._look)  # the first look after the provider answers again
     until_told(Fact(name="vm_reconciled", detail="job-1-0 of job-1 was left by an earlier manager: ended"))
     shell.close()
     assert cloud.calls == ["grant job-2", "end job-1-0", "dismantle"]

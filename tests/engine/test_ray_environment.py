@@ -79,7 +79,7 @@ def test_who_takes_over_uses_what_the_killed_manager_made(tls: str, expected: st
 def test_the_environment_of_rays_processes_is_what_is_known_to_be_harmless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")  # which would count before the path
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")  # these would take precedence over the path
     monkeypatch.setenv("CLOUD_PASSPHRASE", "s3cret")
     found = environment(tmp_path / "ray", on_loopback=False)
     assert {"of another cluster", "s3cret"} & set(found.values()) == set()

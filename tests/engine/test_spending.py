@@ -23,7 +23,7 @@ def spending(**limits: float) -> tuple[Spending, Clock]:
 
 
 def vms(count: int, **fields: float) -> list[Vm]:
-    """So many VMs, without a price of their own unless one is given."""
+    """Return this many VMs, without a price of their own unless one is given."""
     return [Vm(name=f"job-1-{index}", request="job-1", **fields) for index in range(count)]  # type: ignore[arg-type]
 
 
@@ -101,7 +101,7 @@ def test_what_a_vm_cost_before_it_was_noted_counts_once_and_not_where_it_is_in_w
     for _ in range(3):
         spent.living([new, known], None)
     assert spent.spent_usd(PRICE) == pytest.approx(1.0 + 3.6 * 60 / 3600)
-    spent.living([], None)  # a provider's list may leave one out
+    spent.living([], None)  # a provider's list may omit a VM
     spent.living([new, known], None)
     clock.now_s += 100
     spent.living([known], None)

@@ -1,4 +1,4 @@
-"""The store is restarted at the same place, and the run learns when that is impossible."""
+"""The store is restarted at the same address; the run learns if that is impossible."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FakeStore:
 
 @pytest.fixture
 def dead() -> int:
-    """The number of a process that is gone."""
+    """Return the number of a process that has ended."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
@@ -80,7 +80,7 @@ def test_one_that_cannot_be_started_again_ends_the_session(
     watch = StoreWatch(FakeStore(dead, num_failures=10**9), event_queue)
     watch.check()
     assert watch._starting is not None
-    watch._starting.join(BOUND_S)  # not closed before: that ends its tries
+    watch._starting.join(BOUND_S)  # not closed earlier, because that ends its attempts
     watch.close()
     with pytest.raises(
         ClusterLost, match="the rendezvous store is gone and cannot be started again: the port is taken"

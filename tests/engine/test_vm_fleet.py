@@ -14,7 +14,7 @@ BOUND_S = 100.0
 
 
 def test_vms_of_requests_go_on_boot_or_end_as_somebody_waits_for_them() -> None:
-    """job-1-0 trains, job-1-1 came up unheard of, job-1-2 was still to boot, job-0-0 was given up."""
+    """job-1-0 trains, job-1-1 came up but was not reported, job-1-2 still has to boot, and job-0-0 was given up."""
     host, event_queue = FakeHost(), EventQueue()
     fleet = VmFleet(host, event_queue)
     try:
@@ -54,7 +54,7 @@ def test_a_vm_is_of_its_instance_type_where_that_is_a_type_of_gpu() -> None:
 
 
 class DyingHost(FakeHost):
-    """Brings up three VMs at a time, none of them before the last one boots too; vm1 dies."""
+    """Boots three VMs at a time, and none before the last one boots too; vm1 dies."""
 
     boots_at_once = 3
 

@@ -37,7 +37,7 @@ MAX_REQUEST_CHARACTERS = 4096
 
 
 class World:
-    """A manager's notice server, with what it signs with in files, as a run has it."""
+    """A manager's notice server, with its signing keys in files, as in a run."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.event_queue = directory, EventQueue()

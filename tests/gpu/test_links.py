@@ -1,4 +1,4 @@
-"""The contract of links on a CUDA device; and that no link operation waits for the device."""
+"""The contract of links on a CUDA device; no operation of a link waits for the device."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class CudaContract(LinkContract):
         for number in range(50):
             arriving = ends.links["b"].receive([Spec((1 << 18,))])
             ends.links["a"].send([torch.full((1 << 18,), float(number), device=CUDA)])
-            torch.full((1 << 18,), -1.0, device=CUDA)  # takes the memory of what was sent, if that is free
+            torch.full((1 << 18,), -1.0, device=CUDA)  # this takes the memory of the sent tensor if that is free
             ends.await_done("b", arriving)
             (taken,) = arriving.take()
             assert bool((taken == number).all())
 
 
 class TestStagedOnCuda(CudaContract):
-    """Both members on one device, each with streams of its own."""
+    """Both members on one device, each with its own streams."""
 
     @pytest.fixture
     def ends(self, pair: Pair) -> Ends:

@@ -1,4 +1,4 @@
-"""The history is one file that several managers write; whatever is wrong with it is told in one sentence."""
+"""The history is one file that several managers write; each fault of this file is reported in one sentence."""
 
 from __future__ import annotations
 

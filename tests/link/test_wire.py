@@ -123,7 +123,7 @@ def bare(listens: bool) -> ssl.SSLContext:
 
 
 def shake(caller: ssl.SSLContext, listener: ssl.SSLContext) -> None:
-    """Shake hands, and let the caller say one thing; raises what either end does."""
+    """Shake hands, and let the caller send one message; raise the error of either end."""
     one, two = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [caller.wrap_bio(one, two, False, "listener"), listener.wrap_bio(two, one, True)]
     for _ in range(3):
@@ -141,7 +141,7 @@ STRANGERS = {
 @pytest.mark.parametrize("stranger", STRANGERS.values(), ids=STRANGERS)
 def test_a_caller_without_a_certificate_of_the_run_gets_nothing(stranger: Callable[[], ssl.SSLContext]) -> None:
     caller = stranger()
-    caller.check_hostname, caller.verify_mode = False, ssl.CERT_NONE  # it does not mind whom it calls
+    caller.check_hostname, caller.verify_mode = False, ssl.CERT_NONE  # the caller accepts any peer
     with pytest.raises(ssl.SSLError, match="certificate"):
         shake(caller, context(own(), listens=True))
 
@@ -170,7 +170,7 @@ def downgraded(made: ssl.SSLContext) -> ssl.SSLContext:
 
 
 def with_certificate(listens: bool) -> ssl.SSLContext:
-    """One of the run's own, that takes any version."""
+    """Return a context with one of the run's own certificates, which accepts any TLS version."""
     made = context.__wrapped__(own(), listens=listens)
     made.minimum_version = ssl.TLSVersion.TLSv1_2
     return downgraded(made)
