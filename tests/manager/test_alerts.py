@@ -1,4 +1,4 @@
-"""Alerts: each trouble is told once, by webhook and command, and what goes wrong with one costs no more than itself."""
+"""Alerts: each trouble is reported once, by webhook and command, and a failing receiver affects only itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BEGAN_S = 1_800_000_000.0
 
 
 class Desk:
-    """Alerts of a run, by a command that writes down what it reads, on a clock that is set."""
+    """A run's alerts through a command that records its input, on a clock that the test sets."""
 
     def __init__(
         self, folder: Path, budget_usd: float | None = None, *, forever: bool = False, **notify: object

@@ -1,4 +1,4 @@
-"""A journal that is condensed tells every reader what the same lines tell uncondensed, and never grows by the step."""
+"""A condensed journal gives every reader the same results as the full one, and does not grow with each step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LOSES_ALL = Faults(
 
 
 class Both(JournalledCluster):
-    """Writes each line into two journals, of which one is condensed, and opened anew every ``reopens`` lines."""
+    """Writes each line into two journals, of which one is condensed and opened anew every ``reopens`` lines."""
 
     def __init__(self, seed: int, run_dir: Path, faults: Faults, reopens: int = 0, **fields: object) -> None:
         (run_dir / "plain").mkdir()
@@ -75,7 +75,7 @@ class Both(JournalledCluster):
         plain.append_fact = both_facts  # type: ignore[method-assign]
 
     def open_anew(self) -> None:
-        """As by another manager."""
+        """Open the journal anew, as another manager does."""
         self.short = Journal.open(self.path)
         self.short.condense(Condenser, replay(self.short) if self.short.last_config() else None)
 
@@ -87,14 +87,14 @@ class Both(JournalledCluster):
         return self.short
 
     def close(self) -> None:
-        """Write no more."""
+        """Stop writing."""
         assert self.short.keeper is not None, "it failed, and was left out"
         self.journal.close()
         self.short.close()
 
 
 def told(path: Path, *, state: bool = True) -> dict[str, object]:
-    """Return the result of each reader of a journal; ``state``: including the controller's state."""
+    """Return the result of each reader of a journal; with ``state``, including the controller's state."""
     with Journal.open(path / JOURNAL, read_only=True) as journal:
         happenings = HappeningsReader("mem://checkpoints", PRICES)
         report = read_report(path)
@@ -187,7 +187,7 @@ def test_who_follows_a_journal_misses_and_repeats_nothing_that_is_condensed_mean
 def test_a_manager_killed_while_it_condenses_leaves_the_lines_or_what_they_come_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At each statement of the transaction, and where the file is full there: what is read is the same as ever."""
+    """The manager is killed, or the file is full, at each statement of the transaction; readers always see the same."""
     cluster = Both(0, tmp_path, LOSES_ALL, expected_nodes=6, num_steps=20)
     cluster.run(6)
     expected, keeper, num = told(tmp_path / "plain"), cluster.short.keeper, 0
@@ -196,7 +196,7 @@ def test_a_manager_killed_while_it_condenses_leaves_the_lines_or_what_they_come_
     real, whole = cluster.short._connection, cluster.short.last_moment()
 
     class Ends:
-        """A connection at whose statement number so and so the process ends, or the disk is full."""
+        """A connection that ends the process, or finds the disk full, at a given statement."""
 
         def __init__(self, end: int, error: BaseException) -> None:
             self.left, self.error = end, error
@@ -353,7 +353,7 @@ def test_many_lines_that_nobody_condensed_are_condensed_a_few_at_a_time(
 def test_what_another_version_condensed_is_folded_anew(
     version: int | None, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a run of another version after every few lines: what an old state holds is never read."""
+    """A run of another version comes after every few lines; what an older state holds is never read."""
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 11 + seed)
     open_anew = Both.open_anew
 
@@ -377,14 +377,14 @@ def test_what_another_version_condensed_is_folded_anew(
 
 
 def settled_of(report: object) -> dict[str, object]:
-    """All but what was on its way where the journal was condensed, and what nodes spent their time on."""
+    """Return all results except what was under way where the journal was condensed, and the nodes' times."""
     assert isinstance(report, dict)
     kept = {name: value for name, value in report.items() if name not in ("correction", "next_save", "account")}
     return kept | {"steps": [step | {"loss_scale": None} for step in kept["steps"]]}
 
 
 def forget_states(path: Path, version: int | None) -> None:
-    """Let another version have written where readers stand, as nothing that this one reads."""
+    """Replace readers' stored progress as if another version had written it, which this version does not read."""
     with closing(sqlite3.connect(path)) as file, file:
         for (data,) in file.execute("SELECT data FROM heads").fetchall() if has_heads(file) else ():
             states = {"run": "?", "life": "{}", "event": "[]", "account": json.loads(data)["account"]}

@@ -49,7 +49,7 @@ def fail(script: Script, worker: str, cause: FailureCause) -> tuple[Action, ...]
 
 
 def save(script: Script) -> Finish:
-    """Workers save what they hold, and then the run is over."""
+    """Let workers save what they hold, after which the run is over."""
     version = script.state.version
     assert receivers(script.reshaped(), SendCommit)
     script.committed()
@@ -135,7 +135,7 @@ def test_memory_exhausted_twice_at_one_step_ends_the_run_with_advice() -> None:
     script.aborted()
     script.reshaped()
     fail(script, "n3", "memory")
-    assert "n3" in script.state.workers  # which gives what it holds
+    assert "n3" in script.state.workers  # this worker gives others what it holds
     script.aborted()
     finish = save(script)
     assert finish.outcome == "failed"
@@ -244,7 +244,7 @@ ALL = ("n1", "n2", "n3", "n4")
 
 
 def taken_over(script: Script, *living: str) -> list[tuple[str, str]]:
-    """Tell of a new manager; return the kind and worker of each action."""
+    """Report a new manager; return the kind and worker of each action."""
     actions = script.tell(ManagerResumed(living=living or ALL))
     return [(action.kind, getattr(action, "worker", "")) for action in actions]
 
@@ -509,7 +509,7 @@ def test_workers_lost_together_dissolve_one_generation() -> None:
 
 
 def with_two_devices_a_vm() -> Script:
-    """A shape of four workers on two VMs that trains, with orders out; VMs are requested."""
+    """Return a script with a shape of four workers on two VMs in training, with orders out; VMs are requested."""
     script = Script(target_nodes=4)
     script.ready("a.d0", "a.d1", "b.d0", "b.d1")
     script.state = changed(script.state, requests={})
@@ -543,7 +543,7 @@ def test_a_lone_death_is_replaced_after_its_vm_had_time_to_go() -> None:
     assert [action.count for action in actions if isinstance(action, RequestNodes)] == [1]
 
 
-# Workers that cannot be set up, and VMs that achieve nothing.
+# Workers that cannot be set up, and VMs that contribute nothing.
 
 
 def fail_setup(script: Script, worker: str, error: str = "FileNotFoundError: /data/shard-17") -> tuple[Action, ...]:
@@ -553,7 +553,7 @@ def fail_setup(script: Script, worker: str, error: str = "FileNotFoundError: /da
 
 
 def waiting(**fields: object) -> Script:
-    """A run of two that has decided two steps, lost a worker, saved what the other one holds, and waits."""
+    """Return a run of two workers that decided two steps, lost one worker, saved what the other holds, and waits."""
     script = Script(target_nodes=2, expected_nodes=2, **fields)
     script.tell(Tick())
     script.ready("n1", "n2")
@@ -696,7 +696,7 @@ def test_what_is_paid_while_nobody_trains_has_a_bound() -> None:
     assert script.last is not None
     assert script.last.wake_at_s is not None
     assert script.last.wake_at_s <= began_s + 36.1
-    script.tell(NodeAppeared(node="n3"))  # from here on two are paid for
+    script.tell(NodeAppeared(node="n3"))  # from here on two VMs are paid for
     (finish,) = ends(script.tell(Tick(), at_s=began_s + 33.2))
     assert finish.outcome == "stopped"
     assert "VMs were paid for 0.01 hours together while no step was trained" in finish.sentence

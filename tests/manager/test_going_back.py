@@ -1,4 +1,4 @@
-"""A step whose numbers are bad: what the controller orders, and when it gives the run up."""
+"""Steps with bad numbers: what the controller orders, and when it ends the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from morph.contract.rules import LossRules
 
 
 def script_with(**losses: object) -> Script:
-    """Two workers that are about to train, with a checkpoint every three steps."""
+    """Return a script with two workers that are about to train, and a checkpoint every three steps."""
     rules = RULES.model_copy(update={"losses": LossRules.model_validate({"back_steps": 4, **losses})})
     policy = Policy(checkpoint_every_steps=3, order_timeout_s=20.0, rules=rules)
     script = Script(num_steps=20, expected_nodes=2, policy=policy)
@@ -29,7 +29,7 @@ def script_with(**losses: object) -> Script:
 
 
 def bad(script: Script) -> tuple[Action, ...]:
-    """All members prepare the step, in which a loss is not a number."""
+    """Let all members prepare the step, in which a loss is not a number."""
     first, *others = script.busy
     script.prepared_with(first, losses=(MicroBatchLoss(micro_batch=3, loss=math.nan),))
     return script.prepared(*others)
@@ -43,7 +43,7 @@ def train(script: Script, until: int) -> None:
 
 
 def gone_back() -> tuple[Script, tuple[Action, ...]]:
-    """Step 7 was bad, and the newest checkpoint is of version 7, behind version 4."""
+    """Return a script in which step 7 was bad; version 7 is the newest checkpoint, and version 4 the one before."""
     script = script_with(when_bad="go_back")
     train(script, 7)
     assert script.state.saving.newest == (3, 4, 7)
@@ -100,7 +100,7 @@ def test_without_a_checkpoint_before_it_a_run_begins_anew_and_leaps_at_the_same_
 def test_a_version_to_go_back_to_is_saved_beside_one_that_is_being_written() -> None:
     script = script_with(when_bad="go_back")
     versions = []
-    for _ in range(9):  # storage is slow: nothing is complete
+    for _ in range(9):  # storage is slow: no checkpoint is complete
         script.prepared()
         versions.append(tuple(one.version for one in script.state.saving.under_way))
     assert versions[2:5] == [(3,), (4,), (4,)]

@@ -1,4 +1,4 @@
-"""The journal keeps what it is given, in one piece, and gives the state back."""
+"""The journal keeps complete lines, and gives the state back."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_an_event_and_its_decision_are_written_both_or_neither(tmp_path: Path) -
 
 
 def test_an_interrupt_while_a_decision_is_written_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pydantic takes it for an error of the value that it writes."""
+    """pydantic takes the interrupt for an error of the value that it serialises."""
     event = NodeAppeared(node="n1")
     decision = decide(initial_state(make_config()), event, 1.0)
 

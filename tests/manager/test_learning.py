@@ -1,4 +1,4 @@
-"""Corrections of the profile from compute times during a run, and plans made with them."""
+"""Corrections of the profile from compute times during a run, and plans that use them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def seen(
     node_type: str = "",
     found: tuple[StageRatios, ...] = (),
 ) -> tuple[StageRatios, ...]:
-    """Observations of every stage of these shapes, with noise, after those ``found`` before."""
+    """Return observations of every stage of these shapes, with noise, after the earlier ones in ``found``."""
     draw = random.Random(seed)
     for _ in range(num):
         for bounds in cuts:
@@ -61,7 +61,7 @@ TYPES = TIMES | {"fast": SECTIONS_S, "slow": tuple(3 * time_s for time_s in SECT
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_type_that_is_slower_than_its_profile_is_found_and_no_other(seed: int) -> None:
-    """In an unequal plan: one pipeline of three stages on one type, one of two on the other."""
+    """In an unequal plan: one pipeline of three stages on one type, and one of two on the other."""
     ratios = seen([1] * 6, [[0, 2, 4]], 60, seed, "fast")
     ratios = seen([1.3] * 6, [[0, 3]], 60, seed + 100, "slow", ratios)
     found = correction_of(ratios, TYPES)
@@ -161,9 +161,9 @@ def trained(make: Callable[..., Script] = Script) -> Script:
 
 
 def tell_times(script: Script, slower: float, num: int = 40, slow_type: str = "") -> list[NoteCorrection]:
-    """So many reports of every member, section 5 slower than profiled, or every section on one type of GPU.
+    """Report times of every member several times, with section 5 or one type of GPU slower than profiled.
 
-    Returns the corrections that were told.
+    Returns the corrections that the controller reported.
     """
     told: list[NoteCorrection] = []
     assert script.state.plan is not None
@@ -210,7 +210,7 @@ def test_what_is_learned_counts_at_the_next_shape_and_causes_none() -> None:
 
 
 def mixed(make: Callable[..., Script] = Script) -> Script:
-    """Two fast workers and three slow ones, all in one shape."""
+    """Return a script with two fast and three slow workers in one shape."""
     plans = [
         make_unequal((2, 1, "fast"), *kinds) for kinds in ([], [(1, 1, "slow")], [(2, 1, "slow")], [(3, 1, "slow")])
     ]
@@ -227,7 +227,7 @@ def mixed(make: Callable[..., Script] = Script) -> Script:
 
 
 def after_a_loss(script: Script) -> str:
-    """The shape when one of the slow workers is lost."""
+    """Return the shape after the loss of one slow worker."""
     generation = script.state.generation
     script.tell(WorkerLost(worker="s2", cause="revoked"))
     while script.state.generation == generation:
@@ -264,7 +264,7 @@ def test_a_slow_workers_times_teach_nothing() -> None:
 
 
 class JournalledScript(Script):
-    """A script that is written down."""
+    """A script that records its events in a journal."""
 
     def __init__(self, journal: Journal, **fields: object) -> None:
         super().__init__(**fields)

@@ -1,4 +1,4 @@
-"""A run told while it goes on: what it says is what its journal says afterwards."""
+"""The live view of a run says what its journal says afterwards."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ from morph.contract.messages import Failed, WorkerReady
 @pytest.mark.parametrize("seed", range(6))
 def test_the_live_account_and_changes_of_shape_are_the_journals(tmp_path: Path, seed: int) -> None:
     faults, num_nodes, _ = random_faults(seed)
-    faults = replace(faults, restarts_after_s=(), fresh_starts_after_s=(), dies_before="")  # one manager sees it all
+    # so that one manager sees everything
+    faults = replace(faults, restarts_after_s=(), fresh_starts_after_s=(), dies_before="")
     run, lines = LiveRun("job", 12, 8), list[str]()
 
     def observe(_cluster: SimulatedCluster, _before: ControllerState, event: Event, decision: Decision) -> None:
@@ -159,7 +160,7 @@ HIT_AGAIN = Faults(deaths_in=((Phase.TRAINING, 0, 1), (Phase.RESHAPING, 1, 1)))
 def live_lines(
     capsys: pytest.CaptureFixture[str], faults: Faults, num_nodes: int, *, verbose: bool = False
 ) -> list[str]:
-    """What ``morph run --plain`` prints, without its times."""
+    """Return what ``morph run --plain`` prints, without its times."""
     with run_view(LiveRun("job", 12, 8), plain=True, verbose=verbose) as observer:
 
         def observe(cluster: SimulatedCluster, _before: ControllerState, event: Event, decision: Decision) -> None:
@@ -171,7 +172,7 @@ def live_lines(
 
 
 def events_of(run_dir: Path, faults: Faults, num_nodes: int, *options: str) -> list[str]:
-    """What ``morph events`` prints, without times, steps and codes."""
+    """Return what ``morph events`` prints, without times, steps and codes."""
     if not (run_dir / "run.json").exists():
         cluster = JournalledCluster(0, run_dir, faults, expected_nodes=num_nodes)
         assert cluster.run(num_nodes).outcome == "finished"

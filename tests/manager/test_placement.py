@@ -160,7 +160,7 @@ def test_pipelines_stay_inside_of_vms_that_hold_them() -> None:
 @pytest.mark.parametrize(("stages", "replicas", "vms", "devices"), SHAPES)
 def test_a_pipeline_changes_vms_no_oftener_than_it_must(stages: int, replicas: int, vms: int, devices: int) -> None:
     slots = fresh(stages, replicas, crew(vms, devices))
-    each = min(devices, stages)  # of one VM, without two replicas of a stage
+    each = min(devices, stages)  # stages that one VM holds without two replicas of any
     for replica in range(replicas):
         row = [vm_of(slot.worker) for slot in slots if slot.replica == replica]
         changes = sum(one != other for one, other in pairwise(row))
@@ -203,7 +203,7 @@ def test_unequal_pipelines_survive_the_loss_of_any_vm(
 )
 def test_replicas_of_a_stage_are_in_different_zones(stages: int, per_zone: tuple[int, ...]) -> None:
     zones = {f"n{zone}{place}": f"z{zone}" for zone, num in enumerate(per_zone) for place in range(num)}
-    workers = sorted(zones, key=lambda worker: worker[::-1])  # VMs of all zones come in turns
+    workers = sorted(zones, key=lambda worker: worker[::-1])  # VMs of all zones take turns
     plan = make_plan(stages, sum(per_zone) // stages)
     slots = place(plan, workers, {}, units_by_stage(plan, UNITS), SIZES, zones)
     for stage in range(stages):

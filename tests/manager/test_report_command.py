@@ -90,7 +90,7 @@ def test_the_page_shows_metrics_learning_rate_and_evaluations(run_dir: Path, tmp
     assert ["version", "loss", "right"] in page.rows
     assert ["4", "0.5000", "0.5000"] in page.rows
     assert ["8", "0.2500", "0.5000"] in page.rows
-    assert len(page.addresses) == 2  # the run, and learning rate and metrics
+    assert len(page.addresses) == 2  # the charts of the run, and of learning rate and metrics
     figure = training_figure(report)
     assert figure is not None
     assert [panel.get_title(loc="left") for panel in figure.axes] == ["learning rate", "right"]
@@ -186,7 +186,7 @@ def test_a_report_without_room_is_refused_and_leaves_nothing(
     def full(_path: Path, _target: Path) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "replace", full)  # when all of it is written beside its place
+    monkeypatch.setattr(Path, "replace", full)  # when all of it is written beside its final place
     result = CliRunner().invoke(app, ["report", str(run_dir), "-o", str(tmp_path / "report.html")])
     assert result.exit_code == 2
     assert result.stderr == f"error: {tmp_path / 'report.html'}: cannot be written: No space left on device\n"

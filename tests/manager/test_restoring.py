@@ -1,4 +1,4 @@
-"""A checkpoint cannot be loaded: the run continues in place, from it or from the newest undamaged one."""
+"""A checkpoint cannot be loaded: the run continues in place, from the same version or the newest undamaged one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def manifest(version: int) -> Manifest:
 
 @pytest.fixture
 def script() -> Script:
-    """Every VM went after step 7 was decided, with a checkpoint of version 6; two new ones are to load that."""
+    """Return a script: all VMs are lost after step 7, with a checkpoint of version 6, which two new workers load."""
     script = Script(num_steps=20, expected_nodes=2)
     script.ready("n1", "n2")
     script.reshaped()
@@ -47,13 +47,13 @@ def script() -> Script:
 
 
 def fails(script: Script, worker: str, error: str = DAMAGED) -> tuple[Action, ...]:
-    """A worker says that it cannot load the checkpoint."""
+    """Let a worker report that it cannot load the checkpoint."""
     answer = Failed(worker=worker, generation=script.state.generation, error=error, cause="checkpoint")
     return script.tell(WorkerAnswered(worker=worker, answer=answer))
 
 
 def nobody_can_load(script: Script) -> tuple[Action, ...]:
-    """Both say so; the last answer is followed by a look at storage."""
+    """Let both workers report this; after the last answer the controller searches storage."""
     assert fails(script, "n3") == (Abort(worker="n4", generation=script.state.generation),)
     return fails(script, "n4")
 
@@ -63,7 +63,7 @@ def test_a_damaged_version_is_skipped_by_the_same_workers(script: Script) -> Non
     assert script.state.phase is Phase.RESTING
     actions = script.tell(CheckpointFound(manifest=manifest(3), passed_over=(f"{DAMAGED}; version 6 is passed over",)))
     assert receivers(actions, SendReshape) == ["n3", "n4"]
-    assert len(actions) == 2  # no worker is ended, nothing is given back or requested
+    assert len(actions) == 2  # no worker is ended, and nothing is given back or requested
     assert script.code == "set_back"
     assert DAMAGED in script.sentence
     assert "back to version 3, the newest checkpoint, 3 steps are to be redone" in script.sentence
@@ -107,7 +107,7 @@ def test_silent_storage_is_no_damage_and_is_retried_until_the_limit(script: Scri
 
 
 def read_by(actions: tuple[Action, ...]) -> dict[str, set[str | None]]:
-    """Return which worker reads the units that each worker gets from the checkpoint; None: it reads them itself."""
+    """Return who reads the units that each worker gets from the checkpoint; None: the worker itself."""
     orders = [action.order for action in actions if isinstance(action, SendReshape)]
     read: dict[str, set[str | None]] = {}
     for source in orders[0].sources:
@@ -163,7 +163,7 @@ def test_a_worker_waiting_for_storage_is_aborted_and_not_ended(script: Script) -
     assert script.aborted() == (FindCheckpoint(doubted=6),)
     actions = script.tell(CheckpointFound(manifest=manifest(6)))
     kinds = {source.kind for action in actions for source in action.order.sources}  # type: ignore[union-attr]
-    assert kinds == {"keep", "peer", "checkpoint"}  # what one has, from its memory, and the rest from storage
+    assert kinds == {"keep", "peer", "checkpoint"}  # one worker's units come from its memory, and the rest from storage
 
 
 def test_storage_that_is_read_for_long_is_waited_for(script: Script) -> None:

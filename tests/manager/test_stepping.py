@@ -267,7 +267,7 @@ NORM = math.sqrt(math.fsum(NORMS_SQ.values()))
 
 
 def started(loss_scale: LossScale | None = None) -> Script:
-    """Four workers, two stages, in the first step."""
+    """Return a script with four workers in two stages, in the first step."""
     script = Script(num_steps=5)
     script.ready("n1", "n2", "n3", "n4")
     script.reshaped(loss_scale=loss_scale)
@@ -275,7 +275,7 @@ def started(loss_scale: LossScale | None = None) -> Script:
 
 
 def norms_of(script: Script, worker: str) -> dict[str, float]:
-    """What a member reports of its units."""
+    """Return the norms that a member reports of its units."""
     assert script.state.plan is not None
     needed = units_by_stage(script.state.plan, UNITS)
     stage = next(slot.stage for slot in script.state.slots if slot.worker == worker)
@@ -283,7 +283,7 @@ def norms_of(script: Script, worker: str) -> dict[str, float]:
 
 
 def prepare_all(script: Script, **last: object) -> tuple[Action, ...]:
-    """Every member reports its norms; the last one these facts instead."""
+    """Let every member report its norms; the last one reports these facts instead."""
     *others, final = script.members
     for worker in others:
         script.prepared_with(worker, unit_norms_sq=norms_of(script, worker))
@@ -291,7 +291,7 @@ def prepare_all(script: Script, **last: object) -> tuple[Action, ...]:
 
 
 def orders(actions: tuple[Action, ...]) -> list[Decided | None]:
-    """What each order of a decision tells."""
+    """Return the decision that each order carries."""
     return [action.order.decided for action in actions if isinstance(action, SendStep | SendCommit | SendReshape)]
 
 

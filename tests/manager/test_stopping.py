@@ -1,4 +1,4 @@
-"""A run is asked to stop from another process."""
+"""Another process asks a run to stop."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_run_that_nobody_manages_is_not_asked(
     managed: tuple[Path, subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir, manager = managed
-    manager.send_signal(signal.SIGKILL)  # its lock goes with it, what it wrote into the file stays
+    manager.send_signal(signal.SIGKILL)  # the manager's lock goes with it; the content of the file stays
     manager.wait(10)
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a process was sent a signal"))
     with pytest.raises(RunDirError, match="is not running"):

@@ -1,4 +1,4 @@
-"""Trackers and callbacks get a run's events from its journal, each exactly once, and never delay the run."""
+"""Trackers and callbacks get each event of a run exactly once, from its journal, and never delay the run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PRICES = Prices(paid_usd_per_h=3.6, for_all=True)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run that lost all of its workers, and with them some steps."""
+    """Return the directory of a run that lost all of its workers, and so repeated some steps."""
     path = tmp_path_factory.mktemp("run")
     faults = Faults(deaths_after_s=((8.0, 20),), joins_after_s=(9.0, 9.1, 9.2, 9.3), quiet_after_s=24.0)
     cluster = JournalledCluster(0, path, faults, expected_nodes=6)
@@ -137,7 +137,7 @@ def read_tensorboard(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def wandb_records(path: Path) -> Iterator[bytes]:
-    """Read a file of W&B's, which is a log as LevelDB has it: blocks of 32 KiB, records whole or in pieces."""
+    """Read a file of W&B's, a log as in LevelDB: blocks of 32 KiB with whole or split records."""
     data, at, pieces = path.read_bytes(), 7, b""
     assert data.startswith(b":W&B")
     while at + 7 <= len(data):
@@ -194,7 +194,7 @@ def test_a_resumed_run_goes_on_in_the_same_curve_and_no_step_stands_twice(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if importlib.util.find_spec(sinks.LIBRARIES[kind]) is None:  # large: not installed for every test run
+    if importlib.util.find_spec(sinks.LIBRARIES[kind]) is None:  # large, so that it is not installed for every test run
         pytest.skip(f"{kind} is not installed: make test-trackers")
     monkeypatch.setenv("WANDB_MODE", "offline")
     for share in (0.4, 0.4, 1.0):

@@ -1,4 +1,4 @@
-"""When a change waits for a node that is almost ready, and how long at most."""
+"""When a change waits for a node that is almost ready, and for how long at most."""
 
 from __future__ import annotations
 
@@ -170,12 +170,12 @@ def test_a_time_in_which_nobody_could_be_heard_counts_for_no_wait() -> None:
 
 
 def with_morph_s(morph_s: float) -> Rules:
-    """Rules by which a planned change costs so long."""
+    """Return rules by which a planned change costs this many seconds."""
     return RULES.model_copy(update={"wait": RULES.wait.model_copy(update={"morph_s": morph_s})})
 
 
 def script_of_long_steps(**policy: object) -> Script:
-    """Two workers began a long step, and a third one waits for a fourth to be of use."""
+    """Return a script in which two workers began a long step, and a third waits for a fourth to be of use."""
     script = Script(plans=LONG, expected_nodes=2, policy=make_config().policy.model_copy(update=policy))
     script.ready("n1", "n2")
     script.reshaped()
@@ -207,10 +207,10 @@ def test_a_long_step_is_interrupted_for_newcomers_and_keeps_its_sums() -> None:
 @pytest.mark.parametrize(
     ("policy", "at_s", "before"),
     [
-        ({}, STEP_S - 4.0, ()),  # little is left of it
+        ({}, STEP_S - 4.0, ()),  # little of the step is left
         ({"redundancy": "state"}, 5.0, ()),  # nothing would be kept
         ({}, 5.0, (StopRequested(reason="asked to"),)),
-        ({"rules": with_morph_s(4.0)}, 5.0, (NodeAppeared(node="n5"),)),  # and is about to be ready too
+        ({"rules": with_morph_s(4.0)}, 5.0, (NodeAppeared(node="n5"),)),  # and will soon be ready too
         ({"min_join_gain": 1.5}, 5.0, ()),
         ({"rules": with_morph_s(20.0)}, 5.0, ()),
     ],
@@ -254,7 +254,7 @@ def test_what_was_long_ago_is_forgotten() -> None:
 
 
 def flapped_twice(script: Script) -> None:
-    """A machine went away twice just now."""
+    """Return a script in which a machine has just gone away for the second time."""
     transition = Transition(script.state, script.now_s)
     record_flap(transition, "m")
     record_flap(transition, "m")
@@ -262,7 +262,7 @@ def flapped_twice(script: Script) -> None:
 
 
 def comes(script: Script, node: str, host: str) -> None:
-    """A machine comes up and its worker gets ready."""
+    """Bring up a machine, and let its worker get ready."""
     script.tell(NodeAppeared(node=node, host=host))
     script.tell(WorkerAnswered(worker=node, answer=WorkerReady(worker=node, pid=1, setup_s=0)))
 
