@@ -1,4 +1,4 @@
-"""Importing a job from the files that its run began with, whatever lies on the disk."""
+"""A job is imported from the files with which its run began, whatever is on the disk now."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class Case:
-    """A source, and how its cloud says that nothing stands, and that one notice does."""
+    """A source, and the replies of its cloud without a notice and with one."""
 
     make: Callable[[MetadataServer], NoticeSource]
     path: str
@@ -119,7 +119,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(autouse=True)
 def patient(metadata: MetadataServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a source's bound count for the replies alone that never come."""
+    """Make a source's time-out short only for replies that never come."""
 
     def fetch_patiently(url: str, *, timeout_s: float, method: str = "GET", **rest: Any) -> HttpAnswer:
         assert timeout_s <= BOUND_S

@@ -102,7 +102,7 @@ def document(incarnation: int, *events: dict[str, object]) -> Reply:
 
 def test_the_first_call_may_take_long_and_later_ones_may_not(metadata: MetadataServer) -> None:
     azure, held = source(metadata), threading.Event()
-    azure._vm, azure._timeout_s = "vm_3", 0.3  # its name is known: that call may not take long either
+    azure._vm, azure._timeout_s = "vm_3", 0.3  # its name is known, so that this call too may not take long
     metadata.script("GET", EVENTS_PATH, Reply(body='{"DocumentIncarnation": 1, "Events": []}', wait=held))
     threading.Timer(0.8, held.set).start()
     assert azure.standing() == ()

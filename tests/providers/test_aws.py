@@ -1,4 +1,4 @@
-"""The provider of AWS on moto, behind a strict layer: its requests, AWS's possible answers, and the results."""
+"""The provider of AWS on moto behind a strict layer: its requests, and how it handles AWS's possible answers."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_one_that_is_told_to_end_is_gone_and_comes_again_under_its_name(ec2: Fak
     provider.request("a", 1)
     ec2.take(*ec2.living().values())
     assert provider.list() == ()
-    assert [vm.name for vm in provider.request("a", 1)] == []  # it was answered
+    assert [vm.name for vm in provider.request("a", 1)] == []  # the request was answered
     assert [vm.name for vm in ec2.provider(tmp_path).request("b", 1)] == ["b-0"]
 
 

@@ -1,4 +1,4 @@
-"""Spot VMs by the real SDK against a resource manager on loopback."""
+"""Spot VMs by the real SDK, on a resource manager on loopback."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_larger_vms_come_first_where_the_smaller_ones_would_be_too_many(arm: Fak
 
 def test_a_vm_that_another_manager_made_larger_counts_with_its_devices(arm: FakeArm, tmp_path: Path) -> None:
     class Dying(Line):
-        """Killed once a larger VM is begun."""
+        """Killed once a larger VM has been begun."""
 
         def on_response(self, request: Any, response: Any) -> None:
             self.dead = self.dead or any(vm["tags"]["morph-devices"] == "4" for vm in arm.machines.values())
@@ -419,7 +419,7 @@ def test_what_must_be_mended_for_one_vm_leaves_the_others(arm: FakeArm, tmp_path
     else:
         arm.faults = [Fault("PUT", "virtualMachines/a-1", 403, "RequestDisallowedByPolicy")]
     vms = provider(arm, tmp_path).request("a", 3)
-    assert names(vms) == (["a-0", "a-2"] if begun else ["a-0"])  # the rest would be refused alike
+    assert names(vms) == (["a-0", "a-2"] if begun else ["a-0"])  # the rest would be refused for the same reason
     arm.settle_all()
     assert set(arm.machines) == set(names(vms))
 
@@ -431,7 +431,7 @@ def test_the_end_of_a_vms_boot_log_is_known_where_azure_has_one(arm: FakeArm, tm
     assert azure.boot_log("a-0").endswith("...\na-0: no space left on device\n")
     assert len(azure.boot_log("a-0")) <= 2000
     assert azure.boot_log("a-1") == ""
-    arm.boot_logs["a-0"] = ""  # it has said nothing yet
+    arm.boot_logs["a-0"] = ""  # it has no output yet
     assert azure.boot_log("a-0") == ""
 
 
@@ -557,7 +557,7 @@ def test_a_vm_in_an_unknown_state_is_granted_and_lives(arm: FakeArm, tmp_path: P
 @pytest.mark.parametrize("state", ["Failed", "Canceled", "Deleting"])
 def test_remains_of_a_vm_are_ended_before_it_is_made_anew(arm: FakeArm, tmp_path: Path, state: str) -> None:
     provider(arm, tmp_path).request("a", 2)
-    (tmp_path / "operations-tiny-1.json").unlink()  # the manager was killed before it was answered
+    (tmp_path / "operations-tiny-1.json").unlink()  # the manager was killed before the answer
     arm.machines["a-0"]["properties"]["provisioningState"] = state
     vms = provider(arm, tmp_path).request("a", 2)
     assert [vm.name for vm in vms] == ["a-0", "a-1"]
@@ -566,7 +566,7 @@ def test_remains_of_a_vm_are_ended_before_it_is_made_anew(arm: FakeArm, tmp_path
 
 def test_a_vm_that_never_gets_made_does_not_hold_up_the_others(arm: FakeArm, tmp_path: Path) -> None:
     arm.stuck = {"a-0"}
-    azure = provider(arm, tmp_path, make_s=5)  # the others are made in less, however busy this machine is
+    azure = provider(arm, tmp_path, make_s=5)  # the others are made in less time, however busy this machine is
     assert [vm.name for vm in azure.request("a", 3)] == ["a-1", "a-2"]
     assert "DELETE virtualMachines/a-0" in arm.calls
     assert [vm.name for vm in azure.request("b", 1)] == ["b-0"]
@@ -578,7 +578,7 @@ def test_a_vm_that_never_gets_made_does_not_hold_up_the_others(arm: FakeArm, tmp
 
 def test_an_earlier_managers_unfinished_vm_is_not_awaited_for_ever(arm: FakeArm, tmp_path: Path) -> None:
     class Dying(Line):
-        """Killed once the VM is begun, before it is noted how to go on."""
+        """Killed once the VM has been begun, before its operation is noted."""
 
         def on_response(self, request: Any, response: Any) -> None:
             self.dead = self.dead or bool(arm.machines)
@@ -605,7 +605,7 @@ def test_azures_wait_is_read_in_seconds_and_as_a_date(
     arm.faults = [Fault("PUT", "virtualMachines/", status, code, {"Retry-After": after})]
     with pytest.raises(kind) as raised:
         provider(arm, tmp_path).request("a", 1)
-    took_s = time.monotonic() - began if as_date else 0.0  # a date comes nearer meanwhile, and is in whole seconds
+    took_s = time.monotonic() - began if as_date else 0.0  # a date comes closer meanwhile, and has whole seconds
     found = raised.value.retry_after_s
     assert found is not None
     assert 40 - math.ceil(took_s) - as_date <= found <= 40 + as_date

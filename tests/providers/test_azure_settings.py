@@ -1,4 +1,4 @@
-"""Azure's logins, prices and times, and what asking for them loads."""
+"""Azure's logins, prices and times, and which modules their lookup loads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.providers.fake_arm import FakeArm
 
 
 class Identity(ThreadingHTTPServer):
-    """Gives tokens as an App Service's managed identity does, and notes for what they were asked."""
+    """Gives tokens as an App Service's managed identity does, and records for which resource."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -34,7 +34,7 @@ class Identity(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    disable_nagle_algorithm = True  # a header and its body are two packets, and the second would wait 40 ms
+    disable_nagle_algorithm = True  # header and body are two packets, of which the second would wait for 40 ms
     server: Identity
 
     def do_GET(self) -> None:
@@ -49,7 +49,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_a_disk_costs_what_its_tier_does(prices: MetadataServer) -> None:
     url = prices.url + PATH
     assert disk_price("westus2", "Premium_LRS", 128, url) == pytest.approx(0.03)
     assert "skuName eq 'P10 LRS'" in parse_qs(urlsplit(prices.asked[0].path).query)["$filter"][0]
-    assert disk_price("westus2", "Premium_LRS", 30, url) is None  # another tier, which the list does not contain
+    assert disk_price("westus2", "Premium_LRS", 30, url) is None  # another tier, which is missing from the list
     assert disk_price("westus2", "UltraSSD_LRS", 128, url) is None
 
 
@@ -199,10 +199,10 @@ NOW_S = 1_790_000_000.0
     ("ahead_s", "told", "paid_s"),
     [
         (0.0, True, 100.25),
-        (-0.5, True, 100.25),  # clocks that agree as far as a date in whole seconds can say
+        (-0.5, True, 100.25),  # clocks that agree as far as a date in whole seconds shows
         (30.0, True, 100.25),
         (-3600.0, True, 100.25),
-        (30.0, False, 70.25),  # without a date there is this machine's clock alone
+        (30.0, False, 70.25),  # without a date there is only this machine's clock
         (150.0, False, 0.0),
     ],
 )

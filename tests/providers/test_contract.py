@@ -33,7 +33,7 @@ LARGE = 4
 
 
 class Fleet:
-    """Local VMs that are names."""
+    """Local VMs that are only names."""
 
     def __init__(self) -> None:
         self.up: list[str] = []
@@ -56,10 +56,11 @@ Kind = tuple[str, str, str, str]
 
 @dataclass(frozen=True)
 class Case:
-    """A provider with room for ``ROOM`` VMs. ``again`` makes another manager's, where one can take over.
+    """A provider with room for ``ROOM`` VMs.
 
-    ``kinds``: of the first two VMs; ``large``: one whose VMs have ``LARGE`` devices; None: there are none. ``silence``
-    has the market give no usable answer to any question from now on, or answer again; None: it always answers.
+    ``again`` makes the provider of another manager, if that can take over. ``kinds``: those of the first two VMs.
+    ``large`` makes a provider whose VMs have ``LARGE`` devices; None: there is none. ``silence`` makes the market give
+    no usable answer from now on, or answer again; None: it always answers.
     """
 
     provider: Provider
@@ -148,7 +149,7 @@ def aws(region: FakeEc2, directory: Path) -> Case:
 
 
 class Settled(SlurmProvider):
-    """Answers a request once its jobs have begun: until then they change by themselves."""
+    """Answers a request once its jobs have begun, because until then they change by themselves."""
 
     def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
         names = [vm.name for vm in super().request(request, count, max_vms)]
@@ -176,7 +177,7 @@ MARKETS = [static, azure, aws, slurm, slurm_json, REAL]
 
 
 def of_two_types(kind: str, arm: Any, directory: Path) -> Provider:
-    """A provider with two VMs of each of two types, at least."""
+    """Return a provider with at least two VMs of each of two types."""
     if kind == "aws":
         types = tuple(
             known.model_copy(update={"num_gpus": 1, "node_type": of, "usd_per_h": USD[of]})

@@ -1,4 +1,4 @@
-"""Rehearsals: possible subjects, emulated devices, and results from the manager's decisions."""
+"""Rehearsals: possible jobs, emulated devices, and results from the manager's decisions."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def observed(time_s: float, version: int, answer: Prepared) -> Observed:
 
 
 def three_steps() -> Measured:
-    """Steps that take 2 s after a longer first one; the first stage begins 0.25 s after each decision."""
+    """Return steps of 2 s after a longer first one; the first stage begins 0.25 s after each decision."""
     measured = Measured()
     for step, (decided_s, late_s) in enumerate(((105.0, 9.0), (107.0, 0.001), (109.0, 0.003))):
         measured(observed(decided_s - 0.05, step, prepared("vm0", step, step_s=1.70, late_s=late_s)))
@@ -204,7 +204,7 @@ def test_steps_count_for_the_plan_that_ran_them_twice_in_a_row() -> None:
         state = seen.decision.state.model_copy(update={"reshape": order})
         measured(replace(seen, decision=seen.decision.model_copy(update={"state": state})))
 
-    turn(115.0, 3, 1, 3, PLANNED.plan)  # given up: one worker answered, another one was lost
+    turn(115.0, 3, 1, 3, PLANNED.plan)  # given up: one worker answered, another was lost
     turn(120.0, 4, 2, 3, other)
     turn(123.0, 5, 2, 4, other)
     turn(140.0, 6, 3, 5, PLANNED.plan)

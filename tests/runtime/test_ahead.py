@@ -1,4 +1,4 @@
-"""Pre-copied units over real connections, from one thread to another: the receiver's are the sender's, bit for bit."""
+"""Pre-copied units over real connections between threads: the receiver's are the sender's, bit for bit."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
 
 
 class FakeWorkload:
-    """Makes units; an emulated link may hold what arrives."""
+    """Makes units; an emulated link may hold back what arrives."""
 
     def __init__(self, optimizer: MakeOptimizer, rules: UpdateRules, *, exact: bool) -> None:
         self._make: Callable[..., UnitState] = lambda unit, parameters: UnitState(
@@ -113,7 +113,7 @@ class Party:
         self.lane.begin_step(self.units)
 
     def decide(self, step: int, decided: Decided | None = None, attempts: int = 1) -> None:
-        """Run a step on made-up gradients, as often as it overflows, and apply it."""
+        """Run a step on made-up gradients, repeat it as often as it overflows, and apply it."""
         for attempt in range(attempts):
             for unit, state in self.units.items():
                 if attempt:
@@ -158,7 +158,7 @@ def ahead(receiver: str, unit: str, sender: str) -> Source:
 def train_until_all_follow(
     sender: Party, receiver: Party, *units: str, decide: Callable[[int], None] | None = None
 ) -> int:
-    """Steps that the sender trains until the receiver follows; a stream that falls far behind would be given up."""
+    """Train the sender until the receiver follows; never let the stream fall so far behind that it is given up."""
     deadline_s, step = time.monotonic() + BOUND_S, next(iter(sender.units.values())).version
     while set(receiver.following()) != set(units):
         assert time.monotonic() < deadline_s, "the receiver does not follow"
@@ -189,7 +189,7 @@ def parties() -> Iterator[Callable[..., tuple[Party, Party]]]:
 
 
 def hand_over(sender: Party, receiver: Party, version: int, number: int = 1) -> dict[str, UnitState]:
-    """A change at this version: the sender applies what it prepared last, the receiver takes its units."""
+    """Change the shape at this version: the sender applies its last prepared step, and the receiver takes its units."""
     order = reshape_of(version, number, *(ahead("b", unit, "a") for unit in UNITS))
     interrupt = Interrupt(2)
     for party in (sender, receiver):
@@ -245,7 +245,7 @@ def test_what_follows_is_the_senders_bit_for_bit_at_every_later_version(
 def test_scales_that_grew_in_a_step_that_was_run_again_and_skipped_arrive_too(
     parties: Callable[..., tuple[Party, Party]],
 ) -> None:
-    """A step that is skipped changes no weight, but its attempts changed the scales of its sums."""
+    """A skipped step changes no weight, but its attempts changed the scales of its sums."""
     sender, receiver = parties(adam, RULES["loss scale"])
     for party in (sender, receiver):
         party.lane.take(order_of(1, *moves("a", "b", *UNITS)))
@@ -351,7 +351,7 @@ def test_a_newer_order_replaces_an_older_one_and_a_late_one_is_ignored(
     train_until_all_follow(sender, receiver, "s1")
     assert receiver.lane.report() is None  # it was reported already
     receiver.lane.take(order_of(3, *moves("a", "b", "s1")))
-    assert receiver.following() == ("s1",)  # asked again, it tells again
+    assert receiver.following() == ("s1",)  # asked again, it reports again
     for party in (sender, receiver):
         party.lane.take(order_of(4))
         assert party.lane._incoming is None
@@ -410,7 +410,7 @@ def test_whatever_ends_a_stream_is_told_at_once_to_both_ends(parties: Callable[.
         party.lane.take(order)
     version = train_until_all_follow(sender, receiver, *UNITS)
     (stream,) = sender.lane._outgoing
-    stream._put(Frame({"kind": "update", "of": object()}, {}))  # no kind of error that a connection or the store raises
+    stream._put(Frame({"kind": "update", "of": object()}, {}))  # not an error that a connection or the store raises
     interrupt = Interrupt(2, BOUND_S)
     with pytest.raises(PeerLost, match="broke off: TypeError"):
         sender.lane.flush(interrupt)

@@ -39,7 +39,7 @@ def item(index: int) -> int:
 
 
 def test_a_traceback_begins_in_the_user_s_code_and_leaves_morph_out() -> None:
-    """Morph calls the user's code, which calls Morph, which calls the user's code."""
+    """Morph calls the user's code, which calls Morph, which calls the user's code again."""
     with pytest.raises(IndexError) as raised:
         Interrupt(0).call(lambda: Interrupt(0).call(lambda: item(2), "inner", 10.0), "outer", 10.0)
     raised.value.__traceback__ = raised.tb.tb_next  # as if a worker had called it

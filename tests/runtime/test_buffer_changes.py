@@ -1,4 +1,4 @@
-"""Buffers in a unit's state: summed as gradients are, applied with the step, saved, moved and followed."""
+"""Buffers in a unit's state: summed like gradients, applied with the step, saved, moved and followed."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def collect(writer: CheckpointWriter, count: int) -> list[UnitWritten]:
 
 
 def held_back(monkeypatch: pytest.MonkeyPatch, unit: str | None = None) -> tuple[threading.Event, threading.Event]:
-    """Let writing a unit, or any, wait for the second event; the first is set once it does."""
+    """Block the write of a unit, or of any, until the second event is set; the first is set once the write blocks."""
     begun, go_on = threading.Event(), threading.Event()
     write = checkpoint_writer.write_unit
 
@@ -111,7 +111,7 @@ def test_what_was_written_is_told_again_when_a_manager_takes_over_and_old_versio
         writer.hand_over(version, "s0", StateCopy({"x": torch.ones(1)}))
         first += collect(writer, 1)
     writer.tell_again()
-    writer.tell_again()  # a third manager, before the second one heard of it
+    writer.tell_again()  # a third manager, before the second one received it
     assert collect(writer, 2) == first[1:]
     assert writer.has(3, "s0")
     assert collect(writer, 1) == first[2:]
@@ -135,7 +135,7 @@ def test_what_a_worker_wrote_itself_is_still_there_for_it_if_it_is_what_the_mani
         digests |= {entry.version: entry.sha256 for entry in collect(writer, 1)}
     copied = writer.copy(3, "s0", digests[3])
     assert copied is not None
-    copied["x"] += 1  # of the caller alone
+    copied["x"] += 1  # only the caller's own
     again = writer.copy(3, "s0", digests[3])
     assert again is not None
     assert torch.equal(again["x"], torch.full((2,), 3.0))
@@ -159,7 +159,7 @@ def test_what_was_written_before_the_job_went_back_is_of_another_history(
     writer.hand_over(40, "under way", StateCopy(old))
     writer.hand_over(40, "waiting", StateCopy(old))
     assert begun.wait(WAIT_S)
-    writer.forget_after(20)  # with one write under way, and one behind it
+    writer.forget_after(20)  # with one write under way, and another behind it
     names = ("told of", "not told of", "under way", "waiting")
     assert not any(writer.has(40, unit) for unit in names)
     assert writer.copy(40, "told of", told.sha256) is None
@@ -170,7 +170,7 @@ def test_what_was_written_before_the_job_went_back_is_of_another_history(
     assert {entry.unit for entry in again} == set(names)
     assert len({entry.sha256 for entry in again} | {told.sha256}) == 2  # only of the new history
     assert writer.copy(20, "s0", kept.sha256) is not None
-    writer.forget_after(40)  # the usual change: nothing is void
+    writer.forget_after(40)  # as in most changes, nothing is void
     assert all(writer.has(40, unit) for unit in names)
 
 
@@ -192,7 +192,7 @@ def test_one_version_waits_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for unit in ("s0", "s1", "s2"):
         writer.hand_over(1, unit, StateCopy({"x": torch.ones(1)}))
     assert begun.wait(WAIT_S)
-    writer.hand_over(2, "s0", StateCopy({"x": torch.ones(1)}))  # version 1 is not awaited any more
+    writer.hand_over(2, "s0", StateCopy({"x": torch.ones(1)}))  # version 1 is no longer awaited
     go_on.set()
     assert [(entry.version, entry.unit) for entry in collect(writer, 1)] == [(2, "s0")]
     assert not any(writer.has(1, unit) for unit in ("s0", "s1", "s2"))
@@ -200,7 +200,7 @@ def test_one_version_waits_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 class OneHasty(CheckpointRules):
-    """A file of one number is given up soon; whatever else is written has time on a busy machine."""
+    """Gives up a file of one number soon; other files have enough time for a busy machine."""
 
     def file_limit_s(self, num_bytes: int) -> float:
         return 0.2 if num_bytes == torch.ones(1).nbytes else WAIT_S
@@ -291,7 +291,7 @@ def test_a_worker_writes_no_faster_than_it_may(tmp_path: Path) -> None:
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]), CheckpointRules(bytes_per_s=4e5))
     begun_s = time.monotonic()
     for unit in ("s0", "s1"):
-        writer.hand_over(1, unit, StateCopy({"x": torch.ones(10_000)}))  # 40 kB, a tenth of a second each
+        writer.hand_over(1, unit, StateCopy({"x": torch.ones(10_000)}))  # 40 kB, which take a tenth of a second each
     written = collect(writer, 2)
     assert time.monotonic() - begun_s >= sum(entry.size_bytes for entry in written) / 4e5
 

@@ -50,7 +50,7 @@ class FakePending:
 
 
 class FakeChannel:
-    """One direction: what is sent lies in a queue until it is received."""
+    """One direction: a message waits in a queue until it is received."""
 
     def __init__(self, messages: deque[Tensor], *, sending: bool) -> None:
         self._messages = messages
@@ -222,7 +222,7 @@ def test_a_missing_checkpoint_is_named(network: Network) -> None:
 
 @pytest.fixture
 def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Storage gives manifests and hangs with everything else, until this is set."""
+    """Let storage give manifests and hang for everything else until this event is set."""
     answer = threading.Event()
 
     def hang(*_: object) -> Any:
@@ -235,7 +235,7 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 class HastyWithUnits(CheckpointRules):
-    """The manifest, whose size is unknown, is really read."""
+    """Storage that gives up soon but reads the manifest, whose size is unknown."""
 
     def file_limit_s(self, num_bytes: int) -> float:
         return 0.05 if num_bytes else 60.0

@@ -81,7 +81,7 @@ def test_an_older_generations_worker_is_in_no_newer_group() -> None:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Every connection that is opened; for each of them torch may ask a name server."""
+    """Record every connection that is opened; for each, torch may ask a name server."""
     made: list[object] = []
 
     def connect(*arguments: Any, **options: Any) -> TCPStore:
@@ -127,7 +127,7 @@ def test_a_connection_that_is_opened_beforehand_is_the_first_one_used(opened: li
 
 
 def test_a_connection_of_an_aborted_generation_is_left_behind(opened: list[object]) -> None:
-    """Its thread may be blocked in a call on the store, for which other users of the store would wait."""
+    """Its thread may be blocked in a call of the store, for which other users of the store would wait."""
     host = StoreHost("127.0.0.1")
     kept = KeptConnections("127.0.0.1", host.port())
     aborted, next_one = kept.lend(60.0), kept.lend(60.0)
@@ -143,7 +143,7 @@ def test_a_connection_of_an_aborted_generation_is_left_behind(opened: list[objec
 
 
 class Odd:
-    """A connection whose store was started again, or whose path was closed by a firewall."""
+    """A connection whose store was restarted, or whose path was closed by a firewall."""
 
     def __init__(self, check: Callable[[list[str]], object]) -> None:
         self.check = check

@@ -1,4 +1,4 @@
-"""A change of shape, for which all workers wait, imports nothing: everything was loaded at a worker's setup."""
+"""A change of shape, for which all workers wait, imports nothing, because a worker's setup has loaded everything."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_a_lost_peer_and_a_wait_that_ran_out_leave_broken_groups(worker: Worker,
     assert isinstance(answer, Aborted)
     assert answer.peer_lost
     assert answer.detail == str(error)
-    assert worker._interrupt.over  # what was waited for may be under way for long: not to be closed at once
+    assert worker._interrupt.over  # an awaited operation may still be under way: the groups must not be closed at once
 
 
 @pytest.mark.parametrize(
