@@ -86,7 +86,7 @@ def test_where_nothing_can_be_written_nothing_is_kept(
     keep(tmp_path, "one", CONTENT)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    keep(tmp_path / "file", "one", CONTENT)  # no folder
+    keep(tmp_path / "file", "one", CONTENT)  # without a folder
 
 
 def test_what_was_not_used_longest_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

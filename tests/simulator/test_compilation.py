@@ -1,4 +1,4 @@
-"""Files of compiled loops are checked before they are used, made anew where they are damaged, and never needed."""
+"""Files of compiled loops are checked before use and remade if damaged; Morph never needs them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def again(folder: Path) -> Any:
-    """The module as another process loads it."""
+    """Load the module as another process does."""
     compilation._checked.cache_clear()
     compilation._digest_of_sources.cache_clear()
     spec = importlib.util.spec_from_file_location("loops_of_a_test", folder / "loops_of_a_test.py")
@@ -47,7 +47,7 @@ def again(folder: Path) -> Any:
 
 
 def answers(folder: Path) -> bool:
-    """Call the loop; whether numba had to compile it."""
+    """Call the loop; return whether numba had to compile it."""
     module = again(folder)
     assert module.twice(20) == 42
     return not getattr(module.twice.__wrapped__, "stats", module.more.stats).cache_hits

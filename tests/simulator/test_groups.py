@@ -1,4 +1,4 @@
-"""Stages that run their sections again in groups: what they hold and take, and where the planner has them do so."""
+"""Stages that recompute their sections in groups: their memory and times, and when the planner uses them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def random_profile(seed: int, num_sections: int | None = None, **changes: Any) -
 
 
 def in_groups(found: Plan, sizes: tuple[int | None, ...]) -> Plan:
-    """The plan with groups of so many sections; None: a stage as it is."""
+    """Return the plan with groups of this many sections; None: stages without groups."""
     stages = [
         stage if size is None else stage.model_copy(update={"recompute": True, "live_sections": size})
         for stage, size in zip(found.stages, sizes, strict=True)
@@ -98,7 +98,7 @@ def test_the_recompute_runs_the_last_group_again_and_the_backward_the_others() -
     assert (grouped.times.backward_ns - whole.times.backward_ns).tolist() == [6_000_000, 0]
     assert (grouped.times.forward_ns == whole.times.forward_ns).all()
     more = grouped.to_come_ns - whole.to_come_ns
-    assert more.tolist() == [0, 1_000_000, 1_000_000, 6_000_000, 6_000_000, 0]  # forwards of groups before
+    assert more.tolist() == [0, 1_000_000, 1_000_000, 6_000_000, 6_000_000, 0]  # forwards of earlier groups
 
 
 @each_seed(40)

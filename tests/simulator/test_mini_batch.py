@@ -177,7 +177,7 @@ def test_memory_counts_the_window_of_stored_inputs() -> None:
     assert [stage.window for stage in wide.plan.stages] == [13, 9, 5, 1]
     more = wide.costs.memory_bytes - narrow.costs.memory_bytes
     stored = [(b - a) * 2 * 65_536 for a, b in [(3, 9), (2, 5), (1, 1)]]
-    assert more.tolist() == [0, *stored]  # nothing comes before the first stage: it reads its batch again
+    assert more.tolist() == [0, *stored]  # no stage comes before the first one, which reads its batch again
 
 
 def test_the_timeline_holds_each_task_once_and_ends_with_the_mini_batch() -> None:
@@ -252,7 +252,7 @@ def test_messages_between_workers_that_share_one_core_take_it() -> None:
 
 @pytest.mark.parametrize(("num_stages", "num_replicas", "slots"), [(2, 2, 2), (2, 2, 3), (3, 1, 2), (2, 3, 1)])
 def test_reductions_take_the_cores_that_workers_share(num_stages: int, num_replicas: int, slots: int) -> None:
-    """``tied``: the first and the last stage reduce what they share over a ring of both, also with one replica."""
+    """``tied``: the first and the last stage reduce a shared unit over a ring of both, even with one replica."""
     little, much = (
         simulate(
             synthetic_profile(parameter_bytes=size, tied=True),
@@ -278,7 +278,7 @@ def test_with_a_core_for_each_worker_reductions_are_beside_the_backward() -> Non
     assert enough.expected.mini_batch_s == own.expected.mini_batch_s < few.expected.mini_batch_s
 
 
-# ---- what it says ----
+# ---- advice and descriptions ----
 
 
 def test_with_one_replica_nothing_is_said_of_replicas_that_reduce() -> None:

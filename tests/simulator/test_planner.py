@@ -47,7 +47,7 @@ def test_the_best_plan_is_the_fastest_of_all_shapes_simulated(num_gpus: int) -> 
 
 
 def test_a_gpu_that_only_makes_the_reduction_longer_is_left_idle() -> None:
-    profile = _profile(batch_size=6, num_sections=1)  # 6 micro-batches take 3 replicas as long as 4 or 5
+    profile = _profile(batch_size=6, num_sections=1)  # for 6 micro-batches, 3 replicas take as long as 4 or 5
     choice = plan(profile, num_gpus=5, micro_batch_size=1)
     assert (choice.best.shape, choice.num_idle) == ("1x3", 2)
     assert choice.runners_up == ()
@@ -64,7 +64,7 @@ def test_a_job_that_fits_on_one_gpu_is_planned_where_replicas_do_not_fit() -> No
 
 
 def _limited(seed: int, **changes: object) -> tuple[Profile, int]:
-    """A random job, and a memory of a device that just suffices for some shape of it."""
+    """Return a random job, and a device memory that just suffices for some shape of it."""
     rng = np.random.default_rng(seed)
     num_sections = int(rng.integers(1, 7))
     given: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""Redundant computation in the answers: what it adds to a step and to memory, and what it saves behind a loss."""
+"""Redundant computation in the answers: its cost in time and memory, and what it saves after a loss."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_next_stage_s_layers_and_the_activations_of_its_forwards_are_counted
     assert parts["lflb"]["redundant layers"].tolist() == [stage_bytes] * 4
     assert set(parts["lflb"]) == {"redundant layers"}
     each = 2 * 2 * 1_000_000  # samples times sections
-    samples = 2 * 65_536  # which the last stage reads from the data for the first one
+    samples = 2 * 65_536  # the last stage reads these from the data for the first one
     assert parts["eflb"]["redundant activations"].tolist() == [2 * each] * 3 + [2 * (each + samples)]
     # as many micro-batches as the next stage has in flight, and one more
     assert parts["efeb"]["redundant activations"].tolist() == [4 * each, 3 * each, 2 * each, 5 * (each + samples)]

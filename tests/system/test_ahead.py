@@ -22,7 +22,7 @@ JOIN_AT = 2
 
 @dataclass
 class Joining:
-    """Asks for two VMs at a version. With ``stops``, the run ends soon after they joined."""
+    """Requests two VMs at a version; with ``stops``, the run ends soon after they joined."""
 
     fleet: VmFleet
     stops: bool = False
@@ -66,7 +66,7 @@ def test_a_newcomer_that_is_killed_while_it_receives_disturbs_no_step(
     ran = run(tmp_path, emulated, Case(SHAPES, 2, STEPS, Joining, faults))
     assert ran.weights == undisturbed
     assert ran.sent_ahead() > 0
-    assert ran.report.morphs == ()  # no worker stopped for it
+    assert ran.report.morphs == ()  # no worker stopped because of it
 
 
 def test_a_real_job_joined_ahead_equals_one_that_ran_alone(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ class Vandal:
 
 
 def test_a_damaged_newest_checkpoint_costs_no_correct_weights(tiny_job: TinyJob, tmp_path: Path) -> None:
-    """One of two members is killed each time, and a standby takes its place: the other has its own part in memory."""
+    """Each time one of two members is killed and a standby takes its place; the other has its own part in memory."""
     vandal = Vandal(str(tmp_path / "run" / "checkpoints"))
     num_vms = 2 + len(DAMAGES)
     result = managed(
@@ -136,7 +136,7 @@ def test_a_damaged_newest_checkpoint_costs_no_correct_weights(tiny_job: TinyJob,
 
 
 def test_what_one_worker_cannot_read_another_reads(tiny_job: TinyJob, tmp_path: Path) -> None:
-    """Both members are killed at once; one of the two that take their places never reaches storage."""
+    """Both members are killed at once; one of their two successors never reaches storage."""
     first, job_path = tmp_path / "first", tmp_path / "job.py"
     tiny = JOB.rpartition(":")[0]
     job_path.write_text(UNREADABLE_JOB.format(first=str(first), manager=os.getpid(), tiny=tiny), encoding="utf-8")

@@ -65,7 +65,7 @@ def spec_of(stages: int, replicas: int, **fields: Any) -> RehearsalSpec:
 
 
 def rehearsed(spec: RehearsalSpec, directory: Path) -> tuple[Rehearsed, dict[str, str]]:
-    """The figures, and sha256 of every unit's final state."""
+    """Return the figures, and the sha256 of every unit's final state."""
     return run_planned(plan_rehearsal(spec), directory)
 
 
@@ -98,7 +98,7 @@ def test_two_shapes_end_with_the_same_weights_and_leave_nothing(tmp_path: Path) 
 
 
 class Losses:
-    """Takes a fast VM, and some steps later a slow one: then nothing fits until another fast one comes.
+    """Takes a fast VM, and some steps later a slow one, after which no plan fits until another fast one comes.
 
     Each worker of a shape must be of the type for which its stage was planned.
     """
@@ -123,7 +123,7 @@ AT = 3
 
 
 def test_losses_of_either_type_re_shape_mixed_plans_and_change_no_bit(tmp_path: Path) -> None:
-    """A plan as given takes no less than simulated, and has the weights of equal pipelines on one type."""
+    """A given plan takes at least the simulated time, and has the weights of equal pipelines on one type."""
     profile = with_type(PROFILE, "slow", 2.0)
     deep, shallow = (plan_rehearsal(spec_of(stages, 1)).plan for stages in (3, 2))
     slow = tuple(stage.model_copy(update={"node_type": "slow"}) for stage in shallow.stages)

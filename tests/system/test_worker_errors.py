@@ -53,7 +53,7 @@ ALWAYS = """
 
 @dataclass
 class Ended:
-    """How a run ended, with its last checkpoint, and what each failed order said."""
+    """How a run ended, with its last checkpoint and the messages of its failed orders."""
 
     finish: Finish
     version: int
@@ -97,7 +97,7 @@ def failing_run(directory: Path, fail: str, at_version: int, faults: tuple[Fault
 def test_an_error_that_passes_costs_nobody_and_a_device_that_is_full_or_lost_its_worker(
     reference: dict[str, str], tmp_path: Path
 ) -> None:
-    # at each of these steps, for after its first error a worker may be left out of a shape or two
+    # at each of these steps, because a worker may be left out of a shape or two after its first error
     faults = (
         *(Fault(worker="vm1", phase="backward", step=step, kind="out_of_memory") for step in range(5, 12)),
         *(Fault(worker="vm2", phase="forward", step=step, kind="lost_device") for step in range(8, 14)),

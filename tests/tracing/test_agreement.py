@@ -62,7 +62,7 @@ class Texts(nn.Module):
 
 
 class HookBehindTheGraph(Block):
-    """Of a kind that no trace sees and Morph does not look for."""
+    """A hook of a kind that no trace sees and that Morph does not look for."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
@@ -125,7 +125,7 @@ def test_a_backward_that_the_trace_lost_is_refused_and_the_parameters_are_named(
     text = str(caught.value)
     assert text.startswith(f"{__file__}:{inspect.getsourcelines(Texts)[1]}: model: sections would not train the model")
     assert "(2 samples, seed 0): the loss differs by 0.00%" in text
-    assert ", 4 of 9 gradients: blocks." in text  # of blocks 1 and 3: turned twice, a gradient is right again
+    assert ", 4 of 9 gradients: blocks." in text  # of blocks 1 and 3: a gradient that is reversed twice is right again
 
 
 def test_the_comparison_draws_nothing_from_the_callers_generator(good: tuple[Job, ExportedJob]) -> None:
@@ -233,7 +233,7 @@ class Complex(nn.Module):
 
 
 class Sometimes(Texts):
-    """The second block never has a gradient: what it makes is not used."""
+    """A model whose second block never has a gradient, because its output is not used."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x) + self.places
@@ -310,7 +310,7 @@ def test_what_a_run_would_make_wrong_of_right_gradients_is_refused(
 
 
 class OneStepSize(torch.optim.SGD):
-    """Its step is of one length over all parameters that it has."""
+    """An optimizer with one step size for all parameters that it has."""
 
     def step(self, closure: Any = None) -> Any:
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -356,7 +356,7 @@ def test_what_was_found_is_kept_for_this_user_alone_and_a_damaged_file_is_as_non
     file.write_text('{"how": "whole", "other": 1}')
     assert cached_comparison(tmp_path, "key") is None
     (tmp_path / "file").touch()
-    cache_comparison(tmp_path / "file", "key", found)  # cannot be written: nothing is kept
+    cache_comparison(tmp_path / "file", "key", found)  # it cannot be written, so nothing is kept
 
 
 JOB = """

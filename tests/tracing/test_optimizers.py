@@ -19,7 +19,7 @@ HERE = Path(__file__).name
 
 
 class Custom(Optimizer):
-    """Base of the optimizers below."""
+    """Base class of the optimizers below."""
 
     def __init__(self, parameters: Any, lr: float = 0.1) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -98,7 +98,7 @@ class SkipsOverflowWithPython(Custom):
 
 
 class Unscales(Custom):
-    """As ``torch.amp.GradScaler`` does it."""
+    """Unscales gradients as ``torch.amp.GradScaler`` does."""
 
     def update(self) -> None:
         found = torch.zeros(1)
@@ -170,7 +170,7 @@ class ClipsAfterWarmUp(Custom):
 
 
 class AveragesByCounters(Custom):
-    """Like schedule-free optimizers: counters and sums of weights in the groups, but no parameter's data."""
+    """Like schedule-free optimizers: counters and sums of weights in the groups, but no data of parameters."""
 
     def update(self) -> None:
         for group in self.param_groups:
@@ -232,7 +232,7 @@ def report_of(tools: Any, kind: type[Optimizer], **settings: Any) -> DependencyR
 
 
 def line_of(text: str) -> str:
-    """Return ``file:line`` of the one line in this file that holds the text as a comment."""
+    """Return ``file:line`` of the one line in this file whose comment is this text."""
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     (number,) = [index for index, line in enumerate(lines, start=1) if line.rstrip().endswith(text)]
     return f"{__file__}:{number}"

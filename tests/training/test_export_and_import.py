@@ -47,8 +47,8 @@ def morph(*arguments: object) -> tuple[int, str]:
 
 
 def trained_run(job: str, path: Path, num_sections: int = NUM_SECTIONS) -> Path:
-    """A run directory with a checkpoint after two steps."""
-    with imported_once(job):  # kept, and read by the run's worker
+    """Return a run directory with a checkpoint after two steps."""
+    with imported_once(job):  # cached, and read by the run's worker
         found = load_and_cut(job, num_sections=num_sections, micro_batch_size=MICRO_BATCH_SIZE)
     facts = RunFacts(
         job=job,
@@ -184,14 +184,14 @@ def gpt2_job(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{path}:job"
 
 
-@pytest.mark.filterwarnings("default")  # of transformers
+@pytest.mark.filterwarnings("default")  # transformers itself triggers it
 def test_transformers_loads_what_was_exported_and_gives_back_what_can_be_imported(
     gpt2_job: str, tmp_path: Path
 ) -> None:
     run = trained_run(gpt2_job, tmp_path / "run", num_sections=2)
     folder = tmp_path / "model"
     assert morph("export", run, folder / "model.safetensors")[0] == 0
-    # Two seconds, which every process that collects tests would take.
+    # Importing it here would cost every process that collects tests two seconds.
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2)
@@ -338,7 +338,7 @@ def test_entries_are_renamed_left_out_and_may_be_missing(tmp_path: Path) -> None
 
 
 def trained_from(crew: ShapesCrew, job: str, run: Path, shape: str) -> dict[str, Tensor]:
-    """Parameters after two steps in a shape from a run directory's version 0."""
+    """Return parameters after two steps in a shape from a run directory's version 0."""
     crew.crew.job = load_tiny_job(NUM_SECTIONS, MICRO_BATCH_SIZE, spec_of(job))
     crew.crew.set_up(spec_of(job), crew.crew.job.fingerprint, run / "checkpoints")
     crew.crew.reshape(shape, NAMES, restore="checkpoint", version=0)

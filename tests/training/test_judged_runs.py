@@ -1,4 +1,4 @@
-"""Runs that act on their evaluations: the best version is kept, and training ends early, also after losses."""
+"""Runs that act on their evaluations: the best version is kept, and training ends early, even after losses."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def crew() -> Iterator[ManagedCrew]:
 
 
 def evaluated(net: Net) -> dict[str, float]:
-    """The metrics of a model in evaluation mode, of all samples at once."""
+    """Return the metrics of a model in evaluation mode for all samples at once."""
     data = [Points(1000, 11)[index] for index in range(10)]
     batch = {key: torch.stack([sample[key] for sample in data]) for key in ("x", "y")}
     with torch.no_grad():

@@ -153,7 +153,7 @@ def begun(optimizer: MakeOptimizer, schedule: Any = None, num_steps: int = 5) ->
 
 
 def rates(state: UnitState) -> list[float]:
-    """The rate now, and at each of the next steps."""
+    """Return the learning rate now and at each of the next steps."""
     found = []
     for index in range(4):
         found.append(float(state.optimizer.param_groups[0]["lr"]))
@@ -227,7 +227,7 @@ def test_accepted_changes_hold_for_joining_workers_and_resumed_runs() -> None:
         step(joined, index)
         step(state, index)
         assert same(joined.tensors(), state.tensors())
-    state.load(begun(OPTIMIZERS["AdamW"], schedule).tensors())  # back to a checkpoint of before
+    state.load(begun(OPTIMIZERS["AdamW"], schedule).tensors())  # back to a checkpoint from before
     assert rates(state) == rates(begun(changed, schedule))
 
 
@@ -358,7 +358,7 @@ def test_only_a_device_with_memory_of_its_own_has_the_optimizer_elsewhere(
 
 
 class Hoarder(optim.SGD):
-    """Keeps what cannot be saved."""
+    """An optimizer whose state cannot be saved."""
 
     def __init__(self, parameters: Iterable[Parameter], what: Any, owner: Any = None) -> None:
         super().__init__(parameters, lr=0.1)

@@ -79,7 +79,7 @@ def plain_loop(job: Any) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def of_torch(job: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The loss as torch itself has it."""
+    """Compute the loss as torch itself does."""
     if job.loss is training_jobs.counted_loss:
         return model(batch["x"]).square().mean()
     by_class = job.loss is training_jobs.class_loss
