@@ -193,7 +193,7 @@ def _serve(orders: Connection, control: Connection) -> None:
                     before._reaper.reap(before._generation.groups)
                 if beside := getattr(before._workload, "_data_workers", None):
                     beside.close()
-            if HERE.device is not None:  # the setup has no field for this
+            if HERE.device is not None:  # a setup cannot name this device
                 arguments = (arguments[0].model_copy(update={"device": HERE.device.kind.type}),)
             made = set_up(*arguments)
             if isinstance(made, Failed):

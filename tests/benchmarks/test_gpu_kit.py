@@ -21,7 +21,7 @@ SCRIPT, RUNS, JOBS = ((KIT / name).read_text(encoding="utf-8") for name in ("on_
 
 def test_every_module_file_and_name_that_the_kit_runs_is_there() -> None:
     modules = {name.replace("$KITMOD", "benchmarks.gpu_kit") for name in re.findall(r"-m (\$?[\w.]+)", SCRIPT)}
-    modules -= {"gpu", "pip"}  # "gpu" is a mark of tests; looking for pip would make setuptools replace distutils
+    modules -= {"gpu", "pip"}  # "gpu" is a mark of tests; a search for pip makes setuptools leave distutils to Python
     modules |= set(re.findall(r'^HOST = "(.+)"', RUNS, re.MULTILINE))
     assert modules >= {"benchmarks.gpu_kit.facts", "morph.cli.main", "manager.engine.on_processes.process_host"}
     assert [name for name in modules if find_spec(name) is None] == []

@@ -37,7 +37,7 @@ def profile() -> Profile:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("calibrate.helpers.crew.subprocess", SUBPROCESS)
         patch.setattr("calibrate.computing.contention._WINDOW_S", 0.05)
-        # other tests change the number of threads
+        # other tests leave memory in use
         patch.setattr("calibrate.computing.contention._processes_that_fit", lambda: 99)
         result = calibrate(JOB, micro_batch_sizes=(4, 2), num_samples=5, progress=lambda _, share: told.append(share))
     assert told == sorted(told)

@@ -161,7 +161,7 @@ def units_sent_ahead(_: Path) -> Iterator[Scene]:
     def come() -> None:
         sender, rendezvous = f"a{next(senders)}", context.rendezvous("b")
         with socket.create_connection(incoming._listener.address, BOUND_S) as connection:
-            # wait until the manager has heard it
+            # this returns once the receiver has taken the frame
             send_frame(connection, Frame(rendezvous.hello(incoming._told, sender), {}))
 
     yield Scene(incoming._listener.address, come)

@@ -307,7 +307,7 @@ def test_vms_that_die_while_booting_are_replaced_less_and_less_often() -> None:
     actions = script.tell(WorkerLost(worker="n1", cause="its raylet ended"))
     assert ReleaseNodes(nodes=("n1",)) in actions
     assert requested(actions) == [("job-2", 1)]
-    # for the same lost VM
+    # another VM of the same request is lost
     assert requested(script.tell(WorkerLost(worker="n2", cause="its raylet ended"))) == [("job-3", 1)]
     script.tell(NodesGranted(request="job-2", nodes=("m2",)))
     waits_s = []

@@ -112,7 +112,7 @@ class Script(Interrupt):
 
 
 def no_sums() -> StepSums:
-    """The sums of a worker without units."""
+    """Return the sums of a worker without units."""
     rings = Rings({}, frozenset(), range(9), lambda _: None, Interrupt(1), FaultPlan([]))
     return StepSums({}, range(0), range(COUNT), COUNT, 0, rings)
 

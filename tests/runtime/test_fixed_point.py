@@ -204,7 +204,7 @@ def test_a_transposed_gradient_is_added_in_its_own_order() -> None:
     assert to_fixed(gradient.T, 1).tolist() == [0, 6, 2, 8, 4, 10]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # Triton's interpreter is slow
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # from Triton's interpreter
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
@@ -258,7 +258,7 @@ def test_sums_that_have_the_same_means_are_found_again(
     means, again = back_from(total, exponent, divisor, dtype), torch.empty_like(total)
     to_sums(means, exponent, divisor, again)
     back = back_from(again, exponent, divisor, dtype)
-    assert torch.equal(back[means.isfinite()], means[means.isfinite()])  # the largest finite float16
+    assert torch.equal(back[means.isfinite()], means[means.isfinite()])  # others are beyond float16
 
 
 needs_triton = pytest.mark.skipif(

@@ -195,7 +195,7 @@ class Drawing:
 def test_what_the_data_set_draws_changes_no_bit_of_the_dropout(tiny: CutJob, whole: Ran) -> None:
     def load(micro_batch: int, keys: Sequence[str]) -> dict[str, Tensor]:
         dataset = Drawing(tiny.job.dataset())
-        # without remembered samples
+        # a new loader remembers no samples
         loader = MicroBatchLoader(dataset, tiny.job.seed, tiny.job.batch_size, MICRO_BATCH_SIZE)
         return loader.load(0, micro_batch, keys)
 

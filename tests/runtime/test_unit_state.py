@@ -112,7 +112,7 @@ def test_a_copy_for_later_is_of_the_state_as_it_was_when_it_was_asked_for(change
     step(state, 0)
     before, other = state.tensors(), make(seed=99).tensors()
     copy = state.copy_later()
-    if change == "load":  # a copy requested now would belong to a history that is void
+    if change == "load":  # the copy then belongs to a history that is void
         state.load(other)
         assert copy.take() is None
         return
@@ -374,7 +374,7 @@ def test_a_units_step_has_the_same_bits_whoever_shares_the_call(
         cut = chance.randrange(3, 7)
         for some in (order[:cut], order[cut:]):
             apply_all(some, decided)
-        if version == 5:  # its first step follows now
+        if version == 5:  # its next step is a first step, unlike those of the others
             joined[0].load({name: tensor.clone() for name, tensor in joined[0].tensors().items()})
         assert all(same(one.tensors(), other.tensors()) for one, other in zip(alone, joined, strict=True))
     assert max(calls) > 2

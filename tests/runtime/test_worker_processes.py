@@ -172,7 +172,7 @@ def test_workers_behind_a_stopped_peer_abort_at_once_and_train_on(crew: Crew, re
         stopped.resume()
     stopped.control("abort", aborted)
     assert isinstance(stopped.answer(), Aborted | Prepared)
-    crew.reshape("2x2", NAMES)  # this worker continues, and is taken back
+    crew.reshape("2x2", NAMES)  # the stopped worker is well again, and is taken back
     crew.train(NUM_STEPS)
     assert crew.digests() == reference
 

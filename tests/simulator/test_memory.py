@@ -180,7 +180,7 @@ def test_device_and_host_are_two_memories_where_the_device_has_its_own() -> None
     assert apart.expected.host_memory_bytes == fullest
     roomy = profile_of(host_memory_bytes=fullest)
     assert plan(roomy, num_gpus=2, micro_batch_size=M, pipeline_depth=2, memory_bytes=10**12).best.num_workers == 2
-    short = simulate(profile_of(host_memory_bytes=2_000_000), **shape)  # the other one found no plan that fits
+    short = simulate(profile_of(host_memory_bytes=2_000_000), **shape)  # ``simulate`` allows shapes that do not fit
     assert short.expected.peak_memory_bytes == apart.expected.peak_memory_bytes
     with pytest.raises(PlanError, match=r"host_memory_bytes: .*checkpoint copies"):
         plan(profile_of(host_memory_bytes=2_000_000), num_gpus=2, micro_batch_size=M, memory_bytes=10**12)

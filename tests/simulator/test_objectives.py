@@ -68,7 +68,7 @@ def _simulated(given: Revocations, num_nodes: int, planned: int, batch: int, rat
     """
     rng = np.random.default_rng(5)
     per_s, alive, now_s, done = given.per_hour / 3600, num_nodes, 0.0, 0
-    in_use, step_end = 0, 0.0  # nodes of the training shape, which pauses until step_end - its mini-batch
+    in_use, step_end = 0, 0.0  # nodes of the shape in use; before step_end - its mini-batch it pauses
     fewest = [planned if n >= planned else rates.index(rates[n]) for n in range(num_nodes + 1)]
     mini_batch_s = [batch / rates[size] if rates[size] else float("inf") for size in range(num_nodes + 1)]
 
@@ -78,7 +78,7 @@ def _simulated(given: Revocations, num_nodes: int, planned: int, batch: int, rat
         step_end = at_s + mini_batch_s[in_use]
 
     begin(0.0)
-    few_live = per_s * given.replacement_s > 1  # longer runs vary more
+    few_live = per_s * given.replacement_s > 1  # such runs vary more, and need more steps
     for _ in range(24_000 if few_live else 4_000):
         losing, gaining = alive * per_s / given.together, (num_nodes - alive) / given.replacement_s
         event_s = now_s + float(rng.exponential(1 / (losing + gaining)))

@@ -93,7 +93,7 @@ def test_zones_that_go_together_lose_vms_at_the_same_moments() -> None:
         assert several == pytest.approx(share, abs=0.2)
         assert (several > 0) == (together > 0)
         whole = statistics_of(trace)["all"]
-        assert whole.losses_per_vm_h == pytest.approx(0.5, rel=0.15)  # whether they go together or not
+        assert whole.losses_per_vm_h == pytest.approx(0.5, rel=0.15)  # whether or not zones go together
 
 
 def test_prices_wander_around_their_mean() -> None:
