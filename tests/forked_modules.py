@@ -112,7 +112,7 @@ SUBPROCESS = SimpleNamespace(
     DEVNULL=subprocess.DEVNULL,
     TimeoutExpired=subprocess.TimeoutExpired,
 )
-"""In place of the module of that name."""
+"""Replaces the module ``subprocess``."""
 
 
 def _run(

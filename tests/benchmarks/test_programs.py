@@ -15,7 +15,7 @@ from benchmarks.device_speed.__main__ import communicators, copies, kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 HOW = re.compile(r"^\|.*\| (`[^|]*`) \|$", re.MULTILINE)
-"""The last cell of a row of docs/benchmarks.md: what follows ``python -m benchmarks``, or a command of its own."""
+"""The last cell of a row of docs/benchmarks.md: the arguments of ``python -m benchmarks``, or a whole command."""
 COMMAND = re.compile(r"python -m benchmarks ([\w.]+)((?: +(?!#)[^`\n]+)?)")
 
 

@@ -19,7 +19,7 @@ from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.rules import CheckpointRules
 
 OPERATIONS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"})
-"""As Python's audit events name them. Writes and fsync have none: see ``killed_at``."""
+"""The names of Python's audit events; writes and fsync have none: see ``killed_at``."""
 UNITS = ("s0", "s1", "s2")
 
 

@@ -16,7 +16,7 @@ from manager.run_dir import JOURNAL
 from tests.cloud.region import Life
 
 HEARD_S = 6.5
-"""The longest that a silent worker goes unnoticed (docs/how-it-works/manager.md)."""
+"""The longest time that a silent worker goes unnoticed (docs/how-it-works/manager.md)."""
 BEGIN_S = 4.0
 """Seconds by which the start of billing may differ: from the date in Azure's answer to the time of reading it."""
 CLOCK_S = 4.0

@@ -42,9 +42,9 @@ OF_VM: set[Socket] = {
     ("ray::WorkerActor", "all", "workers"),
     ("ray::WorkerActor", "own", "any"),
 }
-"""The last: tensors."""
+"""Listeners on a VM; the last one receives tensors."""
 WAITING = ("ray::IDLE", "all", "workers")
-"""A process of Ray's without work, which there may be."""
+"""An idle process of Ray, which may or may not exist."""
 
 
 class Watch:

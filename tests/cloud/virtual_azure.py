@@ -38,7 +38,7 @@ CLOUD_FILE: dict[str, Any] = {
     "identity_id": f"{GROUP}/providers/Microsoft.ManagedIdentity/userAssignedIdentities/nodes",
     "ssh_public_key": "ssh-ed25519 AAAAC3Nz me",
 }
-"""A cloud file of this Azure, with one size, so that a VM has one price. It has no GPU."""
+"""A cloud file of this Azure with one size, so that all VMs have one price; the size has no GPU."""
 
 
 class VirtualAzure:

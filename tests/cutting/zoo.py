@@ -49,7 +49,7 @@ qwen2 = made("Qwen2ForCausalLM", **LLAMA_SIZES, tie_word_embeddings=True)
 qwen3 = made("Qwen3ForCausalLM", **LLAMA_SIZES, head_dim=8)
 mixtral = made("MixtralForCausalLM", **LLAMA_SIZES, **EXPERTS)
 phimoe = made("PhimoeForCausalLM", **LLAMA_SIZES, **EXPERTS)
-"""Its routers draw, and have a backward of their own (an autograd.Function)."""
+"""A model whose routers draw random numbers and have a backward of their own (an autograd.Function)."""
 _ENCODER = {
     "hidden_size": 32,
     "num_hidden_layers": NUM_LAYERS,
@@ -145,7 +145,7 @@ hf_resnet = made(
     layer_type="basic",
     num_labels=4,
 )
-"""With BatchNorm."""
+"""A model with BatchNorm."""
 
 Entry = tuple[Callable[[], nn.Module], Callable[[nn.Module, dict[str, Tensor]], Tensor], list[dict[str, Tensor]]]
 ZOO: dict[str, Entry] = {

@@ -40,7 +40,7 @@ _VIEWS = {
     _SET,
 }
 LOOK_BYTES = 512
-"""So many may be looked at, as by ``.tolist()``: of largest magnitudes, norms and losses."""
+"""The most bytes that may be read as by ``.tolist()``: largest magnitudes, norms and losses."""
 _LIBRARIES: list[torch.library.Library] = []
 """Keeps registrations alive."""
 

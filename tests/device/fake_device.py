@@ -25,7 +25,7 @@ from tests.device.device_tensors import copies_allowed, gpu, is_on_device, live_
 
 BOUND_S = 100.0
 POISON = 0xFF
-"""In every byte: NaN in floating point, -1 in integers."""
+"""The value of every byte: NaN in floating point, -1 in integers."""
 
 
 class DeviceLost(RuntimeError):
@@ -155,7 +155,7 @@ class FakeDevice:
         self.num_copies = self.copied_bytes = self.num_syncs = 0
         self.failures: list[BaseException] = []
         self.shares = self.opens = True
-        """Whether memory can be shared with other processes, and theirs opened."""
+        """Whether memory can be shared with other processes, and theirs can be opened."""
         self._shared: list[int] = []
 
     @property

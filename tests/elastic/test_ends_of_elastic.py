@@ -26,7 +26,7 @@ pathlib.Path(sys.argv[1], f"up-{time.monotonic_ns()}").touch()
 while True:
     time.sleep(0.1)
 """
-"""Instead of a training script: one that would save before it ends, and takes long."""
+"""Replaces a training script: it saves before it ends, which takes long."""
 
 
 class Started:

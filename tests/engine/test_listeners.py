@@ -60,7 +60,7 @@ for _ in range(number):
 print("there", flush=True)
 sys.stdin.read()
 """
-"""Connects many times, says the same each time, and stays."""
+"""Connects many times, sends the same each time, and stays."""
 
 
 @dataclass

@@ -30,7 +30,7 @@ print(json.dumps({
     "keys": [path.name for path in files if "PRIVATE KEY" in path.read_text()],
 }))
 """
-"""Run in a process of its own, at whose end the folder is removed."""
+"""This runs in a process of its own, at whose end the folder is removed."""
 
 ADOPTED = """
 import sys, tempfile

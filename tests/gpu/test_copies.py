@@ -16,7 +16,7 @@ from tests.device.link_contract import BOUND_S, arrived
 
 CUDA = torch.device("cuda", 0)
 SLEEP_CYCLES = 1 << 32
-"""Two seconds or so of a kernel."""
+"""The cycles of a kernel of about two seconds."""
 
 
 def state() -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from tests.device.link_contract import Ends, LinkContract, Pair, Spec
 
 CUDA = torch.device("cuda")
 LONG_CYCLES = 1 << 31
-"""What a device takes a second or so for."""
+"""Cycles for which a device takes about a second."""
 
 
 def from_device(tensor: Tensor) -> Tensor:

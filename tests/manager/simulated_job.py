@@ -74,7 +74,7 @@ UNEQUAL = {
 }
 """Unequal pipelines for each number of workers."""
 OF_TYPE = {1: ((1, 1),), 2: ((2, 1),), 3: ((2, 1), (1, 1)), 4: ((2, 2),)}
-"""Stages and replicas on so many GPUs of one type."""
+"""Stages and replicas on this many GPUs of one type."""
 MIXED = {
     Pool.of({"fast": fast, "slow": slow}): make_unequal(
         *((*kind, "fast") for kind in OF_TYPE.get(fast, ())), *((*kind, "slow") for kind in OF_TYPE.get(slow, ()))
@@ -82,7 +82,7 @@ MIXED = {
     for fast, slow in itertools.product(range(5), range(5))
     if fast + slow > 1
 }
-"""Of each pool of GPUs of two types."""
+"""A plan for each pool of GPUs of two types."""
 RULES = Rules(
     checkpoints=CheckpointRules(file_timeout_s=5.0),
     wait=WaitRules(vms_patience_s=500.0, setup_s=1.0),

@@ -55,18 +55,18 @@ class Faults:
     """How often each fault happens: probabilities unless stated otherwise, all 0 by default."""
 
     num_devices: int = 1
-    """workers of each VM, which share its notice and its loss"""
+    """workers of each VM, which share notices and losses"""
     node_types: tuple[str, ...] = ()
-    """types of VMs, which come in turn; none: all are equal"""
+    """types of VMs, which alternate; without any, all VMs are equal"""
     death_per_order: float = 0.0
     deaths_after_s: tuple[tuple[float, int], ...] = ()
     deaths_in: tuple[tuple[Phase, int, int], ...] = ()
-    """(phase, how often it is entered before, how many die at once then)"""
+    """(phase, number of earlier times in this phase, number of workers that die at once)"""
     joins_after_s: tuple[float, ...] = ()
     comeback: float = 0.0
-    """a machine whose worker died is back soon, under another id"""
+    """the machine of a dead worker returns soon under another id"""
     notices_after_s: tuple[tuple[float, float | None], ...] = ()
-    """(when a worker gets a notice, after how long it is really taken; None: it is not taken)"""
+    """(when a worker gets a notice, after how many seconds its VM is taken; None: the VM is not taken)"""
     notice_withdrawn: float = 0.0
     silent_death: float = 0.0
     late_loss: float = 0.0
@@ -76,32 +76,33 @@ class Faults:
     late_message: float = 0.0
     """by up to 3 s, so that messages overtake each other"""
     broken_stream: float = 0.0
-    """what is pre-copied breaks off, or cannot keep up"""
+    """a stream breaks off, or cannot keep up"""
     order_error: float = 0.0
-    """an order fails: at each step once, but for devices that are lost"""
+    """an order fails; this happens once per step, except for lost devices"""
     error_causes: tuple[FailureCause, ...] = ("job", "device", "memory")
     overflow: float = 0.0
     non_finite: float = 0.0
-    """share of steps with a gradient that is not finite; which ones, and in which unit, depends on the step alone"""
+    """share of steps with a gradient that is not finite; the step alone determines whether, and in which unit"""
     stuck: float = 0.0
     spurious_abort: float = 0.0
     write_failure: float = 0.0
     load_failure: float = 0.0
-    """a checkpoint cannot be loaded: it is damaged where an older one is whole, else storage failed for a moment"""
+    """a checkpoint cannot be loaded: it is damaged if an older one is undamaged; otherwise storage failed for a
+    moment"""
     slow: float = 0.0
-    """share of workers that compute 30 % slower, for a while"""
+    """share of workers that are 30 % slower for a while"""
     refused: float = 0.0
-    """requests for VMs: refused or granted in part"""
+    """requests for VMs that are refused or granted in part"""
     unanswered: float = 0.0
-    """requests for VMs: lost, or their grant is"""
+    """requests for VMs that are lost, or whose grants are"""
     restarts_after_s: tuple[float, ...] = ()
-    """a new manager takes over"""
+    """times at which a new manager takes over"""
     dies_before: str = ""
-    """the kind of action that the manager writes down, and dies before it does it, the first time"""
+    """the kind of action before which the manager dies once, after recording it"""
     fresh_starts_after_s: tuple[float, ...] = ()
-    """manager and workers are gone; the run is begun again from its newest checkpoint"""
+    """times at which manager and workers die, and the run begins again from its newest checkpoint"""
     clock_jumps: tuple[tuple[float, float], ...] = ()
-    """(when, by how many seconds the manager's clock jumps)"""
+    """(time, seconds by which the manager's clock jumps)"""
     stop_after_s: float | None = None
     quiet_after_s: float = 60.0
 
@@ -144,7 +145,7 @@ class SimulatedWorker:
     stage_units: frozenset[str] = frozenset()
     prepared: int | None = None
     shared: dict[str, int] = field(default_factory=dict)
-    """of units that it keeps for others: the step whose gradients it holds"""
+    """the step whose gradients the worker holds, by unit that it follows"""
     begun_sums: WorkerSums | None = None
     sums: WorkerSums = field(default_factory=lambda: WorkerSums(SUMMED))
     overflowed: bool = False
@@ -253,7 +254,7 @@ class Stream:
     follows: bool = False
     broken: bool = False
     left: bool = False
-    """everything is with the receiver, and the sender is through with it"""
+    """everything has arrived at the receiver, so that the sender has finished"""
 
 
 class SimulatedPreCopy:

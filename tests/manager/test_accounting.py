@@ -185,7 +185,7 @@ BEGUN: tuple[tuple[float, Event | Fact | ControllerConfig], ...] = (
     (0.0, NodeAppeared(node="a")),
     (0.0, NodeAppeared(node="b")),
 )
-"""A manager that is killed at its last line, with two nodes that outlive it by a minute."""
+"""A manager that is killed after its last line, with two nodes that outlive it by a minute."""
 
 
 @pytest.mark.parametrize(

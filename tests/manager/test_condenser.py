@@ -39,7 +39,7 @@ from manager.trackers.reading import HappeningsReader
 from morph.contract.errors import RunDirError, RunDirStuck
 
 SEEDS = [seed for seed in range(2, 60) if seed != 11]
-"""By hand. In that of 11 the clock is set back between two changes of shape."""
+"""Chosen by hand; in the history of 11 the clock is set back between two changes of shape."""
 PRICES = Prices(paid_usd_per_h=3.6)
 LOSES_ALL = Faults(
     deaths_after_s=((8.0, 20), (30.0, 1)), joins_after_s=(9.0, 9.1, 9.2, 9.3), quiet_after_s=45.0, doubled=0.1

@@ -233,13 +233,13 @@ def test_a_question_is_asked_again_once_what_it_depends_on_was_replaced() -> Non
 
 SEEDS = range(60 if IS_LONG else 40)
 EVERY = 7 if IS_LONG else 47
-"""Of so many events of a history, the state after one is answered."""
+"""After one of this many events of a history, the answers to the state are examined."""
 played = cache(play)
 TIMES = ComputeTimes(forward_s=0.1, recompute_s=0.0, backward_s=0.2, reduce_s=0.0, wait_s=0.0, step_s=0.3)
 
 
 def one_by_one(state: ControllerState, events: Sequence[Single], now_s: float) -> tuple[ControllerState, list[Action]]:
-    """The state after these events, each decided by itself at the same time, and all that is to be done."""
+    """Return the state after these events, each decided by itself at the same time, and all actions."""
     actions: list[Action] = []
     for event in events:
         decision = decide(state, event, now_s)
@@ -250,7 +250,7 @@ def one_by_one(state: ControllerState, events: Sequence[Single], now_s: float) -
 def check(
     state: ControllerState, events: Sequence[Single], now_s: float, *, alike: AnsweredAlike | None = None
 ) -> bool:
-    """Decide both ways; returns whether anything was to be done."""
+    """Decide the events together and one by one, and compare; return whether there were actions."""
     each, actions = one_by_one(state, events, now_s)
     both = decide(state, alike or Together(events=tuple(events)), now_s)
     told, before = both.state.model_dump(exclude={"recent"}), each.model_dump(exclude={"recent"})

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 NUM_HISTORIES = int(os.environ.get("MORPH_HISTORIES", "200"))
 SEEDS_AT_ONCE = 50
 REACHING = 200
-"""So many are asked what they came to."""
+"""The number of histories of which the reached phases and decisions are counted."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,8 @@ BY_SCORE = EvaluationSize(
     best=BestRule(metric="score", mode="max", patience=2),
     finishes=True,
 )
-"""Evaluations at every second version: scores are 7, 13, 5, 11, and 3 at the end, two steps after the second worse."""
+"""Evaluations at every second version; their scores are 7, 13, 5, 11, and 3 at the end, two steps after the second
+worse one."""
 
 
 @pytest.mark.parametrize("size", [BY_LOSS, BY_SCORE])

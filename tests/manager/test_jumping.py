@@ -51,7 +51,7 @@ UNEQUAL = {
     for count, plan in jobs.UNEQUAL.items()
     if count < 5
 }
-"""In addition to the fixed pipelines of the others."""
+"""Used in addition to the fixed pipelines of other tests."""
 
 
 def history_of(seed: int, *, jumps: bool, every: int | None) -> tuple[SpotCluster, list[tuple[float, Event, Decision]]]:

@@ -90,7 +90,7 @@ def test_a_type_that_ran_only_some_sections_is_uncertain_of_the_others() -> None
 
 
 PARTS = (([[0, 3]], 1), ([[0, 3]], 2))
-"""Cuts, and of how many of their stages something is seen."""
+"""Cuts, and the number of their stages that are observed."""
 
 
 def test_no_type_is_forgotten_because_another_has_many_stages() -> None:

@@ -307,7 +307,7 @@ REPLICAS = JOB.model_copy(
         "durations": TIMES.model_copy(update={"setup_s": 0.0, "groups_s": 0.0, "stall_s": 0.0}),
     }
 )
-"""Three of four replicas that go on with their two micro-batches each do more than three that share all eight."""
+"""Three of four replicas that continue with two micro-batches each do more than three that share all eight."""
 UNSURPASSED = [name for name in POLICIES if name not in ("ideal", "on-demand", "mix-50")]
 QUICK = [name for name in UNSURPASSED if not by_controller(name)]
 

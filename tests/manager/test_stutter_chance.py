@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 STUTTER = StutterRules()
 SHAPES = [(3, 1), (6, 1), (1, 2), (3, 2), (2, 3), (3, 3)]
 JITTER = [(0.05, 0.0), (0.3, 0.0), (0.1, 0.95), (0.2, 0.95)]
-"""Spread and memory."""
+"""The spread and memory of times."""
 WINDOWS = 80
 SEEDS = 12 if IS_LONG else 5
 SLOW = 1.3

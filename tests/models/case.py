@@ -24,7 +24,7 @@ SAMPLES = 4
 CLOSE = 2e-6
 SEED = 7
 FLOOR = 1e-1
-"""A gradient's error is judged relative to its own maximum, and to this share of the model's maximum."""
+"""A gradient's error is judged relative to its own maximum or, if larger, to this share of the model's maximum."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ SMALLER = {
         "LOSSES = (50, 100)": "LOSSES = (10,)",
     },
 }
-"""Settings at the top of notebooks, reduced for each commit; unchanged, they run in `make test-long`."""
+"""Settings at the top of notebooks, reduced for each commit; `make test-long` runs notebooks unchanged."""
 pytestmark = pytest.mark.timeout(1200)
 
 

@@ -23,7 +23,7 @@ from tests.notices.metadata_server import MetadataServer, Reply, json_reply
 LEAD_S = 120
 BOUND_S = 0.6
 PATIENCE_S = 60.0
-"""Of calls that are answered, however slow this machine is."""
+"""The time-out of calls that are answered, however slow this machine is."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ ROOM = 4
 TYPES = ("t4", "v100")
 USD = {"t4": 0.5, "v100": 3.0}
 LARGE = 4
-"""Devices of a VM, where it has several."""
+"""The number of devices of a VM with several."""
 
 
 class Fleet:
@@ -173,7 +173,7 @@ def slurm_real(cluster: RealSlurm, directory: Path) -> Case:
 
 REAL = pytest.param(slurm_real, marks=[pytest.mark.slow, pytest.mark.skipif(bool(why_none()), reason=why_none())])
 MARKETS = [static, azure, aws, slurm, slurm_json, REAL]
-"""Providers with which several runs have VMs, and VMs several devices."""
+"""Providers on which several runs have VMs, and VMs have several devices."""
 
 
 def of_two_types(kind: str, arm: Any, directory: Path) -> Provider:

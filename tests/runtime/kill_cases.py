@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tests.grids import cells
 
 MOST_CASES = 12
-"""At most so many cases in one run, which the first failure ends."""
+"""The most cases of one run, which the first failure ends."""
 LAST = -1
 
 DEPTHS = (4, 3, 6, 5)
@@ -16,9 +16,9 @@ REPLICAS = (1, 2)
 VICTIMS = ("middle", "last", "first", "two adjacent", "two apart", "two of a stage")
 NOTICED = (False, True)
 FILLING = ("send_ahead", "receive_ahead")
-"""While the state of what only one VM drives travels to followers: at the beginning of a run, for some steps."""
+"""Phases while a worker without a replica sends its state to a follower: some steps at the beginning of a run."""
 CHANGING = ("reshape", "transfer")
-"""While the shape changes because another VM is about to be taken."""
+"""Phases while the shape changes because another VM is about to be taken."""
 MOMENTS = (
     ("forward", 2),
     ("backward", 1),
@@ -78,7 +78,7 @@ class Case:
 ALWAYS = (
     Case(4, 1, ("backward", LAST), "middle", noticed=True),  # its follower only has to prepare the step
 )
-"""Whatever the grid is: what once was lost."""
+"""Cases of former defects, which are tested whatever the grid is."""
 
 
 def runs() -> list[list[Case]]:

@@ -33,9 +33,9 @@ from tests.crew import Crew, ThreadMember
 from tests.system.harness import TinyJob
 
 NUM_STEPS = 3
-"""After the first step the optimizer's state exists, after the second scales fit."""
+"""After the first step the optimizer's state exists, and after the second the scales fit."""
 WITHOUT_COPIES = MemoryRules(keeps_sums=False, copies_sums=False, saves=False, changes=False)
-"""As in these steps, no checkpoint is written, no sums are sent, and no step is given up."""
+"""In these steps no checkpoint is written, no sums are sent, and no step is given up."""
 
 
 class TrackedMember(ThreadMember):

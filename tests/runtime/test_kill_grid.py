@@ -37,11 +37,11 @@ NUM_SECTIONS, MICRO_BATCH_SIZE, NUM_MICRO_BATCHES = 6, 2, 6
 CHECKPOINT_EVERY = 5
 UNIT_BYTES = 40_000
 PERIOD_S = 1.0
-"""Seconds of a micro-batch in plans: so slow that, with this many losses, sums are copied after each one."""
+"""Seconds of a micro-batch in plans: long enough that, with this many losses, sums are copied after each one."""
 SLOW_S = 0.3
 MOST_STEPS = 400
 ROOM_BYTES = 10**9
-"""Memory of a device and of the host: for pipelines of even depth, followers fit only in host memory."""
+"""Bytes of a device and of the host: for pipelines of even depth, followers fit only in host memory."""
 LONG_NOTICE_S, SHORT_NOTICE_S = 3600.0, 1.0
 
 

@@ -23,7 +23,7 @@ NAMES = ("w0", "w1", "w2", "w3")
 NUM_STEPS = 4
 SHAPES = ("1x1", "2x1", "1x2", "2x2", "4x1", "3x1", "1x3", "1x4")
 ABORT_BOUND_S = 60.0
-"""Far below the time-out of a collective (120 s); generous for a busy machine."""
+"""Far below the time-out of a collective (120 s), but enough for a busy machine."""
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -32,7 +32,7 @@ from tests.simulator.test_memory import M, profile_of
 
 NOTHING_MORE = MemoryRules(keeps_sums=False, copies_sums=False, changes=False, saves=False)
 STEEP = 8_000_000
-"""Activations of a sample in a section: most of a stage's memory."""
+"""Bytes of a sample's activations in a section, which are most of a stage's memory."""
 
 
 def random_profile(seed: int, num_sections: int | None = None, **changes: Any) -> Profile:

@@ -11,7 +11,7 @@ from manager.enrolment.files import Certificates
 
 BOUND_S = 100.0
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""With which every connection of HTTP/2, and so of gRPC, begins; a server answers with a frame of its own."""
+"""Every connection of HTTP/2, and so of gRPC, begins with this; a server answers with a frame of its own."""
 PRIVATE = b"-----BEGIN PRIVATE KEY-----"
 PLAIN = "without TLS"
 

@@ -31,7 +31,7 @@ sys.argv = ["morph", *sys.argv[2:]]
 from morph.cli.main import main
 main()
 """
-"""Runs a command of Morph whose own process writes down every secret that it makes: ``python -c`` this, FILE, ..."""
+"""Runs a command of Morph whose own process records every secret that it makes: ``python -c`` this, FILE, ..."""
 LISTENS = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
 """Files below /proc/PID/net, and the state of a listening socket in them."""
 

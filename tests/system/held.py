@@ -54,7 +54,7 @@ class HeldText(CountingText):
 job = replace(job, dataset=HeldText)
 """
 BOUND_S = 500
-"""Also the bound of orders in runs of such a job (``policy.order_timeout_s``), where it may be held for long."""
+"""Also the bound of orders in runs of such a job (``policy.order_timeout_s``), which may be held for long."""
 
 
 class HeldJob:

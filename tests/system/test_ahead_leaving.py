@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 NOTICE_AT = 3
 LEAD_S = 20.0
-"""Enough on a busy machine, and no more: a VM trains on for as long as its notice surely allows."""
+"""Enough on a busy machine, but short: a VM trains for as long as its notice surely allows."""
 OPEN_ENDED = 100_000
 
 

@@ -23,7 +23,7 @@ from tests.system.harness import JOB, TinyJob, constant_vms, managed, uninterrup
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 OPEN_ENDED = 100_000
-"""Steps: a run ends once all was done to it, however long a checkpoint takes to be complete."""
+"""Steps of a run that ends when all faults have happened, however long a checkpoint takes."""
 
 
 def _flip(file: Path) -> None:
@@ -43,7 +43,7 @@ DAMAGES: tuple[tuple[Callable[[Path], None], str], ...] = (
     (_truncate, MANIFEST),
     (Path.unlink, "is gone"),
 )
-"""Each damage with its message; the last three are done to the manifest, the others to the file of a unit."""
+"""Each damage with its message; the last three are to the manifest, the others to the file of a unit."""
 UNREADABLE_JOB = """
 import os, runpy
 from pathlib import Path
@@ -67,7 +67,7 @@ if os.getpid() != {manager}:
     state_moves.read_unit = read_unit
 job = runpy.run_path({tiny!r})["job"]
 """
-"""The tiny job; the first worker that reads a checkpoint cannot, now or later."""
+"""The tiny job, but the first worker that reads a checkpoint never can."""
 
 
 class Vandal:

@@ -21,11 +21,11 @@ from tests.system.held import HeldJob
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
 STEPS, MANY_STEPS = 18, 36
-"""The latter is for a run that is held and stopped three times."""
+"""``MANY_STEPS`` is for a run that is held and stopped three times."""
 HELD_AFTER = 7
-"""Steps: two checkpoints, and far fewer than are left."""
+"""Steps: enough for two checkpoints, and far fewer than remain."""
 FIRST_HELD_AFTER = 5
-"""Steps: one checkpoint. The next one may begin only once that is complete."""
+"""Steps: enough for one checkpoint; the next one may begin only when that is complete."""
 STOPS = "SIGINT: the run ends at the next step boundary"
 CLUSTER = """
 vms: {{num_vms: {num_vms}, launcher: {launcher}}}

@@ -232,7 +232,7 @@ def test_a_host_that_dies_with_both_its_devices_is_replaced_and_one_without_a_ma
 
 
 LEAD_S = 3.0
-"""Longer than a change takes, and short: a VM trains on for as long as its notice surely allows."""
+"""Longer than a change takes, but short: a VM trains for as long as its notice surely allows."""
 
 
 class OneNotice:

@@ -35,7 +35,7 @@ SHAPES = {4: "2x2", 3: "3x1", 2: "2x1", 1: "1x1"}
 MANAGER_S = 300.0
 GONE_S = 60.0
 HELD_AFTER = 7
-"""Steps of a run that is not to be over before a checkpoint is complete, or what was killed is known to be dead."""
+"""Steps that are held until a checkpoint is complete or a killed process is known to be dead."""
 
 
 EventT = TypeVar("EventT", bound=Event)
@@ -189,7 +189,7 @@ HISTORIES = {
         Death(phase=Phase.TRAINING, version=4),
     ),
 }
-"""Under Ray: before and after its actors' workers are known. What follows are the same orders on the same link."""
+"""Under Ray: before and after its actors' workers are known. Later orders use the same link."""
 LAST = {
     "processes": (),
     "ray": (
@@ -197,9 +197,9 @@ LAST = {
         Death(phase=Phase.TRAINING, version=7, worker="vm1", manager_lives=True),
     ),
 }
-"""What dies besides the manager before the last one."""
+"""What dies under the last manager, which itself lives."""
 VMS = {"processes": {4: "2x2", 3: "3x1", 2: "2x1", 1: "1x1"}, "ray": {2: "1x2", 1: "1x1"}}
-"""How many there are, and what is made of those that are left: a worker is lost, and no step."""
+"""The number of VMs, and the shapes of those that are left: a worker is lost, but no step."""
 
 
 @pytest.mark.parametrize("kind", HISTORIES)

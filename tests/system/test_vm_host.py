@@ -109,8 +109,8 @@ for name in ("bomb", "crash"):
     ray.get(ray.remote(Hostile).options(**options).remote(name == "crash").__ray_ready__.remote(), timeout=200)
 print(json.dumps(found))
 """
-"""By all that Ray offers a client with its token: tasks and an actor on the head node, one with an environment; and
-actors in the place of workers, which answer with a bomb."""
+"""Attacks by everything that Ray offers a client with its token: tasks and an actor on the head node, one with an
+environment, and actors in place of workers, which answer with a bomb."""
 
 
 @dataclass
