@@ -92,11 +92,11 @@ def test_every_time_comes_with_its_spread(profile: Profile) -> None:
         assert time.quantiles_s[0] <= time.median_s <= time.quantiles_s[-1]
 
 
-def test_what_busy_neighbours_do_is_measured_where_there_are_cores(profile: Profile) -> None:
+def test_contention_is_measured_where_there_are_cores(profile: Profile) -> None:
     assert [entry.num_busy for entry in profile.contention] == list(busy_counts(num_cores()))
 
 
-def test_what_stands_in_for_something_else_is_named(profile: Profile) -> None:
+def test_substitutes_in_a_profile_are_named(profile: Profile) -> None:
     assert profile.sources.keys() == {"inter_node", "commit"}
     assert profile.inter_node == profile.intra_node
 

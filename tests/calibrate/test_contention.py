@@ -53,7 +53,7 @@ def test_rounds_end_when_the_factors_are_known() -> None:
     assert order == [2, 3] * MIN_ROUNDS
 
 
-def test_nobody_gets_faster_by_company() -> None:
+def test_no_process_gets_faster_by_company() -> None:
     assert factors((2,), lambda: 1.0, lambda count: 0.97) == (Contention(num_busy=2, factor=1.0),)
 
 

@@ -101,7 +101,7 @@ def block(kib: int = 1) -> Tensor:
     return torch.ones(kib * KIB // 4)
 
 
-def test_what_is_let_go_no_longer_counts() -> None:
+def test_freed_memory_no_longer_counts() -> None:
     def work() -> None:
         for _ in range(5):
             block(4)
@@ -111,7 +111,7 @@ def test_what_is_let_go_no_longer_counts() -> None:
     assert peak_bytes(work, CPU) == 4 * KIB
 
 
-def test_what_lives_at_once_adds_up() -> None:
+def test_tensors_that_live_at_once_add_up() -> None:
     kept: list[Tensor] = []
     assert peak_bytes(lambda: kept.extend(block() for _ in range(3)), CPU) == 3 * KIB
 

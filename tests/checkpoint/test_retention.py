@@ -102,7 +102,7 @@ def test_every_kind_of_storage_lists_versions_and_deletes_them(url: str) -> None
     assert names_in(url).count(MANIFEST) == 5
 
 
-def test_a_version_of_which_only_the_manifest_is_left_is_deleted_too(url: str) -> None:
+def test_a_version_with_only_a_manifest_is_deleted_too(url: str) -> None:
     for version in (1, 2, 3):
         write_manifest(url, make_manifest(version))
     delete_superfluous(url, CheckpointRules(keep_newest=1))
@@ -146,7 +146,7 @@ def test_a_version_that_a_user_keeps_during_its_deletion_stays_whole(
     assert names_in(url) == []
 
 
-def test_storage_that_cannot_be_listed_is_told_in_one_sentence(blobs: BlobService) -> None:
+def test_storage_that_cannot_be_listed_is_reported_in_one_sentence(blobs: BlobService) -> None:
     save(f"abfs://{CONTAINER}/runs", 1, 2)
     blobs.faults = [(403, "AuthorizationPermissionMismatch")] * 9
     with pytest.raises(CheckpointError, match=r"cannot be read: [^\n]+$"):

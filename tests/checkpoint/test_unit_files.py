@@ -225,7 +225,7 @@ def stored(tmp_path: Path) -> tuple[str, Manifest, Path]:
     return url, read_manifest(url, 3), Path(version_url(url, 3)) / unit.file
 
 
-def test_what_is_read_lies_where_kernels_want_it(tmp_path: Path) -> None:
+def test_loaded_tensors_are_aligned_for_kernels(tmp_path: Path) -> None:
     url, manifest, _ = stored(tmp_path)
     found = read_unit(url, manifest, "s0")
     assert same(found, TENSORS)

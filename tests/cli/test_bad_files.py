@@ -303,7 +303,7 @@ def test_the_word_off_is_what_it_says(tmp_path: Path) -> None:
         ("vms: !!python/object/apply:os.getcwd []\n", "line 1: is not YAML"),
     ],
 )
-def test_what_is_wrong_with_the_yaml_is_named_with_its_place(tmp_path: Path, text: str, problem: str) -> None:
+def test_yaml_errors_are_named_with_their_place(tmp_path: Path, text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         load_cluster(write(tmp_path, text))
 

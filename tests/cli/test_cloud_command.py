@@ -45,7 +45,7 @@ def morph(*arguments: object) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_a_dry_run_prints_what_would_be_created_and_asks_nobody() -> None:
+def test_a_dry_run_prints_what_would_be_created_without_requests() -> None:
     code, output = morph("cloud", "dry-run", AZURE, "--count", 2, "--job", "tiny")
     assert code == 0
     calls = json.loads(output)

@@ -74,7 +74,7 @@ def lives(folder: Path, then: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_run_goes_on_forever_and_says_each_time_why(tmp_path: Path) -> None:
+def test_a_run_forever_continues_and_says_each_time_why(tmp_path: Path) -> None:
     with lives(tmp_path, "ends") as parent:
         _, told = parent.communicate(timeout=ANSWER_S)
     assert parent.returncode == 0

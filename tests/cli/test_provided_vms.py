@@ -126,9 +126,7 @@ def test_a_mistake_is_one_line_that_names_it(
     ("missing", "told"),
     [("cloud", "vms.cloud"), ("keep", "vms.keep"), ("memory_bytes", "vms.memory_bytes"), ("address", "vms.address")],
 )
-def test_what_must_be_said_is_named_when_it_is_not(
-    tmp_path: Path, described: Described, missing: str, told: str
-) -> None:
+def test_missing_required_fields_are_named(tmp_path: Path, described: Described, missing: str, told: str) -> None:
     del described["vms"][missing]
     assert f"{told}: Field required" in refused(tmp_path, described)
 
@@ -340,7 +338,7 @@ def test_a_price_is_the_cluster_files_or_else_the_providers(
 @pytest.mark.parametrize(
     "package", ["morph-train", "Morph_Train==1.2", "morph.train[tls]", "morph-train @ https://x/y"]
 )
-def test_morph_itself_is_no_package_that_an_index_is_asked_for(package: str) -> None:
+def test_morph_itself_is_not_requested_from_an_index(package: str) -> None:
     with pytest.raises(ValidationError, match="the manager provides Morph"):
         Environment(packages=(package,))
     assert Environment(packages=("morph-trains", "adlfs", "/wheels/x.whl")).packages

@@ -163,7 +163,7 @@ def test_a_run_resumes_with_a_different_job_if_the_user_accepts(lost: Given, ses
     assert "changed_job_accepted" in [fact.name for fact in sessions[0].facts]
 
 
-def test_what_is_missing_is_one_sentence_and_leaves_nothing(lost: Given) -> None:
+def test_missing_files_are_one_sentence_and_leave_nothing(lost: Given) -> None:
     assert "--job: is not given" in refused(lost)
     assert "no such file" in refused(lost, "--job", "nowhere.py:job")
     assert "there is nothing to recover a run from" in refused(lost, "--job", lost.job, url="memory://nowhere")
@@ -211,7 +211,7 @@ def edited(given: Given, edit: Callable[[dict[str, Any]], object]) -> None:
         (lambda data: data.update(schema_version=2), "recovery.json: schema_version"),
     ],
 )
-def test_what_a_stranger_wrote_there_is_refused(
+def test_files_written_by_a_stranger_are_refused(
     lost: Given, edit: Callable[[dict[str, Any]], object], problem: str
 ) -> None:
     edited(lost, edit)
@@ -276,7 +276,7 @@ def test_a_job_file_leaves_the_same_as_its_options(given: Given) -> None:
     assert (loaded.callbacks, loaded.notify) == ((), None), "which program runs is not taken from storage"
 
 
-def test_storage_that_takes_it_not_is_told_once_and_the_run_begins(
+def test_storage_that_refuses_the_files_is_reported_once_and_the_run_begins(
     given: Given, sessions: list[RunSpec], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object) -> None:
@@ -291,7 +291,7 @@ def test_storage_that_takes_it_not_is_told_once_and_the_run_begins(
         read_recovery(str(given.folder / "ckpt"))
 
 
-def test_a_broken_file_is_told_with_its_place(tmp_path: Path) -> None:
+def test_the_error_for_a_broken_file_names_its_place(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     for text in ("", "{", "[]"):
         (tmp_path / RECOVERY).write_text(text)

@@ -68,7 +68,7 @@ def begun(given: Given) -> Given:
     return given
 
 
-def test_what_a_run_begins_with_is_kept_and_gone_on_with(begun: Given) -> None:
+def test_the_initial_code_and_data_are_kept_and_used_again(begun: Given) -> None:
     known = read_facts(begun.run_dir)
     assert known.code_sha256 is not None
     assert known.known_by.data["dataset"].num_samples == 16

@@ -198,7 +198,7 @@ def run(*arguments: object) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
-def test_a_step_is_told_drawn_and_written(run_dir: Path, tmp_path: Path) -> None:
+def test_a_recorded_step_is_printed_drawn_and_written(run_dir: Path, tmp_path: Path) -> None:
     png, trace = tmp_path / "gantt.png", tmp_path / "trace.json"
     code, told, _ = run(run_dir, "--step", 2, "--png", png, "--perfetto", trace)
     assert code == 0

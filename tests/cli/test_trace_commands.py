@@ -87,7 +87,7 @@ def test_other_formats_are_converted(tmp_path: Path) -> None:
         (["plot", "absent.csv", "--png", "/nowhere/a.png"], "/nowhere/a.png"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_sentence(
+def test_errors_are_reported_in_one_sentence(
     arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -97,7 +97,7 @@ def test_lives_in_order_are_drawn_from_one_generator_and_stay_as_they_were_drawn
     assert [draw(vm, 0) for vm in ("b", "a", "c")] == lives_s
 
 
-def test_what_is_left_of_a_trace_is_played_in_order_and_a_warning_in_force_is_given_at_once() -> None:
+def test_the_rest_of_a_trace_is_played_with_its_standing_warnings() -> None:
     head = "time_s,event,node_id,notice_s"
     whole = parse_trace([head, "0,add,a,", "0,add,b,", "5,add,c,", "9,remove,b,4", "9,remove,a,8"], "trace.csv")
     told = [(change.time_s, change.kind, change.vms[0]) for change in recorded(whole)]

@@ -114,7 +114,7 @@ def test_all_at_once_equals_one_at_a_time() -> None:
         assert torch.isfinite(alone.float()).all()
 
 
-def test_what_the_constructor_did_is_what_comes_out() -> None:
+def test_made_weights_equal_those_of_the_constructor() -> None:
     lazy = tensors(build_model(Assorted, 0))
     assert torch.equal(lazy["changed.weight"][:2], torch.zeros(2, 8))
     assert 0 < lazy["changed.weight"][2:].std() < 0.04

@@ -147,7 +147,7 @@ def test_checks_build_a_data_set_twice_and_keep_one() -> None:
     assert data_of(checked) is built[-1]
 
 
-def test_a_data_set_that_fails_is_told_with_its_line() -> None:
+def test_the_error_of_a_data_set_names_its_line() -> None:
     def fails(index: int) -> Tensor:
         if index > 3:
             raise OSError("no such shard")

@@ -198,7 +198,7 @@ def test_cut_at_marks_a_hook_on_a_parameter_is_refused(tools: Any) -> None:
         export_job(tools.make_job(marked(ParameterHook), loss, ITEMS))
 
 
-def test_what_is_replaced_is_put_back_where_it_was() -> None:
+def test_replaced_functions_are_restored() -> None:
     class Base:
         @classmethod
         def name(cls) -> str:

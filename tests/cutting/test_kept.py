@@ -219,7 +219,7 @@ def require_equal(made: CutJob, found: CutJob) -> None:
 
 
 @pytest.mark.parametrize("text", ROOMS.values(), ids=ROOMS.keys())
-def test_what_is_handed_to_another_machine_is_what_was_cut(
+def test_a_cut_handed_to_another_machine_is_the_one_made(
     text: str, exports: Exports, write: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the other machine, the job is in another folder and the cache is empty."""
@@ -233,7 +233,7 @@ def test_what_is_handed_to_another_machine_is_what_was_cut(
     assert exports.count == 1
 
 
-def test_what_another_torch_cut_is_told_of_and_made_anew(
+def test_a_cut_of_another_torch_is_reported_and_made_anew(
     exports: Exports,
     plain: ExportedJob,
     write: Callable[[str], str],
@@ -334,7 +334,7 @@ HARM: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("harm", HARM.values(), ids=HARM.keys())
-def test_what_is_damaged_is_made_again_and_kept_anew(
+def test_a_damaged_cut_is_made_and_cached_again(
     harm: Callable[[Path], object], again: Callable[[], str], folder: Path
 ) -> None:
     (file,) = folder.iterdir()
@@ -362,7 +362,7 @@ def edited(path: Path) -> None:
     ],
     ids=["code", "data", "variable", "torch", "morph", "python", "own code", "packages", "device"],
 )
-def test_what_may_be_another_model_is_made_again(
+def test_a_cut_that_may_be_of_another_model_is_made_again(
     change: Callable[[Path, pytest.MonkeyPatch], object],
     again: Callable[[], str],
     tmp_path: Path,
@@ -458,7 +458,7 @@ class Held(nn.Module):
 
 
 @pytest.mark.parametrize("text", NOT_KEPT.values(), ids=NOT_KEPT.keys())
-def test_what_may_come_from_elsewhere_is_not_kept(
+def test_models_with_values_from_elsewhere_are_not_cached(
     text: str, exports: Exports, write: Callable[[str], str], folder: Path, tmp_path: Path
 ) -> None:
     job_path = write(HELD + text)
@@ -470,7 +470,7 @@ def test_what_may_come_from_elsewhere_is_not_kept(
     assert not folder.exists()
 
 
-def test_what_the_data_set_reads_is_no_part_of_the_model(
+def test_files_that_the_data_set_reads_are_not_part_of_the_model(
     exports: Exports, plain: ExportedJob, write: Callable[[str], str], tmp_path: Path
 ) -> None:
     exports.ready = plain

@@ -130,7 +130,7 @@ def check_against_whole(tools: Any, job: Any, exported: Any, model: CutModel, it
         torch.testing.assert_close(parameters[name].grad, gradient)
 
 
-def test_what_export_refuses_is_not_cut_where_the_job_asks_for_one_section(tools: Any) -> None:
+def test_a_model_that_export_refuses_is_left_whole_for_one_section(tools: Any) -> None:
     def penalised(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         x = batch["x"].clone().requires_grad_()
         out = model(x)
@@ -423,7 +423,7 @@ def late_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         (Freezes, [False, True], r"requires_grad of last\.weight changes while training"),
     ],
 )
-def test_what_the_first_samples_do_not_show_of_gradients_is_refused_when_it_comes(
+def test_gradients_that_first_samples_lack_are_refused_when_they_occur(
     tools: Any, make: type[nn.Module], late: list[bool], problem: str
 ) -> None:
     exported = export_job(tools.make_job(make, late_loss, LATE))

@@ -79,7 +79,7 @@ def test_a_traced_decoder_keeps_its_causal_flag_and_its_grouped_keys(case_of: An
     assert plainly(model, loss, tools.stack(items, 4)) == [(False, True, True, 4, 2)] * NUM_LAYERS
 
 
-def test_an_encoder_that_is_told_of_padding_has_a_mask(case_of: Any) -> None:
+def test_an_encoder_with_padding_has_a_mask(case_of: Any) -> None:
     assert traced(case_of("bert")[1]) == [(True, False, False, 4, 4)] * NUM_LAYERS
 
 
@@ -97,7 +97,7 @@ def test_tied_weights_of_each_design_are_found(case_of: Any) -> None:
     assert "shared.weight" in names
 
 
-def test_what_a_decoder_reads_of_its_encoder_crosses_several_cuts(case_of: Any) -> None:
+def test_an_encoders_output_crosses_several_cuts_to_its_decoder(case_of: Any) -> None:
     sections = cut(case_of("t5")[1], num_sections=7, micro_batch_size=2).sections
     crossing = [{spec.name for spec in section.outputs} for section in sections[:-1]]
     assert any(before & after for before, after in itertools.pairwise(crossing))

@@ -69,7 +69,7 @@ def test_weights_are_those_of_the_global_generator_seeded_for_each_operation() -
             assert torch.equal(made[name], draw()), name
 
 
-def test_what_takes_no_generator_repeats_its_numbers_and_restores_the_global() -> None:
+def test_functions_without_a_generator_argument_repeat_and_restore_the_global() -> None:
     def make() -> nn.Module:
         module = nn.Linear(40, 1)
         module.noise = nn.Parameter(nn.functional.dropout(torch.ones(40), 0.5))

@@ -265,7 +265,7 @@ class OnItsDevice(Layers):
         return ByDevice.apply(x, x.device)
 
 
-def test_a_function_that_is_told_a_device_runs_on_that_of_its_section(tools: Any) -> None:
+def test_a_function_with_a_device_argument_runs_on_its_sections_device(tools: Any) -> None:
     exported = export_job(tools.make_job(OnItsDevice, loss, ITEMS))
     (section,) = cut(exported, num_sections=1, micro_batch_size=2).sections
     far = torch.device("meta")

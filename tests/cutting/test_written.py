@@ -306,7 +306,7 @@ class ReadsWithoutGradient(Layers):
         return out + self.kept
 
 
-def test_what_runs_without_gradients_still_does_when_the_whole_graph_is_rewritten(tools: Any) -> None:
+def test_code_without_gradients_stays_so_when_the_graph_is_rewritten(tools: Any) -> None:
     job = tools.make_job(ReadsWithoutGradient, mean_loss, ITEMS)
     exported = export_job(job)
     batch = tools.stack(ITEMS, 4)

@@ -46,7 +46,7 @@ def ask(address: PageAddress, path: str, method: str = "GET", **headers: str) ->
         connection.close()
 
 
-def test_the_run_is_told_to_whoever_has_the_token(page: tuple[PageAddress, Path]) -> None:
+def test_clients_with_the_token_get_the_runs_state(page: tuple[PageAddress, Path]) -> None:
     status, _, body = ask(page[0], "/api/run")
     run = json.loads(body)
     assert status == 200

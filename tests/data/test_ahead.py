@@ -86,7 +86,7 @@ def test_an_entry_that_was_not_expected_is_read_here(drawn: Reading) -> None:
     assert drawn.dataset.num_reads == M
 
 
-def test_who_need_not_wait_any_more_does_not(drawn: Reading) -> None:
+def test_a_reader_that_must_not_wait_reads_samples_itself(drawn: Reading) -> None:
     stopped = drawn.workers.pids
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
@@ -150,7 +150,7 @@ def test_a_hanging_data_worker_is_replaced_after_a_while() -> None:
         assert not is_there(pid)
 
 
-def test_data_workers_that_fail_again_and_again_are_done_without_for_a_while() -> None:
+def test_data_workers_that_fail_repeatedly_are_suspended_for_a_while() -> None:
     clock_s = [0.0]
     with reading("drawn", 1, clock=lambda: clock_s[0]) as found:
         for step in range(10 * NUM_STEPS):  # more than enough: an end may be noticed some steps later

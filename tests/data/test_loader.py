@@ -123,7 +123,7 @@ def rows(dataset: Counting, seed: int, step: int, micro_batches: tuple[int, ...]
     return {int(row[0]): row[1:].tolist() for row in torch.cat(batches)}
 
 
-def test_what_a_sample_draws_depends_on_seed_epoch_and_sample_alone() -> None:
+def test_a_samples_draws_depend_on_seed_epoch_and_sample_alone() -> None:
     dataset = Counting(drawn, size=4)
     first = rows(dataset, 3, 0)
     torch.manual_seed(99)
@@ -263,7 +263,7 @@ def test_another_length_is_refused(length: int) -> None:
         require_same(found, facts_of(Samples(same)), "job.py:job")
 
 
-def test_data_that_is_missing_or_new_is_told_apart() -> None:
+def test_missing_and_new_data_are_distinguished() -> None:
     found = facts_of(Samples(same))
     require_same(found, JobFacts(), "job.py:job")
     with pytest.raises(JobError, match=r"eval_data: .*got 'none'"):

@@ -234,7 +234,7 @@ def test_a_reader_that_begins_anywhere_loads_the_same_bits(monkeypatch: pytest.M
     assert loaded(make, range(9, 13)) == whole[18:26]
 
 
-def test_what_comes_next_is_fetched_beside_what_is_computed() -> None:
+def test_the_next_shard_is_fetched_during_computation() -> None:
     class Fetched(Counted):
         def __init__(self, sizes: list[int]) -> None:
             super().__init__(sizes)
@@ -454,7 +454,7 @@ def cut_off(folder: str, num_bytes: int) -> None:
         (None, lambda url: Rows(range(4), 0), r"Rows: shard_size: is not right \(got 0\); allowed: a whole number"),
     ],
 )
-def test_mistakes_are_said_in_one_sentence(
+def test_mistakes_are_reported_in_one_sentence(
     write_kind: Callable[[str], None] | None, make: Callable[[str], Any], problem: str
 ) -> None:
     if write_kind is not None:

@@ -153,7 +153,7 @@ class LinkContract:
         assert arriving.done_at_s > 0.0
         ends.check()
 
-    def test_what_is_read_right_after_it_was_taken_is_there(self, ends: Ends) -> None:
+    def test_a_received_tensor_can_be_read_at_once(self, ends: Ends) -> None:
         arriving = ends.links["b"].receive([Spec((4,))])
         ends.links["a"].send([ends.place(torch.ones(4))])
         ends.await_done("b", arriving)
@@ -172,7 +172,7 @@ class LinkContract:
             assert int(ends.read(scalar)) == number
         ends.check()
 
-    def test_what_travels_beside_messages_arrives_with_each_of_them(self, ends: Ends) -> None:
+    def test_attachments_arrive_with_each_message(self, ends: Ends) -> None:
         told = [torch.zeros(2, dtype=torch.uint8) for _ in range(7)]
         arrivals = [ends.links["b"].receive([Spec((3000,)), Spec((4,))], beside=[into]) for into in told]
         for number in range(7):
@@ -223,7 +223,7 @@ class LinkContract:
         leaving = ends.links["a"].send([ends.place(torch.ones(4))])  # lets the fixture close the groups
         leaving.wait("it to leave", BOUND_S)
 
-    def test_a_peer_that_goes_is_lost_to_who_waits_for_it(self, ends: Ends) -> None:
+    def test_a_wait_for_a_closed_peer_ends_with_its_loss(self, ends: Ends) -> None:
         arriving = ends.links["b"].receive([Spec((4,))])
         del ends.links["a"]  # the threads hold its groups
         ends.pair.groups["a"].clear()

@@ -117,7 +117,7 @@ def test_a_states_copy_is_as_it_was_handed_over_and_its_next_step_waits_for_it(d
     assert device.num_stalls == 0
 
 
-def test_a_state_that_nobody_wants_is_not_copied_before_the_next_step(device: FakeDevice) -> None:
+def test_an_unwanted_state_is_not_copied_before_the_next_step(device: FakeDevice) -> None:
     state = unit_state(1)
     num_copies = device.num_copies
     copy = state.copy_later()
@@ -135,7 +135,7 @@ def test_a_frame_of_a_devices_tensors_arrives_bit_for_bit(device: FakeDevice) ->
     assert device.most_pinned_bytes <= PIECE_BYTES
 
 
-def test_what_is_received_of_a_state_lies_as_torchs_own_memory_does(device: FakeDevice, pair: Pair) -> None:
+def test_received_states_are_aligned_like_torchs_own_memory(device: FakeDevice, pair: Pair) -> None:
     state, empty = unit_state(1), unit_state(2)
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(send_tensors, state.copy_later().lend(), pair.channel("a"), pair.interrupts["a"])

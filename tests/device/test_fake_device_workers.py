@@ -122,7 +122,7 @@ def test_shapes_and_morphs_over_a_fake_device_end_with_the_same_bits(
 @pytest.mark.parametrize(
     ("phase", "links"), cells(("forward", "backward", "reduce", "before_commit"), ("staged", "ipc"))
 )
-def test_workers_on_a_fake_device_go_on_without_one_that_was_killed(
+def test_workers_on_a_fake_device_continue_after_a_kill(
     crew: Crew,
     job: TinyJob,
     reference: dict[str, str],
@@ -188,7 +188,7 @@ def test_workers_survive_a_kill_during_a_reduction_on_devices(
 
 
 @pytest.mark.parametrize("in_host", [False, True], ids=["on the device", "in host memory"])
-def test_a_stage_lost_on_devices_goes_on_from_its_follower(
+def test_a_stage_lost_on_devices_continues_from_its_follower(
     crew: Crew, job: TinyJob, references: dict[int, dict[str, str]], tmp_path: Path, in_host: bool
 ) -> None:
     """States, gradients, partial sums and the rest of a step leave devices and come back to them."""
@@ -225,7 +225,7 @@ def neighbour_of_the_last(crew: Crew) -> str:
 
 
 @pytest.mark.parametrize("place", ["share", "open"])
-def test_workers_go_on_without_one_that_was_killed_while_mailboxes_are_formed(
+def test_workers_continue_after_a_kill_while_mailboxes_are_formed(
     crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path, place: str
 ) -> None:
     with_mailboxes(crew, FakeMailRoom(kill_at=(place, 0)))

@@ -130,7 +130,7 @@ def test_sending_does_not_wait_for_a_hanging_device_and_aborts(device: FakeDevic
     assert wire.handed_over == []
 
 
-def test_a_lost_device_is_told_to_who_waits_for_what_leaves(device: FakeDevice) -> None:
+def test_waiting_for_a_send_raises_the_loss_of_the_device(device: FakeDevice) -> None:
     device.hang()
     wire, staging = Wire(), Staging(device)
     leaving = StagedLink(wire, staging, Interrupt(1)).send([on_device(torch.ones(4))])

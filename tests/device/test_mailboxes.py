@@ -151,7 +151,7 @@ def test_sending_ignores_a_hanging_device_and_an_abort_ends_every_wait(neighbour
             transfer.wait("it to leave or arrive", BOUND_S)
 
 
-def test_a_lost_device_is_told_to_who_waits_for_what_leaves(neighbours: Neighbours, pair: Pair) -> None:
+def test_waiting_for_a_send_raises_the_loss_of_the_device(neighbours: Neighbours, pair: Pair) -> None:
     links = neighbours.join(pair)
     neighbours.devices["a"].hang()
     leaving = links["a"].send([placed(torch.ones(4))])
@@ -269,7 +269,7 @@ def test_nothing_is_asked_of_a_device_where_tensors_go_through_the_host() -> Non
     assert link_choice.room_for("staged", torch.device("cuda")) is None
 
 
-def test_what_is_no_handle_of_cuda_memory_is_not_opened() -> None:
+def test_an_invalid_handle_of_cuda_memory_is_not_opened() -> None:
     with pytest.raises(ValueError, match="3 bytes are not a handle"):
         CudaDevice(torch.device("cuda:0")).opened(b"abc")
 

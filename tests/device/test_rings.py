@@ -279,7 +279,7 @@ def test_no_ring_has_two_members_on_one_device(setting: str, told: dict[str, Dev
     assert [ring.name for ring in rings_over_nccl(setting, RINGS, told)] == names  # type: ignore[arg-type]
 
 
-def test_what_nccl_cannot_reduce_is_refused_when_requested() -> None:
+def test_rings_that_nccl_cannot_form_are_refused_when_requested() -> None:
     with pytest.raises(ConfigError, match=r"vms.rings.*two workers of a reduction share a device"):
         rings_over_nccl("nccl", RINGS, facts(a="1", b="1", c="3"))
     with pytest.raises(ConfigError, match=r"vms.rings.*different versions of NCCL"):

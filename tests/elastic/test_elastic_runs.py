@@ -120,7 +120,7 @@ def two_and_a_joiner(start: Callable[..., Job], **environment: str) -> tuple[Job
 
 
 @pytest.mark.parametrize("sync", ["s-sgd", "ad-psgd"])
-def test_a_joiner_comes_in_and_stands_in_for_whoever_is_lost(
+def test_a_joiner_enters_the_ring_and_replaces_a_lost_worker(
     start: Callable[..., Job], tmp_path_factory: pytest.TempPathFactory, sync: str
 ) -> None:
     """With s-sgd a joiner follows the others' steps before it joins; where models differ, it gets one as it joins.
@@ -170,7 +170,7 @@ def test_too_few_stop_and_say_so(start: Callable[..., Job]) -> None:
     assert job.ends() == []
 
 
-def test_a_silent_worker_is_left_out_and_told(start: Callable[..., Job], quiet: dict[str, Any]) -> None:
+def test_a_silent_worker_is_left_out_and_reported(start: Callable[..., Job], quiet: dict[str, Any]) -> None:
     job = start("--workers", "3", "--silence-s", "10", FAULTS=json.dumps({"3": {"stop": [1]}}))
     job.until(lambda: len(job.ends()) == 2, "the others end")
     assert job.ends() == [quiet, quiet]
@@ -243,7 +243,7 @@ FAULTS_BETWEEN_REPLICAS = {
 
 
 @pytest.mark.parametrize(("sync", "faults"), FAULTS_BETWEEN_REPLICAS.items())
-def test_after_losses_replicas_go_on_and_end_equal(
+def test_after_losses_replicas_continue_and_end_equal(
     start: Callable[..., Job], sync: str, faults: dict[str, Any]
 ) -> None:
     ends = text_run(start, sync, NUM_STEPS="60", FAULTS=json.dumps(faults))

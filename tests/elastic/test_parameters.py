@@ -255,7 +255,7 @@ def test_gradients_of_embeddings_may_be_sparse(accumulation: Accumulation) -> No
     assert_equal(net, plain)
 
 
-def test_the_norm_before_clipping_is_told_and_infinity_clips_nothing() -> None:
+def test_the_norm_before_clipping_is_reported_and_infinity_clips_nothing() -> None:
     torch.manual_seed(0)
     net = Net()
     plain = copy.deepcopy(net)
@@ -308,7 +308,7 @@ def stranger_added(net: Net, optimizer: Optimizer, scheduler: LRScheduler) -> No
         (stranger_added, "optimizer: has a parameter that is not the model's"),
     ],
 )
-def test_what_a_loop_does_between_steps_is_honoured_or_refused(between: Any, said: str) -> None:
+def test_changes_between_steps_are_honoured_or_refused(between: Any, said: str) -> None:
     net = Net()
     inner = sgd(net)
     scheduler = step_lr(inner)
@@ -454,7 +454,7 @@ def test_a_schedule_s_state_is_part_of_what_joiners_get() -> None:
     assert torch.equal(one.pack(), other.pack())
 
 
-def test_who_gets_a_state_before_a_step_also_gets_the_settings_before_the_loop_s_code_for_it() -> None:
+def test_a_state_sent_before_a_step_has_the_settings_before_its_code() -> None:
     nets = [Net(), Net()]
     for net in nets:
         net.body.requires_grad_(False)
@@ -477,7 +477,7 @@ def test_who_gets_a_state_before_a_step_also_gets_the_settings_before_the_loop_s
     assert other.optimizer.param_groups[0]["lr"] == 0.025
 
 
-def test_a_worker_with_other_options_is_told_so_when_it_comes_in() -> None:
+def test_a_worker_with_other_options_is_refused_when_it_joins() -> None:
     states = [
         TrainingState(net, sgd(net), agreed={"accumulation": kind})
         for net, kind in zip((Net(), Net()), ("exact", "fast"), strict=True)
@@ -514,7 +514,7 @@ def test_a_schedule_or_groups_of_one_worker_alone_are_refused_when_it_comes_in()
         (lambda mine: mine.update(scheduler={}), "optimizer: has parameter groups or a schedule"),
     ],
 )
-def test_a_difference_is_told_in_one_sentence(change: Any, said: str) -> None:
+def test_a_difference_is_reported_in_one_sentence(change: Any, said: str) -> None:
     net = Net()
     oldest = TrainingState(net, sgd(net)).settings()
     mine = copy.deepcopy(oldest)

@@ -76,7 +76,7 @@ def step_of(state: TrainingState) -> Any:
     return applied, packed
 
 
-def test_who_follows_a_member_s_steps_has_its_state_bit_for_bit() -> None:
+def test_a_follower_of_a_members_steps_has_its_state_bit_for_bit() -> None:
     one, other = trained(0, 3), trained(1, 0)
     shelf = Shelf()
     catch_up_log = CatchUpLog(shelf)
@@ -133,7 +133,7 @@ BROKEN = [b"{}", b'["Nobody", [], {}]', b'["Restart", [3], {}]', b"\xff", b'["St
 
 
 @pytest.mark.parametrize("body", BROKEN)
-def test_what_is_no_message_is_refused(body: bytes) -> None:
+def test_invalid_messages_are_refused(body: bytes) -> None:
     with pytest.raises(ValueError):
         decode(body)
 

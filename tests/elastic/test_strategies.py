@@ -117,7 +117,7 @@ def test_only_auto_changes(sync: str) -> None:
     assert after(pace, 0.1, times=100) == (pace, [])
 
 
-def test_every_pair_averages_about_equally_often_and_nobody_with_itself() -> None:
+def test_every_pair_averages_about_equally_often_and_no_member_with_itself() -> None:
     members = (2, 3, 5, 1024)
     pairs = Counter((me, partner(members, me, step)) for me in members for step in range(600))
     assert set(pairs) == {(me, other) for me in members for other in members if me != other}
@@ -248,7 +248,7 @@ def address() -> Iterator[tuple[Address, Shelf, list[str]]]:
     listener.close()
 
 
-def test_a_model_that_is_lost_on_its_way_is_none_and_the_next_one_comes(
+def test_a_model_lost_in_transit_is_none_and_the_next_one_arrives(
     address: tuple[Address, Shelf, list[str]],
 ) -> None:
     where, shelf, faults = address
@@ -281,7 +281,7 @@ def test_a_partner_that_hangs_is_waited_for_no_longer_than_its_ring_lasts(
     fetcher.close()
 
 
-def test_a_member_that_nobody_listens_for_has_nothing() -> None:
+def test_a_member_that_does_not_listen_has_no_model() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     fetcher = Fetcher(own("secret"))

@@ -113,7 +113,7 @@ def test_waiting_for_a_message_ends_when_it_is_due() -> None:
     assert clock.now() >= due
 
 
-def test_a_head_tells_a_message_that_went_astray() -> None:
+def test_the_head_of_a_message_exposes_a_misdelivery() -> None:
     tensor = message()
     write_head(tensor, Head(step=3, micro_batch=7, value=0.625))
     assert read_head(tensor, 3, 7) == 0.625

@@ -373,7 +373,7 @@ def test_the_all_reduce_takes_what_the_profile_says_and_nothing_alone(device: Em
     assert of_four > of_two
 
 
-def test_what_is_left_of_a_reduction_is_what_the_simulator_expects(device: EmulatedDevice) -> None:
+def test_the_exposed_reduction_is_what_the_simulator_expects(device: EmulatedDevice) -> None:
     profile = synthetic_profile(num_sections=3, tied=True, parameter_bytes=400, optimizer_step_s=0.25)
     reduced = simulate(profile, num_stages=1, num_replicas=2, micro_batch_size=1).costs.reduced
     num_bytes = {min(unit.sections): 0 for unit in device.units}

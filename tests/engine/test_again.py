@@ -76,9 +76,7 @@ def test_a_cluster_that_never_came_up_is_an_error_at_once(pauses: list[float]) -
 
 
 @pytest.mark.parametrize("version", [0, 120])
-def test_a_cluster_that_does_not_come_up_is_tried_again_where_the_run_goes_on(
-    pauses: list[float], version: int
-) -> None:
+def test_a_cluster_that_fails_to_start_is_retried_in_a_continued_run(pauses: list[float], version: int) -> None:
     """Its head node may have been killed while it started; in a run's first session, settings are more likely wrong."""
     restarts = Restarts(3600)
     failed = ClusterError("Ray did not start")
@@ -100,7 +98,7 @@ def test_a_run_that_was_to_stop_is_not_begun_again(pauses: list[float]) -> None:
 
 
 @pytest.mark.parametrize("asked", [None, "SIGINT"])
-def test_an_error_that_ends_a_session_is_no_stop_of_the_users(pauses: list[float], asked: str | None) -> None:
+def test_an_error_that_ends_a_session_is_not_a_users_stop(pauses: list[float], asked: str | None) -> None:
     restarts = Restarts(3600)
 
     def begin(_number: int) -> None:

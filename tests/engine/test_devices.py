@@ -59,7 +59,7 @@ def test_a_machine_without_a_device_is_refused_by_the_field_that_asked_for_one(a
 
 
 @pytest.mark.parametrize(("device", "count"), [("cpu", 0), ("cuda", 4)])
-def test_local_vms_on_cuda_are_told_of_as_many_shares_as_they_were_planned_with(
+def test_local_vms_on_cuda_get_as_many_shares_as_planned(
     device: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "cuda_devices", lambda: (A, B))

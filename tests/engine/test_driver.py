@@ -73,7 +73,7 @@ def test_a_run_that_keeps_vms_asks_for_all_of_them_and_for_another_when_one_is_l
     assert set(run.host.ended) == set(run.host.up)
 
 
-def test_what_the_users_limits_forbid_is_refused_with_a_reason_in_the_journal(make_run: Callable[..., Run]) -> None:
+def test_requests_beyond_limits_are_refused_with_a_journalled_reason(make_run: Callable[..., Run]) -> None:
     run = make_run(limits=Limits(usd_per_h=0.5))
     train_on_once_granted(run, "job-1-0")
     assert run.driver.run().outcome == "finished"
@@ -156,7 +156,7 @@ def test_a_probe_is_handed_to_the_pool_as_it_was_decided(make_run: Callable[...,
     ]
 
 
-def test_a_node_with_a_notice_hears_that_it_may_go_once_a_step_is_decided_without_it(
+def test_a_noticed_node_is_released_once_a_step_is_decided_without_it(
     make_run: Callable[..., Run],
 ) -> None:
     run = make_run()
@@ -175,7 +175,7 @@ def test_a_node_with_a_notice_hears_that_it_may_go_once_a_step_is_decided_withou
 
 
 @pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
-def test_a_clock_that_is_set_while_a_step_is_under_way_costs_nobody(
+def test_a_clock_set_during_a_step_loses_no_worker(
     jump_s: float, make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run()

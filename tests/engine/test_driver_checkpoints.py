@@ -41,7 +41,7 @@ def test_the_policy_of_the_run_says_which_checkpoints_stay(make_run: Callable[..
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), RuntimeError("403 from the cloud")])
-def test_a_manifest_that_cannot_be_written_is_told_to_the_controller(
+def test_a_failed_manifest_write_is_reported_to_the_controller(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     run, failures = make_run(), [error]
@@ -61,7 +61,7 @@ def test_a_manifest_that_cannot_be_written_is_told_to_the_controller(
     assert complete_versions(run.url)[-1] == 6
 
 
-def test_training_goes_on_while_a_manifest_is_on_its_way_to_slow_storage(
+def test_training_continues_while_slow_storage_writes_a_manifest(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, trained_on = make_run(num_steps=20), threading.Event()
@@ -153,7 +153,7 @@ def test_old_checkpoints_that_cannot_be_deleted_are_noted_and_the_new_one_counts
 
 @pytest.mark.slow
 @pytest.mark.parametrize("refusal", [(503, "ServerBusy"), (403, "AuthenticationFailed")], ids=["away", "expired"])
-def test_ten_minutes_without_storage_cost_no_step_and_are_told_once(
+def test_ten_minutes_without_storage_cost_no_step_and_are_reported_once(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, refusal: tuple[int, str]
 ) -> None:
     """Units and manifests go through Azure's SDK to a local service; a step takes ten seconds of the run's clock."""

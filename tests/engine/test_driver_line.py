@@ -104,7 +104,7 @@ def test_a_driver_that_says_something_else_is_ended_and_another_one_is_started(d
     assert drivers.line.nodes == {"vm1": "10.0.0.2"}
 
 
-def test_the_next_driver_is_asked_for_workers_that_are_not_known_to_be_there_and_to_kill_what_was_not_killed(
+def test_the_next_driver_gets_the_starts_and_kills_that_are_unconfirmed(
     drivers: Drivers,
 ) -> None:
     drivers.next()
@@ -130,7 +130,7 @@ def test_the_next_driver_is_asked_for_workers_that_are_not_known_to_be_there_and
         assert failed == [("vm2", "its VM is gone")]
 
 
-def test_of_the_workers_that_another_manager_left_those_are_adopted_that_are_there(drivers: Drivers) -> None:
+def test_of_another_managers_workers_living_ones_are_adopted(drivers: Drivers) -> None:
     drivers.next()
     with launched(drivers, "vm0", "vm1.d0", "vm2") as (launcher, failed):
         adopted: list[str] = []

@@ -14,7 +14,7 @@ from manager.journal.records import Fact
 from morph.contract.messages import WorkerReady
 
 
-def test_what_is_put_in_comes_out_in_order_with_its_time() -> None:
+def test_events_come_out_in_order_with_their_time() -> None:
     now_s = iter([3.0, 4.0, 4.0])
     event_queue = EventQueue(lambda: next(now_s))
     items = [Tick(), Fact(name="vm_requested"), StopRequested(reason="enough")]

@@ -30,7 +30,7 @@ def test_processes_that_were_reaped_are_gone() -> None:
     assert time.monotonic() - begin_s < 10
 
 
-def test_one_that_lives_is_told_after_the_time_out() -> None:
+def test_a_living_process_is_reported_after_the_time_out() -> None:
     with subprocess.Popen(SLEEP) as process:
         try:
             known = psutil.Process(process.pid)

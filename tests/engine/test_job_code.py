@@ -93,7 +93,7 @@ def packed(folder: Path, *files: str, unpack: bool = False) -> JobCode:
 
 
 @pytest.mark.usefixtures("importing")
-def test_what_is_packed_is_unpacked_in_a_folder_for_this_user_alone(folder: Path) -> None:
+def test_packed_code_is_unpacked_in_a_folder_for_this_user_alone(folder: Path) -> None:
     path, _, name = use(packed(folder, "help.py", "parts", unpack=True)).rpartition(":")
     place = Path(path).parent
     assert (Path(path).name, name) == ("train.py", "job")
@@ -114,7 +114,7 @@ def test_the_same_files_give_the_same_bytes_which_a_setup_can_carry(folder: Path
     ("given", "told"),
     [("nowhere.py", "no such file"), ("link.py", "is a link"), ("links", "holds a link"), ("linked/x.py", "is a link")],
 )
-def test_what_cannot_be_brought_is_refused_by_name(folder: Path, given: str, told: str) -> None:
+def test_files_that_cannot_be_packed_are_refused_by_name(folder: Path, given: str, told: str) -> None:
     (folder / "link.py").symlink_to("/etc/passwd")
     (folder / "links").mkdir()
     (folder / "links" / "inside.py").symlink_to(folder / "help.py")
@@ -205,7 +205,7 @@ def test_every_file_of_the_folder_that_the_job_imports_is_found_and_no_other(tmp
     assert set(collect(f"{folder / 'train.py'}:job").files) == set(IMPORTING) - unused
 
 
-def test_what_was_changed_made_or_removed_since_is_named(folder: Path) -> None:
+def test_changed_new_and_removed_files_are_named(folder: Path) -> None:
     job = f"{folder / 'train.py'}:job"
     written(folder, {"train.py": "import help\ntry:\n    import new\nexcept ImportError:\n    pass\n"})
     began = JobFiles(folder, files_of(pack(job, collect(job))))

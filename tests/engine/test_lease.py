@@ -86,7 +86,7 @@ def make(clock: Clock) -> Iterator[Callable[..., Lease]]:
         lease.close()
 
 
-def test_a_second_manager_is_refused_and_told_who_holds_it(url: str, make: Callable[..., Lease]) -> None:
+def test_a_second_manager_is_refused_and_the_holder_named(url: str, make: Callable[..., Lease]) -> None:
     first, second = make(url, "one", host="there"), make(url, "two")
     assert first.take() is None
     for attempt in (second.take, second.check_free):
@@ -199,7 +199,7 @@ def test_nor_does_another_run_where_the_process_is_known_to_be_dead(make: Callab
     assert make(url, "four").take() is None
 
 
-def test_what_nobody_wrote_there_is_no_lease(make: Callable[..., Lease], tmp_path: Path) -> None:
+def test_an_invalid_file_is_not_a_lease(make: Callable[..., Lease], tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "lease-00000007.json").write_text("{")
     make(str(tmp_path), "one").take()

@@ -208,7 +208,7 @@ def crowd(address: tuple[str, int], number: int = NUM_PENDING, said: bytes = b""
 
 
 @pytest.mark.slow
-def test_a_crowd_of_silent_strangers_keeps_nobody_out_and_is_not_held(scene: Scene) -> None:
+def test_a_crowd_of_silent_strangers_blocks_no_one_and_is_dropped(scene: Scene) -> None:
     scene.come()
     before = psutil.Process().num_fds()
     with crowd(scene.address):
@@ -221,13 +221,13 @@ def test_a_crowd_of_silent_strangers_keeps_nobody_out_and_is_not_held(scene: Sce
 
 
 @pytest.mark.parametrize("said", [b"\n", b"\xff" * 5000, b'{"node": []}\n' * 50], ids=["nothing", "noise", "objects"])
-def test_strangers_who_talk_rubbish_keep_nobody_out(scene: Scene, said: bytes) -> None:
+def test_strangers_that_send_rubbish_keep_no_client_out(scene: Scene, said: bytes) -> None:
     with crowd(scene.address, 200, said):
         scene.come()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_it_goes_on_when_there_was_no_descriptor_left(scene: Scene) -> None:
+def test_a_listener_continues_after_descriptors_ran_out(scene: Scene) -> None:
     scene.come()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as held:

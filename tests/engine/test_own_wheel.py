@@ -105,7 +105,7 @@ def world(wheel: bytes) -> Iterator[World]:
     world.server.close()
 
 
-def test_what_is_given_is_a_wheel_of_every_file_and_its_own_wheel_is_the_same(wheel: bytes, tmp_path: Path) -> None:
+def test_the_served_wheel_has_every_file_and_reproduces_itself(wheel: bytes, tmp_path: Path) -> None:
     name = f"morph_train-{metadata.version('morph-train')}-py3-none-any.whl"
     (tmp_path / name).write_bytes(wheel)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", tmp_path / "lib"]
@@ -206,7 +206,7 @@ def publish(folder: Path, version: str, content: str = "") -> None:
         archive.writestr(f"{info}/RECORD", "")
 
 
-def test_what_is_missing_is_installed_as_the_run_has_it(world: World, tmp_path: Path, index: Path) -> None:
+def test_missing_packages_are_installed_in_the_runs_versions(world: World, tmp_path: Path, index: Path) -> None:
     world.lock = make_lock(["tiny-part<1.3"]).encode()
     python = bare_python(tmp_path / "image")
     done = world.boot(tmp_path, {"python": python}, ("tiny-part",))
@@ -250,7 +250,7 @@ def test_a_lock_is_made_once_for_a_run_whatever_is_published_later(tmp_path: Pat
         ({"sha256": "0" * 64}, f"not the run's {'0' * 64}"),
     ],
 )
-def test_why_a_vm_cannot_be_used_is_told_in_one_sentence(
+def test_the_reason_why_a_vm_is_unfit_is_one_sentence(
     world: World, tmp_path: Path, options: dict[str, str], told: str
 ) -> None:
     done = world.boot(tmp_path, options)
@@ -269,7 +269,7 @@ def test_why_a_vm_cannot_be_used_is_told_in_one_sentence(
     ("damage", "told"),
     [("wheel", "BadZipFile: File is not a zip file"), ("folder", "NotADirectoryError: ")],
 )
-def test_whatever_goes_wrong_is_told(tmp_path: Path, damage: str, told: str) -> None:
+def test_any_failure_of_the_boot_is_reported(tmp_path: Path, damage: str, told: str) -> None:
     wheel = b"no zip" if damage == "wheel" else make_wheel()
     world, options = World(wheel), {"sha256": hashlib.sha256(wheel).hexdigest()}
     if damage == "folder":
@@ -336,7 +336,7 @@ def test_another_wheel_than_the_runs_is_not_unpacked(world: World, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_there_is_not_asked_for() -> None:
+def test_installed_packages_are_not_requested() -> None:
     ray = metadata.version("ray")
     assert lacking(["ray", f"ray=={ray}", "ray>=2.9", "torch>=2"]) == []
     wrong = ["ray==0.1", "ray>=99.1", "no-such-thing", "no-such-thing>=1", "ray~=2.0", "ray; python_version > '3'"]
@@ -346,7 +346,7 @@ def test_what_is_there_is_not_asked_for() -> None:
     assert lacking([f"torch=={torch}+none"]) == [f"torch=={torch}+none"]
 
 
-def test_what_pip_cannot_bring_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_pip_is_reported_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PIP_NO_INDEX", "PIP_DISABLE_PIP_VERSION_CHECK"):
         monkeypatch.setenv(name, "1")
     with pytest.raises(Unfit, match="pip cannot install no-such-thing==1: ERROR: Could not find a version"):

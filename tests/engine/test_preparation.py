@@ -269,7 +269,7 @@ def test_plans_leave_room_for_mailboxes_between_workers(links: LinkSetting) -> N
         (2, "state", None, None, "second holders, state: replicas are enough"),
     ],
 )
-def test_a_plan_tells_what_is_done_against_losses_and_why(
+def test_a_plan_says_what_is_done_against_losses_and_why(
     replicas: int, redundancy: RedundancyName, memory_bytes: int | None, host_bytes: int | None, told: str
 ) -> None:
     """The plan's memory with a unit that is updated, but without all followed state, is 0 bytes here."""

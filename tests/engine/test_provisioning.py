@@ -82,7 +82,7 @@ def test_a_grant_says_what_each_vm_costs_and_how_long_it_has_been_paid(world: Wo
     assert granted.paid == {"job-1-1": Paid(usd_per_h=1.4), "job-1-2": Paid(usd_per_h=0.3)}
 
 
-def test_vms_that_wait_are_granted_and_told_of_as_they_begin(world: World) -> None:
+def test_waiting_vms_are_granted_and_reported_when_they_begin(world: World) -> None:
     world.cloud.made_as = [{}, {"waits": True, "usd_per_h": 0.3}]
     granted = world.get()
     assert isinstance(granted, NodesGranted)
@@ -111,7 +111,7 @@ def test_a_grant_says_of_what_kind_each_vm_is_as_far_as_its_provider_says_it(wor
     }
 
 
-def test_a_type_is_asked_for_and_told_with_the_grant(world: World) -> None:
+def test_a_type_is_requested_and_reported_with_the_grant(world: World) -> None:
     world.cloud.made_as = [{"provider": "azure", "node_type": "t4"}]
     world.shell.request(RequestNodes(request="job-1", count=1, node_type="t4"))
     granted = world.answer()
@@ -152,7 +152,7 @@ def test_a_refusal_says_why_and_what_had_come_is_ended(world: World, error: Exce
     assert world.cloud.there == {}
 
 
-def test_a_throttled_call_waits_as_it_is_told_and_goes_on_under_its_name(world: World) -> None:
+def test_a_throttled_call_waits_as_requested_and_continues_under_its_name(world: World) -> None:
     world.cloud.errors = [Throttled("slow down", 17), Throttled("slow down", 10**6), Transient("502")]
     assert isinstance(world.get(), NodesGranted)
     assert world.pauses_s == [17, RETRY_AFTER_MAX_S, 8]
@@ -160,7 +160,7 @@ def test_a_throttled_call_waits_as_it_is_told_and_goes_on_under_its_name(world: 
     assert len(world.cloud.there) == 2
 
 
-def test_what_stays_in_vain_is_refused_after_some_tries_and_leaves_nothing(world: World) -> None:
+def test_a_request_is_refused_after_some_failed_tries_and_leaves_nothing(world: World) -> None:
     world.cloud.errors = [Transient("502")] * TRIES
     refused = world.get()
     assert isinstance(refused, RequestRefused)
@@ -169,7 +169,7 @@ def test_what_stays_in_vain_is_refused_after_some_tries_and_leaves_nothing(world
     assert world.settle() == ["job-1-0"]
 
 
-def test_a_vm_whose_worker_joined_goes_on_though_its_request_is_refused(world: World) -> None:
+def test_a_vm_whose_worker_joined_stays_although_its_request_is_refused(world: World) -> None:
     world.cloud.errors = [Throttled("slow down", 1)] * TRIES
     world.cloud.there = {"job-1-1": Vm(name="job-1-1", request="job-1")}  # one boots; the refusal orphans the other
     world.joined = ["job-1-0"]
@@ -250,7 +250,7 @@ def test_a_vm_with_several_devices_counts_once_to_the_limits_and_brings_a_node_f
         world.shell.close()
 
 
-def test_what_the_controller_gives_back_is_ended(world: World) -> None:
+def test_nodes_that_the_controller_gives_back_are_ended(world: World) -> None:
     world.get()
     world.shell.release(ReleaseNodes(nodes=("job-1-1", "never-there")))
     world.get("job-2", 1)

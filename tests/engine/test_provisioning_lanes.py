@@ -216,7 +216,7 @@ def test_what_a_vm_costs_is_known_before_its_grant(world: World) -> None:
     assert world.shell.known_of(["job-1-0"]) == ({}, {}), "its grant says it"
 
 
-def test_a_request_all_of_whose_vms_were_given_up_is_no_grant_and_leaves_nothing(world: World) -> None:
+def test_a_request_without_remaining_vms_is_not_granted_and_leaves_nothing(world: World) -> None:
     world.cloud.requests.shut()
     world.ask("job-1", 2)
     assert world.cloud.requests.reached.wait(BOUND_S)

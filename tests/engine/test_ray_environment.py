@@ -72,7 +72,7 @@ def test_the_token_and_certificates_are_the_users_alone_and_go_with_the_process(
 
 
 @pytest.mark.parametrize(("tls", "expected"), [("with", "True\n"), ("without", "False\n")])
-def test_who_takes_over_uses_what_the_killed_manager_made(tls: str, expected: str) -> None:
+def test_a_manager_that_takes_over_uses_the_killed_ones_files(tls: str, expected: str) -> None:
     assert run(ADOPTED, tls) == expected
 
 

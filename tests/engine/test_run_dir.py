@@ -126,7 +126,7 @@ def test_a_directory_with_other_things_in_it_is_refused_and_left_alone(tmp_path:
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_directory_that_is_just_being_claimed_is_no_foreign_one(tmp_path: Path) -> None:
+def test_a_directory_that_is_just_being_claimed_is_not_foreign(tmp_path: Path) -> None:
     """Another manager may have got as far as this, or may have died at this point."""
     (tmp_path / "run.lock").touch()
     (tmp_path / ".run.json.4711.partial").write_text("{")
@@ -134,7 +134,7 @@ def test_a_directory_that_is_just_being_claimed_is_no_foreign_one(tmp_path: Path
         assert read_facts(tmp_path) == FACTS
 
 
-def test_a_file_is_no_directory(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.write_text("")
     for place in (path, path / "below"):
@@ -159,7 +159,7 @@ def test_a_directory_that_is_not_writable_is_refused(tmp_path: Path) -> None:
         path.chmod(0o700)
 
 
-def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> int:
         raise OSError(28, "No space left on device")
 

@@ -69,7 +69,7 @@ def test_while_everything_is_ended_a_signal_changes_nothing(number: signal.Signa
         signal.raise_signal(number)
 
 
-def test_what_is_shown_in_a_terminal_that_is_gone_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_to_a_closed_terminal_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     outside, inside = os.openpty()
     with os.fdopen(inside, "w") as terminal, os.fdopen(outside, "rb", buffering=0) as window:
         monkeypatch.setattr(sys, "__stdout__", terminal)
@@ -96,7 +96,7 @@ def test_outside_the_main_thread_nothing_is_changed() -> None:
     assert seen == [signal.getsignal(number) for number in STOPPING]
 
 
-def test_what_tests_start_hears_signals_that_the_tests_were_started_to_ignore() -> None:
+def test_processes_of_tests_receive_signals_that_the_tests_ignore() -> None:
     ignored = [number for number in STOPPING if number != STOP_SIGNAL]
     before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     try:

@@ -76,7 +76,7 @@ def test_workers_silent_beyond_an_outage_are_overdue_together(
     assert watch.now_s - begin_s == pytest.approx(1.0 + OUTAGE_TIMEOUT_S, abs=1.0)
 
 
-def test_all_workers_of_a_single_vm_are_no_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_of_a_single_vms_workers_is_not_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(monkeypatch, "a.d0", "a.d1")
     begin_s = watch.now_s
     assert set(watch.until_overdue(silent={"a.d0": 1.0, "a.d1": 1.0})) == {"a.d0", "a.d1"}

@@ -62,7 +62,7 @@ def test_a_store_that_lives_is_left_alone(event_queue: EventQueue) -> None:
     assert (store.num_starts, len(event_queue)) == (0, 0)
 
 
-def test_a_dead_one_is_started_once_and_both_are_told(event_queue: EventQueue, dead: int) -> None:
+def test_a_dead_store_is_restarted_once_and_death_and_restart_are_reported(event_queue: EventQueue, dead: int) -> None:
     store = FakeStore(dead, num_failures=2)
     watch = StoreWatch(store, event_queue)
     watch.check()

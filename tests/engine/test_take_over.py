@@ -53,7 +53,7 @@ class Seen:
         self.lines.append(("resume", tuple(up), set(appeared)))
 
 
-def test_vms_are_known_before_the_controller_decides_of_them_and_it_hears_who_lives() -> None:
+def test_vms_are_known_before_the_controller_decides_and_it_learns_which_live() -> None:
     seen = Seen()
     found = FoundRun(
         attachment=Attachment(kind="ray", control_socket=Path("control_socket"), store_host="h", store_port=1),

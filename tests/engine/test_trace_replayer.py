@@ -131,7 +131,7 @@ def test_events_at_time_0_are_booted_before_the_clock_runs(played: list[Play]) -
     one.until("up c")
 
 
-def test_a_revoked_vm_is_killed_and_told(played: list[Play]) -> None:
+def test_a_revoked_vm_is_killed_and_reported(played: list[Play]) -> None:
     one = play(played, "0,add,a", "0,add,b", "0.01,remove,a")
     one.start(clock=False)
     one.until("up a", "up b")
@@ -141,7 +141,7 @@ def test_a_revoked_vm_is_killed_and_told(played: list[Play]) -> None:
     assert one.host.killed == ["a"]
 
 
-def test_a_vm_that_nobody_needs_is_ended_and_is_no_revocation(played: list[Play]) -> None:
+def test_an_unneeded_vm_is_ended_and_not_counted_as_revoked(played: list[Play]) -> None:
     one = play(played, "0,add,a", "0,add,b")
     one.start(clock=False)
     one.until("up a", "up b")

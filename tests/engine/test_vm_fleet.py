@@ -13,7 +13,7 @@ from tests.engine.driver_scene import FakeHost
 BOUND_S = 100.0
 
 
-def test_vms_of_requests_go_on_boot_or_end_as_somebody_waits_for_them() -> None:
+def test_requested_vms_continue_boot_or_end_as_the_controller_needs_them() -> None:
     """job-1-0 trains, job-1-1 came up but was not reported, job-1-2 still has to boot, and job-0-0 was given up."""
     host, event_queue = FakeHost(), EventQueue()
     fleet = VmFleet(host, event_queue)
@@ -69,7 +69,7 @@ class DyingHost(FakeHost):
         super().add_vm(name)
 
 
-def test_vms_boot_beside_one_another_and_one_that_dies_is_told_of_at_once() -> None:
+def test_vms_boot_concurrently_and_a_death_is_reported_at_once() -> None:
     host, event_queue = DyingHost(), EventQueue()
     fleet = VmFleet(host, event_queue)
     try:

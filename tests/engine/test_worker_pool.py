@@ -151,7 +151,7 @@ def test_a_worker_may_call_before_it_is_wanted_or_after(scene: Scene) -> None:
     assert len(scene.event_queue) == 0
 
 
-def test_what_a_heartbeat_brings_becomes_events_and_compute_times_wait_beside_them(scene: Scene) -> None:
+def test_heartbeats_become_events_and_compute_times_are_collected(scene: Scene) -> None:
     scene.be_ready()
     times = MicroBatchTimes(generation=2, forward_s=(1.0,), recompute_s=(1.0,), backward_s=(2.0,))
     written = UnitWritten(worker="vm0", version=1, unit="s0", file="f", size_bytes=1, sha256="0")
@@ -287,9 +287,7 @@ def test_a_new_line_repeats_unanswered_orders_and_the_last_word(scene: Scene) ->
     assert len(scene.event_queue) == 0
 
 
-def test_of_the_workers_that_another_manager_left_those_who_call_are_kept(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_another_managers_workers_those_that_call_are_kept(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "ATTACH_TIMEOUT_S", 0.05)
     scene.launcher.left = ("vm0", "vm1", "vm2", "vm3")
     scene.pool.came("vm0", scene.line)
@@ -306,7 +304,7 @@ def test_of_the_workers_that_another_manager_left_those_who_call_are_kept(
     assert "connection closed" in scene.lost()
 
 
-def test_time_in_which_the_manager_stood_still_is_no_silence(scene: Scene, clock: list[float]) -> None:
+def test_time_of_a_suspended_manager_does_not_count_as_silence(scene: Scene, clock: list[float]) -> None:
     scene.be_ready()
     for _ in range(10):
         clock[0] += 0.5

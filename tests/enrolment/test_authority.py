@@ -115,7 +115,7 @@ def test_one_secret_makes_one_authority_and_another_one_another() -> None:
     check_certificate(certificate_of(again, key := new_key()), ours.pem, key, ADDRESS)
 
 
-def test_a_wrong_certificate_is_told_from_the_right_one(authority: Authority) -> None:
+def test_a_wrong_certificate_is_distinguished_from_the_right_one(authority: Authority) -> None:
     key, other, trusted = new_key(), Authority(new_key()), authority.pem
     check_certificate(certificate_of(authority, key), trusted, key, ADDRESS)
     early, late = now() - 2 * LIFE, now() + LIFE

@@ -36,7 +36,7 @@ class CudaContract(LinkContract):
         ends.await_done("b", arriving)
         assert bool((from_device(arriving.take()[0]) == 3.0).all())
 
-    def test_memory_that_is_let_go_is_not_reused_under_a_copy(self, ends: Ends) -> None:
+    def test_freed_memory_is_not_reused_during_a_copy(self, ends: Ends) -> None:
         for number in range(50):
             arriving = ends.links["b"].receive([Spec((1 << 18,))])
             ends.links["a"].send([torch.full((1 << 18,), float(number), device=CUDA)])

@@ -19,7 +19,7 @@ def test_a_proof_holds_for_its_parts_and_its_secret_alone() -> None:
 
 
 @pytest.mark.parametrize("given", ["", "é", "\ud800", "x" * 10_000])
-def test_anything_else_is_no_proof_and_no_error(given: str) -> None:
+def test_anything_else_is_not_a_proof_and_raises_no_error(given: str) -> None:
     assert not is_proven(given, "secret", "part")
 
 

@@ -46,7 +46,7 @@ def test_a_long_message_is_never_in_memory_twice(pair: Pair) -> None:
     assert pair.listener.next() == body
 
 
-def test_what_is_put_before_the_handshake_is_over_is_sent_after_it() -> None:
+def test_messages_put_before_the_handshake_ends_are_sent_after_it() -> None:
     caller, listener = Wire(of_caller(), listens=False), Wire(own(), listens=True)
     assert caller.put(b"hello") + caller.put(b"again") == b""
     listener.take(caller.take(listener.take(caller.shake())))
@@ -152,7 +152,7 @@ def test_a_caller_in_the_clear_gets_nothing() -> None:
             Wire(own(), listens=True).take(said)
 
 
-def test_what_was_overheard_is_worth_nothing_on_another_connection() -> None:
+def test_overheard_bytes_are_useless_on_another_connection() -> None:
     caller, listener = Wire(of_caller(), listens=False), Wire(own(), listens=True)
     hello = caller.shake()
     rest = caller.take(listener.take(hello)) + caller.put(b"start")
@@ -183,7 +183,7 @@ def test_no_end_goes_down_to_an_older_version_of_tls() -> None:
         shake(context(of_caller(), listens=False), with_certificate(True))
 
 
-def test_a_man_in_the_middle_who_has_no_certificate_of_the_run_hears_nothing() -> None:
+def test_a_man_in_the_middle_without_the_runs_certificate_reads_nothing() -> None:
     with pytest.raises(ssl.SSLCertVerificationError):
         Pair(own("another"), of_caller())
 
@@ -200,7 +200,7 @@ def test_clocks_that_differ_between_machines_decide_nothing() -> None:
         assert (found.not_valid_before_utc.year, found.not_valid_after_utc.year) == (2000, 9999)
 
 
-def test_who_is_given_a_credential_cannot_sign_another() -> None:
+def test_a_holder_of_a_credential_cannot_sign_another() -> None:
     key, _, authority = of_caller().split(".")
     signed_by = x509.load_der_x509_certificate(base64.b64decode(authority)).public_key()
     theirs = serialization.load_der_private_key(base64.b64decode(key), None)
@@ -211,6 +211,6 @@ def test_who_is_given_a_credential_cannot_sign_another() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a.b.c", "s3cret", "....", f"{own()}."])
-def test_anything_else_is_no_credential_and_is_not_shown(text: str) -> None:
+def test_anything_else_is_not_a_credential_and_is_not_shown(text: str) -> None:
     with pytest.raises(ValueError, match=r"^this is not a credential$"):
         Wire(text, listens=False)

@@ -109,7 +109,7 @@ def test_the_change_is_formed_at_the_boundary_after_everything_has_arrived() -> 
     assert script.state.pre_copy is None
 
 
-def test_what_has_not_arrived_in_time_is_sent_in_the_change() -> None:
+def test_units_that_have_not_arrived_in_time_are_sent_in_the_change() -> None:
     script, _ = joining(patience_s=0.5)
     first, *others = all_receivers(script)
     report(script, first)

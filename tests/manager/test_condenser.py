@@ -124,7 +124,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("every", [3, 40])
-def test_a_condensed_journal_tells_every_reader_the_same(
+def test_a_condensed_journal_gives_every_reader_the_same_result(
     every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", every)
@@ -145,7 +145,7 @@ def test_a_condensed_journal_tells_every_reader_the_same(
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("seed", [0, 1, 11, *(pytest.param(seed, marks=pytest.mark.long) for seed in SEEDS)])
-def test_any_life_is_told_alike_whoever_goes_on_with_its_journal(
+def test_readers_agree_whichever_managers_continued_the_journal(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Now and then another manager continues the journal, with its state replayed from the last snapshot."""
@@ -159,7 +159,7 @@ def test_any_life_is_told_alike_whoever_goes_on_with_its_journal(
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_who_follows_a_journal_misses_and_repeats_nothing_that_is_condensed_meanwhile(
+def test_a_follower_of_a_journal_misses_and_repeats_nothing_while_condensing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 10)
@@ -249,7 +249,7 @@ def test_a_full_disk_puts_condensing_off_and_never_the_run(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(("table", "column"), [("steps", "data"), ("kept", "data"), ("heads", "data")])
-def test_what_is_condensed_is_read_as_it_was_written_or_refused(
+def test_condensed_blocks_are_read_as_written_or_refused(
     table: str, column: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 10)
@@ -263,7 +263,7 @@ def test_what_is_condensed_is_read_as_it_was_written_or_refused(
         told(tmp_path)
 
 
-def test_damaged_steps_never_end_the_run_that_goes_on_with_them(
+def test_damaged_steps_in_the_journal_do_not_end_a_continued_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 20)
@@ -309,7 +309,7 @@ def test_a_journal_of_an_older_version_is_read_once_its_run_is_resumed(tmp_path:
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("goes_on", [False, True])
-def test_many_lines_that_nobody_condensed_are_condensed_a_few_at_a_time(
+def test_many_uncondensed_lines_are_condensed_a_few_at_a_time(
     goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 10)
@@ -350,7 +350,7 @@ def test_many_lines_that_nobody_condensed_are_condensed_a_few_at_a_time(
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 60))])
 @pytest.mark.parametrize("version", [None, 0])
-def test_what_another_version_condensed_is_folded_anew(
+def test_blocks_condensed_by_another_version_are_folded_anew(
     version: int | None, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run of another version comes after every few lines; what an older state holds is never read."""
@@ -417,7 +417,7 @@ def fields_of() -> dict[str, list[str]]:
     return dict(sorted(found.items()))
 
 
-def test_it_is_said_how_far_a_long_journal_is_condensed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_of_condensing_a_long_journal_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "AT_ONCE", 7)
     monkeypatch.setattr(condenser_module, "LONG", 20)
     JournalledCluster(0, tmp_path, Faults()).run(3)

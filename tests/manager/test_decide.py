@@ -202,7 +202,7 @@ def test_the_best_shape_is_chosen_once_when_a_planned_change_is_formed(monkeypat
 
 
 @pytest.mark.slow
-def test_what_was_chosen_is_what_would_be_chosen_now_in_every_history(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_choices_equal_fresh_ones_in_every_history(monkeypatch: pytest.MonkeyPatch) -> None:
     once, num_kept = Transition.once, 0
 
     def checked(transition: Transition, question: Callable[..., Any], *depends_on: object) -> Any:
@@ -279,7 +279,7 @@ def answers_to(state: ControllerState) -> list[Answer]:
 
 
 @pytest.mark.slow
-def test_what_many_workers_answer_alike_changes_what_it_changes_one_by_one() -> None:
+def test_equal_answers_together_change_the_same_as_one_by_one() -> None:
     acted: Counter[tuple[str, str]] = Counter()
     for seed in SEEDS:
         for _, state, _, _ in (entry for entry in played(seed).log[::EVERY] if not isinstance(entry, str)):
@@ -461,7 +461,7 @@ BROKEN: dict[str, tuple[Phase, Break]] = {
 
 
 @pytest.mark.parametrize("sentence", INVARIANTS)
-def test_a_state_that_cannot_be_is_named_by_its_sentence(sentence: str) -> None:
+def test_each_broken_invariant_is_named_by_its_sentence(sentence: str) -> None:
     phase, broken = BROKEN[sentence]
     state = script_in(phase).state
     validate(state)

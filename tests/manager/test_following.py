@@ -89,7 +89,7 @@ def test_of_replicas_one_follows_the_other_with_sums_alone() -> None:
     assert not any(follow.units for follow in follows)
 
 
-def test_who_has_followed_goes_on_and_is_sent_nothing() -> None:
+def test_a_follower_keeps_following_and_is_sent_nothing() -> None:
     slots, needed = shape(3, 1, VMS[:3])
     stage_of = {slot.worker: slot.stage for slot in slots}
     last = next(worker for worker, stage in stage_of.items() if stage == 2)
@@ -113,7 +113,7 @@ def test_units_shared_by_a_vms_workers_are_sent_by_one() -> None:
     assert ("n2", "s0+s5") in sent
 
 
-def test_losses_that_others_have_are_not_told_twice() -> None:
+def test_losses_known_to_other_workers_are_not_sent_twice() -> None:
     plan = make_plan(2, 2)
     slot = Slot(worker="n1", stage=1, replica=0)
     mine = SalvagedSum(holder="n1", receiver="n1", sum=partial_sum(LOSSES, {5: 0b111}))

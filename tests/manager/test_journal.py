@@ -197,7 +197,7 @@ def test_a_loss_that_is_nan_is_read_back() -> None:
     assert [str(loss.loss) for loss in read.answer.losses] == ["nan", "-inf"]
 
 
-def test_what_is_no_journal_is_refused_with_its_name(tmp_path: Path) -> None:
+def test_files_that_are_not_journals_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match=r"missing\.sqlite: holds no journal"):
         Journal.open(tmp_path / "missing.sqlite", read_only=True)
     other = tmp_path / "other.sqlite"

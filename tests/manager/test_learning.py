@@ -120,7 +120,7 @@ def test_noise_is_not_found(seed: int) -> None:
         assert not is_material(None, found, ratios, TIMES), f"{num} observations of nothing but noise: {found.sentence}"
 
 
-def test_what_slows_all_measured_sections_slows_the_unmeasured() -> None:
+def test_a_slowdown_of_all_measured_sections_applies_to_unmeasured_ones() -> None:
     found = correction_of((StageRatios(first_section=0, end_section=3, num=200, mean=math.log(1.2)),), TIMES)
     assert found.factors[5] == pytest.approx(1.2, abs=0.02)
     assert found.errors[3] > found.errors[0]
@@ -183,7 +183,7 @@ def tell_times(script: Script, slower: float, num: int = 40, slow_type: str = ""
     return told
 
 
-def test_a_correction_is_told_when_it_changes_and_not_with_every_report() -> None:
+def test_a_correction_is_reported_only_when_it_changes() -> None:
     script = trained()
     assert tell_times(script, 1.0) == []
     told = tell_times(script, 3.0, 200)
@@ -192,7 +192,7 @@ def test_a_correction_is_told_when_it_changes_and_not_with_every_report() -> Non
     assert told[-1].correction.factors[5] > told[-1].correction.factors[0]
 
 
-def test_what_is_learned_counts_at_the_next_shape_and_causes_none() -> None:
+def test_corrections_count_at_the_next_shape_and_cause_none() -> None:
     script = trained()
     generation = script.state.generation
     tell_times(script, 3.0)

@@ -67,7 +67,7 @@ def test_the_grid_has_a_node_in_every_place_while_a_shape_trains() -> None:
     assert "on demand" in run.headline
 
 
-def test_vms_in_a_queue_are_told_of_as_they_wait_and_leave_it() -> None:
+def test_vms_in_a_queue_are_shown_waiting_and_leaving_it() -> None:
     run, script = LiveRun("job", 12, 8), Script(target_nodes=3)
     granted = NodesGranted(request="job-1", nodes=("a", "b", "c"), waiting=("b", "c"))
     told: list[tuple[str, str]] = []
@@ -141,7 +141,7 @@ def test_plain_lines_are_of_steps_shapes_losses_evaluations_and_saves(
     assert [line for line in played_lines(capsys, verbose=True)[:-1] if "the checkpoint of version" in line] != []
 
 
-def test_a_save_after_some_that_storage_refused_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_save_after_refused_ones_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     lines = played_lines(capsys, verbose=False, num_steps=40, write_failure=0.2)
     saves = [line for line in lines if re.search("checkpoint|saved$", line)]
     assert saves[0].endswith("could not write its part of a checkpoint: disk full")
@@ -212,7 +212,7 @@ def test_a_change_of_shape_is_one_line(
         assert all(re.fullmatch(pattern, line) for pattern, line in zip(told, found, strict=True)), found
 
 
-def test_the_protocol_is_told_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_protocol_is_printed_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert any("generation 1 is dissolved" in line for line in live_lines(capsys, ONE_LOST, 6, verbose=True))
     verbose, every = (events_of(tmp_path, ONE_LOST, 6, *options) for options in (["--verbose"], ["--all"]))
     assert any("generation 1 is dissolved" in line for line in verbose)

@@ -101,7 +101,7 @@ def ready(*nodes: str, **fields: object) -> Told:
     return told
 
 
-def test_a_life_has_what_its_request_its_grant_and_its_worker_told() -> None:
+def test_a_life_has_the_facts_from_request_grant_and_worker() -> None:
     told = ready("a", "b")
     told.tell(WorkerLost(worker="a", cause="its connection closed"), 3640.0)
     a, b = told.lives()["a"], told.lives()["b"]
@@ -184,7 +184,7 @@ def test_a_notice_that_came_before_its_vm_was_known_is_its_own() -> None:
     assert (life.ending, life.noticed_s, life.lead_s, life.ended_s) == (Ending.REVOKED, 30.0, 30.0, 40.0)
 
 
-def test_what_was_taken_on_purpose_is_no_loss_unless_that_failed() -> None:
+def test_vms_taken_on_purpose_are_not_losses_unless_that_failed() -> None:
     told = ready("a", "b", "c", "d")
     for vm in ("a", "b", "c"):
         told.fact(PREEMPTION_INJECTED, 200.0, worker=vm, detail="by name")
@@ -199,7 +199,7 @@ def test_what_was_taken_on_purpose_is_no_loss_unless_that_failed() -> None:
     assert lives["c"].lost_with == 1
 
 
-def test_an_error_of_a_worker_ends_its_vm_and_is_no_loss() -> None:
+def test_a_workers_error_ends_its_vm_without_counting_as_a_loss() -> None:
     told = ready("a", "b", "c", "d")
     told.tell(NodeAppeared(node="e"), 200.0)
     failed = Failed(worker="e", generation=0, error="no device", traceback="", cause="device")

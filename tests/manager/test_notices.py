@@ -78,7 +78,7 @@ def test_a_member_under_a_long_notice_trains_while_time_allows() -> None:
     assert script.state.waits.num_fruitless == 0
 
 
-def test_one_change_takes_in_whoever_came_while_a_notice_lasted() -> None:
+def test_one_change_takes_in_all_newcomers_of_a_notices_time() -> None:
     script = training()
     script.prepared()
     noticed(script, "n2", lead_s=60.0)
@@ -89,7 +89,7 @@ def test_one_change_takes_in_whoever_came_while_a_notice_lasted() -> None:
     assert script.state.generation == 2
 
 
-def test_nobody_stays_in_an_unmeasured_or_no_faster_shape() -> None:
+def test_no_noticed_worker_stays_in_an_unmeasured_or_no_faster_shape() -> None:
     script = script_in(Phase.RESHAPING)
     noticed(script, "n3", lead_s=60.0)
     script.reshaped()
@@ -136,7 +136,7 @@ def test_an_indispensable_member_trains_on_and_is_saved_at_once() -> None:
         assert script.state.saving.pending is None or script.state.saving.pending.kind == "emergency"
 
 
-def test_a_notice_that_nobody_follows_up_is_void_after_its_grace() -> None:
+def test_a_notice_without_an_end_is_void_after_its_grace() -> None:
     script = Script(num_steps=20)
     script.ready("n1", "n2", "n3", "n4")
     script.reshaped()
@@ -228,7 +228,7 @@ def test_a_spare_stays_while_its_vm_has_an_unnoticed_member() -> None:
     assert actions == (AcknowledgeNotice(worker="c.d0", notice="E-1"),)
 
 
-def test_a_notice_that_is_told_again_is_acknowledged_again() -> None:
+def test_a_repeated_notice_is_acknowledged_again() -> None:
     script = training()
     script.ready("n5")
     noticed(script, "n5")
@@ -237,7 +237,7 @@ def test_a_notice_that_is_told_again_is_acknowledged_again() -> None:
     assert script.code == "notice_acknowledged"
 
 
-def test_who_still_writes_units_of_a_checkpoint_is_not_let_go() -> None:
+def test_a_worker_that_still_writes_a_checkpoint_is_not_released() -> None:
     script = training()
     while script.state.saving.pending is None:
         script.prepared()
@@ -259,7 +259,7 @@ def test_a_notice_that_is_withdrawn_is_not_acknowledged() -> None:
     assert script.state.provisioning.leaving == frozenset()
 
 
-def test_who_holds_the_only_copy_is_not_let_go() -> None:
+def test_a_holder_of_the_only_copy_is_not_released() -> None:
     script = Script(plans={2: PLANS[2]}, num_steps=20, expected_nodes=2)
     script.ready("n1", "n2")
     script.reshaped()

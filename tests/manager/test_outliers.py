@@ -42,18 +42,18 @@ def test_of_two_replicas_the_slower_one_is_slow() -> None:
     assert judged["b"].ratio == pytest.approx(SLOW)
 
 
-def test_one_replica_is_held_against_the_profile_and_not_judged_without_it() -> None:
+def test_a_single_replica_is_judged_only_with_a_profile() -> None:
     assert judge({"a": SLOW}, Expected(1.0, 0.0), STUTTER)["a"].slow
     assert not judge({"a": 1.1}, Expected(1.0, 0.0), STUTTER)["a"].slow
     assert judge({"a": SLOW}, None, STUTTER) == {}
 
 
-def test_one_or_two_workers_prove_neither_worker_nor_profile_wrong() -> None:
+def test_with_one_or_two_workers_neither_worker_nor_profile_is_suspected() -> None:
     assert usual([SLOW]) is None
     assert usual([1.0, SLOW]) is None
 
 
-def test_where_workers_compare_with_the_profile_unequally_nobody_is_singled_out() -> None:
+def test_workers_that_differ_from_the_profile_unequally_are_not_suspected() -> None:
     even, uneven = usual([1.0, 1.02, SLOW]), usual([1.0, 1.15, 1.15 * SLOW])
     assert even is not None and uneven is not None  # noqa: PT018
     assert judge({"a": SLOW}, even.expects(1.0), STUTTER)["a"].slow
@@ -67,7 +67,7 @@ def test_a_window_that_spreads_proves_less() -> None:
     assert not judge({"b": SLOW}, Expected(1.0, 0.0), STUTTER, {"b": 0.08})["b"].slow
 
 
-def test_random_differences_on_shared_cores_are_no_stutter() -> None:
+def test_random_differences_on_shared_cores_are_not_stutter() -> None:
     draw = random.Random(2)
     num_slow = 0
     for _ in range(2000):
@@ -213,7 +213,7 @@ def unequal(slow: dict[str, float], *kinds: tuple[int, int, str]) -> Script:
     return script
 
 
-def test_a_stage_that_only_one_of_unequal_pipelines_has_is_held_against_the_profile() -> None:
+def test_a_stage_of_only_one_unequal_pipeline_is_compared_with_the_profile() -> None:
     script = unequal({"n5": SLOW}, (3, 1, ""), (2, 1, ""))
     assert suspects(script) == ["n5"]
     yardstick = script.state.workers["n5"].pace.yardstick
@@ -234,20 +234,20 @@ def test_stages_of_the_same_sections_are_peers_whatever_pipeline_they_are_in() -
     assert suspects(script) == ["n4"]
 
 
-def test_a_machine_slower_than_its_profile_makes_nobody_slow() -> None:
+def test_on_a_machine_slower_than_its_profile_no_worker_counts_as_slow() -> None:
     assert suspects(pipeline(3, {"n1": SLOW, "n2": SLOW, "n3": SLOW})) == []
     assert suspects(pipeline(3, {"n1": SLOW, "n2": SLOW * SLOW, "n3": SLOW})) == ["n2"]
 
 
 @pytest.mark.parametrize("slow", [{"n1": SLOW}, {"n1": SLOW, "n2": 2 * SLOW}])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_with_one_or_two_stages_nobody_is_singled_out_by_the_profile(depth: int, slow: dict[str, float]) -> None:
+def test_with_one_or_two_stages_the_profile_makes_no_worker_suspect(depth: int, slow: dict[str, float]) -> None:
     script = pipeline(depth, slow)
     assert suspects(script) == []
     assert all(entry.pace.streak == 0 for entry in script.state.workers.values())
 
 
-def test_nobody_is_held_against_the_profile_before_everybody_was_timed() -> None:
+def test_workers_are_compared_with_the_profile_once_all_were_timed() -> None:
     script = pipeline(3, {}, num_windows=0)
     for _ in range(RULES.stutter.windows):
         late = tuple(

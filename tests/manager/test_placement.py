@@ -93,7 +93,7 @@ def test_sources_keep_what_is_held_and_spread_the_rest_over_the_holders() -> Non
     assert abs(load["a"] - load["b"]) <= max(SIZES.values())
 
 
-def test_who_alone_holds_a_unit_is_spared_the_others() -> None:
+def test_the_only_holder_of_a_unit_sends_no_others() -> None:
     held = {"a": {"s0", "s1"}, "b": {"s0"}, "c": set[str](), "d": set[str]()}
     slots = place(make_plan(1, 2), ["c", "d"], {}, (("s0", "s1"),), SIZES)
     sources = choose_sources(slots, (("s0", "s1"),), held, SIZES, None)
@@ -101,7 +101,7 @@ def test_who_alone_holds_a_unit_is_spared_the_others() -> None:
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "initial"])
-def test_what_nobody_holds_is_restored_for_each_worker_that_needs_it(kind: str) -> None:
+def test_units_without_a_holder_are_restored_for_each_worker_that_needs_them(kind: str) -> None:
     plan = make_plan(2, 1)
     needed = units_by_stage(plan, UNITS)
     held = {"a": frozenset({"s0", "s0+s5"}), "b": frozenset()}

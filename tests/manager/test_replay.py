@@ -254,7 +254,7 @@ def test_neighbours_that_are_lost_at_once_have_the_step_begun_anew() -> None:
 
 
 @pytest.mark.slow
-def test_what_redundant_computation_takes_is_simulated_for_the_shape_of_the_job() -> None:
+def test_redundant_computation_is_simulated_for_the_jobs_shape() -> None:
     profile = synthetic_profile(num_sections=6, batch_size=32, micro_batch_size=2, parameter_bytes=10**9)
     job = job_from_profile(profile, 6, PlanRequest(memory_bytes=20 * 10**9, recompute=False, changes=False))
     assert job.redundant == PUBLISHED
@@ -527,7 +527,7 @@ def test_bounds_are_read(text: str, kind: str, amount: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "-3", "1.5", "soon", "3x", "h", "2027-01-30", "2027-13-01"])
-def test_what_is_no_bound_is_refused(text: str) -> None:
+def test_invalid_bounds_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="--until"):
         Until.parse(text, NOON)
 

@@ -68,7 +68,7 @@ def test_expectations_for_shared_cores_stand_beside_those_for_devices(tmp_path: 
     assert ">3,250<" in report_page(report) or ">3250<" in report_page(report)
 
 
-def test_shapes_of_several_types_are_told_with_their_pools_and_what_follows(tmp_path: Path) -> None:
+def test_shapes_of_several_types_are_reported_with_their_pools(tmp_path: Path) -> None:
     cluster = JournalledCluster(0, tmp_path, Faults(node_types=TYPES), expected_nodes=4, plans=MIXED)
     assert cluster.run(4).outcome == "finished"
     cluster.journal.close()
@@ -114,7 +114,7 @@ class InjectedCluster(JournalledCluster):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [JournalledCluster, InjectedCluster])
-def test_a_loss_that_was_injected_is_told_from_a_real_one(kind: type[JournalledCluster], tmp_path: Path) -> None:
+def test_injected_and_real_losses_are_distinguished(kind: type[JournalledCluster], tmp_path: Path) -> None:
     cluster = kind(0, tmp_path, Faults(deaths_after_s=((6.0, 1),)), expected_nodes=6)
     assert cluster.run(6).outcome == "finished"
     cluster.journal.close()
@@ -242,7 +242,7 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
         read_report(tmp_path)
 
 
-def test_a_resumed_run_is_told_whole(tmp_path: Path) -> None:
+def test_the_report_of_a_resumed_run_is_complete(tmp_path: Path) -> None:
     first = JournalledCluster(0, tmp_path, Faults(stop_after_s=6.0))
     assert first.run(4).outcome == "stopped"
     first.journal.close()

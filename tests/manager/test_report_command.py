@@ -150,14 +150,14 @@ def test_a_run_that_did_nothing_yet_has_a_page(run_dir: Path) -> None:
         (["-o", "/nowhere/page.html"], "/nowhere"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(run_dir: Path, options: list[str], told: str) -> None:
+def test_errors_are_reported_in_one_line(run_dir: Path, options: list[str], told: str) -> None:
     done = CliRunner().invoke(app, ["report", str(run_dir), *options])
     assert done.exit_code == 2
     assert told in done.output
     assert len(done.output.splitlines()) == 1
 
 
-def test_events_are_told_with_their_reasons_oldest_first(run_dir: Path) -> None:
+def test_events_are_printed_with_their_reasons_oldest_first(run_dir: Path) -> None:
     done = CliRunner().invoke(app, ["events", str(run_dir), "--json", "--verbose"])
     assert done.exit_code == 0, done.output
     told = [json.loads(line) for line in done.output.splitlines()]
@@ -174,7 +174,7 @@ def test_events_are_told_with_their_reasons_oldest_first(run_dir: Path) -> None:
     assert few == done.output.splitlines()[-3:]
 
 
-def test_following_a_run_that_nobody_manages_ends(run_dir: Path) -> None:
+def test_following_a_run_without_a_manager_ends(run_dir: Path) -> None:
     followed = CliRunner().invoke(app, ["events", str(run_dir), "--follow"])
     assert followed.exit_code == 0
     assert followed.output == CliRunner().invoke(app, ["events", str(run_dir)]).output

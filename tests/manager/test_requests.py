@@ -49,7 +49,7 @@ def requested(actions: Sequence[Action]) -> list[tuple[str, int]]:
     return [(action.request, action.count) for action in actions if isinstance(action, RequestNodes)]
 
 
-def test_what_is_missing_is_asked_for_once() -> None:
+def test_missing_vms_are_requested_once() -> None:
     script = asking()
     assert requested(script.tell(Tick())) == [("job-1", 4)]
     assert requested(script.tell(Tick())) == []
@@ -99,7 +99,7 @@ def test_a_refused_type_pauses_while_another_is_asked_for() -> None:
     assert {entry.facts.node_type for entry in script.state.workers.values()} == {"fast"}
 
 
-def test_what_is_there_and_what_boots_counts_by_its_type() -> None:
+def test_living_and_booting_vms_count_by_type() -> None:
     script = asking_types(5)
     assert types_in(script.tell(Tick())) == [("fast", 4), ("slow", 1)]
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
@@ -266,7 +266,7 @@ def test_a_run_with_too_few_vms_and_no_requests_left_ends() -> None:
     assert "vms.environment" in finish.sentence
 
 
-def test_vms_taken_while_they_boot_are_no_sign_of_a_mistake() -> None:
+def test_vms_taken_while_they_boot_are_not_counted_as_mistakes() -> None:
     script = asking()
     script.tell(Tick())
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))

@@ -86,7 +86,7 @@ def test_a_whole_version_is_loaded_again_after_growing_pauses(script: Script) ->
     assert pauses == [PAUSES.pause_s(tried) for tried in range(3)]
 
 
-def test_silent_storage_is_no_damage_and_is_retried_until_the_limit(script: Script) -> None:
+def test_silent_storage_is_not_damage_and_is_retried_until_the_limit(script: Script) -> None:
     actions = nobody_can_load(script)
     began_s, num_requested = script.now_s, 0
     while script.state.phase is not Phase.ENDED:
@@ -116,7 +116,7 @@ def read_by(actions: tuple[Action, ...]) -> dict[str, set[str | None]]:
     return read
 
 
-def test_what_one_worker_cannot_load_another_reads_for_it(script: Script) -> None:
+def test_a_worker_that_cannot_load_gets_units_that_another_reads(script: Script) -> None:
     fails(script, "n3", "v00000006/s0.safetensors: cannot be read: no route to the storage")
     assert script.aborted() == (FindCheckpoint(doubted=6),)
     actions = script.tell(CheckpointFound(manifest=manifest(6)))
@@ -127,7 +127,7 @@ def test_what_one_worker_cannot_load_another_reads_for_it(script: Script) -> Non
     assert (script.state.version, script.state.saving.doubt) == (7, None)
 
 
-def test_where_nobody_can_read_for_others_each_retries_itself(script: Script) -> None:
+def test_if_no_worker_can_read_for_others_each_retries(script: Script) -> None:
     fails(script, "n3")
     script.aborted()
     script.tell(CheckpointFound(manifest=manifest(6)))
@@ -148,7 +148,7 @@ def test_a_third_worker_reads_for_two_without_storage(script: Script) -> None:
     assert {worker for worker, readers in read.items() if None in readers} <= {"n5"}
 
 
-def test_where_none_is_whole_the_run_ends_and_says_so(script: Script) -> None:
+def test_without_an_undamaged_version_the_run_ends_and_says_so(script: Script) -> None:
     nobody_can_load(script)
     told = f"{DAMAGED}; no other checkpoint there is whole"
     (finish,) = script.tell(CheckpointNotFound(error=told, damaged=True))
@@ -189,7 +189,7 @@ def test_a_stop_while_storage_is_read_ends_the_run_and_claims_nothing(script: Sc
     assert finish.sentence == f"SIGINT; n3 could not load version 6: {DAMAGED}"
 
 
-def test_whoever_comes_or_goes_meanwhile_is_reckoned_with(script: Script) -> None:
+def test_arrivals_and_losses_during_a_search_are_taken_into_account(script: Script) -> None:
     nobody_can_load(script)
     script.tell(WorkerLost(worker="n3", cause="killed"))
     script.ready("n5")

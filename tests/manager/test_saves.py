@@ -161,7 +161,7 @@ def test_with_replicas_only_losses_of_all_that_hold_a_unit_are_fatal() -> None:
     assert mean_s_to_fatal_loss(state, now_s) > 3 * mean_s_to_fatal_loss(training(2).state, now_s)
 
 
-def test_what_lies_in_two_zones_is_not_lost_with_one_of_them() -> None:
+def test_units_in_two_zones_survive_the_loss_of_one() -> None:
     state = training(4).state
     together = {slot.worker: str(slot.stage) for slot in state.slots}
     apart = {slot.worker: str(slot.replica) for slot in state.slots}

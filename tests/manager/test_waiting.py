@@ -156,7 +156,7 @@ def test_a_pause_for_vms_ends_one_day() -> None:
     assert early.tell(Tick(), at_s=early.now_s + 400.0) == ()
 
 
-def test_a_time_in_which_nobody_could_be_heard_counts_for_no_wait() -> None:
+def test_time_in_which_no_worker_could_be_heard_is_not_waiting() -> None:
     script = Script(expected_nodes=2)
     script.ready("n1", "n2")
     script.reshaped()
@@ -240,7 +240,7 @@ def test_each_return_after_the_first_costs_twice_as_much() -> None:
     assert hold_s(transition, "other") == 0.0
 
 
-def test_what_was_long_ago_is_forgotten() -> None:
+def test_old_flapping_is_forgotten() -> None:
     transition = Transition(Script().state, 1.0)
     for _ in range(2):
         record_flap(transition, "m")

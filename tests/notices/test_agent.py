@@ -170,7 +170,7 @@ def test_a_notice_is_acknowledged_once_the_manager_says_that_nothing_is_left(wor
     assert not world.server.left("another", "E-1")
 
 
-def test_a_recommendation_drains_nobody(world: World) -> None:
+def test_a_recommendation_drains_no_worker(world: World) -> None:
     world.source.now = (notice("rebalance", None, certain=False),)
     world.agent()
     assert world.next() == Fact(name="notice_recommended", worker="n1", detail="rebalance")
@@ -180,13 +180,13 @@ def test_a_recommendation_drains_nobody(world: World) -> None:
     assert any(isinstance(item, NoticeGiven) for item in told)
 
 
-def test_a_source_without_answers_is_told_as_a_fact(world: World) -> None:
+def test_a_source_without_replies_is_recorded_as_a_fact(world: World) -> None:
     world.source.error = "status 500"
     world.agent()
     assert world.next() == Fact(name="notice_trouble", worker="n1", detail="fake: status 500")
 
 
-def test_another_manager_is_told_what_stands_and_what_was_withdrawn_meanwhile(world: World) -> None:
+def test_another_manager_learns_of_standing_and_withdrawn_notices(world: World) -> None:
     world.source.now = (notice("E-1"), notice("E-2"))
     world.agent()
     assert {world.next().notice, world.next().notice} == {"E-1", "E-2"}  # type: ignore[attr-defined]
@@ -224,7 +224,7 @@ def test_a_stranger_is_sent_away_and_others_are_served(world: World, said: bytes
 
 
 @pytest.mark.parametrize("hello", [b"", b"[1]", b"[" * 4000, b'["n1", "1"]', b'["n1", "1", 1]', b'{"n1": 1}'])
-def test_a_node_that_does_not_say_who_it_is_is_sent_away_and_others_are_served(world: World, hello: bytes) -> None:
+def test_a_node_without_a_name_is_rejected_while_others_are_served(world: World, hello: bytes) -> None:
     with socket.create_connection((world.server.host, world.server.port), BOUND_S) as connection:
         session = Session(connection, Wire(credential(), listens=False))
         connection.sendall(session._wire.shake())
@@ -241,7 +241,7 @@ def check_served(world: World) -> None:
 
 
 @pytest.mark.parametrize(("num_devices", "role"), [(0, AGENT), (10**9, AGENT), (1, "manager")])
-def test_who_has_the_secret_and_is_no_node_is_sent_away(world: World, num_devices: int, role: str) -> None:
+def test_a_client_with_the_secret_that_is_not_a_node_is_rejected(world: World, num_devices: int, role: str) -> None:
     address = world.server.host, world.server.port
     with pytest.raises(ConnectionError), called(address, credential(), "n1", role, num_devices):
         pass
@@ -405,7 +405,7 @@ def test_a_copied_agent_does_not_delete_a_foreign_vm(metadata: MetadataServer, r
 
 
 @pytest.mark.parametrize("reply", [Reply(status=500), Reply(body="no"), Reply(body="{}"), Reply(drop=True)])
-def test_a_vm_of_which_azure_says_nothing_is_not_deleted(metadata: MetadataServer, reply: Reply) -> None:
+def test_a_vm_without_an_answer_from_azure_is_not_deleted(metadata: MetadataServer, reply: Reply) -> None:
     metadata.script("GET", "/metadata/instance/compute", reply)
     assert end_on_azure("tiny-1-0", metadata.url, metadata.url) is False
     assert not [asked for asked in metadata.asked if asked.method == "DELETE"]

@@ -124,7 +124,7 @@ def test_every_request_carries_the_metadata_header_and_the_version(metadata: Met
     assert json.loads(metadata.asked[-1].body) == {"StartRequests": [{"EventId": "E-1"}]}
 
 
-def test_events_of_other_vms_and_other_kinds_are_passed_over(metadata: MetadataServer) -> None:
+def test_events_of_other_vms_and_other_kinds_are_ignored(metadata: MetadataServer) -> None:
     azure = source(metadata)
     other, reboot = preempt("E-2", Resources=["vm_4"]), preempt("E-3", EventType="Reboot")
     metadata.script("GET", EVENTS_PATH, document(1, other, reboot, preempt("E-4", Resources=["vm_4", "vm_3"])))

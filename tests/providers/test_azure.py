@@ -212,7 +212,7 @@ def test_reconcile_ends_whatever_a_killed_manager_left(arm: FakeArm, tmp_path: P
     assert kill_at > 10
 
 
-def test_another_manager_goes_on_wherever_the_first_was_killed(arm: FakeArm, tmp_path: Path) -> None:
+def test_another_manager_continues_wherever_the_first_was_killed(arm: FakeArm, tmp_path: Path) -> None:
     for kill_at in range(100):
         directory = tmp_path / str(kill_at)
         directory.mkdir()
@@ -413,7 +413,7 @@ def test_a_vm_taken_while_it_is_made_costs_none_of_the_others(arm: FakeArm, tmp_
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_what_must_be_mended_for_one_vm_leaves_the_others(arm: FakeArm, tmp_path: Path, begun: bool) -> None:
+def test_an_error_to_fix_for_one_vm_leaves_the_others(arm: FakeArm, tmp_path: Path, begun: bool) -> None:
     if begun:
         arm.shortages = {("Standard_NC6", "2"): "RequestDisallowedByPolicy"}
     else:
@@ -435,7 +435,7 @@ def test_the_end_of_a_vms_boot_log_is_known_where_azure_has_one(arm: FakeArm, tm
     assert azure.boot_log("a-0") == ""
 
 
-def test_what_vms_left_behind_is_ended_and_named_with_its_price(arm: FakeArm, tmp_path: Path) -> None:
+def test_leftovers_of_vms_are_deleted_and_named_with_their_price(arm: FakeArm, tmp_path: Path) -> None:
     arm.staying = {"a-0-nic", "a-1_OsDisk_1_5f2c", "b-0_OsDisk_1_5f2c", "users-own"}
     arm.parts[DISKS, "users-own"] = {"vm": "a-0", "tags": {}}
     azure = provider(arm, tmp_path, find_disk_price=lambda sku, gib: {("Premium_LRS", 128): 0.027}.get((sku, gib)))
@@ -455,7 +455,7 @@ def test_what_vms_left_behind_is_ended_and_named_with_its_price(arm: FakeArm, tm
 
 
 @pytest.mark.parametrize("code", ["NicReservedForAnotherVm", "AuthorizationFailed"])
-def test_an_orphan_that_stays_is_named_and_keeps_nothing_else(arm: FakeArm, tmp_path: Path, code: str) -> None:
+def test_an_orphan_that_stays_is_named_and_others_are_removed(arm: FakeArm, tmp_path: Path, code: str) -> None:
     arm.staying = {"a-0-nic", "a-1-nic"}
     azure = provider(arm, tmp_path)
     azure.request("a", 2)
@@ -531,7 +531,7 @@ def test_each_refusal_leads_to_the_next_zone_or_size_or_ends(
 
 
 @pytest.mark.parametrize("code", ["ScopeLocked", "RequestDisallowedByPolicy", "ReadOnlyDisabledSubscription"])
-def test_what_the_user_must_mend_is_reported_as_such(arm: FakeArm, tmp_path: Path, code: str) -> None:
+def test_errors_that_the_user_must_fix_are_reported_as_such(arm: FakeArm, tmp_path: Path, code: str) -> None:
     arm.shortages = {(size.name, zone): code for size in SPEC.sizes for zone in SPEC.zones}
     with pytest.raises(Misconfigured, match=f"{code}: no Standard_NC6"):
         provider(arm, tmp_path).request("a", 1)
@@ -612,7 +612,7 @@ def test_azures_wait_is_read_in_seconds_and_as_a_date(
 
 
 @pytest.mark.parametrize("after", ["soon", "-3", "", "Wed, 32 Oct"])
-def test_a_wait_that_cannot_be_read_is_none(arm: FakeArm, tmp_path: Path, after: str) -> None:
+def test_an_unreadable_wait_is_ignored(arm: FakeArm, tmp_path: Path, after: str) -> None:
     arm.faults = [Fault("PUT", "virtualMachines/", 503, "ServerBusy", {"Retry-After": after})]
     with pytest.raises(Transient) as raised:
         provider(arm, tmp_path).request("a", 1)

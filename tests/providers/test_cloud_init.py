@@ -205,14 +205,14 @@ def test_a_name_that_could_break_out_is_refused(node: str) -> None:
         cloud_init(START, node, "azure")
 
 
-def test_what_azure_would_not_take_is_refused_before_it_is_sent() -> None:
+def test_custom_data_that_is_too_large_is_refused_before_sending() -> None:
     with pytest.raises(ValueError, match=str(MAX_CUSTOM_DATA_BYTES)):
         custom_data("#cloud-config\n" + os.urandom(MAX_CUSTOM_DATA_BYTES).hex())
     with pytest.raises(Misconfigured, match=rf"compressed, and AWS takes {MAX_USER_DATA_BYTES}: vms.environment.setup"):
         user_data("#cloud-config\n" + os.urandom(MAX_USER_DATA_BYTES).hex())
 
 
-def test_what_would_be_created_can_be_looked_at_without_the_secrets() -> None:
+def test_the_planned_vm_is_shown_without_secrets() -> None:
     calls = planned(SPEC, "tiny-1", "tiny", "tiny-1", 2)
     assert [call["put"].rsplit("/", 2)[-2:] for call in calls] == [
         ["virtualMachineScaleSets", "tiny-1"],

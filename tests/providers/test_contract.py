@@ -268,7 +268,7 @@ def test_more_than_there_is_is_granted_in_part_and_then_refused(case: Case) -> N
     assert len(case.provider.list()) == ROOM
 
 
-def test_what_is_deleted_is_gone_and_makes_room(case: Case) -> None:
+def test_deleted_vms_are_gone_and_make_room(case: Case) -> None:
     granted = case.provider.request("a", ROOM)
     case.provider.delete([granted[0].name])
     case.provider.delete([granted[0].name, "never-there-0"])
@@ -349,7 +349,7 @@ def test_an_eviction_takes_the_vm_or_changes_nothing(case: Case) -> None:
     assert set(case.provider.list()) == expected
 
 
-def test_price_and_capabilities_are_told(case: Case) -> None:
+def test_price_and_capabilities_are_known(case: Case) -> None:
     price = case.provider.price()
     assert price is not None
     assert price.usd_per_h > 0

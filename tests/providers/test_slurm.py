@@ -114,7 +114,7 @@ def test_a_queue_is_read_as_json_of_old_and_new_versions() -> None:
 @pytest.mark.parametrize(
     "answer", ["", "Cluster maintenance today\n", TEXT.partition("\n")[2], TEXT + "17|RUNNING|spot\n", '{"jobs": []}']
 )
-def test_what_is_no_queue_is_not_an_empty_one(answer: str) -> None:
+def test_invalid_text_of_a_queue_is_not_an_empty_queue(answer: str) -> None:
     with pytest.raises(Transient, match="squeue: "):
         jobs_in_text(answer)
 
@@ -134,7 +134,7 @@ def test_what_is_no_queue_is_not_an_empty_one(answer: str) -> None:
         '{"errors": [], "jobs": [{"job_id": 1, "job_state": "RUNNING", "user_id": 0, "name": "x", "comment": {}}]}',
     ],
 )
-def test_what_is_no_queue_in_json_is_not_an_empty_one(answer: str) -> None:
+def test_invalid_json_of_a_queue_is_not_an_empty_queue(answer: str) -> None:
     with pytest.raises(Transient, match="squeue: "):
         jobs_in_json(answer, 0)
 
@@ -268,7 +268,7 @@ def test_a_folder_for_logs_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         provider(FakeSlurm(), tmp_path / "logs").request("a", 1)
 
 
-def test_what_cannot_be_ended_is_named(tmp_path: Path) -> None:
+def test_jobs_that_cannot_be_ended_are_named(tmp_path: Path) -> None:
     cluster = FakeSlurm()
     slurm = provider(cluster, tmp_path)
     slurm._delete_s = 0.0
@@ -308,7 +308,7 @@ def test_a_job_is_asked_for_as_the_user_says(tmp_path: Path) -> None:
         ("gpus", 1),
     ],
 )
-def test_what_the_user_cannot_say_is_refused(field: str, value: object) -> None:
+def test_invalid_options_of_slurm_are_refused(field: str, value: object) -> None:
     with pytest.raises(ValidationError, match=field):
         SlurmSpec.model_validate({"partition": "spot", field: value})
 

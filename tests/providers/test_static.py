@@ -136,7 +136,7 @@ def test_a_host_costs_what_it_or_the_file_says(world: Path) -> None:
     assert {host.usd_per_h for host in spec.at(0.7).hosts} == {None}
 
 
-def test_a_host_that_is_not_reached_is_passed_over(world: Path) -> None:
+def test_a_host_that_cannot_be_reached_is_skipped(world: Path) -> None:
     (world / "down-h1").touch()
     static = provider(world, "h1", "h2")
     (vm,) = static.request("a", 2)
@@ -206,7 +206,7 @@ def test_a_host_whose_node_cannot_be_ended_keeps_none_of_the_others(tmp_path: Pa
     assert static.list() == ()
 
 
-def test_leases_that_cannot_be_read_are_not_taken_for_none(tmp_path: Path) -> None:
+def test_unreadable_leases_are_not_taken_for_missing_ones(tmp_path: Path) -> None:
     path = tmp_path / "leases.json"
     path.mkdir()
     static = StaticProvider(StaticSpec(hosts=(SshHost(address="h1"),), command=("true",)), "tiny", path)

@@ -116,9 +116,7 @@ def test_a_profile_that_names_no_units_has_one_for_each_section() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("memory_bytes", True), ("seed", "1"), ("forgiven_s", "0.5")])
-def test_what_a_worker_is_told_of_its_device_is_strict_about_numbers(
-    profile: Profile, name: str, value: object
-) -> None:
+def test_a_device_spec_is_strict_about_numbers(profile: Profile, name: str, value: object) -> None:
     told = json.loads(emulated_device(profile, 4, RINGS, EmulationOptions()).model_dump_json())
     with pytest.raises(ValidationError, match=name):
         EmulatedDevice.model_validate_json(json.dumps({**told, name: value}))

@@ -211,7 +211,7 @@ RULES = {
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
 @pytest.mark.parametrize("optimizer", [adam, momentum])
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES.keys())
-def test_what_follows_is_the_senders_bit_for_bit_at_every_later_version(
+def test_followed_units_equal_the_senders_at_every_later_version(
     parties: Callable[..., tuple[Party, Party]], optimizer: MakeOptimizer, rules: UpdateRules, exact: bool
 ) -> None:
     sender, receiver = parties(optimizer, rules, exact=exact)
@@ -275,7 +275,7 @@ def test_at_the_boundary_only_the_last_step_is_outstanding(parties: Callable[...
     assert 0 < incoming.received_bytes - before < 0.5 * whole
 
 
-def test_a_sender_that_goes_costs_the_receiver_what_it_sent_and_nothing_else(
+def test_a_lost_sender_costs_the_receiver_only_the_units_it_sent(
     parties: Callable[..., tuple[Party, Party]],
 ) -> None:
     sender, receiver = parties()
@@ -380,7 +380,7 @@ def test_a_change_that_does_not_use_what_was_sent_drops_it(parties: Callable[...
         (SECRET, {"proof": None}),
     ],
 )
-def test_a_stranger_who_does_not_know_the_secret_is_turned_away(
+def test_a_stranger_without_the_secret_is_rejected(
     parties: Callable[..., tuple[Party, Party]], guess: str, more: dict[str, Any]
 ) -> None:
     sender, receiver = parties()
@@ -403,7 +403,7 @@ def test_a_stranger_who_does_not_know_the_secret_is_turned_away(
     train_until_all_follow(sender, receiver, "s0")
 
 
-def test_whatever_ends_a_stream_is_told_at_once_to_both_ends(parties: Callable[..., tuple[Party, Party]]) -> None:
+def test_the_end_of_a_stream_is_reported_at_once_at_both_ends(parties: Callable[..., tuple[Party, Party]]) -> None:
     sender, receiver = parties()
     order = order_of(1, *moves("a", "b", *UNITS))
     for party in (sender, receiver):

@@ -30,7 +30,7 @@ from morph.runtime.process.blame import cause_of, user_traceback
         (NonFiniteGradient("step 3: the gradient of w is NaN or infinite"), "run"),
     ],
 )
-def test_who_is_to_blame(error: Exception, cause: FailureCause) -> None:
+def test_errors_are_attributed_to_their_cause(error: Exception, cause: FailureCause) -> None:
     assert cause_of(error) == cause
 
 

@@ -102,7 +102,7 @@ def test_a_heartbeat_without_news_comes_back_in_time(tmp_path: Path) -> None:
     assert CheckpointWriter("w", str(tmp_path), FaultPlan([])).collect(0.01) == Heartbeat(worker="w")
 
 
-def test_what_was_written_is_told_again_when_a_manager_takes_over_and_old_versions_are_forgotten(
+def test_writes_are_reported_again_to_a_new_manager_except_old_versions(
     tmp_path: Path,
 ) -> None:
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
@@ -127,7 +127,7 @@ def test_a_unit_that_could_not_be_written_may_be_handed_over_again(tmp_path: Pat
     assert not writer.has(1, "s0")
 
 
-def test_what_a_worker_wrote_itself_is_still_there_for_it_if_it_is_what_the_manifest_names(tmp_path: Path) -> None:
+def test_a_writer_still_has_the_units_that_the_manifest_names(tmp_path: Path) -> None:
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
     digests = {}
     for version in (1, 2, 3):
@@ -145,7 +145,7 @@ def test_what_a_worker_wrote_itself_is_still_there_for_it_if_it_is_what_the_mani
     assert writer.copy(3, "s1", digests[3]) is None
 
 
-def test_what_was_written_before_the_job_went_back_is_of_another_history(
+def test_files_written_before_going_back_belong_to_another_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on = held_back(monkeypatch, unit="under way")
@@ -174,9 +174,7 @@ def test_what_was_written_before_the_job_went_back_is_of_another_history(
     assert all(writer.has(40, unit) for unit in names)
 
 
-def test_what_may_be_the_best_is_written_before_a_newer_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_possibly_best_version_is_written_before_a_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = held_back(monkeypatch)
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
     for version, earlier in ((1, ()), (2, (1,)), (3, (1, 2)), (4, (1, 3))):
@@ -246,7 +244,7 @@ def test_a_network_that_fails_for_a_moment_costs_no_checkpoint(monkeypatch: pyte
     assert writer.collect(WAIT_S).checkpoint_error == "unit s0, version 2: ConnectionError: reset"
 
 
-def test_what_a_save_keeps_from_training_is_what_it_waits_for_and_what_writing_takes_of_the_processor(
+def test_a_saves_cost_is_its_wait_and_the_processor_time_of_writing(
     tmp_path: Path,
 ) -> None:
     state = {"x": torch.ones(1 << 20)}
@@ -281,7 +279,7 @@ def test_a_state_is_copied_before_it_changes_and_never_after(tmp_path: Path, mon
         assert torch.equal(read_unit(str(tmp_path), manifest, unit)["x"], torch.full((1 << 16,), float(index)))
 
 
-def test_a_copy_that_nobody_wants_is_not_made() -> None:
+def test_an_unwanted_copy_is_not_made() -> None:
     copy = StateCopy({"x": torch.ones(1)})
     copy.drop()
     assert copy.take() is None

@@ -279,7 +279,7 @@ def test_the_next_activation_travels_while_this_one_is_computed() -> None:
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_each_micro_batch_is_told_once_with_forward_recompute_and_backward_apart(recompute: bool) -> None:
+def test_each_micro_batch_reports_forward_recompute_and_backward_once(recompute: bool) -> None:
     out, back = Wire(instant=True), Wire(instant=True)
     stage = FakeStage(recompute=recompute)
     told: list[tuple[float | None, ...]] = []

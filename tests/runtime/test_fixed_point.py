@@ -107,7 +107,7 @@ def test_fitting_is_exactly_being_below_the_limit(exponent: int, power: int, cou
 
 
 @pytest.mark.parametrize("largest", [math.inf, math.nan])
-def test_what_is_not_finite_fits_no_scale(largest: float) -> None:
+def test_values_that_are_not_finite_fit_no_scale(largest: float) -> None:
     assert not fits(0, largest, 1)
 
 
@@ -192,7 +192,7 @@ def test_tensors_of_one_call_have_the_bits_that_each_has_alone() -> None:
         assert found[0][1] == [float(one.abs().max().double()) if one.numel() else 0.0 for one in gradients]
 
 
-def test_what_lies_between_is_done_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_range_of_elements_is_processed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     total = torch.arange(23) * 2**40
     whole = back_from(total, 40, 6, torch.bfloat16)
     monkeypatch.setattr(fixed_point, "BLOCK", 5)
@@ -227,7 +227,7 @@ def test_one_number_that_is_not_finite_is_seen_wherever_it_stands(odd: float, pl
     ("right", "wrong"),
     [("%sum = add i64 %before", "%sum = sub i64 %before"), ("mul i64 %row", "add i64 %row"), ("ret void", "no code")],
 )
-def test_loops_that_find_other_bits_or_cannot_be_compiled_are_done_without(
+def test_loops_with_other_bits_or_compile_errors_are_not_used(
     right: str, wrong: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(fixed_point, "_loops", cache(fixed_point._loops.__wrapped__))

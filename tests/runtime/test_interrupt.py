@@ -75,7 +75,7 @@ def test_every_waiter_is_woken() -> None:
         assert isinstance(outcome[0], GenerationAborted)
 
 
-def test_what_is_over_stays_over() -> None:
+def test_an_ended_generation_stays_ended() -> None:
     aborted, lost = Interrupt(1), Interrupt(2)
     aborted.abort()
     lost.lose("reset")

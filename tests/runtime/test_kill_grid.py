@@ -307,7 +307,7 @@ def plans_of(job: TinyJob, depth: int, replicas: int) -> dict[int, Plan]:
 
 
 @pytest.mark.parametrize("cases", runs(), ids=lambda cases: f"{cases[0].depth}x{cases[0].replicas}")
-def test_who_dies_where_and_when_changes_no_bit_and_loses_nothing_that_somebody_holds(
+def test_no_death_changes_a_bit_or_loses_a_held_unit(
     cases: list[Case], crew: ManagedCrew, alone: Alone, tmp_path: Path
 ) -> None:
     depth, replicas = cases[0].depth, cases[0].replicas

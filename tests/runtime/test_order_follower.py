@@ -202,7 +202,7 @@ def test_a_forward_goes_before_an_early_recompute_as_long_as_the_window_has_room
     assert strict.next_task(3, 0) is Task.RECOMPUTE
 
 
-def test_the_order_goes_on_behind_what_was_run_out_of_turn() -> None:
+def test_the_order_continues_after_tasks_run_out_of_turn() -> None:
     follower = ScheduleCursor("FBFB", 2, opportunistic=True)
     ran = ""
     for gradients in (0, 0, 0, 1, 2):

@@ -187,7 +187,7 @@ def test_heartbeats_tell_what_each_micro_batch_took(tiny_job: TinyJob, tmp_path:
 
 
 @pytest.mark.slow
-def test_sections_that_cannot_be_probed_are_told_as_an_error(tiny_job: TinyJob, tmp_path: Path) -> None:
+def test_sections_that_cannot_be_probed_are_reported_as_an_error(tiny_job: TinyJob, tmp_path: Path) -> None:
     alone = Alone(tiny_job, tmp_path)
     answer = alone.worker.probe(ProbeOrder(probe=1, step=0, first_section=90, end_section=91, healthy_s=1.0))
     assert answer.slowdown is None

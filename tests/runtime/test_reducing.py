@@ -293,7 +293,7 @@ def test_an_aborted_generation_ends_the_wait_and_the_thread() -> None:
     assert accumulator.partial() is not None
 
 
-def test_a_reduction_that_came_to_nothing_leaves_its_ring_to_whoever_closes_it() -> None:
+def test_a_failed_reduction_keeps_no_reference_to_its_ring() -> None:
     """The last owner of a group waits for its operations, and garbage collection may run in any thread."""
     interrupts = {"w0": Interrupt(1), "w1": Interrupt(1)}
     ring: Any = FakeRing(FakeRings(interrupts), "ring", ("w0", "w1"), "w0")

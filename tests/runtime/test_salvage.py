@@ -207,7 +207,7 @@ def test_a_step_that_is_given_up_twice_keeps_what_was_done_in_both_shapes(
 
 
 @pytest.mark.parametrize("flips", ["one that is missing", "one that is there"])
-def test_of_one_micro_batch_that_is_counted_wrongly_the_weights_tell_unless_it_only_runs_again(
+def test_weights_differ_if_a_missing_micro_batch_is_not_run_again(
     crew: Crew, reference: dict[str, str], tmp_path: Path, flips: str
 ) -> None:
     faults = (Fault(worker="w0", phase="backward", step=GIVEN_UP, nth=1, kind="out_of_memory"),)
@@ -271,7 +271,7 @@ def in_step(crew: Crew, order: ReshapeOrder) -> bool:
         ("w2", "before_commit", 0, "1x3", 6, 4),
     ],
 )
-def test_with_one_replica_a_lost_stage_goes_on_from_its_follower_and_no_step_is_lost(
+def test_with_one_replica_a_lost_stage_continues_from_its_follower(
     crew: Crew, tmp_path: Path, victim: str, phase: str, nth: int, next_shape: str, done: int, copied: int
 ) -> None:
     num_steps, given_up = 8, 6

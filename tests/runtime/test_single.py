@@ -78,6 +78,6 @@ def test_a_step_that_overflows_again_and_again_ends_the_run(
     assert len(attempts) == single.MAX_ATTEMPTS
 
 
-def test_a_wrong_job_is_told(tmp_path: Path) -> None:
+def test_a_wrong_job_is_reported(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         run_single("none.py:job", steps=1, num_sections=2, micro_batch_size=2, checkpoint_url=str(tmp_path))

@@ -192,7 +192,7 @@ class Drawing:
         return self.inner[index]
 
 
-def test_what_the_data_set_draws_changes_no_bit_of_the_dropout(tiny: CutJob, whole: Ran) -> None:
+def test_draws_of_the_data_set_change_no_bit_of_the_dropout(tiny: CutJob, whole: Ran) -> None:
     def load(micro_batch: int, keys: Sequence[str]) -> dict[str, Tensor]:
         dataset = Drawing(tiny.job.dataset())
         # a new loader remembers no samples

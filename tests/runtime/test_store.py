@@ -33,7 +33,7 @@ def test_the_store_serves_on_its_own_address_and_on_no_other() -> None:
     assert client.get("key") == b"value"
 
 
-def test_another_runs_workers_at_the_port_meet_nobody() -> None:
+def test_another_runs_workers_at_the_port_meet_no_peer() -> None:
     host = StoreHost("127.0.0.1")
     ours, also_ours = (connect_store("127.0.0.1", host.port(), "of our run") for _ in range(2))
     theirs, nobodys = connect_store("127.0.0.1", host.port(), "of another"), connect_store("127.0.0.1", host.port())

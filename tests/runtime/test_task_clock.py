@@ -140,7 +140,7 @@ def test_reductions_count_as_far_as_the_device_has_nothing_to_do_meanwhile() -> 
     assert watch.times().reduce_s == pytest.approx(0.015)
 
 
-def test_a_micro_batch_is_told_when_the_device_has_done_it_and_not_before() -> None:
+def test_a_micro_batch_is_reported_only_when_the_device_has_finished_it() -> None:
     device = QueuedDevice()
     watch, told = Stopwatch(EventClock(device.recorded)), []
     watch.finished = lambda *times: told.append(times)

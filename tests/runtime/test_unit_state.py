@@ -318,7 +318,7 @@ FACTORIES: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("kind", FACTORIES)
 @pytest.mark.parametrize("scheduled", [False, True], ids=["", "scheduled"])
-def test_a_units_step_has_the_same_bits_whoever_shares_the_call(
+def test_a_units_step_has_the_same_bits_in_any_group_of_units(
     kind: str, scheduled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step units of many kinds in random groups, some without gradients, and compare with each unit alone."""
@@ -380,7 +380,7 @@ def test_a_units_step_has_the_same_bits_whoever_shares_the_call(
     assert max(calls) > 2
 
 
-def test_norms_of_units_have_the_same_bits_whoever_shares_the_call() -> None:
+def test_norms_of_units_have_the_same_bits_in_any_group_of_units() -> None:
     def folded(values: Tensor) -> Tensor:
         """Sum the norms of one chunk by halves."""
         while len(values) > 1:

@@ -97,7 +97,7 @@ def test_only_a_decided_step_is_applied_by_the_next_reshape(crew: Crew, referenc
     assert crew.digests() == reference
 
 
-def test_what_is_held_is_saved_and_resumed_without_a_generation(crew: Crew, reference: dict[str, str]) -> None:
+def test_held_units_are_saved_and_resumed_without_a_generation(crew: Crew, reference: dict[str, str]) -> None:
     crew.reshape("2x2", NAMES)
     crew.train(NUM_STEPS - 2)
     crew.prepare()

@@ -86,7 +86,7 @@ def test_files_without_their_digests_are_not_used(seal: str | None, folder: Path
     assert [answers(folder), answers(folder)] == [True, False]
 
 
-def test_a_loop_of_which_another_source_was_changed_is_compiled_anew(folder: Path) -> None:
+def test_a_loop_is_compiled_anew_when_another_source_of_it_changed(folder: Path) -> None:
     (folder / "other.py").write_text("MORE = 1\n")
     assert [answers(folder), answers(folder)] == [True, False]
     (folder / "other.py").write_text("MORE = 2\n")
@@ -104,7 +104,7 @@ def test_a_disk_that_takes_no_files_costs_only_time(folder: Path) -> None:
     assert [answers(folder), answers(folder)] == [True, False]
 
 
-def test_what_cannot_be_removed_is_not_used(folder: Path) -> None:
+def test_files_that_cannot_be_removed_are_not_used(folder: Path) -> None:
     assert answers(folder)
     (path,) = folder.rglob("*twice*.nbi")
     path.unlink()

@@ -132,7 +132,7 @@ def test_a_slow_worker_that_the_shape_lacks_is_refused(where: int | tuple[int, i
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_factor_that_is_none_is_refused(factor: float) -> None:
+def test_an_invalid_factor_is_refused(factor: float) -> None:
     with pytest.raises(PlanError, match="is not a factor"):
         simulate(synthetic_profile(micro_batch_size=2), num_stages=2, slow={0: factor})
 

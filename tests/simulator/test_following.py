@@ -126,7 +126,7 @@ def test_an_order_followed_on_devices_and_links_of_its_own_ends_when_it_was_plan
 
 
 @each_seed(75, in_long=300)
-def test_skipping_periods_of_those_who_follow_orders_changes_no_end(seed: int) -> None:
+def test_skipping_periods_under_fixed_orders_changes_no_end(seed: int) -> None:
     rng = np.random.default_rng(9000 + seed)
     schedule = SCHEDULES[seed % len(SCHEDULES)]
     most = int(rng.choice([20, 60, 200]))

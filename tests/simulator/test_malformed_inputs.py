@@ -195,7 +195,7 @@ MALFORMED: list[tuple[Changes, tuple[str, ...], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "arguments", "says"), MALFORMED)
-def test_what_is_out_of_range_is_named_with_its_range(
+def test_values_out_of_range_are_named_with_their_range(
     changes: Changes, arguments: tuple[str, ...], says: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "odd.json"

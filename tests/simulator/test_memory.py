@@ -239,7 +239,7 @@ def test_sums_that_are_received_in_rings_of_nccl_are_counted_up_to_two_pieces() 
     assert received(1, 2**30) == 0
 
 
-def test_an_optimizer_in_host_memory_is_no_burden_for_the_device() -> None:
+def test_an_optimizer_in_host_memory_takes_no_device_memory() -> None:
     shape: dict[str, Any] = {"num_stages": 2, "micro_batch_size": M}
     profile = profile_of(host_memory_bytes=2**40)
     moved = profile.model_copy(update={"optimizer_in_host_memory": True})

@@ -29,7 +29,7 @@ def test_parts_and_ladder_add_up_to_the_mini_batch_which_is_never_below_its_boun
     assert got.explanation.endswith(".")
 
 
-def test_what_is_kept_of_one_shape_changes_no_answer_for_another() -> None:
+def test_cached_results_of_one_shape_change_no_answer_for_another() -> None:
     asked: list[dict[str, Any]] = [
         {"num_stages": 3, "num_replicas": 3},
         {"num_stages": 2},
@@ -281,7 +281,7 @@ def test_with_a_core_for_each_worker_reductions_are_beside_the_backward() -> Non
 # ---- advice and descriptions ----
 
 
-def test_with_one_replica_nothing_is_said_of_replicas_that_reduce() -> None:
+def test_the_explanation_for_one_replica_names_shared_weights_not_replicas() -> None:
     profile = synthetic_profile(tied=True, batch_size=40, micro_batch_size=2, parameter_bytes=400_000_000)
     alone, two = (simulate(profile, num_stages=4, num_replicas=count) for count in (1, 2))
     assert max(alone.breakdown_s, key=lambda step: alone.breakdown_s[step]) == "all_reduce"
@@ -316,7 +316,7 @@ def test_following_the_advice_helps_by_what_it_says_and_without_advice_no_shape_
         assert min(others_s) > 0.98 * here.expected.mini_batch_s
 
 
-def test_what_belongs_to_one_shape_is_not_compared_with_others() -> None:
+def test_findings_about_one_shape_are_not_compared_with_others() -> None:
     profile = synthetic_profile(batch_size=40, micro_batch_size=2)
     for more in ({"slow": {0: 2.0}}, {"redundant_computation": "eflb"}):
         request = PlanRequest(**more)

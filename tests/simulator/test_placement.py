@@ -74,7 +74,7 @@ def test_all_reduces_that_leave_a_node_are_counted() -> None:
     assert place(3, 3, (1,) * 9).rings_at_once == 1
 
 
-def test_node_sizes_are_told_from_a_number_or_a_list() -> None:
+def test_node_sizes_are_read_from_a_number_or_a_list() -> None:
     assert node_sizes(10, 4) == (4, 4, 2)
     assert node_sizes(3, (1, 4)) == (1, 4)
     for num_gpus, given, field in [(4, 0, "num_gpus_per_node"), (6, (1, 4), "num_gpus"), (2, (), "num_gpus_per_node")]:

@@ -260,7 +260,7 @@ def test_a_batch_that_m_does_not_divide_is_refused_with_alternatives() -> None:
         plan(_profile(batch_size=9, micro_batch_sizes=(2, 4)), num_gpus=2)
 
 
-def test_too_few_gpus_for_the_memory_are_told_how_many_would_do() -> None:
+def test_a_refusal_of_too_few_gpus_says_how_many_suffice() -> None:
     given = {"micro_batch_size": 1, "schedule": "varuna", "recompute": True}
     limit = int(least_bytes(SectionCosts(_profile(), 1), "varuna", num_micro_batches=48)[3])
     with pytest.raises(PlanError, match="at least 3 GPUs"):
@@ -337,7 +337,7 @@ def test_nodes_alone_say_how_many_gpus_there_are() -> None:
         assert caught.value.field == "num_gpus"
 
 
-def test_what_memory_forbids_is_said() -> None:
+def test_shapes_that_memory_forbids_are_reported() -> None:
     profile = _profile(parameter_bytes=1000, activation_bytes_per_sample=10_000_000, micro_batch_size=1)
     whole = simulate(profile, num_stages=1).expected.peak_memory_bytes
     roomy = plan(profile, num_gpus=6, memory_bytes=10 * whole)
@@ -385,7 +385,7 @@ def test_without_a_limit_the_devices_own_memory_is_the_limit() -> None:
         ({"max_gpus": 4, "memory_bytes": True}, "memory_bytes"),
     ],
 )
-def test_no_table_is_made_of_what_is_no_number(arguments: dict[str, object], field: str) -> None:
+def test_a_table_for_an_invalid_number_is_refused(arguments: dict[str, object], field: str) -> None:
     with pytest.raises(PlanError) as caught:
         plan_table(_profile(), **arguments)  # type: ignore[arg-type]
     assert caught.value.field == field

@@ -91,7 +91,7 @@ def test_drawn_backwards_are_drawn_section_by_section(seed: int) -> None:
         assert to_come_ns[first:end] == pytest.approx(behind_ns, abs=1), stage
 
 
-def test_what_is_exposed_is_the_most_of_any_suffix() -> None:
+def test_the_exposed_reduction_is_the_longest_of_any_suffix() -> None:
     """Backwards take 4 ms; 16 MB each travel at 1 GB/s both ways: each section behind the last adds 12 ms."""
     profile = synthetic_profile(
         num_sections=3, forward_s=0.002, overhead_s=0.0, batch_size=4, micro_batch_size=1, parameter_bytes=8_000_000

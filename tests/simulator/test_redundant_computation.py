@@ -28,7 +28,7 @@ def by_mode(of: Profile, **more: object) -> dict[str, Simulation]:
     }
 
 
-def test_what_is_computed_more_often_takes_longer_and_pauses_less() -> None:
+def test_redundant_computation_takes_longer_and_pauses_less() -> None:
     found = by_mode(profile())
     steps_s = {mode: of.expected.mini_batch_s for mode, of in found.items()}
     assert steps_s["off"] == steps_s["lflb"] < steps_s["eflb"] < steps_s["efeb"]
@@ -111,7 +111,7 @@ def test_the_timeline_has_every_redundant_task() -> None:
     assert (frame.end_s > frame.start_s).all()
 
 
-def test_drawn_times_are_drawn_of_redundant_tasks_too_and_one_stage_has_nobody_to_compute_for() -> None:
+def test_redundant_tasks_have_drawn_times_and_a_single_stage_has_none() -> None:
     drawn = by_mode(profile(jitter=0.3), jitter_seed=1, num_draws=3)
     assert (
         drawn["efeb"].expected.mini_batch_s > drawn["eflb"].expected.mini_batch_s > drawn["off"].expected.mini_batch_s
@@ -123,7 +123,7 @@ def test_drawn_times_are_drawn_of_redundant_tasks_too_and_one_stage_has_nobody_t
         _ = alone["eflb"].mean_pause_s
 
 
-def test_what_is_unknown_or_shares_cores_or_is_to_be_searched_is_refused() -> None:
+def test_redundant_computation_is_refused_where_it_cannot_be_simulated() -> None:
     with pytest.raises(PlanError, match="one shape at a time"):
         plan(profile(), num_gpus=4, redundant_computation="eflb")
     with pytest.raises(PlanError, match="redundant_computation"):

@@ -79,7 +79,7 @@ def test_mixes_take_as_long_as_in_the_reference_engine(seed: int) -> None:
 
 
 @each_seed(10)
-def test_equal_pipelines_told_as_kinds_take_as_long(seed: int) -> None:
+def test_equal_pipelines_given_as_kinds_take_as_long(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_job(rng)
     ((cuts, _, _), *_), counts = random_mix(rng), deal(profile.job.batch_size, int(rng.integers(2, 4)))
@@ -321,7 +321,7 @@ def test_unequal_plans_on_nodes_are_hardly_slower_than_the_best_of_all(seed: int
 
 
 @each_seed(6, in_long=100)
-def test_unequal_plans_on_nodes_are_no_slower_and_simulated_as_they_stand(seed: int) -> None:
+def test_unequal_plans_on_nodes_are_not_slower_and_simulated_as_given(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile, sizes = with_inner_links(rng, random_pool(rng)[0]), random_nodes(rng, 9)
     equal, found = (plan(profile, num_gpus_per_node=sizes, unequal=unequal).best for unequal in (False, True))

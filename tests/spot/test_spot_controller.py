@@ -228,7 +228,7 @@ def test_storage_without_its_driver_is_refused_before_any_vm(tmp_path: Path) -> 
     )
 
 
-def test_whose_notices_there_are_is_said_as_one_writes_it(tmp_path: Path) -> None:
+def test_a_wrong_source_of_notices_is_refused_with_the_valid_names(tmp_path: Path) -> None:
     told = told_of("storage: backups\nnotices: azur\n", tmp_path)
     assert told.endswith("(got 'azur'); allowed: '' or azure or aws or gcp")
 

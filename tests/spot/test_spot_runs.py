@@ -379,7 +379,7 @@ def test_the_newest_whole_backup_comes_back_and_two_are_kept(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "no manifest", "no JSON", "no file"])
-def test_a_damaged_backup_is_passed_over(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_backup_is_skipped(tmp_path: Path, damage: str) -> None:
     storage, source = str(tmp_path / "storage"), tmp_path / "model.pt"
     for number in (1, 2):
         source.write_text(f"state {number}")
@@ -401,7 +401,7 @@ def test_a_damaged_backup_is_passed_over(tmp_path: Path, damage: str) -> None:
     assert found.read_text() == "state 1"
 
 
-def test_a_backup_that_would_lie_elsewhere_is_passed_over(tmp_path: Path) -> None:
+def test_a_backup_that_points_elsewhere_is_skipped(tmp_path: Path) -> None:
     storage, source = str(tmp_path / "storage"), tmp_path / "model.pt"
     source.write_text("state")
     write_backup(storage, source)

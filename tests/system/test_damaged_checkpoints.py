@@ -135,7 +135,7 @@ def test_a_damaged_newest_checkpoint_costs_no_correct_weights(tiny_job: TinyJob,
     assert len(told) == len(DAMAGES)
 
 
-def test_what_one_worker_cannot_read_another_reads(tiny_job: TinyJob, tmp_path: Path) -> None:
+def test_units_that_one_worker_cannot_read_are_read_by_another(tiny_job: TinyJob, tmp_path: Path) -> None:
     """Both members are killed at once; one of their two successors never reaches storage."""
     first, job_path = tmp_path / "first", tmp_path / "job.py"
     tiny = JOB.rpartition(":")[0]

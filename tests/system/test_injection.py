@@ -28,7 +28,7 @@ def sleeping(tmp_path_factory: pytest.TempPathFactory) -> HeldJob:
     return HeldJob(folder / "code", folder / "gate", MANY_STEPS, step_s=0.5)
 
 
-def test_a_run_whose_vms_are_taken_by_lifetimes_and_by_name_ends_with_the_weights_of_an_undisturbed_one(
+def test_a_run_whose_vms_are_injected_ends_with_undisturbed_weights(
     calibrated: Path, sleeping: HeldJob, tmp_path: Path
 ) -> None:
     run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
@@ -65,7 +65,7 @@ def test_a_run_whose_vms_are_taken_by_lifetimes_and_by_name_ends_with_the_weight
     assert {entry.unit: entry.sha256 for entry in newest.units} == alone
 
 
-def test_what_only_a_noticed_vm_holds_is_saved_before_it_is_taken(
+def test_a_noticed_vms_only_copies_are_saved_before_it_is_taken(
     calibrated: Path, sleeping: HeldJob, tmp_path: Path
 ) -> None:
     """A replacement comes only when the VM is gone, because two VMs are the most; no checkpoint is due by itself."""

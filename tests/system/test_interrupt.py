@@ -115,7 +115,7 @@ class Run:
         return [record.step for record in read_report(self.directory).steps]
 
 
-def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_the_same_weights(
+def test_a_run_that_is_stopped_and_killed_repeatedly_ends_with_equal_weights(
     calibrated: Path, job: HeldJob, tmp_path: Path, references: dict[int, dict[str, str]]
 ) -> None:
     """Five sessions: stopped before the first step, by Ctrl-C, by Ctrl-C twice, killed, and to the end.
@@ -205,7 +205,7 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_t
     assert run.digests() == references[MANY_STEPS]
 
 
-def test_a_run_whose_machine_is_gone_goes_on_elsewhere_from_its_checkpoints_and_its_job_alone(
+def test_a_run_continues_elsewhere_from_its_checkpoints_and_its_job_alone(
     calibrated: Path, job: HeldJob, tmp_path: Path, references: dict[int, dict[str, str]]
 ) -> None:
     lost, url = tmp_path / "lost", tmp_path / "storage"
@@ -246,7 +246,7 @@ def test_a_run_whose_machine_is_gone_goes_on_elsewhere_from_its_checkpoints_and_
         ),
     ],
 )
-def test_without_its_head_node_a_run_goes_on_by_itself_on_another_one(
+def test_a_run_that_lost_its_head_node_continues_on_another(
     calibrated: Path, job: HeldJob, tmp_path: Path, references: dict[int, dict[str, str]], killed: tuple[str, ...]
 ) -> None:
     """Its VMs, one here, are lost with the head node, and start again.

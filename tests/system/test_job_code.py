@@ -52,7 +52,7 @@ def job_path(tmp_path: Path) -> str:
     return f"{folder / 'train.py'}:job"
 
 
-def test_a_replacement_that_joins_after_the_data_set_was_edited_trains_on_what_the_run_began_with(
+def test_a_replacement_after_an_edit_trains_on_the_initial_code(
     job_path: str, tiny_job: TinyJob, tmp_path: Path
 ) -> None:
     """One of two workers dies; the third, without which the run cannot continue, is set up after the edit."""

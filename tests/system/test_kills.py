@@ -130,7 +130,7 @@ def test_with_one_replica_kill_after_kill_loses_no_decided_step(tiny_job: TinyJo
     assert result.digests() == uninterrupted(result.manifest.version, tmp_path / "reference")
 
 
-def test_a_run_whose_last_vm_is_gone_for_good_stops_and_can_go_on(tiny_job: TinyJob, tmp_path: Path) -> None:
+def test_a_run_that_lost_its_last_vm_stops_and_can_be_resumed(tiny_job: TinyJob, tmp_path: Path) -> None:
     """They are taken once a checkpoint is complete, however long the first steps take."""
     taken: list[str] = []
 

@@ -72,7 +72,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         yield place
 
 
-def test_a_run_bears_a_failing_store_is_stopped_resumed_and_pruned_there_and_ends_with_the_same_weights(
+def test_runs_in_a_failing_store_are_resumed_and_pruned_with_equal_weights(
     place: Place, calibrated: Path, tmp_path: Path
 ) -> None:
     run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"

@@ -180,9 +180,7 @@ def check_end(hosts: Hosts, run_dir: Path, weights: dict[str, str], steps: int) 
 
 
 @pytest.mark.parametrize("hosts", [(1, 2)], ids=["1 host of 2 devices"], indirect=True)
-def test_a_host_that_dies_with_both_its_devices_is_replaced_and_one_without_a_manager_ends_and_is_taken_back(
-    hosts: Hosts, calibrated: Path, tmp_path: Path
-) -> None:
+def test_a_dead_host_is_replaced_and_one_without_a_manager_ends(hosts: Hosts, calibrated: Path, tmp_path: Path) -> None:
     """Only one host exists, so it must be used again; Ctrl-C gives it back before it trains again."""
     told = {"takeover_patience_s": 0, "lonely_s": 0.5, "tls": True}
     held = job_file(tmp_path, hosts, calibrated, TOO_SMALL_ALONE_BYTES, **told)
@@ -268,7 +266,7 @@ def noticed(hosts: Hosts, node: str, directory: Path) -> Iterator[OneNotice]:
 
 
 @pytest.mark.parametrize("hosts", [(3, 1)], ids=["3 hosts"], indirect=True)
-def test_another_manager_goes_on_with_the_hosts_of_one_that_was_killed_and_leaves_out_one_that_is_noticed(
+def test_another_manager_adopts_a_killed_ones_hosts_and_drains_a_noticed_one(
     hosts: Hosts, calibrated: Path, tmp_path: Path
 ) -> None:
     held, path = job_file(tmp_path, hosts, calibrated, step_s=STEP_S, tls=True), tmp_path / "job.yaml"

@@ -205,7 +205,7 @@ def test_everything_in_the_run_directory_is_its_user_s_alone(seen: Seen) -> None
     assert {stat.S_IMODE(mode) for path, mode in seen.modes.items() if path not in folders} == {0o600}
 
 
-def test_ray_refuses_whoever_has_another_token_or_none(seen: Seen) -> None:
+def test_ray_refuses_clients_with_another_token_or_none(seen: Seen) -> None:
     # the head node and three VMs
     assert "came in: 4 nodes" in seen.strangers["the token"], seen.outputs["the run"]
     for kind in ("another token", "no token"):

@@ -126,9 +126,7 @@ def outlives(pid: int, bound_s: float = 60.0) -> bool:
     return False
 
 
-def test_a_death_aborts_every_other_worker_and_nobody_waits_for_a_time_out(
-    expected: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_death_aborts_every_other_worker_without_a_time_out(expected: dict[str, str], tmp_path: Path) -> None:
     """Check answers before the next shape is formed: none of them reports the end of a wait."""
     fault = Fault(killed)
     plans = [shape(PROFILE, 3, 2), shape(PROFILE, 2, 2)]
@@ -170,9 +168,7 @@ class AllStopped:
             os.kill(pid, signal.SIGCONT)
 
 
-def test_workers_that_are_all_stopped_are_not_lost_one_that_is_stopped_alone_or_cut_off_is_and_no_bit_changes(
-    expected: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_worker_silent_alone_is_lost_and_no_bit_changes(expected: dict[str, str], tmp_path: Path) -> None:
     """The first worker that wakes does no harm. A host's link is cut where network namespaces are available."""
     network = HostNetwork(4, 1e9) if permitted() else None
 
@@ -253,7 +249,7 @@ class Revoking:
             self._fleet.revoke("vm0")
 
 
-def test_a_run_on_ray_nodes_bears_broken_connections_silent_workers_and_a_revoked_vm(
+def test_a_run_on_ray_survives_broken_connections_silent_workers_and_a_revocation(
     expected: dict[str, str], tmp_path: Path
 ) -> None:
     """All faults happen in one run, because each node takes long to start.

@@ -80,7 +80,7 @@ def job_file(directory: Path, profile: Path) -> Path:
     return path
 
 
-def test_owners_who_preempt_half_of_the_nodes_twice_change_no_bit(
+def test_preempting_half_of_the_nodes_twice_changes_no_bit(
     cluster: RealSlurm, calibrated: Path, tmp_path: Path
 ) -> None:
     path, run_dir = job_file(tmp_path, calibrated), tmp_path / "run"

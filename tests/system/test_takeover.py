@@ -230,7 +230,7 @@ def test_managers_die_in_every_phase_and_nothing_is_lost(
     wait_until_gone(list(run.pids().values()), control_socket.parent)
 
 
-def test_a_worker_that_dies_while_there_is_no_manager_is_lost_and_no_bit_with_it(
+def test_a_worker_that_dies_without_a_manager_costs_no_bit(
     tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path
 ) -> None:
     run = Managed(tiny_job, tmp_path, "processes")
@@ -241,7 +241,7 @@ def test_a_worker_that_dies_while_there_is_no_manager_is_lost_and_no_bit_with_it
     assert run.digests() == reference
 
 
-def test_after_its_patience_everything_ends_and_the_run_goes_on_from_its_newest_checkpoint(
+def test_after_its_patience_all_ends_and_the_newest_checkpoint_is_resumed(
     tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path
 ) -> None:
     run = Managed(tiny_job, tmp_path, "processes", patience_s=0.5, num_vms=2, held=True)
@@ -256,7 +256,7 @@ def test_after_its_patience_everything_ends_and_the_run_goes_on_from_its_newest_
     assert run.digests() == reference
 
 
-def test_vms_that_were_asked_for_are_kept_by_the_next_manager_and_replaced_within_the_limits(
+def test_requested_vms_are_kept_by_the_next_manager_and_replaced_within_limits(
     tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path
 ) -> None:
     vms = LocalVms(keep=2, usd_per_h=0.5, limits=Limits(max_vms=2, usd_per_h=1.0, budget_usd=5.0))
@@ -273,7 +273,7 @@ def test_vms_that_were_asked_for_are_kept_by_the_next_manager_and_replaced_withi
     assert run.digests() == reference
 
 
-def test_a_store_that_dies_is_started_again_where_it_was_and_the_next_generation_finds_it(
+def test_a_dead_store_is_restarted_at_its_address_for_the_next_generation(
     tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path
 ) -> None:
     """Under Ray the store dies in the last part of ``test_managers_die_in_every_phase_and_nothing_is_lost``."""
@@ -287,7 +287,7 @@ def test_a_store_that_dies_is_started_again_where_it_was_and_the_next_generation
     assert run.digests() == reference
 
 
-def test_a_run_whose_vms_are_gone_with_their_owner_goes_on_by_itself_from_its_newest_checkpoint(
+def test_a_run_that_lost_its_vms_owner_continues_from_its_newest_checkpoint(
     tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path
 ) -> None:
     """Under Ray the VMs are lost with its head node: see ``test_interrupt``."""

@@ -186,7 +186,7 @@ def test_a_head_node_that_dies_while_it_starts_is_started_once_more(owned: Owned
     assert owned.first_head[0].pid not in pids
 
 
-def test_vms_boot_together_and_the_death_of_one_is_told_at_once_while_it_boots_and_when_it_is_up(owned: Owned) -> None:
+def test_vms_boot_together_and_deaths_while_booting_or_up_are_reported_immediately(owned: Owned) -> None:
     """The dead leave no zombies."""
     cluster = owned.cluster
     outcomes: dict[str, str] = {}
@@ -235,7 +235,7 @@ def test_vms_boot_together_and_the_death_of_one_is_told_at_once_while_it_boots_a
     assert owned.gone == ["vm0"]
 
 
-def test_without_an_agent_of_its_own_the_head_node_is_known_to_be_gone_and_without_its_owner_all_ends(
+def test_a_head_node_dies_with_its_agent_or_owner(
     owned: Owned,
 ) -> None:
     """``test_interrupt`` kills the owner together with a process of the head node. No test may follow this one."""
@@ -255,7 +255,7 @@ def test_without_an_agent_of_its_own_the_head_node_is_known_to_be_gone_and_witho
     _wait_until(lambda: not any(map(lives, nodes)), "nodes outlive their owner")
 
 
-def test_what_a_client_with_the_token_has_run_on_the_head_node_or_read_by_the_driver_gets_at_nothing(
+def test_code_run_with_rays_token_reaches_neither_manager_nor_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killing the driver only costs a new one. Like a provider's VM, the node is outside the head node's host."""

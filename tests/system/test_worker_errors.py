@@ -94,7 +94,7 @@ def failing_run(directory: Path, fail: str, at_version: int, faults: tuple[Fault
     return ended
 
 
-def test_an_error_that_passes_costs_nobody_and_a_device_that_is_full_or_lost_its_worker(
+def test_a_transient_error_loses_no_worker_and_a_failed_device_its_own(
     reference: dict[str, str], tmp_path: Path
 ) -> None:
     # at each of these steps, because a worker may be left out of a shape or two after its first error

@@ -170,7 +170,7 @@ def test_with_fewer_blocks_too_a_lost_backward_is_refused() -> None:
         compare_with_plain(job, export_job(job), 3, replace(ROOMY, available_bytes=30_000))
 
 
-def test_a_model_without_equal_blocks_that_does_not_fit_is_not_compared_and_that_is_said(
+def test_a_large_model_without_equal_blocks_is_reported_as_not_compared(
     good: tuple[Job, ExportedJob],
 ) -> None:
     job = job_of(lambda: Texts(num_blocks=2))
@@ -179,7 +179,7 @@ def test_a_model_without_equal_blocks_that_does_not_fit_is_not_compared_and_that
     assert str(found.reason).endswith("it cannot be shortened: it has no list of three equal blocks")
 
 
-def test_a_loss_that_fails_on_real_samples_is_told_with_its_line() -> None:
+def test_the_error_of_a_loss_on_real_samples_names_its_line() -> None:
     job = job_of(Texts, WordsOutside)
     with pytest.raises(JobError) as caught:
         compare_with_plain(job, export_job(job), 1, ROOMY)
@@ -217,7 +217,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_what_the_forward_writes_into_buffers_is_the_same_on_both_sides(frozen: bool) -> None:
+def test_buffers_written_by_the_forward_are_equal_on_both_sides(frozen: bool) -> None:
     job = job_of(lambda: Normed(frozen))
     assert compare_with_plain(job, export_job(job), 2, ROOMY) == Comparison("whole", 3, 2, 2, 0.0)
 
@@ -298,7 +298,7 @@ class GivesZerosForNothing(ExactAccumulator):
         (GivesZerosForNothing, Sometimes, r"the weights after 2 steps differ, 2 of 9: blocks\.1\.inner\.weight, "),
     ],
 )
-def test_what_a_run_would_make_wrong_of_right_gradients_is_refused(
+def test_gradients_that_a_run_would_apply_wrongly_are_refused(
     wrong: type[ExactAccumulator], model: Callable[[], nn.Module], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     marks = {"cut_points": ("blocks.1", "blocks.2"), "num_sections": None} if model is Sometimes else {}
@@ -334,7 +334,7 @@ def test_an_optimizer_that_is_another_for_each_unit_is_refused_unless_the_job_al
     assert compare_with_plain(allowed, good[1], 3, ROOMY).num_steps == 2
 
 
-def test_what_was_not_compared_is_said(good: tuple[Job, ExportedJob]) -> None:
+def test_parts_that_were_not_compared_are_named(good: tuple[Job, ExportedJob]) -> None:
     weights = sum(torch.Size(shape).numel() for shape, _ in good[1].initial_parameters.specs.values())
     little = compare_with_plain(*good, 3, replace(ROOMY, available_bytes=weights * 4 * 15))
     assert (little.how, little.num_steps) == ("whole", 0)
@@ -346,7 +346,7 @@ def test_what_was_not_compared_is_said(good: tuple[Job, ExportedJob]) -> None:
     assert "one optimizer for all" in comparison_note(mixing)
 
 
-def test_what_was_found_is_kept_for_this_user_alone_and_a_damaged_file_is_as_none(tmp_path: Path) -> None:
+def test_findings_are_cached_for_this_user_and_damaged_files_ignored(tmp_path: Path) -> None:
     found = Comparison("whole", 3, 2, 2, 1e-7)
     assert cached_comparison(tmp_path, "key") is None
     cache_comparison(tmp_path, "key", found)

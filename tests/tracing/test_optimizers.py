@@ -291,7 +291,7 @@ def test_a_step_size_over_all_parameters_is_a_violation_at_its_lines(tools: Any)
     assert tools.trace(job, num_sections=1).violations == ()  # as its author meant it
 
 
-def test_what_couples_parameters_only_after_a_warm_up_is_found(tools: Any) -> None:
+def test_coupling_of_parameters_after_a_warm_up_is_found(tools: Any) -> None:
     found = the_violation(report_of(tools, ClipsAfterWarmUp))
     assert (found.kind, found.units) == ("differs", UNITS)
     assert "step counters set to 10,000" in found.message
@@ -424,7 +424,7 @@ def test_an_allowed_id_that_is_not_found_is_noted(tools: Any) -> None:
     assert report.notes == ("allowed but not found: mixing:gone@x.py:f",)
 
 
-def test_an_allowed_finding_is_no_violation(tools: Any) -> None:
+def test_an_allowed_finding_is_not_a_violation(tools: Any) -> None:
     first = the_violation(report_of(tools, NvLamb))
     job = tools.make_job(optimizer=tools.optimizer_of(NvLamb), allowed_dependencies=(first.id,))
     report = tools.trace(job)

@@ -458,7 +458,7 @@ def test_every_argument_of_the_installed_transformers_is_in_the_table() -> None:
     assert {field.name for field in fields(transformers.TrainingArguments)} <= ARGUMENTS.keys()
 
 
-def test_an_argument_that_nobody_knows_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_an_unknown_argument_is_refused_by_name(tmp_path: Path) -> None:
     @dataclass
     class Newer(transformers.TrainingArguments):
         quantum: bool = False

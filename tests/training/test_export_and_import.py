@@ -126,7 +126,7 @@ def test_tied_weights_are_in_the_file_under_each_name(run_dir: Path, tmp_path: P
     assert torch.equal(state["first.weight"], state["last.weight"])
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_unless_it_is_asked_for(run_dir: Path, tmp_path: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_skipped_unless_it_was_named(run_dir: Path, tmp_path: Path) -> None:
     url = tmp_path / "copy"
     shutil.copytree(run_dir / "checkpoints", url)
     whole = read_manifest(str(url), NUM_STEPS)
@@ -283,7 +283,9 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_written(
         (b"\xff" * 64, "is not a safetensors file"),
     ],
 )
-def test_a_file_that_is_no_safetensors_file_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_in_safetensors_format_is_refused(
+    content: bytes | None, message: str, tmp_path: Path
+) -> None:
     file = tmp_path / "w.safetensors"
     if content is not None:
         file.write_bytes(content)

@@ -43,9 +43,7 @@ def test_every_shape_gives_the_same_bits(crew: ShapesCrew, tmp_path: Path, name:
 
 
 @pytest.mark.slow
-def test_what_an_evaluation_returns_for_each_sample_is_in_the_order_of_the_data(
-    crew: ShapesCrew, tmp_path: Path
-) -> None:
+def test_an_evaluations_values_per_sample_are_in_the_datas_order(crew: ShapesCrew, tmp_path: Path) -> None:
     trained = crew.train("varying_told", [("1x2", 2)], tmp_path)
     found = [answer.evaluation for answer in trained.commits if answer.evaluation is not None]
     totals = totals_of(found)

@@ -96,7 +96,7 @@ def test_the_best_version_is_kept_and_training_ends_early_whatever_is_lost(crew:
     assert complete_versions(url) == (version, report.version)
 
 
-def test_metrics_that_are_no_numbers_are_refused_by_name() -> None:
+def test_metrics_that_are_not_numbers_are_refused_by_name() -> None:
     totals = EvaluationTotals(
         version=2, values={"loss": None}, samples={"a": Array(dtype="float32", shape=(1,), data=b"\0\0\x80?")}
     )

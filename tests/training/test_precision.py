@@ -232,7 +232,7 @@ def test_half_precision_has_a_loss_scale_by_default_and_others_do_not() -> None:
 
 
 @pytest.mark.parametrize("initial", [0, -2.0, 3.0, 0.5, math.inf, math.nan, "big", True])
-def test_a_loss_scale_that_is_no_power_of_two_is_refused(initial: Any) -> None:
+def test_a_loss_scale_that_is_not_a_power_of_two_is_refused(initial: Any) -> None:
     with pytest.raises(JobError, match=r"loss_scaling\.initial: is not right.*a power of two"):
         LossScaling(initial=initial)
 
