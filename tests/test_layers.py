@@ -145,7 +145,7 @@ def test_the_makefile_installs_the_tested_torch() -> None:
     assert f" torch=={pins()['torch']}\n" in (REPOSITORY / "Makefile").read_text(encoding="utf-8")
 
 
-def test_the_installed_ray_is_the_newest_of_its_range_and_the_oldest_is_tested_too() -> None:
+def test_the_newest_and_oldest_ray_of_the_range_are_tested() -> None:
     (asked,) = [name for name in PYPROJECT["project"]["dependencies"] if name.startswith("ray")]
     oldest, end = asked.removeprefix("ray>=").split(",<")
     major, minor, _ = pins()["ray"].split(".")
@@ -160,7 +160,7 @@ def test_the_oldest_transformers_of_the_range_is_tested() -> None:
     assert f"\nOLDEST_TRANSFORMERS := {asked.removeprefix('transformers>=')}.0\n" in makefile
 
 
-def test_every_public_method_says_what_it_does_or_has_the_name_of_one_that_does() -> None:
+def test_every_public_method_has_a_docstring_or_implements_one_with() -> None:
     """A method that implements an interface is described there."""
     roots = PYPROJECT["tool"]["importlinter"]["root_packages"]
     files = [path for root in roots for path in (REPOSITORY / root).rglob("*.py")]

@@ -31,7 +31,7 @@ def test_every_module_file_and_name_that_the_kit_runs_is_there() -> None:
         assert (ROOT / path).exists()
 
 
-def test_every_option_that_the_kit_gives_to_a_command_is_one_of_it() -> None:
+def test_every_option_in_the_kit_exists_in_its_command() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     calibrate = set(re.findall(r" (--?[a-z][a-z-]*)", "\n".join(re.findall(r"main calibrate (.*)", SCRIPT))))
     run = set(re.findall(r'"(--?[a-zA-Z-]+)"', RUNS.split("shape = {")[1].split("process = ")[0])) - {"-m"}
@@ -66,7 +66,7 @@ def test_every_wheel_that_the_kit_packs_has_a_tested_version() -> None:
     assert packed() - {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line} == set()
 
 
-def test_the_kit_packs_all_that_the_image_for_which_it_is_made_lacks() -> None:
+def test_the_kit_packs_every_package_that_its_image_lacks() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     own = {Requirement(text).name for text in project["dependencies"]} - {"ray"}
     there = required_by("torch", "numpy", "numba", "pandas", "matplotlib", "pytest")

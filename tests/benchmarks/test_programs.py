@@ -46,7 +46,7 @@ def test_documentation_gives_commands_of_most_benchmarks_and_of_no_others() -> N
 
 
 @pytest.mark.slow
-def test_each_option_that_documentation_gives_is_one_of_its_benchmark() -> None:
+def test_each_documented_option_exists_in_its_benchmark() -> None:
     unknown = []
     for page, name, options in commands():
         known = inspect.signature(load_program(name).main).parameters

@@ -48,7 +48,7 @@ def test_messages_go_both_ways_with_equal_secrets() -> None:
             assert here.receive("its double", BOUND_S) == {"twice": 2 * number}
 
 
-def test_one_with_another_secret_is_refused_on_both_ends() -> None:
+def test_a_peer_with_another_secret_is_refused_on_both_ends() -> None:
     errors: list[MorphError] = []
 
     def serve(connection: socket.socket) -> None:

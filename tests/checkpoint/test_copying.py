@@ -132,7 +132,7 @@ def test_a_damaged_version_is_listed_with_its_file_even_once_set_aside(tmp_path:
         newest_whole(url)
 
 
-def test_a_named_pipe_in_place_of_a_file_is_damage_and_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_named_pipe_in_place_of_a_file_counts_as_damage(tmp_path: Path) -> None:
     url = str(tmp_path)
     save(url, 2, 4, 6)
     manifest = tmp_path / "v00000006" / "manifest.json"

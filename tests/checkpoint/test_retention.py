@@ -63,7 +63,7 @@ def test_the_newest_to_which_a_bad_step_goes_back_stays() -> None:
     assert superfluous(whole(5, 10, 12), CheckpointRules(keep_newest=1), spared=(10, 11)) == (5,)
 
 
-def test_one_that_a_user_keeps_stays_and_costs_no_other_its_place() -> None:
+def test_a_version_that_a_user_keeps_displaces_no_other() -> None:
     versions = [*whole(10, 20), stored(30, MANIFEST, KEPT), *whole(40), stored(50, MANIFEST, KEPT)]
     assert goes(versions, 2) == (10,)
     assert goes(versions, 1) == (10, 20)

@@ -344,9 +344,7 @@ def test_morph_itself_is_not_requested_from_an_index(package: str) -> None:
     assert Environment(packages=("morph-trains", "adlfs", "/wheels/x.whl")).packages
 
 
-def test_a_run_on_one_named_type_of_gpu_is_planned_with_its_times_and_says_so(
-    tmp_path: Path, described: Described
-) -> None:
+def test_a_run_on_one_named_type_is_planned_with_its_times(tmp_path: Path, described: Described) -> None:
     """``morph profile refine`` later writes what the run has learned into this type."""
     profile = synthetic_profile(num_sections=6, batch_size=12, micro_batch_sizes=(1, 2))
     (tmp_path / "profile.json").write_text(with_type(profile, "t4", 2.0).model_dump_json(), encoding="utf-8")

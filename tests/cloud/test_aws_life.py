@@ -27,9 +27,7 @@ SHAPES = {2: "2x1"}
 pytestmark = pytest.mark.system
 
 
-def test_a_life_on_instances_adds_up_and_has_the_weights_of_an_undisturbed_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_on_instances_adds_up_with_undisturbed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cloud, "AGREE_S", 100.0)
     crew = ManagedCrew(load_tiny_job(2, 2))
     crew.fork(5)

@@ -67,7 +67,7 @@ def test_a_value_is_not_made_without_a_field_that_has_no_default() -> None:
         Basket.model_construct(num=2)  # type: ignore[call-arg]
 
 
-def test_many_values_differ_in_one_field() -> None:
+def test_many_values_are_made_that_differ_in_one_field() -> None:
     assert Basket.each("owner", ["a", "b"], num=3) == [Basket(owner="a", num=3), Basket(owner="b", num=3)]
     assert Basket.each("owner", []) == []
 

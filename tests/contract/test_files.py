@@ -240,7 +240,7 @@ def test_pools_are_added_and_fit_in_one_another_type_by_type() -> None:
     assert small + Pool.of(3) == Pool.parse("3,t4=2,v100=8")
 
 
-def test_a_pool_is_a_key_in_json_and_a_number_is_read_as_one() -> None:
+def test_a_pool_is_a_json_key_and_may_be_a_number() -> None:
     table = TypeAdapter(dict[Pool, int])
     pools = {Pool.of(8): 1, Pool.parse("t4=4,v100=12"): 2}
     assert table.dump_json(pools) == b'{"8":1,"t4=4,v100=12":2}'

@@ -90,7 +90,7 @@ def test_a_warning_comes_before_each_end_and_no_sooner_than_its_vm() -> None:
         assert change.time_s == max(START_S, change.taken_s - 30.0)
 
 
-def test_lives_in_order_are_drawn_from_one_generator_and_stay_as_they_were_drawn() -> None:
+def test_ordered_lives_come_from_one_generator_and_do_not_change() -> None:
     draw, expected = InOrder(5, 40.0), random.Random(5)
     lives_s = [draw(vm, 0) for vm in ("b", "a", "c")]
     assert lives_s == [expected.expovariate(1 / 40.0) for _ in range(3)]

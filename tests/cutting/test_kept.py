@@ -272,7 +272,7 @@ def test_a_cut_that_is_too_long_for_a_setup_is_not_handed(
         LoadedJob(job_path).handed(2, 2)
 
 
-def test_a_job_in_another_folder_is_the_same_and_its_lines_are_those_there(
+def test_a_moved_job_uses_its_cached_cut_with_the_new_paths(
     exports: Exports, write: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(write(TIED))

@@ -168,7 +168,7 @@ def test_marks_in_a_loop_cut_a_forward_with_code_between_modules(tools: Any) -> 
     check_against_whole(tools, job, exported, model, ITEMS)
 
 
-def test_experts_that_pick_their_tokens_are_refused_with_a_line_and_run_with_marks(tools: Any) -> None:
+def test_experts_that_pick_tokens_are_refused_but_run_with_marks(tools: Any) -> None:
     def model() -> nn.Module:
         return nn.Sequential(*(Experts() for _ in range(3)))
 
@@ -367,7 +367,7 @@ def run_in_sections(exported: Any, model: CutModel, batch: dict[str, Tensor]) ->
     return values[0]
 
 
-def test_a_border_whose_shape_depends_on_the_data_is_refused_when_it_is_another(tools: Any) -> None:
+def test_a_border_whose_shape_changes_with_the_data_is_refused(tools: Any) -> None:
     exported = export_job(tools.make_job(lambda: Packed(last=False), packed_loss, SEQUENCES))
     model = cut(exported, num_sections=None, micro_batch_size=2)
     run_in_sections(exported, model, tools.stack(SEQUENCES, 2))
@@ -468,7 +468,7 @@ LATE = [{"x": torch.randn(6), "late": torch.tensor(index > 3)} for index in rang
         (True, "reaches the cut in front of cut not at all, unlike with the first samples", "x = self.cut(x)"),
     ],
 )
-def test_a_branch_that_the_first_samples_do_not_take_is_refused_when_it_is_taken(
+def test_a_branch_that_first_samples_lack_is_refused_when_taken(
     tools: Any, skips: bool, problem: str, place: str
 ) -> None:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -141,7 +141,7 @@ def test_a_function_with_its_own_backward_gives_the_gradients_of_the_plain_model
         torch.testing.assert_close(gradient, expected[name], rtol=1e-6, atol=0)
 
 
-def test_a_reversed_gradient_is_the_reverse_of_the_one_that_a_trace_alone_gives(tools: Any) -> None:
+def test_a_reversed_gradient_has_the_opposite_sign_of_the_traced_one(tools: Any) -> None:
     class Plain(Reversed):
         def between(self, x: Tensor) -> Tensor:
             return x

@@ -77,7 +77,7 @@ def test_the_host_cannot_read_or_write_a_fake_devices_memory(device: FakeDevice,
         work()
 
 
-def test_tensors_go_to_the_host_and_back_in_pieces_while_nothing_computes_less(device: FakeDevice) -> None:
+def test_tensors_go_to_the_host_and_back_while_the_device_computes(device: FakeDevice) -> None:
     tensors = {
         "large": torch.randn(37, 41),
         "turned": torch.randn(30, 20).t(),
@@ -97,7 +97,7 @@ def test_tensors_go_to_the_host_and_back_in_pieces_while_nothing_computes_less(d
     assert device.num_stalls == 0, "what computes waits for no copy"
 
 
-def test_a_states_copy_is_as_it_was_handed_over_and_its_next_step_waits_for_it(device: FakeDevice) -> None:
+def test_the_next_step_waits_for_the_copy_of_a_state(device: FakeDevice) -> None:
     state, twin = unit_state(1), unit_state(1)
     before = twin.tensors()
     copy = state.copy_later()
@@ -150,7 +150,7 @@ def test_received_states_are_aligned_like_torchs_own_memory(device: FakeDevice, 
         assert tensor.data_ptr() % ALIGNMENT == 0, tuple(tensor.shape)
 
 
-def test_few_pieces_of_sums_are_on_their_way_and_no_message_is_behind_them(
+def test_few_pieces_of_sums_are_under_way_and_delay_no_message(
     device: FakeDevice, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reducing, "PIECE_BYTES", PIECE_BYTES)

@@ -148,9 +148,7 @@ def test_no_host_waits_between_the_operations_of_a_piece(members: Members, monke
     assert torch.equal(read(on_devices.gradients["w"]), read(alone.finish(2, 0).gradients["w"]))
 
 
-def test_two_pieces_of_sums_are_received_at_a_time_whatever_the_sizes_of_units(
-    ticked: Members, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_at_most_two_pieces_of_sums_are_received_at_a_time(ticked: Members, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("morph.runtime.state.reduction.RING_PIECE_BYTES", 800)
     monkeypatch.setattr("morph.runtime.state.reduction.SHARE_BYTES", 8)
     memories: list[Memory] = []

@@ -69,7 +69,7 @@ def test_joiners_are_let_in_or_refused(num_members: int, num_killed: int, num_do
         Explorer(scenario).run()
 
 
-def test_of_two_attempts_the_later_wins_and_of_one_epoch_that_of_the_lowest() -> None:
+def test_the_later_attempt_wins_and_ties_go_to_the_lowest_member() -> None:
     assert Ballot(2, 5).beats(Ballot(1, 0))
     assert Ballot(2, 1).beats(Ballot(2, 5))
     assert not Ballot(2, 5).beats(Ballot(2, 5))

@@ -139,7 +139,7 @@ def test_a_joiner_enters_the_ring_and_replaces_a_lost_worker(
         alone.close()
 
 
-def test_parameters_that_are_frozen_thawed_and_added_are_the_same_with_any_number_of_workers(
+def test_frozen_thawed_and_added_parameters_equal_those_of_one_worker(
     start: Callable[..., Job], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """The first step of a thawed parameter is among those in which a worker is lost."""
@@ -153,9 +153,7 @@ def test_parameters_that_are_frozen_thawed_and_added_are_the_same_with_any_numbe
 
 
 @pytest.mark.parametrize("exit", [{"exit": [0, 2]}, {"exit_between": 2}])
-def test_a_script_that_gives_up_after_a_loss_has_not_come_to_the_end(
-    start: Callable[..., Job], exit: dict[str, Any]
-) -> None:
+def test_a_script_that_exits_after_a_loss_counts_as_unfinished(start: Callable[..., Job], exit: dict[str, Any]) -> None:
     """Python forgets the argument of ``sys.exit`` before it calls the exit handlers that close an open ring."""
     job = start("--workers", "3", FAULTS=json.dumps({"4": {"kill": [1]}, "8": exit}))
     assert job.wait() == 1, job.log

@@ -120,6 +120,6 @@ def test_it_offers_a_place_only_to_those_who_can_know_the_secret(start: Callable
     assert "join" not in start(MORPH_ELASTIC_SECRET="").log
 
 
-def test_it_says_where_others_join_and_for_how_many_it_waits(start: Callable[..., Started]) -> None:
+def test_its_output_says_where_to_join_and_how_many_are_missing(start: Callable[..., Started]) -> None:
     log = start("--founders", "5", MORPH_ELASTIC_SECRET="a secret of this test").log
     assert re.search(r"^workers can join at 127\.0\.0\.1:\d+; waiting for 3 more$", log, re.MULTILINE)

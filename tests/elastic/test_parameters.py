@@ -405,7 +405,7 @@ def test_a_mean_over_samples_is_not_warned_of(caplog: pytest.LogCaptureFixture) 
     assert warned(0, loss_of, caplog) == []
 
 
-def test_the_trial_of_a_loss_leaves_the_model_as_it_is_and_failures_to_the_step() -> None:
+def test_the_trial_of_a_loss_changes_no_model_and_raises_nothing() -> None:
     norm = nn.BatchNorm1d(4)
     net = nn.Sequential(nn.Linear(8, 4), norm)
     given = batches(Data(), global_batch=BATCH)
@@ -488,7 +488,7 @@ def test_a_worker_with_other_options_is_refused_when_it_joins() -> None:
         states[1].unpack(states[0].pack())
 
 
-def test_a_schedule_or_groups_of_one_worker_alone_are_refused_when_it_comes_in() -> None:
+def test_a_joiner_with_its_own_schedule_or_groups_is_refused() -> None:
     nets = [Net(), Net(), Net()]
     one, scheduled = (TrainingState(net, sgd(net)) for net in nets[:2])
     scheduled.scheduler = step_lr(scheduled.optimizer)

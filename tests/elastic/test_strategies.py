@@ -74,7 +74,7 @@ def left(rate: float = 3.0) -> Pace:
     return after(of_reference(10.0), rate, times=WINDOW)[0]
 
 
-def test_s_sgd_is_tried_again_and_needs_more_to_stay_than_to_be_left() -> None:
+def test_s_sgd_needs_more_throughput_to_return_than_to_stay() -> None:
     on_trial, reasons = after(left(), 8.0, times=FIRST_WAIT + 1)
     assert (on_trial.sync, reasons) == (S_SGD, ["s-sgd is tried again with 4 workers"])
     assert after(on_trial, 5.0, times=WINDOW)[0].sync == AD_PSGD  # 50 %: enough to stay with s-sgd, not to return to it

@@ -152,7 +152,7 @@ def test_a_signal_between_two_sessions_stops_the_run() -> None:
 RESTS = Finish(outcome="stopped", sentence="n4 could not be set up; version 5 is saved", rests=True)
 
 
-def test_a_run_of_whose_vms_nothing_comes_rests_ever_longer_up_to_its_limit(pauses: list[float]) -> None:
+def test_a_run_without_progress_rests_ever_longer_up_to_its_limit(pauses: list[float]) -> None:
     told: list[str] = []
     times_s = iter([0.0, 60.0, 3000.0])
     restarts = Restarts(3600, lambda: next(times_s), rest_at_most_s=2000.0)

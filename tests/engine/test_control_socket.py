@@ -79,7 +79,7 @@ def test_no_manager_is_awaited_after_an_unsettled_one_or_without_patience(
     assert control_socket.next() is None
 
 
-def test_one_that_comes_and_goes_without_settling_gains_no_time(listener: socket.socket) -> None:
+def test_a_manager_that_leaves_without_settling_gains_no_time(listener: socket.socket) -> None:
     control_socket = ControlSocket(listener, patience_s=1.0)
     with visitor(listener), visitor(listener):
         let_in(control_socket)

@@ -52,7 +52,7 @@ def _broken() -> str:
 
 
 @pytest.mark.parametrize(("ask", "visible"), [(_missing, None), (_broken, None), (lambda: TWO, ""), (lambda: "", None)])
-def test_a_machine_without_a_device_is_refused_by_the_field_that_asked_for_one(ask, visible) -> None:  # type: ignore[no-untyped-def]
+def test_a_machine_without_a_device_is_refused_with_the_requesting_field(ask, visible) -> None:  # type: ignore[no-untyped-def]
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     with pytest.raises(ConfigError, match=r"vms.device: this machine has no such device"):
         cuda_devices(ask, environment)

@@ -54,7 +54,7 @@ def train_on_once_granted(run: Run, worker: str) -> None:
     run.react = answer
 
 
-def test_a_run_that_keeps_vms_asks_for_all_of_them_and_for_another_when_one_is_lost(
+def test_a_run_requests_the_vms_that_it_keeps_and_replaces_losses(
     make_run: Callable[..., Run],
 ) -> None:
     run = make_run(limits=Limits(max_vms=2, usd_per_h=1.0), fewest=2)

@@ -83,7 +83,7 @@ def test_training_continues_while_slow_storage_writes_a_manifest(
     assert complete_versions(run.url)[-1] == 20
 
 
-def test_a_manifest_on_which_storage_hangs_is_given_up_and_the_next_one_is_written(
+def test_a_hanging_manifest_is_given_up_and_the_next_one_written(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, never = make_run(num_steps=40, checkpoints=CheckpointRules(file_timeout_s=0.3)), threading.Event()

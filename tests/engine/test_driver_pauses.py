@@ -50,7 +50,7 @@ class Pauses:
 
 
 @pytest.mark.parametrize("kind", ["locked", "full"])
-def test_a_journal_that_cannot_be_written_for_hours_is_a_pause_and_costs_nothing(
+def test_hours_without_a_writable_journal_are_a_pause_without_cost(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(journal_module, "WRITER_BUSY_S", 0.01)
@@ -82,7 +82,7 @@ def test_a_journal_that_cannot_be_written_for_hours_is_a_pause_and_costs_nothing
     assert len(told) == 2
 
 
-def test_a_journal_that_is_stuck_for_longer_than_the_user_waits_ends_the_run(
+def test_a_journal_stuck_beyond_the_users_limit_ends_the_run(
     make_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "WRITER_BUSY_S", 0.01)
@@ -135,7 +135,7 @@ def _without_earlier_checkpoints(run: Run) -> Run:
     return run
 
 
-def test_a_run_directory_that_gets_read_only_costs_no_step_and_is_saved_to_when_it_can_be(
+def test_a_run_directory_that_becomes_read_only_costs_no_step(
     make_run: Callable[..., Run], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The whole folder is read-only: open files of the journal can still be written, but no file can be made."""

@@ -100,7 +100,7 @@ def test_a_name_too_long_for_sockets_is_refused_without_another_folder(
         make_folder(OWN_SOCKET)
 
 
-def test_a_folder_stays_as_long_as_the_manager_or_the_owner_of_its_vms_lives(run: Run) -> None:
+def test_a_folder_stays_while_the_manager_or_its_vms_owner_lives(run: Run) -> None:
     sweep()
     assert (run.folder / "token").is_file()
     run.kill(run.manager.pid)
@@ -108,7 +108,7 @@ def test_a_folder_stays_as_long_as_the_manager_or_the_owner_of_its_vms_lives(run
     assert (run.folder / "token").is_file(), "another manager may take over"
 
 
-def test_the_next_command_of_the_same_user_removes_what_was_left_by_processes_killed_together(run: Run) -> None:
+def test_the_next_command_removes_what_processes_killed_together_left(run: Run) -> None:
     run.kill(run.owner, run.manager.pid)
     environment = {**os.environ, "TMPDIR": str(run.folder.parent), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*COMMAND, "status", "nowhere"], env=environment, capture_output=True, text=True, timeout=150)
@@ -116,7 +116,7 @@ def test_the_next_command_of_the_same_user_removes_what_was_left_by_processes_ki
     assert not run.folder.exists()
 
 
-def test_a_folder_into_which_somebody_writes_while_it_is_removed_is_removed_by_the_next_command(
+def test_a_folder_written_to_during_removal_is_removed_by_the_next_command(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray's agents live and log a moment longer than their node."""

@@ -39,7 +39,7 @@ def test_a_living_process_is_reported_after_the_time_out() -> None:
             process.kill()
 
 
-def test_a_session_is_found_when_its_leader_was_killed_and_its_processes_are_orphans() -> None:
+def test_orphans_of_a_session_with_a_killed_leader_are_found() -> None:
     program = f"import subprocess; p = subprocess.Popen({SLEEP!r}); print(p.pid, flush=True); p.wait()"
     with subprocess.Popen(
         [sys.executable, "-c", program], start_new_session=True, stdout=subprocess.PIPE, text=True

@@ -62,7 +62,7 @@ def importing() -> Iterator[None]:
     ("asks", "ends_it"),
     [("torch.cuda.init()", True), ("torch.cuda.is_available()", False)],
 )
-def test_a_job_that_opens_a_device_ends_forking_and_one_that_looks_for_it_does_not(
+def test_a_job_ends_forking_only_if_it_opens_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: str, ends_it: bool
 ) -> None:
     """This is how torch treats CUDA: after a call of the driver, children of this process cannot begin to use CUDA."""
@@ -153,7 +153,7 @@ def test_an_archive_that_is_not_what_its_digest_says_is_refused(folder: Path) ->
 
 
 @pytest.mark.usefixtures("importing")
-def test_a_worker_refuses_code_that_is_damaged_and_names_the_users_file_where_it_unpacked_it(folder: Path) -> None:
+def test_a_worker_refuses_damaged_code_and_names_unpacked_files(folder: Path) -> None:
     from morph.runtime.process.worker import set_up
 
     good = packed(folder, unpack=True)
@@ -199,7 +199,7 @@ def later():
 }
 
 
-def test_every_file_of_the_folder_that_the_job_imports_is_found_and_no_other(tmp_path: Path) -> None:
+def test_exactly_the_imported_files_of_the_jobs_folder_are_found(tmp_path: Path) -> None:
     folder = written(tmp_path / "job", IMPORTING)
     unused = {"package/unused.py", "json.py", "numpy/__init__.py", "unused.py", "data.bin"}
     assert set(collect(f"{folder / 'train.py'}:job").files) == set(IMPORTING) - unused

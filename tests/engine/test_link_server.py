@@ -109,9 +109,7 @@ def test_credentials_of_another_run_or_worker_are_rejected(scene: LinkScene) -> 
 
 
 @pytest.mark.parametrize("tampered", [b"\0\0\0\0\0", b"\x17\x03\x03\0\41" + b"x" * 33])
-def test_bytes_that_were_added_on_the_way_end_the_line_and_say_nothing_of_the_worker(
-    scene: LinkScene, tampered: bytes
-) -> None:
+def test_injected_bytes_end_the_connection_without_losing_the_worker(scene: LinkScene, tampered: bytes) -> None:
     call = Call(scene.home("vm0"), TALK)
     assert scene.told.next() == ("came", "vm0")
     call._connection.sendall(tampered)

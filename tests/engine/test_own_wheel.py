@@ -123,7 +123,7 @@ def test_the_served_wheel_has_every_file_and_reproduces_itself(wheel: bytes, tmp
     assert make_wheel() == wheel
 
 
-def test_it_names_nothing_that_is_not_published_and_pins_what_ray_and_the_weights_depend_on() -> None:
+def test_requirements_are_published_and_critical_versions_pinned() -> None:
     found = requirements()
     version = metadata.version("torch")
     assert {f"ray=={metadata.version('ray')}", f"torch=={version}"} <= set(found)
@@ -173,7 +173,7 @@ def test_the_first_program_needs_nothing_but_an_old_python(tmp_path: Path) -> No
             ast.parse(archive.read(name), feature_version=(3, 8))
 
 
-def test_a_vm_without_morph_has_it_after_its_first_program_and_asks_no_index(world: World, tmp_path: Path) -> None:
+def test_a_vm_gets_morph_from_its_first_program_without_an_index(world: World, tmp_path: Path) -> None:
     python = bare_python(tmp_path / "image")
     look = [python, "-c", "import manager.notices.agent as found; print(found.__file__)"]
     assert subprocess.run(look, capture_output=True, cwd=tmp_path, timeout=BOUND_S, check=False).returncode != 0
@@ -311,7 +311,7 @@ def test_a_watchdog_waits_while_it_is_told_to_stay(tmp_path: Path) -> None:
     assert now_s >= 1900.0 + 960.0
 
 
-def test_each_worker_of_a_vm_is_given_up_and_it_is_written_down_once(world: World) -> None:
+def test_each_worker_of_an_unfit_vm_is_given_up_and_recorded_once(world: World) -> None:
     for _ in range(2):
         world.caller(num_devices=2).tell_unfit("no room")
     heard = world.heard()

@@ -140,7 +140,7 @@ def test_without_a_notice_a_vm_is_ended_at_once(world: World) -> None:
     assert world.told(1) == [injected("vm1", "no notice")]
 
 
-def test_a_provider_with_means_of_its_own_gives_the_notice_and_ends_the_vm_itself(world: World) -> None:
+def test_a_provider_that_can_evict_gives_the_notice_itself(world: World) -> None:
     world.target.evicts = True
     assert world.ask("vm1", lead_s=30.0).taken == ("vm1",)
     assert world.target.evicted == ["vm1"]
@@ -197,7 +197,7 @@ def test_only_the_process_that_holds_the_run_gets_requests(world: World, monkeyp
     assert world.told(0) == []
 
 
-def test_a_run_that_starts_still_is_waited_for_and_one_whose_file_is_damaged_is_refused(world: World) -> None:
+def test_a_starting_run_is_awaited_and_a_damaged_file_refused(world: World) -> None:
     path = world.run_dir / ATTACHMENT
     written = path.read_text()
     path.write_text("{")
@@ -261,7 +261,7 @@ def test_the_injector_ends_with_the_run_or_with_its_trace(tmp_path: Path, monkey
     assert len(answers) == 1
 
 
-def test_the_command_foretells_who_is_taken_and_names_the_vms_that_there_are(world: World) -> None:
+def test_the_command_announces_takings_and_lists_the_vms(world: World) -> None:
     def told(*options: str) -> list[str]:
         done = CliRunner().invoke(app, ["inject", str(world.run_dir), *options])
         assert done.exit_code == (2 if "--vm" in options else 0), done.output

@@ -82,7 +82,7 @@ def wait_until_gone(pid: int, directory: Path) -> None:
         time.sleep(0.01)
 
 
-def test_a_worker_outlives_its_manager_and_serves_the_next_one_at_the_same_port(first: Manager, tmp_path: Path) -> None:
+def test_a_worker_outlives_its_manager_and_serves_the_next_one(first: Manager, tmp_path: Path) -> None:
     control_socket, (pid,) = first.vms.control_socket, first.vms.vm_pids("vm0")
     address = first.entrance.listening.getsockname()
     first.ask("vm0")

@@ -129,7 +129,7 @@ def test_vms_that_the_controller_knows_or_awaits_are_adopted(world: World) -> No
     assert world.shell.request_of("job-2-1") == "job-2"
 
 
-def test_a_vm_is_known_while_its_request_is_under_way_and_no_more_once_it_was_given_back(world: World) -> None:
+def test_a_vm_is_known_during_its_request_until_it_is_given_back(world: World) -> None:
     world.cloud.slow = True
     world.shell.request(RequestNodes(request="job-1", count=2))
     assert world.cloud.asking.wait(BOUND_S)
@@ -159,7 +159,7 @@ def test_a_vm_that_others_ended_is_reported_as_lost() -> None:
     assert not any(isinstance(item.item, WorkerLost) for item in iter(lambda: world.event_queue.get(0.0), None))
 
 
-def test_a_vm_with_several_devices_is_ended_once_none_of_its_workers_is_known_or_awaited(world: World) -> None:
+def test_a_vm_is_ended_once_none_of_its_workers_is_needed(world: World) -> None:
     world.cloud.num_devices = 2
     world.shell.request(RequestNodes(request="job-1", count=4))
     nodes = ("job-1-0.d0", "job-1-0.d1", "job-1-1.d0", "job-1-1.d1")
@@ -248,7 +248,7 @@ def test_vms_of_an_earlier_manager_are_not_ended_because_the_provider_was_silent
     world.shell.close()
 
 
-def test_a_manager_that_takes_long_to_reach_the_workers_ends_none_of_their_vms() -> None:
+def test_a_manager_that_reaches_workers_late_ends_no_vm() -> None:
     """The manager may list VMs before it has said which of them it keeps."""
     world = World()
     world.cloud.add("job-1", 2)
@@ -332,7 +332,7 @@ def test_the_end_does_not_wait_for_a_request_under_way_and_leaves_nothing(world:
     assert world.cloud.there == {}
 
 
-def test_the_end_is_tried_again_while_the_provider_fails_and_after_the_pauses_that_it_asks_for(world: World) -> None:
+def test_the_end_is_retried_after_the_pauses_that_a_failing_provider_requests(world: World) -> None:
     world.cloud.dismantle_errors = [
         Transient("no answer"),
         Throttled("too many calls", 600.0),

@@ -64,7 +64,7 @@ def test_a_request_is_granted_by_name(world: World) -> None:
     assert [fact.worker for fact in world.facts if fact.name == "vm_granted"] == ["job-1-0", "job-1-1"]
 
 
-def test_a_grant_says_what_each_vm_costs_and_how_long_it_has_been_paid(world: World) -> None:
+def test_a_grant_has_each_vms_price_and_paid_time(world: World) -> None:
     requested_s = time.time()
     world.cloud.made_as = [
         {"usd_per_h": 0.3, "paid_since_s": requested_s - 60.0},
@@ -97,7 +97,7 @@ def test_waiting_vms_are_granted_and_reported_when_they_begin(world: World) -> N
     assert world.shell.known_of(["job-1-1"])[0] == {}
 
 
-def test_a_grant_says_of_what_kind_each_vm_is_as_far_as_its_provider_says_it(world: World) -> None:
+def test_a_grant_has_the_facts_that_the_provider_gives_of_each_vm(world: World) -> None:
     world.cloud.num_devices = 2
     kind = {"provider": "azure", "region": "westeurope", "size": "NC24"}
     world.cloud.made_as = [{**kind, "zone": "2"}, kind, {}]
@@ -237,7 +237,7 @@ def test_the_users_limits_cut_requests_short_and_then_refuse_them(limits: dict[s
         world.shell.close()
 
 
-def test_a_vm_with_several_devices_counts_once_to_the_limits_and_brings_a_node_for_each() -> None:
+def test_a_vm_with_several_devices_counts_once_and_brings_several_nodes() -> None:
     world = World(max_vms=2, usd_per_h=1.0)
     world.cloud.num_devices = 4
     try:
@@ -257,7 +257,7 @@ def test_nodes_that_the_controller_gives_back_are_ended(world: World) -> None:
     assert world.settle() == ["job-1-1"]
 
 
-def test_vms_of_another_manager_count_and_cost_and_are_ended_when_they_are_lost(world: World) -> None:
+def test_inherited_vms_count_cost_and_are_ended_when_lost(world: World) -> None:
     there = [Vm(name=vm_name("job-1", index), request="job-1") for index in range(2)]
     world.shell.close()
     world.cloud.there = {vm.name: vm for vm in there}

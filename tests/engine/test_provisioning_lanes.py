@@ -60,7 +60,7 @@ def opened(**limits: float) -> Iterator[World]:
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_vms": 2}, {"usd_per_h": 7200.0}], ids=str)
-def test_a_replacement_does_not_wait_until_the_lost_vm_is_gone_whatever_the_limits(limits: dict[str, float]) -> None:
+def test_a_replacement_does_not_wait_for_the_lost_vms_end(limits: dict[str, float]) -> None:
     for world in opened(**limits):
         lost, other = world.have("job-1", 2)
         world.cloud.ends.shut()
@@ -169,7 +169,7 @@ def test_a_boot_log_that_cannot_be_had_keeps_no_vm_alive(world: World) -> None:
     assert world.cloud.ended == ["job-2-0"]
 
 
-def test_a_refusal_with_nothing_being_ended_or_an_end_that_fails_is_an_answer(world: World) -> None:
+def test_a_refusal_without_a_successful_end_is_an_answer(world: World) -> None:
     world.cloud.room = 1
     (lost,) = world.have("job-1")
     world.ask("job-2", 1)
@@ -186,7 +186,7 @@ def test_a_refusal_with_nothing_being_ended_or_an_end_that_fails_is_an_answer(wo
     assert lost in world.cloud.there
 
 
-def test_a_vm_that_is_given_up_before_its_grant_is_ended_after_it_and_not_awaited(world: World) -> None:
+def test_a_vm_given_up_before_its_grant_is_ended_after_the_grant(world: World) -> None:
     world.cloud.requests.shut()
     world.ask("job-1", 3)
     assert world.cloud.requests.reached.wait(BOUND_S)
@@ -242,7 +242,7 @@ def test_the_end_of_the_run_ends_everything_though_one_end_hangs() -> None:
     world.cloud.ends.open.set()
 
 
-def test_a_request_that_waits_for_room_does_not_hold_up_the_end_of_the_run() -> None:
+def test_a_request_that_waits_for_room_does_not_delay_the_end() -> None:
     world = World()
     world.cloud.room = 1
     world.have("job-1")
@@ -258,7 +258,7 @@ def test_a_request_that_waits_for_room_does_not_hold_up_the_end_of_the_run() -> 
     world.cloud.ends.open.set()
 
 
-def test_vms_that_came_meanwhile_are_not_ended_as_those_of_an_earlier_manager() -> None:
+def test_new_vms_are_not_ended_as_an_earlier_managers() -> None:
     cloud, event_queue = FakeCloud(), EventQueue()
     cloud.there = {"job-1-0": Vm(name="job-1-0", request="job-1")}
     works, silent = cloud.list, [True]

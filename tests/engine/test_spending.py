@@ -83,7 +83,7 @@ def test_earlier_costs_of_the_run_count_towards_its_budget() -> None:
     assert Spending(Limits(budget_usd=2.0), Clock(), before=Before(usd=1.9)).allowed(1, (), PRICE) == (1, "")
 
 
-def test_each_vm_counts_at_its_own_price_and_whatever_may_come_at_the_dearest() -> None:
+def test_each_vm_counts_at_its_price_and_future_ones_at_the_highest() -> None:
     spent, clock = spending(budget_usd=9.0, usd_per_h=3.0)
     there = [*vms(2, usd_per_h=0.25), Vm(name="job-2-0", request="job-2", usd_per_h=1.4)]
     spent.living(there, Price(usd_per_h=1.4, source="test"))

@@ -73,7 +73,7 @@ def test_a_dead_store_is_restarted_once_and_death_and_restart_are_reported(event
     assert (store.num_starts, len(event_queue)) == (3, 0)
 
 
-def test_one_that_cannot_be_started_again_ends_the_session(
+def test_a_store_that_cannot_be_restarted_ends_the_session(
     event_queue: EventQueue, dead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_watch, "RETRY_S", 0.0)

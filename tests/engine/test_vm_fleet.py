@@ -35,7 +35,7 @@ def test_requested_vms_continue_boot_or_end_as_the_controller_needs_them() -> No
         fleet.close()
 
 
-def test_a_vm_is_of_its_instance_type_where_that_is_a_type_of_gpu() -> None:
+def test_a_vms_type_of_gpu_is_its_instance_type_if_profiled() -> None:
     event_queue = EventQueue()
     fleet = VmFleet(FakeHost(), event_queue, node_types=["t4"])
     try:

@@ -267,7 +267,7 @@ def test_on_azure_the_kind_holds_what_the_cloud_file_fixes(change: dict[str, obj
     assert Cloud(vms, Path("cloud.yaml"), spec).vm_kind == kind
 
 
-def test_files_that_name_types_of_gpu_say_what_of_each_may_come_and_its_price() -> None:
+def test_files_with_types_of_gpu_give_maximum_and_price_of_each() -> None:
     azure = AzureVms.model_validate({"kind": "azure", "address": "10.0.0.4", **COMMON})
     sizes = (
         {"name": "Standard_A", "num_gpus": 4, "usd_per_h": 2.0, "node_type": "t4"},

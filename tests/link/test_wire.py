@@ -21,7 +21,7 @@ def pair() -> Pair:
     return Pair()
 
 
-def test_messages_of_any_size_come_as_they_were_sent_and_one_at_a_time(pair: Pair) -> None:
+def test_messages_of_any_size_arrive_unchanged_and_one_at_a_time(pair: Pair) -> None:
     bodies = [b"", b"\n", b"x" * 100_000, bytes(range(256)) * 4000]
     data = b"".join(pair.listener.put(body) for body in bodies)
     for first in range(0, len(data), 7777):
@@ -79,7 +79,7 @@ def changed(one: bytes, two: bytes) -> bytes:
     [swapped, changed, lambda one, _: one + one, lambda _, two: two],
     ids=["out of order", "changed", "repeated", "one is left out"],
 )
-def test_a_message_that_is_not_the_next_one_as_it_was_sent_ends_the_connection(
+def test_a_changed_or_misplaced_message_ends_the_connection(
     pair: Pair, tamper: Callable[[bytes, bytes], bytes]
 ) -> None:
     data = tamper(pair.caller.put(b"one"), pair.caller.put(b"two"))

@@ -203,7 +203,7 @@ def test_nodes_that_died_with_their_manager_count_until_their_last_sign_of_life(
     assert account.part_s(Part.UNMANAGED) == account.total_s == 2 * lived_s
 
 
-def test_a_sign_of_life_from_a_clock_set_forward_counts_no_longer_than_nodes_outlive_a_manager() -> None:
+def test_a_clock_set_forward_does_not_lengthen_nodes_lives() -> None:
     account = journalled(*BEGUN, (9e9, Fact(name=DIED_WITH_MANAGER)), (9e9, CONFIG))
     assert account.part_s(Part.UNMANAGED) == account.total_s == 2 * 60.0
 

@@ -184,9 +184,7 @@ def test_a_follower_of_a_journal_misses_and_repeats_nothing_while_condensing(
     assert found == [plain["happenings"], plain["events"]]
 
 
-def test_a_manager_killed_while_it_condenses_leaves_the_lines_or_what_they_come_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_condensing_leaves_the_journal_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manager is killed, or the file is full, at each statement of the transaction; readers always see the same."""
     cluster = Both(0, tmp_path, LOSES_ALL, expected_nodes=6, num_steps=20)
     cluster.run(6)

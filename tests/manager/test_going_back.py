@@ -77,7 +77,7 @@ def test_a_bad_step_goes_back_over_steps_that_are_run_again() -> None:
     assert all(one.order.samples_of is None for one in actions if isinstance(one, SendStep)), "they are named"
 
 
-def test_without_a_checkpoint_before_it_a_run_begins_anew_and_leaps_at_the_same_version() -> None:
+def test_without_an_earlier_checkpoint_a_bad_step_restarts_the_run() -> None:
     script, _ = gone_back()
     actions = script.tell(CheckpointNotFound(error="there is none up to version 4", damaged=False, none=True))
     assert receivers(actions, SendReshape) == ["n1", "n2"]
@@ -97,7 +97,7 @@ def test_without_a_checkpoint_before_it_a_run_begins_anew_and_leaps_at_the_same_
     assert (script.state.version, script.state.decided) == (8, Decided(version=8, skipped=True, state_of=4))
 
 
-def test_a_version_to_go_back_to_is_saved_beside_one_that_is_being_written() -> None:
+def test_a_version_to_go_back_to_is_saved_during_another_save() -> None:
     script = script_with(when_bad="go_back")
     versions = []
     for _ in range(9):  # storage is slow: no checkpoint is complete
@@ -149,7 +149,7 @@ def test_too_many_bad_steps_end_the_run_saved(when_bad: str, num_skipped: int) -
     assert ("(rules.losses.most)" in finish.sentence) is (when_bad == "skip")
 
 
-def test_a_loss_that_leaps_up_is_bad_and_moves_no_mean_and_no_scale() -> None:
+def test_a_leaping_loss_is_bad_and_changes_neither_mean_nor_scale() -> None:
     rules, trend = LossRules(when_bad="skip", deviations=3.0, window=4), LossTrend()
     for version, loss in enumerate((2.0, 1.8, 1.9, 1.7, 1.75), 1):
         assert trend.why_bad({0: loss, 1: loss}, {}, rules) == ""

@@ -276,7 +276,7 @@ def test_setups_that_fail_are_the_first_line_wherever_a_run_is_shown(
     journal.close()
 
 
-def test_the_grid_of_unequal_pipelines_has_a_row_for_each_as_long_as_it_is_deep() -> None:
+def test_the_grid_of_unequal_pipelines_has_rows_of_their_depths() -> None:
     run = LiveRun("job", 12, 8)
     cluster = SimulatedCluster(0, make_config(plans=UNEQUAL, expected_nodes=5))
     cluster.observers = (lambda at, _before, event, decision: run.take(at.now_s, event, decision),)

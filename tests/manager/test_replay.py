@@ -452,7 +452,7 @@ def test_any_trace_is_played_or_refused_by_a_typed_error(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["morph", "restart", "restart-100", "drop", "bamboo"])
-def test_the_more_is_lost_the_less_is_done(policy: str) -> None:
+def test_more_losses_mean_less_progress(policy: str) -> None:
     def steps(every_s: float) -> int:
         cases = [(f"{seed}", seed, drawn(seed, every_s)) for seed in range(2)]
         replay = Replay(JOB, (policy,), tuple(cases), Until(kind="hours", amount=2), None)
@@ -539,7 +539,7 @@ def test_policies_are_read() -> None:
         policies_of("morph,restart-0")
 
 
-def test_a_trace_of_two_types_trains_with_both_and_changes_as_they_come_and_go() -> None:
+def test_a_trace_of_two_types_trains_on_the_types_present() -> None:
     job = SpotJob(
         name="job",
         batch_size=8,

@@ -119,7 +119,7 @@ def test_a_vms_kind_comes_from_its_grant_or_itself() -> None:
     assert {node: entry.facts for node, entry in script.state.workers.items()} == {**kinds, "n4": NodeFacts()}
 
 
-def test_a_vm_in_a_queue_is_awaited_for_ever_and_given_up_once_it_boots() -> None:
+def test_a_queued_vm_is_awaited_without_limit_until_it_boots() -> None:
     script, kind = asking(), NodeFacts(provider="slurm", zone="n7")
     boot_s = script.state.config.policy.rules.requests.boot_s
     script.tell(Tick())

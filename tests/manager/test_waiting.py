@@ -34,7 +34,7 @@ def test_after_a_loss_training_waits_for_an_almost_ready_node() -> None:
     assert receivers(is_ready(script, "n5"), SendReshape) == ["n2", "n3", "n4", "n5"]  # type: ignore[arg-type]
 
 
-def test_it_stands_no_longer_than_taking_the_node_in_later_would_cost() -> None:
+def test_a_pause_for_a_node_is_no_longer_than_a_later_change() -> None:
     script = script_in(Phase.HOLDING)
     until_s = script.state.waits.hold_until_s
     now, then = PLANS[3].expected.examples_per_s, PLANS[4].expected.examples_per_s
@@ -215,7 +215,7 @@ def test_a_long_step_is_interrupted_for_newcomers_and_keeps_its_sums() -> None:
         ({"rules": with_morph_s(20.0)}, 5.0, ()),
     ],
 )
-def test_it_is_not_given_up_where_that_costs_more(
+def test_a_step_is_not_given_up_if_that_costs_more(
     policy: dict[str, object], at_s: float, before: tuple[StopRequested | NodeAppeared, ...]
 ) -> None:
     script = script_of_long_steps(**policy)

@@ -44,7 +44,7 @@ SPEC = AwsSpec(
 )
 
 
-def test_instances_are_made_in_the_cheapest_zone_and_go_with_all_that_is_theirs(ec2: FakeEc2, tmp_path: Path) -> None:
+def test_instances_are_made_in_the_cheapest_zone_and_removed_completely(ec2: FakeEc2, tmp_path: Path) -> None:
     provider = ec2.provider(tmp_path)
     made = provider.request("tiny-1", 2)
     second = sorted(ec2.subnets)[1]
@@ -59,9 +59,7 @@ def test_instances_are_made_in_the_cheapest_zone_and_go_with_all_that_is_theirs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_a_manager_killed_at_any_call_leaves_a_request_that_the_next_one_completes(
-    ec2: FakeEc2, tmp_path: Path, after: bool
-) -> None:
+def test_a_request_is_completed_after_a_kill_at_any_call(ec2: FakeEc2, tmp_path: Path, after: bool) -> None:
     """No instance is made twice, although AWS lists new ones late."""
     num_kills, lived = 0, False
     while not lived:
@@ -164,7 +162,7 @@ def test_a_foreign_image_is_not_mistaken_for_an_expired_login() -> None:
     assert type(provider_error("AuthFailure", "Not authorized for images: [ami-1]", 403)) is Misconfigured
 
 
-def test_a_vm_is_known_by_its_own_tag_whatever_a_console_calls_it(ec2: FakeEc2, tmp_path: Path) -> None:
+def test_a_vm_is_recognised_by_its_own_tag_whatever_its_name(ec2: FakeEc2, tmp_path: Path) -> None:
     provider = ec2.provider(tmp_path)
     provider.request("a", 2)
     first, second = (ec2.living()[name] for name in ("a-0", "a-1"))
@@ -439,7 +437,7 @@ LISTED = "<DescribeInstancesResponse><reservationSet/></DescribeInstancesRespons
 BUSY = "<Response><Errors><Error><Code>RequestLimitExceeded</Code><Message>-</Message></Error></Errors></Response>"
 
 
-def test_botocore_itself_repeats_what_is_throttled_and_no_page_of_a_proxys_is_a_list(endpoint: MetadataServer) -> None:
+def test_botocore_retries_throttled_calls_and_a_proxys_page_is_refused(endpoint: MetadataServer) -> None:
     spec = SPEC.model_copy(update={"endpoint": endpoint.url})
     aws = Aws(lambda: aws_client(spec))
     endpoint.script("POST", "/", Reply(status=503, body=BUSY), Reply(body=LISTED))

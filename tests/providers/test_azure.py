@@ -386,7 +386,7 @@ def test_the_longest_wait_that_azure_asks_for_applies(arm: FakeArm, tmp_path: Pa
     assert set(arm.machines) == {"a-0", "a-1"}
 
 
-def test_a_refused_token_is_dropped_and_the_same_call_made_with_a_new_one(arm: FakeArm, tmp_path: Path) -> None:
+def test_a_refused_token_is_replaced_and_the_call_repeated(arm: FakeArm, tmp_path: Path) -> None:
     tokens = iter(["old", "new", "newer", "newest"])
     azure = provider(arm, tmp_path, Line(), next_token=lambda: next(tokens))
     azure.request("a", 1)

@@ -318,7 +318,7 @@ def test_another_run_neither_sees_nor_ends_them(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [azure, aws, slurm, slurm_json, REAL], ids=lambda make: make.__name__, indirect=True)
-def test_a_market_that_says_nothing_has_lost_no_vm_and_gets_no_second_request(case: Case) -> None:
+def test_a_silent_market_loses_no_vm_and_gets_no_second_request(case: Case) -> None:
     assert case.silence is not None
     granted = case.provider.request("a", 2)
     case.silence(True)

@@ -242,7 +242,7 @@ def test_followed_units_equal_the_senders_at_every_later_version(
         assert bits(receiver.lane.adopt(unit, version, interrupt).tensors()) == bits(sender.units[unit].tensors())
 
 
-def test_scales_that_grew_in_a_step_that_was_run_again_and_skipped_arrive_too(
+def test_scales_that_grew_in_a_skipped_step_arrive_too(
     parties: Callable[..., tuple[Party, Party]],
 ) -> None:
     """A skipped step changes no weight, but its attempts changed the scales of its sums."""
@@ -305,7 +305,7 @@ def test_a_receiver_that_goes_does_not_disturb_the_training_of_its_sender(
         sender.lane.flush(Interrupt(2))
 
 
-def test_a_stream_that_cannot_keep_up_is_given_up_before_it_fills_the_memory(
+def test_a_stream_that_cannot_keep_up_is_given_up_early(
     parties: Callable[..., tuple[Party, Party]],
 ) -> None:
     sender, receiver = parties()

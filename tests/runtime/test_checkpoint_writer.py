@@ -73,9 +73,7 @@ def test_a_failed_write_is_reported_and_the_next_one_is_tried(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("trouble", ["full", "read-only"])
-def test_a_disk_that_takes_nothing_for_a_while_costs_only_what_was_to_be_written_then(
-    tmp_path: Path, trouble: str
-) -> None:
+def test_a_disk_failure_costs_only_the_writes_during_it(tmp_path: Path, trouble: str) -> None:
     with small_disk(tmp_path / "disk") as disk:
         url = disk.path / "checkpoints"
         writer = CheckpointWriter("w", str(url), FaultPlan([]))
@@ -294,7 +292,7 @@ def test_a_worker_writes_no_faster_than_it_may(tmp_path: Path) -> None:
     assert time.monotonic() - begun_s >= sum(entry.size_bytes for entry in written) / 4e5
 
 
-def test_a_state_that_cannot_be_copied_is_reported_and_the_next_one_is_written(tmp_path: Path) -> None:
+def test_a_failed_copy_is_reported_and_the_next_state_written(tmp_path: Path) -> None:
     class Lost(StateCopy):
         def take(self) -> dict[str, torch.Tensor] | None:
             raise TypeError("can't convert a tensor of a lost device")

@@ -191,7 +191,7 @@ def test_a_recompute_that_is_due_starts_before_its_gradient_has_come() -> None:
     assert follower.next_task(1, 0) is Task.RECOMPUTE
 
 
-def test_a_forward_goes_before_an_early_recompute_as_long_as_the_window_has_room() -> None:
+def test_a_forward_precedes_an_early_recompute_while_the_window_has_room() -> None:
     follower = ScheduleCursor("FRBFRBFRB", 2, opportunistic=True)
     follower.done(Task.FORWARD)
     assert follower.next_task(3, 0) is Task.FORWARD

@@ -60,7 +60,7 @@ def test_a_probe_that_is_left_ends_at_the_next_micro_batch() -> None:
     assert work.num_run == 3
 
 
-def test_a_probe_that_was_left_before_it_began_measures_nothing_and_the_next_one_does() -> None:
+def test_a_probe_cancelled_before_it_began_measures_nothing() -> None:
     prober = Prober("w")
     prober.leave(2)
     work = Work()

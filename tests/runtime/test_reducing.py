@@ -255,7 +255,7 @@ def test_a_gradient_that_is_not_finite_at_one_member_is_known_to_all(broken: flo
     ("index", "value", "non_finite"),
     [(0, math.nan, True), (150, math.inf, True), (299, -math.inf, True), (7, 3e38, False), (None, 3e38, False)],
 )
-def test_each_piece_of_fast_sums_is_looked_at_and_a_sum_of_all_may_be_infinite(
+def test_each_piece_of_fast_sums_is_checked_for_finite_values(
     index: int | None, value: float, non_finite: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reducing, "PIECE_BYTES", 200)
@@ -335,7 +335,7 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     ],
     ids=str,
 )
-def test_a_step_reduces_units_as_they_are_complete_in_an_order_that_all_members_share(
+def test_units_are_reduced_once_complete_in_an_order_common_to_members(
     cuts: tuple[tuple[int, ...], tuple[int, ...]], seed: int
 ) -> None:
     """Some replicas have no micro-batches, pipelines have different cuts, and ties across stages form a cycle."""

@@ -187,7 +187,7 @@ def test_a_step_that_failed_is_finished_in_another_shape_with_the_same_bits(
     assert crew.digests() == reference
 
 
-def test_a_step_that_is_given_up_twice_keeps_what_was_done_in_both_shapes(
+def test_a_step_given_up_twice_keeps_the_work_of_both_shapes(
     crew: Crew, reference: dict[str, str], tmp_path: Path
 ) -> None:
     faults = (Fault(worker="w0", phase="backward", step=GIVEN_UP, nth=1, kind="out_of_memory"),)

@@ -48,7 +48,7 @@ def median_s(pace: Pace) -> float:
     return statistics.median(f + b for f, b in zip(times.forward_s, times.backward_s, strict=True))
 
 
-def test_a_slow_device_is_found_by_its_own_time_however_fast_it_is_given_work() -> None:
+def test_a_slow_device_is_found_by_its_time_not_by_launches() -> None:
     found_s = []
     for slowness in (1.0, 1.0, 1.5):
         device = QueuedDevice()
@@ -89,7 +89,7 @@ def test_launches_alone_would_not_show_it() -> None:
     assert found_s[0] == pytest.approx(found_s[1])
 
 
-def test_the_host_waits_for_the_device_once_at_the_end_of_the_step_and_every_task_is_counted() -> None:
+def test_the_host_waits_once_per_step_and_every_task_is_counted() -> None:
     device = QueuedDevice()
     times = step_of(device, EventClock(device.recorded))[1].times()
     assert device.synced == 1
@@ -155,7 +155,7 @@ def test_a_micro_batch_is_reported_only_when_the_device_has_finished_it() -> Non
     assert device.synced == 0
 
 
-def test_a_slowed_stage_stands_still_by_what_its_own_work_took_and_not_by_what_was_queued_before(
+def test_a_slowed_stage_pauses_for_its_own_work_not_earlier_queued_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device, slept_s = QueuedDevice(), []

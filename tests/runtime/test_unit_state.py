@@ -107,7 +107,7 @@ def test_a_saved_state_is_a_copy() -> None:
 
 
 @pytest.mark.parametrize("change", ["apply", "rescale", "load"])
-def test_a_copy_for_later_is_of_the_state_as_it_was_when_it_was_asked_for(change: str) -> None:
+def test_a_deferred_copy_has_the_state_at_the_time_of_its_request(change: str) -> None:
     state = make()
     step(state, 0)
     before, other = state.tensors(), make(seed=99).tensors()
@@ -152,7 +152,7 @@ def test_applying_steps_the_optimizer_once_and_lets_go_of_the_gradients() -> Non
         assert torch.allclose(parameter, before[name] - 0.1 * 3.0 / NUM_MICRO_BATCHES)
 
 
-def test_scales_begin_with_room_for_every_micro_batch_of_every_section_that_uses_the_unit() -> None:
+def test_initial_scales_have_room_for_all_contributions_of_a_unit() -> None:
     assert set(make().exponents.values()) == {first_exponent(NUM_MICRO_BATCHES * 2)}
     assert make(exact=False).exponents == {}
 
@@ -215,7 +215,7 @@ def decaying(parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimiz
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
 @pytest.mark.parametrize("optimizer", [adam, decaying])
-def test_complex_parameters_and_those_without_a_gradient_are_updated_as_by_a_plain_loop(
+def test_complex_and_gradientless_parameters_are_updated_as_in_a_plain_loop(
     optimizer: MakeOptimizer, exact: bool
 ) -> None:
     """A follower that takes the reduced gradients, and a state that is saved and loaded, get the same parameters."""

@@ -239,7 +239,7 @@ def test_jitter_without_quantiles_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_under_jitter_has_the_least_mean_of_the_shapes_in_the_running() -> None:
+def test_a_plan_under_jitter_has_the_least_mean_of_the_candidates() -> None:
     profile = synthetic_profile(batch_size=48, micro_batch_size=2, jitter=0.9, latency_s=0.002)
     choice = plan(profile, num_gpus=6, jitter_seed=2, num_draws=3, schedule="varuna", recompute=True)
     means = [

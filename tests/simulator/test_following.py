@@ -93,7 +93,7 @@ def executors_rules(
 
 @pytest.mark.slow
 @each_seed(100, in_long=400)
-def test_every_task_starts_when_the_reference_engine_starts_it_by_its_rules_and_by_the_executors(seed: int) -> None:
+def test_tasks_start_as_in_the_reference_engine_under_either_rules(seed: int) -> None:
     rng = np.random.default_rng(seed)
     schedule = SCHEDULES[seed % len(SCHEDULES)]
     counts = tuple(int(count) for count in rng.integers(1, 10, int(rng.integers(1, 4))))
@@ -108,7 +108,7 @@ def test_every_task_starts_when_the_reference_engine_starts_it_by_its_rules_and_
 
 
 @each_seed(50, in_long=200)
-def test_an_order_followed_on_devices_and_links_of_its_own_ends_when_it_was_planned_to(seed: int) -> None:
+def test_an_order_on_its_own_devices_and_links_ends_as_planned(seed: int) -> None:
     rng = np.random.default_rng(5000 + seed)
     schedule = SCHEDULES[seed % len(SCHEDULES)]
     counts = (int(rng.integers(1, 30)),)
@@ -173,7 +173,7 @@ def test_two_messages_that_enter_one_node_at_once_take_twice_the_wire_time() -> 
     assert second_stage_starts(two_senders(True, [[0, 1], [2, 2]])) == [220, 220]
 
 
-def test_messages_of_other_nodes_within_a_node_or_without_sharing_are_not_held_up() -> None:
+def test_messages_that_share_no_link_are_not_delayed() -> None:
     assert second_stage_starts(two_senders(True, [[0, 1], [2, 3]])) == [120, 120]
     assert second_stage_starts(two_senders(True, [[0, 0], [0, 0]])) == [120, 120]
     assert second_stage_starts(two_senders(False, [[0, 0], [1, 2]])) == [120, 120]

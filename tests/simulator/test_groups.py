@@ -136,7 +136,7 @@ def test_every_task_starts_when_the_reference_engine_starts_it(seed: int) -> Non
 
 
 @each_seed(40)
-def test_no_plan_in_groups_is_faster_than_its_bound_and_its_parts_add_up(seed: int) -> None:
+def test_plans_in_groups_respect_bounds_and_their_parts_add_up(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_profile(seed, num_sections=6, jitter=0.3 if seed % 4 == 0 else 0.0)
     found = simulate(profile, boundaries=(0, 3), num_replicas=1 + seed % 3, micro_batch_size=1).plan

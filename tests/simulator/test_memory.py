@@ -223,7 +223,7 @@ def test_buffers_of_nccl_are_counted_for_each_ring_of_a_worker() -> None:
     assert "NCCL" in simulate(own, **shape, num_replicas=2, rings="nccl").costs.memory_parts(0)[1]
 
 
-def test_sums_that_are_received_in_rings_of_nccl_are_counted_up_to_two_pieces() -> None:
+def test_received_sums_of_nccl_rings_count_as_at_most_two_pieces() -> None:
     profile = profile_of(host_memory_bytes=2**40)
 
     def received(num_replicas: int, gradient_bytes: int) -> int:

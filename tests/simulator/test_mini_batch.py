@@ -16,7 +16,7 @@ SHAPES = [(1, 1), (1, 3), (2, 2), (3, 2), (4, 1), (8, 3)]
 @pytest.mark.parametrize(("num_stages", "num_replicas"), SHAPES)
 @pytest.mark.parametrize("schedule", ["varuna", "gpipe", "1f1b"])
 @pytest.mark.parametrize("slots", [None, 2])
-def test_parts_and_ladder_add_up_to_the_mini_batch_which_is_never_below_its_bound(
+def test_parts_and_ladder_add_up_to_the_mini_batch_above_its_bound(
     num_stages: int, num_replicas: int, schedule: Schedule, slots: int | None
 ) -> None:
     profile = synthetic_profile(tied=True, batch_size=40, micro_batch_size=2, latency_s=0.002)
@@ -62,7 +62,7 @@ _CONDITIONS: list[dict[str, Any]] = [
 
 @pytest.mark.slow
 @each_seed(40, in_long=240)
-def test_a_shape_that_the_reference_engine_plays_comes_to_the_same_in_every_part(seed: int) -> None:
+def test_every_part_of_a_shape_equals_the_reference_engine(seed: int) -> None:
     rng = np.random.default_rng(seed)
     conditions: list[dict[str, Any]] = [
         *_CONDITIONS,
@@ -101,7 +101,7 @@ def test_a_shape_that_the_reference_engine_plays_comes_to_the_same_in_every_part
     assert again.plan == simulate_plan(profile, compiled.plan, compute_slots=1).plan
 
 
-def test_an_unknown_engine_and_a_shape_too_large_for_the_reference_engine_are_refused() -> None:
+def test_an_unknown_engine_and_too_large_shapes_are_refused() -> None:
     with pytest.raises(PlanError, match=r"is unknown .*compiled, reference"):
         simulate(synthetic_profile(), num_stages=2, engine="fast")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"engine: would play 300000 tasks.*at most 262144"):
@@ -293,7 +293,7 @@ def test_the_explanation_for_one_replica_names_shared_weights_not_replicas() -> 
 @pytest.mark.parametrize(("num_stages", "num_replicas"), [*SHAPES, (8, 1), (1, 8), (5, 2), (2, 4)])
 @pytest.mark.parametrize("parameter_bytes", [1_000, 400_000_000])
 @pytest.mark.parametrize("latency_s", [0.0, 0.02])
-def test_following_the_advice_helps_by_what_it_says_and_without_advice_no_shape_does(
+def test_advice_helps_by_its_amount_and_without_it_no_shape_helps(
     num_stages: int, num_replicas: int, parameter_bytes: int, latency_s: float
 ) -> None:
     profile = synthetic_profile(

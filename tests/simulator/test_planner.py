@@ -54,7 +54,7 @@ def test_a_gpu_that_only_makes_the_reduction_longer_is_left_idle() -> None:
     assert plan_table(profile, 5, micro_batch_size=1)[5].shape == "1x3"
 
 
-def test_a_job_that_fits_on_one_gpu_is_planned_where_replicas_do_not_fit() -> None:
+def test_a_job_that_fits_on_one_gpu_only_without_replicas_is_planned() -> None:
     profile = _profile(num_sections=1, activation_bytes_per_sample=50_000_000, parameter_bytes=4_000_000)
     given: dict[str, object] = {"micro_batch_size": 1, "memory_bytes": 102_000_000}
     choice = plan(profile, num_gpus=2, **given)  # type: ignore[arg-type]
@@ -270,7 +270,7 @@ def test_a_refusal_of_too_few_gpus_says_how_many_suffice() -> None:
 
 @given(st.integers(0, 10_000), st.sampled_from([0.1, 0.3, 0.7, 2.0]), st.sampled_from([0.1, 0.3, 0.7, 2.0]))
 @settings(max_examples=100 if IS_LONG else 12, deadline=None)
-def test_each_cure_that_a_refusal_names_does_and_a_byte_less_does_not(seed: int, device: float, host: float) -> None:
+def test_each_remedy_that_a_refusal_names_suffices_exactly(seed: int, device: float, host: float) -> None:
     profile, memory_bytes = _limited(seed)
     fixed: dict[str, Any] = [{}, {"pipeline_depth": 1}, {"num_replicas": 2}][seed % 3]
     environment = {"host_memory_bytes": 2**40}

@@ -42,7 +42,7 @@ def test_redundant_computation_takes_longer_and_pauses_less() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_parts_and_breakdown_still_add_up_to_the_mini_batch_and_no_bound_is_passed(mode: RedundantName) -> None:
+def test_parts_and_breakdown_add_up_to_the_mini_batch_above_its_bound(mode: RedundantName) -> None:
     found = by_mode(profile(forward_s=(0.002,) * 6 + (0.004,) * 2))[mode]
     expected = found.expected
     assert sum(expected.parts_s.values()) == pytest.approx(expected.mini_batch_s)

@@ -60,7 +60,7 @@ def two_stages(window: int = 1) -> StageTimes:
     )
 
 
-def test_a_forward_that_fits_into_a_wait_costs_nothing_and_one_that_does_not_delays_the_rest_of_it() -> None:
+def test_a_forward_costs_only_what_exceeds_the_wait() -> None:
     times = two_stages()
     lanes = lane_times(times, 1)
     orders = orders_of(times, (4,), "varuna")

@@ -72,7 +72,7 @@ def test_a_vm_is_asked_for_once_and_the_script_begins_on_it() -> None:
     assert done == [Ask(), Start("a")]
 
 
-def test_a_vm_that_does_not_come_is_asked_for_again_ever_later_and_at_once_when_the_present_one_goes() -> None:
+def test_a_missing_vm_is_requested_ever_later_but_immediately_after_a_loss() -> None:
     denied, first_s = Denied("there is none"), REQUESTS.backoff_s
     state, done = after(SpotState(), (0.0, Tick()), (1.0, denied), (first_s, Tick()))
     assert done == [Ask()]

@@ -45,7 +45,7 @@ HISTORIES = {
 
 
 @pytest.mark.parametrize("faults", HISTORIES.values(), ids=HISTORIES.keys())
-def test_a_run_whose_workers_are_killed_ends_with_the_weights_of_an_uninterrupted_one(
+def test_killed_workers_leave_the_weights_of_an_uninterrupted_run(
     faults: tuple[Fault, ...], tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path
 ) -> None:
     result = managed(

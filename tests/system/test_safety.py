@@ -172,7 +172,7 @@ def test_no_secret_is_in_the_run_directory(seen: Seen) -> None:
     assert not any((seen.run_dir / name).exists() for name in PRIVATE)
 
 
-def test_no_secret_is_in_ray_s_logs_and_only_its_token_in_a_file_of_its_own(seen: Seen) -> None:
+def test_rays_logs_hold_no_secret_and_its_token_is_in_one_file(seen: Seen) -> None:
     assert any(name.endswith(".log") or name.endswith(".out") for name in seen.ray_files)
     assert files_with(seen.ray_files, seen.all_secrets) == {"token"}
 

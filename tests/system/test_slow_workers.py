@@ -80,7 +80,7 @@ class Slowness:
             observed.request_stop("it was not found, or is not taken back")
 
 
-def test_a_slow_worker_with_real_compute_is_left_out_and_taken_back_and_changes_no_bit(
+def test_leaving_out_and_taking_back_a_slow_worker_changes_no_bit(
     tiny_job: TinyJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cores are shared here: times of one worker's micro-batches differ by half and more.

@@ -111,7 +111,7 @@ def test_a_transient_error_loses_no_worker_and_a_failed_device_its_own(
     assert ended.digests == reference
 
 
-def test_an_error_that_comes_again_ends_the_run_saved_with_the_user_s_traceback(tmp_path: Path) -> None:
+def test_a_repeated_error_ends_the_run_saved_with_the_users_traceback(tmp_path: Path) -> None:
     ended = failing_run(tmp_path, ALWAYS, at_version=3)
     assert ended.finish.outcome == "failed"
     assert len({worker for worker, _ in ended.causes}) > 1

@@ -109,7 +109,7 @@ def wrong() -> tuple[Job, ExportedJob]:
     return job, export_job(job)
 
 
-def test_sections_with_dropout_and_a_tied_weight_have_the_loss_and_the_gradients_of_the_plain_model(
+def test_sections_have_the_loss_and_gradients_of_the_plain_model(
     good: tuple[Job, ExportedJob],
 ) -> None:
     found = compare_with_plain(*good, 3, ROOMY)
@@ -150,7 +150,7 @@ def test_a_costly_model_is_compared_fewer_times(good: tuple[Job, ExportedJob]) -
     )
 
 
-def test_a_model_that_does_not_fit_is_compared_with_fewer_of_its_equal_blocks() -> None:
+def test_a_large_model_is_compared_with_fewer_of_its_blocks() -> None:
     job = job_of(lambda: Texts(num_blocks=12))
     exported = export_job(job)
     small = replace(ROOMY, available_bytes=30_000)
@@ -324,7 +324,7 @@ def of_one_length(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim
     return OneStepSize([parameter for _, parameter in parameters], lr=0.1)
 
 
-def test_an_optimizer_that_is_another_for_each_unit_is_refused_unless_the_job_allows_it(
+def test_an_optimizer_that_differs_by_unit_is_refused_unless_allowed(
     good: tuple[Job, ExportedJob],
 ) -> None:
     job = replace(good[0], optimizer=of_one_length)
@@ -461,7 +461,7 @@ def test_the_cache_is_where_the_user_has_caches(
     assert cache_folder() == Path(folder)
 
 
-def test_checks_are_carried_out_the_cheapest_first_but_for_those_that_are_left_out(
+def test_checks_run_cheapest_first_without_skipped_ones(
     good: tuple[Job, ExportedJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = [list(Needs).index(entry.needs) for entry in CHECKS]

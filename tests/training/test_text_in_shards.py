@@ -53,7 +53,7 @@ def test_samples_are_filled_with_whole_lines(path: str, tmp_path: Path) -> None:
         assert counted.sum() >= 64 - begins.sum() - sample["input_ids"].eq(0).sum()
 
 
-def test_a_run_with_losses_has_a_plain_loops_curve_and_trackers_see_it_once(path: str, tmp_path: Path) -> None:
+def test_a_run_with_losses_has_a_plain_loops_curve_in_trackers(path: str, tmp_path: Path) -> None:
     cut = cut_for_workers(path, NUM_SECTIONS, MICRO_BATCH_SIZE)
     crew = ManagedCrew(load_tiny_job(NUM_SECTIONS, MICRO_BATCH_SIZE, path, cut), path, cut)
     try:
