@@ -99,7 +99,7 @@ PIP_OLD = $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-
 
 test-oldest-ray: $(READY) | $(OLD_RAY)
 	PYTHONPATH=$(abspath $(OLD_RAY)) $(PYTEST) tests/system/test_vm_host.py \
-		tests/system/test_silent_loss.py::test_a_run_on_ray_nodes_bears_broken_connections_silent_workers_and_a_revoked_vm
+		tests/system/test_silent_loss.py::test_a_run_on_ray_survives_broken_connections_silent_workers_and_a_revocation
 
 # Grouped products of experts in float32 cannot be exported with the oldest, whatever exports them.
 test-oldest-transformers: $(READY) | $(OLD_TRANSFORMERS)

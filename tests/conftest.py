@@ -1,8 +1,8 @@
-"""Settings for every test: nothing reaches a model hub, and torch, where a test loads it, uses one thread.
+"""Settings for every test: nothing reaches a model hub, and torch uses one thread wherever a test loads it.
 
-Several pytest-xdist workers share the machine (``--dist loadfile``: a file's tests run one after the other in one of
-them, so that its fixtures are made once). Files with real processes go first, for they take longest, then those with
-slow tests; the short ones then fill up whatever worker is free.
+Several pytest-xdist workers share the machine. With ``--dist loadfile`` one of them runs all tests of a file in turn,
+so that each fixture is made once. Files with real processes go first, because they take longest, then those with slow
+tests; short files then fill the free workers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("MPLBACKEND", "Agg")
-# Inductor takes the processor at its word: else it first compiles programs that try its vector instructions, for 6 s.
+# Inductor believes this setting; otherwise it first compiles programs that try vector instructions, for 6 s
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-if "MORPH_CACHE_DIR" not in os.environ:  # a developer's cache is not read; processes of pytest-xdist share one
+# tests do not read a developer's cache; the processes of pytest-xdist share one
+if "MORPH_CACHE_DIR" not in os.environ:
     os.environ["MORPH_CACHE_DIR"] = tempfile.mkdtemp(prefix="morph-tests-")
     atexit.register(shutil.rmtree, os.environ["MORPH_CACHE_DIR"], ignore_errors=True)
-if "PYTEST_XDIST_WORKER" not in os.environ:  # whatever a developer has set: a real history learns nothing from tests
+# set even if a developer has set it: a real history learns nothing from tests
+if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["MORPH_DATA_DIR"] = tempfile.mkdtemp(prefix="morph-tests-data-")
     atexit.register(shutil.rmtree, os.environ["MORPH_DATA_DIR"], ignore_errors=True)
 
@@ -38,9 +40,9 @@ import pytest
 import typer.testing
 from hypothesis import HealthCheck, settings
 
-# Typer builds all commands anew, in 0.1 s, whenever one is invoked: hundreds of tests do.
+# Each invocation makes Typer build all commands anew, which takes 0.1 s, and hundreds of tests invoke it.
 typer.testing._get_command = cache(typer.testing._get_command)
-# A busy machine must not fail tests: examples have no deadline and data may be slow to draw; pytest bounds each test.
+# A busy machine must not fail tests: examples have no deadline, and data may be slow to draw. pytest bounds each test.
 settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
 
@@ -48,10 +50,10 @@ MOST_WORKERS = 4
 
 
 def hear_signals() -> None:
-    """Let what is started from now on hear signals that are ignored here: by nohup, or by a shell's ``&``.
+    """Let programs started from now on receive signals that are ignored here because of nohup or a shell's ``&``.
 
-    A program begins with the default where there was a handler, but goes on ignoring what is ignored. This process
-    itself ignores a hang-up as before.
+    A program begins with the default action of a signal for which its parent has a handler, but keeps ignoring a signal
+    that its parent ignores. This process itself ignores a hang-up as before.
     """
     for number in (signal.SIGHUP, signal.SIGTERM):
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -62,7 +64,7 @@ def hear_signals() -> None:
 
 @pytest.fixture(scope="session")
 def crew() -> Iterator[ShapesCrew]:
-    """Workers that train one job after another, for all tests of a process."""
+    """Workers that train one job after another for all tests of a process."""
     import torch
 
     from tests.training.shapes import ShapesCrew
@@ -77,7 +79,7 @@ def crew() -> Iterator[ShapesCrew]:
 
 @pytest.fixture(scope="session", autouse=True)
 def heard_signals() -> None:
-    """Set only where tests run, so that processes of pytest-xdist survive a SIGHUP that their parent survives."""
+    """Only processes that run tests need this; others of pytest-xdist must survive a SIGHUP as their parent does."""
     hear_signals()
 
 
@@ -103,10 +105,11 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
         profile = synthetic_profile(num_sections=4, jitter=0.1)
         plan(profile, num_gpus=4)
         simulate(profile, num_stages=2, num_replicas=2, jitter_seed=0)
-    gc.disable()  # what is imported stays: a fifth of the time would go into looking through it again and again
+    # imported objects stay: without this, a fifth of the time would be spent on searching them for garbage
+    gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
-        gc.set_threshold(50_000, 20, 10)  # as in Morph's commands
+        gc.set_threshold(50_000, 20, 10)  # as Morph's commands do
         gc.enable()

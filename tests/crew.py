@@ -87,9 +87,9 @@ def _fixed(exponent: int, _num_contributions: int) -> int:
 
 
 def _arm(worker: Any, faults: tuple[Fault, ...], slow_s: float) -> None:
-    """Add faults to a worker's. From now on it computes nothing while a copy of its sums is on its way.
+    """Add faults to a worker; from now on it computes only while no copy of its sums is under way.
 
-    ``slow_s``: instead, for so long each unit's state is on its way to a follower.
+    ``slow_s``: instead, the time that each unit's state takes to a follower.
     """
     plan, computes = worker._faults, threading.main_thread()
 
@@ -98,7 +98,7 @@ def _arm(worker: Any, faults: tuple[Fault, ...], slow_s: float) -> None:
         if slow_s and phase in ("send_ahead", "receive_ahead"):
             time.sleep(slow_s)
         elif not slow_s and stream is not None and threading.current_thread() is computes:
-            if stream._connection is not None:  # what came before is taken in when this arrives, not when it has left
+            if stream._connection is not None:  # when this has arrived, everything before it has been handled
                 stream._put(Frame({"kind": "follows"}, {}))
             deadline_s = time.monotonic() + END_S
             while stream.error is None and (stream._queue or stream._sending) and time.monotonic() < deadline_s:
@@ -118,7 +118,7 @@ def _num_copied(worker: Any, sender: str, step: int) -> int:
 
 
 def _data_workers(worker: Any) -> tuple[tuple[int, ...], int]:
-    """Wait until a worker's data workers can read; returns their ids, and how many micro-batches it has read itself."""
+    """Wait until a worker's data workers can read; return their ids, and how many micro-batches it has read itself."""
     workload = worker._workload
     found, loader = workload._data_workers, workload._loader
     if found is None:
@@ -136,7 +136,7 @@ def _data_workers(worker: Any) -> tuple[tuple[int, ...], int]:
 
 
 def _heartbeat_of_none(wait_s: float) -> Heartbeat:
-    """Answer for a worker that is not set up yet."""
+    """Answer a heartbeat of a worker that is not set up yet."""
     time.sleep(min(wait_s, 0.2))
     return Heartbeat(worker="")
 
@@ -186,13 +186,14 @@ def _serve(orders: Connection, control: Connection) -> None:
         if name == "data_workers":
             orders.send(_data_workers(workers[-1]))
             continue
-        if name == "setup":  # a worker is set up once in its life
+        if name == "setup":  # a worker is set up only once
             for before in workers:
-                if before._generation is not None:  # else the collector of garbage waits for what its groups still do
+                # otherwise garbage collection waits for operations of the worker's groups
+                if before._generation is not None:
                     before._reaper.reap(before._generation.groups)
                 if beside := getattr(before._workload, "_data_workers", None):
                     beside.close()
-            if HERE.device is not None:  # which a setup does not know
+            if HERE.device is not None:  # a setup cannot name this device
                 arguments = (arguments[0].model_copy(update={"device": HERE.device.kind.type}),)
             made = set_up(*arguments)
             if isinstance(made, Failed):
@@ -216,16 +217,16 @@ class Member:
         control.close()
 
     def send(self, method: str, *arguments: object) -> None:
-        """Give an order; ``answer`` has its result."""
+        """Send an order; ``answer`` returns the result."""
         self.orders.send((method, arguments))
 
     def answer(self, timeout_s: float = ANSWER_S) -> Any:
-        """The answer to the order given last, within ``timeout_s``."""
+        """Return the answer to the last order, within ``timeout_s``."""
         return _receive(self.orders, f"an answer of {self.name}", timeout_s)
 
     @property
     def has_answered(self) -> bool:
-        """Whether ``answer`` has something to return."""
+        """Return whether ``answer`` has something to return."""
         return self.orders.poll()
 
     def control(self, command: str, *arguments: object) -> Any:
@@ -235,7 +236,7 @@ class Member:
             return _receive(self._control, f"{self.name}'s control lane", ANSWER_S)
 
     def stop(self) -> None:
-        """Stop the process, as a machine that hangs: its connections stay open."""
+        """Stop the process like a machine that hangs: its connections stay open."""
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGSTOP)
 
@@ -260,7 +261,7 @@ class ThreadMember:
         self._answer: Future[Any]
 
     def send(self, method: str, *arguments: object) -> None:
-        """Give an order; ``answer`` has its result."""
+        """Send an order; ``answer`` returns the result."""
         self._answer = self._thread.submit(self.carry_out, method, *arguments)
         if method == "setup":  # a process imports and cuts one job at a time
             wait_for_futures([self._answer], SETUP_S)
@@ -268,7 +269,7 @@ class ThreadMember:
     def carry_out(self, method: str, *arguments: object) -> Any:
         from morph.runtime.process.worker import set_up
 
-        if method == "setup":  # a worker is set up once in its life
+        if method == "setup":  # a worker is set up only once
             made = set_up(*arguments)  # type: ignore[arg-type]
             if isinstance(made, Failed):
                 return made
@@ -276,7 +277,7 @@ class ThreadMember:
         return getattr(self.worker, method)(*arguments)
 
     def answer(self, timeout_s: float = ANSWER_S) -> Any:
-        """The answer to the order given last, within ``timeout_s``."""
+        """Return the answer to the last order, within ``timeout_s``."""
         return self._answer.result(timeout_s)
 
     def control(self, command: str, *arguments: object) -> Any:
@@ -294,7 +295,7 @@ def _receive(connection: Connection, what: str, timeout_s: float) -> Any:
 
 
 def wait_for_updates(lane: PreCopyLane, most: int) -> None:
-    """Wait until at most so many updates remain to be sent: a stream that falls further behind is given up."""
+    """Wait until at most ``most`` updates remain to be sent, because a stream that falls further behind is given up."""
     poll_until(lambda: all(stream._unsent_updates <= most for stream in lane._outgoing), "updates to leave")
 
 
@@ -313,12 +314,12 @@ def worker_setup(job: TinyJob, worker: str, store: StoreHost, **fields: object) 
 
 
 class Crew:
-    """Some workers with a controller's knowledge of them: generation, decided version, the units that each holds.
+    """Some workers, and what a controller knows of them: generation, decided version, and the units that each holds.
 
     Args:
         job: What they train.
-        names: Of the workers.
-        make: What each lives in.
+        names: The names of the workers.
+        make: Makes a worker's process or thread.
     """
 
     def __init__(self, job: TinyJob, names: Sequence[str], make: Callable[[str], Any] = Member) -> None:
@@ -335,9 +336,9 @@ class Crew:
     def set_up(
         self, job_path: str, fingerprint: str, directory: Path, names: Sequence[str] = (), **fields: object
     ) -> None:
-        """Begin anew with this job and checkpoint directory: no state, version 0; ``fields`` are the setup's.
+        """Begin anew with this job and checkpoint directory at version 0, without any state.
 
-        ``names``: of the workers that are set up, if not of all.
+        ``fields`` are further ones of the setup. ``names``: the workers that are set up; by default all.
         """
         fields = {"code": pack(job_path, collect(job_path))} | fields if "code" not in fields else fields
         fields |= {"job_path": job_path, "fingerprint": fingerprint, "checkpoint_url": str(directory)}
@@ -345,7 +346,7 @@ class Crew:
         for name in names:
             self.members[name].send("setup", worker_setup(self.job, name, self.store, **fields))
         for name in names:
-            answer = self.members[name].answer(SETUP_S)  # it may compile sections
+            answer = self.members[name].answer(SETUP_S)  # setting up may compile sections
             assert isinstance(answer, WorkerReady), answer
         self.directory = directory
         self.begin()
@@ -368,7 +369,7 @@ class Crew:
     def order(
         self, shape: str | Plan, workers: Sequence[str], restore: str | None = None, version: int | None = None
     ) -> ReshapeOrder:
-        """The order that forms the next generation of ``workers``; ``version``: not the decided one."""
+        """Return the order for the next generation of ``workers``, at ``version`` or else the decided version."""
         self.generation += 1
         self.version = self.version if version is None else version
         self.plan = self.job.plan(shape) if isinstance(shape, str) else shape
@@ -391,11 +392,11 @@ class Crew:
     def reshape(
         self, shape: str | Plan, workers: Sequence[str], restore: str | None = None, version: int | None = None
     ) -> list[Reshaped]:
-        """Form a generation, and return the answers of all who took part."""
+        """Form a generation; return the answers of all workers that took part."""
         return self.form(self.order(shape, workers, restore, version))
 
     def form(self, order: ReshapeOrder) -> list[Reshaped]:
-        """Form the generation of this order; its members keep what they follow and had."""
+        """Form the generation of this order; followers keep the units that they followed and still follow."""
         before = self.held
         answers = self.ask(taking_part(order), "reshape", order)
         assert all(isinstance(answer, Reshaped) for answer in answers), answers
@@ -436,7 +437,7 @@ class Crew:
         )
 
     def prepare(self, *, record_timeline: bool = False) -> int:
-        """Run the next step up to its reduced gradients, with as many attempts as it needs; returns their number."""
+        """Run the next step up to its reduced gradients, with as many attempts as it needs; return their number."""
         for attempt in range(8):
             order = self.step_order(attempt, record_timeline=record_timeline)
             self.answers = answers = self.ask(self.present, "step", order)
@@ -467,7 +468,10 @@ class Crew:
             self.decide()
 
     def save(self, *, held: bool = False) -> Manifest:
-        """Commit the decided version, and write each unit once; ``held``: as after its generation ended."""
+        """Commit the decided version, and write each unit once.
+
+        ``held``: as after the end of the generation.
+        """
         assert self.plan is not None
         self.generation += held
         needed = units_by_stage(self.plan, self.job.units)
@@ -506,7 +510,7 @@ class Crew:
 
 
 def taking_part(order: ReshapeOrder) -> list[str]:
-    """Return all workers that an order is for: those with a place, and those that send units."""
+    """Return all workers that get an order: those with a slot, and those that send units or sums."""
     names = dict.fromkeys(slot.worker for slot in order.slots)
     names |= dict.fromkeys(source.peer for source in order.sources if source.peer)
     if order.salvage is not None:
@@ -515,7 +519,7 @@ def taking_part(order: ReshapeOrder) -> list[str]:
 
 
 def workers_of(shape: str, names: Sequence[str]) -> Sequence[str]:
-    """Return as many of the names as ``"PxD"`` needs."""
+    """Return as many of the names as the shape ``"PxD"`` needs."""
     depth, replicas = map(int, shape.split("x"))
     return names[: depth * replicas]
 
@@ -539,7 +543,7 @@ def check_that_morphs_leave_nothing(crew: Crew, names: Sequence[str]) -> None:
         )
 
     def let_go() -> None:
-        for name in names:  # a generation of one has no groups: the old ones are closed
+        for name in names:  # a generation of one worker has no groups, so the old ones are closed
             crew.begin()
             crew.reshape("1x1", [name])
 
@@ -559,12 +563,12 @@ def check_that_morphs_leave_nothing(crew: Crew, names: Sequence[str]) -> None:
 
 
 class ManagedCrew:
-    """A driver's ``Pool``. Processes are used again under other names once a run is over.
+    """The ``Pool`` of a live driver; its processes are used again under other names after a run.
 
     Args:
         job: What every run trains.
-        job_path: Where it is defined.
-        cut: What workers are handed of its model; None: each exports it, or reads what is kept.
+        job_path: The file and name of this job.
+        cut: The cut model that workers receive; None: each worker exports the model, or reads a cached cut.
     """
 
     def __init__(self, job: TinyJob, job_path: str = JOB, cut: HandedCut | None = None) -> None:
@@ -588,7 +592,7 @@ class ManagedCrew:
     ) -> Finish:
         """Run a session to its end on as many workers as it expects.
 
-        ``market``: which the run has to ask for them; ``types``: of each worker's GPU.
+        ``market``: the run must request the workers from it; ``types``: the type of each worker's GPU.
         """
         self._event_queue, self._store = EventQueue(), StoreHost(LOOPBACK)
         self._checkpoint_url, self._members, self._lost = run_dir.checkpoint_url, {}, set()
@@ -624,18 +628,18 @@ class ManagedCrew:
         rules: Rules | None = None,
         market: Callable[[EventQueue], Requests] | None = None,
     ) -> tuple[Finish, RunReport, str]:
-        """Run the job to its end.
+        """Train the job to its end.
 
         Args:
             path: The run's directory.
-            shapes: ``"PxD"`` by number of workers; the run begins with the most.
-            num_steps: Where it ends, if not before.
+            shapes: ``"PxD"`` by number of workers; the run begins with the largest number.
+            num_steps: The last step.
             watch: Called with each decision.
-            rules: Of the policy.
-            market: As of ``run``.
+            rules: Rules of the policy.
+            market: As in ``run``.
 
         Returns:
-            How it ended, the report, and where the checkpoints are.
+            The outcome, the report, and the URL of the checkpoints.
         """
         job = self.job
         plans = {
@@ -669,7 +673,7 @@ class ManagedCrew:
             return finish, read_report(path), run_dir.checkpoint_url
 
     def fork(self, count: int) -> None:
-        """Fork processes for so many workers, before other threads may hold locks that a child would need."""
+        """Fork processes for this many workers, before other threads may hold locks that a child would need."""
         self._idle += [Member(f"spare-{index}") for index in range(count)]
 
     def close(self) -> None:
@@ -682,7 +686,7 @@ class ManagedCrew:
             self._event_queue.put(NodeAppeared(node=worker))
 
     def kill_at(self, *versions: int) -> Callable[[ManagedCrew, Observed], None]:
-        """A ``watch`` that kills the first and the last worker in turn, in the step after each of these versions."""
+        """Return a ``watch`` that kills the first and the last worker in turn, in the step after each version."""
         left = list(versions)
 
         def watch(crew: ManagedCrew, observed: Observed) -> None:
@@ -695,7 +699,7 @@ class ManagedCrew:
         return watch
 
     def arm(self, *faults: Fault, slow_s: float = 0.0) -> None:
-        """Schedule deaths of living workers; ``slow_s``: time of state transfers between them and their followers."""
+        """Schedule deaths of living workers; ``slow_s``: the time of state transfers to their followers."""
         for worker in dict.fromkeys(fault.worker for fault in faults):
             mine = tuple(fault for fault in faults if fault.worker == worker)
             self._members[worker].control("arm", mine, slow_s)
@@ -703,7 +707,7 @@ class ManagedCrew:
     def put(self, event: object) -> None:
         self._event_queue.put(event)  # type: ignore[arg-type]
 
-    # ---- the driver's ----
+    # ---- methods of ``Pool``, for the driver ----
 
     def start(self, worker: str, vm: str) -> None:
         member = self._members[worker] = self._idle.pop() if self._idle else Member(worker)
@@ -737,10 +741,10 @@ class ManagedCrew:
     def watch(self) -> bool:
         return True
 
-    # ---- inside ----
+    # ---- private ----
 
     def _send(self, worker: str, method: str, order: object) -> None:
-        with suppress(OSError):  # it is dead, and is about to be seen to be
+        with suppress(OSError):  # the worker is dead, which its reader is about to notice
             self._members[worker].send(method, order)
 
     def _control(self, worker: str, command: str, *arguments: object) -> object:

@@ -1,8 +1,8 @@
-"""Modules that run in forks of a process which has loaded torch: a process of their own would load it for seconds.
+"""Modules that run in forks of a process that has loaded torch, which takes each new process seconds.
 
-``subprocess`` is replaced where a test does not look at how such a process starts; another one does. Each is a process
-of ``multiprocessing``; ``tests/forked_scripts.py`` has programs that are to be found as a user's own would be: by their
-words, children and files.
+They replace ``subprocess`` where a test does not examine how such a process starts; other tests do that. Each is a
+process of ``multiprocessing``. ``tests/forked_scripts.py`` is for programs that must look like a user's own in process
+lists: by command line, children and files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.waiting import ANSWER_S
 
 
 class Descriptors:
-    """File descriptors of this process that are passed on to a process that it starts."""
+    """File descriptors of this process that it passes on to a process that it starts."""
 
     def __init__(self, *numbers: int) -> None:
         self.numbers = numbers
@@ -97,7 +97,7 @@ class ForkedModule:
 
 
 def run_python(*arguments: str, cwd: Path | None = None, timeout: float = ANSWER_S) -> tuple[int, str, str]:
-    """Run ``python ARGUMENTS``, ``-m`` or ``-c``, to its end: its exit code, and what it said on both its streams."""
+    """Run ``python ARGUMENTS``, ``-m`` or ``-c``, to its end; return its exit code, and its output on both streams."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         command = [sys.executable, *arguments]
         code = ForkedModule(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, cwd=cwd).wait(timeout)
@@ -112,7 +112,7 @@ SUBPROCESS = SimpleNamespace(
     DEVNULL=subprocess.DEVNULL,
     TimeoutExpired=subprocess.TimeoutExpired,
 )
-"""In place of the module of that name."""
+"""Replaces the module ``subprocess``."""
 
 
 def _run(
@@ -123,7 +123,7 @@ def _run(
     cwd: Path | None,
     start_new_session: bool,
 ) -> None:
-    """Be ``python`` with such a command. What is passed on gets the numbers that are ``wanted``."""
+    """Act as ``python`` with such a command; passed descriptors get the numbers in ``wanted``."""
     if start_new_session:
         os.setsid()
     if cwd is not None:

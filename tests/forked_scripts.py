@@ -1,7 +1,7 @@
-"""Programs that run in forks of a process which has loaded torch: a process of their own would load it for seconds.
+"""Programs that run in forks of a process that has loaded torch, which takes each new process seconds.
 
-What a program's process is to whoever starts it stays: a group of its own, an exit code, signals, open files, words of
-its command line.
+To its parent, such a process looks like the program's own: it has its own group, exit code, signals, open files and
+command line.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ FROM_DESCRIPTOR = 700
 class ForkedScript:
     """The part of ``Popen`` that tests need for a Python program that is a child of this process.
 
-    Only from a process without threads.
+    Use it only in a process without threads.
 
     Args:
         command: The interpreter, then a script, ``-m`` and a module, or ``-c`` and code, and its arguments.
-        environment: All of it.
-        fds: What it inherits, under the numbers that it has here.
-        cwd: In which it runs; None: that of this process.
+        environment: The program's whole environment.
+        fds: Descriptors that the program inherits, under the same numbers.
+        cwd: The program's folder; None: this process's.
         preexec_fn: Called before the program.
-        files: What it has open, by the numbers that it knows; nothing else then, but standard streams.
-        parent: The process that it takes for its parent; None: this one.
-        forks_hosts: Hosts of processes that it starts are forked as well.
+        files: The program's open files by number; it then has no others except standard streams.
+        parent: The process that the program takes for its parent; None: this one.
+        forks_hosts: Hosts of processes that the program starts are forked as well.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ def _open_alone(files: Mapping[int, int]) -> None:
 
 
 def _name_as(words: Sequence[str]) -> None:
-    """Let others see this command line, as far as there is room for it."""
+    """Show other processes this command line, as far as there is room for it."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])
     shown = b"\0".join(word.encode() for word in words)[: end - begin - 1]
@@ -131,7 +131,7 @@ def _name_as(words: Sequence[str]) -> None:
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Be an interpreter that runs a program, from its start to its end; returns its exit code."""
+    """Act as an interpreter that runs a program from its start to its end; return its exit code."""
     _name_as(command)
     atexit._clear()
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
@@ -150,7 +150,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
     except BaseException as error:
-        sys.last_value = error  # exit handlers see by it that the script failed
+        sys.last_value = error  # exit handlers learn from this that the script failed
         traceback.print_exc()
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
@@ -161,9 +161,9 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def begin(arguments: Sequence[str]) -> None:
-    """Run what an interpreter with these arguments would, as its main module."""
+    """Run as main module what an interpreter with these arguments would run."""
     if arguments[0] == "-m":
-        sys.modules.pop(arguments[1], None)  # it is to be run once more, under another name
+        sys.modules.pop(arguments[1], None)  # the module must be run again under another name
         sys.argv = list(arguments[1:])
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     elif arguments[0] == "-c":
@@ -176,7 +176,10 @@ def begin(arguments: Sequence[str]) -> None:
 
 
 class Nursery:
-    """Forks programs for a process that has threads, from one that has also loaded what these programs import."""
+    """Forks programs for a process that has threads.
+
+    Itself it has no threads, and has loaded what the programs import.
+    """
 
     def __init__(self, orders: Connection, end: Callable[[], object]) -> None:
         self._orders, self._end = orders, end
@@ -184,7 +187,7 @@ class Nursery:
 
     @classmethod
     def with_modules(cls, *modules: str) -> Nursery:
-        """One that has imported these; what it forked ends with it."""
+        """Return a nursery that has imported these modules; the programs that it forked end with it."""
         ours, theirs = FORKS.Pipe()
         process = FORKS.Process(target=_fork, args=(theirs, modules), daemon=True)
         process.start()
@@ -193,7 +196,10 @@ class Nursery:
 
     @classmethod
     def of_this_process(cls) -> Nursery:
-        """One that has imported what this process has, which has no threads; what it forked outlives it."""
+        """Return a nursery with the modules of this process, which must have no threads.
+
+        Its programs may outlive it.
+        """
         ours, theirs = multiprocessing.Pipe()
         pid = os.fork()
         if pid == 0:
@@ -216,15 +222,15 @@ class Nursery:
         files: Mapping[int, int] | None = None,
         forks_hosts: bool = False,
     ) -> NurseryScript:
-        """Start a program, as ``subprocess.Popen`` does; it always has a session of its own.
+        """Start a program as ``subprocess.Popen`` does; it always has a session of its own.
 
         Args:
             command: See ``ForkedScript``.
-            env: All of its environment.
-            cwd: In which it runs; None: that of this process.
-            preexec_fn: Called before it begins.
-            start_new_session: True.
-            files: Open files by the numbers that it knows, and it has no other; None: those of the nursery.
+            env: The program's whole environment.
+            cwd: The program's folder; None: this process's.
+            preexec_fn: Called before the program.
+            start_new_session: Must be True.
+            files: The program's only open files, by number; None: those of the nursery.
             forks_hosts: See ``ForkedScript``.
         """
         assert start_new_session
@@ -240,7 +246,7 @@ class Nursery:
         timeout: float,
         forks_hosts: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        """Start a program and wait for its end, as ``subprocess.run`` does that captures what it writes."""
+        """Run a program to its end, as ``subprocess.run`` does with captured output."""
         with (
             tempfile.TemporaryFile() as out,
             tempfile.TemporaryFile() as errors,
@@ -257,7 +263,7 @@ class Nursery:
             return subprocess.CompletedProcess(command, code, out.read().decode(), errors.read().decode())
 
     def code(self, pid: int) -> int | None:
-        """Return a program's exit code; None: it runs."""
+        """Return a program's exit code; None while it runs."""
         found: int | None = self._ask((pid,), {})
         return found
 
@@ -300,10 +306,10 @@ class NurseryScript:
 
 
 class ForkedHosts:
-    """Stands for ``subprocess`` where hosts of processes are started: forks them instead.
+    """Replaces ``subprocess`` where hosts of processes are started: they are forked instead.
 
     Args:
-        nursery: Has imported what they do.
+        nursery: A nursery that has imported what hosts import.
     """
 
     DEVNULL, TimeoutExpired = subprocess.DEVNULL, subprocess.TimeoutExpired
@@ -322,7 +328,7 @@ class ForkedHosts:
         env: Mapping[str, str],
         start_new_session: bool,
     ) -> NurseryScript | subprocess.Popen[bytes]:
-        """Start it, from the nursery if it is such a host."""
+        """Start the command, from the nursery if it is such a host."""
         if command[2] != HOST:
             options = {"stdin": stdin, "stdout": stdout, "stderr": stderr, "pass_fds": pass_fds, "env": env}
             return subprocess.Popen(command, **options, start_new_session=start_new_session)
@@ -332,7 +338,7 @@ class ForkedHosts:
 
 
 def _fork(orders: Connection, modules: Sequence[str]) -> None:
-    """Run a nursery until its parent is gone."""
+    """Run a nursery until its parent has ended."""
     for name in modules:
         importlib.import_module(name)
     gc.collect()

@@ -1,4 +1,4 @@
-"""Grids of alike cases: `make test-long` goes through all of them, every commit through as few as show each value."""
+"""Grids of similar cases: `make test-long` runs all cells, each commit only as many as include every value."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ IS_LONG = os.environ.get("MORPH_EXPLORE") == "long"
 
 
 def cells(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Cells of a grid, one value of each axis in each.
+    """Return cells of a grid, which have one value of each axis.
 
-    All of them with ``MORPH_EXPLORE=long``; else as many as the longest axis has values, every value of every axis in
-    at least one.
+    With ``MORPH_EXPLORE=long`` these are all cells; otherwise as many as the longest axis has values, so that every
+    value of every axis is in at least one.
     """
     if IS_LONG:
         return list(itertools.product(*axes))

@@ -1,4 +1,4 @@
-"""Tests of random cases: every seed in one test, and a failure says which one it was."""
+"""Tests of random cases: one test plays every seed, and a failure names its seed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.grids import IS_LONG
 
 
 def each_seed(num_seeds: int, *, in_long: int = 0) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Call a test with ``seed`` from 0 on, so many times; its other arguments are fixtures, the same for all.
+    """Call a test with this many values of ``seed``, from 0 on; its other arguments are fixtures.
 
-    ``in_long``: as many in `make test-long`, where that is more.
+    ``in_long``: the number of seeds in `make test-long`, if it is larger.
     """
     count = max(num_seeds, in_long) if IS_LONG else num_seeds
 

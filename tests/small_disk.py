@@ -1,4 +1,4 @@
-"""Disks that are full or read-only, real ones: small tmpfs mounts, where this user may make them."""
+"""Real disks that are full or read-only: small tmpfs mounts, where this user may make them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SmallDisk:
 
 @contextmanager
 def small_disk(path: Path, size: str = "4m") -> Iterator[SmallDisk]:
-    """Mount one; skips the test where that is not allowed."""
+    """Mount a small disk; skip the test if this is not permitted."""
     path.mkdir(parents=True, exist_ok=True)
     _mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", path)
     try:
@@ -44,7 +44,7 @@ def small_disk(path: Path, size: str = "4m") -> Iterator[SmallDisk]:
 
 @contextmanager
 def read_only(path: Path) -> Iterator[None]:
-    """Make a directory read-only, for root too; skips the test where that is not allowed."""
+    """Make a directory read-only, even for root; skip the test if this is not permitted."""
     path.mkdir(parents=True, exist_ok=True)
     _mount("--bind", path, path)
     try:
@@ -55,7 +55,7 @@ def read_only(path: Path) -> Iterator[None]:
 
 
 def may_mount() -> bool:
-    """Whether this user may: tried in a namespace of its own."""
+    """Return whether this user may mount, tried in a separate namespace."""
     tried = ["unshare", "--mount", "sh", "-c", "mount -t tmpfs tmpfs /mnt"]
     return shutil.which("unshare") is not None and subprocess.run(tried, capture_output=True).returncode == 0
 

@@ -37,7 +37,7 @@ def pages() -> list[Path]:
 
 
 def blocks(*kinds: str) -> Iterator[tuple[str, str]]:
-    """Page and text of each block of code of these kinds."""
+    """Yield page and text of each code block of these kinds."""
     for page in pages():
         for kind, text in FENCE.findall(page.read_text(encoding="utf-8")):
             if kind in kinds:
@@ -45,7 +45,7 @@ def blocks(*kinds: str) -> Iterator[tuple[str, str]]:
 
 
 def _row(number: int, module: str) -> str:
-    """A package, or a module, with the first sentence of its docstring."""
+    """Return the table row of a package or module, with the first sentence of its docstring."""
     path = Path(module.replace(".", "/"))
     name = path if (REPOSITORY / path).is_dir() else path.with_suffix(".py")
     source = REPOSITORY / (name / "__init__.py" if name == path else name)
@@ -55,7 +55,7 @@ def _row(number: int, module: str) -> str:
 
 
 def layers_table() -> str:
-    """The layers of import-linter's first contract, from the top, with what each of their packages says it is."""
+    """Return the layers of import-linter's first contract from the top, with each package's own description."""
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
     layers = settings["tool"]["importlinter"]["contracts"][0]["layers"]
     rows = ["| layer | package | what it is |", "|---|---|---|"]
@@ -82,14 +82,14 @@ def test_every_file_and_folder_that_the_documentation_names_is_there() -> None:
 
 
 def _anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub and the documentation's site make them."""
+    """Return the anchors of a page's headings, as GitHub and the documentation's site make them."""
     heads = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
     plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", head).lower() for head in heads)
     return {re.sub(r"[^\w\- ]", "", head).strip().replace(" ", "-") for head in plain}
 
 
 def test_every_link_of_the_pages_at_the_root_leads_somewhere() -> None:
-    """Those below docs are checked by ``make docs``, which generates some of the pages."""
+    """Pages below docs are checked by ``make docs``, which generates some of them."""
     generated = {"command-line.md", "job-file.md"}
     for page in [page for page in pages() if page.parent == REPOSITORY]:
         for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
@@ -99,7 +99,7 @@ def test_every_link_of_the_pages_at_the_root_leads_somewhere() -> None:
 
 
 def test_the_picture_of_the_packages_shows_each_once() -> None:
-    """Small packages and modules that all others use may be left out."""
+    """Small packages, and modules that all others use, may be left out."""
     shown = re.findall(r'class="p">([^<]+)<', (REPOSITORY / "docs/images/architecture.svg").read_text(encoding="utf-8"))
     used_by_all = {
         f"morph/{name}" for name in ("contract", "link", "pictures.py", "tables.py", "user_cache.py", "words.py")
@@ -171,13 +171,13 @@ def test_each_key_of_a_job_file_in_the_documentation_is_known() -> None:
 
 
 def test_each_message_that_troubleshooting_explains_is_in_the_code() -> None:
-    """Words between what varies in a message, in the order of the code's own texts."""
+    """Literal words of a message must be in the code's own texts, in order."""
     table = (REPOSITORY / "docs/guides/troubleshooting.md").read_text(encoding="utf-8").split("## By message")[1]
     messages = re.findall(r"`([^`]*)`", " ".join(re.findall(r"^\| ([^|]*) \|", table.split("\n## ")[0], re.MULTILINE)))
     sources = [
         path.read_text(encoding="utf-8") for top in ("morph", "manager") for path in (REPOSITORY / top).rglob("*.py")
     ]
-    texts = re.sub(r'"\s*f?"', "", "".join(sources))  # of a text in several literals, one
+    texts = re.sub(r'"\s*f?"', "", "".join(sources))  # of a message in several literals, one
     wanted = [part.strip(" :,") for message in messages for part in re.split(r"\.\.\.|\S*\d\S*", message)]
     assert [part for part in wanted if len(part) > 4 and part not in texts] == []
     assert len(messages) > 15

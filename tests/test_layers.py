@@ -1,4 +1,4 @@
-"""The layer table of pyproject.toml is kept and covers every package; every dependency has a tested version."""
+"""The layer table of pyproject.toml is kept and includes every package; every dependency has a tested version."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_no_folder_imports_one_that_imports_it() -> None:
     room_of = {module: module if module in rooms else module.rpartition(".")[0] for module in graph.modules}
     leads_to: dict[str, set[str]] = {room: set() for room in rooms}
     for module, room in room_of.items():
-        # What ``morph`` itself offers is found when it is requested: nothing is imported with it.
+        # Names that ``morph`` itself offers are imported when they are requested.
         found = set() if module == "morph" else graph.find_modules_directly_imported_by(module)
         leads_to[room] |= {room_of[other] for other in found} - {room}
     try:
@@ -43,7 +43,7 @@ def test_no_folder_imports_one_that_imports_it() -> None:
 def test_no_module_imports_one_that_imports_it() -> None:
     graph = grimp.build_graph(*PYPROJECT["tool"]["importlinter"]["root_packages"], cache_dir=None)
     leads_to = {module: set(graph.find_modules_directly_imported_by(module)) for module in graph.modules}
-    leads_to["morph"] = set()  # what it offers is found when it is requested: nothing is imported with it
+    leads_to["morph"] = set()  # its names are imported when they are requested
     try:
         list(TopologicalSorter(leads_to).static_order())
     except CycleError as error:
@@ -65,7 +65,7 @@ def test_the_contract_loads_neither_torch_nor_ray(module: str) -> None:
 
 @pytest.mark.slow
 def test_a_manager_that_takes_over_a_run_on_rays_nodes_loads_no_torch() -> None:
-    """Its workers wait for it. Nor does it load Ray, which would read there what VMs send."""
+    """Its workers wait for it. It does not load Ray either, which would read data that VMs send."""
     code = "import sys, manager.run.managed_run, manager.engine.on_ray.ray_cluster, manager.engine.on_ray.launcher; "
     done = subprocess.run(
         [sys.executable, "-c", f"{code}print([name for name in ('torch', 'ray') if name in sys.modules])"],
@@ -78,7 +78,7 @@ PUBLIC_OF_RAY = {"ray", "ray.cluster_utils"}
 
 
 def private_uses(code: str) -> list[str]:
-    """Return a module's uses of Ray beyond its public interface: import-linter knows only whole packages."""
+    """Return a module's uses of Ray beyond its public interface; import-linter knows only whole packages."""
     found = []
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
@@ -145,7 +145,7 @@ def test_the_makefile_installs_the_tested_torch() -> None:
     assert f" torch=={pins()['torch']}\n" in (REPOSITORY / "Makefile").read_text(encoding="utf-8")
 
 
-def test_the_installed_ray_is_the_newest_of_its_range_and_the_oldest_is_tested_too() -> None:
+def test_the_newest_and_oldest_ray_of_the_range_are_tested() -> None:
     (asked,) = [name for name in PYPROJECT["project"]["dependencies"] if name.startswith("ray")]
     oldest, end = asked.removeprefix("ray>=").split(",<")
     major, minor, _ = pins()["ray"].split(".")
@@ -160,8 +160,8 @@ def test_the_oldest_transformers_of_the_range_is_tested() -> None:
     assert f"\nOLDEST_TRANSFORMERS := {asked.removeprefix('transformers>=')}.0\n" in makefile
 
 
-def test_every_public_method_says_what_it_does_or_has_the_name_of_one_that_does() -> None:
-    """One that fulfils an interface is described there, and need not say "see there"."""
+def test_every_public_method_has_a_docstring_or_implements_one_with() -> None:
+    """A method that implements an interface is described there."""
     roots = PYPROJECT["tool"]["importlinter"]["root_packages"]
     files = [path for root in roots for path in (REPOSITORY / root).rglob("*.py")]
     nodes = [node for path in files for node in ast.parse(path.read_text(encoding="utf-8")).body]

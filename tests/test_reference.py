@@ -54,7 +54,7 @@ ENTRY = re.compile(r"^    (\*{0,2}\w+): (.*)$")
 
 
 def _text(docstring: str) -> Iterator[str]:
-    """A docstring in Markdown: the entries of its sections become lists."""
+    """Return a docstring in Markdown: the entries of its sections become lists."""
     for line in re.sub(r":\w+:`~?\.?([^`]*)`", r"``\1``", docstring).splitlines():
         entry = ENTRY.match(line)
         if SECTION.match(line):
@@ -87,7 +87,7 @@ def _without_types(function: Any) -> str:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     lines = [BEGINNING, ""]
     for module, (found, names) in MODULES.items():
         lines += [f"## {module}", ""]

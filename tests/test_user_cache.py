@@ -52,7 +52,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("harm", DAMAGE.values(), ids=DAMAGE.keys())
-def test_what_was_harmed_is_not_read(harm: Callable[[Path], object], tmp_path: Path) -> None:
+def test_damaged_entries_are_not_read(harm: Callable[[Path], object], tmp_path: Path) -> None:
     folder = tmp_path / "cuts"
     keep(folder, "one", CONTENT)
     assert read_kept(folder, "one") == CONTENT
@@ -60,7 +60,7 @@ def test_what_was_harmed_is_not_read(harm: Callable[[Path], object], tmp_path: P
     assert read_kept(folder, "one") is None
 
 
-def test_what_another_user_owns_is_neither_read_nor_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_another_user_are_neither_read_nor_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(tmp_path, "one", CONTENT)
     mine = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
@@ -86,10 +86,10 @@ def test_where_nothing_can_be_written_nothing_is_kept(
     keep(tmp_path, "one", CONTENT)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    keep(tmp_path / "file", "one", CONTENT)  # no folder
+    keep(tmp_path / "file", "one", CONTENT)  # without a folder
 
 
-def test_what_was_not_used_longest_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_entry_is_removed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_cache, "MOST_BYTES", 4 * len(CONTENT))
     for age, name in enumerate(("used", "old", "new")):
         keep(tmp_path, name, CONTENT)

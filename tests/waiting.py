@@ -1,4 +1,4 @@
-"""Waiting for what another process or thread is to do."""
+"""Waits for other processes and threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ANSWER_S = 150.0
 
 
 def poll_until(condition: Callable[[], bool], what: str, timeout_s: float = ANSWER_S) -> None:
-    """Ask again and again until ``condition`` holds; fails after ``timeout_s``."""
+    """Poll until ``condition`` holds; fail after ``timeout_s``."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"waited {timeout_s:g} s for {what}"

@@ -1,4 +1,4 @@
-"""Bounds on every wait: when the next one expires, and what happens then."""
+"""Bounds on every wait: when the next wait expires, and what the controller does then."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def wake_at_s(state: ControllerState) -> float | None:
 
 
 def on_tick(transition: Transition, event: Tick) -> None:
-    """Do what is due: give up workers that are overdue, update nodes and requests, end waits that took too long."""
+    """Do everything that is due: give up late workers, update nodes and requests, end waits that took too long."""
     del event
     if (
         transition.state.provisioning.nodes_wake_s is not None
@@ -127,7 +127,7 @@ def _end_long_waits(transition: Transition) -> None:
         case Phase.SEALING if (
             state.saving.sealing_since_s is not None and now_s >= state.saving.sealing_since_s + limit_s
         ):
-            if is_saved(state):  # only earlier ones are missing
+            if is_saved(state):  # only manifests of earlier versions are missing
                 transition.change_saving(sealing=(), sealing_since_s=None)
                 end_if_saved(transition)
             else:
@@ -164,9 +164,9 @@ def _order_until(order: OutstandingOrder) -> tuple[float, str]:
 
 
 def _cannot_tell(state: ControllerState, late: Mapping[WorkerId, str]) -> bool:
-    """Whether so many workers are late that most of them only wait for another one.
+    """Return whether most late workers may only be waiting for another one.
 
-    An abort tells them apart: a worker that hangs does not give up its order.
+    An abort distinguishes them: a worker that hangs does not give up its order.
     """
     waiting = state.step.awaited & set(late)
     return state.phase in FORMED_PHASES and len(waiting) > 1 and 2 * len(waiting) > len(state.slots)
@@ -189,7 +189,7 @@ def _late_workers(state: ControllerState, now_s: float) -> dict[WorkerId, str]:
 
 
 def _look_after_nodes(transition: Transition) -> None:
-    """Take back workers that outlived their notice, probe slow ones, resend requests; set when to look again."""
+    """Take back workers that outlived their notice, probe slow ones, resend requests, and set the next look."""
     for worker, entry in transition.state.workers.items():
         if worker not in transition.state.workers:
             continue

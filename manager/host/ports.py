@@ -26,7 +26,10 @@ FIRST_OF_RAY, FIRST_OF_WORKERS = 10, 20
 
 @dataclass(frozen=True)
 class Ports:
-    """``first``: the first port of the block; 0: any free port for everything, and all ports are 0."""
+    """The ports of a run.
+
+    ``first``: the first port of the block; with 0 nothing is fixed, and all ports are 0.
+    """
 
     first: int = 0
 
@@ -51,7 +54,7 @@ class Ports:
         return self._at(3)
 
     def of_node(self) -> dict[str, int]:
-        """Return the ports of a node of Ray, by parameter; none if they are not fixed."""
+        """Return the ports of a node of Ray by parameter, or nothing if they are not fixed."""
         if not self.first:
             return {}
         fixed = {name: self._at(FIRST_OF_RAY + index) for index, name in enumerate(RAY_PORTS)}
@@ -77,7 +80,7 @@ RAY_SETTINGS = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # Ray's default of 15 lets anything else on the machine stop training
-    "RAY_automatic_object_spilling_enabled": "0",  # it needs workers, which the head node does not have
+    "RAY_automatic_object_spilling_enabled": "0",  # spilling needs workers, which the head node does not have
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # a dead raylet refuses five checks within seconds; an unreachable one gets almost a minute, because Morph's own
     # heartbeats detect a lost node sooner, and tell it from a network failure

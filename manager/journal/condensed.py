@@ -49,9 +49,9 @@ class Kept(NamedTuple):
 class Cut:
     """All lines up to one, condensed.
 
-    ``states``: the state of each reader after that line, as JSON. ``columns``: the columns, all of one length, of the
-    steps decided since the last cut. ``records``: the other results of these lines. ``kept``: the events and decisions
-    among them that stay as they are; facts and configurations always do.
+    ``states``: the state of each reader after that line, as JSON. ``columns``: the columns, all of the same length, of
+    the steps decided since the last cut. ``records``: the other results of these lines. ``kept``: the events and
+    decisions that stay as they are; facts and configurations always stay.
     """
 
     sequence: int
@@ -64,9 +64,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class Head:
-    """The newest cut: the line after which it is, the time of that line, and the state of each reader.
+    """The newest cut.
 
-    ``version``: the version of these states; None: they have none.
+    ``sequence``: the last condensed line, at ``time_s``. ``states``: the state of each reader after it. ``version``:
+    the version of these states; None: there are none.
     """
 
     sequence: int
@@ -99,10 +100,10 @@ class Keeper(Protocol):
 
     @property
     def may_cut(self) -> bool:
-        """Whether no step is half decided after the last line."""
+        """Whether every step up to the last line is completely decided."""
 
     def take(self, line: Line) -> None:
-        """Take in a line that was written."""
+        """Process a line that was written."""
 
     def cut(self) -> Cut:
         """Return everything up to the last line, condensed."""
@@ -117,7 +118,7 @@ def state_json(state: ControllerState) -> str:
 
 
 def digest_of(data: bytes) -> bytes:
-    """Return a digest that proves that these bytes are read as they were written."""
+    """Return a digest that proves that these bytes were read as they were written."""
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
@@ -156,7 +157,7 @@ def unpacked_lines(data: bytes, digest: bytes, source: str) -> list[Entry]:
 
 
 def proven(data: bytes, digest: bytes, source: str) -> bytes:
-    """Return the bytes that were read, if they are those that were written.
+    """Return the bytes that were read, if they equal those that were written.
 
     Raises:
         RunDirError: they differ.

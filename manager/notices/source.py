@@ -1,4 +1,4 @@
-"""The interface of all sources of notices: what a cloud's metadata service says about this VM."""
+"""The interface of all sources of notices, which read what a cloud's metadata service says about this VM."""
 
 from __future__ import annotations
 

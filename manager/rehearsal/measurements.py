@@ -1,4 +1,4 @@
-"""Measures the times of a rehearsal's mini-batches, and how busy this machine's cores were with its and other work."""
+"""Measures the times of a rehearsal's mini-batches, and how busy the rehearsal and other work kept the cores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Work = tuple[tuple[StagePlan, ...], tuple[int, ...]]
 
 
 def _work_of(plan: Plan) -> Work:
-    """What a plan has its workers do, whatever is expected of it."""
+    """Return the part of a plan that determines its workers' tasks, without expectations."""
     return plan.stages, plan.micro_batches_per_replica
 
 
@@ -57,7 +57,7 @@ class Measured:
             self.decided_s.append(observed.time_s)
 
     def by_plan(self) -> list[Measured]:
-        """Return the same for each plan of which a step counts, in the order in which they were first run."""
+        """Return the same measurements for each plan of which a step counts, in the order of the plans' first steps."""
         ran = {self._work(step): self.plans[self.generations[step]] for step in self.counted_steps}
         return [replace(self, only=plan) for plan in ran.values()]
 
@@ -66,7 +66,7 @@ class Measured:
 
     @property
     def mini_batches_s(self) -> tuple[float, ...]:
-        """The times from decision to decision of the steps that count."""
+        """The times, from decision to decision, of the steps that count."""
         return tuple(self.decided_s[step] - self.decided_s[step - 1] for step in self.counted_steps)
 
     @property
@@ -77,7 +77,7 @@ class Measured:
         return [step for step in steps if self.only is None or self._work(step) == _work_of(self.only)]
 
     def _answers(self, step: int) -> list[tuple[float, int, Prepared]]:
-        """Return the answers of the workers with which a step was decided, and not those of an attempt before."""
+        """Return the answers with which a step was decided, without those of earlier attempts."""
         return [entry for entry in self.prepared[step] if entry[2].generation == self.generations[step]]
 
     def commit_s(self, optimizer_s: Mapping[int, float]) -> float:

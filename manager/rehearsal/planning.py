@@ -60,7 +60,7 @@ class Scales:
 
 
 def choose_scales(spec: RehearsalSpec, plan: Plan, num_cores: int) -> Scales:
-    """Return the given scales, and for the others those that suit the plan, whose times are the profile's."""
+    """Return the given scales; for the others, return those that suit the plan, whose times are the profile's."""
     tasks = sum(
         len(plan.orders[count][stage])
         for replica, count in enumerate(plan.micro_batches_per_replica)
@@ -167,7 +167,7 @@ def _plans_for(spec: RehearsalSpec, trace: Trace, profile: Profile) -> dict[Pool
     """Plan for every number or pool of VMs that the trace may have at one time.
 
     Raises:
-        PlanError: not even all of them can run the job.
+        PlanError: Not even all VMs together can run the job.
     """
     own = {each.name for each in fields(PlanRequest)}
     given = {name: getattr(spec, name) for name in own} | {"num_replicas": None, "unequal": True}
@@ -178,11 +178,11 @@ def _plans_for(spec: RehearsalSpec, trace: Trace, profile: Profile) -> dict[Pool
         plans = by_need(pool_plan_table(profile, most, request).values())
     else:
         plans = by_need(plan_table(profile, spec.num_workers, request).values())
-    return plans or by_need([best_plan(profile, request, pool=most).best])  # which raises, and says why none fits
+    return plans or by_need([best_plan(profile, request, pool=most).best])  # this raises, and says why none fits
 
 
 def _first_of(spec: RehearsalSpec, trace: Trace, plans: dict[Pool, Plan]) -> Plan:
-    """The best of the plans for the VMs that come first, or the smallest if none fits these."""
+    """Return the best of the plans for the VMs that come first, or the smallest plan if none fits these."""
     there = [event for event in trace.events if event.event == "add" and event.time_s == 0]
     pool = Pool.counting(event.instance_type if spec.types else "" for event in there)
     fitting = [plan for needed, plan in plans.items() if needed.fits_in(pool)]
@@ -213,7 +213,7 @@ def _with_batch(spec: RehearsalSpec) -> RehearsalSpec:
 
 
 def plan_shape(spec: RehearsalSpec, profile: Profile, plan: Plan | None = None) -> Simulation:
-    """Simulate a plan of the rehearsal, if none is given the one that the spec has, or its shape, on this profile."""
+    """Simulate a plan of the rehearsal on this profile: the given plan, else the spec's, else one of its shape."""
     share_links, num_draws = spec.network == "namespaces", WARM_UP_STEPS + spec.steps
     plan = plan or spec.plan
     if plan is not None:

@@ -32,7 +32,7 @@ from morph.contract.trace import UNKNOWN, Trace, TraceEvent
 from simulator.inputs.conditions import of_pool_type, slow_workers
 from simulator.inputs.transfer import bandwidth_bytes_per_s
 
-# The result of a rehearsal, beside the simulator's expectation.
+# The result of a rehearsal, and the simulator's expectation.
 
 
 LATE_SHARE_AT_MOST = 0.01
@@ -138,10 +138,10 @@ def rehearse_changes(
     temporary: bool = False,
     attend: Callable[[VmFleet], Observer] | None = None,
 ) -> Rehearsal:
-    """Do the same while VMs come and are lost as the trace says; ``attend``: see ``run_session``.
+    """Rehearse while VMs come and are lost as the trace says; ``attend``: see ``run_session``.
 
     Raises:
-        TrainingStopped: the run does not come to its end, or too few VMs are left for it.
+        TrainingStopped: The run does not come to its end, or too few VMs are left for it.
     """
     measured, load = Measured(), Load(WARM_UP_STEPS, WARM_UP_STEPS + planned.spec.steps)
     changes = _Changes()
@@ -220,7 +220,7 @@ def _rehearsed(planned: Planned, measured: Measured, load: Load) -> Rehearsed:
 
 
 def run_facts(planned: Planned) -> RunFacts:
-    """Return the identity that the run directory of a rehearsal belongs to."""
+    """Return the facts by which the run directory of a rehearsal is recognised."""
     job, plan = planned.profile.job, planned.plan
     return RunFacts(
         job=f"rehearsal of {job.name}",
@@ -292,7 +292,7 @@ def _run_spec(planned: Planned, run_dir: RunDir, temporary: bool) -> RunSpec:
 
 
 def controller_config_of(planned: Planned) -> ControllerConfig:
-    """Return a configuration for the rehearsal's plans, with the last checkpoint alone if there is only one plan."""
+    """Return a configuration for the rehearsal's plans; with a single plan, only the last checkpoint is saved."""
     units, trace = known_units(planned.profile), planned.spec.trace
     policy = Policy(
         checkpoint_every_steps=NEVER_STEPS if trace is None else None,

@@ -67,14 +67,14 @@ class RehearsalSpec(PlanRequest):
 
     @property
     def depth(self) -> int:
-        """P, of the deepest pipeline."""
+        """P of the deepest pipeline."""
         if self.plan is not None:
             return self.plan.pipeline_depth
         return len(self.boundaries) if self.boundaries is not None else self.num_stages or 0
 
     @property
     def num_workers(self) -> int:
-        """P * D, or what the plan has, or the most VMs that the trace has at once."""
+        """P * D, or the number of workers of the plan, or the most VMs that the trace has at once."""
         if self.trace is not None:
             return self.trace.max_nodes
         if self.plan is not None:
@@ -83,15 +83,15 @@ class RehearsalSpec(PlanRequest):
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Types of node in the trace; empty: all are of the profile's own."""
+        """Types of node in the trace; empty if all nodes are of the profile's own type."""
         named = {event.instance_type for event in self.trace.events} if self.trace is not None else set()
         return tuple(sorted(named)) if self.profile.node_types and named != {UNKNOWN} else ()
 
     def check(self) -> None:
-        """Refuse impossible rehearsals, beyond those that the simulator refuses.
+        """Refuse impossible rehearsals that the simulator would not refuse.
 
         Raises:
-            PlanError: an option is wrong; the error names it, its value and what is allowed.
+            PlanError: An option is wrong; the error names it, its value and what is allowed.
         """
         if self.batch_size is not None:
             ranges.BATCH.check("batch_size", self.batch_size)

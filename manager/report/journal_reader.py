@@ -97,7 +97,7 @@ def timelines_of(entries: Iterable[Entry]) -> dict[int, tuple[StepTimeline, ...]
     found: dict[int, tuple[StepTimeline, ...]] = {}
     for entry in entries:
         if entry.kind == "config":
-            gathered.clear()  # generations are counted from the beginning again
+            gathered.clear()  # generations are counted from 0 again
         if entry.kind != "event" or _MARK not in entry.payload_json:
             continue
         event = EVENT.validate_json(entry.payload_json)
@@ -169,7 +169,7 @@ def report_in(path: Path, source: str) -> RunReport:
 
 
 def read_ledger(run_dir: Path) -> Ledger:
-    """Return the account of a run's sessions so far; an empty one for a run that has not begun.
+    """Return the account of a run's sessions so far; for a run that has not begun, the account is empty.
 
     Raises:
         RunDirError: the journal cannot be read.
@@ -223,7 +223,7 @@ def config_at(journal: Journal, sequence: int) -> ControllerConfig | None:
 
 
 def evaluations_in(journal: Journal) -> list[EvaluationRecord]:
-    """Return the condensed evaluations."""
+    """Return the evaluations in the condensed part."""
     records = told_in(journal.records("evaluation"))
     return [record for _, _, record in records if isinstance(record, EvaluationRecord)]
 
@@ -244,10 +244,10 @@ class Past:
 
 @dataclass
 class RunReader:
-    """The state of a reader; ``told`` has the steps and records, with their lines, since it was last emptied.
+    """The state of a reader.
 
-    ``shape``: the last shape that was formed, in which ``num_in_shape`` steps are decided. ``num_decided``: all decided
-    steps.
+    ``told``: the steps and records, with their lines, since this list was last emptied. ``shape``: the last shape that
+    was formed, in which ``num_in_shape`` steps are decided. ``num_decided``: the number of all decided steps.
     """
 
     config: ControllerConfig | None = None
@@ -331,7 +331,7 @@ class RunReader:
         self.told.clear()
 
     def _take_columns(self, steps: Mapping[str, Column]) -> None:
-        """Take in steps that were decided one after another, with nothing else between them."""
+        """Process steps that were decided one after another, with nothing else between them."""
         num = len(steps[SEQUENCE])
         if not num:
             return
@@ -362,7 +362,7 @@ class RunReader:
             self.take_line(line)
 
     def take_line(self, line: Line) -> None:
-        """Take in the content of a line."""
+        """Process the content of a line."""
         time_s = self._time_s = line.time_s
         self._sequence = line.sequence
         if not self.num_sessions:
@@ -450,7 +450,7 @@ class RunReader:
         return tuple(spans)
 
     def _correction_of_type(self, node_type: str) -> Correction | None:
-        """Return the correction; where all GPUs were of one named type, as that of this type alone."""
+        """Return the correction; if all GPUs were of one named type, return it as the correction of this type alone."""
         correction = self.correction
         if correction is None or not node_type:
             return correction

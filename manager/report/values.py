@@ -109,7 +109,7 @@ class MorphRecord(Value):
 
     @property
     def _began_s(self) -> float:
-        """The time of the kill, unless training had stopped before it, for newcomers or because of another loss."""
+        """The time of the kill, unless training had stopped before, because of newcomers or of another loss."""
         return self.detected_at_s if self.killed_at_s is None else min(self.killed_at_s, self.detected_at_s)
 
 
@@ -128,7 +128,7 @@ class SessionBegun(Value):
 
 
 class ShapeLeft(Value):
-    """A record: the last shape that was formed is left; ``num_steps`` steps were decided in it."""
+    """A record: the run has left its last shape, in which ``num_steps`` steps were decided."""
 
     end_s: float
     num_steps: int

@@ -55,7 +55,7 @@ def newest_whole(
 def find_whole(
     url: str, *, every_byte: bool = False, limit_s: LimitOf | None = None, at_most: int | None = None
 ) -> tuple[Manifest | None, Mapping[int, CheckpointDamaged]]:
-    """Return the newest whole checkpoint as ``newest_whole`` does, and the error of each newer one, by version.
+    """Return the newest whole checkpoint as ``newest_whole`` does, and the error of each newer one by version.
 
     Nothing is changed.
     """
@@ -77,7 +77,7 @@ def find_whole(
 
 
 def told_of(manifest: Manifest | None, damaged: Mapping[int, CheckpointDamaged]) -> tuple[str, ...]:
-    """Return a sentence for each damaged checkpoint, which says that it is skipped, and for which version."""
+    """Return a sentence for each damaged checkpoint: that it is skipped, and which version is used instead."""
     found = None if manifest is None else manifest.version
     return tuple(
         f"{error}; version {passed} is passed over, and version {found} is the newest whole version"
@@ -108,7 +108,7 @@ def check_files(url: str, manifest: Manifest, *, every_byte: bool, limit_s: Limi
 
 
 def _within_limit(where: str, limit_s: LimitOf | None, call: Callable[[], T], num_bytes: int = 0) -> T:
-    """Return the result of ``call``; a CheckpointError also if storage does not answer within the limit."""
+    """Return the result of ``call``; raise a CheckpointError also if storage does not answer within the limit."""
     with reading(where):
         return call() if limit_s is None else bounded(call, limit_s(num_bytes), "storage")
 
@@ -118,7 +118,7 @@ def _set_aside(url: str, version: int) -> None:
     try:
         filesystem, path = fsspec.core.url_to_fs(f"{where}/{MANIFEST}")
         data = b""
-        with suppress(CheckpointDamaged):  # it is not a file: there is nothing to keep
+        with suppress(CheckpointDamaged):  # this is not a file, so there is nothing to keep
             data = read_whole(filesystem, path)
         write_atomically(f"{where}/{SET_ASIDE}", data)
         filesystem.rm_file(path)

@@ -1,4 +1,4 @@
-"""A worker's connections to the current manager: it calls, and calls again for as long as the worker lives."""
+"""A worker's connections to the current manager, which the worker makes again for as long as it lives."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _reset(connection: socket.socket) -> None:
 
 
 def called(home: Home, role: str) -> Call:
-    """Call until the manager, or its successor, answers; return the connection."""
+    """Call until the manager or its successor answers; return the connection."""
     while True:
         try:
             return Call(home, role)
@@ -67,12 +67,15 @@ def called(home: Home, role: str) -> Call:
 
 
 def keep_liveness(home: Home, held: Callable[[], object] = lambda: None) -> None:
-    """Hold the connection whose end shows that this process is gone; never returns. ``held``: called for each one."""
+    """Hold the connection whose end shows that this process has ended; never return.
+
+    ``held``: called with each such connection.
+    """
     while True:
         call = called(home, LIVENESS)
         held()
         with suppress(OSError):
-            while True:  # the manager sends nothing: this returns when it is gone
+            while True:  # the manager sends nothing: this returns when the manager is gone
                 call.receive()
         call.reset()
 

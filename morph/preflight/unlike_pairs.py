@@ -1,4 +1,4 @@
-"""Chooses the samples to try a loss on: pairs that are as unlike as the samples of a data set can be."""
+"""Chooses the samples on which a loss is tried: pairs that differ as much as samples of the data set can."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def look(index: int, sample: Any) -> Look:
 
 
 def entries(sample: Any) -> dict[str, Tensor]:
-    """Return tensors and numbers of a sample, by the keys or places under which it holds them."""
+    """Return tensors and numbers of a sample, by their key or position in it."""
     found = flat_sample(sample, "dataset()", collated=True).entries
     return {name if name.isdecimal() or name == ALONE else repr(name): entry for name, entry in found.items()}
 
@@ -65,7 +65,7 @@ def num_other(entry: Tensor, ignored: int) -> int:
 
 
 def unlike_pairs(looks: Sequence[Look]) -> list[tuple[int, int]]:
-    """Return pairs of unlike samples, the most telling first, for each entry in turn, so that none hides another."""
+    """Return pairs of unlike samples, the most telling first; entries take turns, so that none hides another."""
     keys = sorted(looks[0].amounts, key=lambda key: _VALUE not in looks[0].amounts[key])
     queues = [[*_extremes(looks, key), *_contrasts(looks, key)] for key in keys]
     found = dict.fromkeys(pair for row in itertools.zip_longest(*queues) for pair in row if pair is not None)
@@ -90,7 +90,7 @@ def _extremes(looks: Sequence[Look], key: str) -> Iterator[tuple[int, int]]:
 
 
 def _contrasts(looks: Sequence[Look], key: str) -> Iterator[tuple[int, int]]:
-    """Yield samples with each label: the rarest beside the commonest, then the next rarest, and so on."""
+    """Yield samples with each label: the rarest and the commonest label first, then the next rarest, and so on."""
     shown = Counter(label for look in looks for label in look.labels.get(key, ()))
     if not 1 < len(shown) <= _MOST_LABELS:
         return

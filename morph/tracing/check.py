@@ -1,4 +1,4 @@
-"""``check_dependencies``: the dry run of a job, and what of it Morph handles."""
+"""``check_dependencies``: the dry run of a job, and which of its dependencies Morph handles."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def check_dependencies(
 
 
 def micro_batch_size_of(job: Job, given: int | None = None) -> int:
-    """Return m of a dry run: as given, else the job's, else 2, so that samples could meet (1 where 2 does not fit)."""
+    """Return m of a dry run: as given, else the job's, else 2, with which samples can meet (1 if 2 does not fit)."""
     return given or job.micro_batch_size or (2 if job.batch_size % 2 == 0 else 1)
 
 
@@ -122,7 +122,7 @@ def _dry_run(
         raise
     except Exception:
         if not large:
-            run_really(job, example_batch(job))  # an error of the job's own is told with its line
+            run_really(job, example_batch(job))  # the error of the job's own code is reported with its line
         raise
     if large:
         shapes = stand_ins(specs, max_real_elements)
@@ -164,13 +164,13 @@ def _drawn(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _widened(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what an optimizer works on under ``Job.master_weights``."""
+    """Return the tensors that an optimizer works on under ``Job.master_weights``."""
     narrow = {name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.dtype.itemsize < 4}
     return {name: tensor.float() if name in narrow else tensor for name, tensor in tensors.items()}
 
 
 def _judge(result: TrialResult, job: Job, recorder: Recorder) -> None:
-    """Let the trials decide about numbers that left for Python, and add what only they saw."""
+    """Let the trials judge numbers that left torch for Python, and add findings that only the trials saw."""
     same = not (result.differing or result.refused)
     numbers = [record for record in recorder.of("mixing") if record.detail == "number"]
     for record in numbers:

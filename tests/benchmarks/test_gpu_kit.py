@@ -1,4 +1,4 @@
-"""Everything named in the scripts of the kit for GPU machines exists; mypy checks its Python code."""
+"""Everything that the scripts of the kit for GPU machines name exists; mypy checks the kit's Python code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCRIPT, RUNS, JOBS = ((KIT / name).read_text(encoding="utf-8") for name in ("on_
 
 def test_every_module_file_and_name_that_the_kit_runs_is_there() -> None:
     modules = {name.replace("$KITMOD", "benchmarks.gpu_kit") for name in re.findall(r"-m (\$?[\w.]+)", SCRIPT)}
-    modules -= {"gpu", "pip"}  # the tests' mark; and looking for pip makes setuptools leave distutils to Python
+    modules -= {"gpu", "pip"}  # "gpu" is a mark of tests; a search for pip makes setuptools leave distutils to Python
     modules |= set(re.findall(r'^HOST = "(.+)"', RUNS, re.MULTILINE))
     assert modules >= {"benchmarks.gpu_kit.facts", "morph.cli.main", "manager.engine.on_processes.process_host"}
     assert [name for name in modules if find_spec(name) is None] == []
@@ -31,7 +31,7 @@ def test_every_module_file_and_name_that_the_kit_runs_is_there() -> None:
         assert (ROOT / path).exists()
 
 
-def test_every_option_that_the_kit_gives_to_a_command_is_one_of_it() -> None:
+def test_every_option_in_the_kit_exists_in_its_command() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     calibrate = set(re.findall(r" (--?[a-z][a-z-]*)", "\n".join(re.findall(r"main calibrate (.*)", SCRIPT))))
     run = set(re.findall(r'"(--?[a-zA-Z-]+)"', RUNS.split("shape = {")[1].split("process = ")[0])) - {"-m"}
@@ -66,7 +66,7 @@ def test_every_wheel_that_the_kit_packs_has_a_tested_version() -> None:
     assert packed() - {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line} == set()
 
 
-def test_the_kit_packs_all_that_the_image_for_which_it_is_made_lacks() -> None:
+def test_the_kit_packs_every_package_that_its_image_lacks() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     own = {Requirement(text).name for text in project["dependencies"]} - {"ray"}
     there = required_by("torch", "numpy", "numba", "pandas", "matplotlib", "pytest")

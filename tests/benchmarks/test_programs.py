@@ -1,4 +1,4 @@
-"""Every benchmark is started in one way, and docs name only benchmarks that are there, with options that they have."""
+"""All benchmarks start in the same way, and the documentation names only existing benchmarks and options."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.device_speed.__main__ import communicators, copies, kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 HOW = re.compile(r"^\|.*\| (`[^|]*`) \|$", re.MULTILINE)
-"""The last cell of a row of docs/benchmarks.md: what follows ``python -m benchmarks``, or a command of its own."""
+"""The last cell of a row of docs/benchmarks.md: the arguments of ``python -m benchmarks``, or a whole command."""
 COMMAND = re.compile(r"python -m benchmarks ([\w.]+)((?: +(?!#)[^`\n]+)?)")
 
 
 def _written_out(text: str) -> str:
-    """A page's text with whole commands in its tables' last column."""
+    """Return a page's text with the commands in its tables' last column written in full."""
     if "# Benchmarks\n" not in text:
         return text
     cells = HOW.findall(text)
@@ -46,7 +46,7 @@ def test_documentation_gives_commands_of_most_benchmarks_and_of_no_others() -> N
 
 
 @pytest.mark.slow
-def test_each_option_that_documentation_gives_is_one_of_its_benchmark() -> None:
+def test_each_documented_option_exists_in_its_benchmark() -> None:
     unknown = []
     for page, name, options in commands():
         known = inspect.signature(load_program(name).main).parameters

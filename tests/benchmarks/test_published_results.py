@@ -1,4 +1,4 @@
-"""Results of papers, with few seeds: met about as closely as docs/benchmarks.md says."""
+"""Results of papers, simulated with few seeds, are met about as closely as docs/benchmarks.md says."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_the_document_has_the_figures_that_are_computed() -> None:
 
 
 def made_up_artifact(root: Path) -> None:
-    """A checkout of Sailor's artifact in small: each group has a run of 1F1B over a quick and a slow node."""
+    """Make a small checkout of Sailor's artifact: each group has a run of 1F1B over a fast and a slow node."""
     planner, zone = root / "sailor/Planner", "zone"
     link = {"1": {zone: {kind: {"1": [[0.0, 0.0, 0.5], 5e8]} for kind in ("A", "B")}}}  # 0.5 GB/s whatever the size
     sizes = {str(layer): {"act_output_floats": 2.5e6, "params_floats": 1.25e7} for layer in range(2)}
@@ -208,8 +208,8 @@ def test_runs_of_sailor_are_simulated_with_the_times_of_each_node(
     made_up_artifact(tmp_path)
     main(tmp_path)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| N")]
-    # 10 micro-batches of 0.09 s and two messages of 0.04 s behind the first forward and before the last backward, then
-    # a ring of two with 50 MB of each stage: two messages of 25 MB
+    # ten micro-batches of 0.09 s, two messages of 0.04 s behind the first forward and before the last backward, and a
+    # ring of two with 50 MB of each stage, which is two messages of 25 MB
     expected_s = 0.01 + 0.04 + 10 * (0.09 + 2 * 0.04) + 0.04 + 0.02 + 2 * 0.025 / 0.5
     cells = [cell.strip() for cell in lines[0].split("|")]
     assert cells[2:6] == ["2x2, 2, 40", "2.000", "+50.0 %", f"{100 * (expected_s / 2 - 1):+.1f} %"]

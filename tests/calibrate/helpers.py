@@ -1,4 +1,4 @@
-"""Finds the helper processes of measurements from outside."""
+"""Finds the helper processes of a measurement from outside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BOUND_S = 120.0
 
 
 def helpers_of(pid: int, module: str) -> list[psutil.Process]:
-    """Every process below this one that runs a module."""
+    """Return every descendant of this process that runs a module."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         try:
@@ -30,7 +30,7 @@ def helpers_of(pid: int, module: str) -> list[psutil.Process]:
 
 
 def check_that_none_outlives(script: str, num_helpers: int, module: str, ending: signal.Signals, folder: Path) -> None:
-    """Run what starts helpers, end it with a signal, and see that they end, and that no temporary file is left."""
+    """Start helpers, end their parent with a signal, and check that no helper and no temporary file is left."""
     temporary = folder / "temporary"
     temporary.mkdir()
     with (folder / "said").open("wb") as said:
@@ -41,7 +41,7 @@ def check_that_none_outlives(script: str, num_helpers: int, module: str, ending:
 
     def are_there() -> bool:
         helpers[:] = helpers_of(parent.pid, module)
-        return len(helpers) == num_helpers + 1  # and the one that forked them
+        return len(helpers) == num_helpers + 1  # the helpers, and the process that forked them
 
     try:
         _wait_until(are_there)
@@ -58,7 +58,7 @@ def check_that_none_outlives(script: str, num_helpers: int, module: str, ending:
 
 
 def _wait_until(reached: Callable[[], bool]) -> None:
-    """Poll, but not so often that listing all processes takes the processor time of those that start."""
+    """Poll rarely, because listing all processes takes processor time from those that start."""
     end_s = time.monotonic() + BOUND_S
     while not reached():
         assert time.monotonic() < end_s, f"not within {BOUND_S:g} s"

@@ -37,7 +37,8 @@ def profile() -> Profile:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("calibrate.helpers.crew.subprocess", SUBPROCESS)
         patch.setattr("calibrate.computing.contention._WINDOW_S", 0.05)
-        patch.setattr("calibrate.computing.contention._processes_that_fit", lambda: 99)  # others leave what they leave
+        # other tests leave memory in use
+        patch.setattr("calibrate.computing.contention._processes_that_fit", lambda: 99)
         result = calibrate(JOB, micro_batch_sizes=(4, 2), num_samples=5, progress=lambda _, share: told.append(share))
     assert told == sorted(told)
     assert told[0] == 0
@@ -91,11 +92,11 @@ def test_every_time_comes_with_its_spread(profile: Profile) -> None:
         assert time.quantiles_s[0] <= time.median_s <= time.quantiles_s[-1]
 
 
-def test_what_busy_neighbours_do_is_measured_where_there_are_cores(profile: Profile) -> None:
+def test_contention_is_measured_where_there_are_cores(profile: Profile) -> None:
     assert [entry.num_busy for entry in profile.contention] == list(busy_counts(num_cores()))
 
 
-def test_what_stands_in_for_something_else_is_named(profile: Profile) -> None:
+def test_substitutes_in_a_profile_are_named(profile: Profile) -> None:
     assert profile.sources.keys() == {"inter_node", "commit"}
     assert profile.inter_node == profile.intra_node
 
@@ -150,7 +151,7 @@ def test_the_command_refuses_a_bad_output_before_measuring(tmp_path: Path) -> No
 
 
 class Estimating(torch.optim.SGD):
-    """An optimizer whose step size grows while gradients keep their direction, as Prodigy's, until it is too large."""
+    """An optimizer whose step size grows too far while gradients keep their direction, like that of Prodigy."""
 
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:

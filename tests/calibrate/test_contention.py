@@ -53,7 +53,7 @@ def test_rounds_end_when_the_factors_are_known() -> None:
     assert order == [2, 3] * MIN_ROUNDS
 
 
-def test_nobody_gets_faster_by_company() -> None:
+def test_no_process_gets_faster_by_company() -> None:
     assert factors((2,), lambda: 1.0, lambda count: 0.97) == (Contention(num_busy=2, factor=1.0),)
 
 
@@ -72,7 +72,7 @@ def test_helpers_compute_beside_this_process_and_are_gone_afterwards(
 ) -> None:
     monkeypatch.setattr("calibrate.helpers.crew.subprocess", SUBPROCESS)
     monkeypatch.setattr(contention, "_WINDOW_S", 0.05)
-    monkeypatch.setattr(contention, "_processes_that_fit", lambda: 99)  # others leave what memory they leave
+    monkeypatch.setattr(contention, "_processes_that_fit", lambda: 99)  # other tests leave memory in use
     with Crew("calibrate.computing.helper", 1, "measuring contention") as crew:
         neighbours = Neighbours(crew, num_cores=2)
         neighbours.load(subject)

@@ -60,7 +60,7 @@ def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "some_helper"
 
 
-def test_each_helper_answers_and_what_it_prints_is_no_answer(helper: str) -> None:
+def test_each_helper_answers_and_its_output_is_not_an_answer(helper: str) -> None:
     with Crew(helper, 3, "testing") as crew:
         for round_number in (1, 10):
             for number in range(3):
@@ -75,7 +75,7 @@ def test_a_helper_that_fails_is_reported_with_its_last_words(helper: str) -> Non
         crew.send(1, {"fail": "this and that"})
         with pytest.raises(ClusterError, match="testing failed in process 1: ValueError: this and that"):
             crew.gather(range(2), "answers", BOUND_S)
-        crew.send(1, {"number": 1})  # sending to a lost member raises no error of its own
+        crew.send(1, {"number": 1})  # sending to a lost member does not raise an error itself
 
 
 def test_waiting_is_bounded_and_says_for_what(helper: str) -> None:
@@ -95,7 +95,7 @@ def test_no_helper_is_left_behind_when_one_cannot_be_started(helper: str, tmp_pa
     assert not runs(int(born.read_text()))
 
 
-def test_what_everybody_needs_is_imported_once_or_reported_as_missing(helper: str, tmp_path: Path) -> None:
+def test_common_modules_are_imported_once_or_reported_as_missing(helper: str, tmp_path: Path) -> None:
     with (
         pytest.raises(ClusterError, match=r"testing failed in process \d: .*No module named nothing_of_this_name"),
         Crew("nothing_of_this_name", 3, "testing") as crew,

@@ -14,7 +14,7 @@ def test_sizes_at_least_double_and_divide_the_batch(batch_size: int, sizes: tupl
     assert growing_sizes(batch_size) == sizes
 
 
-def test_measuring_goes_on_while_a_sample_gets_three_percent_cheaper() -> None:
+def test_measuring_continues_while_a_sample_gets_three_percent_cheaper() -> None:
     assert still_improves([1.0])
     assert still_improves([1.0, 0.96])
     assert not still_improves([1.0, 0.98])

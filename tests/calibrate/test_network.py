@@ -32,7 +32,7 @@ def test_messages_reductions_and_a_barrier_are_measured() -> None:
             ring_sizes=(2, 3),
             in_flight=(1, 2),
             most=7,
-            budget_s=30.0,  # seven, however busy the machine is
+            budget_s=30.0,  # seven samples, however busy the machine is
         )
     )
     for direction in (result.link.activation, result.link.gradient):
@@ -81,7 +81,7 @@ def test_waiting_for_the_processes_is_bounded(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_no_process_outlives_the_one_that_measures(tmp_path: Path) -> None:
-    """The process is killed while it measures; ``test_crew`` covers Ctrl-C."""
+    """Kill the process while it measures; ``test_crew`` covers Ctrl-C."""
     script = (
         "from calibrate.links.network import NetworkSpec, measure_network\n"
         "measure_network(NetworkSpec((10,), (16,), (2,), (1,), 'int64', most=10**9, budget_s=1e9))\n"

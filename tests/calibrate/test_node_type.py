@@ -65,11 +65,11 @@ def added(profile: Profile, name: str = "small") -> NodeTypeProfile:
     ("measured", "differ"),
     [
         (link(1e-3), False),
-        (link(1.15e-3), False),  # within a fifth
+        (link(1.15e-3), False),  # within a fifth of each other
         (link(1.5e-3), True),
         (link(0.5e-3), True),
-        (link(1.5e-3, spread=0.5), False),  # within the spreads
-        (link(9.0, sizes=(77,)), False),  # nothing to compare
+        (link(1.5e-3, spread=0.5), False),  # within their spreads
+        (link(9.0, sizes=(77,)), False),  # there is nothing to compare with
     ],
 )
 def test_links_differ_beyond_a_fifth_and_beyond_their_spread(measured: LinkProfile, differ: bool) -> None:
@@ -101,7 +101,7 @@ exported_once = cache(load_subject)
 
 @pytest.fixture(scope="module")
 def tiny() -> dict[str, Any]:
-    """A profile of the tiny job as a file would hold it, with times from nowhere, and without what is optional."""
+    """Return a profile of the tiny job as it is in a file, with made-up times and without optional fields."""
     import torch
 
     subject = exported_once(JOB, torch.device("cpu"), 6)

@@ -69,7 +69,7 @@ def test_the_peak_holds_more_than_what_is_saved_for_the_backward(
         assert entry.peak_bytes < 8 * entry.activation_bytes_per_sample + 4 * gradients
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's own, when it is imported
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch itself triggers it on import
 def test_sections_that_are_compiled_are_measured_with_the_memory_of_their_operations(
     subject: Subject, measured: dict[str, SectionMeasurement], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +105,7 @@ def test_the_optimizer_state_of_adam_is_twice_the_parameters(subject: Subject, m
 
 
 def test_a_step_is_measured_with_all_that_the_job_does_in_it(subject: Subject, model: CutModel) -> None:
-    """Clipping, a schedule and a loss scale are measured, too, because workers use them."""
+    """Clipping, a schedule and a loss scale are measured too, because workers use them."""
     made = []
 
     def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -116,7 +116,8 @@ def test_a_step_is_measured_with_all_that_the_job_does_in_it(subject: Subject, m
     units = measure_units(replace(subject, job=job), model, FEW)
     assert {entry.step.num_samples for entry in units.values()} == {3}
     assert made
-    assert all(scheduler.last_epoch == 6 for scheduler in made)  # two to warm up, three measured, one for its memory
+    # two warm up, three are measured, and one is for the memory
+    assert all(scheduler.last_epoch == 6 for scheduler in made)
 
 
 def test_kinds_are_dealt_so_that_devices_finish_together() -> None:
@@ -131,7 +132,7 @@ def test_several_devices_measure_side_by_side_the_same_kinds(
     measured: dict[str, SectionMeasurement],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Measure on two "devices" that are both the CPU: sizes are equal, times are meaningless."""
+    """Measure on two "devices" that are both the CPU: sizes must be equal, and times mean nothing."""
     monkeypatch.setattr("calibrate.helpers.crew.subprocess", SUBPROCESS)
     with meter_of(subject, [subject.device, subject.device]) as meter:
         found = meter.measure(model, Sampling(budget_s=0.0, most=5))

@@ -18,7 +18,7 @@ BOUND_S = 100.0
 
 @contextmanager
 def listening(serve: Callable[[socket.socket], None]) -> Iterator[int]:
-    """Let ``serve`` have the first connection, in a thread of its own; gives the port."""
+    """Serve the first connection in a thread; yield the port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def run() -> None:
@@ -34,7 +34,7 @@ def listening(serve: Callable[[socket.socket], None]) -> Iterator[int]:
         assert not thread.is_alive()
 
 
-def test_messages_go_both_ways_between_those_who_know_the_secret() -> None:
+def test_messages_go_both_ways_with_equal_secrets() -> None:
     def serve(connection: socket.socket) -> None:
         with answer(connection, TOKEN) as there:
             for _ in range(2):
@@ -48,7 +48,7 @@ def test_messages_go_both_ways_between_those_who_know_the_secret() -> None:
             assert here.receive("its double", BOUND_S) == {"twice": 2 * number}
 
 
-def test_one_with_another_secret_is_refused_on_both_ends() -> None:
+def test_a_peer_with_another_secret_is_refused_on_both_ends() -> None:
     errors: list[MorphError] = []
 
     def serve(connection: socket.socket) -> None:
@@ -64,7 +64,7 @@ def test_one_with_another_secret_is_refused_on_both_ends() -> None:
 
 
 @pytest.mark.parametrize("said", [b'{"morph_peer": 1, "challenge": "00"}\n', b"SSH-2.0-OpenSSH_9.9\n", b""])
-def test_what_else_may_listen_there_is_no_peer(said: bytes) -> None:
+def test_other_listeners_at_the_address_are_not_peers(said: bytes) -> None:
     with (
         listening(lambda connection: connection.sendall(said)) as port,
         pytest.raises(ClusterError, match="does not answer as `morph calibrate-peer`: "),
@@ -73,7 +73,7 @@ def test_what_else_may_listen_there_is_no_peer(said: bytes) -> None:
 
 
 @pytest.mark.parametrize("said", [b"no hello", b"[]", b'["0", "0", "0"]'])
-def test_a_caller_that_is_no_node_is_refused(said: bytes) -> None:
+def test_a_caller_that_is_not_a_node_is_refused(said: bytes) -> None:
     near, far = socket.socketpair()
     with near, far:
         far.sendall(said)
@@ -82,7 +82,7 @@ def test_a_caller_that_is_no_node_is_refused(said: bytes) -> None:
             answer(near, TOKEN)
 
 
-def test_a_place_where_nobody_listens_is_named() -> None:
+def test_an_address_without_a_listener_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(ClusterError, match=rf"peer at 127.0.0.1:{port} cannot be reached: .*calibrate-peer"):

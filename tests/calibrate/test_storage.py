@@ -1,4 +1,4 @@
-"""Measurements of a job's storage speed and memory."""
+"""Measurements of storage speed and of memory."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def block(kib: int = 1) -> Tensor:
     return torch.ones(kib * KIB // 4)
 
 
-def test_what_is_let_go_no_longer_counts() -> None:
+def test_freed_memory_no_longer_counts() -> None:
     def work() -> None:
         for _ in range(5):
             block(4)
@@ -111,7 +111,7 @@ def test_what_is_let_go_no_longer_counts() -> None:
     assert peak_bytes(work, CPU) == 4 * KIB
 
 
-def test_what_lives_at_once_adds_up() -> None:
+def test_tensors_that_live_at_once_add_up() -> None:
     kept: list[Tensor] = []
     assert peak_bytes(lambda: kept.extend(block() for _ in range(3)), CPU) == 3 * KIB
 
@@ -129,7 +129,7 @@ def test_a_backward_counts_what_was_saved_for_it_and_its_gradients() -> None:
     weight = block(2).requires_grad_()
 
     def work() -> None:
-        hidden = (weight * 2.0).sigmoid()  # autograd saves its result, but not that of the product
+        hidden = (weight * 2.0).sigmoid()  # autograd saves the result of this operation, but not that of the product
         torch.autograd.grad(hidden.sum(), weight)
 
     peak = peak_bytes(work, CPU)

@@ -1,4 +1,4 @@
-"""Clocks, samples, and the rule for enough samples."""
+"""Clocks, samples, and the rule that says when there are enough samples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_processor_time_does_not_count_what_others_do_with_the_core() -> None:
     clock = clock_of(torch.device("cpu"))
     assert isinstance(clock, CpuClock)
     start = clock.mark()
-    time.sleep(0.05)  # what another process does with the core looks the same to this clock
+    time.sleep(0.05)  # to this clock, the load of another process looks the same
     assert clock.between_s(start, clock.mark()) < 0.04
 
 
@@ -38,7 +38,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 class LateClock:
-    """A clock of an asynchronous device: a mark has a time only after the device has reached it."""
+    """A clock of an asynchronous device: a mark has a time only once the device has reached it."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -56,11 +56,11 @@ class LateClock:
         return mark
 
     def between_s(self, start: list[float], end: list[float]) -> float:
-        return end[0] - start[0]  # fails on a mark that was not waited for
+        return end[0] - start[0]  # raises an error for a mark that was not waited for
 
 
 class Task:
-    """A stand-in for a bench; ``order``: the tasks that were run."""
+    """A stand-in for a bench; ``order`` lists the tasks that were run."""
 
     def __init__(self, name: str, order: list[str]) -> None:
         self.section = type("Section", (), {"signature": name, "finish": None})
@@ -99,7 +99,7 @@ DAY_NS = 86_400 * 10**9
 
 
 def exchanges(start_ns: int, offset_ns: int, *, down_ns: int, up_ns: int, seed: int) -> tuple[Exchange, Exchange]:
-    """Twenty messages each way; some are late, on either way."""
+    """Return twenty messages each way, of which some are late."""
     draws = random.Random(seed)
     sent, received, sent_back, got_back = [], [], [], []
     now_ns = start_ns
@@ -126,7 +126,7 @@ def test_an_unequal_way_shifts_the_offset_by_half_of_the_difference() -> None:
 
 
 def test_a_drift_between_comparisons_is_evened_out() -> None:
-    hour_ns, drift_ns = 3600 * 10**9, 72_000_000  # 20 parts in a million
+    hour_ns, drift_ns = 3600 * 10**9, 72_000_000  # 20 parts per million
     early = exchanges(DAY_NS, DAY_NS, down_ns=50_000, up_ns=50_000, seed=3)
     late = exchanges(DAY_NS + hour_ns, DAY_NS + drift_ns, down_ns=50_000, up_ns=50_000, seed=4)
     clocks = compare([early[0], late[0]], [early[1], late[1]])
@@ -186,7 +186,7 @@ def test_parts_without_quantiles_give_a_sum_without() -> None:
 @pytest.mark.parametrize(
     ("samples", "stable"),
     [
-        ([1.0] * 4, False),  # too few to say
+        ([1.0] * 4, False),  # too few to have quantiles
         ([1.0] * 20, True),
         ([1.0] * 17 + [50.0] * 3, True),  # outliers do not move a median
         ([1.0 + 0.001 * (i % 10) for i in range(40)], True),
@@ -202,7 +202,7 @@ def test_medians_are_stable_together_when_their_sum_is_known() -> None:
     assert not is_stable([unsteady])
     assert is_stable([steady, unsteady])
     assert not is_stable([steady, [100 * sample for sample in unsteady]])
-    assert is_stable([unsteady] * 400)  # their errors are independent
+    assert is_stable([unsteady] * 400)  # the errors are independent
     assert is_stable([unsteady], within=0.5)
 
 
@@ -236,7 +236,7 @@ exported_once = cache(load_subject)
 
 @pytest.fixture
 def job(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The tiny job with m left open; network, contention and disk are not measured."""
+    """Return the tiny job with m left open; network, contention and disk are not measured."""
     second = timing([1e-3])
     link = SendTime(size_bytes=1, time=second)
     network = NetworkMeasurement(LinkProfile(activation=(link,), gradient=(link,)), (), second)

@@ -47,13 +47,13 @@ class Lent:
         self.errors: list[MorphError] = []
 
     def hear(self) -> str:
-        """Wait for the next line that it says."""
+        """Wait for the next line that the node prints."""
         return self._said.get(timeout=BOUND_S)
 
 
 @contextmanager
 def lent_node(*, once: bool = False) -> Iterator[Lent]:
-    """``once``: its time is over when it reports that a node did not finish."""
+    """Start such a node; with ``once`` it ends when it reports that a node did not finish."""
     said, passed_s = SimpleQueue[str](), [0.0]
 
     def say(line: str) -> None:
@@ -112,7 +112,7 @@ def test_a_node_of_another_version_is_refused_by_name(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_a_failure_on_the_other_node_is_told_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_on_the_other_node_is_reported_here(monkeypatch: pytest.MonkeyPatch) -> None:
     children = _children()
 
     def gone(*_: object) -> None:
@@ -130,7 +130,7 @@ def test_a_failure_on_the_other_node_is_told_here(monkeypatch: pytest.MonkeyPatc
     assert _children() <= children
 
 
-def test_what_is_out_of_bounds_is_not_measured_for_anyone() -> None:
+def test_sizes_out_of_bounds_are_not_measured() -> None:
     with lent_node(once=True) as lent, call("127.0.0.1", lent.address.port, TOKEN) as session:
         session.send({"hello": own_hello().model_dump()})
         assert Hello.model_validate(session.receive("hello", BOUND_S)["hello"]) == own_hello()
@@ -139,7 +139,7 @@ def test_what_is_out_of_bounds_is_not_measured_for_anyone() -> None:
     assert "message_sizes.0: Input should be less than or equal to 1073741824" in answer["failed"]
 
 
-def test_a_node_that_nobody_calls_gives_up() -> None:
+def test_a_node_without_callers_gives_up() -> None:
     with PeerNode("127.0.0.1", 0, TOKEN, print) as node, pytest.raises(WaitTimeout, match=r"waited 0\.05 s for"):
         node.serve(0.05)
 

@@ -1,10 +1,10 @@
-"""Soak: run after run under faults drawn from a seed, for as long as is asked; stops at the first that does not hold.
+"""Soak: play run after run under faults drawn from a seed; stop at the first failure or after the given minutes.
 
-python -m tests.chaos --minutes 60 --seed 1
-python -m tests.chaos --long 1000000 --seed 1
+    python -m tests.chaos --minutes 60 --seed 1
+    python -m tests.chaos --long 1000000 --seed 1
 
-The second is one run of so many cheap steps, with a fault every 500 to 5,000; it prints how the manager's memory,
-handles and threads and the run directory grew, and what ``morph status`` takes in the end.
+The second command is one run of that many cheap steps, with a fault every 500 to 5,000 steps. It prints how the
+manager's memory, handles and threads and the run directory grew, and how long ``morph status`` takes at the end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHEAP = Path(__file__).with_name("cheap_job.py")
 
 
 def main() -> int:
-    """Return 1 where a run did not hold."""
+    """Return 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000)
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def _long(steps: int, seed: int, folder: Path) -> int:
-    """One run with faults far apart; return 1 where it did not hold."""
+    """Play one run with faults far apart; return 1 if it failed."""
     profile = folder / "profile.json"
     morph("calibrate", f"{CHEAP}:job", "-o", profile, "--samples", 5, "-m", 2)
     sections = load_profile(profile).num_sections

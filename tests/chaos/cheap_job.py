@@ -1,4 +1,4 @@
-"""A job whose steps take next to no time, with dropout: for runs of very many steps."""
+"""A job with dropout whose steps take next to no time, for runs of very many steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Small(nn.Module):
 
 
 class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Each is to be turned round."""
+    """Random vectors; the target of each is the reversed vector."""
 
     def __len__(self) -> int:
         return 1000

@@ -1,4 +1,7 @@
-"""Faults of a run, injected from outside by pid, file, socket and clock. Each takes a world and a draw."""
+"""Faults that are injected into a run from outside, by pid, file, socket and clock.
+
+Each takes a world and a draw.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def _stopped(process: psutil.Process) -> Iterator[bool]:
 
 
 def _wait(world: World, seconds: float) -> None:
-    """Let time pass while the run continues, and record child processes that appear meanwhile."""
+    """Let time pass while the run continues; record child processes that appear meanwhile."""
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         world.family.look()
@@ -59,7 +62,7 @@ def kill_worker(world: World, draw: random.Random) -> str:
 
 
 def stop_worker(world: World, draw: random.Random) -> str:
-    """Stop a worker for less than its heartbeat time-out, or for longer."""
+    """Stop a worker, either for less than its heartbeat time-out or for longer."""
     worker, seconds = _some(draw, world.workers()), draw.choice([1.5, 8.0])
     if worker is None:
         return ""
@@ -69,7 +72,7 @@ def stop_worker(world: World, draw: random.Random) -> str:
 
 
 def kill_vm(world: World, draw: random.Random) -> str:
-    """Kill a VM's first process (Ray's raylet) and all its descendants at once."""
+    """Kill a VM's first process (Ray's raylet) and all of its descendants at once."""
     first = _some(draw, world.vms())
     if first is None:
         return ""
@@ -86,7 +89,7 @@ def kill_two_vms(world: World, draw: random.Random) -> str:
 
 
 def kill_manager(world: World, draw: random.Random) -> str:
-    """Kill the manager, and soon start the same command again."""
+    """Kill the manager, and start the same command again soon afterwards."""
     pid, pause_s = world.manager.pid, draw.choice([0.0, 1.0, 5.0])
     world.family.look()
     if not world.kill_manager():
@@ -97,7 +100,7 @@ def kill_manager(world: World, draw: random.Random) -> str:
 
 
 def kill_manager_and_owner(world: World, draw: random.Random) -> str:
-    """Kill the manager, and with their owner the VMs; then start the same command again."""
+    """Kill the manager and the owner of the VMs, which die with it; then start the same command again."""
     del draw
     owners, manager = world.owners(), world.manager
     end_all([*owners, manager])
@@ -124,7 +127,7 @@ def stop_owner(world: World, draw: random.Random) -> str:
 
 
 def reset_connections(world: World, draw: random.Random) -> str:
-    """All of one living worker's, by the kernel."""
+    """Let the kernel reset all connections of one living worker."""
     worker = _some(draw, world.workers())
     if worker is None:
         return ""
@@ -138,7 +141,7 @@ def reset_connections(world: World, draw: random.Random) -> str:
 
 
 def may_reset() -> bool:
-    """Whether this kernel and user may reset a connection: tried on one of our own."""
+    """Return whether this kernel and user may reset connections, after trying it on an own connection."""
     if shutil.which("ss") is None:
         return False
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
@@ -155,13 +158,13 @@ def may_reset() -> bool:
 
 
 def kill_store(world: World, draw: random.Random) -> str:
-    """The rendezvous store of the workers."""
+    """Kill the workers' rendezvous store."""
     store = _some(draw, world.family.named("morph.runtime.groups.store"))
     return f"store {store.pid}" if store and send(store, signal.SIGKILL) else ""
 
 
 def kill_head(world: World, draw: random.Random) -> str:
-    """A process of Ray's head node, and with it every VM."""
+    """Kill a process of Ray's head node, and so every VM."""
     head = _some(draw, world.family.named("gcs_server"))
     return f"process {head.pid}" if head and send(head, signal.SIGKILL) else ""
 
@@ -181,14 +184,14 @@ def lock_journal(world: World, draw: random.Random) -> str:
 
 
 def fill_disk(world: World, draw: random.Random) -> str:
-    """Fill the disk, so that journal and checkpoints cannot grow."""
+    """Fill the disk, so that neither journal nor checkpoints can grow."""
     seconds = draw.choice([2.0, 6.0])
     if world.disk is None:
         return ""
     try:
         until_s = time.monotonic() + seconds
         while time.monotonic() < until_s:
-            world.disk.fill()  # what the run deletes meanwhile too
+            world.disk.fill()  # includes the space of files that the run deletes meanwhile
             _wait(world, 0.3)
     finally:
         world.disk.free()
@@ -196,7 +199,7 @@ def fill_disk(world: World, draw: random.Random) -> str:
 
 
 def make_read_only(world: World, draw: random.Random) -> str:
-    """The folder of checkpoints; the journal is open already."""
+    """Make the folder of checkpoints read-only; the journal is already open."""
     seconds, folder = draw.choice([2.0, 6.0]), world.checkpoints()
     if not folder.is_dir():
         return ""
@@ -212,7 +215,7 @@ def set_clock(world: World, draw: random.Random) -> str:
 
 
 def edit_job(world: World, draw: random.Random) -> str:
-    """Change data and seed while a worker is replaced; then restore them, because the command may be repeated."""
+    """Change data and seed while a worker is replaced, and restore them, because the command may be repeated."""
     text = world.job.read_text(encoding="utf-8")
     edited = text.replace("seed=0,", "seed=1,").replace("index // 3", "index // 2")
     assert edited != text
@@ -226,12 +229,12 @@ def edit_job(world: World, draw: random.Random) -> str:
 
 
 def half_written(world: World, draw: random.Random) -> str:
-    """Make the remains of a killed writer: a version's directory without manifest, truncated and temporary files."""
+    """Make what a killed writer leaves: a version's directory without a manifest, and truncated and temporary files."""
     newest = max(world.checkpoints().glob("v*"), default=None)
     if newest is None:
         return ""
     folder = world.checkpoints() / f"v{int(newest.name[1:]) + 1:08d}"
-    with suppress(OSError):  # the run may be dropping that version
+    with suppress(OSError):  # the run may be deleting that version
         folder.mkdir(exist_ok=True)
         for file in list(newest.glob("*.safetensors"))[:2]:
             (folder / file.name).write_bytes(file.read_bytes()[: draw.randrange(1, 64)])
@@ -240,7 +243,7 @@ def half_written(world: World, draw: random.Random) -> str:
 
 
 def delete_older(world: World, draw: random.Random) -> str:
-    """All but the newest complete checkpoint."""
+    """Delete all but the newest complete checkpoint."""
     del draw
     complete = sorted(path.parent for path in world.checkpoints().glob("v*/manifest.json"))
     for folder in complete[:-1]:

@@ -26,11 +26,12 @@ RECOVERS = 0.7
 
 @dataclass(frozen=True)
 class Bounds:
-    """Seconds: how long faults are inflicted once it trains, after how long without a new step the run is stuck, and
-    how long it is left alone after a fault; after most until it trained a few steps again, but ``patience_s`` at most.
+    """Bounds of a played run, in seconds unless stated otherwise.
 
-    ``apart_steps``: instead, so many steps are decided between two faults, drawn from this range, and the run's size is
-    looked at before each.
+    Faults are inflicted for some time once the run trains. A run without a new step for a certain time is stuck. It is
+    left alone after each fault, and after most of them until it has trained a few steps again, but for ``patience_s``
+    at most. With ``apart_steps``, a range, that many steps are decided between two faults instead, and the size of the
+    run is measured before each fault.
     """
 
     faults_s: float
@@ -42,7 +43,7 @@ class Bounds:
 
 @dataclass
 class Played:
-    """One run, or several together. ``failures``: what did not hold; none where the run is as if undisturbed."""
+    """What became of one run, or of several; ``failures`` is empty if everything is as in an undisturbed run."""
 
     seed: int
     faults: Counter[str] = field(default_factory=Counter)
@@ -56,7 +57,7 @@ class Played:
     num_runs: int = 0
 
     def add(self, other: Played) -> None:
-        """Take in the figures of one more run."""
+        """Add the figures of another run."""
         self.num_runs += 1
         self.faults += other.faults
         self.steps += other.steps
@@ -80,7 +81,7 @@ def play(
     bounds: Bounds,
     faults: Sequence[Fault] = FAULTS,
 ) -> Played:
-    """Start the command, disturb it for a while, let it end; what did not hold is in the result."""
+    """Start the command, disturb it for a while, and let it end; failures are in the result."""
     played, draw = Played(seed), random.Random(seed)
     possible = [fault for fault in faults if fault.possible()]
     with World(setting, folder) as world:
@@ -106,7 +107,7 @@ def play(
 
 
 def _disturbed(world: World, played: Played, draw: random.Random, faults: list[Fault], bounds: Bounds) -> int | None:
-    """Inject one fault after the other once the run trains; return the exit code, None if it does not end."""
+    """Inject one fault after another once the run trains; return the exit code, or None if the run does not end."""
     began_s = time.monotonic()
     deck: list[Fault] = []
     trains_s = next_s = None
@@ -122,7 +123,7 @@ def _disturbed(world: World, played: Played, draw: random.Random, faults: list[F
             trains_s = next_s = now_s if version > 0 else None
         elif bounds.apart_steps is not None:
             if goal <= version < LAST_SHARE * world.steps:
-                with suppress(psutil.Error, OSError):  # the manager or a file of it may just be gone
+                with suppress(psutil.Error, OSError):  # the manager, or one of its files, may have just disappeared
                     played.sizes.append(world.size())
                 if goal:
                     deck = deck or draw.sample(faults, len(faults))
@@ -131,7 +132,7 @@ def _disturbed(world: World, played: Played, draw: random.Random, faults: list[F
         elif now_s >= next_s and version < goal and now_s < next_s + bounds.patience_s:
             pass
         elif next_s <= now_s < trains_s + bounds.faults_s and version < LAST_SHARE * world.steps:
-            deck = deck or draw.sample(faults, len(faults))  # each kind comes before any comes again
+            deck = deck or draw.sample(faults, len(faults))  # every kind is used once before any is repeated
             _inflict(world, played, draw, deck.pop(), began_s)
             next_s = time.monotonic() + draw.uniform(*bounds.calm_s)
             goal = world.version() + STEPS_BETWEEN if draw.random() < RECOVERS else 0
@@ -145,7 +146,7 @@ def _inflict(world: World, played: Played, draw: random.Random, fault: Fault, be
     try:
         done = fault.inflict(world, draw)
     except psutil.Error:
-        done = ""  # its victim ended just then
+        done = ""  # its victim has just ended
     played.lines.append(f"{at_s:6.1f} s  v{version}  {fault.name}: {done or 'nothing there'}")
     if done:
         played.faults[fault.name] += 1

@@ -1,4 +1,4 @@
-"""Every process of one run, found from outside: those started with its environment, and their descendants."""
+"""Finds every process of one run from outside: those started with its environment, and their descendants."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARK = "MORPH_CHAOS_RUN"
 
 
 class Family:
-    """Processes of a run; other processes are never signalled.
+    """The processes of a run; other processes are never signalled.
 
     Args:
         mark: The value of the environment variable ``MARK`` with which the run was started.
@@ -28,7 +28,10 @@ class Family:
         """Processes that existed before; inspecting them repeatedly would take longer than everything else here."""
 
     def look(self) -> list[psutil.Process]:
-        """Every process of the run that lives now. To be called often: an orphan is known by its parent."""
+        """Return every living process of the run.
+
+        Call this often: an orphan is recognised by the parent that it had.
+        """
         found = {process.pid: process for process in psutil.process_iter() if process not in self._strangers}
         for process in found.values():
             if process.pid not in self._known and self._is_marked(process):
@@ -75,5 +78,5 @@ def line_of(process: psutil.Process) -> str:
 
 
 def own_mark() -> str:
-    """A mark that no other run on this machine has."""
+    """Return a mark that no other run on this machine has."""
     return f"{os.getpid()}-{os.urandom(4).hex()}"

@@ -1,4 +1,4 @@
-"""A run under faults injected from outside ends like an undisturbed run: `make soak` does more of this."""
+"""A run under faults from outside ends like an undisturbed run; `make soak` plays more of them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def test_a_run_under_faults_from_outside_ends_with_undisturbed_weights(
     reference = uninterrupted(STEPS, tmp_path / "reference", load_profile(calibrated).num_sections)
     setting = Setting(calibrated, STEPS, launcher, READ_S, CHECKPOINT_EVERY)
     played = play(SEED, setting, reference, tmp_path, BOUNDS)
-    print("\n".join([played.told(), *played.lines]))  # shown by pytest when the test fails
+    print("\n".join([played.told(), *played.lines]))  # pytest shows this when the test fails
     assert played.failures == []
     assert played.faults.total() >= 3

@@ -1,4 +1,4 @@
-"""The page of faults names existing tests, and every fault that is injected from outside."""
+"""The page on faults names existing tests and every fault that is injected from outside."""
 
 from __future__ import annotations
 

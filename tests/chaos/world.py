@@ -1,4 +1,4 @@
-"""One run of the real command, as a user starts it: its folder, its processes, its journal, and its clock."""
+"""One run of the real command, as a user starts it: folder, processes, journal and clock."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Setting:
-    """The job: its profile and its steps.
+    """The job, with its profile and number of steps.
 
-    ``launcher``: what its local VMs are. ``read_s``: by how much longer a sample of ``JOB`` takes to be read, so that
-    few steps last for many faults. ``job``: the file of the job.
+    ``launcher``: what runs the local VMs. ``read_s``: extra time for reading a sample of ``JOB``, so that a few steps
+    last for many faults. ``job``: the file of the job.
     """
 
     profile: Path
@@ -56,7 +56,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a run: its manager's memory, handles and threads, and the run directory on disk."""
+    """The size of a run: memory, handles and threads of its manager, and the run directory on disk."""
 
     version: int
     rss_mib: float
@@ -66,9 +66,9 @@ class Size:
 
 
 class World:
-    """A run in a folder of its own; a context manager after which no process and no file of it is left.
+    """A run in a folder of its own; a context manager that leaves no process and no file of the run.
 
-    ``disk``: a small one of its own for the run directory; None where this user may not mount one.
+    ``disk``: a small disk for the run directory; None if this user may not mount one.
     """
 
     def __init__(self, setting: Setting, folder: Path) -> None:
@@ -79,7 +79,7 @@ class World:
         self.steps, self._on_ray = setting.steps, setting.launcher == "ray"
         self._process: subprocess.Popen[bytes] | None = None
         self._version, self._ready = 0, set[int]()
-        self._temporary = Path(tempfile.mkdtemp(prefix="c"))  # short: Ray puts sockets below it
+        self._temporary = Path(tempfile.mkdtemp(prefix="c"))  # short, because Ray puts sockets into it
         self._clock = folder / "clock"
         self._clock.write_bytes(struct.pack("q", 0))
         self.job = folder / "job" / "job.py"
@@ -129,44 +129,47 @@ class World:
         return psutil.Process(self._process.pid)
 
     def workers(self) -> list[psutil.Process]:
-        """Return the workers: Ray's once they begin, plain processes once the journal has their process id."""
+        """Return the workers: Ray's once they begin, plain processes once the journal has their process ids."""
         self._note_ready()
         return [found for found in self.family.look() if found.pid in self._ready or "ray::Worker" in line_of(found)]
 
     def _note_ready(self) -> None:
-        """Record which processes are workers, before the journal's line about them is condensed."""
+        """Record which processes are workers before the journal's line about them is condensed."""
         query = "SELECT json_extract(payload_json, '$.answer.pid') FROM entries WHERE kind = 'event'"
         self._ready |= {
             pid for (pid,) in self._journal(f"{query} AND json_extract(payload_json, '$.answer.kind') = 'ready'")
         }
 
     def vms(self) -> list[psutil.Process]:
-        """The first process of each VM: a raylet of Ray, or the worker."""
+        """Return the first process of each VM: a raylet of Ray, or the worker."""
         return self.family.named("raylet/raylet", "morph_vm_") if self._on_ray else self.workers()
 
     def owners(self) -> list[psutil.Process]:
-        """The process that owns the VMs; what it forked has the same command line."""
+        """Return the process that owns the VMs; its forks have the same command line."""
         found = [process for part in OWNERS for process in self.family.named(part)]
         return [process for process in found if process.ppid() not in {owner.pid for owner in found}]
 
     def ended(self) -> int | None:
-        """The exit code of the command; None: it runs."""
+        """Return the exit code of the command; None while it runs."""
         assert self._process is not None
         return self._process.poll()
 
     def kill_manager(self) -> bool:
-        """Send SIGKILL to the command alone; return whether it died of that, and had not ended before."""
+        """Send SIGKILL to the command alone; return whether this ended it."""
         assert self._process is not None
         self._process.send_signal(signal.SIGKILL)
         return self._process.wait(END_S) == -signal.SIGKILL
 
     def set_clock(self, moved_s: int) -> None:
-        """Let the wall clock of every process of the run be so much ahead of this machine's."""
+        """Set the wall clock of every process of the run this far ahead of the machine's clock."""
         with self._clock.open("r+b") as clock:
             clock.write(struct.pack("q", moved_s))
 
     def version(self) -> int:
-        """The newest decided version, as the journal says, or as it last said: its lines may just be condensed."""
+        """Return the newest decided version in the journal.
+
+        While its lines are being condensed, return the last one seen.
+        """
         query = "SELECT json_extract(payload_json, '$.version') FROM entries WHERE kind = 'decision'"
         rows = self._journal(f"{query} ORDER BY sequence DESC LIMIT 1")
         self._version = int(rows[0][0]) if rows else self._version
@@ -197,7 +200,7 @@ class World:
         return self.run_dir / "checkpoints"
 
     def digests(self) -> dict[str, str]:
-        """Return the sha256 of every unit of the last version; empty if it does not exist."""
+        """Return the sha256 of every unit of the last version, or nothing if that version does not exist."""
         url = str(self.checkpoints())
         try:
             if self.steps not in complete_versions(url):
@@ -207,7 +210,7 @@ class World:
             return {}
 
     def _journal(self, query: str) -> list[tuple[int, ...]]:
-        """Return rows of the journal; none if it cannot be read."""
+        """Return rows of the journal, or none if it cannot be read."""
         if not (self.run_dir / "journal.sqlite").exists():
             return []
         try:
@@ -218,7 +221,7 @@ class World:
             return []
 
     def left(self) -> list[str]:
-        """Return what outlives the run and the next command after a moment: processes and folders of the run."""
+        """Return processes and folders of the run that still exist a moment after the run and the next command."""
         self._status()
         until_s = time.monotonic() + END_S
         while found := self._left():
@@ -234,7 +237,10 @@ class World:
         ]
 
     def story(self) -> str:
-        """The end of what the command said, and where the rest is: its disk goes with this."""
+        """Return the end of the output and the journal's path.
+
+        Both are kept, because the disk is removed with the run.
+        """
         kept = self.folder / "run"
         shutil.copytree(self.run_dir, kept, ignore_dangling_symlinks=True)
         output = (self.folder / "output.log").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -245,7 +251,7 @@ class World:
 
 
 def _preloaded(folder: Path) -> dict[str, str]:
-    """Build the clock that can be set; None without a compiler."""
+    """Build the library for a clock that can be set; None without a compiler."""
     compiler, library = shutil.which("gcc"), folder / "clock.so"
     if compiler is None:
         return {}

@@ -1,4 +1,4 @@
-"""Storage that the tests share."""
+"""Storage that these tests share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def buckets(monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketService]:
 
 @pytest.fixture(params=["path", "file", "memory", "blobs", "buckets"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A checkpoint directory that does not exist yet, on each kind of storage."""
+    """Return the URL of a checkpoint directory that does not exist yet, on each kind of storage."""
     if request.param == "buckets":
         bucket: str = request.getfixturevalue("buckets").bucket
         return f"s3://{bucket}/runs/checkpoints"

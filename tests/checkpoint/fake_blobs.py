@@ -31,7 +31,10 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass
 class BlobService:
-    """What is stored, who requested what, and faults to give instead of an answer, the next one first."""
+    """What is stored, who requested what, and faults.
+
+    The next request is answered with the first fault, if there is one.
+    """
 
     key: str = field(default_factory=lambda: base64.b64encode(secrets.token_bytes(32)).decode())
     blobs: dict[str, bytes] = field(default_factory=dict)
@@ -66,12 +69,12 @@ def blob_service() -> Iterator[BlobService]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    disable_nagle_algorithm = True  # a header and its body are two packets, and the second would wait 40 ms
+    disable_nagle_algorithm = True  # header and body are two packets, of which the second would wait for 40 ms
     service: BlobService
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_arguments: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def _do(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -181,10 +184,10 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def _is_signed(self) -> bool:
-        """Whether the key signed this request, in the format of the service's "Authorize with Shared Key"."""
+        """Return whether the request is signed with the key, in the service's format "Authorize with Shared Key"."""
         given = {name.lower(): value for name, value in self.headers.items()}
         lines = [given.get(name, "") for name in SIGNED_HEADERS]
-        lines[SIGNED_HEADERS.index("date")] = ""  # x-ms-date stands for it
+        lines[SIGNED_HEADERS.index("date")] = ""  # x-ms-date replaces the date
         if lines[SIGNED_HEADERS.index("content-length")] == "0":
             lines[SIGNED_HEADERS.index("content-length")] = ""
         special = "".join(f"{name}:{given[name]}\n" for name in sorted(given) if name.startswith("x-ms-"))

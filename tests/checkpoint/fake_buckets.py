@@ -1,6 +1,6 @@
-"""An S3 on loopback, for the real SDK: moto's server with one bucket, one key, and faults.
+"""An S3 on loopback for the real SDK: moto's server with one bucket, one key, and faults.
 
-Whoever asks with another key is refused; what is signed with it moto does not check.
+Requests with another key are refused; moto does not check the signatures themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REGION = "us-east-1"
 
 @dataclass
 class BucketService:
-    """Who requested what, and faults to give instead of an answer, the next one first."""
+    """Who requested what, and faults; the next request is answered with the first fault, if there is one."""
 
     bucket: str = field(default_factory=lambda: f"checkpoints-{secrets.token_hex(4)}")
     key_id: str = field(default_factory=lambda: f"AKIA{secrets.token_hex(8).upper()}")
@@ -45,7 +45,7 @@ class BucketService:
 
 @contextmanager
 def bucket_service() -> Iterator[BucketService]:
-    """Serve until the end of the block; skips where moto's server or s3fs is not installed."""
+    """Serve until the end of the block; skip the test where moto's server or s3fs is not installed."""
     wanted = "pip install s3fs moto flask flask-cors"
     pytest.importorskip("s3fs", reason=wanted)
     application = pytest.importorskip("moto.moto_server.werkzeug_app", reason=wanted)

@@ -48,7 +48,7 @@ def test_a_damaged_version_is_not_copied_and_leaves_nothing(url: str, target: st
     assert stored_versions(target) == ()
 
 
-def test_a_copy_that_breaks_off_is_no_checkpoint_and_can_be_continued(
+def test_an_interrupted_copy_is_not_a_checkpoint_and_can_be_continued(
     tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = str(tmp_path)
@@ -97,7 +97,7 @@ def seen(url: str, *, every_byte: bool = False) -> dict[int, VersionStatus]:
     return {look.version: look for look in inspect_versions(url, every_byte=every_byte)}
 
 
-def test_each_version_is_told_with_what_its_manifest_says(url: str) -> None:
+def test_each_version_is_listed_with_its_manifests_facts(url: str) -> None:
     save(url, 2, 4)
     said = {"kind": "emergency", "shape": "3x2", "saved_s": 17.0}
     write_manifest(url, read_manifest(url, 4).model_copy(update=said))
@@ -113,7 +113,7 @@ def test_each_version_is_told_with_what_its_manifest_says(url: str) -> None:
     assert found[4].where == version_url(url, 4)
     assert found[4].size_bytes > read_manifest(url, 4).size_bytes
     assert found[2].saved_s is not None
-    assert abs(found[2].saved_s - 1e9) < 5e9  # of storage's clock, in seconds
+    assert abs(found[2].saved_s - 1e9) < 5e9  # seconds, by the storage's clock
     assert (found[6].kind, found[6].size_bytes, found[6].saved_s) == (None, 1, None)
     let_go(url, 2)
     assert not seen(url)[2].kept
@@ -132,7 +132,7 @@ def test_a_damaged_version_is_listed_with_its_file_even_once_set_aside(tmp_path:
         newest_whole(url)
 
 
-def test_a_named_pipe_in_place_of_a_file_is_damage_and_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_named_pipe_in_place_of_a_file_counts_as_damage(tmp_path: Path) -> None:
     url = str(tmp_path)
     save(url, 2, 4, 6)
     manifest = tmp_path / "v00000006" / "manifest.json"
@@ -175,7 +175,7 @@ def test_a_version_that_is_deleted_while_it_is_read_is_not_damaged(
     assert list(seen(url)) == [4]
 
 
-def test_what_was_deleted_just_now_cannot_be_kept(tmp_path: Path) -> None:
+def test_a_version_just_deleted_cannot_be_kept(tmp_path: Path) -> None:
     url = str(tmp_path)
     save(url, 2)
     delete_version(url, 2)
@@ -206,12 +206,14 @@ THERE = (look(10), look(20, kept=True), look(30, State.DAMAGED), look(40), look(
         (50, 7, True, "is not whole, but may become so: no newer one is whole; and process 7 manages its run"),
     ],
 )
-def test_what_may_be_removed(version: int, holder: int | None, force: bool, problem: str | None) -> None:
+def test_kept_and_newest_versions_are_removed_only_by_force(
+    version: int, holder: int | None, force: bool, problem: str | None
+) -> None:
     answer = refusal(THERE, version, force=force, holder=holder)
     assert (answer and answer[0]) == problem
 
 
-def test_where_none_is_whole_none_is_removed_without_force(tmp_path: Path) -> None:
+def test_without_an_undamaged_version_none_is_removed_unless_forced(tmp_path: Path) -> None:
     save(str(tmp_path), 2)
     _truncated(str(tmp_path), 2)
     found = tuple(inspect_versions(str(tmp_path), every_byte=False))

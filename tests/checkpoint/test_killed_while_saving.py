@@ -1,4 +1,4 @@
-"""A process that saves is killed at each of its file operations: earlier checkpoints stay unchanged to the byte."""
+"""A process is killed at each file operation of a save: earlier checkpoints stay unchanged to the byte."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.rules import CheckpointRules
 
 OPERATIONS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"})
-"""As Python's audit events name them. Writes and fsync have none: see ``killed_at``."""
+"""The names of Python's audit events; writes and fsync have none: see ``killed_at``."""
 UNITS = ("s0", "s1", "s2")
 
 
@@ -28,7 +28,7 @@ def payload(version: int, unit: str) -> bytes:
 
 
 def save(url: str, version: int) -> None:
-    """Write a version as workers and the manager do, then drop what is too old."""
+    """Write a version as workers and the manager do, then delete versions that are too old."""
     units = []
     for unit in UNITS:
         data = payload(version, unit)
@@ -40,9 +40,9 @@ def save(url: str, version: int) -> None:
 
 
 def killed_at(number: int, work: Callable[[], None], folder: Path) -> bool:
-    """Do some work in a process that kills itself at its nth operation below a folder; whether it came so far.
+    """Run ``work`` in a process that kills itself at its nth operation below a folder; return whether it was killed.
 
-    That is before most operations, and in the middle of a write.
+    Most operations are not begun then; a write is killed halfway.
     """
     pid = os.fork()
     if pid == 0:
@@ -101,7 +101,7 @@ def test_whenever_a_save_is_killed_the_newest_whole_version_is_unchanged(tmp_pat
             assert (folder / f"v{manifest.version:08d}" / f"{unit}.safetensors").read_bytes() == payload(
                 manifest.version, unit
             )
-        save(url, 40)  # the run goes on, and clears away what was left
+        save(url, 40)  # the run continues, and removes what was left
         assert complete_versions(url)[-1] == 40
         assert not list(folder.glob("v00000010/*"))
         if not was_killed:
@@ -109,5 +109,5 @@ def test_whenever_a_save_is_killed_the_newest_whole_version_is_unchanged(tmp_pat
     assert found[0] == 20
     assert found == sorted(found), "a version that was complete was gone later"
     assert found[-1] == 30
-    # each file is opened, written, flushed and renamed at least, in a folder that is made and flushed
+    # each file is at least opened, written, flushed and renamed, in a folder that is made and flushed
     assert len(found) > 6 * len(UNITS)

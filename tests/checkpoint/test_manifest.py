@@ -1,4 +1,4 @@
-"""The newest undamaged checkpoint: damaged ones are skipped and kept, and silent storage proves no damage."""
+"""The newest undamaged checkpoint: damaged ones are skipped and kept, and silent storage is not taken for damage."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_writing_again_replaces(url: str) -> None:
     assert names_in(url) == ["file"]
 
 
-def test_unit_files_without_a_manifest_are_no_checkpoint(url: str) -> None:
+def test_unit_files_without_a_manifest_are_not_a_checkpoint(url: str) -> None:
     assert complete_versions(url) == ()
     write_manifest(url, make_manifest(2))
     write_atomically(f"{version_url(url, 4)}/s0.safetensors", b"x")
@@ -95,7 +95,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
 
 
 def test_a_manifest_with_sha256_alone_is_read_and_still_verified(tmp_path: Path) -> None:
-    """Return a manifest as written before files had an additional fast checksum."""
+    """Manifests were once written without the additional fast checksum."""
     unit = {"unit": "s0", "file": "s0.safetensors", "size_bytes": 1, "sha256": "0" * 64}
     written = {"schema_version": 2, "fingerprint": "f", "version": 3, "units": [unit], "kind": "periodic"}
     written |= {"shape": "2x1", "saved_s": 1.5}
@@ -160,7 +160,7 @@ def test_a_manifest_that_is_a_directory_is_unreadable(tmp_path: Path) -> None:
         read_manifest(str(tmp_path), 3)
 
 
-def test_storage_that_refuses_is_told_in_one_sentence(blobs: BlobService) -> None:
+def test_storage_that_refuses_is_reported_in_one_sentence(blobs: BlobService) -> None:
     url = f"abfs://{CONTAINER}/runs"
     write_manifest(url, make_manifest())
     for read in (lambda: complete_versions(url), lambda: read_manifest(url, 3)):
@@ -170,7 +170,7 @@ def test_storage_that_refuses_is_told_in_one_sentence(blobs: BlobService) -> Non
     assert blobs.key not in "".join(blobs.asked)
 
 
-def test_what_is_refused_leaves_what_was_there(blobs: BlobService) -> None:
+def test_a_refused_write_leaves_the_earlier_file(blobs: BlobService) -> None:
     url = f"abfs://{CONTAINER}/runs/file"
     write_atomically(url, b"first")
     blobs.faults = [(403, "AuthorizationPermissionMismatch")]
@@ -194,7 +194,7 @@ UNITS = ("s0", "s1")
 
 
 def save(url: str, *versions: int) -> None:
-    """Write whole checkpoints of these versions."""
+    """Write complete checkpoints of these versions."""
     for version in versions:
         written = [write_unit(url, version, unit, "vm0", {"w": torch.full((64,), float(version))}) for unit in UNITS]
         files = tuple(
@@ -205,7 +205,7 @@ def save(url: str, *versions: int) -> None:
 
 
 def changed(url: str, version: int, file: str, change: Callable[[bytes], bytes]) -> None:
-    """Change a file of a checkpoint whose name begins so."""
+    """Change the file of a checkpoint whose name begins like this."""
     filesystem, folder = fsspec.core.url_to_fs(version_url(url, version))
     path = next(path for path in filesystem.find(folder) if path.rsplit("/", 1)[-1].startswith(file))
     filesystem.pipe_file(path, change(filesystem.cat_file(path)))
@@ -306,7 +306,7 @@ def test_no_byte_of_any_file_can_be_flipped_or_lost_unnoticed(local: str) -> Non
 
 
 @pytest.mark.parametrize("damage", [*SEEN_AT_ONCE, _flipped])
-def test_where_all_are_damaged_it_is_said_and_nothing_is_changed(local: str, damage: Damage) -> None:
+def test_if_all_are_damaged_this_is_reported_and_nothing_changed(local: str, damage: Damage) -> None:
     save(local, 2, 4)
     for version in (2, 4):
         damage(local, version)
@@ -340,7 +340,7 @@ def test_storage_that_hangs_damages_nothing(local: str, monkeypatch: pytest.Monk
     assert complete_versions(local) == (2, 4)
 
 
-def test_what_cannot_be_set_aside_is_not_passed_over(local: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_version_that_cannot_be_set_aside_is_an_error(local: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save(local, 2, 4)
     _truncated(local, 4)
 

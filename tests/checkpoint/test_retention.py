@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and that a removed one is never seen in part."""
+"""Which checkpoints are kept; and a checkpoint that is being removed is never seen in part."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_newest_to_which_a_bad_step_goes_back_stays() -> None:
     assert superfluous(whole(5, 10, 12), CheckpointRules(keep_newest=1), spared=(10, 11)) == (5,)
 
 
-def test_one_that_a_user_keeps_stays_and_costs_no_other_its_place() -> None:
+def test_a_version_that_a_user_keeps_displaces_no_other() -> None:
     versions = [*whole(10, 20), stored(30, MANIFEST, KEPT), *whole(40), stored(50, MANIFEST, KEPT)]
     assert goes(versions, 2) == (10,)
     assert goes(versions, 1) == (10, 20)
@@ -88,7 +88,7 @@ def test_every_kind_of_storage_lists_versions_and_deletes_them(url: str) -> None
     assert stored_versions(url) == ()
     save(url, 2, 4, 6, 8)
     keep(url, 2)
-    for version in (1, 7, 9):  # never completed; 7 and 9 may still be on their way
+    for version in (1, 7, 9):  # never completed; 7 and 9 may still be under way
         write_atomically(f"{version_url(url, version)}/s0.safetensors", b"x")
     for name in ("vault", "v5"):
         write_atomically(f"{url}/{name}/{MANIFEST}", b"not ours")
@@ -102,7 +102,7 @@ def test_every_kind_of_storage_lists_versions_and_deletes_them(url: str) -> None
     assert names_in(url).count(MANIFEST) == 5
 
 
-def test_a_version_of_which_only_the_manifest_is_left_is_deleted_too(url: str) -> None:
+def test_a_version_with_only_a_manifest_is_deleted_too(url: str) -> None:
     for version in (1, 2, 3):
         write_manifest(url, make_manifest(version))
     delete_superfluous(url, CheckpointRules(keep_newest=1))
@@ -146,7 +146,7 @@ def test_a_version_that_a_user_keeps_during_its_deletion_stays_whole(
     assert names_in(url) == []
 
 
-def test_storage_that_cannot_be_listed_is_told_in_one_sentence(blobs: BlobService) -> None:
+def test_storage_that_cannot_be_listed_is_reported_in_one_sentence(blobs: BlobService) -> None:
     save(f"abfs://{CONTAINER}/runs", 1, 2)
     blobs.faults = [(403, "AuthorizationPermissionMismatch")] * 9
     with pytest.raises(CheckpointError, match=r"cannot be read: [^\n]+$"):

@@ -1,4 +1,4 @@
-"""A unit's state as bytes: tensors are aligned views of them, and any safetensors reader can read them."""
+"""A unit's state as bytes: its tensors are aligned views of them, and any safetensors reader can read them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_file_of_a_tied_unit_has_a_plain_name(tmp_path: Path) -> None:
 
 
 def test_another_state_of_a_version_does_not_replace_what_a_manifest_names(tmp_path: Path) -> None:
-    """This happens when a run was set back, and a slow writer of the old history is late."""
+    """This happens when a run was set back while a slow writer still writes the discarded version."""
     manifest = save(str(tmp_path))
     save(str(tmp_path), tensors={"param/w": torch.zeros(2, 3)})
     assert torch.equal(read_unit(str(tmp_path), manifest, "s0+s4")["param/w"], make_tensors()["param/w"])
@@ -74,7 +74,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def by_sha256_alone(manifest: Manifest) -> Manifest:
-    """Manifests were once written without the fast checksum."""
+    """Rewrite a manifest as it was before there was a fast checksum."""
     units = tuple(entry.model_copy(update={"xxh3_128": None}) for entry in manifest.units)
     return manifest.model_copy(update={"units": units})
 
@@ -102,7 +102,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str, older: bool) -> No
 
 
 def test_a_unit_is_loaded_by_the_quick_checksum_and_verified_by_sha256(tmp_path: Path) -> None:
-    """Each digest is checked by itself: a wrong digest of the other kind goes unnoticed."""
+    """Each digest is checked alone: a wrong digest of the other kind goes unnoticed."""
     manifest, where = save(str(tmp_path)), str(tmp_path)
     (right,) = manifest.units
     for changed, loads in (({"sha256": "0" * 64}, True), ({"xxh3_128": "0" * 32}, False)):
@@ -133,7 +133,7 @@ def test_a_unit_that_the_manifest_lacks_is_named(tmp_path: Path) -> None:
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
-    """A pickle in place of the file is refused before anybody looks into it."""
+    """A pickle in place of the file is refused before it is loaded."""
     manifest = save(str(tmp_path))
     path = file_of(tmp_path, manifest)
     path.write_bytes(b"\x80\x04cposix\nsystem\n(S'touch pwned'\ntR.")
@@ -153,7 +153,7 @@ TENSORS = {
 
 
 def same(found: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> bool:
-    """Check that states are equal in names, types, shapes and bits."""
+    """Check that two states are equal in names, types, shapes and bits."""
     return found.keys() == tensors.keys() and all(
         found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in tensors.items()
     )
@@ -225,7 +225,7 @@ def stored(tmp_path: Path) -> tuple[str, Manifest, Path]:
     return url, read_manifest(url, 3), Path(version_url(url, 3)) / unit.file
 
 
-def test_what_is_read_lies_where_kernels_want_it(tmp_path: Path) -> None:
+def test_loaded_tensors_are_aligned_for_kernels(tmp_path: Path) -> None:
     url, manifest, _ = stored(tmp_path)
     found = read_unit(url, manifest, "s0")
     assert same(found, TENSORS)

@@ -11,7 +11,7 @@ from tests.cli.given import JOBS, Given
 
 @pytest.fixture(scope="session")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    """A profile of the job ``good``, without having measured it."""
+    """Return a profile of the job ``good`` that was not measured."""
     from morph.cutting import cut, export_job
     from morph.jobs.job import load_job
 

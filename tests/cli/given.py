@@ -1,4 +1,4 @@
-"""A folder with valid input for ``morph run``, into which tests put one mistake."""
+"""A folder with valid input for ``morph run``, into which each test puts one mistake."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def without_phases(stderr: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Given:
-    """A folder with a right job, profile and cluster file; the run directory that ``run`` names is not there yet."""
+    """A folder with a valid job, profile and cluster file; the run directory that ``run`` names does not exist yet."""
 
     folder: Path
     profile: Profile
@@ -152,11 +152,11 @@ class Given:
         return self.file("edited.json", json.dumps(data))
 
     def refused(self, *arguments: object) -> str:
-        """The one line with which the command line refuses; checks that nothing else happened."""
+        """Return the one line with which the command line refuses, and check that nothing else happened."""
         before = sorted(self.folder.rglob("*"))
         children = psutil.Process().children(recursive=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(process_vms, "HOST", "token")  # it would import torch though there are no workers
+            patch.setattr(process_vms, "HOST", "token")  # this command would import torch although there are no workers
             result = CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="morph")
         assert result.exit_code == 2, (result.output, result.exception)
         lines = without_phases(result.stderr)
@@ -169,7 +169,7 @@ class Given:
         return lines[0].removeprefix("error: ")
 
     def run_refused(self, *more: object, job: str | None = None, profile: Path | None = None) -> str:
-        """The line with which ``morph run`` refuses; options in ``more`` override these."""
+        """Return the line with which ``morph run`` refuses; options in ``more`` override the usual ones."""
         return self.refused(
             *("run", job or self.job, "--profile", profile or self.folder / "profile.json"),
             *("--cluster", self.folder / "cluster.yaml", "--run-dir", self.run_dir, *more),

@@ -1,4 +1,4 @@
-"""Files of users and from elsewhere: a mistake is refused in one line that names it."""
+"""Users' and foreign files: a mistake is refused in one line that names it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ FILES: dict[str, tuple[type[Value], dict[str, Any]]] = {
 
 
 def _leaves(node: dict[str, Any], root: dict[str, Any], path: Place = ()) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """Yield every place of a schema: its path and its definition."""
+    """Yield every field of a schema: its path and its definition."""
     if "$ref" in node:
         node = root["$defs"][node["$ref"].rsplit("/", 1)[1]]
     for option in (*node.get("anyOf", ()), *node.get("oneOf", ())):
@@ -97,7 +97,7 @@ def _places(kind: str) -> list[Place]:
 
 
 def _read(kind: str, path: Path, *changes: tuple[Place, Any]) -> str:
-    """Read a file of this kind, valid except at these places; return its refusal, or "" if it is accepted."""
+    """Read a file of this kind that is valid except at these paths; return the refusal, or "" if it is accepted."""
     value_type, right = FILES[kind]
     content = json.loads(json.dumps(right))
     for (*above, last), value in changes:
@@ -303,7 +303,7 @@ def test_the_word_off_is_what_it_says(tmp_path: Path) -> None:
         ("vms: !!python/object/apply:os.getcwd []\n", "line 1: is not YAML"),
     ],
 )
-def test_what_is_wrong_with_the_yaml_is_named_with_its_place(tmp_path: Path, text: str, problem: str) -> None:
+def test_yaml_errors_are_named_with_their_place(tmp_path: Path, text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         load_cluster(write(tmp_path, text))
 

@@ -1,4 +1,4 @@
-"""What commands refuse: each mistake is one line that says what is wrong; nothing is started or written."""
+"""Mistakes that commands refuse: each gives one line that says what is wrong; nothing is started or written."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_wrong_profile_is_refused_by_every_command_that_reads_it(
     ("name", "problem"),
     [("absent.json", "cannot be read: No such file"), ("jobs.py", "Invalid JSON"), ("", "cannot be read: Is a dir")],
 )
-def test_a_file_that_is_no_profile_is_refused(given: Given, name: str, problem: str) -> None:
+def test_a_file_that_is_not_a_profile_is_refused(given: Given, name: str, problem: str) -> None:
     assert f"{given.folder / name}: {problem}" in given.run_refused(profile=given.folder / name)
 
 
@@ -203,7 +203,7 @@ def test_a_shape_that_the_vms_can_never_form_is_refused(
     assert given.run_refused(*options).startswith(problem)
 
 
-def test_a_job_that_does_not_fit_is_told_the_least_memory(given: Given) -> None:
+def test_the_refusal_of_a_too_large_job_names_the_least_memory(given: Given) -> None:
     path = given.file("cluster.yaml", "vms: {num_vms: 2, memory_bytes: 100}\n")
     line = given.run_refused()
     start = f"{path}: vms.memory_bytes: the job does not fit in the memory of 2 devices ("
@@ -224,7 +224,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(given: Give
 
 
 class Refusing(MemoryFileSystem):
-    """Storage to which this user has no key."""
+    """Storage for which this user has no key."""
 
     protocol = "refusing"
 
@@ -237,7 +237,7 @@ class Refusing(MemoryFileSystem):
 def test_a_wrong_storage_key_is_reported_first_and_leaves_no_directory(
     given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a run directory left, the same command with the right storage would be refused: it was another run's."""
+    """If a run directory were left, the same command with the right storage would be refused as another run's."""
     monkeypatch.setitem(_registry, "refusing", Refusing)
     url = "refusing://bucket/run"
     arguments = ("run", f"{given.folder / 'jobs.py'}:failing", "--profile", given.folder / "profile.json")
@@ -247,7 +247,7 @@ def test_a_wrong_storage_key_is_reported_first_and_leaves_no_directory(
     assert not given.run_dir.exists()
 
 
-def test_what_a_library_says_again_and_again_is_shown_once() -> None:
+def test_repeated_messages_of_a_library_are_shown_once() -> None:
     code = (
         "import logging, sys\n"
         "from morph.cli.main import main\n"
@@ -309,7 +309,7 @@ def test_fewer_steps_than_a_resumed_run_has_already_are_refused(given: Given) ->
     assert given.run_refused("--epochs", 2, "--steps", 9) == told
 
 
-def test_a_directory_that_is_no_run_has_no_status(given: Given) -> None:
+def test_a_directory_that_is_not_a_run_has_no_status(given: Given) -> None:
     assert given.refused("status", given.folder / "absent").endswith("absent: there is no such run directory")
     assert given.refused("status", given.job).endswith("there is no such run directory")
     assert given.refused("status", given.folder).endswith("is not a run directory: it has no run.json")
@@ -403,7 +403,7 @@ def test_durations_are_read_as_users_write_them(text: str, seconds: float) -> No
 
 
 @pytest.mark.parametrize("text", ["", "h", "3 h", "-3h", "3x", "nan", "inf", "1e3", "3h5", "٣h", "0x10"])
-def test_what_is_no_duration_is_refused_with_its_option(text: str) -> None:
+def test_invalid_durations_are_refused_with_their_option(text: str) -> None:
     with pytest.raises(InputError) as raised:
         seconds_of("--notice", text, ranges.SECONDS)
     assert str(raised.value) == (f"--notice: is not a duration (got {text!r}); allowed: such as 30s, 10m, 3h or 1h30m")

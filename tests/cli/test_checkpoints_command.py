@@ -1,4 +1,4 @@
-"""``morph checkpoints``: what its commands print, refuse and leave."""
+"""``morph checkpoints``: what its commands print, refuse and leave unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_si
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run with three whole checkpoints and one that is being written."""
+    """Return a run with three complete checkpoints and one that is being written."""
     path = tmp_path / "run"
     with RunDir(path, FACTS) as opened:
         save(opened.checkpoint_url, 20, 40, 60)
@@ -114,7 +114,7 @@ def test_a_copy_of_the_newest_passes_over_what_is_damaged(run_dir: Path, tmp_pat
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "keep", "rm", "copy"])
-def test_a_place_without_checkpoints_is_told_in_one_sentence(command: str, tmp_path: Path) -> None:
+def test_a_place_without_checkpoints_is_reported_in_one_sentence(command: str, tmp_path: Path) -> None:
     more = {"keep": [4], "rm": [4], "copy": [tmp_path / "target"]}.get(command, [])
     assert "there is no such folder" in refused(command, tmp_path / "nowhere", *more)
     assert "holds no complete checkpoint" in refused(command, tmp_path, *more)
@@ -133,5 +133,5 @@ def test_a_place_without_checkpoints_is_told_in_one_sentence(command: str, tmp_p
         (-1e6, "11.6 d"),
     ],
 )
-def test_an_age_is_told_in_its_largest_unit(saved_s: float | None, text: str) -> None:
+def test_an_age_is_shown_in_its_largest_unit(saved_s: float | None, text: str) -> None:
     assert age_text(saved_s, 1000.0) == text

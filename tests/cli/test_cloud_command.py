@@ -26,7 +26,7 @@ def arm() -> Iterator[FakeArm]:
 
 
 def cloud_file(arm: FakeArm, directory: Path, monkeypatch: pytest.MonkeyPatch, **changes: str) -> Path:
-    """Return a cloud file for the fake Azure, with its client."""
+    """Return a cloud file for the fake Azure, and a client of this Azure."""
     spec = SPEC.model_copy(update=changes)
 
     def client(subscription: str, **where: str | None) -> object:
@@ -45,7 +45,7 @@ def morph(*arguments: object) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_a_dry_run_prints_what_would_be_created_and_asks_nobody() -> None:
+def test_a_dry_run_prints_what_would_be_created_without_requests() -> None:
     code, output = morph("cloud", "dry-run", AZURE, "--count", 2, "--job", "tiny")
     assert code == 0
     calls = json.loads(output)
@@ -165,7 +165,7 @@ def test_reconcile_ends_what_a_run_left_on_hosts(tmp_path: Path, monkeypatch: py
     kept = {
         key: {"run": run, "job": "tiny", "vm": {"name": name, "request": "r"}} for key, (run, name) in leases.items()
     }
-    del kept["h3:22"]["job"]  # of an earlier version
+    del kept["h3:22"]["job"]  # from an earlier version
     (tmp_path / "leases.json").write_text(json.dumps(kept), encoding="utf-8")
     path = tmp_path / "hosts.yaml"
     path.write_text("hosts: [{address: h1}, {address: h2}, {address: h3}]", encoding="utf-8")

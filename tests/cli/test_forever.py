@@ -1,4 +1,4 @@
-"""Unattended runs: ``--forever``, ``morph service``, and reports about a manager that is gone."""
+"""Unattended runs: ``--forever``, ``morph service``, and reports about a manager that has died."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def lives(folder: Path, then: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_run_goes_on_forever_and_says_each_time_why(tmp_path: Path) -> None:
+def test_a_run_forever_continues_and_says_each_time_why(tmp_path: Path) -> None:
     with lives(tmp_path, "ends") as parent:
         _, told = parent.communicate(timeout=ANSWER_S)
     assert parent.returncode == 0
@@ -142,7 +142,7 @@ def test_status_says_that_the_manager_is_gone_or_silent_here_and_elsewhere(tmp_p
     (path / GOES_ON).write_text(GoesOn(sentence="it was killed", again_s=now_s).model_dump_json())
     assert "unmanaged (it was killed; it goes on at" in told()
     (path / GOES_ON).write_text(GoesOn(sentence="it was killed", again_s=now_s - 2 * SILENT_S).model_dump_json())
-    lock.write_text(f"4711\n{socket.gethostname()}\n")  # as a manager leaves it that is killed
+    lock.write_text(f"4711\n{socket.gethostname()}\n")  # a killed manager leaves the file like this
     assert "its manager, process 4711, is gone; the last entry" in told()
     assert f"to go on: morph resume {path}" in told()
     lock.write_text("4711\nanother\n")
@@ -175,7 +175,7 @@ def test_names_in_a_script_of_slurm_are_quoted(tmp_path: Path, monkeypatch: pyte
     given = dict(
         shlex.split(line)[1].partition("=")[::2] for line in script.splitlines() if line.startswith("#SBATCH --")
     )
-    slashed = {name: value.replace("\\\\", "\\") for name, value in given.items()}  # sbatch's own escapes
+    slashed = {name: value.replace("\\\\", "\\") for name, value in given.items()}  # these are sbatch's own escapes
     assert slashed["--job-name"] == "morph-a b\\c #d"
     assert slashed["--output"] == f"{folder}/morph-a b\\c #d-%j.log".replace("50%j", "50%%j")
     assert f"cd {shlex.quote(str(folder))} ||" in script

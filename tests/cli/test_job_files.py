@@ -72,7 +72,7 @@ def test_arguments_of_the_jobs_function_are_read_and_set(given: Given) -> None:
         (("-D", "1"), "-D: is set in the job file"),
     ],
 )
-def test_what_a_job_file_says_is_not_said_again(given: Given, options: tuple[str, ...], problem: str) -> None:
+def test_options_that_repeat_a_job_file_are_refused(given: Given, options: tuple[str, ...], problem: str) -> None:
     assert problem in given.refused("run", job_file(given), *options)
 
 
@@ -159,7 +159,9 @@ def test_every_key_has_a_meaning_to_explain(vms: type[BaseModel]) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["check", "explain"])
-def test_a_file_of_another_kind_is_told_what_it_is(given: Given, text: str, what: str, command: str) -> None:
+def test_the_refusal_of_a_file_of_another_kind_names_this_kind(
+    given: Given, text: str, what: str, command: str
+) -> None:
     path = given.file("other.yaml", text)
     told = given.refused("config", command, path)
     assert told == f"{path}: is {what}; allowed: a cluster file, or a job file of `morph run`"
@@ -236,7 +238,7 @@ def test_a_schedule_that_wants_the_loss_is_refused_with_its_line(given: Given, c
         ("loss=lambda batch: 0", "loss: cannot be called as it is: too many positional arguments (got '<lambda>')"),
     ],
 )
-def test_a_value_that_is_no_function_is_refused_with_line_and_remedy(given: Given, fields: str, problem: str) -> None:
+def test_a_value_in_place_of_a_function_is_refused_with_its_line(given: Given, fields: str, problem: str) -> None:
     head = JOBS[: JOBS.index("def make(")]
     right = "name='a', model=Plain, loss=loss, dataset=Samples, optimizer=sgd, batch_size=8"
     name = fields.partition("=")[0]
@@ -306,7 +308,7 @@ for command, *options in (
 
 @pytest.mark.slow
 def test_a_model_that_branches_on_its_data_is_refused_with_the_branch(given: Given) -> None:
-    """Run in a process of its own, because torch writes graphs to the real standard error, not the test's."""
+    """The command runs in its own process, because torch writes graphs to the real standard error, not the test's."""
     number = next(index for index, line in enumerate(JOBS.splitlines(), 1) if "HERE" in line)
     _, codes, errors = run_python("-c", BOTH_COMMANDS, cwd=given.folder)
     assert codes.split() == ["2", "2"], errors

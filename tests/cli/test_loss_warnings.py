@@ -1,4 +1,4 @@
-"""``morph cut``, ``calibrate`` and ``run`` warn, and continue, if the loss is not a mean over samples."""
+"""``morph cut``, ``calibrate`` and ``run`` warn, but continue, if the loss is not a mean over samples."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def profile(tmp_path: Path) -> Path:
 
 
 def make_run(run_dir: Path, profile: Profile, correction: Correction | None = CORRECTION, node_type: str = "") -> Path:
-    """A run directory whose journal holds one correction, or none."""
+    """Return a run directory whose journal holds one correction or none."""
     chosen = plan_table(profile, 1)[1]
     units = {unit.id: unit.sections for unit in profile.units} or {"all": (0, 1, 2)}
     config = ControllerConfig(
@@ -196,7 +196,7 @@ def test_times_of_each_type_are_longer_by_its_factors(tmp_path: Path, profile: P
 
 
 def refused(*arguments: object) -> str:
-    """Return the output without its line breaks."""
+    """Return the output without line breaks."""
     code, said = refine(*arguments)
     assert code == 2
     return " ".join(said.split())

@@ -1,4 +1,4 @@
-"""Cluster files with VMs of a provider: a mistake gives one line that names it, before anything is started."""
+"""Cluster files with VMs of a provider: a mistake gives one line that names it before anything is started."""
 
 from __future__ import annotations
 
@@ -126,9 +126,7 @@ def test_a_mistake_is_one_line_that_names_it(
     ("missing", "told"),
     [("cloud", "vms.cloud"), ("keep", "vms.keep"), ("memory_bytes", "vms.memory_bytes"), ("address", "vms.address")],
 )
-def test_what_must_be_said_is_named_when_it_is_not(
-    tmp_path: Path, described: Described, missing: str, told: str
-) -> None:
+def test_missing_required_fields_are_named(tmp_path: Path, described: Described, missing: str, told: str) -> None:
     del described["vms"][missing]
     assert f"{told}: Field required" in refused(tmp_path, described)
 
@@ -154,7 +152,7 @@ def test_a_cloud_file_of_the_wrong_kind_is_named(tmp_path: Path, described: Desc
 
 
 class Craters(Value):
-    """The settings in a file for another package's market."""
+    """The settings of another package's market in a cluster file."""
 
     num_craters: int
 
@@ -261,7 +259,8 @@ def test_the_example_for_azure_is_a_file_that_would_run(tmp_path: Path, monkeypa
     assert isinstance(run.cluster.vms, AzureVms)
     assert run.cloud is not None
     assert run.cloud.described.location == "westus2"
-    assert run.cloud.described.image.split(":")[2] == "2404"  # whose Python is 3.12: with 2204 no VM would ever join
+    # the image with Python 3.12: with that of 22.04 no VM would ever join
+    assert run.cloud.described.image.split(":")[2] == "2404"
     assert run.cluster.vms.environment.setup[-1] == "/usr/bin/python3 -m venv /opt/morph"
     assert run.cluster.vms.environment.python == "/opt/morph/bin/python"
     assert run.request.checkpoint_url == "abfs://checkpoints@ACCOUNT.dfs.core.windows.net/tiny-gpt"
@@ -339,15 +338,13 @@ def test_a_price_is_the_cluster_files_or_else_the_providers(
 @pytest.mark.parametrize(
     "package", ["morph-train", "Morph_Train==1.2", "morph.train[tls]", "morph-train @ https://x/y"]
 )
-def test_morph_itself_is_no_package_that_an_index_is_asked_for(package: str) -> None:
+def test_morph_itself_is_not_requested_from_an_index(package: str) -> None:
     with pytest.raises(ValidationError, match="the manager provides Morph"):
         Environment(packages=(package,))
     assert Environment(packages=("morph-trains", "adlfs", "/wheels/x.whl")).packages
 
 
-def test_a_run_on_one_named_type_of_gpu_is_planned_with_its_times_and_says_so(
-    tmp_path: Path, described: Described
-) -> None:
+def test_a_run_on_one_named_type_is_planned_with_its_times(tmp_path: Path, described: Described) -> None:
     """``morph profile refine`` later writes what the run has learned into this type."""
     profile = synthetic_profile(num_sections=6, batch_size=12, micro_batch_sizes=(1, 2))
     (tmp_path / "profile.json").write_text(with_type(profile, "t4", 2.0).model_dump_json(), encoding="utf-8")

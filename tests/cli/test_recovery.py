@@ -1,4 +1,4 @@
-"""Resuming a run from what it stores with its checkpoints: with its own job, and no other code."""
+"""A run resumes from the files that it stores beside its checkpoints, with its own job and no other code."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ TRACE = "time_s,event,node_id\n0,add,a\n0,add,b\n5,remove,a\n"
 
 
 class Begun(Exception):
-    """Raised in place of starting a session."""
+    """Raised instead of starting a session."""
 
 
 @pytest.fixture
 def sessions(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
-    """The arguments of sessions, none of which is started."""
+    """Return the arguments of all sessions, of which none is started."""
     begun: list[RunSpec] = []
 
     def session(spec: RunSpec, *_: object, **__: object) -> None:
@@ -75,7 +75,7 @@ def begin(given: Given, request: RunRequest) -> None:
 
 
 def with_checkpoint(url: str, fingerprint: str, units: tuple[str, ...]) -> None:
-    """One of the job's, as far as its manifest says so."""
+    """Write a checkpoint of the job, as far as its manifest says so."""
     save(url, 4)
     manifest = read_manifest(url, 4)
     files = tuple(manifest.units[0].model_copy(update={"unit": unit}) for unit in units)
@@ -84,7 +84,7 @@ def with_checkpoint(url: str, fingerprint: str, units: tuple[str, ...]) -> None:
 
 @pytest.fixture
 def lost(given: Given, sessions: list[RunSpec], tmp_path_factory: pytest.TempPathFactory) -> Given:
-    """Another machine with the job and a run's checkpoints, after everything else of the run was lost."""
+    """Return another machine with the job and a run's checkpoints, after everything else of the run was lost."""
     begin(given, asked(given, settings=("policy.redundancy=off",)))
     sessions.clear()
     units = tuple(unit.id for unit in given.profile.units)
@@ -110,7 +110,7 @@ def resume(given: Given, *more: object, url: str | None = None) -> Result:
 
 
 def refused(given: Given, *more: object, url: str | None = None) -> str:
-    """The line with which ``morph resume URL`` refuses; nothing is left of its run directory."""
+    """Return the line with which ``morph resume URL`` refuses, and check that no run directory is left."""
     result = resume(given, *more, url=url)
     assert result.exit_code in (1, 2), (result.output, result.exception)
     line: str = result.stderr.splitlines()[-1]
@@ -163,7 +163,7 @@ def test_a_run_resumes_with_a_different_job_if_the_user_accepts(lost: Given, ses
     assert "changed_job_accepted" in [fact.name for fact in sessions[0].facts]
 
 
-def test_what_is_missing_is_one_sentence_and_leaves_nothing(lost: Given) -> None:
+def test_missing_files_are_one_sentence_and_leave_nothing(lost: Given) -> None:
     assert "--job: is not given" in refused(lost)
     assert "no such file" in refused(lost, "--job", "nowhere.py:job")
     assert "there is nothing to recover a run from" in refused(lost, "--job", lost.job, url="memory://nowhere")
@@ -211,7 +211,7 @@ def edited(given: Given, edit: Callable[[dict[str, Any]], object]) -> None:
         (lambda data: data.update(schema_version=2), "recovery.json: schema_version"),
     ],
 )
-def test_what_a_stranger_wrote_there_is_refused(
+def test_files_written_by_a_stranger_are_refused(
     lost: Given, edit: Callable[[dict[str, Any]], object], problem: str
 ) -> None:
     edited(lost, edit)
@@ -276,7 +276,7 @@ def test_a_job_file_leaves_the_same_as_its_options(given: Given) -> None:
     assert (loaded.callbacks, loaded.notify) == ((), None), "which program runs is not taken from storage"
 
 
-def test_storage_that_takes_it_not_is_told_once_and_the_run_begins(
+def test_storage_that_refuses_the_files_is_reported_once_and_the_run_begins(
     given: Given, sessions: list[RunSpec], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object) -> None:
@@ -291,7 +291,7 @@ def test_storage_that_takes_it_not_is_told_once_and_the_run_begins(
         read_recovery(str(given.folder / "ckpt"))
 
 
-def test_a_broken_file_is_told_with_its_place(tmp_path: Path) -> None:
+def test_the_error_for_a_broken_file_names_its_place(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     for text in ("", "{", "[]"):
         (tmp_path / RECOVERY).write_text(text)
@@ -314,4 +314,4 @@ def test_checkpoints_that_another_manager_holds_are_refused_or_taken_over(
     with pytest.raises(CheckpointsTaken, match=re.escape(str(given.run_dir.resolve()))):
         other.hold()
     assert [spec.lease is not None for spec in sessions] == [True]
-    begin(given, request)  # the lease was let go
+    begin(given, request)  # the lease was released

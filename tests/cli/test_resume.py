@@ -1,4 +1,4 @@
-"""``morph resume``: a run's request is kept in its directory, and refused if its files have changed since."""
+"""``morph resume``: a run's request is kept in its directory, and refused if its files have changed since then."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_si
 
 
 class Kept:
-    """A folder with the files of a run, and its run directory."""
+    """A folder with the files of a run and its run directory."""
 
     def __init__(self, folder: Path) -> None:
         self.run_dir, self.files = folder / "run", []
@@ -95,7 +95,7 @@ def test_a_file_that_was_changed_or_is_gone_is_named(kept: Kept, number: int) ->
         kept_request(kept.run_dir)
 
 
-def test_a_run_of_which_nothing_was_kept_resumes_by_its_command(kept: Kept) -> None:
+def test_a_run_without_kept_files_resumes_by_its_command(kept: Kept) -> None:
     with pytest.raises(RunDirError, match=r"command\.json.*allowed: the morph run command"):
         kept_request(kept.run_dir)
 
@@ -110,7 +110,7 @@ def test_a_file_that_is_broken_is_refused(kept: Kept, text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"), [("nowhere", "there is no such run directory"), (".", "is not a run directory")]
 )
-def test_what_is_no_run_is_refused_in_one_line(kept: Kept, name: str, problem: str) -> None:
+def test_a_directory_without_a_run_is_refused_in_one_line(kept: Kept, name: str, problem: str) -> None:
     result = CliRunner().invoke(app, ["resume", str(kept.run_dir.parent / name)], prog_name="morph")
     assert result.exit_code == 2
     (line,) = without_phases(result.stderr)

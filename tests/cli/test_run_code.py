@@ -1,4 +1,4 @@
-"""A run trains on the code and data with which it began; if they changed, the user decides before they are loaded."""
+"""A run trains on the code and data with which it began; if these have changed, the user decides before loading."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run_code(given: Given, if_changed: IfChanged = IfChanged.REFUSE, job: str | 
 
 @pytest.fixture
 def begun(given: Given) -> Given:
-    """A run whose data set depends on a file in the folder of its code."""
+    """Begin a run whose data set depends on a file in the folder of its code."""
     given.file("jobs.py", SCALED)
     given.file("scale.txt", "2")
     with RunDir(given.run_dir, facts(given)) as opened:
@@ -68,7 +68,7 @@ def begun(given: Given) -> Given:
     return given
 
 
-def test_what_a_run_begins_with_is_kept_and_gone_on_with(begun: Given) -> None:
+def test_the_initial_code_and_data_are_kept_and_used_again(begun: Given) -> None:
     known = read_facts(begun.run_dir)
     assert known.code_sha256 is not None
     assert known.known_by.data["dataset"].num_samples == 16
@@ -105,10 +105,10 @@ def test_changed_code_is_refused_kept_out_or_accepted_as_the_user_says(begun: Gi
         assert read_facts(begun.run_dir) == began
         accepted = run_code(begun, IfChanged.ACCEPT)
         other = accepted.of(opened)
-        assert read_facts(begun.run_dir) == began  # as long as it may turn out that its VMs live
+        assert read_facts(begun.run_dir) == began  # as long as its VMs may still turn out to be alive
         assert accepted.begin(opened) == other
         told = [fact.name for fact in accepted.facts(other)]
-        assert told == ["job_code", "changed_code_accepted", "changed_job_accepted"]  # its rate is another one
+        assert told == ["job_code", "changed_code_accepted", "changed_job_accepted"]  # its learning rate differs
     assert other.sha256 == read_facts(begun.run_dir).code_sha256 != began.code_sha256
     assert {path.stem for path in (begun.run_dir / "code").iterdir()} == {began.code_sha256, other.sha256}
 
@@ -229,7 +229,7 @@ def test_reasons_to_refuse_a_run_are_reported_before_torch_is_loaded(begun: Give
 
 
 class Begun(Exception):
-    """Raised in place of starting a session."""
+    """Raised instead of starting a session."""
 
 
 @pytest.mark.parametrize("m", [1, 2])
@@ -255,7 +255,7 @@ def test_a_resumed_run_keeps_the_planned_micro_batch_size(
 
 
 def test_shapes_are_planned_once_and_never_for_an_adopted_run(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For hundreds of VMs planning takes longer than VMs survive without their manager."""
+    """For hundreds of VMs, planning takes longer than VMs survive without their manager."""
     planned: list[PreparedRun] = []
     plan = PreparedRun.config
 
@@ -289,4 +289,4 @@ def test_shapes_are_planned_once_and_never_for_an_adopted_run(given: Given, monk
     assert [spec.config.num_steps for spec in sessions] == [9, 7]
     assert sessions[1].micro_batch_size == sessions[0].micro_batch_size
     assert sessions[1].command == sessions[0].command
-    assert sessions[1].cut == sessions[0].cut is not None  # though the job was not loaded
+    assert sessions[1].cut == sessions[0].cut is not None  # although the job was not loaded

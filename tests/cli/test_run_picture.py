@@ -96,7 +96,7 @@ def steps() -> Steps:
             number += 1
     cost = Cost(vm_h=0.0, unpriced_h=0.0, usd=0.0, dearest_usd_per_h=math.nan)
     newer = [Step(record.step, record, cost) for record in records]
-    return Steps(newer=newer, set_backs=[SetBack(num_decided=73, version=71)])  # steps 71 and 72 are run again
+    return Steps(newer=newer, set_backs=[SetBack(num_decided=73, version=71)])  # steps 71 and 72 are repeated
 
 
 def report(**changes: object) -> RunReport:
@@ -198,7 +198,7 @@ def run(*arguments: object) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
-def test_a_step_is_told_drawn_and_written(run_dir: Path, tmp_path: Path) -> None:
+def test_a_recorded_step_is_printed_drawn_and_written(run_dir: Path, tmp_path: Path) -> None:
     png, trace = tmp_path / "gantt.png", tmp_path / "trace.json"
     code, told, _ = run(run_dir, "--step", 2, "--png", png, "--perfetto", trace)
     assert code == 0

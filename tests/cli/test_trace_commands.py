@@ -87,7 +87,7 @@ def test_other_formats_are_converted(tmp_path: Path) -> None:
         (["plot", "absent.csv", "--png", "/nowhere/a.png"], "/nowhere/a.png"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_sentence(
+def test_errors_are_reported_in_one_sentence(
     arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -103,7 +103,7 @@ def test_a_broken_model_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A profile and a trace of two hours."""
+    """Return a profile and a trace of two hours."""
     folder = tmp_path_factory.mktemp("replay")
     profile, trace = folder / "profile.json", folder / "trace.csv"
     profile.write_text(synthetic_profile(num_sections=6, forward_s=0.01, batch_size=256).model_dump_json())
@@ -280,8 +280,8 @@ def test_a_job_on_one_vm_is_described_by_bounded_durations(tmp_path: Path) -> No
     table = pd.read_csv(csv)
     ideal = table[table["policy"] == "ideal"].set_index("seed")
     assert (ideal["examples_per_s"] <= 1 / 4.0).all()
-    assert (ideal["examples_per_s"] > 1 / 5.5).all()  # and what VMs are missing
-    assert ideal["examples_per_s"].std() > 0.002  # each trace has numbers of its own
+    assert (ideal["examples_per_s"] > 1 / 5.5).all()  # and VMs that are missing
+    assert ideal["examples_per_s"].std() > 0.002  # each trace has its own figures
     for policy in ("restart", "restart-10"):
         assert (table[table["policy"] == policy].set_index("seed")["hours"] >= ideal["hours"]).all()
     saving = table.groupby("policy")["share_checkpoint"].mean()
@@ -318,7 +318,7 @@ def test_the_advice_goes_by_what_is_wanted(files: tuple[str, str]) -> None:
     assert "--objective: needs prices" in " ".join(unpriced.output.split())
 
 
-# ---- how long it takes ----
+# ---- how long simulations take ----
 
 
 def test_progress_grows_within_a_trace_and_outcomes_stay_in_order(files: tuple[str, str]) -> None:

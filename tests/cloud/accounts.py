@@ -1,4 +1,4 @@
-"""A run's journal and Azure's bill for each VM, which must agree."""
+"""Compares a run's journal with Azure's bill for each VM: they must agree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from manager.run_dir import JOURNAL
 from tests.cloud.region import Life
 
 HEARD_S = 6.5
-"""The longest that a silent worker goes unnoticed (docs/how-it-works/manager.md)."""
+"""The longest time that a silent worker goes unnoticed (docs/how-it-works/manager.md)."""
 BEGIN_S = 4.0
 """Seconds by which the start of billing may differ: from the date in Azure's answer to the time of reading it."""
 CLOCK_S = 4.0
@@ -25,7 +25,10 @@ CLOCK_S = 4.0
 
 @dataclass
 class Booked:
-    """The interval in which Morph counts a VM as billed, in seconds since 1970. None: it was never granted."""
+    """The interval in which Morph counts a VM as billed, in seconds since 1970.
+
+    None for a VM that was never granted.
+    """
 
     since_s: float | None = None
     gone_s: float | None = None
@@ -33,10 +36,10 @@ class Booked:
 
 @dataclass(frozen=True)
 class Split:
-    """Seconds that Azure bills for a VM: before Morph counts it, while it does, and after it was gone for Morph.
+    """The seconds that Azure bills for a VM: before Morph counts it, while Morph counts it, and after Morph lost it.
 
-    ``late_s``: by how much Morph may hear late of its end: it learns of an eviction as of any lost worker.
-    ``granted``: whether it ever was.
+    ``late_s``: how much later than Azure Morph may learn of the end; it learns of an eviction as of any lost worker.
+    ``granted``: whether the VM was ever granted.
     """
 
     vm: str
@@ -48,21 +51,21 @@ class Split:
 
     @property
     def fits(self) -> bool:
-        """Whether a VM that was granted is paid for Morph from when it is for Azure, and not longer."""
+        """Whether Morph counts a granted VM from the start of its bill and no longer than it is billed."""
         begins = abs(self.before_s) < BEGIN_S if self.granted else self.booked_s == 0.0
         return begins and self.booked_s >= 0.0 and self.after_s > -CLOCK_S - self.late_s
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The numbers of VMs that were requested, each request counted once, and granted."""
+    """The numbers of requested VMs, each request counted once, and of granted VMs."""
 
     asked: int
     granted: int
 
 
 def booked(run_dir: Path) -> dict[str, Booked]:
-    """Each VM's life as the run's ledger counts it."""
+    """Return each VM's life as the run's ledger counts it."""
     lives: dict[str, Booked] = {}
     reader, last_s = RunReader(), 0.0
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
@@ -80,7 +83,7 @@ def booked(run_dir: Path) -> dict[str, Booked]:
 
 
 def splits(bill: Sequence[Life], run_dir: Path) -> list[Split]:
-    """The bill, VM by VM, in three parts."""
+    """Return the bill of each VM in three parts."""
     lives, found = booked(run_dir), []
     for life in bill:
         assert life.until_s is not None, f"{life.name} is still there"
@@ -94,14 +97,14 @@ def splits(bill: Sequence[Life], run_dir: Path) -> list[Split]:
 
 
 def facts(run_dir: Path, name: str) -> list[str]:
-    """The details of every fact of a name, in order."""
+    """Return the details of every fact of this name, in order."""
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         told = [Fact.model_validate_json(entry.payload_json) for entry in journal.read() if entry.kind == "fact"]
     return [fact.detail for fact in told if fact.name == name]
 
 
 def saved_before_loss(run_dir: Path, vm: str) -> int:
-    """The newest version that was wholly on storage when the loss of a VM was heard."""
+    """Return the newest version that was complete on storage when the loss of a VM was reported."""
     saved = 0
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         for event in [EVENT.validate_json(one.payload_json) for one in journal.read() if one.kind == "event"]:
@@ -114,7 +117,7 @@ def saved_before_loss(run_dir: Path, vm: str) -> int:
 
 
 def requests(run_dir: Path) -> Asked:
-    """Numbers of requested and granted VMs."""
+    """Return the numbers of requested and granted VMs."""
     asked: dict[str, int] = {}
     granted: set[str] = set()
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:

@@ -1,4 +1,4 @@
-"""Faults of AWS: each is injected in front of moto, and Morph's reaction recorded."""
+"""Faults of AWS: each is injected in front of moto, and Morph's reaction is recorded."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def whole(ec2: FakeEc2, directory: Path, **options: Any) -> Iterator[World]:
 
 
 def _once(ec2: FakeEc2, directory: Path, fault: Fault, told: str = "") -> list[str]:
-    """A transient fault: the same request continues under its name, and no instance is made twice."""
+    """Check a transient fault: the request continues under its name, and no instance is made twice."""
     ec2.faults = [replace(fault)]
     with whole(ec2, directory) as run:
         assert run.ready() == sorted(ec2.living()) == NAMES
@@ -78,7 +78,7 @@ CASES |= {
 
 
 def _refused(ec2: FakeEc2, directory: Path, code: str, cause: str) -> list[str]:
-    """No fleet gets an instance for a while; then the next request does."""
+    """Check that the next request is granted after no fleet got an instance for a while."""
     ec2.error_of_all = code
     with world(ec2, directory) as run:
         run.begin()
@@ -160,7 +160,7 @@ def never_joins(ec2: FakeEc2, directory: Path) -> list[str]:
 
 @contextmanager
 def killed(ec2: FakeEc2, directory: Path) -> Iterator[World]:
-    """A manager that is killed when its first fleet was carried out, and not answered yet."""
+    """Return a manager that is killed after its first fleet was carried out and before this was answered."""
     dead, over = threading.Event(), threading.Event()
     ec2.kill = lambda name, late: name == "CreateFleet" and late
     first = World(ec2, directory, open_provider=FakeEc2.provider)
@@ -172,7 +172,7 @@ def killed(ec2: FakeEc2, directory: Path) -> Iterator[World]:
         except Killed:
             dead.set()
             over.wait(BOUND_S)
-            raise RuntimeError("the manager is gone") from None  # none of AWS's errors: nothing is tried again
+            raise RuntimeError("the manager is gone") from None  # not an error of AWS, so nothing is retried
 
     first.provider.request = die  # type: ignore[method-assign]
     try:
@@ -224,7 +224,7 @@ def misspelt(ec2: FakeEc2, directory: Path) -> list[str]:
 
 
 def _unknown(ec2: FakeEc2, directory: Path, fault: Fault) -> list[str]:
-    """Five lists in a row are unreadable: no instance is given up, and none is ended."""
+    """Check that five unreadable lists in a row make Morph neither give up nor end an instance."""
     with whole(ec2, directory, look_every_s=0.05) as run:
         ec2.faults = [replace(fault, times=5)]
         run.until(lambda: not ec2.faults, "the looks")
@@ -260,7 +260,7 @@ def protected(ec2: FakeEc2, directory: Path) -> list[str]:
 
 
 def _ended(ec2: FakeEc2, directory: Path, fault: Fault) -> list[str]:
-    """The run ends with a fault that passes: nothing is left."""
+    """Check that a run that ends during a transient fault leaves nothing."""
     with whole(ec2, directory) as run:
         ec2.faults = [replace(fault)]
         run.end()
@@ -308,7 +308,7 @@ def orphans(ec2: FakeEc2, directory: Path) -> list[str]:
 
 @contextmanager
 def watched(ec2: FakeEc2, directory: Path) -> Iterator[tuple[World, MetadataServer]]:
-    """A manager with its VMs, and the agent of one of them."""
+    """Start a manager with its VMs, and the agent of one of them."""
     with served() as metadata, whole(ec2, directory) as run:
         metadata.script("PUT", "/latest/api/token", Reply(body="t"))
         run.told.clear()

@@ -1,4 +1,4 @@
-"""Faults while VMs are ended or listed: each is injected, and Morph's reaction recorded."""
+"""Faults while VMs are ended or listed: each is injected, and Morph's reaction is recorded."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def misspelt_group(arm: FakeArm, directory: Path) -> list[str]:
 
 
 def _unknown(arm: FakeArm, directory: Path, fault: Fault) -> list[str]:
-    """Five lists in a row are unreadable: no VM is given up, and none is ended."""
+    """Check that five unreadable lists in a row make Morph neither give up nor end a VM."""
     with whole(arm, directory, look_every_s=LOOK_S) as run:
         arm.faults = [replace(fault, times=5)]
         run.until(lambda: not arm.faults, "the looks")
@@ -122,7 +122,7 @@ def locked(arm: FakeArm, directory: Path) -> list[str]:
 
 
 def _ended(arm: FakeArm, directory: Path, fault: Fault) -> list[str]:
-    """The run ends with a fault that passes: nothing is left."""
+    """Check that a run that ends during a transient fault leaves nothing."""
     with whole(arm, directory) as run:
         arm.faults = [replace(fault)]
         run.end()

@@ -1,4 +1,4 @@
-"""What a run on the virtual Azure exposes: its sockets, and a search for every secret in all its traces."""
+"""What a run on the virtual Azure exposes: its sockets, and every place in which a secret can be found."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ OF_VM: set[Socket] = {
     ("ray::WorkerActor", "all", "workers"),
     ("ray::WorkerActor", "own", "any"),
 }
-"""The last: tensors."""
+"""Listeners on a VM; the last one receives tensors."""
 WAITING = ("ray::IDLE", "all", "workers")
-"""A process of Ray's without work, which there may be."""
+"""An idle process of Ray, which may or may not exist."""
 
 
 class Watch:
-    """Inspects the run once all VMs train, and each VM before its end. Call ``check`` when the run is over."""
+    """Inspects the run once all VMs train, and each VM before its end; call ``check`` when the run is over."""
 
     def __init__(self, azure: VirtualAzure, life: Life, first_port: int) -> None:
         self._azure, self._life, self._ports = azure, life, Ports(first_port)
@@ -66,7 +66,7 @@ class Watch:
         return [*recorded(self._life.secrets_path), *self._credentials, *self._azure.region.tokens, self._login]
 
     def check(self) -> None:
-        """See that nothing listens, and no secret is kept, but as safety.md and azure.md in docs say."""
+        """Check that sockets listen and secrets are kept only as safety.md and azure.md in docs say."""
         assert len(self.shown) == 1 + self._life.keep, "it was not looked in time"
         known = self.secrets
         for name, shown in self.shown.items():
@@ -86,7 +86,7 @@ class Watch:
         self._check_requests(known)
 
     def _check_requests(self, known: Iterable[str]) -> None:
-        """Check that of all data sent to Azure only custom data contains secrets: the two of a node."""
+        """Check that, of all data sent to Azure, only custom data contains secrets: the two of a node."""
         urls, configs = "\n".join(self._azure.region.urls), []
         for body in self._azure.region.bodies:
             profile: dict[str, Any] = body["properties"].get("osProfile", {})
@@ -129,5 +129,5 @@ class Watch:
         names = {ports.head: "head", ports.notices: "notices", ports.store: "store", ports.workers: "orders"}
         names |= {port: name for name, port in node.items()}
         names |= dict.fromkeys(range(node["min_worker_port"], node["max_worker_port"] + 1), "workers")
-        process = found.process.partition(".")[0]  # Ray's actors add what they do
+        process = found.process.partition(".")[0]  # Ray's actors add their own
         return process, addresses.get(found.address, "own"), names.get(found.port, "any")

@@ -1,8 +1,8 @@
-"""A manager without workers: the controller, the thread that calls a provider, a cloud's SDK, the notice server.
+"""A manager without workers: controller, the thread that calls a provider, a cloud's SDK, and notice server.
 
-Everything but the VMs is real: HTTP to the fake resource manager, or boto3 on moto, sockets to the agents. A VM that is
-granted appears at once, and its worker is ready at once; the run waits for more VMs than there will be, so that nobody
-trains. Time runs ``scale`` times as fast for the controller and for its waits.
+Everything but the VMs is real: HTTP to the fake resource manager, or boto3 on moto, and sockets to the agents. A
+granted VM appears at once, and its worker is ready at once. The run waits for more VMs than it will ever get, so that
+it never trains. For the controller and its waits, time runs ``scale`` times as fast.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Case = Callable[[Any, Path], list[str]]
 
 
 class Cases(dict[str, Case]):
-    """Cases by the name of their fault; called with a name, it enters the function that it decorates."""
+    """Cases by the name of their fault; a call with a name is a decorator that adds a function as this case."""
 
     def __call__(self, name: str) -> Callable[[Case], Case]:
         return lambda function: self.setdefault(name, function)
@@ -57,7 +57,7 @@ QUIET = re.compile(
 def config(**requests: float) -> ControllerConfig:
     """Return the configuration of a run that keeps ``KEEP`` VMs and never begins to train."""
     profile = synthetic_profile(num_sections=2, batch_size=8, micro_batch_size=2)
-    # time runs so fast that a busy machine would be late with every answer, and a replacement with any notice
+    # time runs so fast that, on a busy machine, each answer would come after its time-out and each notice would be void
     rules = Rules(requests=RequestRules(**{"answer_s": 600.0, "notice_grace_s": 1e5, **requests}))
     return ControllerConfig(
         job="tiny",
@@ -73,9 +73,9 @@ def config(**requests: float) -> ControllerConfig:
 
 
 class Dying(Line):
-    """The manager's line to Azure, which dies with it once its first request for a VM was carried out.
+    """The manager's connection to Azure, which dies with the manager once its first request for a VM was carried out.
 
-    ``over``: the thread that waits for an answer, which never comes, may go.
+    ``over``: set when the thread that waits for an answer, which never comes, may end.
     """
 
     def __init__(self) -> None:
@@ -94,14 +94,15 @@ class Dying(Line):
     def _stand(self) -> None:
         if self.dead.is_set():
             self.over.wait(BOUND_S)
-            raise RuntimeError("the manager is gone")  # none of Azure's errors: nothing is tried again
+            raise RuntimeError("the manager is gone")  # not an error of Azure, so nothing is retried
 
 
 @dataclass
 class World:
-    """One manager. ``never_join``: VMs that are granted and do not come up; ``look_every_s``: by the real clock.
+    """One manager.
 
-    ``arm``: the stand-in for a cloud, on which ``open_provider`` opens a provider: Azure's, if nothing else is said.
+    ``never_join``: VMs that are granted and do not come up. ``look_every_s``: by the real clock. ``arm``: the stand-in
+    for a cloud, of which ``open_provider`` makes a provider; by default Azure's.
     """
 
     arm: Any
@@ -120,7 +121,7 @@ class World:
         self._begin_s, self._skipped_s = time.monotonic(), 0.0
         self.wake_at_s: float | None = None
         self.over = threading.Event()
-        self.waited_s: list[float] = []  # at the end, where time passes by waiting alone
+        self.waited_s: list[float] = []  # only at the end, where nothing but waiting lets time pass
         self.event_queue = EventQueue()
         self.provider = self.open_provider(self.arm, self.directory, **self.options)
         self.shell = Provisioning(
@@ -137,7 +138,7 @@ class World:
         return 1e6 + (time.monotonic() - self._begin_s) * self.scale + self._skipped_s
 
     def skip(self, passed_s: float) -> None:
-        """Advance the controller's clock by so many seconds; later waits keep their length."""
+        """Advance the controller's clock by this many seconds; later waits keep their length."""
         self._skipped_s += passed_s
 
     def pause(self, wait_s: float) -> bool:
@@ -145,7 +146,7 @@ class World:
         return self.over.wait(wait_s / self.scale)
 
     def tell(self, event: Event) -> None:
-        """Take one event, and do what follows."""
+        """Give the controller an event, and carry out its actions."""
         decision = decide(self.state, event, self.now_s())
         self.state, self.wake_at_s = decision.state, decision.wake_at_s
         self.told += [part for part in decision.reason.sentence.split("; ") if not QUIET.fullmatch(part)]
@@ -164,7 +165,10 @@ class World:
                     self.tell(NodeAppeared(node=node, request=event.request))
 
     def until(self, holds: Callable[[], object], what: str) -> None:
-        """Go on until something holds; an AssertionError with what was told, after ``BOUND_S``."""
+        """Continue until a condition holds.
+
+        After ``BOUND_S``, raise an AssertionError with everything that was reported.
+        """
         until_s = time.monotonic() + BOUND_S
         while not holds():
             assert time.monotonic() < until_s, f"waited {BOUND_S:g} s for {what}: {self.told}"
@@ -181,7 +185,7 @@ class World:
             self.told.append(f"{fact.name.replace('_', ' ')}: {re.sub(r': $', ': over', fact.detail)}")
 
     def begin(self) -> None:
-        """Go on with the VMs that the controller knows, and ask for the first ones."""
+        """Adopt the VMs that the controller knows, and request the first ones."""
         requests = self.state.provisioning.requests
         booting = {node for request in requests.values() for node in request.granted}
         self.shell.begin({*self.state.workers, *booting}, [name for name, request in requests.items() if request.count])
@@ -199,16 +203,16 @@ class World:
         assert set(self.ready()) <= {vm.name for vm in self.provider.list()}
 
     def has(self, part: str) -> bool:
-        """Whether something of this kind was told."""
+        """Return whether a report contains this text."""
         return any(part in sentence for sentence in self.told)
 
     def die(self) -> None:
-        """The manager's process is gone: nothing is ended."""
+        """End the manager's process, and no VM."""
         self.over.set()
         self.server.close()
 
     def end(self) -> None:
-        """End the run, and collect what it reports."""
+        """End the run, and collect its last reports."""
         self.die()
         self.shell.close()
         while (stamped := self.event_queue.get(0.0)) is not None:
@@ -216,7 +220,7 @@ class World:
                 self._hear(stamped.item)
 
     def close(self) -> None:
-        """The run ends, unless it did already: nothing is left."""
+        """End the run unless it has ended, and remove everything that it has on the cloud."""
         if not self.over.is_set():
             self.end()
             self.provider.dismantle()
@@ -224,7 +228,7 @@ class World:
 
 @contextmanager
 def world(arm: FakeArm, directory: Path, **options: Any) -> Iterator[World]:
-    """A manager that has nothing left on the cloud when it is closed."""
+    """Open a manager; at the end of the block it has nothing left on the cloud."""
     opened = World(arm, directory, **options)
     try:
         yield opened

@@ -1,9 +1,9 @@
 """Process 1 of a virtual host: ``python -m tests.cloud.guest SPEC.json``; see ``GuestSpec``.
 
-The host has its own processes, mounts, name and network. ``/etc`` is a copy of this machine's, ``/run``, ``/tmp`` and
-``/dev/shm`` are its own: what runs in it writes nothing to this machine but to the folders that are shared. Process 1
-carries out the cloud-config, as cloud-init does, and stands in for systemd. When it ends, everything in the host ends
-with it; it ends with the thread that started it.
+The host has its own processes, mounts, name and network. Its ``/etc`` is a copy of this machine's; ``/run``, ``/tmp``
+and ``/dev/shm`` are its own, so that programs on it write nothing to this machine except to shared folders. Process 1
+carries out the cloud-config as cloud-init does, and stands in for systemd. Everything in the host ends with process 1,
+which ends with the thread that started it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ sys.exit(answer[0] if answer else 1)
 class GuestSpec:
     """A host.
 
-    ``directory``: its files, ``etc``, ``tmp`` and ``log`` among them. ``shared``: folders that every host sees.
-    ``cloud_config``: what it does at its first boot; empty: nothing, commands are run in it from outside.
+    ``directory``: its files, among them ``etc``, ``tmp`` and ``log``. ``shared``: folders that every host sees.
+    ``cloud_config``: what the first boot carries out; if empty, commands are run in the host from outside.
     """
 
     name: str
@@ -62,7 +62,7 @@ class GuestSpec:
     cloud_config: str = ""
 
     def write(self) -> Path:
-        """Write the spec for process 1, readable only by its owner, because a cloud-config holds secrets."""
+        """Write the spec for process 1; only its owner may read it, because a cloud-config holds secrets."""
         path = Path(self.directory) / "spec.json"
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
             json.dump(asdict(self), out)
@@ -91,7 +91,7 @@ def main() -> None:
         die_with_parent()
         _live(spec, writer)
     os.close(writer)
-    ready = os.read(reader, 1)  # nothing: it could not mount what it needs
+    ready = os.read(reader, 1)  # nothing was written: process 1 could not make its mounts
     print(pid if ready else 0, flush=True)
     _, status = os.waitpid(pid, 0)
     os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
@@ -128,12 +128,12 @@ def _log(directory: int, name: str) -> int:
 
 
 def _mount(spec: GuestSpec) -> None:
-    """The host's own view of files; nothing of it is seen outside."""
+    """Make the host's own view of files, of which nothing is seen outside."""
     root = Path(spec.directory)
     _run("mount", "--make-rprivate", "/")
     _open_to_others(spec.shared)
     for path in map(Path, spec.shared):
-        if path.is_relative_to("/tmp"):  # which the host has one of its own
+        if path.is_relative_to("/tmp"):  # the host has its own
             place = root / "tmp" / path.relative_to("/tmp")
             place.mkdir(parents=True, exist_ok=True)
             _run("mount", "--bind", str(path), str(place))
@@ -150,7 +150,7 @@ def _mount(spec: GuestSpec) -> None:
 
 
 def _open_to_others(paths: Sequence[str]) -> None:
-    """Let other users of the host reach what an image has, also where this machine keeps it in a user's own folder."""
+    """Let other users of the host read what an image contains, even if this machine keeps it in a user's folder."""
     closed: dict[Path, list[Path]] = {}
     for path in map(Path, paths):
         above = [parent for parent in path.parents if not parent.stat().st_mode & 0o001]
@@ -180,7 +180,7 @@ def _first_boot(text: str, environment: dict[str, str]) -> NoReturn:
         config = yaml.safe_load(text)
         if not text.startswith("#cloud-config\n") or set(config) - {"bootcmd", "write_files", "runcmd"}:
             raise UnitError(f"cloud-config with {sorted(config)}")
-        for text in config.get("bootcmd", ()):  # which cloud-init puts into a file, for secrets are in it
+        for text in config.get("bootcmd", ()):  # cloud-init puts this into a file, because it contains secrets
             place = Path("/run/bootcmd")
             place.touch(0o600)
             place.write_text(text)
@@ -218,7 +218,7 @@ class _Service:
 
 
 class Systemd:
-    """Starts services, starts them again when they end, and takes the host down when one cannot run at all."""
+    """Starts services, restarts them when they end, and takes the host down if one cannot run at all."""
 
     def __init__(self, environment: dict[str, str], logs: int) -> None:
         self._environment, self._logs = environment, logs
@@ -235,7 +235,7 @@ class Systemd:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def close(self) -> None:
-        """Release all of it in a child process."""
+        """Release in a child process what only process 1 uses."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in (self._listener, self._ended, self._wake):

@@ -1,8 +1,8 @@
-"""Virtual hosts of this machine on one network: a hub, where the manager and the cloud live, and VMs that come and go.
+"""Virtual hosts on one network of this machine: a hub with the manager and the cloud, and VMs that come and go.
 
-A VM has a network namespace, and namespaces for its processes, mounts and name; killing its process 1 takes everything
-in it at once. All of it ends with the process that made it, killed or not: process 1 dies with its thread, and a
-namespace whose owner is gone is removed by the next one that makes some.
+A VM has its own namespaces for network, processes, mounts and name; killing its process 1 ends everything in it at
+once. All hosts end with the process that made them, even if it is killed: process 1 dies with its thread, and a
+namespace whose owner has died is removed when the next one is made.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def not_permitted() -> str:
 
 
 class Host:
-    """One virtual host that lives. ``start`` it from a thread that lives as long as it is to."""
+    """One living virtual host; ``start`` it from a thread that lives as long as the host must."""
 
     def __init__(self, spec: GuestSpec) -> None:
         self.name, self.namespace, self.directory = spec.name, spec.namespace, Path(spec.directory)
@@ -89,12 +89,12 @@ class Host:
         return self._outer.poll() is None
 
     def log(self, name: str) -> str:
-        """Return the output of a service of the host; ``host``: its process 1 and the first boot."""
+        """Return the output of a service of the host; that of ``host`` is from process 1 and the first boot."""
         path = self.directory / "log" / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def processes(self) -> list[psutil.Process]:
-        """Return all processes on this host, whatever started them."""
+        """Return all processes on this host."""
         mine = _namespace_of(self.pid)
         return [process for process in psutil.process_iter() if _namespace_of(process.pid) == mine]
 
@@ -104,7 +104,7 @@ class Host:
         return ["nsenter", f"--target={self.pid}", *where, f"--wd={ROOT}", "--", *command]
 
     def kill(self) -> None:
-        """Take the host away, with everything that runs in it, at once."""
+        """End the host and everything that runs in it, at once."""
         if self.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, 9)
@@ -116,12 +116,12 @@ class Host:
 
 
 class Hosts:
-    """The network and the hosts on it; use as a context manager, from one thread at a time.
+    """The network and the hosts on it; use it as a context manager, from one thread at a time.
 
     Args:
-        shared: Folders that every host sees under the same path: storage, and what an image has.
+        shared: Folders that every host sees under the same path: storage, and the contents of an image.
         names: Addresses of further names, for every host's ``/etc/hosts``.
-        bytes_per_s: Of each host's link.
+        bytes_per_s: Bandwidth of each host's link.
     """
 
     def __init__(
@@ -155,11 +155,11 @@ class Hosts:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def trust(self, authority: Path) -> None:
-        """Have every host from now on trust a certificate authority."""
+        """Make all later hosts trust a certificate authority."""
         self._trusted = authority
 
     def on_hub(self, name: str, environment: Mapping[str, str]) -> Host:
-        """A host in the hub's network, in which commands are run from outside."""
+        """Return a host in the hub's network, in which commands are run from outside."""
         spec = self._spec(name, self.network.hub, self.network.hub_address, {**CODE, **environment}, "")
         self.living[name] = Host(spec)
         return self.living[name]
@@ -171,8 +171,8 @@ class Hosts:
         self._numbers[name] = number
         namespace = self.network.namespace(number)
         _ip(namespace, "addr", "add", f"{ADDRESS}/32", "dev", "lo")
-        _ip(namespace, "rule", "add", "priority", "10", "lookup", "local")  # as if that were elsewhere: rules before
-        _ip(namespace, "rule", "del", "priority", "0")  # this one count
+        _ip(namespace, "rule", "add", "priority", "10", "lookup", "local")  # a lower priority for the local table,
+        _ip(namespace, "rule", "del", "priority", "0")  # so that other rules can precede it
         _ip(namespace, "route", "add", "default", "via", self.network.hub_address)
         return namespace
 
@@ -184,7 +184,7 @@ class Hosts:
         return self.living[name]
 
     def remove(self, name: str) -> None:
-        """Take a host away, its network and files too. Safe to call twice."""
+        """Remove a host with its network and files; a second call does nothing."""
         host = self.living.pop(name, None)
         if host is not None:
             host.kill()
@@ -194,7 +194,7 @@ class Hosts:
             self.network.remove(number)
 
     def cut(self, name: str) -> None:
-        """Take a VM's link down: it lives, but cannot be heard."""
+        """Take a VM's link down: the VM lives, but cannot be reached."""
         self.network.cut(self._numbers[name])
 
     def _spec(
@@ -207,7 +207,7 @@ class Hosts:
         shutil.copytree("/etc", directory / "etc", symlinks=True, dirs_exist_ok=True)
         lines = ["127.0.0.1 localhost", f"{address} {name}", *(f"{where} {who}" for who, where in self._names.items())]
         written = {"hosts": lines, "nsswitch.conf": ["passwd: files", "group: files", "hosts: files"]}
-        for file, content in written.items():  # there is no name server here: queries would wait for 10 s
+        for file, content in written.items():  # there is no name server: queries would wait for 10 s
             place = directory / "etc" / file
             place.unlink(missing_ok=True)
             place.write_text("\n".join(content) + "\n")
@@ -228,12 +228,12 @@ class Hosts:
 def _namespace_of(pid: int) -> str:
     try:
         return str(Path(f"/proc/{pid}/ns/pid").readlink())
-    except OSError:  # it is gone
+    except OSError:  # the process has ended
         return ""
 
 
 def _remove_stale() -> None:
-    """Remove the files of hosts whose maker was killed."""
+    """Remove files of hosts whose process was killed."""
     for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         found = re.match(rf"{PREFIX}(\d+)-", directory.name)
         if found and not psutil.pid_exists(int(found[1])):

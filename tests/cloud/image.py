@@ -1,4 +1,4 @@
-"""A Python as in an image: with Morph's requirements, but without Morph."""
+"""A Python environment as in an image: with Morph's requirements, but without Morph."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def bare_python(directory: Path) -> str:
-    """Make an environment in a folder, without pip, and return its interpreter.
+    """Make an environment without pip in a folder, and return its interpreter.
 
-    It sees the packages of this one, but for those that are installed in place, as Morph is.
+    It sees the packages of this environment except those that are installed in place, as Morph is.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(directory)], check=True, timeout=120)
     python = directory / "bin" / "python"

@@ -1,4 +1,4 @@
-"""A whole run on the virtual Azure, with VMs that are taken, until nothing is left; and checks of its account."""
+"""A whole run on the virtual Azure, with VMs that are taken, until nothing is left; and checks of its bill."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ GONE = re.compile(r"(?<=is left on )\S+(?=: it may go)|\S+(?= was lost)")
 
 @dataclass(frozen=True)
 class Taking:
-    """A VM is taken once so many steps are decided and all VMs train. ``notice_s``: None for no notice.
+    """A VM that is taken once this many steps are decided and all VMs train.
 
-    ``injected``: by ``morph inject``, beside the run on the manager's host; else by Azure itself.
+    ``notice_s``: the notice; None for none. ``injected``: ``morph inject`` takes the VM, beside the run on the
+    manager's host; otherwise Azure does.
     """
 
     step: int
@@ -50,7 +51,7 @@ class Taking:
 
 @dataclass
 class Taken:
-    """A VM that was taken, and how."""
+    """A VM that was taken, and how it was taken."""
 
     vm: str
     taking: Taking
@@ -59,13 +60,14 @@ class Taken:
 
 @dataclass
 class Life:
-    """One run. ``directory``: on storage that every host sees; made before.
+    """One run.
 
-    ``steps_after``: it is stopped, as by Ctrl-C, so many steps after the last VM's end was known or, if ``whole``, made
-    good; None: it goes on to its last step. ``on_line``: called with each line that the run tells. ``secrets_path``:
-    where the run's secrets are written down. ``step_s``: what a step takes at least, most of it asleep, for VMs take
-    their time to come and to go. ``code``: a folder for the code of such a job, where that of others was before.
-    ``uid``: of the user whom the manager is and as whom the job runs on VMs; root otherwise. ``vms``: further settings.
+    ``directory``: an existing folder on storage that every host sees. ``steps_after``: the run is stopped, as by
+    Ctrl-C, this many steps after the end of the last VM was reported or, with ``whole``, after the VM was replaced;
+    None: the run continues to its last step. ``on_line``: called with each line of the run's output. ``secrets_path``:
+    a file for the run's secrets. ``step_s``: the least time of a step, most of it asleep, because VMs take time to come
+    and to go. ``code``: a folder for the job's code, in which other jobs may have been before. ``uid``: the user who
+    runs the manager and, on VMs, the job; root by default. ``vms``: further settings.
     """
 
     azure: VirtualAzure
@@ -89,7 +91,7 @@ class Life:
     ready: set[str] = field(default_factory=set)
     gone: set[str] = field(default_factory=set)
     output: list[str] = field(default_factory=list)
-    code: int | None = None
+    exit_code: int | None = None
 
     def __post_init__(self) -> None:
         self._chooser = random.Random(self.seed)
@@ -100,7 +102,7 @@ class Life:
         return self.directory / "run"
 
     def write_files(self) -> Path:
-        """Write job and cloud file, and return the job file's path."""
+        """Write the job file and the cloud file; return the path of the job file."""
         (self.directory / "azure.yaml").write_text(json.dumps(CLOUD_FILE))  # JSON is YAML
         job = f"{JOB}:job"
         if self.step_s:
@@ -127,15 +129,15 @@ class Life:
         return path
 
     def live(self) -> RunReport:
-        """Run to the end; blocks, and gives up when nothing is told for ``LINE_BOUND_S``."""
+        """Run to the end; raise an error if there is no output for ``LINE_BOUND_S``."""
         waiting = deque(self.takings)
         self._manage(["run", str(self.write_files())], waiting)
-        assert self.code == (0 if self._stop_at is None else STOPPED), self.told()
+        assert self.exit_code == (0 if self._stop_at is None else STOPPED), self.told()
         assert not waiting, f"the run was over before {waiting}"
         return read_report(self.run_dir)
 
     def _manage(self, arguments: Sequence[str], waiting: deque[Taking]) -> None:
-        """The manager to its end."""
+        """Run the manager to its end."""
         program = ["-m", "morph.cli.main"] if self.secrets_path is None else ["-c", RECORDED, str(self.secrets_path)]
         command = [sys.executable, *program, *arguments, "--log-format", "json"]
         if self.uid:
@@ -156,7 +158,7 @@ class Life:
                         psutil.Process(process.pid).children()[0].send_signal(signal.SIGINT)
                         self.steps_after = None
                 self.on_line(line)
-            self.code = process.wait(END_BOUND_S)
+            self.exit_code = process.wait(END_BOUND_S)
 
     def _inject(self, vm: str, taking: Taking) -> bool:
         options = ("--vm", vm, "--notice", f"{taking.notice_s or 0:g}s")
@@ -171,18 +173,18 @@ class Life:
         return "\n".join([*self.output[-60:], *hosts, *self.azure.region.troubles])
 
     def _is_whole(self, line: dict[str, Any]) -> bool:
-        """Whether the run trains, all VMs are ready, and all VMs to be taken are gone."""
+        """Return whether the run trains, all VMs are ready, and all VMs to be taken are gone."""
         self.ready |= set(READY.findall(line["sentence"]))
         self.gone |= set(GONE.findall(line["sentence"]))
         living = self.azure.region.living()
-        if ALL_READY.search(line["sentence"]):  # of those that were so before nothing is told at the start
+        if ALL_READY.search(line["sentence"]):  # the run reports nothing at the start about VMs that were ready before
             self.ready |= set(living)
         noticed = {taken.vm for taken in self.taken if taken.taking.notice_s is not None}
         all_there = len(living) == self.keep and set(living) <= self.ready and noticed <= self.gone
         return line["phase"] == "training" and all_there
 
     def _all_known(self) -> bool:
-        """Whether the run has reported the end of every VM that was taken."""
+        """Return whether the run has reported the end of every VM that was taken."""
         return {taken.vm for taken in self.taken} <= self.gone
 
     def _lines(self, process: subprocess.Popen[str]) -> Any:

@@ -1,4 +1,4 @@
-"""The metadata service of one virtual host, at 169.254.169.254 of its own network: identity and Scheduled Events."""
+"""The metadata service of one virtual host, at 169.254.169.254 in its own network: identity and Scheduled Events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Fault = Literal["", "silent", "error", "slow", "no document", "not JSON"]
 
 @dataclass(frozen=True)
 class Facts:
-    """A host's metadata. ``start``: approves an event; returns whether it is known."""
+    """A host's metadata; ``start`` approves an event, and returns whether the event is known."""
 
     name: str
     resource_id: str
@@ -39,7 +39,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class MetadataService:
-    """Serves one host until ``close``. ``fault``: how it fails; ``slow_s``: how long a slow answer takes."""
+    """Serves one host until ``close``; ``fault`` says how it fails, ``slow_s`` how long a slow answer takes."""
 
     def __init__(self, namespace: str, facts: Facts) -> None:
         self.fault: Fault = ""
@@ -66,7 +66,7 @@ class MetadataService:
         service = self
 
         class Handler(BaseHTTPRequestHandler):
-            disable_nagle_algorithm = True  # a header and its body are two packets, and the second would wait 40 ms
+            disable_nagle_algorithm = True  # header and body are two packets, of which the second would wait for 40 ms
 
             def do_GET(self) -> None:
                 service.serve(self)

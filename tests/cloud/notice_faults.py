@@ -1,4 +1,4 @@
-"""Faults of notices: the real agent between a metadata service and the manager's notice server."""
+"""Faults of notices: the real agent runs between a metadata service and the manager's notice server."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def nothing(incarnation: int = 0) -> Reply:
 
 @contextmanager
 def watched(arm: FakeArm, directory: Path, timeout_s: float = TIMEOUT_S) -> Iterator[tuple[World, MetadataServer]]:
-    """A manager with its VMs, and the agent of one of them."""
+    """Start a manager with its VMs, and the agent of one of them."""
     with served() as metadata, whole(arm, directory) as run:
         metadata.script("GET", "/metadata/instance/compute/name", Reply(body=VM))
         metadata.script("GET", EVENTS, nothing())
@@ -58,7 +58,7 @@ def agent(
     timeout_s: float = TIMEOUT_S,
     sources: Sequence[NoticeSource] = (),
 ) -> Iterator[None]:
-    """The agent of a VM, as it runs there: on Azure, unless other sources are given."""
+    """Start the agent of a VM as it runs there, for Azure unless other sources are given."""
     sources = sources or [AzureNotices(metadata.url, first_timeout_s=timeout_s, timeout_s=timeout_s)]
     address = (run.server.host, run.server.port)
     shown = authority_of(secret).credential("node")
@@ -124,7 +124,7 @@ def withdrawn(arm: FakeArm, directory: Path) -> list[str]:
 
 
 def _troubled(arm: FakeArm, directory: Path, *replies: Reply, timeout_s: float = TIMEOUT_S) -> list[str]:
-    """The service fails, the failure is reported, and a later notice is still handled."""
+    """Check that the service's failure is reported, and that a later notice is still handled."""
     with watched(arm, directory, timeout_s) as (run, metadata):
         metadata.script("GET", EVENTS, *replies)
         run.until(lambda: run.has("notice trouble"), "the trouble to be told")
@@ -163,7 +163,7 @@ def slow(arm: FakeArm, directory: Path) -> list[str]:
 def of_another(arm: FakeArm, directory: Path) -> list[str]:
     with watched(arm, directory) as (run, metadata):
         metadata.script("GET", EVENTS, preempt(vm=OTHER), preempt(vm=OTHER), preempt(incarnation=2))
-        until_draining(run)  # its own comes after it
+        until_draining(run)  # the agent's own report follows
         assert run.state.workers[OTHER].node is NodeState.READY
         return run.told
 
@@ -190,7 +190,7 @@ def forged(arm: FakeArm, directory: Path) -> list[str]:
         with agent(run, liar, OTHER, "wrong"):
             run.until(lambda: liar.asked, "the forger to have something to tell")
             metadata.script("GET", EVENTS, preempt())
-            until_draining(run)  # a right one, meanwhile
+            until_draining(run)  # meanwhile, a valid one
         assert run.state.workers[OTHER].node is NodeState.READY
         return ["the forger is sent away unheard", *run.told]
 

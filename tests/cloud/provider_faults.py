@@ -1,4 +1,4 @@
-"""Faults of a provider: each is injected into the fake resource manager, and Morph's reaction recorded."""
+"""Faults of a provider: each is injected into the fake resource manager, and Morph's reaction is recorded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def quota(arm: FakeArm, directory: Path) -> list[str]:
     with world(arm, directory) as run:
         run.begin()
         run.until(lambda: run.has("is refused: quota"), "the refusal")
-        assert puts(arm) == KEEP + 1  # no zone has another quota; of the larger size one VM is enough
+        assert puts(arm) == KEEP + 1  # the quota is the same in all zones; of the larger size one VM is enough
         arm.at_once = {}
         run.until_whole()
         return run.told
@@ -79,7 +79,7 @@ def partly(arm: FakeArm, directory: Path) -> list[str]:
 
 
 def _once(arm: FakeArm, directory: Path, faults: Sequence[Fault] = (), **options: object) -> list[str]:
-    """Transient faults: the same request continues under its name, and no VM is made twice."""
+    """Check transient faults: the request continues under its name, and no VM is made twice."""
     arm.faults = list(faults)
     with whole(arm, directory, options=options) as run:
         assert run.ready() == ["tiny-1-0", "tiny-1-1"]
@@ -89,7 +89,7 @@ def _once(arm: FakeArm, directory: Path, faults: Sequence[Fault] = (), **options
 
 
 def _put_off(arm: FakeArm, directory: Path, status: int, code: str) -> list[str]:
-    """The request is repeated when Azure asks for it."""
+    """Check that the request is repeated when Azure allows it."""
     told = _once(arm, directory, [Fault(*PUT, status, code, {"Retry-After": "17"})])
     assert any("again in 17 s" in sentence for sentence in told)
     return told
@@ -150,7 +150,7 @@ def none_joins(arm: FakeArm, directory: Path) -> list[str]:
 @CASES("a VM is being made for ever")
 def stuck(arm: FakeArm, directory: Path) -> list[str]:
     arm.stuck = {"tiny-1-0"}
-    with world(arm, directory, options={"make_s": 5}) as run:  # the other one is made in less
+    with world(arm, directory, options={"make_s": 5}) as run:  # the other VM is made in less time
         run.begin()
         run.until_whole()
         assert run.ready() == ["tiny-1-1", "tiny-2-0"]
@@ -173,7 +173,7 @@ def too_dear(arm: FakeArm, directory: Path) -> list[str]:
     with world(arm, directory) as run:
         run.begin()
         run.until(lambda: run.has("is refused: capacity"), "the refusal")
-        assert puts(arm) == KEEP + 1  # it is the same in all zones
+        assert puts(arm) == KEEP + 1  # the result is the same in all zones
         arm.at_once = {}
         run.until_whole()
         return run.told
@@ -189,7 +189,7 @@ def not_for_spot(arm: FakeArm, directory: Path) -> list[str]:
 
 
 def _mended(arm: FakeArm, directory: Path, code: str, text: str) -> list[str]:
-    """A fault that the user must fix: one call for each request, its sentence, and the VMs once it is fixed."""
+    """Check a fault that the user must fix: one call per request and its sentence, and VMs once it is fixed."""
     arm.at_once = dict.fromkeys(SIZES, (409, code, text))
     with world(arm, directory) as run:
         run.begin()
@@ -243,7 +243,7 @@ def deleted(arm: FakeArm, directory: Path) -> list[str]:
 
 @contextmanager
 def killed(arm: FakeArm, directory: Path) -> Iterator[World]:
-    """A manager that is killed when its first request for a VM was carried out, and not answered yet."""
+    """Return a manager that is killed after its first request was carried out and before this was answered."""
     line = Dying()
     first = World(arm, directory, options={"line": line})
     try:
@@ -286,5 +286,5 @@ def budget(arm: FakeArm, directory: Path) -> list[str]:
         run.until(lambda: run.now_s() - begin_s > 0.05 / usd_per_h * 3600, "the budget to be spent")
         run.lose("tiny-1-1")
         run.until(lambda: run.has("is refused: limit"), "the refusal")
-        assert run.ready() == ["tiny-1-0"]  # what runs goes on
+        assert run.ready() == ["tiny-1-0"]  # running VMs continue
         return run.told

@@ -1,6 +1,6 @@
 """The fake resource manager over time: VMs boot, are billed, get notices and are taken, with all their resources.
 
-One thread lets time pass: it ends operations, starts and kills the hosts, and takes evicted VMs away.
+One thread lets time pass: it ends operations, starts and kills the hosts, and removes evicted VMs.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ Role = Literal["manager", "node"]
 
 
 class Machines(Protocol):
-    """Plays the VMs. Called from one thread."""
+    """Plays the VMs; called from one thread."""
 
     def boot(self, name: str, resource_id: str, cloud_config: str) -> None:
         """Start a VM."""
 
     def kill(self, name: str) -> None:
-        """Take it away at once."""
+        """End a VM at once."""
 
 
 @dataclass
 class Life:
-    """One VM on the bill, in seconds since 1970, as a journal counts them."""
+    """One VM's interval on the bill, in seconds since 1970, as in a journal."""
 
     name: str
     size: str
@@ -54,7 +54,7 @@ class Life:
 
 @dataclass
 class Eviction:
-    """A Preempt event. ``false_alarm``: the VM is not taken in the end."""
+    """A Preempt event; after a ``false_alarm`` the VM is not taken."""
 
     event: str
     name: str
@@ -66,10 +66,10 @@ class Eviction:
 
 @dataclass(eq=False)
 class Region(FakeArm):
-    """See the module.
+    """The region; see the module.
 
-    ``make_s`` and ``delete_s``: how long Azure takes; ``usd_per_h``: by size; ``interfaces`` and ``disks``: the VM with
-    which each goes, "" where it stays.
+    ``make_s`` and ``delete_s``: how long Azure takes. ``usd_per_h``: by size. ``interfaces`` and ``disks``: the VM with
+    which each is deleted, "" for none.
     """
 
     address: tuple[str, int]
@@ -90,7 +90,7 @@ class Region(FakeArm):
     def __post_init__(self) -> None:
         super().__init__(self.address)
         self.url = self.url_of_clients or self.url
-        self.num_polls = NEVER  # time, not questions, ends an operation
+        self.num_polls = NEVER  # operations end as time passes, not when somebody asks
         self._cloud_configs: dict[str, str] = {}
         self._running: dict[str, object] = {}
         self._lives: dict[str, Life] = {}
@@ -100,7 +100,7 @@ class Region(FakeArm):
         self.troubles: list[str] = []
 
     def open(self, context: ssl.SSLContext | None = None) -> None:
-        """Begin to serve, and let time pass."""
+        """Start to serve, and let time pass."""
         if context is not None:
             self.http.socket = context.wrap_socket(self.http.socket, server_side=True, do_handshake_on_connect=False)
         serve = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
@@ -109,7 +109,7 @@ class Region(FakeArm):
             thread.start()
 
     def close(self) -> None:
-        """Serve no more, and take every VM away."""
+        """Stop serving, and end every VM."""
         self._over.set()
         self.http.shutdown()
         for thread in self._threads:
@@ -117,7 +117,7 @@ class Region(FakeArm):
         self.http.server_close()
 
     def new_token(self, role: Role) -> str:
-        """A token as the metadata service gives it out."""
+        """Return a token like those of the metadata service."""
         token = secrets.token_urlsafe(24)
         self.tokens[token] = role
         return token
@@ -142,7 +142,7 @@ class Region(FakeArm):
             return [name for name in self._running if name not in warned]
 
     def take(self, name: str, notice_s: float | None, *, false_alarm: bool = False) -> bool:
-        """Evict a VM, after a notice of so many seconds, or None: now; returns whether it is there.
+        """Evict a VM, at once or after a notice of this many seconds; return whether the VM exists.
 
         ``false_alarm``: the notice is withdrawn instead.
         """
@@ -152,7 +152,8 @@ class Region(FakeArm):
             if notice_s is None:
                 self._remove(name, "evicted")
                 return True
-            at_s = math.ceil(time.time() + notice_s)  # the date has whole seconds, and the VM is not taken before it
+            # a date has whole seconds, and the VM must not be taken earlier than it says
+            at_s = math.ceil(time.time() + notice_s)
             due_s = time.monotonic() + at_s - time.time()
             event = secrets.token_hex(8).upper()
             date = formatdate(at_s, usegmt=True)
@@ -161,7 +162,7 @@ class Region(FakeArm):
             return True
 
     def events(self) -> dict[str, Any]:
-        """Return the Scheduled Events, as every VM of the set sees them."""
+        """Return the Scheduled Events, as every VM of the scale set sees them."""
         with self.lock:
             told = [
                 {
@@ -180,7 +181,7 @@ class Region(FakeArm):
             return {"DocumentIncarnation": self.incarnation, "Events": told}
 
     def start(self, event: str) -> bool:
-        """StartRequests: the VM may go before its time."""
+        """Carry out StartRequests: the VM may be taken before its time."""
         with self.lock:
             for eviction in self.evictions:
                 if eviction.event == event:
@@ -218,7 +219,7 @@ class Region(FakeArm):
             self.machines[machine["name"]] = machine
 
     def evict(self, name: str) -> Answer:
-        """``simulateEviction``: a notice, and then the eviction."""
+        """Carry out ``simulateEviction``: a notice, followed by the eviction."""
         if name not in self.machines:
             return error(404, "ResourceNotFound", f"{name} is not there")
         self.take(name, self.notice_s)
@@ -246,7 +247,7 @@ class Region(FakeArm):
         while not self._over.wait(EVERY_S):
             try:
                 self._tick()
-            except Exception as trouble:  # a fake that fails must say so, and not hang the test
+            except Exception as trouble:  # a failing fake must report its error instead of blocking the test
                 self.troubles.append(f"{type(trouble).__name__}: {trouble}")
         for name in list(self._running):
             with self.lock:
@@ -265,7 +266,8 @@ class Region(FakeArm):
                 self.incarnation += 1
                 if not eviction.false_alarm:
                     self._remove(eviction.name, "evicted" + (", acknowledged" if eviction.started else ""))
-            for store in (self.interfaces, self.disks):  # what is to go with its VM does so, also of one that failed
+            # resources that are deleted with their VM go too, even if it failed
+            for store in (self.interfaces, self.disks):
                 for part in [part for part, owner in store.items() if owner and owner not in self.machines]:
                     del store[part]
             there = {
@@ -275,7 +277,7 @@ class Region(FakeArm):
             }
             gone = [name for name, machine in self._running.items() if there.get(name) is not machine]
             new = [name for name in there if name not in self._running]
-            for name in gone:  # what is paid for is paid from and to the moment at which Azure says so
+            for name in gone:  # the bill begins and ends when Azure says so
                 self._settle_bill(name)
             for name in new:
                 self._open_bill(name, there[name])
@@ -288,7 +290,7 @@ class Region(FakeArm):
         size, zone = machine["properties"]["hardwareProfile"]["vmSize"], machine.get("zones", ["-"])[0]
         self._running[name] = machine
         created = datetime.fromisoformat(machine["properties"]["timeCreated"])
-        self._lives[name] = Life(name, size, zone, created.timestamp())  # once it is allocated, from its creation on
+        self._lives[name] = Life(name, size, zone, created.timestamp())  # from its creation on, once it is allocated
         self.bill.append(self._lives[name])
 
     def _settle_bill(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""A whole run on instances of moto's AWS, until nothing is left: real workers, one interrupted and one warned."""
+"""A whole run on instances of moto's AWS, until nothing is left: real workers; one instance is taken, one is warned."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ SHAPES = {2: "2x1"}
 pytestmark = pytest.mark.system
 
 
-def test_a_life_on_instances_adds_up_and_has_the_weights_of_an_undisturbed_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_on_instances_adds_up_with_undisturbed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cloud, "AGREE_S", 100.0)
     crew = ManagedCrew(load_tiny_job(2, 2))
     crew.fork(5)
@@ -43,7 +41,7 @@ def test_a_life_on_instances_adds_up_and_has_the_weights_of_an_undisturbed_run(
             return shells[-1]
 
         def watch(crew: ManagedCrew, observed: Observed) -> None:
-            """Granted VMs are up at once; when two train, one is taken, and later another one gets a notice."""
+            """Let granted VMs come up at once; when two train, take one, and later give another one a notice."""
             state, event = observed.decision.state, observed.event
             if isinstance(event, NodesGranted):
                 for node in event.nodes:

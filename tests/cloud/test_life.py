@@ -67,7 +67,7 @@ def user(profile: Path) -> dict[str, str]:
 
 
 def a_life(azure: VirtualAzure, directory: Path, profile: Path, user: dict[str, str], keep: int) -> Life:
-    """The manager runs as the user of the VMs' job, and the job's code is in the folder of earlier runs."""
+    """Run as the user of the VMs' job, with the job's code in the folder of earlier runs."""
     code, vms = profile.parent / "code", dict[str, Any](pass_variables=[CACHE])
     life = Life(azure, directory, profile, 100_000, keep, [], steps_after=3, uid=UID, step_s=STEP_S, code=code)
     life.checkpoint_every = 5
@@ -78,9 +78,9 @@ def a_life(azure: VirtualAzure, directory: Path, profile: Path, user: dict[str, 
 def test_vms_are_asked_for_taken_replaced_and_all_gone_in_the_end(
     profile: Path, user: dict[str, str], tmp_path: Path
 ) -> None:
-    """The first one by ``morph inject``, which has Azure evict it; the second by Azure alone.
+    """``morph inject`` has Azure evict the first VM; Azure alone takes the second one.
 
-    And nobody is root, here or there, but for the agents and the watchdogs.
+    Only agents and watchdogs run as root.
     """
     takings = [Taking(10, NOTICE_S, injected=True), Taking(20, None)]
     with VirtualAzure(profile.parent, tmp_path) as azure:
@@ -106,7 +106,7 @@ def test_vms_are_asked_for_taken_replaced_and_all_gone_in_the_end(
         assert (azure.region.troubles, azure.region.wrong) == ([], [])
         assert list(azure.hosts.living) == ["manager"]
         bill, dollars = azure.region.bill, azure.region.dollars()
-    expected = ("tests.cloud.guest", "manager.notices.agent", STAY_PATH)  # the last: of the watchdog
+    expected = ("tests.cloud.guest", "manager.notices.agent", STAY_PATH)  # the last one is the watchdog's
     assert [line for line in roots if not any(part in line for part in expected)] == []
     assert sum(line.startswith("ray::WorkerActor") for line in users) == KEEP
     assert sum("/raylet/raylet " in line for line in users) >= KEEP
@@ -120,12 +120,13 @@ def test_vms_are_asked_for_taken_replaced_and_all_gone_in_the_end(
     planned = [morph for morph in report.morphs if noticed in morph.cause]
     assert [(morph.planned, morph.steps_redone) for morph in planned] == [(True, 0)]
     forced = [morph for morph in report.morphs if killed in morph.cause]
-    saved = saved_before_loss(life.run_dir, killed)  # the newest save may have been under way still
+    saved = saved_before_loss(life.run_dir, killed)  # the newest save may still have been under way
     assert report.steps_redone == sum(morph.steps_redone for morph in forced)
-    assert all(morph.steps_redone <= morph.version - saved for morph in forced)  # none where another had all of it
+    # no units are missing if another worker had all of them
+    assert all(morph.steps_redone <= morph.version - saved for morph in forced)
     asked = requests(life.run_dir)
     assert asked.asked == KEEP + 2
-    assert KEEP + 1 <= asked.granted <= len(bill) <= KEEP + 2  # the run ends while the last one is requested
+    assert KEEP + 1 <= asked.granted <= len(bill) <= KEEP + 2  # the run ends while the last VM is requested
     parts = splits(bill, life.run_dir)
     assert [part for part in parts if not part.fits] == []
     assert sum(report.account.parts.values(), NOTHING) == report.account.total
@@ -137,7 +138,7 @@ def test_vms_are_asked_for_taken_replaced_and_all_gone_in_the_end(
     assert paid.total_usd == pytest.approx(report.account.total_s * USD_PER_H["Standard_NC6"] / 3600, rel=1e-9)
     assert sum(paid.parts.values()) == paid.total
     later_s = sum(part.after_s if part.granted else part.before_s for part in parts)
-    after_usd = later_s * USD_PER_H["Standard_NC6"] / 3600  # until Azure has deleted what Morph gave back
+    after_usd = later_s * USD_PER_H["Standard_NC6"] / 3600  # until Azure has deleted the VMs that Morph gave back
     assert paid.total_usd + after_usd == pytest.approx(dollars, abs=len(parts) * BEGIN_S * 0.3 / 3600)
     assert digests(life.run_dir) == uninterrupted(report.version, tmp_path / "undisturbed", NUM_SECTIONS)
     assert not azure.hosts.directory.exists()

@@ -1,4 +1,4 @@
-"""The virtual hosts themselves: a VM's processes and files stay inside it, and end with it."""
+"""The virtual hosts themselves: a VM's processes and files stay inside it and end with it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def booted(hosts: Hosts, config: str, name: str = "vm") -> Host:
 
 
 def test_a_real_cloud_config_is_carried_out_inside_the_host(hosts: Hosts, tmp_path: Path) -> None:
-    config = cloud_init(START, "vm-0", "azure")  # its files; nothing is started
+    config = cloud_init(START, "vm-0", "azure")  # its files alone; no service is started
     look = [
         "sh",
         "-c",
@@ -100,7 +100,7 @@ def test_a_real_cloud_config_is_carried_out_inside_the_host(hosts: Hosts, tmp_pa
 
 @contextmanager
 def managed(hosts: Hosts, start: NodeStart, *, tls: Path | None = None) -> Iterator[tuple[NodeStart, EventQueue]]:
-    """A manager's notice server on the hub: how a VM starts that finds it there, and what it hears."""
+    """Start a manager's notice server on the hub; yield how a VM starts that finds it, and what the server hears."""
     event_queue = EventQueue()
     desk = EnrolmentDesk(event_queue, load_authority(tls)) if tls else None
     address = hosts.network.hub_address
@@ -142,7 +142,7 @@ def test_a_vm_whose_first_boot_dies_is_ended_by_its_watchdog(tmp_path: Path) -> 
         start = START.model_copy(update={"python": sys.executable, "setup": ("kill -s KILL $PPID",), "lonely_s": 3.0})
         azure.region.put_by_hand(machine_of("tiny-1-0"), cloud_init(start, "tiny-1-0", "azure"))
         until(lambda: "tiny-1-0" in azure.logs and azure.region.bill[0].until_s, "the VM to delete itself")
-        assert set(azure.region.calls) == {"DELETE virtualMachines/tiny-1-0"}  # by its watchdog too, where it is late
+        assert set(azure.region.calls) == {"DELETE virtualMachines/tiny-1-0"}  # or by its watchdog, if that is late
         assert "Killed" in azure.logs["tiny-1-0"]
 
 
@@ -153,13 +153,13 @@ def test_a_lonely_vm_deletes_itself_by_its_identity(tmp_path: Path, booted: bool
         start = START.model_copy(update={"python": python})
         if booted:
             start, _ = manager.enter_context(managed(azure.hosts, start.model_copy(update={"lonely_s": 5.0})))
-        config = cloud_init(start, "tiny-1-0", "azure").replace(" morph-node.service", "")  # no Ray here
+        config = cloud_init(start, "tiny-1-0", "azure").replace(" morph-node.service", "")  # there is no Ray
         azure.region.put_by_hand(machine_of("tiny-1-0"), config)
         if booted:
             until(lambda: agents_of(azure.hosts.living.get("tiny-1-0")), "the agent")
             manager.close()
         until(lambda: "tiny-1-0" in azure.logs and azure.region.bill[0].until_s, "the VM to delete itself")
-        assert set(azure.region.calls) == {"DELETE virtualMachines/tiny-1-0"}  # by its watchdog too, where it is late
+        assert set(azure.region.calls) == {"DELETE virtualMachines/tiny-1-0"}  # or by its watchdog, if that is late
         assert azure.region.left()["VMs"] == []
         assert set(azure.region.tokens.values()) == {"node"}
         assert azure.region.troubles == []
@@ -168,7 +168,7 @@ def test_a_lonely_vm_deletes_itself_by_its_identity(tmp_path: Path, booted: bool
 
 def test_a_vm_runs_the_managers_wheel_after_the_users_lines(hosts: Hosts, tmp_path: Path) -> None:
     bare_python(tmp_path / "image")
-    setup, late = (f"ln -s {tmp_path}/image {tmp_path}/opt",), tmp_path / "opt/bin/python"  # not there before it
+    setup, late = (f"ln -s {tmp_path}/image {tmp_path}/opt",), tmp_path / "opt/bin/python"  # it is not there before
     with managed(hosts, START.model_copy(update={"python": str(late), "setup": setup, "lonely_s": 60.0})) as found:
         start = found[0].model_copy(update={"requirements": requirements()})
         host = booted(
@@ -275,7 +275,7 @@ def test_a_vm_whose_metadata_service_stays_open_to_the_job_is_unfit(
     azure_and_image: tuple[VirtualAzure, str], tmp_path: Path
 ) -> None:
     azure, python = azure_and_image
-    first = ("ip rule add priority 1 lookup local",)  # so that the rule that forbids it comes too late
+    first = ("ip rule add priority 1 lookup local",)  # so that the rule that forbids the access comes too late
     asked = {"python": python, "lonely_s": 60.0, "uid": JOB_UID, "metadata": False, "setup": first}
     with managed(azure.hosts, START.model_copy(update=asked)) as (start, event_queue):
         host = boot_as_user(azure, start, tmp_path)

@@ -1,4 +1,4 @@
-"""Reads systemd unit files, as far as Morph's own units need it. Unknown keys are errors."""
+"""Reads systemd unit files, as far as Morph's own units need it; unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class UnitError(Exception):
 
 @dataclass(frozen=True)
 class Unit:
-    """One service. ``limit_burst`` starts within ``limit_interval_s`` are allowed; then ``limit_action`` is taken."""
+    """One service; after ``limit_burst`` starts within ``limit_interval_s``, ``limit_action`` is taken."""
 
     command: tuple[str, ...]
     environment: dict[str, str]

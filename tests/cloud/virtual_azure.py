@@ -1,7 +1,7 @@
-"""Azure, whose VMs are virtual hosts of this machine: Morph's code and Azure's SDK find it where Azure would be.
+"""An Azure whose VMs are virtual hosts of this machine: Morph's code and Azure's SDK find it at Azure's addresses.
 
-``https://management.azure.com`` and 169.254.169.254 answer inside the hosts: nothing of Morph is told of a fake. The
-manager runs on a host of its own, with an identity, as ``docs/guides/azure.md`` says.
+Inside the hosts ``https://management.azure.com`` and 169.254.169.254 answer, so that Morph needs no special settings.
+The manager runs on a host of its own, with an identity, as ``docs/guides/azure.md`` says.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CLOUD_FILE: dict[str, Any] = {
     "identity_id": f"{GROUP}/providers/Microsoft.ManagedIdentity/userAssignedIdentities/nodes",
     "ssh_public_key": "ssh-ed25519 AAAAC3Nz me",
 }
-"""A cloud file of this Azure, with one size, so that a VM has one price. It has no GPU."""
+"""A cloud file of this Azure with one size, so that all VMs have one price; the size has no GPU."""
 
 
 class VirtualAzure:
@@ -103,7 +103,7 @@ class VirtualAzure:
         self.hosts.boot(name, cloud_config)
 
     def kill(self, name: str) -> None:
-        """Take a VM away: called by the region. What it wrote is kept in ``logs``."""
+        """End a VM; called by the region. Its files are kept in ``logs``."""
         if (host := self.hosts.living.get(name)) is not None:
             host.kill()
             self.logs[name] = "\n".join(
@@ -115,7 +115,7 @@ class VirtualAzure:
         self.hosts.remove(name)
 
     def popen(self, command: Sequence[str], out: IO[str] | None = None, **environment: str) -> subprocess.Popen[str]:
-        """Start a command on the manager's host. It ends with that host, if not before."""
+        """Start a command on the manager's host, with which it ends at the latest."""
         return subprocess.Popen(
             self.manager.inside(*command),
             env={**self.manager.environment, **environment},
@@ -148,7 +148,7 @@ class VirtualAzure:
 
 
 def in_namespace(namespace: str, make: Callable[[], Any]) -> Any:
-    """Call something in a thread that has moved to a network namespace."""
+    """Call a function in a thread that has moved to a network namespace."""
     made: list[Any] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Examples of property tests may take as long as a busy machine needs."""
+"""Gives examples of property tests as much time as a busy machine needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values made or copied without validation equal validated ones, to the byte of their serialised form."""
+"""Values made or copied without validation equal validated ones, also in their serialised form."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_unchecked_value_of_checked_parts_equals_a_checked_one() -> None:
         ("\u202eexe.txt", r"\u202eexe.txt"),
     ],
 )
-def test_what_would_control_a_terminal_is_shown_and_not_sent(said: str, shown: str) -> None:
+def test_control_characters_are_shown_escaped(said: str, shown: str) -> None:
     assert printable(said) == shown
     for value in (Fact(name="a", detail=said), Fact.model_validate_json(json.dumps({"name": "a", "detail": said}))):
         assert value.detail == shown
@@ -67,7 +67,7 @@ def test_a_value_is_not_made_without_a_field_that_has_no_default() -> None:
         Basket.model_construct(num=2)  # type: ignore[call-arg]
 
 
-def test_many_values_differ_in_one_field() -> None:
+def test_many_values_are_made_that_differ_in_one_field() -> None:
     assert Basket.each("owner", ["a", "b"], num=3) == [Basket(owner="a", num=3), Basket(owner="b", num=3)]
     assert Basket.each("owner", []) == []
 
@@ -81,7 +81,7 @@ def test_a_copy_leaves_behind_what_was_worked_out_of_other_fields() -> None:
     assert basket.model_copy() == basket
 
 
-def test_a_copy_tells_what_was_given_and_a_deep_one_shares_nothing() -> None:
+def test_a_copy_keeps_the_set_fields_and_a_deep_one_shares_nothing() -> None:
     basket = Basket(owner="a", fruits={"apple": 1})
     assert basket.model_copy(update={"label": "b"}).model_dump(exclude_unset=True) == {
         "owner": "a",
@@ -99,7 +99,7 @@ def test_a_vms_only_worker_has_its_name_and_several_are_numbered() -> None:
 
 @pytest.mark.parametrize("num_devices", [1, 2, 12])
 @pytest.mark.parametrize("vm", ["vm0", "job-1-0", "x-d0", "vm0.2"])
-def test_every_worker_tells_its_vm(vm: str, num_devices: int) -> None:
+def test_every_workers_name_contains_its_vm(vm: str, num_devices: int) -> None:
     workers = workers_of(vm, num_devices)
     assert len(set(workers)) == num_devices
     assert {vm_of(worker) for worker in workers} == {vm}

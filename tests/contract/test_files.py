@@ -1,4 +1,4 @@
-"""Profiles, plans, pools and other files: errors name file, field and value."""
+"""Profiles, plans, pools and other files: each error names file, field and value."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, load: Callable[[Pat
             load(path)
         assert str(path) in str(caught.value)
         assert problem in str(caught.value)
-        assert len(str(caught.value)) < 400  # and not the whole file with it
+        assert len(str(caught.value)) < 400  # without the whole file
 
 
 def test_every_micro_batch_is_dealt_to_exactly_one_replica(planned: Plan) -> None:
@@ -155,7 +155,7 @@ def test_every_micro_batch_is_dealt_to_exactly_one_replica(planned: Plan) -> Non
 
 
 def uneven(**changes: object) -> Plan:
-    """Two pipelines of two stages and one of three, for five sections and seven micro-batches."""
+    """Return a plan of two pipelines of two stages and one of three, for five sections and seven micro-batches."""
     cuts = ((0, 3), (3, 5), (0, 2), (2, 4), (4, 5))
     given: dict[str, object] = {
         "fingerprint": "f",
@@ -240,7 +240,7 @@ def test_pools_are_added_and_fit_in_one_another_type_by_type() -> None:
     assert small + Pool.of(3) == Pool.parse("3,t4=2,v100=8")
 
 
-def test_a_pool_is_a_key_in_json_and_a_number_is_read_as_one() -> None:
+def test_a_pool_is_a_json_key_and_may_be_a_number() -> None:
     table = TypeAdapter(dict[Pool, int])
     pools = {Pool.of(8): 1, Pool.parse("t4=4,v100=12"): 2}
     assert table.dump_json(pools) == b'{"8":1,"t4=4,v100=12":2}'

@@ -1,4 +1,4 @@
-"""Times at which VMs come, get notices and are taken, from a rate and from a trace."""
+"""Times at which VMs come, get notices and are taken, drawn at a rate or read from a trace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def trace() -> Trace:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("number", [0, 3])
 def test_lifetimes_are_exponential_with_the_mean_that_is_asked_for(seed: int, number: int) -> None:
-    """Apply the Kolmogorov-Smirnov test, with one false alarm in a million; these draws never change."""
+    """A Kolmogorov-Smirnov test with one false alarm in a million; the draws are fixed by their seed."""
     drawn = sorted(by_name(seed, MTTP_S)(vm, number) for vm in NAMES)
     expected = [1 - math.exp(-duration_s / MTTP_S) for duration_s in drawn]
     count = len(drawn)
@@ -90,14 +90,14 @@ def test_a_warning_comes_before_each_end_and_no_sooner_than_its_vm() -> None:
         assert change.time_s == max(START_S, change.taken_s - 30.0)
 
 
-def test_lives_in_order_are_drawn_from_one_generator_and_stay_as_they_were_drawn() -> None:
+def test_ordered_lives_come_from_one_generator_and_do_not_change() -> None:
     draw, expected = InOrder(5, 40.0), random.Random(5)
     lives_s = [draw(vm, 0) for vm in ("b", "a", "c")]
     assert lives_s == [expected.expovariate(1 / 40.0) for _ in range(3)]
     assert [draw(vm, 0) for vm in ("b", "a", "c")] == lives_s
 
 
-def test_what_is_left_of_a_trace_is_played_in_order_and_a_warning_in_force_is_given_at_once() -> None:
+def test_the_rest_of_a_trace_is_played_with_its_standing_warnings() -> None:
     head = "time_s,event,node_id,notice_s"
     whole = parse_trace([head, "0,add,a,", "0,add,b,", "5,add,c,", "9,remove,b,4", "9,remove,a,8"], "trace.csv")
     told = [(change.time_s, change.kind, change.vms[0]) for change in recorded(whole)]

@@ -193,7 +193,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_trace(tmp_path / "none.csv")
 
 
-def test_a_directory_is_no_trace(tmp_path: Path) -> None:
+def test_a_directory_is_not_a_trace(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="cannot be read"):
         load_trace(tmp_path)
 

@@ -1,4 +1,4 @@
-"""The calls of transformers' attention in a traced model and in the plain one."""
+"""The attention calls of transformers, in a traced model and in the plain one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def traced(exported: ExportedJob) -> list[tuple[Any, ...]]:
-    """Return for each traced attention: mask or not, causal or not, grouped keys or not, heads of queries and keys."""
+    """Return of each traced attention whether it is masked, causal and grouped, and its heads of queries and keys."""
     assert isinstance(exported, GraphJob)
     return [_told(node) for node in exported.graph_module.graph.nodes if node.target is ATTENTION]
 
@@ -32,7 +32,7 @@ def _told(node: Node) -> tuple[Any, ...]:
 
 
 def plainly(model: Callable[[], nn.Module], loss: Any, batch: dict[str, Tensor]) -> list[tuple[Any, ...]]:
-    """The same of the plain model."""
+    """Return the same for the plain model."""
     found: list[tuple[Any, ...]] = []
     real = functional.scaled_dot_product_attention
 

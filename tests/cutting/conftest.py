@@ -44,13 +44,16 @@ def run_sections(
     batch: dict[str, Tensor],
     before: Callable[[int], object] = lambda index: None,
 ) -> Result:
-    """Forward, then recompute and backward per section, with inputs detached at every border."""
+    """Run forward, then recompute and backward of each section, with detached inputs.
+
+    Return the loss and the gradients.
+    """
     parameters = {name: initial[name].clone().requires_grad_() for name in cut_model.parameter_specs}
     state = {**parameters, **{name: initial[name].clone() for name in cut_model.buffer_specs}}
     stored: list[tuple[Tensor, ...]] = [()]
     for section in cut_model.sections:
         before(section.index)
-        with torch.enable_grad():  # as the runtime does: without it, attention may take another kernel
+        with torch.enable_grad():  # as in the runtime: otherwise attention may use another kernel
             outputs = section(_leaves(section, stored[-1]), batch, state)[: len(section.outputs)]
         stored.append(tuple(output.detach() for output in outputs))
     gradients: list[Tensor | None] = [torch.ones(()), *(None for _ in cut_model.metric_names)]
@@ -78,7 +81,7 @@ def _leaves(section: Section, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def build_whole(job: Job, initial: Mapping[str, Tensor]) -> nn.Module:
-    """The user's model with the given weights."""
+    """Build the user's model with the given weights."""
     model = training_mode(job.model())
     with torch.no_grad():
         for name, value in (*model.named_parameters(), *model.named_buffers()):
@@ -88,7 +91,7 @@ def build_whole(job: Job, initial: Mapping[str, Tensor]) -> nn.Module:
 
 
 def run_whole(job: Job, initial: Mapping[str, Tensor], batch: dict[str, Tensor]) -> Result:
-    """The loss and the gradients of the model in one piece."""
+    """Return the loss and the gradients of the model in one piece."""
     model = build_whole(job, initial)
     loss = job.loss(model, batch)
     loss.backward()

@@ -1,4 +1,4 @@
-"""Attention of traced models of transformers: decided as in the plain model, from which it must not differ by a bit."""
+"""Attention in traced models of transformers: Morph chooses as the plain model does, and results have the same bits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_only_a_window_shorter_than_the_text_needs_a_mask(tools: Any) -> None:
 
 
 def packed(length: int) -> list[dict[str, Tensor]]:
-    """Two texts in one sample: positions restart after ``length`` tokens."""
+    """Put two texts into one sample: positions restart after ``length`` tokens."""
     positions = torch.cat([torch.arange(length), torch.arange(LENGTH - length)])
     return [{**item, "position_ids": positions} for item in texts()]
 
@@ -72,12 +72,12 @@ def unmasked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def test_an_encoder_without_padding_has_no_mask(tools: Any) -> None:
-    """A model that gets a padding mask has masks: see ``test_models``."""
+    """A model that gets a padding mask keeps its masks: see ``test_models``."""
     assert attentions(tools, bert, unmasked_loss, texts()) == [(False, False, False, 4, 4)] * NUM_LAYERS
 
 
 def test_heads_of_other_lengths_get_the_bits_of_the_plain_model(tools: Any) -> None:
-    """Long enough for several tiles of the flash kernel, with one head of keys for all queries."""
+    """The text is long enough for several tiles of the flash kernel, with one key head for all query heads."""
     length = 80
     sizes = {**DECODER, "num_hidden_layers": 2, "num_key_value_heads": 1, "max_position_embeddings": length}
     items = [
@@ -92,7 +92,7 @@ def test_heads_of_other_lengths_get_the_bits_of_the_plain_model(tools: Any) -> N
 
 
 class Masked(nn.Module):
-    """Attention with its own mask, made from a mask that hides nothing."""
+    """Attention with a mask of its own, made from a mask that hides nothing."""
 
     def __init__(self, shown: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

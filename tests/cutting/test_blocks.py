@@ -16,7 +16,7 @@ WIDTH = 16
 
 
 class Parallel(nn.Module):
-    """A stand-in for attention parallel to an MLP, as in GPT-NeoX: as narrow inside as between blocks."""
+    """A block with attention parallel to an MLP, as in GPT-NeoX, which is as narrow inside as between blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Parallel(nn.Module):
 
 
 class Tower(nn.Module):
-    """Blocks whose by-products are all needed at the end, as the router's scores of a mixture of experts are."""
+    """Blocks whose by-products are all needed at the end, like a mixture of experts' router scores."""
 
     def __init__(self, num_blocks: int, head: int = 4, *, one_block: bool = False) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ ITEMS = [{"x": torch.linspace(-1, 1, 48).reshape(6, 8) * i, "y": torch.full((6,)
 
 
 def blocks_of(section: Section) -> set[str]:
-    """Numbers of the blocks whose own parameters the section reads."""
+    """Return the numbers of the blocks whose parameters the section reads."""
     return {name.split(".")[1] for name in section.parameters if name.startswith("blocks.")}
 
 

@@ -26,7 +26,7 @@ TINY_GPT = str(JOBS / "tiny_gpt.py:job")
 
 
 class Assorted(nn.Module):
-    """Weights made in every way that constructors do."""
+    """Weights made in all ways that constructors use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def tensors(built: BuiltModel) -> LazyTensors:
 
 
 class CountsBytes(TorchDispatchMode):
-    """Adds up the storages that operations make."""
+    """Adds up the sizes of the storages that operations make."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_all_at_once_equals_one_at_a_time() -> None:
         assert torch.isfinite(alone.float()).all()
 
 
-def test_what_the_constructor_did_is_what_comes_out() -> None:
+def test_made_weights_equal_those_of_the_constructor() -> None:
     lazy = tensors(build_model(Assorted, 0))
     assert torch.equal(lazy["changed.weight"][:2], torch.zeros(2, 8))
     assert 0 < lazy["changed.weight"][2:].std() < 0.04
@@ -185,7 +185,7 @@ def digest(model: type[nn.Module]) -> str:
 
 @pytest.fixture(scope="module")
 def other_process() -> dict[str, Any]:
-    """Return the output of a process that only builds and cuts the model: its memory beyond that of imports."""
+    """Run a process that only builds and cuts the model; return its output: the memory beyond that of imports."""
     big = str(JOBS / "gpt2_big.py:gpt2_2_5b")
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(Path(__file__).parent), big, TINY_GPT]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280).stdout
@@ -242,7 +242,7 @@ def test_an_error_of_the_constructor_is_the_users_own() -> None:
 
 
 class FromOtherGenerators(nn.Module):
-    """Weights from numpy's and Python's generators, which are recorded as data; ``really``: it cannot be recorded."""
+    """Weights from numpy's and Python's generators, which are recorded as data; with ``really`` this is impossible."""
 
     def __init__(self, really: bool) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ def token_items(vocabulary: int) -> list[dict[str, Tensor]]:
 
 
 class ResidualMLP(nn.Module):
-    """With in-place activations, a frozen scale, an unused layer and a value that skips several layers."""
+    """A model with in-place activations, a frozen scale, an unused layer and a value that skips several layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def test_equal_blocks_have_equal_signatures(tiny_gpt: ExportedJob) -> None:
 
 
 def test_the_fingerprint_depends_on_model_and_cuts_but_not_on_m(cases: dict[str, Case], tiny_gpt: ExportedJob) -> None:
-    """Nor on the process: see ``test_construct``."""
+    """Nor does it depend on the process: see ``test_construct``."""
     prints = {cut(tiny_gpt, num_sections=4, micro_batch_size=m).fingerprint for m in (1, 2, 6)}
     assert len(prints) == 1
     prints.add(cut(tiny_gpt, num_sections=5, micro_batch_size=2).fingerprint)

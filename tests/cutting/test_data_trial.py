@@ -1,4 +1,4 @@
-"""Data that comes out differently when it is read or built again is refused, naming the entry and what to do."""
+"""Data that differs when it is read or built again is refused; the error names the entry and the remedy."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_checks_build_a_data_set_twice_and_keep_one() -> None:
     assert data_of(checked) is built[-1]
 
 
-def test_a_data_set_that_fails_is_told_with_its_line() -> None:
+def test_the_error_of_a_data_set_names_its_line() -> None:
     def fails(index: int) -> Tensor:
         if index > 3:
             raise OSError("no such shard")

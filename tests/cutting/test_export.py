@@ -110,12 +110,12 @@ def test_a_loss_that_fails_names_its_line(tools: Any) -> None:
         export_job(tools.make_job(UsesNumpy, loss, ITEMS))
 
 
-def test_a_loss_that_is_no_scalar_is_refused(tools: Any) -> None:
+def test_a_loss_that_is_not_a_scalar_is_refused(tools: Any) -> None:
     with pytest.raises(JobError, match=r"loss: does not return a scalar \(got '\(3, 6\)'\)"):
         export_job(tools.make_job(WritesInPlace, lambda model, batch: model(batch["x"]), ITEMS))
 
 
-def test_a_model_that_is_no_module_is_refused(tools: Any) -> None:
+def test_a_model_that_is_not_a_module_is_refused(tools: Any) -> None:
     with pytest.raises(JobError, match="model: does not return a module"):
         export_job(tools.make_job(lambda: 3, mean_loss, ITEMS))
 

@@ -130,7 +130,7 @@ class NotReentrant(Layers):
 
 
 class NoGradientThroughTheFirst(Layers):
-    """A reentrant checkpoint that is given no tensor with a gradient trains nothing inside."""
+    """A reentrant checkpoint whose inputs have no gradient does not train what is inside it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(checkpoint(self.first, x, use_reentrant=True) + self.second(x))
@@ -148,7 +148,7 @@ def gradients_of_both(tools: Any, model: Callable[[], nn.Module], num_sections: 
     states: dict[int, Tensor] = {}
 
     def before(index: int) -> None:
-        """The first run draws on from section to section as the whole does, the second what the first drew."""
+        """Let the first run of a section draw as the whole model does, and let its rerun repeat the draws."""
         if not states:
             torch.manual_seed(3)
         if index in states:
@@ -169,7 +169,7 @@ def test_a_checkpoint_is_a_plain_call_with_the_plain_gradients(tools: Any, model
 
 
 def marked(model: type[Layers]) -> type[Layers]:
-    """With a mark, and Python in front of it that no export takes."""
+    """Return a marked model with Python code before its mark that no export accepts."""
 
     class Marked(model):  # type: ignore[misc,valid-type]  # the class is a parameter
         def __init__(self) -> None:
@@ -198,7 +198,7 @@ def test_cut_at_marks_a_hook_on_a_parameter_is_refused(tools: Any) -> None:
         export_job(tools.make_job(marked(ParameterHook), loss, ITEMS))
 
 
-def test_what_is_replaced_is_put_back_where_it_was() -> None:
+def test_replaced_functions_are_restored() -> None:
     class Base:
         @classmethod
         def name(cls) -> str:

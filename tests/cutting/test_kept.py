@@ -1,4 +1,4 @@
-"""Cut models that are kept or handed on: the same bits as made anew, and never read where anything may be another."""
+"""Cut models from the cache or from the manager have the same bits as new ones; doubtful ones are not used."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ ROOMS = {"dropout and tied weights": TIED, "buffers": BUFFERS}
 
 
 class Exports:
-    """Counts exports; the model is really exported the first time alone where the text does not change."""
+    """Counts exports; where the job's text does not change, only the first one is real."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -131,7 +131,7 @@ def load(job_path: str, num_sections: int | None = 2, m: int = 2, handed: Handed
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> ExportedJob:
-    """The plain job's export, for tests that only ask whether there would be another one."""
+    """Return the plain job's export, for tests that only ask whether there would be another export."""
     path = tmp_path_factory.mktemp("plain") / "job.py"
     path.write_text(HEAD + PLAIN, encoding="utf-8")
     with imported_once(f"{path}:job"):
@@ -140,7 +140,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> ExportedJob:
 
 @pytest.fixture
 def again(exports: Exports, plain: ExportedJob, write: Callable[[str], str]) -> Callable[..., str]:
-    """Keep a cut once; return a function that loads it again and returns whether it was read or made."""
+    """Cache a cut once; return a function that loads it again and says whether it was read or made."""
     exports.ready = plain
     job_path = write(PLAIN)
     kept = load(job_path).model.fingerprint
@@ -168,7 +168,7 @@ def test_a_second_worker_does_not_export_and_its_weights_are_the_same_bits(
         return [(entry.unit, entry.sha256) for entry in manifest.units]
 
     cold = run("cold")
-    assert exports.count == 1  # of the run's own worker none
+    assert exports.count == 1  # the run's own worker did not export
     assert run("warm") == cold
     assert exports.count == 1
     monkeypatch.setenv("MORPH_CACHE_DIR", "/dev/null")
@@ -181,14 +181,14 @@ def test_a_terminal_s_size_makes_no_other_cut(
 ) -> None:
     job_path = write(PLAIN)
     load(job_path)
-    monkeypatch.setenv("LINES", "24")  # as Python's readline tells it to every process that is started later
+    monkeypatch.setenv("LINES", "24")  # as Python's readline sets it for every process that is started later
     monkeypatch.setenv("COLUMNS", "80")
     load(job_path)
     assert exports.count == 1
 
 
 def made_here(job_path: str, num_sections: int = 2, m: int = 2) -> CutJob:
-    """Without anything that is kept or written down."""
+    """Cut a job without any cache."""
     with imported_once(job_path):
         job = load_job(job_path)
         exported = EXPORT_JOB(job)
@@ -219,10 +219,10 @@ def require_equal(made: CutJob, found: CutJob) -> None:
 
 
 @pytest.mark.parametrize("text", ROOMS.values(), ids=ROOMS.keys())
-def test_what_is_handed_to_another_machine_is_what_was_cut(
+def test_a_cut_handed_to_another_machine_is_the_one_made(
     text: str, exports: Exports, write: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job lies in another folder there, and nothing is kept."""
+    """On the other machine, the job is in another folder and the cache is empty."""
     job_path = write(text)
     with imported_once(job_path):
         handed = LoadedJob(job_path).handed(2, 2)
@@ -233,7 +233,7 @@ def test_what_is_handed_to_another_machine_is_what_was_cut(
     assert exports.count == 1
 
 
-def test_what_another_torch_cut_is_told_of_and_made_anew(
+def test_a_cut_of_another_torch_is_reported_and_made_anew(
     exports: Exports,
     plain: ExportedJob,
     write: Callable[[str], str],
@@ -272,7 +272,7 @@ def test_a_cut_that_is_too_long_for_a_setup_is_not_handed(
         LoadedJob(job_path).handed(2, 2)
 
 
-def test_a_job_in_another_folder_is_the_same_and_its_lines_are_those_there(
+def test_a_moved_job_uses_its_cached_cut_with_the_new_paths(
     exports: Exports, write: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(write(TIED))
@@ -295,7 +295,7 @@ def test_it_is_kept_under_the_number_of_sections_that_was_found(exports: Exports
 
 
 def rewritten(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """A file with a good digest, as this user could have written it."""
+    """Return a function that changes a cached file and updates its digest, as this user could have done."""
 
     def harm(path: Path) -> None:
         form = json.loads(zlib.decompress(path.read_bytes()[32:]))
@@ -306,7 +306,7 @@ def rewritten(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], No
 
 
 def graph(form: dict[str, Any]) -> list[Any]:
-    """Of the first section."""
+    """Return the graph of the first section."""
     sections, *_ = form["model"]["CutModel"]
     found: list[Any] = next(field["graph"] for field in sections["tuple"][0]["Section"] if "graph" in (field or {}))
     return found
@@ -334,7 +334,7 @@ HARM: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("harm", HARM.values(), ids=HARM.keys())
-def test_what_is_damaged_is_made_again_and_kept_anew(
+def test_a_damaged_cut_is_made_and_cached_again(
     harm: Callable[[Path], object], again: Callable[[], str], folder: Path
 ) -> None:
     (file,) = folder.iterdir()
@@ -362,7 +362,7 @@ def edited(path: Path) -> None:
     ],
     ids=["code", "data", "variable", "torch", "morph", "python", "own code", "packages", "device"],
 )
-def test_what_may_be_another_model_is_made_again(
+def test_a_cut_that_may_be_of_another_model_is_made_again(
     change: Callable[[Path, pytest.MonkeyPatch], object],
     again: Callable[[], str],
     tmp_path: Path,
@@ -399,7 +399,7 @@ def test_an_edited_neighbour_is_another_job(
 def test_code_in_folders_without_an_init_file_is_the_jobs(
     exports: Exports, plain: ExportedJob, write: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a folder is a package without a file: one below the job's, or the job's own where others import from it."""
+    """Such a folder is a package without a file: it is below the job's folder, or is the job's folder itself."""
     exports.ready = plain
     job_path = write(f"from parts.sizes import WIDTH\n{PLAIN}")
     (tmp_path / "user" / "parts").mkdir()
@@ -458,7 +458,7 @@ class Held(nn.Module):
 
 
 @pytest.mark.parametrize("text", NOT_KEPT.values(), ids=NOT_KEPT.keys())
-def test_what_may_come_from_elsewhere_is_not_kept(
+def test_models_with_values_from_elsewhere_are_not_cached(
     text: str, exports: Exports, write: Callable[[str], str], folder: Path, tmp_path: Path
 ) -> None:
     job_path = write(HELD + text)
@@ -470,7 +470,7 @@ def test_what_may_come_from_elsewhere_is_not_kept(
     assert not folder.exists()
 
 
-def test_what_the_data_set_reads_is_no_part_of_the_model(
+def test_files_that_the_data_set_reads_are_not_part_of_the_model(
     exports: Exports, plain: ExportedJob, write: Callable[[str], str], tmp_path: Path
 ) -> None:
     exports.ready = plain

@@ -52,7 +52,7 @@ def test_data_is_read_as_it_was(dtype: torch.dtype, shape: tuple[int, ...]) -> N
 @pytest.mark.parametrize(
     "value", [object(), b"", len, nn.Linear, slice(1), Tensor, torch.zeros(4, 4).t(), torch.Size([1])]
 )
-def test_what_has_no_form_is_not_kept(value: Any) -> None:
+def test_values_without_a_serialised_form_are_not_cached(value: Any) -> None:
     with pytest.raises(CannotKeep):
         write_value([value])
 

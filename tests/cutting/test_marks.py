@@ -28,7 +28,7 @@ def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 class Branching(nn.Module):
-    """A layer that decides by a value: torch.export refuses it."""
+    """A layer that decides by a value, which torch.export refuses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Chain(nn.Sequential):
 
 
 class Marked(nn.Module):
-    """With glue between the modules, a tied weight, a mask made of the batch, and marks in a loop."""
+    """A model with code between its modules, a tied weight, a mask made of the batch, and marks in a loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def marked_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dic
 
 
 class GoesPast(nn.Module):
-    """The first layer's value is read again at the end: more than one tensor crosses."""
+    """A model that reads the first layer's value again at its end, so that more than one tensor crosses the cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class GoesPast(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts that picks its tokens: sizes depend on the data."""
+    """A mixture of experts that picks its tokens, so that sizes depend on the data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def check_against_whole(tools: Any, job: Any, exported: Any, model: CutModel, it
         torch.testing.assert_close(parameters[name].grad, gradient)
 
 
-def test_what_export_refuses_is_not_cut_where_the_job_asks_for_one_section(tools: Any) -> None:
+def test_a_model_that_export_refuses_is_left_whole_for_one_section(tools: Any) -> None:
     def penalised(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         x = batch["x"].clone().requires_grad_()
         out = model(x)
@@ -168,7 +168,7 @@ def test_marks_in_a_loop_cut_a_forward_with_code_between_modules(tools: Any) -> 
     check_against_whole(tools, job, exported, model, ITEMS)
 
 
-def test_experts_that_pick_their_tokens_are_refused_with_a_line_and_run_with_marks(tools: Any) -> None:
+def test_experts_that_pick_tokens_are_refused_but_run_with_marks(tools: Any) -> None:
     def model() -> nn.Module:
         return nn.Sequential(*(Experts() for _ in range(3)))
 
@@ -287,7 +287,7 @@ def place_of(text: str) -> str:
 
 
 class DropsLayers(nn.Module):
-    """Whether a layer is left out is drawn between the layers, or within each."""
+    """A model in which layers are dropped at random, by code between the layers or within each."""
 
     def __init__(self, within: bool) -> None:
         super().__init__()
@@ -326,7 +326,10 @@ def test_layers_that_are_dropped_between_modules_are_refused_and_may_drop_themse
 
 
 class Packed(nn.Module):
-    """The border is the last state, or what is padded to the longest of the micro-batch."""
+    """Packed texts.
+
+    What crosses the cut is the last state, or the states padded to the longest text of the micro-batch.
+    """
 
     def __init__(self, last: bool) -> None:
         super().__init__()
@@ -364,7 +367,7 @@ def run_in_sections(exported: Any, model: CutModel, batch: dict[str, Tensor]) ->
     return values[0]
 
 
-def test_a_border_whose_shape_depends_on_the_data_is_refused_when_it_is_another(tools: Any) -> None:
+def test_a_border_whose_shape_changes_with_the_data_is_refused(tools: Any) -> None:
     exported = export_job(tools.make_job(lambda: Packed(last=False), packed_loss, SEQUENCES))
     model = cut(exported, num_sections=None, micro_batch_size=2)
     run_in_sections(exported, model, tools.stack(SEQUENCES, 2))
@@ -385,7 +388,7 @@ class Perhaps(nn.Module):
 
 
 class Begins(nn.Module):
-    """The tensor at the first mark depends on a parameter only with ``late`` samples."""
+    """A model whose tensor at the first mark depends on a parameter only for ``late`` samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -396,7 +399,7 @@ class Begins(nn.Module):
 
 
 class Freezes(Begins):
-    """With ``late`` samples a parameter is thawed, and one frozen."""
+    """A model in which ``late`` samples thaw one parameter and freeze another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -420,7 +423,7 @@ def late_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         (Freezes, [False, True], r"requires_grad of last\.weight changes while training"),
     ],
 )
-def test_what_the_first_samples_do_not_show_of_gradients_is_refused_when_it_comes(
+def test_gradients_that_first_samples_lack_are_refused_when_they_occur(
     tools: Any, make: type[nn.Module], late: list[bool], problem: str
 ) -> None:
     exported = export_job(tools.make_job(make, late_loss, LATE))
@@ -438,7 +441,7 @@ def test_what_the_first_samples_do_not_show_of_gradients_is_refused_when_it_come
 
 
 class Chooses(nn.Module):
-    """With ``late`` samples the forward goes where the first ones did not."""
+    """A model whose forward takes another branch for ``late`` samples."""
 
     def __init__(self, skips: bool) -> None:
         super().__init__()
@@ -465,7 +468,7 @@ LATE = [{"x": torch.randn(6), "late": torch.tensor(index > 3)} for index in rang
         (True, "reaches the cut in front of cut not at all, unlike with the first samples", "x = self.cut(x)"),
     ],
 )
-def test_a_branch_that_the_first_samples_do_not_take_is_refused_when_it_is_taken(
+def test_a_branch_that_first_samples_lack_is_refused_when_taken(
     tools: Any, skips: bool, problem: str, place: str
 ) -> None:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -494,7 +497,7 @@ class Watching(Marked):
 
 
 def test_a_marked_run_changes_no_module_but_its_own(tools: Any) -> None:
-    """Another thread may train another model in this process meanwhile."""
+    """Another thread may be training another model in this process at the same time."""
     exported = export_job(tools.make_job(Watching, marked_loss, ITEMS))
     assert isinstance(exported, MarkedJob)
     model = cut(exported, num_sections=None, micro_batch_size=3)

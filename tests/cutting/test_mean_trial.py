@@ -27,7 +27,7 @@ ITEMS = [
 
 
 class Noisy(nn.Module):
-    """With dropout, noise, a random layer drop and statistics of the batch: none of them is the loss's fault."""
+    """A model with dropout, noise, random layer drop and batch statistics, which are not the loss's fault."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def weight_of_a_mean(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
 @pytest.mark.parametrize(
     ("loss", "what"), [(total_of_a_mean, "total of the loss"), (weight_of_a_mean, "weight of the loss")]
 )
-def test_a_total_or_a_weight_that_is_no_sum_is_told(tools: Any, loss: Any, what: str) -> None:
+def test_a_total_or_weight_that_is_not_a_sum_is_reported(tools: Any, loss: Any, what: str) -> None:
     (sentence,) = loss_warnings(tools.make_job(Noisy, loss, ITEMS))
     assert sentence.startswith(f"the {what} of samples run together is not the sum of their separate ones (")
 
@@ -115,7 +115,7 @@ def test_a_mean_over_samples_is_not_warned_of_whatever_the_model_draws(tools: An
         (contrastive, "the loss of samples run together is not the mean of their separate ones"),
     ],
 )
-def test_a_loss_that_is_no_mean_is_told_by_what_it_is(tools: Any, loss: Any, what: str) -> None:
+def test_a_loss_that_is_not_a_mean_is_reported_with_its_kind(tools: Any, loss: Any, what: str) -> None:
     items = [{key: item[key] for key in ("x", "mask" if loss is over_a_mask else "labels")} for item in ITEMS]
     (sentence,) = loss_warnings(tools.make_job(Noisy, loss, items if loss is not shifted else items[1:5]))
     assert sentence.startswith(what)
@@ -123,7 +123,7 @@ def test_a_loss_that_is_no_mean_is_told_by_what_it_is(tools: Any, loss: Any, wha
     assert "\n" not in sentence
 
 
-def test_a_metric_that_is_no_mean_is_told_by_its_name(tools: Any) -> None:
+def test_a_metric_that_is_not_a_mean_is_reported_by_name(tools: Any) -> None:
     (sentence,) = loss_warnings(tools.make_job(Noisy, with_metrics, ITEMS))
     assert sentence.startswith("metric 'largest' of samples run together is not the mean of their separate ones")
 
@@ -152,7 +152,7 @@ def test_models_of_others_are_means_with_their_dropout(tools: Any, name: str) ->
     assert loss_warnings(tools.make_job(*ZOO[name])) == ()
 
 
-def test_a_model_given_padded_labels_is_told_of(tools: Any) -> None:
+def test_padded_labels_are_reported(tools: Any) -> None:
     items = [
         {"input_ids": item["input_ids"], "labels": torch.where(item["attention_mask"] > 0, item["labels"], -100)}
         for item in padded_texts()
@@ -161,7 +161,7 @@ def test_a_model_given_padded_labels_is_told_of(tools: Any) -> None:
     assert "by their number of entries of 'labels' other than -100 (" in sentence
 
 
-def test_a_loss_that_fails_on_numbers_is_told_with_its_line(tools: Any) -> None:
+def test_the_error_of_a_loss_on_numbers_names_its_line(tools: Any) -> None:
     def fails(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         raise ValueError("not today")
 
@@ -169,7 +169,7 @@ def test_a_loss_that_fails_on_numbers_is_told_with_its_line(tools: Any) -> None:
         loss_warnings(tools.make_job(Noisy, fails, ITEMS))
 
 
-def test_an_operation_that_this_device_lacks_is_not_held_against_the_job(tools: Any) -> None:
+def test_an_operation_that_this_device_lacks_does_not_refuse_the_job(tools: Any) -> None:
     def elsewhere(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         raise NotImplementedError("Could not run 'mine::attention' with arguments from the 'CPU' backend")
 
@@ -177,7 +177,7 @@ def test_an_operation_that_this_device_lacks_is_not_held_against_the_job(tools: 
 
 
 def rare_items() -> list[dict[str, Tensor]]:
-    """5 % of class 1, at the end; bags of words, most of which are empty."""
+    """Bags of words, most of them empty, of which the last 5 % are of class 1."""
     generator = torch.Generator().manual_seed(3)
     words = torch.randint(0, 4, (400, 12), generator=generator).float()
     words *= torch.rand(400, 12, generator=generator) < torch.rand(400, 1, generator=generator)
@@ -185,7 +185,7 @@ def rare_items() -> list[dict[str, Tensor]]:
 
 
 class Classifier(nn.Module):
-    """Begins with the same loss for every sample: its last layer is zero."""
+    """A classifier that begins with the same loss for every sample, because its last layer is zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def nowhere_finite(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(batch["x"]).mean() * torch.nan
 
 
-def test_a_loss_that_is_no_number_anywhere_is_not_passed_over(tools: Any) -> None:
+def test_a_loss_that_is_nan_everywhere_is_reported(tools: Any) -> None:
     (sentence,) = loss_warnings(tools.make_job(Noisy, nowhere_finite, ITEMS))
     assert sentence.startswith("the loss is nan for all samples tried")
 
@@ -266,7 +266,7 @@ def over_tokens_by_class(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def hard_ones_of_many(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Leaves the smallest tenth out: of two samples, none."""
+    """A loss that leaves out the easiest tenth of the samples, which is none of two samples."""
     own = model(batch["x"]).square().mean((1, 2))
     return own.topk(len(own) - len(own) // 8).values.mean()
 
@@ -283,14 +283,14 @@ def hard_ones_of_many(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         ),
     ],
 )
-def test_weights_and_choices_among_samples_are_told_of(tools: Any, loss: Any, what: str) -> None:
+def test_weights_and_choices_among_samples_are_reported(tools: Any, loss: Any, what: str) -> None:
     items = [{"x": item["x"], "w": torch.tensor(1.0 + index)} for index, item in enumerate(ITEMS)]
     (sentence,) = loss_warnings(tools.make_job(Noisy, loss, items))
     assert sentence.startswith(what)
 
 
 class Draws(nn.Module):
-    """Runs ``between`` among its layers."""
+    """A model that runs ``between`` among its layers."""
 
     def __init__(self, between: Callable[[Any, Tensor], Tensor], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ def under_autocast(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("loss", [mean_loss, under_autocast])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rounding_to_few_bits_is_not_taken_for_weights(tools: Any, loss: Any, dtype: torch.dtype) -> None:
+def test_rounding_to_few_bits_is_not_mistaken_for_weights(tools: Any, loss: Any, dtype: torch.dtype) -> None:
     assert loss_warnings(tools.make_job(lambda: Draws(lambda _, x: x.tanh(), dtype), loss, ITEMS)) == ()
 
 

@@ -79,7 +79,7 @@ def test_a_traced_decoder_keeps_its_causal_flag_and_its_grouped_keys(case_of: An
     assert plainly(model, loss, tools.stack(items, 4)) == [(False, True, True, 4, 2)] * NUM_LAYERS
 
 
-def test_an_encoder_that_is_told_of_padding_has_a_mask(case_of: Any) -> None:
+def test_an_encoder_with_padding_has_a_mask(case_of: Any) -> None:
     assert traced(case_of("bert")[1]) == [(True, False, False, 4, 4)] * NUM_LAYERS
 
 
@@ -93,11 +93,11 @@ def test_tied_weights_of_each_design_are_found(case_of: Any) -> None:
     assert _tied(case_of("qwen2 tied")[1], 3) == [("s0+s2", ("model.embed_tokens.weight",))]
     assert _tied(case_of("llama")[1], 3) == []
     ((sections, names),) = _tied(case_of("t5")[1], 3)
-    assert sections == "s0+s1+s2"  # encoder, decoder, and the output layer
+    assert sections == "s0+s1+s2"  # encoder, decoder and output layer
     assert "shared.weight" in names
 
 
-def test_what_a_decoder_reads_of_its_encoder_crosses_several_cuts(case_of: Any) -> None:
+def test_an_encoders_output_crosses_several_cuts_to_its_decoder(case_of: Any) -> None:
     sections = cut(case_of("t5")[1], num_sections=7, micro_batch_size=2).sections
     crossing = [{spec.name for spec in section.outputs} for section in sections[:-1]]
     assert any(before & after for before, after in itertools.pairwise(crossing))

@@ -6,7 +6,7 @@ from morph.cutting.sections.positions import Position, choose_positions, default
 
 
 def places(*crossing_bytes: int) -> list[Position]:
-    """One unit of compute between neighbours."""
+    """Return places with one unit of compute between neighbours."""
     return [Position(index + 1, index + 1.0, size) for index, size in enumerate(crossing_bytes)]
 
 
@@ -47,7 +47,7 @@ def test_the_default_is_one_section_for_two_narrow_positions() -> None:
 
 
 def test_repeated_blocks_come_out_equal_although_the_end_is_heavy() -> None:
-    sizes = [9, 9, 1] * 12  # twelve blocks of three units, and an end of five that nothing can divide
+    sizes = [9, 9, 1] * 12  # twelve blocks of three units, and an end of five that cannot be divided
     assert choose_positions(places(*sizes), len(sizes) + 5.0, 13) == tuple(range(3, 37, 3))
 
 

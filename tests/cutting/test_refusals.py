@@ -1,4 +1,4 @@
-"""Each refusal says what is wrong, in the user's file, and what to write instead."""
+"""Each refusal says what is wrong, where it is in the user's file, and what to write instead."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def refusal(tools: Any, model: Callable[[], nn.Module], **fields: Any) -> InputE
         (unflattened, ".square().mean()", "it fixes the number of samples in a micro-batch, in a Unflatten"),
     ],
 )
-def test_what_is_said_of_the_number_of_samples_names_its_own_line(
+def test_an_error_about_the_number_of_samples_names_its_line(
     tools: Any, model: Callable[[], nn.Module], place: str, reason: str
 ) -> None:
     found = refusal(tools, model)
@@ -155,7 +155,7 @@ def test_a_loss_that_fails_with_any_number_is_reported_as_it_is(tools: Any) -> N
         export_job(tools.make_job(Deciding, lambda model, batch: model(batch["x"].view(7, 5)).mean(), ITEMS))
 
 
-def test_a_sequential_model_is_told_by_the_line_that_builds_it(tools: Any) -> None:
+def test_an_error_in_a_sequential_model_names_the_line_that_builds_it(tools: Any) -> None:
     exported = export_job(tools.make_job(lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))), mean_loss, ITEMS))
     assert exported.model_line.startswith(f"{HERE}:")
     report = report_cuts(exported, cut(exported, num_sections=3, micro_batch_size=2))
@@ -182,7 +182,7 @@ def test_an_operation_in_torchs_module_is_reported_by_the_building_line(tools: A
         (lambda a, b: None, r"does not return a scalar \(got 'NoneType'\)"),
     ],
 )
-def test_what_is_no_loss_with_metrics_is_refused(
+def test_invalid_losses_with_metrics_are_refused(
     tools: Any, result: Callable[[Tensor, Tensor], Any], problem: str
 ) -> None:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
@@ -206,7 +206,7 @@ class Stream(IterableDataset[dict[str, Tensor]]):
         (lambda: None, r"does not return a data set \(got 'NoneType'\)"),
     ],
 )
-def test_what_is_no_map_style_data_set_is_refused(tools: Any, make: Callable[[], Any], problem: str) -> None:
+def test_data_sets_that_are_not_map_style_are_refused(tools: Any, make: Callable[[], Any], problem: str) -> None:
     job = morph.Job(
         name="streamed", model=Deciding, loss=mean_loss, dataset=make, optimizer=lambda p: None, batch_size=4
     )
@@ -215,7 +215,7 @@ def test_what_is_no_map_style_data_set_is_refused(tools: Any, make: Callable[[],
 
 
 class Words(nn.Module):
-    """``decides``: torch.export refuses it."""
+    """An embedding; with ``decides``, torch.export refuses it."""
 
     def __init__(self, decides: bool) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ def test_gradients_of_a_sparse_embedding_come_out_dense(
     assert torch.equal(found["linear.weight"], expected["linear.weight"])
 
 
-def test_what_only_real_numbers_show_is_told_with_its_line_before_training(tools: Any) -> None:
+def test_errors_only_with_real_numbers_are_reported_with_line_before_training(tools: Any) -> None:
     from morph.preflight.mean_loss import loss_warnings
     from morph.tracing import check_dependencies
 
@@ -312,7 +312,9 @@ def on_a_gpu(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         ),
     ],
 )
-def test_what_a_trace_does_not_see_is_refused_with_its_line(tools: Any, loss: Any, place: str, problem: str) -> None:
+def test_operations_invisible_to_a_trace_are_refused_with_their_line(
+    tools: Any, loss: Any, place: str, problem: str
+) -> None:
     model = nn.Sequential
     with pytest.raises(InputError, match=problem) as caught:
         export_job(tools.make_job(lambda: model(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), loss, ITEMS))
@@ -320,7 +322,7 @@ def test_what_a_trace_does_not_see_is_refused_with_its_line(tools: Any, loss: An
 
 
 class Held(Layers):
-    """With a parameter that no section can hold."""
+    """A model with a parameter that no section can hold."""
 
     def __init__(self, parameter: Tensor) -> None:
         super().__init__()
@@ -364,7 +366,7 @@ def test_a_lazy_layer_that_the_constructor_runs_once_is_traced(tools: Any) -> No
     assert exported.initial_parameters.specs["0.weight"] == ((6, 6), torch.float32)
 
 
-def test_an_error_whose_text_cannot_be_made_is_told_all_the_same(tools: Any) -> None:
+def test_an_error_whose_text_cannot_be_made_is_still_reported(tools: Any) -> None:
     class Silent(Exception):
         def __str__(self) -> str:
             raise RuntimeError("no text")
@@ -393,9 +395,7 @@ def test_a_loss_that_runs_backward_itself_is_refused(tools: Any) -> None:
         ({"lr_scheduler": lambda optimizer: 1 / 0}, "lr_scheduler failed: ZeroDivisionError"),
     ],
 )
-def test_an_optimizer_or_a_schedule_that_fails_is_told_with_its_line(
-    tools: Any, fields: dict[str, Any], problem: str
-) -> None:
+def test_the_error_of_an_optimizer_or_schedule_names_its_line(tools: Any, fields: dict[str, Any], problem: str) -> None:
     from dataclasses import replace
 
     from morph.runtime.workloads.job_workload import check_training

@@ -34,7 +34,10 @@ def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 class Changing(nn.Module):
-    """Runs ``between`` among its layers; ``decides`` makes torch.export refuse it: it runs from mark to mark."""
+    """A model that runs ``between`` among its layers.
+
+    With ``decides`` torch.export refuses it, so that it is cut at marks.
+    """
 
     def __init__(self, between: Forward, decides: bool) -> None:
         super().__init__()
@@ -134,7 +137,7 @@ def writes_its_weight(self: Any, x: Tensor) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("decides", [False, True], ids=["exported", "marked"])
-def test_what_lives_beside_weights_and_batch_is_refused_with_its_line(
+def test_hidden_state_of_a_forward_is_refused_with_its_line(
     tools: Any, between: Forward, what: str, decides: bool
 ) -> None:
     job = tools.make_job(lambda: Changing(between, decides), mean_loss, ITEMS)
@@ -176,9 +179,7 @@ def keeps_what_it_saw(self: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("between", [keeps_a_mask, keeps_what_it_saw])
 @pytest.mark.parametrize("decides", [False, True], ids=["exported", "marked"])
-def test_what_is_made_once_or_written_anew_each_time_is_not_refused(
-    tools: Any, between: Forward, decides: bool
-) -> None:
+def test_state_made_once_or_rewritten_each_time_is_not_refused(tools: Any, between: Forward, decides: bool) -> None:
     job = tools.make_job(lambda: Changing(between, decides), mean_loss, ITEMS)
     assert len(cut(export_job(job), num_sections=2, micro_batch_size=2).sections) == 2
 
@@ -203,7 +204,7 @@ def test_one_section_of_a_marked_model_is_refused_in_the_same_way(tools: Any) ->
         cut(exported, num_sections=1, micro_batch_size=2)
 
 
-def test_memory_of_a_tensor_that_is_gone_is_not_taken_for_it(tools: Any) -> None:
+def test_reused_memory_is_not_mistaken_for_a_freed_tensor(tools: Any) -> None:
     """Otherwise the same operation could differ by chance in the next run."""
     job = tools.make_job(lambda: Changing(lambda _, x: x, decides=False), mean_loss, ITEMS)
     watch = _Watch(RepeatedForward(job, nn.Module(), {}, {}, run=lambda: None), [])
@@ -211,7 +212,7 @@ def test_memory_of_a_tensor_that_is_gone_is_not_taken_for_it(tools: Any) -> None
         made = torch.zeros(3)
     place = made.untyped_storage()._cdata
     assert watch._may_change(made)
-    assert watch._may_change(made[1:])  # it contains a view that no operation made
+    assert watch._may_change(made[1:])  # this one contains a view that no operation made
     del made
     others = []
     for _ in range(1000):

@@ -16,7 +16,7 @@ TINY_GPT = f"{Path(__file__).parents[2]}/configs/jobs/tiny_gpt.py:job"
 
 
 class Skips(nn.Module):
-    """The first layer's value, and a rounded one that carries no gradient, are read again at the end."""
+    """A model that reads the first layer's value, and a rounded one without a gradient, again at its end."""
 
     def __init__(self) -> None:
         super().__init__()

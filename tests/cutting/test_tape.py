@@ -1,4 +1,4 @@
-"""Random weights equal those of a seeded global generator, whose state is not changed."""
+"""Random weights equal those of a seeded global generator, whose state stays unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def parameters(make: Callable[[], nn.Module], seed: int) -> LazyTensors:
 
 
 class Seen(TorchDispatchMode):
-    """Fails at the first operation at which torch's global generator is not as it was."""
+    """Fails at the first operation at which the state of torch's global generator has changed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Seen(TorchDispatchMode):
 
 
 class Drawing(nn.Module):
-    """Draws in every way for which torch has one function with a generator and one without."""
+    """Draws in every way for which torch has functions with and without a generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def test_weights_are_those_of_the_global_generator_seeded_for_each_operation() -
             assert torch.equal(made[name], draw()), name
 
 
-def test_what_takes_no_generator_repeats_its_numbers_and_restores_the_global() -> None:
+def test_functions_without_a_generator_argument_repeat_and_restore_the_global() -> None:
     def make() -> nn.Module:
         module = nn.Linear(40, 1)
         module.noise = nn.Parameter(nn.functional.dropout(torch.ones(40), 0.5))

@@ -32,7 +32,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 class Reverse(torch.autograd.Function):
-    """A gradient reversal, as in domain adversarial training, whose result is a view of its argument."""
+    """A gradient reversal, as in domain adversarial training; its result is a view of its argument."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
@@ -45,7 +45,7 @@ class Reverse(torch.autograd.Function):
 
 
 class StraightThrough(torch.autograd.Function):
-    """A function of the newer form, with a default value and a result without gradient."""
+    """A function in the newer form, with a default value and a result without gradient."""
 
     @staticmethod
     def forward(x: Tensor, step: float = 0.5) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ class StraightThrough(torch.autograd.Function):
 
 
 class Joined(torch.autograd.Function):
-    """Takes None, a list and a dtype; returns None and tensors; calls another function; backward with a bias."""
+    """Takes None, a list and a dtype; returns None and tensors; calls another function; its backward has a bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, masks: list[Tensor], to: torch.dtype) -> Any:
@@ -141,7 +141,7 @@ def test_a_function_with_its_own_backward_gives_the_gradients_of_the_plain_model
         torch.testing.assert_close(gradient, expected[name], rtol=1e-6, atol=0)
 
 
-def test_a_reversed_gradient_is_the_reverse_of_the_one_that_a_trace_alone_gives(tools: Any) -> None:
+def test_a_reversed_gradient_has_the_opposite_sign_of_the_traced_one(tools: Any) -> None:
     class Plain(Reversed):
         def between(self, x: Tensor) -> Tensor:
             return x
@@ -265,7 +265,7 @@ class OnItsDevice(Layers):
         return ByDevice.apply(x, x.device)
 
 
-def test_a_function_that_is_told_a_device_runs_on_that_of_its_section(tools: Any) -> None:
+def test_a_function_with_a_device_argument_runs_on_its_sections_device(tools: Any) -> None:
     exported = export_job(tools.make_job(OnItsDevice, loss, ITEMS))
     (section,) = cut(exported, num_sections=1, micro_batch_size=2).sections
     far = torch.device("meta")
@@ -296,7 +296,7 @@ def test_an_operation_of_the_users_library_is_not_drawn_again_in_each_section(to
     class Jittered(Layers):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = nn.Linear(6, 512), nn.Linear(512, 6)  # beside which jitter is cheap
+            self.first, self.second = nn.Linear(6, 512), nn.Linear(512, 6)  # compared with this, jitter costs little
 
         def forward(self, x: Tensor) -> Tensor:
             noisy = jitter(x)

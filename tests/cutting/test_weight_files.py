@@ -1,4 +1,4 @@
-"""Weights from files: equal to an ordinary load, and each worker reads only those that it needs."""
+"""Weights from files equal those of an ordinary load, and each worker reads only the weights that it needs."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_worker_holds_frozen_weights_of_its_own_sections_alone(tmp_path: Path)
     (constants,) = found.constants
     assert {name: constants.num_bytes(name) for name in middle} == {name: constants[name].nbytes for name in middle}
     assert list(found.specs) == [f"{index}.bias" for index in range(4)], "what is frozen is in no unit"
-    path.unlink()  # dependencies of a large model are found without a weight, frozen ones included
+    path.unlink()  # the dependencies of a large model are found without any weight, even a frozen one
     report = check_dependencies(job, num_sections=4, exported=exported, max_real_elements=500)
     assert (report.violations, "more than 500 parameters" in report.notes[0]) == ((), True)
 

@@ -1,4 +1,4 @@
-"""Buffers that the forward writes: what is taken, where it is put, what is refused."""
+"""Buffers that the forward writes: what is accepted, where it is kept, and what is refused."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_batch_norm_with_a_cumulative_average_is_refused_by_name(tools: Any) -> 
 
 
 class Statistics(Layers):
-    """Everything that is taken, at once."""
+    """A model with all kinds of accepted changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ def test_initial_buffers_are_those_of_the_constructor_although_the_model_was_tri
 
 
 def test_an_average_of_a_weight_is_kept_where_the_weight_is_used(tools: Any) -> None:
-    """They are all written down in the first line of the forward."""
+    """All averages are updated in the first line of the forward."""
     model = cut(export_job(tools.make_job(Statistics, mean_loss, ITEMS)), num_sections=3, micro_batch_size=4)
     unit_of = {name: unit.id for unit in model.units for name in unit.names}
     assert unit_of["first.weight"] != unit_of["third.weight"]
@@ -295,7 +295,7 @@ def test_an_average_of_a_weight_is_kept_where_the_weight_is_used(tools: Any) -> 
 
 
 class ReadsWithoutGradient(Layers):
-    """What it writes into a view makes torch rewrite the whole graph."""
+    """A model that writes into a view, which makes torch rewrite the whole graph."""
 
     def change(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -306,7 +306,7 @@ class ReadsWithoutGradient(Layers):
         return out + self.kept
 
 
-def test_what_runs_without_gradients_still_does_when_the_whole_graph_is_rewritten(tools: Any) -> None:
+def test_code_without_gradients_stays_so_when_the_graph_is_rewritten(tools: Any) -> None:
     job = tools.make_job(ReadsWithoutGradient, mean_loss, ITEMS)
     exported = export_job(job)
     batch = tools.stack(ITEMS, 4)

@@ -1,4 +1,4 @@
-"""Models of other people's design, in tiny configurations with random weights: each with a loss and samples."""
+"""Models of well-known designs in tiny configurations with random weights, each with a loss and samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.models.vision import hf_picture_loss, picture_loss, pictures
 
 
 def padded_texts() -> list[dict[str, Tensor]]:
-    """With an attention mask of differing lengths, as BERT is fed."""
+    """Return texts with attention masks of different lengths, as for BERT."""
     mask = torch.ones(LENGTH, dtype=torch.long)
     return [
         {"input_ids": tokens(i), "labels": tokens(i + 50), "attention_mask": mask * (torch.arange(LENGTH) < 6 + i)}
@@ -49,7 +49,7 @@ qwen2 = made("Qwen2ForCausalLM", **LLAMA_SIZES, tie_word_embeddings=True)
 qwen3 = made("Qwen3ForCausalLM", **LLAMA_SIZES, head_dim=8)
 mixtral = made("MixtralForCausalLM", **LLAMA_SIZES, **EXPERTS)
 phimoe = made("PhimoeForCausalLM", **LLAMA_SIZES, **EXPERTS)
-"""Its routers draw, and have a backward of their own (an autograd.Function)."""
+"""A model whose routers draw random numbers and have a backward of their own (an autograd.Function)."""
 _ENCODER = {
     "hidden_size": 32,
     "num_hidden_layers": NUM_LAYERS,
@@ -108,7 +108,7 @@ def resnet() -> nn.Module:
 
 
 class UNet(nn.Module):
-    """Down and up again; what was seen on the way down is joined on the way up."""
+    """A U-Net: activations of the way down are joined on the way up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ hf_resnet = made(
     layer_type="basic",
     num_labels=4,
 )
-"""With BatchNorm."""
+"""A model with BatchNorm."""
 
 Entry = tuple[Callable[[], nn.Module], Callable[[nn.Module, dict[str, Tensor]], Tensor], list[dict[str, Tensor]]]
 ZOO: dict[str, Entry] = {

@@ -1,4 +1,4 @@
-"""The page in a real headless browser: it draws the run, or shows why it may not."""
+"""The page in a real headless browser: it draws the run, or says why it may not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [
 
 
 def looked_at(url: str, profile: Path, *options: str) -> str:
-    """The page's document after its scripts ran."""
+    """Return the page's document after its scripts ran."""
     assert BROWSER is not None
     done = subprocess.run(
         [BROWSER, *OFFLINE, f"--user-data-dir={profile}", *options, url],

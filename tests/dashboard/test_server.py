@@ -1,4 +1,4 @@
-"""The page of a run is served from loopback only, and only with the token."""
+"""The page of a run is served only on loopback, and only to requests with the token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PageAddress
 
 
 def ask(address: PageAddress, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
-    """One request, with the token unless another is given."""
+    """Send one request, with the token unless another is given."""
     place = urlsplit(address.url)
     assert place.hostname is not None
     connection = http.client.HTTPConnection(place.hostname, place.port or 0, timeout=TIMEOUT_S)
@@ -46,7 +46,7 @@ def ask(address: PageAddress, path: str, method: str = "GET", **headers: str) ->
         connection.close()
 
 
-def test_the_run_is_told_to_whoever_has_the_token(page: tuple[PageAddress, Path]) -> None:
+def test_clients_with_the_token_get_the_runs_state(page: tuple[PageAddress, Path]) -> None:
     status, _, body = ask(page[0], "/api/run")
     run = json.loads(body)
     assert status == 200
@@ -67,9 +67,9 @@ def test_the_run_is_told_to_whoever_has_the_token(page: tuple[PageAddress, Path]
         ({"Origin": "http://elsewhere.example"}, 403),
         ({"Origin": "null"}, 403),
         ({"Host": "elsewhere.example"}, 403),
-        ({"Host": "127.0.0.1"}, 403),  # of another port
+        ({"Host": "127.0.0.1"}, 403),  # an origin with another port
         ({"Host": "localhost.elsewhere.example:PORT"}, 403),
-        ({"Host": "elsewhere.example", "Authorization": "Bearer TOKEN"}, 403),  # its name was bound to loopback
+        ({"Host": "elsewhere.example", "Authorization": "Bearer TOKEN"}, 403),  # a name that resolves to loopback
         ({"Origin": "http://127.0.0.1"}, 403),
         ({"Origin": "https://127.0.0.1:PORT"}, 403),
         ({"Authorization": "Bearer TOKEN "[:-1] + "x"}, 401),

@@ -22,7 +22,10 @@ HERE = Path(__file__)
 
 
 class Drawn:
-    """Numbers from each global generator, and a picture whose colours come last in memory; counts its own reads."""
+    """Numbers from each global generator, and a picture with its colours in the last dimension.
+
+    Counts its own reads.
+    """
 
     def __init__(self, size: int = 20) -> None:
         self.size, self.num_reads = size, 0
@@ -51,14 +54,14 @@ class Broken(Drawn):
 
 
 class Wrong(Drawn):
-    """One sample is wider than the others, in an entry that no section reads."""
+    """A data set with one wider sample, in an entry that no section reads."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return super().__getitem__(index) | {"other": torch.zeros(1 + (index == BROKEN))}
 
 
 class Elsewhere(Drawn):
-    """Another data set in every process."""
+    """A data set that differs in every process."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"x": torch.tensor(float(os.getpid()))}
@@ -79,7 +82,7 @@ evaluated = replace(drawn, eval_data=lambda: Drawn(11), eval_every_steps=1)
 
 
 class Slow(Drawn):
-    """Its samples take for ever, once the first one was read."""
+    """A data set whose samples take for ever, except the first one."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if index:
@@ -91,7 +94,7 @@ slow = replace(drawn, dataset=Slow)
 
 
 class Loaded(Drawn):
-    """What the process that reads has loaded and set."""
+    """A data set that tells what its process has loaded and set."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         self.num_reads += 1

@@ -30,7 +30,7 @@ def is_ready(workers: DataWorkers) -> bool:
 
 
 class Reading:
-    """A loader with data workers, and one without."""
+    """A loader with data workers and one without."""
 
     def __init__(self, name: str, count: int = 2, **options: Any) -> None:
         job = load_job(spec_of(name))
@@ -55,7 +55,10 @@ class Reading:
 
 @contextmanager
 def reading(name: str, count: int = 2, *, is_forked: bool = True, **options: Any) -> Iterator[Reading]:
-    """``is_forked``: its data workers load no torch, as they do where a user starts them."""
+    """Open loaders.
+
+    With ``is_forked``, data workers are forked from a process that has torch, which a user's load themselves.
+    """
     with mock.patch("morph.data.prefetch.subprocess", SUBPROCESS) if is_forked else nullcontext():
         found = Reading(name, count, **options)
         try:

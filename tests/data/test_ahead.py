@@ -59,7 +59,7 @@ def test_micro_batches_of_several_epochs_are_read_beside_bit_for_bit(drawn: Read
 
 def test_a_wrong_prediction_is_dropped_and_the_rest_is_read_here(drawn: Reading) -> None:
     drawn.expect(step_of(100))
-    drawn.expect([(50, 2), (50, 0)], ["x", "even"])  # another shape: other samples, other entries
+    drawn.expect([(50, 2), (50, 0)], ["x", "even"])  # of another shape: other samples and other entries
     drawn.same(50, 1, ["x"])
     assert drawn.dataset.num_reads == M, "what nobody expected is read by the loader"
     for place in ((50, 2), (50, 0)):
@@ -86,7 +86,7 @@ def test_an_entry_that_was_not_expected_is_read_here(drawn: Reading) -> None:
     assert drawn.dataset.num_reads == M
 
 
-def test_who_need_not_wait_any_more_does_not(drawn: Reading) -> None:
+def test_a_reader_that_must_not_wait_reads_samples_itself(drawn: Reading) -> None:
     stopped = drawn.workers.pids
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
@@ -150,14 +150,14 @@ def test_a_hanging_data_worker_is_replaced_after_a_while() -> None:
         assert not is_there(pid)
 
 
-def test_data_workers_that_fail_again_and_again_are_done_without_for_a_while() -> None:
+def test_data_workers_that_fail_repeatedly_are_suspended_for_a_while() -> None:
     clock_s = [0.0]
     with reading("drawn", 1, clock=lambda: clock_s[0]) as found:
         for step in range(10 * NUM_STEPS):  # more than enough: an end may be noticed some steps later
             if not found.workers.pids:
                 break
             for pid in found.workers.pids:
-                with suppress(ProcessLookupError):  # the same as before, where its end was not noticed since
+                with suppress(ProcessLookupError):  # the same ones as before, if their end was not noticed since
                     os.kill(pid, signal.SIGKILL)
                 poll_until(lambda pid=pid: not is_there(pid), "a death")  # type: ignore[misc]
             found.expect(step_of(step))
@@ -241,7 +241,7 @@ def test_a_data_worker_that_cannot_build_its_data_set_is_not_used(monkeypatch: p
         found.same(0, 0)
 
 
-@pytest.mark.usefixtures("shared")  # what the first data workers of a process open stays open
+@pytest.mark.usefixtures("shared")  # files that the first data workers of a process open stay open
 def test_closing_leaves_no_process_and_no_descriptor() -> None:
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     with reading("drawn", 1, is_forked=False) as found:

@@ -1,4 +1,4 @@
-"""Items of any nest become entries by name and come back as the nest; orders are functions of seed and epoch."""
+"""Items of any nesting become named entries and come back nested; orders are functions of seed and epoch."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_what_collate_fn_draws_depends_on_its_samples_alone() -> None:
         ({"x": 3}, "holds no tensor"),
     ],
 )
-def test_what_is_no_batch_is_refused(returned: Any, told: str) -> None:
+def test_invalid_batches_are_refused(returned: Any, told: str) -> None:
     with pytest.raises(JobError, match=told):
         batch([torch.ones(2)] * 2, collate_fn=lambda _: returned)
 
@@ -206,7 +206,7 @@ def test_a_sample_that_comes_again_draws_anew() -> None:
         ([[0]], r"\[1, 1\]"),
     ],
 )
-def test_what_is_no_order_is_refused(found: Any, told: str) -> None:
+def test_invalid_orders_are_refused(found: Any, told: str) -> None:
     with pytest.raises(JobError, match=told):
         EpochOrder(range(4), 0, 2, lambda *_: found).mini_batch(0)
 

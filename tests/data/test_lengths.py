@@ -1,4 +1,4 @@
-"""Samples of varying length: like ones share micro-batches, which are padded to declared lengths."""
+"""Samples of varying length: samples of similar length share micro-batches, which are padded to declared lengths."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ LLAMA = LlamaConfig(
 
 
 def masked_texts(texts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """As ``DataCollatorWithPadding`` does it."""
+    """Collate as ``DataCollatorWithPadding`` does."""
     sizes = torch.tensor([len(text["tokens"]) for text in texts])
     padded = padded_by_hand(texts)
     return {**padded, "attention_mask": (torch.arange(int(sizes.max())) < sizes[:, None]).long()}
@@ -198,7 +198,7 @@ def test_a_model_of_transformers_is_cut_for_every_length_and_stays_itself() -> N
 
 
 class Branching(Reader):
-    """torch.export refuses it."""
+    """A model that torch.export refuses."""
 
     def forward(self, tokens: torch.Tensor, *others: Any) -> torch.Tensor:
         """Return logits, which are larger for some texts."""
@@ -238,7 +238,7 @@ def test_shares_of_an_elastic_loop_are_of_like_lengths() -> None:
 
 
 def packed_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> Loss:
-    """As transformers does it: it makes the mask of the documents from their positions."""
+    """Compute the loss as transformers does, which makes the mask of the documents from their positions."""
     logits = model(input_ids=batch["tokens"], position_ids=batch["position_ids"], use_cache=False).logits
     return cross_entropy(logits[:, :-1], batch["labels"][:, 1:])
 

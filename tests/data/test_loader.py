@@ -1,4 +1,4 @@
-"""Data sets are recognised by their length and some samples."""
+"""The loader of micro-batches, what samples draw, their order, and how data sets are recognised in a later run."""
 
 from __future__ import annotations
 
@@ -111,19 +111,19 @@ def test_with_one_sample_to_a_micro_batch_another_length_is_refused_too() -> Non
 
 
 def drawn(index: int) -> dict[str, Tensor]:
-    """One number from each global generator."""
+    """Return one number from each global generator."""
     numbers = [torch.randn(()).item(), np.random.normal(), random.random()]
     return {"x": torch.tensor([float(index), *numbers])}
 
 
 def rows(dataset: Counting, seed: int, step: int, micro_batches: tuple[int, ...] = (0, 1)) -> dict[int, list[float]]:
-    """What was drawn for each sample of a step of two micro-batches of two."""
+    """Return the draws of each sample of a step of two micro-batches of two."""
     loader = MicroBatchLoader(dataset, seed=seed, batch_size=4, micro_batch_size=2)
     batches = [loader.load(step, micro_batch, ["x"])["x"] for micro_batch in micro_batches]
     return {int(row[0]): row[1:].tolist() for row in torch.cat(batches)}
 
 
-def test_what_a_sample_draws_depends_on_seed_epoch_and_sample_alone() -> None:
+def test_a_samples_draws_depend_on_seed_epoch_and_sample_alone() -> None:
     dataset = Counting(drawn, size=4)
     first = rows(dataset, 3, 0)
     torch.manual_seed(99)
@@ -263,7 +263,7 @@ def test_another_length_is_refused(length: int) -> None:
         require_same(found, facts_of(Samples(same)), "job.py:job")
 
 
-def test_data_that_is_missing_or_new_is_told_apart() -> None:
+def test_missing_and_new_data_are_distinguished() -> None:
     found = facts_of(Samples(same))
     require_same(found, JobFacts(), "job.py:job")
     with pytest.raises(JobError, match=r"eval_data: .*got 'none'"):

@@ -44,7 +44,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def records() -> Iterator[list[dict[str, Any]]]:
-    """The records of each file, of unlike lengths."""
+    """Return the records of each file, of different lengths."""
     numbers = iter(range(NUM_SAMPLES))
     for size in SIZES:
         yield [{"id": number, "text": "é" * (number % 7)} for number in itertools.islice(numbers, size)]
@@ -191,7 +191,7 @@ def test_the_shards_in_use_at_once_are_few() -> None:
 
 
 class Counted:
-    """A source that remembers which shards were opened."""
+    """A source that records which shards were opened."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes, self.opened = sizes, list[int]()
@@ -234,7 +234,7 @@ def test_a_reader_that_begins_anywhere_loads_the_same_bits(monkeypatch: pytest.M
     assert loaded(make, range(9, 13)) == whole[18:26]
 
 
-def test_what_comes_next_is_fetched_beside_what_is_computed() -> None:
+def test_the_next_shard_is_fetched_during_computation() -> None:
     class Fetched(Counted):
         def __init__(self, sizes: list[int]) -> None:
             super().__init__(sizes)
@@ -292,11 +292,11 @@ def test_copies_are_shared_and_bounded(own_cache: Path) -> None:
     assert sum(path.stat().st_size for path in (own_cache / "shards").iterdir()) <= 1500
 
 
-# ---- what can only be read from its beginning ----
+# ---- streams that can only be read from their beginning ----
 
 
 class Passing:
-    """Numbers from 0 on, with a state; ``off``: what a restored state leads to is so far off. Counts what is read."""
+    """Numbers from 0 on, with a state; a restored state is wrong by ``off``. Counts its reads."""
 
     num_read = 0
 
@@ -454,7 +454,7 @@ def cut_off(folder: str, num_bytes: int) -> None:
         (None, lambda url: Rows(range(4), 0), r"Rows: shard_size: is not right \(got 0\); allowed: a whole number"),
     ],
 )
-def test_mistakes_are_said_in_one_sentence(
+def test_mistakes_are_reported_in_one_sentence(
     write_kind: Callable[[str], None] | None, make: Callable[[str], Any], problem: str
 ) -> None:
     if write_kind is not None:

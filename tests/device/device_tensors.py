@@ -1,10 +1,10 @@
-"""Tensors with values on a device other than the host: forbidden accesses of the host to device memory fail.
+"""Tensors with values on a device other than the host, on which the host's forbidden accesses to memory fail.
 
-They take torch's slot for backends that others bring (PrivateUse1); autograd, optimizers and views are torch's own.
-Each storage has an address at which nobody can read, and host memory of its own that only this module finds, in which
-operations are computed. So ``.numpy()`` and buffers are refused by torch, whoever reads at an address ends the process,
-an operation that mixes devices is refused here, and a copy between the host and the device is an error where no
-``Stream`` makes it (``copies_allowed``), but for the few bytes of ``.tolist()`` and the like.
+They use torch's slot for foreign backends (PrivateUse1); autograd, optimizers and views are torch's own. Each storage
+has an address that nobody can read, and host memory that only this module finds, in which operations are computed. So
+torch refuses ``.numpy()`` and buffers, a process that reads at an address ends, and this module refuses operations that
+mix devices. A copy between host and device outside a ``Stream`` (``copies_allowed``) is an error, except for the few
+bytes of ``.tolist()`` and similar calls.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _VIEWS = {
     _SET,
 }
 LOOK_BYTES = 512
-"""So many may be looked at, as by ``.tolist()``: of largest magnitudes, norms and losses."""
+"""The most bytes that may be read as by ``.tolist()``: largest magnitudes, norms and losses."""
 _LIBRARIES: list[torch.library.Library] = []
 """Keeps registrations alive."""
 
 
 class PageableCopy(AssertionError):
-    """The host itself copied from or to a device's memory, during which the device stands still."""
+    """The host itself copied from or to a device's memory, during which the device is idle."""
 
 
 class _Module(backend_registration._DummyBackendModule):
     def is_available(self) -> bool:
-        """No: torch then computes no constants there."""
+        """Return False, so that torch computes no constants on the device."""
         return False
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -61,7 +61,7 @@ class _Module(backend_registration._DummyBackendModule):
         return False
 
     def manual_seed_all(self, seed: int) -> None:
-        """The host's generator is drawn from."""
+        """Accept a seed: operations draw from the host's generator."""
 
 
 class _Copies(threading.local):
@@ -73,7 +73,7 @@ _COPIES = _Copies()
 
 @cache
 def gpu() -> torch.device:
-    """The device; registers it with this process, once and for good."""
+    """Return the device; the first call registers it with this process for good."""
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
     everything = torch.library.Library("_", "IMPL")
     _LIBRARIES.append(everything)
@@ -85,7 +85,7 @@ def gpu() -> torch.device:
 
 
 def _set_data(parameter: Tensor, value: Tensor) -> None:
-    """As torch does it for its own devices: a parameter may go from one to another."""
+    """Set data as torch does for its own devices: a parameter may move from one to another."""
     if is_on_device(parameter) == is_on_device(value):
         Tensor.data.__set__(parameter, value)  # type: ignore[attr-defined]
     else:
@@ -103,18 +103,18 @@ def copies_allowed() -> Iterator[None]:
 
 
 def on_device(tensor: Tensor) -> Tensor:
-    """A tensor of the device in the memory of one of the host."""
+    """Return a tensor of the device in the memory of a host tensor."""
     gpu()
     return _wrapped(tensor)
 
 
 def placed(tensor: Tensor) -> Tensor:
-    """A tensor of the device with the numbers of one of the host."""
+    """Return a tensor of the device with the numbers of a host tensor."""
     return on_device(tensor.clone())
 
 
 def read(tensor: Tensor) -> Tensor:
-    """The inverse."""
+    """Return a host tensor with the numbers of a tensor of the device."""
     return memory_of(tensor).clone()
 
 
@@ -128,7 +128,7 @@ def memory_of(tensor: Tensor) -> Tensor:
 
 
 class _Addresses:
-    """Addresses for the device's memory, each only once, at which the host can read nothing: the process would end."""
+    """Addresses for the device's memory, each used once, at which the host can read nothing: the process would end."""
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -140,7 +140,7 @@ class _Addresses:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> int:
-        """As torch's allocator aligns them on a CUDA device."""
+        """Return an address that is aligned as torch's allocator aligns it on a CUDA device."""
         with self._lock:
             found, self._next = self._next, self._next + (num_bytes // ALIGNMENT + 1) * ALIGNMENT
         return int(found)
@@ -152,7 +152,7 @@ ALIGNMENT = 512
 
 
 class _Block:
-    """Memory of the device, for as long as a tensor has it."""
+    """Memory of the device for as long as a tensor uses it."""
 
     def __init__(self, memory: torch.UntypedStorage) -> None:
         self.memory = memory
@@ -183,13 +183,13 @@ def _wrapped(host: Tensor, into: Tensor | None = None) -> Tensor:
 
 
 def _alike(view: Any, *args: Any) -> Tensor:
-    """A view of a device's tensor: what torch does for any device's, without a look at the memory."""
+    """Make a view of a tensor of the device as torch does for any device, without access to its memory."""
     own = torch._C.DispatchKey.CPU if view is _SET else torch._C.DispatchKey.Meta
     return view._op_dk(own, *args)
 
 
 def is_on_device(value: Any) -> bool:
-    """Whether this is a tensor of the device."""
+    """Return whether this is a tensor of the device."""
     return isinstance(value, Tensor) and value.device.type == NAME
 
 
@@ -216,7 +216,7 @@ def _copied(source: Tensor, into: Tensor) -> Tensor:
 
 
 def _returned(operation: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Any) -> Any:
-    """Return an operation's results: the tensor that it wrote to, or new ones."""
+    """Return an operation's results: the tensor to which it wrote, or new ones."""
     schema = operation._schema
     written = {}
     for index, argument in enumerate(schema.arguments):

@@ -1,9 +1,9 @@
 """A device for tests that computes only when told to, which exposes code that does not wait for it.
 
-Its tensors are those of ``device_tensors``: the host can read none of them but through a stream's copy from or to
-pinned memory. What its owner computes is computed at once; copies and events, which a transport enqueues, happen at
-``tick``. Until a copy has happened its destination holds poison (NaN). A source that its owner lets go or changes
-before the copy comes out wrong, as on a real one.
+Its tensors are those of ``device_tensors``: the host can read them only through a stream's copy to or from pinned
+memory. Operations that a thread calls are computed at once; copies and events that a transport enqueues happen at
+``tick``. Until a copy has happened, its destination holds poison (NaN). If the owner of a source frees or changes it
+before the copy, the result is wrong, as on a real device.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tests.device.device_tensors import copies_allowed, gpu, is_on_device, live_
 
 BOUND_S = 100.0
 POISON = 0xFF
-"""In every byte: NaN in floating point, -1 in integers."""
+"""The value of every byte: NaN in floating point, -1 in integers."""
 
 
 class DeviceLost(RuntimeError):
-    """Raised by a synchronisation after the operation in which the device hung was aborted."""
+    """A synchronisation ended because the operation in which the device hung was aborted."""
 
 
 def poison(tensor: Tensor) -> None:
@@ -52,7 +52,7 @@ class FakeEvent:
         self.done = False
 
     def wait(self) -> None:
-        """Hangs until a tick or ``abort``."""
+        """Hang until a tick or ``abort``."""
         with self._device.condition:
             if not self._device.condition.wait_for(lambda: self.done or self._device.aborted, BOUND_S):
                 raise TimeoutError("nobody ticks the fake device")
@@ -74,7 +74,7 @@ class FakeStream:
         assert into.dtype == source.dtype
         assert all(is_on_device(one) or _is_pinned(one) for one in (into, source)), "the device reads pageable memory"
         poison(into)
-        # its allocator keeps pinned memory; nothing keeps device memory
+        # its allocator keeps pinned memory, and nothing keeps device memory
         kept = None if is_on_device(source) else source
         found = weakref.ref(source)
 
@@ -115,7 +115,7 @@ class FakeStream:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Operations compute at once; work enqueued on the current stream is queued here."""
+        """Return a context in which operations compute at once, and work for the current stream is queued here."""
         before, self._device.stream_of.current = self._device.current, self
         try:
             yield
@@ -137,8 +137,8 @@ class FakeStream:
 class FakeDevice:
     """See ``Device``.
 
-    ``live_at_release``: what tensors had, in bytes, each time it was asked for the rest; ``num_stalls``: how often what
-    is computed had to wait for something else.
+    ``live_at_release``: the bytes of tensors each time that unused memory was released. ``num_stalls``: how often a
+    computation had to wait for something else.
     """
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class FakeDevice:
         self.num_copies = self.copied_bytes = self.num_syncs = 0
         self.failures: list[BaseException] = []
         self.shares = self.opens = True
-        """Whether memory can be shared with other processes, and theirs opened."""
+        """Whether memory can be shared with other processes, and theirs can be opened."""
         self._shared: list[int] = []
 
     @property
@@ -177,13 +177,13 @@ class FakeDevice:
         self.live_at_release.append(live_bytes())
 
     def poisoned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory in which nothing was written yet."""
+        """Return memory in which nothing has been written yet."""
         made = torch.empty(tuple(shape), dtype=dtype, device=self.kind)
         poison(made)
         return made
 
     def shared(self, num_bytes: int) -> tuple[Tensor, bytes]:
-        """See ``SharingDevice.shared``: poisoned memory that has a name as long as this process lives."""
+        """See ``SharingDevice.shared``: poisoned memory with a name for as long as this process lives."""
         if not self.shares:
             raise RuntimeError("memory of this device cannot be shared")
         self._shared.append(os.memfd_create("fake-device"))
@@ -202,7 +202,7 @@ class FakeDevice:
             os.close(file)
 
     def tick(self) -> bool:
-        """Let every stream do its next entry, if that can be done; returns whether one did."""
+        """Let every stream do its next entry, if possible; return whether any did."""
         with self.condition:
             if self.hung or self.aborted:
                 return False
@@ -215,7 +215,7 @@ class FakeDevice:
             return did
 
     def run_until(self, event: FakeEvent) -> None:
-        """Tick until the device has come to an event."""
+        """Tick until the device has reached an event."""
         with self.condition:
             while not event.done:
                 assert self.tick(), "the device waits for something that nobody has enqueued"
@@ -231,7 +231,7 @@ class FakeDevice:
 
 @contextmanager
 def only_device(device: FakeDevice) -> Iterator[FakeDevice]:
-    """Have this process find a device, which ticks, wherever it looks for the one of a tensor."""
+    """Let this process find a ticking device wherever it looks for the device of a tensor."""
     from morph.runtime.device import staging
 
     ticking = Ticking(device)
@@ -253,7 +253,7 @@ class Ticking:
         self._thread.start()
 
     def stop(self) -> None:
-        """End it, and raise what went wrong on a device."""
+        """End the thread, and raise any error of a device."""
         self._over.set()
         self._thread.join(BOUND_S)
         for device in self._devices:

@@ -1,4 +1,4 @@
-"""Mailboxes of a fake device in a worker's process, which may be killed at any stage of a message."""
+"""Mailboxes of a fake device in a worker's process, which can be killed at any stage of a message."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.device.fake_device import FakeDevice
 class FakeMailRoom:
     """The function with which a worker's process makes its mailboxes.
 
-    ``kill_at``: the process ends when it is there for the n-th time (from 0): it has shared its memory and not said so
-    (``share``), opened a peer's and not said so (``open``), filled a slot and not told of it (``fill``), told of what
-    it filled and has no answer (``told``), read a slot (``read``), or answered for one where that was due (``answer``).
-    ``opens``: whether it can open memory of others.
+    ``kill_at``: a stage and a number n from 0; the process ends when it reaches the stage for the n-th time. Stages: it
+    has shared its memory but not announced it (``share``), opened a peer's but not announced it (``open``), filled a
+    slot but not announced it (``fill``), announced it but got no answer (``told``), read a slot (``read``), or sent the
+    answer that is due (``answer``). ``opens``: whether it can open memory of other processes.
     """
 
     num_slots: int = 2
@@ -28,7 +28,7 @@ class FakeMailRoom:
     opens: bool = True
 
     def opened_on(self, device: FakeDevice) -> MailRoom:
-        """The mail room of a device; from now on this process ends where that was said."""
+        """Return the mail room of a device; from now on this process ends at the given stage."""
         device.opens = self.opens
         if self.kill_at is not None:
             kind, number = self.kill_at

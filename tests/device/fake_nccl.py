@@ -1,8 +1,9 @@
 """Communicators of fake devices for tests, which behave like NCCL's according to its documents and torch's source.
 
-An operation's future is done when the operation is enqueued. It begins when its stream comes to it, reads its tensors
-then, and what it writes holds poison before it is through; whose peer never comes stays at the head of its stream, and
-whoever waits for the device hangs, until the communicator is aborted. Tensors travel through the rendezvous store.
+An operation's future is done when the operation is enqueued. The operation begins when its stream reaches it, and reads
+its tensors then; its outputs hold poison until it is complete. An operation whose peer never comes stays at the head of
+its stream, and blocks everyone who waits for the device until the communicator is aborted. Tensors travel through the
+rendezvous store.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.device.fake_device import FakeDevice, poison
 
 
 class FakeCommunicator:
-    """Has the collectives of ``ProcessGroupNCCL`` that a ring uses."""
+    """A communicator with the collectives of ``ProcessGroupNCCL`` that a ring uses."""
 
     def __init__(self, store: Store, rank: int, size: int, library: FakeNccl, number: int) -> None:
         self._store, self._rank, self._size = store, rank, size
@@ -125,7 +126,7 @@ class FakeNccl:
             self.device.condition.notify_all()
 
     def launched(self, number: int, kind: str) -> None:
-        """Note an operation of a communicator, by the number in which it was formed."""
+        """Note an operation of a communicator, by the number of this communicator."""
         self._meet_fault(kind)
         self.launches.append((number, kind))
 

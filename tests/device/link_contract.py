@@ -1,4 +1,4 @@
-"""The contract of all link implementations: one class of tests, whose ``ends`` fixture a subclass provides."""
+"""The contract of all link implementations: a class of tests, for which each subclass provides the ``ends`` fixture."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Spec:
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
-    """The description of a tensor for its receiver."""
+    """Return the description of a tensor for its receiver."""
     return Spec(tuple(tensor.shape), tensor.dtype)
 
 
 def arrived(send: Callable[[socket.socket], None]) -> dict[str, Tensor]:
-    """The tensors of the frame that is sent to a connection's other end."""
+    """Return the tensors of the frame that is sent to a connection's other end."""
     ours, theirs = socket.socketpair()
 
     def receive() -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ class Pair:
             list(pool.map(form, "ab"))
 
     def channel(self, member: str) -> Channel:
-        """The one from ``a`` to ``b``."""
+        """The channel from ``a`` to ``b``."""
         return self.groups[member].channel(self.names[0], sender="a")
 
     def ring(self, member: str, number: int = 0) -> Ring:
@@ -97,7 +97,7 @@ class Pair:
         return ring
 
     def close(self) -> None:
-        """Close the groups, of both at once: an operation of one that is under way ends when the other's group does."""
+        """Close both groups at once: an operation that is under way in one ends when the other is closed."""
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(GroupSet.clear, self.groups.values()))
 
@@ -109,7 +109,7 @@ def store() -> StoreHost:
 
 @pytest.fixture
 def pair(store: StoreHost, request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """A test may give the bound of each collective, in seconds, as a parameter."""
+    """Return a pair of members; a test may set the bound of each collective, in seconds, by a parameter."""
     made = Pair(store, getattr(request, "param", BOUND_S))
     yield made
     made.close()
@@ -119,8 +119,8 @@ def pair(store: StoreHost, request: pytest.FixtureRequest) -> Iterator[Pair]:
 class Ends:
     """Both ends of an implementation.
 
-    ``place`` brings a host tensor to a member's device; ``read`` waits for the device and brings one back. ``staging``
-    is what a reduction of either member uses.
+    ``place`` brings a host tensor to a member's device; ``read`` waits for the device and brings a tensor back.
+    Reductions of either member use ``staging``.
     """
 
     pair: Pair
@@ -139,7 +139,7 @@ def _staged_by(ends: Ends) -> AbstractContextManager[object]:
 
 
 class LinkContract:
-    """The contract."""
+    """Tests of every implementation."""
 
     @pytest.mark.parametrize("tensor", _KINDS, ids=lambda tensor: f"{tensor.dtype}{tuple(tensor.shape)}")
     def test_a_tensor_of_any_kind_arrives(self, ends: Ends, tensor: Tensor) -> None:
@@ -153,11 +153,11 @@ class LinkContract:
         assert arriving.done_at_s > 0.0
         ends.check()
 
-    def test_what_is_read_right_after_it_was_taken_is_there(self, ends: Ends) -> None:
+    def test_a_received_tensor_can_be_read_at_once(self, ends: Ends) -> None:
         arriving = ends.links["b"].receive([Spec((4,))])
         ends.links["a"].send([ends.place(torch.ones(4))])
         ends.await_done("b", arriving)
-        doubled = arriving.take()[0] * 2  # in the training thread's stream, without an explicit wait
+        doubled = arriving.take()[0] * 2  # the training thread's stream sees them without an explicit wait
         assert ends.read(doubled).tolist() == [2.0] * 4
 
     def test_a_message_of_several_tensors_arrives_whole_and_messages_in_order(self, ends: Ends) -> None:
@@ -172,7 +172,7 @@ class LinkContract:
             assert int(ends.read(scalar)) == number
         ends.check()
 
-    def test_what_travels_beside_messages_arrives_with_each_of_them(self, ends: Ends) -> None:
+    def test_attachments_arrive_with_each_message(self, ends: Ends) -> None:
         told = [torch.zeros(2, dtype=torch.uint8) for _ in range(7)]
         arrivals = [ends.links["b"].receive([Spec((3000,)), Spec((4,))], beside=[into]) for into in told]
         for number in range(7):
@@ -223,9 +223,9 @@ class LinkContract:
         leaving = ends.links["a"].send([ends.place(torch.ones(4))])  # lets the fixture close the groups
         leaving.wait("it to leave", BOUND_S)
 
-    def test_a_peer_that_goes_is_lost_to_who_waits_for_it(self, ends: Ends) -> None:
+    def test_a_wait_for_a_closed_peer_ends_with_its_loss(self, ends: Ends) -> None:
         arriving = ends.links["b"].receive([Spec((4,))])
-        del ends.links["a"]  # they hold its groups
+        del ends.links["a"]  # the threads hold its groups
         ends.pair.groups["a"].clear()
         with pytest.raises(PeerLost):
             arriving.wait("a message", BOUND_S)
@@ -250,7 +250,7 @@ class LinkContract:
                 assert reduced.exponents == each[0].exponents
         ends.check()
 
-    # A reduction may be under way whose other half never comes: closing its group waits until the bound has passed.
+    # A reduction whose other half never comes may be under way: closing its group waits until the bound has passed.
     @pytest.mark.parametrize("pair", [15.0], indirect=True, ids=["15 s"])
     def test_an_abort_ends_the_wait_for_a_reduction(self, ends: Ends) -> None:
         def reduce(member: str) -> None:

@@ -35,7 +35,7 @@ SPEC = NetworkSpec(
 
 
 class Rank:
-    """Return the stand-in for a process's device; the last of three ranks shares that of the first."""
+    """Return the stand-in for a process's device; of three ranks, the first and the last have the same device."""
 
     def __init__(self, rank: int) -> None:
         self.device = FakeDevice()
@@ -46,7 +46,7 @@ class Rank:
 
 
 class Ranks:
-    """Ranks on fake devices. Each runs in a thread, and whatever looks for its device there finds it."""
+    """Ranks on fake devices; each runs in a thread, in which every lookup of a device finds its own."""
 
     def __init__(self, num: int) -> None:
         self.of_rank = [Rank(rank) for rank in range(num)]
@@ -101,10 +101,10 @@ def test_what_cannot_be_measured_as_requested_says_why() -> None:
     assert {entry.ring_size for entry in found.all_reduce} == {2, 3}
 
 
-def test_what_a_run_uses_between_devices_is_what_is_measured(ranks: Ranks) -> None:
+def test_links_are_measured_as_a_run_uses_them(ranks: Ranks) -> None:
     found = measured(ranks, links="ipc", rings="nccl")
     assert (found.links, found.rings, found.notes) == ("ipc", "nccl", {})
-    # a device makes one reduction after the other, and of three ranks two have the same device
+    # a device makes one reduction after the other, and two of three ranks share a device
     assert {(entry.ring_size, entry.in_flight) for entry in found.all_reduce} == {(2, 1)}
     times = [entry.time for entry in found.all_reduce]
     times += [entry.time for entry in (*found.link.activation, *found.link.gradient)]
@@ -115,7 +115,7 @@ def test_what_a_run_uses_between_devices_is_what_is_measured(ranks: Ranks) -> No
     assert not launches[2]
 
 
-def test_what_goes_through_the_host_is_measured_from_devices_too(ranks: Ranks) -> None:
+def test_links_through_the_host_are_measured_from_devices_too(ranks: Ranks) -> None:
     found = measured(ranks)
     assert (found.links, found.rings, found.notes) == ("staged", "gloo", {})
     assert {(entry.ring_size, entry.in_flight) for entry in found.all_reduce} == {(2, 1), (2, 2), (3, 1), (3, 2)}
@@ -123,7 +123,7 @@ def test_what_goes_through_the_host_is_measured_from_devices_too(ranks: Ranks) -
     assert not any(rank.library.launches for rank in ranks.of_rank)
 
 
-def test_plans_are_told_of_links_other_than_those_measured() -> None:
+def test_plans_remark_on_links_other_than_those_measured() -> None:
     on_host = synthetic_profile()
     apart = on_host.environment.model_copy(update={"host_memory_bytes": 2**40})
     staged = on_host.model_copy(update={"environment": apart})

@@ -1,4 +1,4 @@
-"""Copies from and to a device during its computation: states, frames and sums, in pieces of pinned memory."""
+"""Copies from and to a computing device: states, frames and sums, in pieces of pinned memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def adam(parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
 
 
 def unit_state(seed: int) -> UnitState:
-    """A unit on the device after one step."""
+    """Return a unit on the device after one step."""
     draw = torch.Generator().manual_seed(seed)
     tensors = {name: placed(torch.randn(shape, generator=draw)) for name, shape in SIZES.items()}
     state = UnitState(UNIT, tensors, adam, num_micro_batches=2, exact=True, for_good=True)
@@ -77,7 +77,7 @@ def test_the_host_cannot_read_or_write_a_fake_devices_memory(device: FakeDevice,
         work()
 
 
-def test_tensors_go_to_the_host_and_back_in_pieces_while_nothing_computes_less(device: FakeDevice) -> None:
+def test_tensors_go_to_the_host_and_back_while_the_device_computes(device: FakeDevice) -> None:
     tensors = {
         "large": torch.randn(37, 41),
         "turned": torch.randn(30, 20).t(),
@@ -97,7 +97,7 @@ def test_tensors_go_to_the_host_and_back_in_pieces_while_nothing_computes_less(d
     assert device.num_stalls == 0, "what computes waits for no copy"
 
 
-def test_a_states_copy_is_as_it_was_handed_over_and_its_next_step_waits_for_it(device: FakeDevice) -> None:
+def test_the_next_step_waits_for_the_copy_of_a_state(device: FakeDevice) -> None:
     state, twin = unit_state(1), unit_state(1)
     before = twin.tensors()
     copy = state.copy_later()
@@ -117,7 +117,7 @@ def test_a_states_copy_is_as_it_was_handed_over_and_its_next_step_waits_for_it(d
     assert device.num_stalls == 0
 
 
-def test_a_state_that_nobody_wants_is_not_copied_before_the_next_step(device: FakeDevice) -> None:
+def test_an_unwanted_state_is_not_copied_before_the_next_step(device: FakeDevice) -> None:
     state = unit_state(1)
     num_copies = device.num_copies
     copy = state.copy_later()
@@ -135,7 +135,7 @@ def test_a_frame_of_a_devices_tensors_arrives_bit_for_bit(device: FakeDevice) ->
     assert device.most_pinned_bytes <= PIECE_BYTES
 
 
-def test_what_is_received_of_a_state_lies_as_torchs_own_memory_does(device: FakeDevice, pair: Pair) -> None:
+def test_received_states_are_aligned_like_torchs_own_memory(device: FakeDevice, pair: Pair) -> None:
     state, empty = unit_state(1), unit_state(2)
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(send_tensors, state.copy_later().lend(), pair.channel("a"), pair.interrupts["a"])
@@ -150,7 +150,7 @@ def test_what_is_received_of_a_state_lies_as_torchs_own_memory_does(device: Fake
         assert tensor.data_ptr() % ALIGNMENT == 0, tuple(tensor.shape)
 
 
-def test_few_pieces_of_sums_are_on_their_way_and_no_message_is_behind_them(
+def test_few_pieces_of_sums_are_under_way_and_delay_no_message(
     device: FakeDevice, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reducing, "PIECE_BYTES", PIECE_BYTES)

@@ -1,6 +1,6 @@
 """Worker processes that train the tiny job on fake devices: equal bits, also after a kill in any phase.
 
-Activations and gradients go through the host or from device to device by mailboxes; reductions go through the host or
+Activations and gradients go through the host, or by mailboxes from device to device; reductions go through the host or
 stay on devices.
 """
 
@@ -31,7 +31,7 @@ END_S = 100.0
 
 @pytest.fixture(scope="module")
 def references(job: TinyJob, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
-    """The weights of a worker that trains alone on such a device, whose kernels are not the processor's, by steps."""
+    """Return the weights, by steps, of one worker on such a device, whose kernels differ from the processor's."""
     crew = Crew(job, NAMES[:1])
     try:
         _give_device(crew, NAMES[0])
@@ -59,13 +59,16 @@ def crew(job: TinyJob) -> Iterator[Crew]:
 
 
 def with_mailboxes(crew: Crew, of_last: FakeMailRoom | None = None) -> None:
-    """Give each worker a device with mailboxes; ``of_last``: the mailboxes of the last one."""
+    """Give each worker a device with mailboxes; those of the last one can differ (``of_last``)."""
     for name in NAMES:
         _give_device(crew, name, None, None, of_last if of_last and name == LOST else FakeMailRoom())
 
 
 def with_rings(crew: Crew, kill_at: tuple[str, int] | None = None, *, shared: bool = False) -> None:
-    """Give each worker a device with rings, in which the last one dies; ``shared``: all are said to be one device."""
+    """Give each worker a device with rings, in which the last worker dies.
+
+    ``shared``: they all claim the same device.
+    """
     for name in NAMES:
         _give_device(crew, name, "GPU" if shared else f"GPU-{name}", kill_at if name == LOST else None)
 
@@ -76,7 +79,7 @@ def _give_device(crew: Crew, name: str, *arguments: object) -> None:
 
 
 def send_step(crew: Crew) -> None:
-    """Have every worker begin the next step."""
+    """Let every worker begin the next step."""
     for name in NAMES:
         crew.members[name].send("step", crew.step_order())
 
@@ -119,7 +122,7 @@ def test_shapes_and_morphs_over_a_fake_device_end_with_the_same_bits(
 @pytest.mark.parametrize(
     ("phase", "links"), cells(("forward", "backward", "reduce", "before_commit"), ("staged", "ipc"))
 )
-def test_workers_on_a_fake_device_go_on_without_one_that_was_killed(
+def test_workers_on_a_fake_device_continue_after_a_kill(
     crew: Crew,
     job: TinyJob,
     reference: dict[str, str],
@@ -133,7 +136,7 @@ def test_workers_on_a_fake_device_go_on_without_one_that_was_killed(
     crew.train(1)
     send_step(crew)
     for answer in answers_without_the_last(crew).values():
-        # a worker that finished its part before the loss has prepared the step, which is not decided
+        # a worker that did its part before the loss has prepared the step, which is not decided
         assert isinstance(answer, Aborted) or phase in ("before_commit", "reduce"), answer
     goes_on_without_the_last(crew, reference)
 
@@ -148,7 +151,8 @@ def test_sums_on_devices_have_the_same_bits_in_every_shape(
     crew.reshape("2x2", NAMES)
     crew.train(NUM_STEPS)
     assert crew.digests() == reference
-    for member in crew.members.values():  # when each shape is formed, and when the units of the first one are let go
+    # once when each shape is formed, and once when the units of the first shape are freed
+    for member in crew.members.values():
         _, whole, half = member.control("live_at_release")
         assert half < 0.75 * whole
     launches = {slot.worker: crew.members[slot.worker].control("launches") for slot in crew.slots}
@@ -184,10 +188,10 @@ def test_workers_survive_a_kill_during_a_reduction_on_devices(
 
 
 @pytest.mark.parametrize("in_host", [False, True], ids=["on the device", "in host memory"])
-def test_a_stage_lost_on_devices_goes_on_from_its_follower(
+def test_a_stage_lost_on_devices_continues_from_its_follower(
     crew: Crew, job: TinyJob, references: dict[int, dict[str, str]], tmp_path: Path, in_host: bool
 ) -> None:
-    """States, gradients, partial sums and what is left of a step leave devices and come back to them."""
+    """States, gradients, partial sums and the rest of a step leave devices and come back to them."""
     for name in NAMES:
         _give_device(crew, name)
     faults = (Fault(worker=LOST, phase="backward", step=GIVEN_UP, nth=2, kind="out_of_memory"),)
@@ -221,7 +225,7 @@ def neighbour_of_the_last(crew: Crew) -> str:
 
 
 @pytest.mark.parametrize("place", ["share", "open"])
-def test_workers_go_on_without_one_that_was_killed_while_mailboxes_are_formed(
+def test_workers_continue_after_a_kill_while_mailboxes_are_formed(
     crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path, place: str
 ) -> None:
     with_mailboxes(crew, FakeMailRoom(kill_at=(place, 0)))

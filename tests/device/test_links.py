@@ -50,7 +50,7 @@ class TestStagedOnAFakeDevice(LinkContract):
 
 
 class Wire:
-    """A carrier that lets the test complete what was handed to it."""
+    """A carrier whose messages complete when the test says so."""
 
     def __init__(self) -> None:
         self.handed_over: list[Tensor] = []
@@ -76,7 +76,7 @@ def device() -> FakeDevice:
 
 
 def settled(device: FakeDevice, staging: Staging) -> None:
-    """Let the device do everything, and the thread behind it too."""
+    """Let the device, and the thread behind it, do everything."""
     while device.tick():
         pass
     through: list[bool] = []
@@ -130,7 +130,7 @@ def test_sending_does_not_wait_for_a_hanging_device_and_aborts(device: FakeDevic
     assert wire.handed_over == []
 
 
-def test_a_lost_device_is_told_to_who_waits_for_what_leaves(device: FakeDevice) -> None:
+def test_waiting_for_a_send_raises_the_loss_of_the_device(device: FakeDevice) -> None:
     device.hang()
     wire, staging = Wire(), Staging(device)
     leaving = StagedLink(wire, staging, Interrupt(1)).send([on_device(torch.ones(4))])
@@ -196,7 +196,7 @@ def test_a_synchronisation_with_a_fake_device_hangs_until_abort(device: FakeDevi
         ((9, 0), ["sm_90a"], True),
         ((10, 3), ["sm_100a"], False),
         ((10, 3), ["sm_100f"], True),
-        ((12, 1), ["sm_90", "compute_90"], True),  # which its driver compiles
+        ((12, 1), ["sm_90", "compute_90"], True),  # code that the device's driver compiles
         ((7, 0), ["sm_75", "compute_75"], False),
         ((9, 0), [], True),
     ],

@@ -38,7 +38,7 @@ def setup_of(worker: str, links: Setting = "auto") -> WorkerSetup:
 
 
 class Neighbours:
-    """Make both ends of an edge from ``a`` to ``b``, with a device and a mail room each, which are kept over pairs."""
+    """Make both ends of an edge from ``a`` to ``b``; later pairs use their devices and mail rooms again."""
 
     def __init__(self, store: StoreHost, num_slots: int = 4, slot_bytes: int = 4096) -> None:
         self._store = store
@@ -46,7 +46,7 @@ class Neighbours:
         self.rooms = {name: MailRoom(device, num_slots, slot_bytes) for name, device in self.devices.items()}
 
     def join(self, pair: Pair, setting: Setting = "auto") -> dict[str, Link]:
-        """The links that both agree on, by worker."""
+        """Return the links on which both ends agree, by worker."""
         edges = [GroupSpec(pair.names[0], ("a", "b"))]
         open_store = partial(connect_store, LOOPBACK, self._store.port())
         here = threading.local()
@@ -99,11 +99,11 @@ class TestMailboxesOnAFakeDevice(LinkContract):
 
 @pytest.fixture
 def neighbours(store: StoreHost, pair: Pair) -> Iterator[Neighbours]:
-    """Lets go of devices that hang before the pair is closed: till then an end of it waits, and the other for that."""
+    """Release hanging devices before the pair is closed: otherwise its two ends wait for the device and each other."""
     made = Neighbours(store)
     yield made
     for device in made.devices.values():
-        device.abort()  # frees the threads that wait for it
+        device.abort()  # releases the threads that wait for the device
 
 
 def tick(device: FakeDevice, until: Callable[[], bool], what: str) -> None:
@@ -151,7 +151,7 @@ def test_sending_ignores_a_hanging_device_and_an_abort_ends_every_wait(neighbour
             transfer.wait("it to leave or arrive", BOUND_S)
 
 
-def test_a_lost_device_is_told_to_who_waits_for_what_leaves(neighbours: Neighbours, pair: Pair) -> None:
+def test_waiting_for_a_send_raises_the_loss_of_the_device(neighbours: Neighbours, pair: Pair) -> None:
     links = neighbours.join(pair)
     neighbours.devices["a"].hang()
     leaving = links["a"].send([placed(torch.ones(4))])
@@ -269,7 +269,7 @@ def test_nothing_is_asked_of_a_device_where_tensors_go_through_the_host() -> Non
     assert link_choice.room_for("staged", torch.device("cuda")) is None
 
 
-def test_what_is_no_handle_of_cuda_memory_is_not_opened() -> None:
+def test_an_invalid_handle_of_cuda_memory_is_not_opened() -> None:
     with pytest.raises(ValueError, match="3 bytes are not a handle"):
         CudaDevice(torch.device("cuda:0")).opened(b"abc")
 

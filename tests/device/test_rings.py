@@ -1,4 +1,4 @@
-"""Rings of devices, over communicators that behave as NCCL's do, on devices that work in ticks."""
+"""Rings of devices over communicators that behave like NCCL's, on devices that work in ticks."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def sums_of(name: str, size: int) -> ExactAccumulator:
 
 
 def reduced(pair: Pair, sizes: tuple[int, ...]) -> dict[str, list[Reduced]]:
-    """Reduce sums of these sizes over both rings of both members by turns."""
+    """Reduce sums of these sizes over the rings of both members in turn."""
 
     def reduce(name: str) -> list[Reduced]:
         reduction = Reduction(pair.interrupts[name], 2)
@@ -127,7 +127,7 @@ def test_sums_reduced_on_devices_have_the_bits_of_those_reduced_through_gloo(tic
 
 
 def test_no_host_waits_between_the_operations_of_a_piece(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both members enqueue what two pieces need, and more, while the devices do nothing yet."""
+    """Both members enqueue everything that two pieces need, and more, while the devices do nothing yet."""
     monkeypatch.setattr("morph.runtime.state.reduction.RING_PIECE_BYTES", 1)
     monkeypatch.setattr("morph.runtime.state.reduction.SHARE_BYTES", 800)
     launches = [library.launches for library in members.libraries.values()]
@@ -148,9 +148,7 @@ def test_no_host_waits_between_the_operations_of_a_piece(members: Members, monke
     assert torch.equal(read(on_devices.gradients["w"]), read(alone.finish(2, 0).gradients["w"]))
 
 
-def test_two_pieces_of_sums_are_received_at_a_time_whatever_the_sizes_of_units(
-    ticked: Members, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_at_most_two_pieces_of_sums_are_received_at_a_time(ticked: Members, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("morph.runtime.state.reduction.RING_PIECE_BYTES", 800)
     monkeypatch.setattr("morph.runtime.state.reduction.SHARE_BYTES", 8)
     memories: list[Memory] = []
@@ -177,7 +175,7 @@ def test_an_operation_ends_with_its_event_and_not_with_its_future(members: Membe
         for name in "ab"
     }
     assert not any(one.done for one in pending.values())
-    members.devices["a"].tick()  # its operation is begun, and the peer is not there
+    members.devices["a"].tick()  # its operation has begun, and the peer has not come
     assert bool(into["a"].isnan().all())
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(pending["a"].wait, "it", BOUND_S)
@@ -201,7 +199,7 @@ def test_operations_follow_the_work_that_the_calling_thread_enqueued(ticked: Mem
 
 
 def test_a_ring_is_used_before_its_communicator_is_formed(pair: Pair, store: StoreHost) -> None:
-    """As in the first step of a generation, which nothing holds up."""
+    """This happens in the first step of a generation, which does not wait for communicators."""
     made = Members(pair, store, held="b")
     ticking = Ticking(*made.devices.values())
     with ThreadPoolExecutor(1) as pool:
@@ -279,7 +277,7 @@ def test_no_ring_has_two_members_on_one_device(setting: str, told: dict[str, Dev
     assert [ring.name for ring in rings_over_nccl(setting, RINGS, told)] == names  # type: ignore[arg-type]
 
 
-def test_what_nccl_cannot_reduce_is_refused_when_requested() -> None:
+def test_rings_that_nccl_cannot_form_are_refused_when_requested() -> None:
     with pytest.raises(ConfigError, match=r"vms.rings.*two workers of a reduction share a device"):
         rings_over_nccl("nccl", RINGS, facts(a="1", b="1", c="3"))
     with pytest.raises(ConfigError, match=r"vms.rings.*different versions of NCCL"):

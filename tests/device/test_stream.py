@@ -64,7 +64,7 @@ def test_chunks_cover_the_stream_in_order_and_each_large_tensor_begins_one(sizes
 def test_a_state_arrives_bit_for_bit_between_hosts_and_devices(
     pair: Pair, sends_staged: bool, receives_staged: bool
 ) -> None:
-    """Numbers and counters are on the host in any case, and share chunks with what is on a device."""
+    """Numbers and counters are always on the host; their chunks are shared with tensors from the device."""
     tensors, more = state(), {"numbers": torch.arange(9)}
     on_host = ("numbers", "optim/large/step")
     given = {name: placed(one) if sends_staged and name not in on_host else one for name, one in tensors.items()}
@@ -85,7 +85,7 @@ def test_a_state_arrives_bit_for_bit_between_hosts_and_devices(
 
 
 class Recording:
-    """A carrier that keeps what it was given."""
+    """A carrier that keeps everything that it is given."""
 
     def __init__(self, *, done: bool) -> None:
         self.given: list[Tensor] = []
@@ -108,7 +108,7 @@ def test_on_the_host_a_large_tensor_leaves_from_where_it_is(pair: Pair) -> None:
 
 
 def test_a_devices_state_is_never_whole_in_host_memory(pair: Pair) -> None:
-    """Check that only so many chunks were handed to the wire and copied while nothing arrives."""
+    """Check that, while nothing arrives, only a few chunks are copied and handed to the wire."""
     carrier, interrupt = Recording(done=False), pair.interrupts["a"]
     with only_device(FakeDevice()) as device, ThreadPoolExecutor(1) as pool:
         sending = pool.submit(send_tensors, {"param/large": placed(torch.randn(10_000))}, carrier, interrupt)

@@ -1,4 +1,4 @@
-"""A worker's process that uses a fake device."""
+"""The fake device of a worker's process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.device.fake_nccl import FakeNccl
 
 @dataclass
 class WorkerDevice:
-    """What this process has of fakes."""
+    """The fakes of this process."""
 
     device: FakeDevice | None = None
     nccl: FakeNccl | None = None
@@ -23,10 +23,10 @@ HERE = WorkerDevice()
 def use_fake_device(
     nccl: str | None = None, kill_at: tuple[str, int] | None = None, boxes: FakeMailRoom | None = None
 ) -> None:
-    """From now on this process sends, receives and reduces as from a device, which completes its copies beside it.
+    """From now on, let this process send, receive and reduce with a fake device, which completes copies by itself.
 
-    ``nccl``: the device's uuid, where reductions stay on it; ``kill_at``: see ``FakeNccl``. ``boxes``: those of the
-    device, where tensors are to stay on devices between stages.
+    ``nccl``: the device's uuid; given where reductions stay on the device. ``kill_at``: see ``FakeNccl``. ``boxes``:
+    the device's mailboxes; given where tensors between stages stay on devices.
     """
     from morph.runtime.device import link_choice, staging
     from morph.runtime.device.task_clock import HostClock

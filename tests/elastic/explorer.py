@@ -1,12 +1,14 @@
-"""Explores every history of a few members that lose some of them: all orders of messages, losses and suspicions.
+"""Explores every history of a few members, some of which are lost: all orders of messages, losses and suspicions.
 
-A scenario names who may be killed, and who may be suspected wrongly by whom; each happens at any moment, or never. What
-a member does alone (completing a reduction, receiving a state) is decided as late as it can matter: right before the
-next thing that happens to it. A member dies when its loss is found: before, it may have done nothing for any time.
+A scenario names the members that may be killed, and the pairs of which one may wrongly take the other for lost; each of
+these happens at any moment, or never. What a member does alone (completing a reduction, receiving a state) is decided
+as late as it can matter: right before the next event at this member. A member dies when its loss is found, because it
+may have done nothing for any time before.
 
-Partial-order reduction: where everything that can still happen to a member comes from one sender that stays, in order,
-what happens to it now is tried alone, for nothing elsewhere changes it (a persistent set). Histories that reach a
-state met before are not walked again; the graph has no cycles, so the most messages a member sends are found with it.
+Partial-order reduction: if everything that can still happen to a member comes, in order, from one sender that stays,
+the next event at this member is tried alone, because events elsewhere cannot change it (a persistent set). Histories
+that reach a known state are not continued; the graph has no cycles, so that the most messages of a member are found
+with it.
 """
 
 from __future__ import annotations
@@ -33,13 +35,14 @@ from morph.elastic.consensus.messages import (
 
 
 class BrokenError(AssertionError):
-    """An invariant does not hold; says which, and the history that led there."""
+    """A broken invariant, and the history that led to it."""
 
 
 class Scenario(NamedTuple):
-    """``num_members`` founders, and joiners that the first of them lets in at the beginning.
+    """Founders, and joiners that the first founder lets in at the beginning.
 
-    ``killed`` may die. ``doubts``: pairs of a member and a living one that it may take for lost.
+    ``num_members``: the founders. ``killed`` may die. ``doubts``: pairs of a member and a living one that it may take
+    for lost.
     """
 
     num_members: int
@@ -49,10 +52,10 @@ class Scenario(NamedTuple):
 
 
 class World(NamedTuple):
-    """States by member, -1 once dead; messages under way by (sender, receiver); what happened that others need.
+    """States by member, -1 for a dead one; messages under way by (sender, receiver); and what other members depend on.
 
-    ``facts``: (ballot, member) of whoever gives its sums to a ring, (ballot, "state", steps) of a state sent in it.
-    ``applied``: by member, the rings in which its steps were reduced.
+    ``facts``: (ballot, member) for each member that gives its sums to a ring, and (ballot, "state", steps) for each
+    state sent in one. ``applied``: by member, the rings in which its steps were reduced.
     """
 
     states: tuple[int, ...]
@@ -84,10 +87,10 @@ class Explorer:
     _path: list[tuple[int, Label]] = field(default_factory=list)
 
     def run(self) -> tuple[int, int]:
-        """Return how many worlds there are, and the most messages that a member sends.
+        """Return the number of worlds, and the most messages that a member sends.
 
         Raises:
-            BrokenError: one of them breaks an invariant.
+            BrokenError: An invariant does not hold.
         """
         scenario = self.scenario
         founders = tuple(range(scenario.num_members))
@@ -108,7 +111,7 @@ class Explorer:
             frozenset(),
         )
         if scenario.num_joiners:
-            # Members wait at the boundary, while no reduction is under way.
+            # Members wait at the boundary while no reduction is under way.
             world = world._replace(facts=frozenset())
             world, _ = self._happens(world, 0, Admit(everyone[len(founders) :]))
         most = max(self._walk(world))
@@ -172,7 +175,7 @@ class Explorer:
 
     def _losses(self, world: World, me: int, other: int) -> Iterator[tuple[World, str]]:
         is_gone = world.states[other] == DEAD or self._states[world.states[other]].phase == "halted"
-        # What it sent before it went has arrived, or is lost with it: connections end in order.
+        # Everything that it sent before its death has arrived or is lost with it: connections end in order.
         is_silent = not any(pair == (other, me) for pair, _ in world.channels)
         if is_gone:
             if is_silent:
@@ -197,12 +200,15 @@ class Explorer:
             if member.watched(state) in doubtful:
                 continue
             if state.phase == "running" and state.num_steps < NUM_STEPS and not list(self._alone(world, me)):
-                continue  # whether it can complete its step hangs on the others
+                continue  # whether the member can complete its step depends on the others
             return me
         return None
 
     def _without_beaten(self, world: World) -> World:
-        """Drop messages without effect at their receivers: they stay so, because a better attempt is never given up."""
+        """Drop messages without effect at their receivers.
+
+        They stay without effect, because better attempts are never given up.
+        """
         for (sender, me), messages in world.channels:
             while messages and self._changes_nothing(world, me, sender, messages[0]):
                 world = self._taken(world, sender, me)
@@ -305,7 +311,7 @@ class Explorer:
             self._broken(f"rings that train side by side: {sorted(live)}")
 
     def _is_at_rest(self, world: World) -> bool:
-        """Whether nothing is under way; doubts and deaths that have not come may never come."""
+        """Return whether nothing is under way; doubts and deaths that have not come may never come."""
         if world.channels:
             return False
         watched = {member.watched(self._states[one]) for one in world.states if one != DEAD}
@@ -322,7 +328,7 @@ class Explorer:
         found = [None if one == DEAD else self._states[one] for one in world.states]
         self.ends.add(tuple((one.ring, one.num_steps, one.phase) if one else (None, 0, "") for one in found))
         living = [self._states[one] for one in world.states if one != DEAD]
-        # A joiner whose attempt was beaten is let in at a later boundary.
+        # A joiner whose attempt lost is let in at a later boundary.
         training = [state for state in living if state.phase not in ("halted", "joining")]
         if any(state.phase != "running" for state in training):
             self._broken(f"it does not end: {training}")

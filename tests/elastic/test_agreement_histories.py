@@ -1,7 +1,4 @@
-"""Members agree in every history of the explorer's bounds.
-
-MORPH_EXPLORE=long goes to six members and three losses.
-"""
+"""Members agree in every history within the explorer's bounds; MORPH_EXPLORE=long has six members and three losses."""
 
 from __future__ import annotations
 
@@ -67,29 +64,29 @@ JOINS += [(3, 2, 0, 1), (4, 2, 0, 1), (3, 1, 0, 2), (3, 0, 1, 1), (3, 1, 1, 1)] 
 
 
 @pytest.mark.parametrize(("num_members", "num_killed", "num_doubts", "num_joiners"), JOINS)
-def test_joiners_come_in_or_are_told(num_members: int, num_killed: int, num_doubts: int, num_joiners: int) -> None:
+def test_joiners_are_let_in_or_refused(num_members: int, num_killed: int, num_doubts: int, num_joiners: int) -> None:
     for scenario in scenarios(num_members, num_killed, num_doubts, num_joiners):
         Explorer(scenario).run()
 
 
-def test_of_two_attempts_the_later_wins_and_of_one_epoch_that_of_the_lowest() -> None:
+def test_the_later_attempt_wins_and_ties_go_to_the_lowest_member() -> None:
     assert Ballot(2, 5).beats(Ballot(1, 0))
     assert Ballot(2, 1).beats(Ballot(2, 5))
     assert not Ballot(2, 5).beats(Ballot(2, 5))
 
 
-def test_more_than_half_goes_on_and_half_with_the_lowest() -> None:
+def test_a_majority_continues_as_does_half_with_the_lowest_member() -> None:
     assert quorum.is_majority({0, 1}, (0, 1, 2, 3))
     assert not quorum.is_majority({2, 3}, (0, 1, 2, 3))
     assert quorum.is_majority({1, 2, 3}, (0, 1, 2, 3))
 
 
-def test_joiners_that_are_left_alone_do_not_go_on_with_no_state() -> None:
-    """Two joiners of three are a majority, but the member that should send them the state is gone."""
+def test_joiners_that_are_left_alone_do_not_train_without_a_state() -> None:
+    """Two joiners of three members are a majority, but the member that should send them the state is lost."""
     states = {0: member.founder(0, (0,)), 1: member.joiner(1), 2: member.joiner(2)}
     states[0], outputs = member.step(states[0], Admit((1, 2)))
     waiting = [(0, one) for one in outputs if isinstance(one, Send)]
-    while waiting:  # they enter; the state has not come
+    while waiting:  # the joiners enter; the state has not come
         sender, sent = waiting.pop(0)
         states[sent.to], outputs = member.step(states[sent.to], Received(sender, sent.message))
         waiting += [(sent.to, one) for one in outputs if isinstance(one, Send)]

@@ -28,7 +28,7 @@ INIT_SEED = "5"
 class Job:
     """A running ``morph elastic``.
 
-    ``is_forked``: its workers load no torch, as they do where a user starts them.
+    ``is_forked``: its workers are forked from a process that has torch, which a user's workers load themselves.
     """
 
     def __init__(self, folder: Path, *options: str, is_forked: bool = True, **environment: str) -> None:
@@ -109,7 +109,7 @@ def test_after_losses_the_weights_are_those_of_a_quiet_run(start: Callable[..., 
 
 
 def two_and_a_joiner(start: Callable[..., Job], **environment: str) -> tuple[Job, Job]:
-    """Start two workers and one that joins them; the first ends itself then."""
+    """Start two workers, and a third that joins them, upon which the first ends itself."""
     faults = {"FAULTS": json.dumps({"3": {"await": []}}), "JOINED_FROM": "4", **environment}
     secret = {"MORPH_ELASTIC_SECRET": "a secret of this test", **faults}
     job = start("--workers", "2", **secret)
@@ -120,12 +120,12 @@ def two_and_a_joiner(start: Callable[..., Job], **environment: str) -> tuple[Job
 
 
 @pytest.mark.parametrize("sync", ["s-sgd", "ad-psgd"])
-def test_a_joiner_comes_in_and_stands_in_for_whoever_is_lost(
+def test_a_joiner_enters_the_ring_and_replaces_a_lost_worker(
     start: Callable[..., Job], tmp_path_factory: pytest.TempPathFactory, sync: str
 ) -> None:
-    """With s-sgd it follows the others' steps before it is let in; where models differ it gets one with that.
+    """With s-sgd a joiner follows the others' steps before it joins; where models differ, it gets one as it joins.
 
-    The founders' loops froze, thawed and added parameters, and a schedule went on, before it was there.
+    Before it came, the founders' loops froze, thawed and added parameters, and advanced a schedule.
     """
     job, joiner = two_and_a_joiner(start, NUM_STEPS="80", SYNC=sync, CHANGES="all")
     assert (job.wait(), joiner.wait()) == (0, 0), job.log + joiner.log
@@ -139,10 +139,10 @@ def test_a_joiner_comes_in_and_stands_in_for_whoever_is_lost(
         alone.close()
 
 
-def test_parameters_that_are_frozen_thawed_and_added_are_the_same_with_any_number_of_workers(
+def test_frozen_thawed_and_added_parameters_equal_those_of_one_worker(
     start: Callable[..., Job], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A thawed one's first step is among those in which a worker is lost."""
+    """The first step of a thawed parameter is among those in which a worker is lost."""
     job = start("--workers", "3", CHANGES="all", FAULTS=json.dumps({"2": {"kill": [2]}, "7": {"kill": [1]}}))
     assert job.wait() == 0, job.log
     assert job.log.count("was ended by SIGKILL") == 2
@@ -153,10 +153,8 @@ def test_parameters_that_are_frozen_thawed_and_added_are_the_same_with_any_numbe
 
 
 @pytest.mark.parametrize("exit", [{"exit": [0, 2]}, {"exit_between": 2}])
-def test_a_script_that_gives_up_after_a_loss_has_not_come_to_the_end(
-    start: Callable[..., Job], exit: dict[str, Any]
-) -> None:
-    """Python forgets the argument of ``sys.exit`` before it calls the exit handlers that end an open ring."""
+def test_a_script_that_exits_after_a_loss_counts_as_unfinished(start: Callable[..., Job], exit: dict[str, Any]) -> None:
+    """Python forgets the argument of ``sys.exit`` before it calls the exit handlers that close an open ring."""
     job = start("--workers", "3", FAULTS=json.dumps({"4": {"kill": [1]}, "8": exit}))
     assert job.wait() == 1, job.log
     assert job.log.count("ended with code 3") == 2
@@ -170,7 +168,7 @@ def test_too_few_stop_and_say_so(start: Callable[..., Job]) -> None:
     assert job.ends() == []
 
 
-def test_a_silent_worker_is_left_out_and_told(start: Callable[..., Job], quiet: dict[str, Any]) -> None:
+def test_a_silent_worker_is_left_out_and_reported(start: Callable[..., Job], quiet: dict[str, Any]) -> None:
     job = start("--workers", "3", "--silence-s", "10", FAULTS=json.dumps({"3": {"stop": [1]}}))
     job.until(lambda: len(job.ends()) == 2, "the others end")
     assert job.ends() == [quiet, quiet]
@@ -216,7 +214,7 @@ def text_run(start: Callable[..., Job], sync: str, **environment: str) -> list[d
 
 @pytest.fixture(scope="module")
 def quiet_text(tmp_path_factory: pytest.TempPathFactory) -> float:
-    """The loss on held-out text after a run of s-sgd."""
+    """Return the loss on held-out text after a run of s-sgd."""
     job = Job(tmp_path_factory.mktemp("text"), TEXT="1", NUM_STEPS="150")
     assert job.wait() == 0, job.log
     (end,) = job.ends()
@@ -231,9 +229,9 @@ def test_replicas_that_differ_learn_as_s_sgd_does_and_end_equal(
     ends = text_run(start, sync, NUM_STEPS="150")
     assert len(ends) == 4
     assert len({end["weights"] for end in ends}) == 1
-    assert len({end["hashes"][100] for end in ends}) == 4  # they did differ
+    assert len({end["hashes"][100] for end in ends}) == 4  # the replicas did differ
     assert ends[0]["loss"] < 1.15 * quiet_text
-    assert quiet_text < 2.4  # of 4.85 at the beginning
+    assert quiet_text < 2.4  # the loss begins at 4.85
 
 
 FAULTS_BETWEEN_REPLICAS = {
@@ -243,7 +241,7 @@ FAULTS_BETWEEN_REPLICAS = {
 
 
 @pytest.mark.parametrize(("sync", "faults"), FAULTS_BETWEEN_REPLICAS.items())
-def test_after_losses_replicas_go_on_and_end_equal(
+def test_after_losses_replicas_continue_and_end_equal(
     start: Callable[..., Job], sync: str, faults: dict[str, Any]
 ) -> None:
     ends = text_run(start, sync, NUM_STEPS="60", FAULTS=json.dumps(faults))

@@ -1,4 +1,4 @@
-"""However ``morph elastic`` ends, no worker is left, and no place is offered that could not be taken."""
+"""However ``morph elastic`` ends, no worker is left; and it never offers a place that cannot be taken."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pathlib.Path(sys.argv[1], f"up-{time.monotonic_ns()}").touch()
 while True:
     time.sleep(0.1)
 """
-"""Instead of a training script: one that would save before it ends, and takes long."""
+"""Replaces a training script: it saves before it ends, which takes long."""
 
 
 class Started:
@@ -110,7 +110,8 @@ def test_a_second_signal_ends_workers_that_take_their_time_and_leaves_none(
 def test_under_nohup_it_outlives_its_terminal(start: Callable[..., Started]) -> None:
     job = start(begun_with=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     job.process.send_signal(signal.SIGHUP)
-    job.process.send_signal(signal.SIGTERM)  # only this one ends it: were it the second, workers would not be asked
+    # this signal must be the first one: after a second, workers are killed without being asked to stop
+    job.process.send_signal(signal.SIGTERM)
     job.until(lambda: len(list(job.folder.glob("told-*"))) == 2, "both were asked to end")
     assert len(job.left) == 2
 
@@ -119,6 +120,6 @@ def test_it_offers_a_place_only_to_those_who_can_know_the_secret(start: Callable
     assert "join" not in start(MORPH_ELASTIC_SECRET="").log
 
 
-def test_it_says_where_others_join_and_for_how_many_it_waits(start: Callable[..., Started]) -> None:
+def test_its_output_says_where_to_join_and_how_many_are_missing(start: Callable[..., Started]) -> None:
     log = start("--founders", "5", MORPH_ELASTIC_SECRET="a secret of this test").log
     assert re.search(r"^workers can join at 127\.0\.0\.1:\d+; waiting for 3 more$", log, re.MULTILINE)

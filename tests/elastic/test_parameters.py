@@ -1,4 +1,4 @@
-"""A loop of one worker against a plain loop over the same batches: parameters of every kind, schedules, clipping."""
+"""A loop of one worker and a plain loop over the same batches: parameters of every kind, schedules and clipping."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_STEPS, BATCH = 8, 12
 
 
 class Data(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """``num_labels``: the number of positions, some of which have no label."""
+    """Samples with positions, of which ``num_labels`` have a label."""
 
     def __init__(self, num_labels: int = 0) -> None:
         self.num_labels = num_labels
@@ -45,7 +45,7 @@ class Data(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 class Net(nn.Module):
-    """Has all that a sum of real, dense gradients that are always there would take for something else."""
+    """Has every kind of parameter that a plain sum of dense, real gradients would get wrong."""
 
     def __init__(self, *, is_sparse: bool = False) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Net(nn.Module):
         hidden = self.body(inputs).relu()
         spectrum = torch.fft.fft(hidden) * self.phase
         hidden = (torch.fft.ifft(spectrum).real + (hidden * self.wide).real.float()).tanh()
-        if float(inputs[..., 0].max()) > 1.3:  # of some batches no share
+        if float(inputs[..., 0].max()) > 1.3:  # no share of some batches uses it
             hidden = hidden + self.expert(hidden)
         hidden = hidden + self.codes((inputs[..., 0].abs() * 2).long().clamp(max=5))
         logits: Tensor = self.head(hidden)
@@ -107,7 +107,7 @@ def loss_of(net: nn.Module, share: tuple[Tensor, Tensor]) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """End what a test begins: this process has more tests."""
+    """Close the ring of a test: this process runs further tests."""
     begun: list[Optimizer] = []
     begin = Optimizer.__init__
 
@@ -135,7 +135,7 @@ def plain_loop(
         change(net, optimizer, step)
         rows = [data[int(index)] for index in sample_indices(0, step, BATCH, len(data))]
         optimizer.zero_grad()
-        for row in range(0, BATCH, 4):  # as shares: which of them meets the expert is part of the model
+        for row in range(0, BATCH, 4):  # in shares: which samples the expert sees is part of the model
             inputs, labels = zip(*rows[row : row + 4], strict=True)
             (loss_of(net, (torch.stack(inputs), torch.stack(labels))) / 3).backward()  # type: ignore[no-untyped-call]
         if clip_grad_norm is not None:
@@ -191,7 +191,10 @@ def test_parameters_are_those_of_a_plain_loop(case: str) -> None:
 
 
 class Sentences(Data):
-    """Places with and without labels; samples from ``BATCH`` to twice that have none, in the order of ``by_token``."""
+    """Sequences with and without labels.
+
+    Samples from ``BATCH`` to twice ``BATCH``, in the order of ``by_token``, have none.
+    """
 
     def __init__(self) -> None:
         super().__init__(num_labels=5)
@@ -217,7 +220,7 @@ def test_a_mean_over_labels_is_that_of_a_plain_loop_over_whole_batches(
         inputs, labels = (torch.stack(part) for part in zip(*rows, strict=True))
         loss = functional.cross_entropy(plain(inputs).flatten(0, 1), labels.flatten())
         expected.append(loss.item())
-        if step != 1:  # this step has no labels
+        if step != 1:  # no sample of this step has labels
             inner.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             if "clip_grad_norm" in options:
@@ -239,7 +242,7 @@ def test_a_mean_over_labels_is_that_of_a_plain_loop_over_whole_batches(
 
 @pytest.mark.parametrize("accumulation", ["exact", "fast"])
 def test_gradients_of_embeddings_may_be_sparse(accumulation: Accumulation) -> None:
-    """Sums are dense; where the optimizer's rule leaves rows without a gradient as they are, that is the same."""
+    """Sums are dense, which is the same if the optimizer leaves rows without a gradient as they are."""
     torch.manual_seed(0)
     net = Net(is_sparse=True)
     plain = copy.deepcopy(net)
@@ -252,7 +255,7 @@ def test_gradients_of_embeddings_may_be_sparse(accumulation: Accumulation) -> No
     assert_equal(net, plain)
 
 
-def test_the_norm_before_clipping_is_told_and_infinity_clips_nothing() -> None:
+def test_the_norm_before_clipping_is_reported_and_infinity_clips_nothing() -> None:
     torch.manual_seed(0)
     net = Net()
     plain = copy.deepcopy(net)
@@ -305,7 +308,7 @@ def stranger_added(net: Net, optimizer: Optimizer, scheduler: LRScheduler) -> No
         (stranger_added, "optimizer: has a parameter that is not the model's"),
     ],
 )
-def test_what_a_loop_does_between_steps_is_honoured_or_refused(between: Any, said: str) -> None:
+def test_changes_between_steps_are_honoured_or_refused(between: Any, said: str) -> None:
     net = Net()
     inner = sgd(net)
     scheduler = step_lr(inner)
@@ -402,7 +405,7 @@ def test_a_mean_over_samples_is_not_warned_of(caplog: pytest.LogCaptureFixture) 
     assert warned(0, loss_of, caplog) == []
 
 
-def test_the_trial_of_a_loss_leaves_the_model_as_it_is_and_failures_to_the_step() -> None:
+def test_the_trial_of_a_loss_changes_no_model_and_raises_nothing() -> None:
     norm = nn.BatchNorm1d(4)
     net = nn.Sequential(nn.Linear(8, 4), norm)
     given = batches(Data(), global_batch=BATCH)
@@ -451,7 +454,7 @@ def test_a_schedule_s_state_is_part_of_what_joiners_get() -> None:
     assert torch.equal(one.pack(), other.pack())
 
 
-def test_who_gets_a_state_before_a_step_also_gets_the_settings_before_the_loop_s_code_for_it() -> None:
+def test_a_state_sent_before_a_step_has_the_settings_before_its_code() -> None:
     nets = [Net(), Net()]
     for net in nets:
         net.body.requires_grad_(False)
@@ -464,17 +467,17 @@ def test_who_gets_a_state_before_a_step_also_gets_the_settings_before_the_loop_s
     other.unpack(one.pack())
     assert [group["lr"] for group in other.optimizer.param_groups] == [0.1]
     assert not nets[1].body.weight.requires_grad
-    one.num_steps = 5  # the step was applied: what the code before it did is part of the state
+    one.num_steps = 5  # the step was applied, so the state includes what the code before it did
     other.unpack(one.pack())
     assert [group["lr"] for group in other.optimizer.param_groups] == [0.05, 0.3]
     assert nets[1].body.weight.requires_grad
     other.pass_boundary()
     other.optimizer.param_groups[0]["lr"] = 0.025
-    other.unpack(one.pack())  # once more, within the step: its code has run here
+    other.unpack(one.pack())  # once more within the step, before which the code has run here
     assert other.optimizer.param_groups[0]["lr"] == 0.025
 
 
-def test_a_worker_with_other_options_is_told_so_when_it_comes_in() -> None:
+def test_a_worker_with_other_options_is_refused_when_it_joins() -> None:
     states = [
         TrainingState(net, sgd(net), agreed={"accumulation": kind})
         for net, kind in zip((Net(), Net()), ("exact", "fast"), strict=True)
@@ -485,7 +488,7 @@ def test_a_worker_with_other_options_is_told_so_when_it_comes_in() -> None:
         states[1].unpack(states[0].pack())
 
 
-def test_a_schedule_or_groups_of_one_worker_alone_are_refused_when_it_comes_in() -> None:
+def test_a_joiner_with_its_own_schedule_or_groups_is_refused() -> None:
     nets = [Net(), Net(), Net()]
     one, scheduled = (TrainingState(net, sgd(net)) for net in nets[:2])
     scheduled.scheduler = step_lr(scheduled.optimizer)
@@ -511,7 +514,7 @@ def test_a_schedule_or_groups_of_one_worker_alone_are_refused_when_it_comes_in()
         (lambda mine: mine.update(scheduler={}), "optimizer: has parameter groups or a schedule"),
     ],
 )
-def test_a_difference_is_told_in_one_sentence(change: Any, said: str) -> None:
+def test_a_difference_is_reported_in_one_sentence(change: Any, said: str) -> None:
     net = Net()
     oldest = TrainingState(net, sgd(net)).settings()
     mine = copy.deepcopy(oldest)

@@ -63,7 +63,7 @@ def test_packed_bytes_are_a_safetensors_file(dtype: torch.dtype) -> None:
 
 
 def step_of(state: TrainingState) -> Any:
-    """Do a step, and pack it as the member that lets in does."""
+    """Do a step, and pack it as does a member that lets others in."""
     state.optimizer.zero_grad()
     state.model(torch.randn(6, 4)).square().mean().backward()
     state.optimizer.param_groups[0]["lr"] *= 0.5
@@ -76,7 +76,7 @@ def step_of(state: TrainingState) -> Any:
     return applied, packed
 
 
-def test_who_follows_a_member_s_steps_has_its_state_bit_for_bit() -> None:
+def test_a_follower_of_a_members_steps_has_its_state_bit_for_bit() -> None:
     one, other = trained(0, 3), trained(1, 0)
     shelf = Shelf()
     catch_up_log = CatchUpLog(shelf)
@@ -133,7 +133,7 @@ BROKEN = [b"{}", b'["Nobody", [], {}]', b'["Restart", [3], {}]', b"\xff", b'["St
 
 
 @pytest.mark.parametrize("body", BROKEN)
-def test_what_is_no_message_is_refused(body: bytes) -> None:
+def test_invalid_messages_are_refused(body: bytes) -> None:
     with pytest.raises(ValueError):
         decode(body)
 
@@ -189,7 +189,7 @@ def test_importing_it_loads_no_torch() -> None:
 
 @pytest.mark.parametrize("accumulation", ["exact", "fast"])
 def test_gradients_are_summed_where_they_are(accumulation: Accumulation) -> None:
-    """On torch's device without numbers, which like any device refuses to add what lies elsewhere."""
+    """Torch's device without numbers, like any device, refuses to add tensors of another one."""
     model = nn.Linear(4, 8, device="meta")
     parameters = dict(model.named_parameters())
     kind = Kind(accumulation, 4, parameters, {}, buckets_of(parameters))

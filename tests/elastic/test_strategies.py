@@ -1,4 +1,4 @@
-"""Rules of the strategies: pairs for averaging, when ``auto`` switches, and merging replicas."""
+"""Rules of the strategies: pairs for averaging, when ``auto`` switches, and how replicas are merged."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def left(rate: float = 3.0) -> Pace:
     return after(of_reference(10.0), rate, times=WINDOW)[0]
 
 
-def test_s_sgd_is_tried_again_and_needs_more_to_stay_than_to_be_left() -> None:
+def test_s_sgd_needs_more_throughput_to_return_than_to_stay() -> None:
     on_trial, reasons = after(left(), 8.0, times=FIRST_WAIT + 1)
     assert (on_trial.sync, reasons) == (S_SGD, ["s-sgd is tried again with 4 workers"])
-    assert after(on_trial, 5.0, times=WINDOW)[0].sync == AD_PSGD  # 50 %: enough to stay, not to return
+    assert after(on_trial, 5.0, times=WINDOW)[0].sync == AD_PSGD  # 50 %: enough to stay with s-sgd, not to return to it
     back, _ = after(on_trial, 6.0, times=WINDOW)
     assert (back.sync, back.is_trial) == (S_SGD, False)
     assert after(back, 5.0, times=WINDOW)[0].sync == S_SGD
@@ -117,7 +117,7 @@ def test_only_auto_changes(sync: str) -> None:
     assert after(pace, 0.1, times=100) == (pace, [])
 
 
-def test_every_pair_averages_about_equally_often_and_nobody_with_itself() -> None:
+def test_every_pair_averages_about_equally_often_and_no_member_with_itself() -> None:
     members = (2, 3, 5, 1024)
     pairs = Counter((me, partner(members, me, step)) for me in members for step in range(600))
     assert set(pairs) == {(me, other) for me in members for other in members if me != other}
@@ -144,7 +144,7 @@ def test_a_replica_moves_part_of_the_way() -> None:
 
 
 class Pair:
-    """A ring of two, of which the other member has a replica too, and gives what that would."""
+    """A ring of two; the other member has a replica too, and contributes as it would."""
 
     size = 2
 
@@ -191,7 +191,7 @@ def test_replicas_become_their_mean_and_integers_those_of_the_first() -> None:
 
 
 def test_state_that_only_one_replica_s_optimizer_keeps_is_had_by_all() -> None:
-    """A parameter without a gradient in any of its steps has none."""
+    """A parameter that has had no gradient has no state in the optimizer."""
     state, other = norm_state(differs=True), norm_state()
     for one in state.optimized():
         one.grad = torch.ones_like(one)
@@ -200,7 +200,7 @@ def test_state_that_only_one_replica_s_optimizer_keeps_is_had_by_all() -> None:
         each.optimizer.step()
     expected = state.optimizer.state[state.optimized()[0]]["exp_avg"].clone()
     kept = other.optimizer.state[other.optimized()[1]]
-    zeros = torch.zeros(5)  # for exp_avg, exp_avg_sq and step of the weight, which the other member does not have
+    zeros = torch.zeros(5)  # for the weight's exp_avg, exp_avg_sq and step, which the other member does not have
     floats = torch.cat(
         [one.detach().flatten() for one in (*other.model.parameters(), *list(other.model.buffers())[:2])]
     )
@@ -223,7 +223,7 @@ def test_complex_weights_are_averaged_as_pairs_of_reals() -> None:
 
 @pytest.fixture
 def address() -> Iterator[tuple[Address, Shelf, list[str]]]:
-    """A member that serves its shelf; it hangs up, or says nothing more, where the list says so."""
+    """Return the address of a member that serves its shelf; for the listed requests it hangs up or falls silent."""
     shelf, faults = Shelf(), list[str]()
     over = threading.Event()
 
@@ -248,7 +248,7 @@ def address() -> Iterator[tuple[Address, Shelf, list[str]]]:
     listener.close()
 
 
-def test_a_model_that_is_lost_on_its_way_is_none_and_the_next_one_comes(
+def test_a_model_lost_in_transit_is_none_and_the_next_one_arrives(
     address: tuple[Address, Shelf, list[str]],
 ) -> None:
     where, shelf, faults = address
@@ -271,7 +271,8 @@ def test_a_partner_that_hangs_is_waited_for_no_longer_than_its_ring_lasts(
     faults.append("hang")
     fetcher, interrupt = Fetcher(own("secret")), Interrupt(1)
     fetch = fetcher.fetch(0, 1, where, "model", interrupt)
-    poll_until(lambda: not faults, "half of the model to be on its way")  # else the next fetch meets the fault
+    # otherwise the next fetch would meet the fault
+    poll_until(lambda: not faults, "half of the model to be on its way")
     interrupt.abort()
     assert fetch.wait() is None
     found = fetcher.fetch(0, 1, where, "model", Interrupt(2)).wait()
@@ -280,7 +281,7 @@ def test_a_partner_that_hangs_is_waited_for_no_longer_than_its_ring_lasts(
     fetcher.close()
 
 
-def test_a_member_that_nobody_listens_for_has_nothing() -> None:
+def test_a_member_that_does_not_listen_has_no_model() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     fetcher = Fetcher(own("secret"))

@@ -1,6 +1,7 @@
-"""The script of the tests' workers. Faults are scheduled by step and rank, in the middle of a worker's compute.
+"""The script of the tests' workers.
 
-FAULTS: JSON, from a step to what happens at it: {"5": {"kill": [1]}}.
+Faults are scheduled by step and rank, in the middle of a worker's compute. FAULTS is JSON, from a step to its faults:
+{"5": {"kill": [1]}}.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SLOW_S, JOIN_SLOW_S = 1.0, 0.2
 
 
 class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Random samples, whose numbers must not depend on the loading process."""
+    """Random samples, which must not depend on the process that loads them."""
 
     def __len__(self) -> int:
         return 96
@@ -48,7 +49,7 @@ class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 class Text(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """The standard library's own source: 16 characters, and the next one."""
+    """The source of the standard library: 16 characters, and the next one as target."""
 
     def __init__(self) -> None:
         text = "".join(Path(module.__file__).read_text() for module in (argparse, dataclasses, inspect))
@@ -67,7 +68,7 @@ def text_model() -> nn.Module:
 
 
 class Changing(nn.Module):
-    """Its expert is used by some shares only; ``change`` freezes, thaws and adds parameters."""
+    """A network with an expert that only some shares use; ``change`` freezes, thaws and adds parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ class Changing(nn.Module):
         return torch.optim.AdamW(early, lr=0.01, weight_decay=0.1)
 
     def change(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Run before each step; a worker that joins later does not repeat most of it."""
+        """Change the network before a step; a worker that joins later does not repeat most of the changes."""
         if step == 2:
             optimizer.add_param_group({"params": list(self.late.parameters()), "lr": 0.02})
             self.late.requires_grad_(True)
@@ -103,14 +104,14 @@ def hash_of(model: nn.Module) -> str:
 
 
 def held_out_loss(model: nn.Module, text: Text) -> float:
-    """Mean over every 200th place of the text."""
+    """Return the mean loss over every 200th position of the text."""
     inputs, labels = zip(*(text[index] for index in range(0, len(text), 200)), strict=True)
     with torch.no_grad():
         return float(nn.functional.cross_entropy(model(torch.stack(inputs)), torch.stack(labels)))
 
 
 def die_in_the_middle_of_a_model() -> None:
-    """From now on, end this process when another worker has half of its model."""
+    """From now on, end this process when another worker has received half of its model."""
     whole = Incoming.pour
 
     def pour(incoming: Incoming, data: memoryview) -> None:
@@ -121,7 +122,10 @@ def die_in_the_middle_of_a_model() -> None:
 
 
 def meet(step: int, num: int) -> list[int]:
-    """Wait for the others that are to end at a step, in the middle of it: none sees another go. Returns all of them."""
+    """Wait, in the middle of a step, for the others that are to end in it, so that none sees another go.
+
+    Return them all.
+    """
     (FOLDER / f"going-{step}-{os.getpid()}").touch()
     while len(pids := [int(path.name.split("-")[-1]) for path in FOLDER.glob(f"going-{step}-*")]) < num:
         time.sleep(0.005)
@@ -129,14 +133,14 @@ def meet(step: int, num: int) -> list[int]:
 
 
 def die_together(step: int, num: int) -> None:
-    """End this process and the others that are to end at a step: no ring is formed between."""
+    """End this process and the others that are to end at a step, without a new ring in between."""
     for pid in sorted(meet(step, num), key=lambda pid: pid == os.getpid()):
-        with suppress(ProcessLookupError):  # another one of them was here first
+        with suppress(ProcessLookupError):  # another of these workers was here first
             os.kill(pid, signal.SIGKILL)
 
 
 def meet_faults(optimizer: morph.elastic.Optimizer, first_rank: int, met: set[int]) -> None:
-    """``first_rank``: the one that the worker came in with, which later losses do not change."""
+    """Bring about the faults of a step; ``first_rank`` is the worker's first rank, which later losses do not change."""
     step = optimizer.num_steps
     faults = FAULTS.get(str(step), {})
     if step in met:
@@ -158,7 +162,7 @@ def meet_faults(optimizer: morph.elastic.Optimizer, first_rank: int, met: set[in
         (FOLDER / "came-in").touch()
         os.kill(os.getpid(), signal.SIGKILL)
     if step >= JOINED_FROM and optimizer.num_workers < 3 and not (FOLDER / "came-in").exists():
-        time.sleep(JOIN_SLOW_S)  # there are steps left when it comes in
+        time.sleep(JOIN_SLOW_S)  # steps are left when it joins
     if "await" in faults:
         until_s = time.monotonic() + WAIT_S
         while not (FOLDER / "joiner").exists():
@@ -176,7 +180,8 @@ def exit_between_steps(step: int) -> None:
 
 
 def main() -> None:
-    torch.manual_seed(int(os.environ.get("INIT_SEED", str(os.getpid()))))  # the others' weights come from the first
+    # the others get their weights from the first one
+    torch.manual_seed(int(os.environ.get("INIT_SEED", str(os.getpid()))))
     is_text, sync = bool(os.environ.get("TEXT")), os.environ.get("SYNC", "s-sgd")
     parts = [nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 3)]
     model = text_model() if is_text else nn.Sequential(*parts)
@@ -184,7 +189,7 @@ def main() -> None:
     if os.environ.get("CHANGES"):
         model = Changing()
         inner = model.optimizer()
-        schedule = torch.optim.lr_scheduler.StepLR(inner, 6, 0.7)  # one that takes added groups along
+        schedule = torch.optim.lr_scheduler.StepLR(inner, 6, 0.7)  # a scheduler that includes added groups
         options = {"lr_scheduler": schedule, "clip_grad_norm": 0.5}
     optimizer = morph.elastic.Optimizer(inner, model, sync=sync, **options)
     if os.environ.get("IS_JOINER"):
@@ -222,7 +227,8 @@ def main() -> None:
     if sync != "s-sgd" or is_text:
         told |= {"syncs": syncs, "hashes": hashes, "loss": held_out_loss(model, data) if is_text else mean}
     (FOLDER / f"ending-{os.getpid()}").write_text(json.dumps(told))
-    (FOLDER / f"ending-{os.getpid()}").rename(FOLDER / f"end-{os.getpid()}")  # who looks for it finds it whole
+    # so that other processes never see part of the file
+    (FOLDER / f"ending-{os.getpid()}").rename(FOLDER / f"end-{os.getpid()}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass
 class FakeTime:
-    """``sleep`` oversleeps by ``oversleep_s``."""
+    """A clock of which ``sleep`` takes ``oversleep_s`` longer than asked."""
 
     now_s: float = 100.0
     oversleep_s: float = 0.0
@@ -25,7 +25,7 @@ class FakeTime:
 
 @dataclass
 class FakeTransfer:
-    """Done when the test says so."""
+    """A transfer that is done when the test says so."""
 
     done: bool = False
     done_at_s: float = 0.0
@@ -36,7 +36,7 @@ class FakeTransfer:
 
 @dataclass
 class FakeChannel:
-    """Keeps what is handed to it."""
+    """A channel that keeps what it is given."""
 
     tensors: list[Tensor] = field(default_factory=list)
     transfers: list[FakeTransfer] = field(default_factory=list)

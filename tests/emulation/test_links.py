@@ -1,4 +1,4 @@
-"""Emulated links: when messages arrive, and that they are not visible before."""
+"""Emulated links: when messages arrive, and that they are invisible before."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_message_arrives_after_its_task_by_the_links_time() -> None:
     clock = DeviceClock(0.02, time.now, time.sleep)
     link = OutgoingLink(channel, clock, iter([0.5, 0.25]), wire_s=0.0)
     clock.end(clock.begin(), 1.0)
-    time.now_s += 0.004  # the executor takes a moment to come to it
+    time.now_s += 0.004  # the executor takes a moment until it looks
     link.transfer(message())
     clock.end(clock.begin(), 1.0)
     link.transfer(message())
@@ -114,7 +114,7 @@ def test_waiting_for_a_message_ends_when_it_is_due() -> None:
     assert clock.now() >= due
 
 
-def test_a_head_tells_a_message_that_went_astray() -> None:
+def test_the_head_of_a_message_exposes_a_misdelivery() -> None:
     tensor = message()
     write_head(tensor, Head(step=3, micro_batch=7, value=0.625))
     assert read_head(tensor, 3, 7) == 0.625

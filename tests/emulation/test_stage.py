@@ -36,7 +36,7 @@ def section(index: int, weights: float = 0.01) -> SectionUnits:
 
 
 def backward_s(num_sections: int) -> NDArray[np.float64]:
-    """Of each section and micro-batch: a second for each section but the first, 3 and 4 in all."""
+    """Return the seconds of a section's backward: one second for each section but the first; 3 or 4 in all."""
     rest_s = np.array([3.0, 4.0]) - (num_sections - 1)
     return np.array([rest_s, *([[1.0, 1.0]] * (num_sections - 1))])
 
@@ -81,7 +81,7 @@ class Sums:
 def train(
     cuts: list[int], num_sections: int, weights: float = 0.01
 ) -> tuple[list[float], dict[str, list[list[float]]]]:
-    """Losses and gradients of two micro-batches through stages that begin at ``cuts``."""
+    """Return losses and gradients of two micro-batches through stages that begin at ``cuts``."""
     bounds = [*cuts, num_sections]
     ranges = [range(first, end) for first, end in itertools.pairwise(bounds)]
     stages = [stage_of(part, num_sections, FakeTime(), weights=weights) for part in ranges]
@@ -392,11 +392,11 @@ def test_the_all_reduce_takes_what_the_profile_says_and_nothing_alone(device: Em
     assert of_four > of_two
 
 
-def test_what_is_left_of_a_reduction_is_what_the_simulator_expects(device: EmulatedDevice) -> None:
+def test_the_exposed_reduction_is_what_the_simulator_expects(device: EmulatedDevice) -> None:
     profile = synthetic_profile(num_sections=3, tied=True, parameter_bytes=400, optimizer_step_s=0.25)
     reduced = simulate(profile, num_stages=1, num_replicas=2, micro_batch_size=1).costs.reduced
     num_bytes = {min(unit.sections): 0 for unit in device.units}
-    for unit in device.units:  # in one stage, the tied one is complete with its first section
+    for unit in device.units:  # in one stage, the tied unit is complete with its first section
         num_bytes[min(unit.sections)] += unit.reduced_bytes
     expected_s = dict(enumerate((reduced.behind_ns(2) / 1e9).tolist()))
     assert left_s(device, 2, num_bytes) == pytest.approx(expected_s, abs=2e-9)
@@ -413,7 +413,7 @@ class MeetingRing:
         return self
 
     def wait(self, what: str) -> None:
-        """Nothing is under way."""
+        """Do nothing: no operation is under way."""
 
 
 @pytest.mark.parametrize(
@@ -422,13 +422,16 @@ class MeetingRing:
     ids=["own last section", "other's first section", "other's last section"],
 )
 def test_a_ring_is_through_when_the_slowest_suffix_is(others_s: tuple[float, ...], through_s: float) -> None:
-    """Sections 1 and 0, of which 3 and 0.5 s are left when all have passed them; this worker did at 6 and 10 s."""
+    """When all members have passed sections 1 and 0, 3 s and 0.5 s of reduction are left.
+
+    This worker does so at 6 s and 10 s.
+    """
     ring = EmulatedRing(MeetingRing(*others_s), {1: 3.0, 0: 0.5})  # type: ignore[arg-type]
     assert run_rings([ring], 10.0, {1: 6.0, 0: 10.0}) == pytest.approx((through_s, through_s))
 
 
 def rings_with(*met: tuple[float, dict[int | None, float]]) -> list[EmulatedRing]:
-    """Rings whose other members are ready at a time."""
+    """Return rings whose other members are ready at this time."""
     return [EmulatedRing(MeetingRing(*(len(left_s) * [others_s])), left_s) for others_s, left_s in met]  # type: ignore[arg-type]
 
 

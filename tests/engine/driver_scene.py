@@ -46,7 +46,7 @@ PROFILE = synthetic_profile(num_sections=2, batch_size=8, micro_batch_size=2)
 
 
 def config_of(expected_nodes: int, **fields: Any) -> ControllerConfig:
-    """Of a run of the profile on two workers at most."""
+    """Return the configuration of a run of the profile on at most two workers."""
     known: dict[str, Any] = {
         "fingerprint": PROFILE.job.fingerprint,
         "plans": plan_table(PROFILE, 2),
@@ -58,7 +58,7 @@ def config_of(expected_nodes: int, **fields: Any) -> ControllerConfig:
 
 
 class FakePool:
-    """Workers that answer at once. ``lose`` maps (worker, step) to a death in that step."""
+    """Workers that answer at once; ``lose`` maps (worker, step) to a death in that step."""
 
     def __init__(self, event_queue: EventQueue, journal: Journal) -> None:
         self.event_queue = event_queue
@@ -78,7 +78,7 @@ class FakePool:
         return DecisionRecord.model_validate_json(entry.payload_json)
 
     def written_down(self, kind: str, worker: str) -> None:
-        """The journal must already end with the decision that requested this."""
+        """Check that the journal already ends with the decision that requested this."""
         record = self.last_decision()
         asked = {(action.kind, getattr(action, "worker", None)) for action in record.actions}
         asked |= {("send_reshape", receiver) for receiver in record.reshape_receivers}
@@ -86,7 +86,7 @@ class FakePool:
         self.calls.append(f"{kind} {worker}")
 
     def hold_back(self, worker: str, step: int) -> list[WorkerAnswered]:
-        """Keep a worker's answer to a step; returns the list in which it will be."""
+        """Keep a worker's answer to a step; return the list that will hold it."""
         self.held = (worker, step)
         return self.late
 
@@ -155,7 +155,7 @@ class FakePool:
 
 
 class FakeHost:
-    """VMs that are names."""
+    """A host whose VMs are only names."""
 
     boots_at_once = 1
 
@@ -171,7 +171,7 @@ class FakeHost:
 
 
 class Run:
-    """A driver on a job of two sections, with its fakes."""
+    """A driver of a job of two sections, with its fakes."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ def know(shell: Provisioning, nodes: Collection[str]) -> None:
 
 
 class Gate:
-    """Holds up calls while it is shut. ``reached``: one has come."""
+    """Holds up calls while it is shut; ``reached`` is set once a call has come."""
 
     def __init__(self) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
@@ -44,10 +44,10 @@ class Gate:
 
 
 class FakeCloud:
-    """Room for so many VMs; requests and ends can be held up. ``calls`` in order of their end.
+    """A cloud with room for a number of VMs, whose requests and ends can be held up.
 
-    ``errors`` are raised by the next requests, in order, after one VM has come; ``end_errors`` by the next ends.
-    ``made_as``: fields of a request's VMs.
+    ``calls`` are in the order of their ends. ``errors`` are raised by the next requests, in order, after one VM has
+    come; ``end_errors`` by the next ends. ``made_as``: fields of a request's VMs.
     """
 
     def __init__(self, usd_per_h: float | None = 0.5) -> None:
@@ -67,7 +67,7 @@ class FakeCloud:
         self.lock = threading.Lock()
 
     def add(self, request: str, count: int) -> tuple[Vm, ...]:
-        """So many VMs, which may be there already."""
+        """Add VMs, unless they exist already."""
         made_as = self.made_as or [{}] * count
         vms = [
             Vm(name=vm_name(request, index), request=request, num_devices=self.num_devices, **made_as[index])
@@ -86,7 +86,7 @@ class FakeCloud:
                 self.calls.append(f"refuse {request}")
                 raise self.full
             vms = self.add(request, 1 if self.errors else num_vms)
-        self.requests.pass_through()  # they are there before the grant is
+        self.requests.pass_through()  # they exist before they are granted
         if self.errors:
             raise self.errors.pop(0)
         with self.lock:
@@ -133,7 +133,7 @@ class FakeCloud:
 
 
 class ProvisioningWorld:
-    """The thread between a controller and a cloud; ``now_s`` is the clock of what is spent."""
+    """The thread between a controller and a cloud; costs are counted by the clock ``now_s``."""
 
     def __init__(self, cloud: FakeCloud | None = None, pause: Callable[[float], bool] | None = None, **limits: float):
         self.cloud, self.event_queue, self.now_s = cloud or FakeCloud(), EventQueue(), 0.0
@@ -142,7 +142,7 @@ class ProvisioningWorld:
         self.facts: list[Fact] = []
 
     def answer(self) -> NodesGranted | RequestRefused:
-        """Return the thread's next event; facts are collected on the way."""
+        """Return the thread's next event; collect facts on the way."""
         while True:
             stamped = self.event_queue.get(BOUND_S)
             assert stamped is not None, "no answer"
@@ -155,7 +155,7 @@ class ProvisioningWorld:
         self.shell.request(RequestNodes(request=request, count=count))
 
     def settle(self) -> list[str]:
-        """Wait until all that is to be ended is; returns what was ended so far."""
+        """Wait until every VM that is to be ended has ended; return all that have ended so far."""
         done = threading.Event()
         self.shell._looks.put(done.set)
         assert done.wait(BOUND_S)

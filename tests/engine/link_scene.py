@@ -18,7 +18,7 @@ BOUND_S = 100.0
 
 
 class Told:
-    """Takes down what a server tells, and has each worker's newest line."""
+    """Records what a server reports, and each worker's newest connection."""
 
     def __init__(self) -> None:
         self.all: queue.Queue[tuple[str, ...] | tuple[str, str, bytes]] = queue.Queue()

@@ -1,4 +1,4 @@
-"""A session whose cluster was lost is followed by another, until one ends or the limit is reached."""
+"""After a session whose cluster was lost comes another, until a session ends or the limit is reached."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GONE = ClusterLost("the head node is gone")
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The waits between sessions, which take no time."""
+    """Record the pauses between sessions, which take no time here."""
     waited: list[float] = []
     monkeypatch.setattr(module, "_wait", waited.append)
     return waited
@@ -76,10 +76,8 @@ def test_a_cluster_that_never_came_up_is_an_error_at_once(pauses: list[float]) -
 
 
 @pytest.mark.parametrize("version", [0, 120])
-def test_a_cluster_that_does_not_come_up_is_tried_again_where_the_run_goes_on(
-    pauses: list[float], version: int
-) -> None:
-    """Its head node may have been killed while it started; in a run's first session it is rather the settings."""
+def test_a_cluster_that_fails_to_start_is_retried_in_a_continued_run(pauses: list[float], version: int) -> None:
+    """Its head node may have been killed while it started; in a run's first session, settings are more likely wrong."""
     restarts = Restarts(3600)
     failed = ClusterError("Ray did not start")
     played = sessions(failed, failed, FINISHED, begin=lambda _: restarts.begin_at(version))
@@ -100,7 +98,7 @@ def test_a_run_that_was_to_stop_is_not_begun_again(pauses: list[float]) -> None:
 
 
 @pytest.mark.parametrize("asked", [None, "SIGINT"])
-def test_an_error_that_ends_a_session_is_no_stop_of_the_users(pauses: list[float], asked: str | None) -> None:
+def test_an_error_that_ends_a_session_is_not_a_users_stop(pauses: list[float], asked: str | None) -> None:
     restarts = Restarts(3600)
 
     def begin(_number: int) -> None:
@@ -138,7 +136,7 @@ def test_a_signal_between_two_sessions_stops_the_run() -> None:
     between_none = signal.getsignal(signal.SIGTERM)
 
     def ask(*_: object) -> None:
-        if signal.getsignal(signal.SIGTERM) is between_none:  # it would end the tests
+        if signal.getsignal(signal.SIGTERM) is between_none:  # this would end the tests
             signal.setitimer(signal.ITIMER_REAL, 0.05)
         else:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -154,7 +152,7 @@ def test_a_signal_between_two_sessions_stops_the_run() -> None:
 RESTS = Finish(outcome="stopped", sentence="n4 could not be set up; version 5 is saved", rests=True)
 
 
-def test_a_run_of_whose_vms_nothing_comes_rests_ever_longer_up_to_its_limit(pauses: list[float]) -> None:
+def test_a_run_without_progress_rests_ever_longer_up_to_its_limit(pauses: list[float]) -> None:
     told: list[str] = []
     times_s = iter([0.0, 60.0, 3000.0])
     restarts = Restarts(3600, lambda: next(times_s), rest_at_most_s=2000.0)

@@ -27,7 +27,7 @@ COMMAND = {"--steps": "10", "--trace": "abc"}
 
 
 class Host:
-    """Accepts connections, and remembers how each ended."""
+    """Accepts connections, and records how each ended."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(mode=0o700)
@@ -120,7 +120,7 @@ def test_a_journal_of_another_controller_ends_the_vms(run_dir: RunDir, host: Hos
 
 
 @pytest.mark.parametrize("left", ["no process", "no directory", "not a file of ours"])
-def test_what_is_left_of_a_run_that_is_gone_is_forgotten(run_dir: RunDir, tmp_path: Path, left: str) -> None:
+def test_remains_of_a_dead_run_are_removed(run_dir: RunDir, tmp_path: Path, left: str) -> None:
     control_socket = tmp_path / "gone" / "control_socket"
     if left != "no directory":
         control_socket.parent.mkdir(mode=0o700)

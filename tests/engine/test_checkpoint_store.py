@@ -1,4 +1,4 @@
-"""The newest undamaged checkpoint is found while the live loop runs, and the result is an event."""
+"""The newest undamaged checkpoint is found while the live loop runs; the result is an event."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def found(url: str, at_most: int | None = None) -> Event:
     return stamped.item
 
 
-def test_a_flipped_bit_is_passed_over_and_set_aside(tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_flipped_bit_is_skipped_and_set_aside(tmp_path: Path) -> None:
     save(str(tmp_path), 2, 4)
     _flipped(str(tmp_path), 4)
     event = found(str(tmp_path))
@@ -73,7 +73,7 @@ def test_newer_versions_than_a_bad_step_goes_back_to_are_left_alone(tmp_path: Pa
     assert complete_versions(str(tmp_path)) == (2, 4, 6)
 
 
-def test_where_none_is_whole_it_is_told_as_damage(tmp_path: Path) -> None:
+def test_storage_without_an_undamaged_version_is_reported_as_damage(tmp_path: Path) -> None:
     save(str(tmp_path), 2)
     _flipped(str(tmp_path), 2)
     event = found(str(tmp_path))
@@ -82,7 +82,7 @@ def test_where_none_is_whole_it_is_told_as_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["{}/gone", "nothing://there"])
-def test_storage_that_shows_nothing_or_fails_is_no_damage(tmp_path: Path, url: str) -> None:
+def test_storage_that_shows_nothing_or_fails_is_not_damage(tmp_path: Path, url: str) -> None:
     event = found(url.format(tmp_path))
     assert isinstance(event, CheckpointNotFound)
     assert not event.damaged

@@ -17,7 +17,7 @@ class Machine:
         return RunClock(epoch_s, not_before_s, lambda: self.wall_s, lambda: self.up_s)
 
 
-def test_a_run_begins_at_wall_time_and_nobody_moves_it_from_there() -> None:
+def test_a_runs_clock_begins_at_wall_time_and_ignores_later_changes() -> None:
     machine = Machine()
     clock = machine.clock()
     assert clock.now_s() == 1_000_000.0
@@ -28,7 +28,7 @@ def test_a_run_begins_at_wall_time_and_nobody_moves_it_from_there() -> None:
     assert clock.now_s() == 1_000_005.0
 
 
-def test_who_takes_over_goes_on_with_the_clock_of_who_began() -> None:
+def test_a_manager_that_takes_over_continues_the_first_ones_clock() -> None:
     machine = Machine()
     first = machine.clock()
     machine.passes(40.0)

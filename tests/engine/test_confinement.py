@@ -88,5 +88,5 @@ def test_a_confined_process_reaches_its_own_folder_and_programs_and_nothing_else
         (Confined(hides_files=True, landlock=1), "Landlock's rules for the network and for signals"),
     ],
 )
-def test_what_a_machine_does_not_allow_is_said(confined: Confined, lacks: str) -> None:
+def test_confinement_that_a_machine_forbids_is_reported(confined: Confined, lacks: str) -> None:
     assert confined.lacks == lacks

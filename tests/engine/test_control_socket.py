@@ -46,7 +46,7 @@ def let_in(control_socket: ControlSocket) -> None:
 def test_a_host_that_starts_still_is_not_asked_to_end_but_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while Ray's head node boots: it would hear nothing until it is up."""
+    """This is Ctrl-C while Ray's head node boots: the host would not read a request until the node is up."""
     monkeypatch.setattr(host_line, "END_TIMEOUT_S", 600.0)
     (tmp_path / "deaf.py").write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -68,7 +68,7 @@ def test_after_a_manager_that_settled_the_next_one_is_waited_for(listener: socke
 
 
 @pytest.mark.parametrize(("settles", "patience_s"), [(False, 1000.0), (True, 0.0)])
-def test_nobody_is_waited_for_after_one_that_never_settled_or_without_patience(
+def test_no_manager_is_awaited_after_an_unsettled_one_or_without_patience(
     listener: socket.socket, settles: bool, patience_s: float
 ) -> None:
     control_socket = ControlSocket(listener, patience_s)
@@ -79,7 +79,7 @@ def test_nobody_is_waited_for_after_one_that_never_settled_or_without_patience(
     assert control_socket.next() is None
 
 
-def test_one_that_comes_and_goes_without_settling_gains_no_time(listener: socket.socket) -> None:
+def test_a_manager_that_leaves_without_settling_gains_no_time(listener: socket.socket) -> None:
     control_socket = ControlSocket(listener, patience_s=1.0)
     with visitor(listener), visitor(listener):
         let_in(control_socket)
@@ -90,7 +90,7 @@ def test_one_that_comes_and_goes_without_settling_gains_no_time(listener: socket
         assert control_socket._until_s == until_s
 
 
-def test_packets_go_both_ways_and_an_end_is_told_from_a_death(listener: socket.socket) -> None:
+def test_packets_go_both_ways_and_an_end_differs_from_a_death(listener: socket.socket) -> None:
     control_socket = ControlSocket(listener, patience_s=BOUND_S)
     with visitor(listener) as manager:
         host = control_socket.next()
@@ -113,7 +113,7 @@ def test_packets_go_both_ways_and_an_end_is_told_from_a_death(listener: socket.s
         host.close()
 
 
-def test_whoever_listens_hears_every_packet_and_then_that_nothing_follows(listener: socket.socket) -> None:
+def test_a_listener_gets_every_packet_and_then_the_end(listener: socket.socket) -> None:
     control_socket = ControlSocket(listener, patience_s=BOUND_S)
     with visitor(listener) as manager:
         host = control_socket.next()
@@ -127,7 +127,7 @@ def test_whoever_listens_hears_every_packet_and_then_that_nothing_follows(listen
         assert packets == [{"name": "a", "error": "no room"}, {"gone": "b"}, {}]
 
 
-def test_a_host_that_is_gone_is_told_at_once(listener: socket.socket, tmp_path: Path) -> None:
+def test_the_end_of_a_host_is_reported_at_once(listener: socket.socket, tmp_path: Path) -> None:
     control_socket = ControlSocket(listener, patience_s=BOUND_S)
     connection = visitor(listener)
     line = HostLine(connection, tmp_path)

@@ -52,14 +52,14 @@ def _broken() -> str:
 
 
 @pytest.mark.parametrize(("ask", "visible"), [(_missing, None), (_broken, None), (lambda: TWO, ""), (lambda: "", None)])
-def test_a_machine_without_a_device_is_refused_by_the_field_that_asked_for_one(ask, visible) -> None:  # type: ignore[no-untyped-def]
+def test_a_machine_without_a_device_is_refused_with_the_requesting_field(ask, visible) -> None:  # type: ignore[no-untyped-def]
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     with pytest.raises(ConfigError, match=r"vms.device: this machine has no such device"):
         cuda_devices(ask, environment)
 
 
 @pytest.mark.parametrize(("device", "count"), [("cpu", 0), ("cuda", 4)])
-def test_local_vms_on_cuda_are_told_of_as_many_shares_as_they_were_planned_with(
+def test_local_vms_on_cuda_get_as_many_shares_as_planned(
     device: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "cuda_devices", lambda: (A, B))
@@ -93,7 +93,7 @@ def test_workers_spread_over_the_devices_and_a_dead_ones_share_is_taken(
         take_slot(slots, wait_s=0)
     gone = held.pop(1)
     assert gone is not None
-    os.close(gone)  # as the end of its process does
+    os.close(gone)  # as when its process ends
     held.append(take_slot(slots, wait_s=0))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-bb"
     for file in filter(None, held):

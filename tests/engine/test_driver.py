@@ -1,4 +1,4 @@
-"""The live loop with a pool that answers at once: decisions are journalled before they are carried out; ends."""
+"""The live loop with a pool that answers at once: each decision is in the journal before it is carried out; ends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def test_the_journal_gives_back_the_state_in_which_the_run_ended(make_run: Calla
 
 
 def train_on_once_granted(run: Run, worker: str) -> None:
-    """Hold a worker's answer to step 2 until a grant is heard of: VMs are up before that, and may be done by then."""
+    """Hold a worker's answer to step 2 until a grant is reported:
+
+    VMs are up earlier, and the run could be over by then.
+    """
     late, granted = run.pool.hold_back(worker, 2), threading.Event()
 
     def answer(observed: Observed) -> None:
@@ -51,7 +54,7 @@ def train_on_once_granted(run: Run, worker: str) -> None:
     run.react = answer
 
 
-def test_a_run_that_keeps_vms_asks_for_all_of_them_and_for_another_when_one_is_lost(
+def test_a_run_requests_the_vms_that_it_keeps_and_replaces_losses(
     make_run: Callable[..., Run],
 ) -> None:
     run = make_run(limits=Limits(max_vms=2, usd_per_h=1.0), fewest=2)
@@ -62,7 +65,7 @@ def test_a_run_that_keeps_vms_asks_for_all_of_them_and_for_another_when_one_is_l
     asked = [action for seen in run.observed for action in seen.decision.actions if isinstance(action, RequestNodes)]
     assert asked == [RequestNodes(request="job-1", count=2), RequestNodes(request="job-2", count=1)]
     assert run.host.up == ["job-1-0", "job-1-1", "job-2-0"]
-    ended = threading.Event()  # VMs are ended in the background; the run does not wait
+    ended = threading.Event()  # VMs are ended in the background, for which the run does not wait
     run.provisioning._ends.put(ended.set)
     assert ended.wait(100)
     assert run.host.ended == ["job-1-1"]
@@ -70,7 +73,7 @@ def test_a_run_that_keeps_vms_asks_for_all_of_them_and_for_another_when_one_is_l
     assert set(run.host.ended) == set(run.host.up)
 
 
-def test_what_the_users_limits_forbid_is_refused_with_a_reason_in_the_journal(make_run: Callable[..., Run]) -> None:
+def test_requests_beyond_limits_are_refused_with_a_journalled_reason(make_run: Callable[..., Run]) -> None:
     run = make_run(limits=Limits(usd_per_h=0.5))
     train_on_once_granted(run, "job-1-0")
     assert run.driver.run().outcome == "finished"
@@ -132,7 +135,7 @@ def test_facts_are_written_down_and_decide_nothing(make_run: Callable[..., Run])
 
 
 def test_an_observer_that_raises_ends_the_loop(make_run: Callable[..., Run]) -> None:
-    """Like Ctrl-C: the driver must clean up and swallow nothing."""
+    """As after Ctrl-C, the driver must clean up and pass the error on."""
     run = make_run()
 
     def interrupt(_observed: Observed) -> None:
@@ -153,7 +156,7 @@ def test_a_probe_is_handed_to_the_pool_as_it_was_decided(make_run: Callable[...,
     ]
 
 
-def test_a_node_with_a_notice_hears_that_it_may_go_once_a_step_is_decided_without_it(
+def test_a_noticed_node_is_released_once_a_step_is_decided_without_it(
     make_run: Callable[..., Run],
 ) -> None:
     run = make_run()
@@ -172,7 +175,7 @@ def test_a_node_with_a_notice_hears_that_it_may_go_once_a_step_is_decided_withou
 
 
 @pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
-def test_a_clock_that_is_set_while_a_step_is_under_way_costs_nobody(
+def test_a_clock_set_during_a_step_loses_no_worker(
     jump_s: float, make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run()
@@ -180,7 +183,7 @@ def test_a_clock_that_is_set_while_a_step_is_under_way_costs_nobody(
     late = run.pool.hold_back("vm1", 3)
 
     def jump_then_answer() -> None:
-        """Called in each turn of the loop, before time-outs are judged."""
+        """Called in each turn of the loop before time-outs are checked."""
         if late:
             monkeypatch.setattr(time, "time", lambda: wall() + jump_s)
             run.pool.turns_held += 1

@@ -1,4 +1,4 @@
-"""Manifests and old checkpoints while the live loop runs: slow storage, and storage that fails."""
+"""Manifests and old checkpoints in the live loop, with slow and with failing storage."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_policy_of_the_run_says_which_checkpoints_stay(make_run: Callable[..
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), RuntimeError("403 from the cloud")])
-def test_a_manifest_that_cannot_be_written_is_told_to_the_controller(
+def test_a_failed_manifest_write_is_reported_to_the_controller(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     run, failures = make_run(), [error]
@@ -61,7 +61,7 @@ def test_a_manifest_that_cannot_be_written_is_told_to_the_controller(
     assert complete_versions(run.url)[-1] == 6
 
 
-def test_training_goes_on_while_a_manifest_is_on_its_way_to_slow_storage(
+def test_training_continues_while_slow_storage_writes_a_manifest(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, trained_on = make_run(num_steps=20), threading.Event()
@@ -83,7 +83,7 @@ def test_training_goes_on_while_a_manifest_is_on_its_way_to_slow_storage(
     assert complete_versions(run.url)[-1] == 20
 
 
-def test_a_manifest_on_which_storage_hangs_is_given_up_and_the_next_one_is_written(
+def test_a_hanging_manifest_is_given_up_and_the_next_one_written(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, never = make_run(num_steps=40, checkpoints=CheckpointRules(file_timeout_s=0.3)), threading.Event()
@@ -96,7 +96,7 @@ def test_a_manifest_on_which_storage_hangs_is_given_up_and_the_next_one_is_writt
             write(url, manifest)
 
     def bounded(call: Callable[[], None], limit_s: float, what: str) -> None:
-        """The others, which do not hang, may be slow."""
+        """Bound only the hanging manifest; the others may be slow."""
         limits_s.append(limit_s)
         bound(call, limit_s if len(limits_s) == 1 else BOUND_S, what)
 
@@ -153,14 +153,14 @@ def test_old_checkpoints_that_cannot_be_deleted_are_noted_and_the_new_one_counts
 
 @pytest.mark.slow
 @pytest.mark.parametrize("refusal", [(503, "ServerBusy"), (403, "AuthenticationFailed")], ids=["away", "expired"])
-def test_ten_minutes_without_storage_cost_no_step_and_are_told_once(
+def test_ten_minutes_without_storage_cost_no_step_and_are_reported_once(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, refusal: tuple[int, str]
 ) -> None:
-    """Units and manifests through Azure's SDK to a local service; a step takes ten seconds of the run's clock."""
+    """Units and manifests go through Azure's SDK to a local service; a step takes ten seconds of the run's clock."""
     adlfs = pytest.importorskip("adlfs")
 
     async def at_once(*_: object) -> None:
-        """Instead of the SDK's own pauses before it tries again: 57 s each time."""
+        """Replaces the SDK's own pauses before retries, of 57 s in all each time."""
 
     monkeypatch.setattr("azure.storage.blob._shared.policies_async.AsyncStorageRetryPolicy.sleep", at_once)
     with blob_service() as blobs:
@@ -194,7 +194,7 @@ def test_ten_minutes_without_storage_cost_no_step_and_are_told_once(
 
         def look(observed: Observed) -> None:
             if any(action.kind == "write_manifest" for action in observed.decision.actions):
-                assert tried.acquire(timeout=BOUND_S)  # steps take no time here: they could all be done meanwhile
+                assert tried.acquire(timeout=BOUND_S)  # steps take no time here: all could be done meanwhile
             passed_s[0] = 10.0 * observed.decision.state.version
             if observed.event.kind == "manifest_written" and not began:
                 began.append((passed_s[0], complete_versions(url)))

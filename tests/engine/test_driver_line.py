@@ -1,4 +1,4 @@
-"""The line to the process that is Ray's driver, and the launcher that uses it; the driver is played here."""
+"""The connection to the process that is Ray's driver, and the launcher that uses it; the test plays the driver."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BOUND_S = 30.0
 
 
 class Drivers:
-    """Plays one driver after the other."""
+    """Plays one driver after another."""
 
     def __init__(self) -> None:
         self._launched: queue.Queue[socket.socket] = queue.Queue()
@@ -31,7 +31,7 @@ class Drivers:
         self.line = DriverLine(lambda descriptor: self._launched.put(socket.socket(fileno=os.dup(descriptor))))
 
     def next(self, **workers: str) -> None:
-        """Be the next driver, which sees these workers' nodes."""
+        """Become the next driver, which sees these workers' nodes."""
         self.end()
         self._connection = self._launched.get(timeout=BOUND_S)
         self._connection.settimeout(BOUND_S)
@@ -41,20 +41,20 @@ class Drivers:
         assert self.line.wait_for_nodes(lambda nodes: nodes == workers, BOUND_S)
 
     def say(self, told: Hello | Told | Nodes) -> None:
-        """Say something."""
+        """Send a message."""
         self.write(write(told))
 
     def write(self, line: bytes) -> None:
-        """Say anything."""
+        """Send any bytes."""
         assert self._connection is not None
         self._connection.sendall(line)
 
     def order(self) -> Start | Kill:
-        """The next order."""
+        """Return the next order."""
         return read_order(self._orders.readline())
 
     def end(self) -> None:
-        """Die."""
+        """End like a killed driver."""
         if self._connection is not None:
             self._orders.close()
             self._connection.close()
@@ -104,7 +104,7 @@ def test_a_driver_that_says_something_else_is_ended_and_another_one_is_started(d
     assert drivers.line.nodes == {"vm1": "10.0.0.2"}
 
 
-def test_the_next_driver_is_asked_for_workers_that_are_not_known_to_be_there_and_to_kill_what_was_not_killed(
+def test_the_next_driver_gets_the_starts_and_kills_that_are_unconfirmed(
     drivers: Drivers,
 ) -> None:
     drivers.next()
@@ -130,7 +130,7 @@ def test_the_next_driver_is_asked_for_workers_that_are_not_known_to_be_there_and
         assert failed == [("vm2", "its VM is gone")]
 
 
-def test_of_the_workers_that_another_manager_left_those_are_adopted_that_are_there(drivers: Drivers) -> None:
+def test_of_another_managers_workers_living_ones_are_adopted(drivers: Drivers) -> None:
     drivers.next()
     with launched(drivers, "vm0", "vm1.d0", "vm2") as (launcher, failed):
         adopted: list[str] = []

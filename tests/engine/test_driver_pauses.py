@@ -26,7 +26,7 @@ from tests.small_disk import read_only, small_disk
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Another process has the journal."""
+    """Lock the journal as another process would."""
     other = sqlite3.connect(path / JOURNAL, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     try:
@@ -36,7 +36,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 class Pauses:
-    """Advance the run's clock by an hour in place of sleeping; after three pauses the fault is over."""
+    """Advances the run's clock by an hour for each sleep; the fault ends after three pauses."""
 
     def __init__(self, run: Run, trouble: ExitStack) -> None:
         self._run, self._trouble, self.num = run, trouble, 0
@@ -50,7 +50,7 @@ class Pauses:
 
 
 @pytest.mark.parametrize("kind", ["locked", "full"])
-def test_a_journal_that_cannot_be_written_for_hours_is_a_pause_and_costs_nothing(
+def test_hours_without_a_writable_journal_are_a_pause_without_cost(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(journal_module, "WRITER_BUSY_S", 0.01)
@@ -82,7 +82,7 @@ def test_a_journal_that_cannot_be_written_for_hours_is_a_pause_and_costs_nothing
     assert len(told) == 2
 
 
-def test_a_journal_that_is_stuck_for_longer_than_the_user_waits_ends_the_run(
+def test_a_journal_stuck_beyond_the_users_limit_ends_the_run(
     make_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "WRITER_BUSY_S", 0.01)
@@ -104,7 +104,7 @@ def test_the_last_manifest_waits_for_storage_and_the_run_ends_saved(
     write = checkpoint_store.write_manifest
 
     def attempt(url: str, manifest: object) -> None:
-        """Two tries fail for real."""
+        """Let two attempts fail for real."""
         tried[0] += 1
         with ExitStack() as now:
             if tried[0] <= 2:
@@ -129,16 +129,16 @@ def test_the_last_manifest_waits_for_storage_and_the_run_ends_saved(
 
 
 def _without_earlier_checkpoints(run: Run) -> Run:
-    """Only the last manifest is ever written."""
+    """Configure a run in which only the last manifest is written."""
     policy = run.config.policy.model_copy(update={"checkpoint_every_steps": 100})
     run.driver.state = run.driver.state.model_copy(update={"config": run.config.model_copy(update={"policy": policy})})
     return run
 
 
-def test_a_run_directory_that_gets_read_only_costs_no_step_and_is_saved_to_when_it_can_be(
+def test_a_run_directory_that_becomes_read_only_costs_no_step(
     make_run: Callable[..., Run], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The whole folder is lost: the journal continues in its open files, and no new file can be made."""
+    """The whole folder is read-only: open files of the journal can still be written, but no file can be made."""
     run, trouble = make_run(num_steps=12), ExitStack()
     refused: list[int] = []
 
@@ -149,7 +149,7 @@ def test_a_run_directory_that_gets_read_only_costs_no_step_and_is_saved_to_when_
             refused.append(0)
         if event.kind == "checkpoint_failed":
             refused.append(event.version)
-            if event.version == 12:  # an earlier manifest may fail as late as this
+            if event.version == 12:  # an earlier manifest may fail this late
                 trouble.close()
 
     run.react = look
@@ -159,8 +159,8 @@ def test_a_run_directory_that_gets_read_only_costs_no_step_and_is_saved_to_when_
     assert refused[-1] == 12
     assert complete_versions(run.url)[-1] == 12
     assert replay(run.journal) == run.driver.state
-    assert caplog.messages == []  # the journal never had to wait
+    assert caplog.messages == []  # the journal did not have to wait
     told = [seen.decision for seen in run.observed if seen.event.kind == "checkpoint_failed"]
     assert "Read-only file system" in told[0].reason.sentence
     while_training = [one.reason.code for one in told if one.state.phase is not Phase.SEALING]
-    assert while_training.count(ReasonCode.CHECKPOINT_ABANDONED) <= 1  # and again once the end waits for storage
+    assert while_training.count(ReasonCode.CHECKPOINT_ABANDONED) <= 1  # and again when the end waits for storage

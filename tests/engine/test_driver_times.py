@@ -1,4 +1,4 @@
-"""Compute times in the live loop: one event an interval, when nothing else waits."""
+"""Compute times in the live loop: one event per interval, while no other event waits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def seconds(generation: int) -> MicroBatchTimes:
 
 
 def note_times(run: Run) -> None:
-    """Heartbeats of both workers bring times whenever a step is decided."""
+    """Let heartbeats of both workers bring times whenever a step is decided."""
 
     def react(observed: Observed) -> None:
         if isinstance(observed.event, WorkerAnswered):
@@ -38,7 +38,8 @@ def test_compute_times_reach_the_controller_as_one_event_an_interval(
 ) -> None:
     monkeypatch.setattr(driver_module, "TIMES_EVERY_S", 0.0)
     monkeypatch.setattr(driver_module, "TIMES_PATIENCE_S", 0.0)
-    monkeypatch.setattr(driver_module, "TIMES_SHARE", 1.0)  # else a look that the machine delayed would delay the next
+    # otherwise a look that the machine delayed would delay the next one
+    monkeypatch.setattr(driver_module, "TIMES_SHARE", 1.0)
     run = make_run(num_steps=100)
     note_times(run)
     run.driver.run()

@@ -14,7 +14,7 @@ from manager.journal.records import Fact
 from morph.contract.messages import WorkerReady
 
 
-def test_what_is_put_in_comes_out_in_order_with_its_time() -> None:
+def test_events_come_out_in_order_with_their_time() -> None:
     now_s = iter([3.0, 4.0, 4.0])
     event_queue = EventQueue(lambda: next(now_s))
     items = [Tick(), Fact(name="vm_requested"), StopRequested(reason="enough")]
@@ -33,7 +33,10 @@ def test_an_empty_inbox_gives_nothing_after_its_bound() -> None:
 
 @pytest.mark.timeout(100)
 def test_a_signal_handler_may_put_while_the_same_thread_gets() -> None:
-    """A handler runs between any two lines of Python: here between each. A queue with a plain lock stands still."""
+    """A handler may run between any two lines of Python, here between each.
+
+    A queue with a plain lock would dead-lock.
+    """
     event_queue, num_interruptions = EventQueue(), 0
     inside = {queue.__file__, inbox_module.__file__}
 

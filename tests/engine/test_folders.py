@@ -33,7 +33,7 @@ input()
 
 
 class Run:
-    """A manager with its folder, and the process that owns its VMs; neither does anything."""
+    """A manager with its folder, and the process that owns its VMs; both do nothing."""
 
     def __init__(self, temporary: Path, ending: ExitStack) -> None:
         environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
@@ -44,7 +44,7 @@ class Run:
         ending.callback(self.manager.kill)
         assert self.manager.stdout is not None
         assert self.manager.stdin is not None
-        ending.callback(self.manager.stdin.close)  # which ends the owner
+        ending.callback(self.manager.stdin.close)  # this ends the owner
         ending.callback(self.manager.stdout.close)
         folder, owner = self.manager.stdout.readline().split()
         self.folder, self.owner = Path(folder), int(owner)
@@ -66,7 +66,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 
 @pytest.fixture
 def long_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for temporary files as batch systems name it."""
+    """Return a folder for temporary files with a name as long as those of batch systems."""
     folder = tmp_path / ("long" * 20)
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
@@ -74,9 +74,7 @@ def long_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", [OWN_SOCKET, RAYS_SOCKET])
-def test_a_socket_can_be_made_below_a_folder_however_long_the_name_of_the_one_for_temporary_files_is(
-    long_name: Path, name: str
-) -> None:
+def test_sockets_work_however_long_the_temporary_folders_name_is(long_name: Path, name: str) -> None:
     folder = make_folder(name)
     try:
         path = folder / name
@@ -93,7 +91,7 @@ def test_a_socket_can_be_made_below_a_folder_however_long_the_name_of_the_one_fo
         remove(folder)
 
 
-def test_a_name_too_long_for_sockets_is_refused_where_no_other_folder_can_be_used(
+def test_a_name_too_long_for_sockets_is_refused_without_another_folder(
     long_name: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert make_folder().parent == long_name
@@ -102,7 +100,7 @@ def test_a_name_too_long_for_sockets_is_refused_where_no_other_folder_can_be_use
         make_folder(OWN_SOCKET)
 
 
-def test_a_folder_stays_as_long_as_the_manager_or_the_owner_of_its_vms_lives(run: Run) -> None:
+def test_a_folder_stays_while_the_manager_or_its_vms_owner_lives(run: Run) -> None:
     sweep()
     assert (run.folder / "token").is_file()
     run.kill(run.manager.pid)
@@ -110,7 +108,7 @@ def test_a_folder_stays_as_long_as_the_manager_or_the_owner_of_its_vms_lives(run
     assert (run.folder / "token").is_file(), "another manager may take over"
 
 
-def test_the_next_command_of_the_same_user_removes_what_was_left_by_processes_killed_together(run: Run) -> None:
+def test_the_next_command_removes_what_processes_killed_together_left(run: Run) -> None:
     run.kill(run.owner, run.manager.pid)
     environment = {**os.environ, "TMPDIR": str(run.folder.parent), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*COMMAND, "status", "nowhere"], env=environment, capture_output=True, text=True, timeout=150)
@@ -118,10 +116,10 @@ def test_the_next_command_of_the_same_user_removes_what_was_left_by_processes_ki
     assert not run.folder.exists()
 
 
-def test_a_folder_into_which_somebody_writes_while_it_is_removed_is_removed_by_the_next_command(
+def test_a_folder_written_to_during_removal_is_removed_by_the_next_command(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray's agents outlive their node by a moment, and log."""
+    """Ray's agents live and log a moment longer than their node."""
     run.kill(run.owner, run.manager.pid)
     (run.folder / "ray").mkdir()
     rmtree = shutil.rmtree
@@ -138,7 +136,7 @@ def test_a_folder_into_which_somebody_writes_while_it_is_removed_is_removed_by_t
     assert not run.folder.exists()
 
 
-def test_a_folder_of_which_a_process_has_a_file_open_still_waits_for_it(run: Run) -> None:
+def test_a_folder_stays_while_a_process_has_its_files_open(run: Run) -> None:
     run.kill(run.owner, run.manager.pid)
     log = run.folder / "agent.log"
     code = "import sys; out = open(sys.argv[1], 'w'); print(flush=True); input()"
@@ -164,7 +162,7 @@ def test_agents_of_ray_that_outlive_a_dead_run_s_nodes_are_ended(run: Run) -> No
         agent.kill()
 
 
-def test_agents_of_a_run_whose_manager_may_come_back_go_on(run: Run) -> None:
+def test_agents_of_a_run_whose_manager_may_return_live_on(run: Run) -> None:
     run.kill(run.manager.pid)
     with (run.folder / "agent.log").open("w") as log:
         agent = subprocess.Popen(["ray::DashboardAgent", "1000"], executable=shutil.which("sleep"), stdout=log)
@@ -176,7 +174,9 @@ def test_agents_of_a_run_whose_manager_may_come_back_go_on(run: Run) -> None:
         agent.wait(20)
 
 
-def test_what_is_not_surely_a_dead_runs_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_may_belong_to_a_living_run_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     elsewhere = tmp_path / "elsewhere"
     for folder in (tmp_path / "morph-of-another-tool", tmp_path / "other-1", elsewhere):

@@ -1,4 +1,4 @@
-"""Killed processes are waited for, children of others and unreaped ones included."""
+"""The end of killed processes is awaited, even of unreaped ones and of others' children."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_processes_that_were_reaped_are_gone() -> None:
     assert time.monotonic() - begin_s < 10
 
 
-def test_one_that_lives_is_told_after_the_time_out() -> None:
+def test_a_living_process_is_reported_after_the_time_out() -> None:
     with subprocess.Popen(SLEEP) as process:
         try:
             known = psutil.Process(process.pid)
@@ -39,7 +39,7 @@ def test_one_that_lives_is_told_after_the_time_out() -> None:
             process.kill()
 
 
-def test_a_session_is_found_when_its_leader_was_killed_and_its_processes_are_orphans() -> None:
+def test_orphans_of_a_session_with_a_killed_leader_are_found() -> None:
     program = f"import subprocess; p = subprocess.Popen({SLEEP!r}); print(p.pid, flush=True); p.wait()"
     with subprocess.Popen(
         [sys.executable, "-c", program], start_new_session=True, stdout=subprocess.PIPE, text=True

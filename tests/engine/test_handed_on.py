@@ -14,7 +14,7 @@ from manager.host.environment import handed_on
         *("GITHUB_PAT", "DATABASE_URL", "MY_OWN_THING", "SSH_AUTH_SOCK", "PYTHON_KEYRING_PASSWORD", "hf_token"),
     ],
 )  # fmt: skip
-def test_what_may_be_a_secret_is_not_handed_on(name: str) -> None:
+def test_variables_that_may_hold_secrets_are_not_passed_on(name: str) -> None:
     assert handed_on({name: "s3cret", "PATH": "/bin"}) == {"PATH": "/bin"}
 
 
@@ -26,11 +26,11 @@ def test_what_may_be_a_secret_is_not_handed_on(name: str) -> None:
         *("RAY_AUTH_MODE", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT", "RAY_TMPDIR", "https_proxy"),
     ],
 )  # fmt: skip
-def test_what_processes_run_by_is_handed_on(name: str) -> None:
+def test_variables_that_processes_need_are_passed_on(name: str) -> None:
     assert handed_on({name: "x"}) == {name: "x"}
 
 
-def test_a_proxy_with_a_login_is_not_handed_on() -> None:
+def test_a_proxy_with_a_login_is_not_passed_on() -> None:
     assert handed_on({"https_proxy": "http://me:s3cret@proxy:80", "http_proxy": "http://proxy:80"}) == {
         "http_proxy": "http://proxy:80"
     }

@@ -31,7 +31,7 @@ def test_vms_of_an_unanswered_request_are_known_by_its_name() -> None:
     assert found.nodes == frozenset()
 
 
-def test_what_was_granted_is_awaited_up_or_not() -> None:
+def test_granted_vms_are_awaited_whether_up_or_not() -> None:
     found = inherited(state_after([GRANTED]), ["job-1-1"])
     assert {vm.name for vm in found.vms} == {"job-1-0", "job-1-1"}
 
@@ -42,16 +42,16 @@ def test_a_node_that_is_lost_meanwhile_is_known_and_has_no_vm() -> None:
     assert found.nodes == {"job-1-0", "job-1-1"}
 
 
-def test_a_vm_that_was_given_up_is_nobodys() -> None:
+def test_a_vm_that_was_given_up_is_not_inherited() -> None:
     state = state_after([GRANTED, *APPEARED, WorkerLost(worker="job-1-0", cause="silent")])
     found = inherited(state, ["job-1-0", "job-1-1", "something-else-0"])
     assert [vm.name for vm in found.vms] == ["job-1-1"]
-    coming = inherited(state, ["job-1-1", "job-2-0"])  # requested since, in place of the lost one
+    coming = inherited(state, ["job-1-1", "job-2-0"])  # requested later, in place of the lost one
     assert [(vm.name, vm.request) for vm in coming.vms] == [("job-1-1", "job-1"), ("job-2-0", "job-2")]
 
 
 @pytest.mark.parametrize("job", ["job", "Tiny GPT!", "x" * 100, "a-1"])
-def test_requests_are_told_apart_whatever_the_job_is_called(job: str) -> None:
+def test_requests_are_distinguished_whatever_the_jobs_name(job: str) -> None:
     name = vm_name(f"{job}-1", 1)
     assert inherited(state_after([], job), [name]).vms == (Vm(name=name, request=f"{job}-1"),)
 

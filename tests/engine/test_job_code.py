@@ -1,4 +1,4 @@
-"""The job's files, found and packed on one machine and imported on another, or kept for the next manager."""
+"""The job's files are found and packed on one machine, and imported on another or kept for the next manager."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def written(folder: Path, files: dict[str, str]) -> Path:
 
 @pytest.fixture
 def importing() -> Iterator[None]:
-    """What a worker's process does to its imports for good is undone."""
+    """Undo the changes of a worker's process to its imports."""
     finders, search, modules = list(sys.meta_path), list(sys.path), set(sys.modules)
     yield
     sys.meta_path[:], sys.path[:] = finders, search
@@ -62,10 +62,10 @@ def importing() -> Iterator[None]:
     ("asks", "ends_it"),
     [("torch.cuda.init()", True), ("torch.cuda.is_available()", False)],
 )
-def test_a_job_that_opens_a_device_ends_forking_and_one_that_looks_for_it_does_not(
+def test_a_job_ends_forking_only_if_it_opens_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: str, ends_it: bool
 ) -> None:
-    """CUDA as torch has it: after a call of the driver, children of this process cannot begin to use it."""
+    """This is how torch treats CUDA: after a call of the driver, children of this process cannot begin to use CUDA."""
     pid, called = os.getpid(), []
 
     def init() -> None:
@@ -93,7 +93,7 @@ def packed(folder: Path, *files: str, unpack: bool = False) -> JobCode:
 
 
 @pytest.mark.usefixtures("importing")
-def test_what_is_packed_is_unpacked_in_a_folder_for_this_user_alone(folder: Path) -> None:
+def test_packed_code_is_unpacked_in_a_folder_for_this_user_alone(folder: Path) -> None:
     path, _, name = use(packed(folder, "help.py", "parts", unpack=True)).rpartition(":")
     place = Path(path).parent
     assert (Path(path).name, name) == ("train.py", "job")
@@ -114,7 +114,7 @@ def test_the_same_files_give_the_same_bytes_which_a_setup_can_carry(folder: Path
     ("given", "told"),
     [("nowhere.py", "no such file"), ("link.py", "is a link"), ("links", "holds a link"), ("linked/x.py", "is a link")],
 )
-def test_what_cannot_be_brought_is_refused_by_name(folder: Path, given: str, told: str) -> None:
+def test_files_that_cannot_be_packed_are_refused_by_name(folder: Path, given: str, told: str) -> None:
     (folder / "link.py").symlink_to("/etc/passwd")
     (folder / "links").mkdir()
     (folder / "links" / "inside.py").symlink_to(folder / "help.py")
@@ -153,7 +153,7 @@ def test_an_archive_that_is_not_what_its_digest_says_is_refused(folder: Path) ->
 
 
 @pytest.mark.usefixtures("importing")
-def test_a_worker_refuses_code_that_is_damaged_and_names_the_users_file_where_it_unpacked_it(folder: Path) -> None:
+def test_a_worker_refuses_damaged_code_and_names_unpacked_files(folder: Path) -> None:
     from morph.runtime.process.worker import set_up
 
     good = packed(folder, unpack=True)
@@ -199,13 +199,13 @@ def later():
 }
 
 
-def test_every_file_of_the_folder_that_the_job_imports_is_found_and_no_other(tmp_path: Path) -> None:
+def test_exactly_the_imported_files_of_the_jobs_folder_are_found(tmp_path: Path) -> None:
     folder = written(tmp_path / "job", IMPORTING)
     unused = {"package/unused.py", "json.py", "numpy/__init__.py", "unused.py", "data.bin"}
     assert set(collect(f"{folder / 'train.py'}:job").files) == set(IMPORTING) - unused
 
 
-def test_what_was_changed_made_or_removed_since_is_named(folder: Path) -> None:
+def test_changed_new_and_removed_files_are_named(folder: Path) -> None:
     job = f"{folder / 'train.py'}:job"
     written(folder, {"train.py": "import help\ntry:\n    import new\nexcept ImportError:\n    pass\n"})
     began = JobFiles(folder, files_of(pack(job, collect(job))))

@@ -1,4 +1,4 @@
-"""Telling the controller of VMs that join the cluster, and of those that leave it."""
+"""The controller learns of VMs that join the cluster and of those that leave it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from morph.contract.errors import ClusterError
 
 
 class World:
-    """A cluster, and what a provider granted."""
+    """A cluster, and the VMs that a provider granted."""
 
     def __init__(self, appeared: tuple[str, ...] = ()) -> None:
         self.nodes: dict[str, str] | None = {}
@@ -40,7 +40,7 @@ def test_a_vm_is_announced_once_when_granted_and_in_the_cluster() -> None:
         Fact(name="vm_up", worker="a", detail="10.0.0.5"),
     ]
     assert world.seen() == []
-    world.granted["stranger"] = "job-2"  # its grant was heard of later than its node
+    world.granted["stranger"] = "job-2"  # its grant was reported later than its node
     assert world.seen()[0] == NodeAppeared(node="stranger", request="job-2")
 
 
@@ -65,7 +65,7 @@ def test_the_price_of_an_early_vm_is_asked_once_for_all_workers() -> None:
     assert asked == [["a.d0", "a.d1", "b"]]
 
 
-def test_every_worker_of_a_vm_is_told_of_and_lost_with_it() -> None:
+def test_every_worker_of_a_vm_is_announced_and_lost_with_it() -> None:
     world = World()
     world.granted |= {"a.d0": "job-1", "a.d1": "job-1"}
     world.nodes = {"a.d1": "10.0.0.5", "a.d0": "10.0.0.5"}
@@ -99,7 +99,7 @@ def test_known_vms_are_not_announced_again_but_their_loss_is() -> None:
     assert world.seen() == [WorkerLost(worker="a", cause="its VM left the cluster")]
 
 
-def test_a_silent_cluster_is_reported_once_and_costs_nobody() -> None:
+def test_a_silent_cluster_is_reported_once_and_loses_no_worker() -> None:
     world = World()
     world.granted["a"] = "job-1"
     world.nodes = {"a": "10.0.0.5"}

@@ -1,4 +1,7 @@
-"""Only one manager at a time writes checkpoints at a URL; the next one waits, detects its death, or takes over."""
+"""Only one manager at a time writes checkpoints at a URL.
+
+The next one waits, notices the first one's death, or takes over.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ def make(clock: Clock) -> Iterator[Callable[..., Lease]]:
         lease.close()
 
 
-def test_a_second_manager_is_refused_and_told_who_holds_it(url: str, make: Callable[..., Lease]) -> None:
+def test_a_second_manager_is_refused_and_the_holder_named(url: str, make: Callable[..., Lease]) -> None:
     first, second = make(url, "one", host="there"), make(url, "two")
     assert first.take() is None
     for attempt in (second.take, second.check_free):
@@ -111,7 +114,7 @@ def test_a_lease_that_is_not_renewed_expires(url: str, make: Callable[..., Lease
         first.hold()
     with pytest.raises(CheckpointsTaken):
         first.check()
-    first.close()  # and does not let go what is another's
+    first.close()  # and does not release another run's lease
     with pytest.raises(RunDirError):
         make(url, "three").take()
 
@@ -164,7 +167,7 @@ def test_a_copied_run_directory_is_another_run(make: Callable[..., Lease], tmp_p
 
 
 def test_workers_of_a_run_write_no_file_where_another_run_took_over(url: str, make: Callable[..., Lease]) -> None:
-    """Their manager learns it at its next check; the same run's next manager does not count as another one."""
+    """Their manager learns of it at its next check; the same run's next manager does not count as another run."""
     first, other = make(url, "one"), make(url, "two")
     writer = CheckpointWriter("w", url, FaultPlan([]))
     writer.lease = first.run
@@ -196,7 +199,7 @@ def test_nor_does_another_run_where_the_process_is_known_to_be_dead(make: Callab
     assert make(url, "four").take() is None
 
 
-def test_what_nobody_wrote_there_is_no_lease(make: Callable[..., Lease], tmp_path: Path) -> None:
+def test_an_invalid_file_is_not_a_lease(make: Callable[..., Lease], tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "lease-00000007.json").write_text("{")
     make(str(tmp_path), "one").take()
@@ -257,7 +260,7 @@ def test_a_lease_is_renewed_while_nothing_is_saved(tmp_path: Path) -> None:
 def test_a_run_whose_checkpoints_are_taken_over_stops_and_writes_no_more(
     make_run: Callable[..., Run], make: Callable[..., Lease], tmp_path: Path
 ) -> None:
-    """Two managers of one place: what the first has saved stays, and it saves nothing after the second begins."""
+    """What the first of two managers has saved stays, and it saves nothing after the second begins."""
     url = str(tmp_path / "shared")
     first, second = make(url, "one"), make(url, "two")
     first.take()

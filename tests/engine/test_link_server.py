@@ -45,7 +45,7 @@ def test_messages_go_both_ways_in_their_order_also_long_ones(scene: LinkScene) -
     call.reset()
 
 
-def test_a_slow_reader_keeps_nobody_waiting_and_is_known(scene: LinkScene) -> None:
+def test_a_slow_reader_delays_no_other_and_is_detected(scene: LinkScene) -> None:
     slow, quick = Call(scene.home("vm0"), TALK), Call(scene.home("vm1"), TALK)
     assert {scene.told.next(), scene.told.next()} == {("came", "vm0"), ("came", "vm1")}
     line = scene.told.lines["vm0"]
@@ -85,7 +85,7 @@ def test_a_worker_is_let_in_as_itself_alone(scene: LinkScene, hello: object) -> 
 
 
 @pytest.mark.parametrize("said", [b"\0\1\0\0", b'["vm0", "talk"]' * 1000, b"\x16\x03\x01\x40\x00"])
-def test_a_stranger_is_turned_away_and_disturbs_nobody(scene: LinkScene, said: bytes) -> None:
+def test_a_stranger_is_rejected_and_disturbs_no_worker(scene: LinkScene, said: bytes) -> None:
     with socket.create_connection(scene.address, timeout=BOUND_S) as stranger:
         stranger.sendall(said)
         stranger.shutdown(socket.SHUT_WR)
@@ -101,7 +101,7 @@ def check_undisturbed(scene: LinkScene) -> None:
     assert scene.told.all.empty()
 
 
-def test_with_the_credential_of_another_run_or_worker_nobody_is_let_in(scene: LinkScene) -> None:
+def test_credentials_of_another_run_or_worker_are_rejected(scene: LinkScene) -> None:
     for secret in (of_caller("vm0"), own(), scene.home("vm1").secret):
         with pytest.raises(OSError):
             Call(scene.home("vm0").model_copy(update={"secret": secret}), TALK)
@@ -109,9 +109,7 @@ def test_with_the_credential_of_another_run_or_worker_nobody_is_let_in(scene: Li
 
 
 @pytest.mark.parametrize("tampered", [b"\0\0\0\0\0", b"\x17\x03\x03\0\41" + b"x" * 33])
-def test_bytes_that_were_added_on_the_way_end_the_line_and_say_nothing_of_the_worker(
-    scene: LinkScene, tampered: bytes
-) -> None:
+def test_injected_bytes_end_the_connection_without_losing_the_worker(scene: LinkScene, tampered: bytes) -> None:
     call = Call(scene.home("vm0"), TALK)
     assert scene.told.next() == ("came", "vm0")
     call._connection.sendall(tampered)
@@ -138,7 +136,7 @@ def started(home: Home) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", WORKER, home.model_dump_json()])
 
 
-def test_a_worker_that_is_killed_with_an_order_unread_is_known_to_be_gone_once_and_at_once(scene: LinkScene) -> None:
+def test_a_death_with_an_unread_order_is_reported_once_and_at_once(scene: LinkScene) -> None:
     with started(scene.home("vm0")) as process:
         assert scene.told.next() == ("came", "vm0")
         scene.told.lines["vm0"].send(b"never read")
@@ -147,11 +145,11 @@ def test_a_worker_that_is_killed_with_an_order_unread_is_known_to_be_gone_once_a
         assert scene.told.next() == ("died", "vm0")
         assert time.monotonic() - killed_s < KILLED_WITHIN_S
     call = Call(scene.home("vm1"), TALK)
-    assert scene.told.next() == ("came", "vm1")  # and nothing before it
+    assert scene.told.next() == ("came", "vm1")  # and nothing else before
     call.reset()
 
 
-def test_connections_that_break_are_no_death_and_are_made_anew(scene: LinkScene) -> None:
+def test_broken_connections_are_not_deaths_and_are_made_anew(scene: LinkScene) -> None:
     home, held = scene.home("vm0"), threading.Semaphore(0)
     talk = Talk(home, lambda: None, lambda _: None)
     scene.callers.run(lambda: keep_liveness(home, held.release))
@@ -172,7 +170,7 @@ def test_connections_that_break_are_no_death_and_are_made_anew(scene: LinkScene)
 
 
 def reset(server: LinkServer, worker: str, role: str) -> None:
-    """Act like a firewall or a switch that forgot a connection: reset both ends."""
+    """Act like a firewall or a switch that has forgotten a connection: reset both ends."""
     wait_until(lambda: (worker, role) in server._known)
     caller = server._known.pop((worker, role))
     with caller.lock:
@@ -191,7 +189,7 @@ def test_many_workers_of_one_address_come_at_once(scene: LinkScene) -> None:
     assert came == {home.worker for home in homes}
 
 
-def test_a_closed_server_tells_nothing_and_the_next_one_at_its_port_has_the_same_workers(scene: LinkScene) -> None:
+def test_the_next_server_at_a_closed_ones_port_keeps_its_workers(scene: LinkScene) -> None:
     kept = scene.entrance.listening.dup()  # as the process that owns the VMs keeps it
     talk = Talk(scene.home("vm0"), lambda: None, lambda _: None)
     scene.callers.run(talk.hear)

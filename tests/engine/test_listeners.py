@@ -1,4 +1,4 @@
-"""Every listener of Morph under the same abuse: many silent strangers, invalid data, no file descriptors left."""
+"""Every listener of Morph under the same abuse: many silent strangers, invalid data, and no file descriptors left."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ for _ in range(number):
 print("there", flush=True)
 sys.stdin.read()
 """
-"""Connects many times, says the same each time, and stays."""
+"""Connects many times, sends the same each time, and stays."""
 
 
 @dataclass
 class Scene:
-    """A listener, and what one of its own does there."""
+    """A listener, and what a genuine client does with it."""
 
     address: tuple[str, int]
     come: Callable[[], None]
 
 
 class Silent:
-    """A source that never answers, which is reported as trouble and shows that an agent was heard."""
+    """A source that never answers: the report about this shows that the manager heard the agent."""
 
     name = "fake"
 
@@ -80,7 +80,7 @@ class Silent:
         raise NoticeUnavailable("silent")
 
     def acknowledge(self, notice: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @contextmanager
@@ -161,7 +161,8 @@ def units_sent_ahead(_: Path) -> Iterator[Scene]:
     def come() -> None:
         sender, rendezvous = f"a{next(senders)}", context.rendezvous("b")
         with socket.create_connection(incoming._listener.address, BOUND_S) as connection:
-            send_frame(connection, Frame(rendezvous.hello(incoming._told, sender), {}))  # waits until it is taken
+            # this returns once the receiver has taken the frame
+            send_frame(connection, Frame(rendezvous.hello(incoming._told, sender), {}))
 
     yield Scene(incoming._listener.address, come)
     incoming.end()
@@ -207,11 +208,12 @@ def crowd(address: tuple[str, int], number: int = NUM_PENDING, said: bytes = b""
 
 
 @pytest.mark.slow
-def test_a_crowd_of_silent_strangers_keeps_nobody_out_and_is_not_held(scene: Scene) -> None:
+def test_a_crowd_of_silent_strangers_blocks_no_one_and_is_dropped(scene: Scene) -> None:
     scene.come()
     before = psutil.Process().num_fds()
     with crowd(scene.address):
-        until_s = time.monotonic() + HELLO_TIMEOUT_S / 2  # those that were sent away end a little later, all by then
+        # rejected connections end a little later; all have ended by then
+        until_s = time.monotonic() + HELLO_TIMEOUT_S / 2
         while psutil.Process().num_fds() - before > MOST_PENDING:
             assert time.monotonic() < until_s, "they are held"
             time.sleep(0.01)
@@ -219,13 +221,13 @@ def test_a_crowd_of_silent_strangers_keeps_nobody_out_and_is_not_held(scene: Sce
 
 
 @pytest.mark.parametrize("said", [b"\n", b"\xff" * 5000, b'{"node": []}\n' * 50], ids=["nothing", "noise", "objects"])
-def test_strangers_who_talk_rubbish_keep_nobody_out(scene: Scene, said: bytes) -> None:
+def test_strangers_that_send_rubbish_keep_no_client_out(scene: Scene, said: bytes) -> None:
     with crowd(scene.address, 200, said):
         scene.come()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_it_goes_on_when_there_was_no_descriptor_left(scene: Scene) -> None:
+def test_a_listener_continues_after_descriptors_ran_out(scene: Scene) -> None:
     scene.come()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as held:
@@ -239,7 +241,7 @@ def test_it_goes_on_when_there_was_no_descriptor_left(scene: Scene) -> None:
         assert more.stdin is not None
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(3, lowest), hard))
         try:
-            assert more.stdout.readline() == b"there\n"  # the kernel took them, whatever became of accepting
+            assert more.stdout.readline() == b"there\n"  # the kernel accepted them, whether or not the process did
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         scene.come()
@@ -259,10 +261,10 @@ def test_strangers_are_bounded_of_one_address_in_all_and_in_time(monkeypatch: py
 
     for name in ("a1", "a2", "a3"):
         add(name)
-    assert gone == ["a1"]  # the oldest of its address
+    assert gone == ["a1"]  # the oldest one from its address
     for name in ("b1", "b2", "c1"):
         add(name)
-    assert gone == ["a1", "a2"]  # the oldest of all
+    assert gone == ["a1", "a2"]  # the oldest one of all
     assert pending.remove("b1")
     assert not pending.remove("a2")  # it took too long
     now[0] += 5.0

@@ -1,4 +1,4 @@
-"""A network of namespaces: what crosses it, and what does not after a link was cut."""
+"""A network of namespaces: what crosses it, and what no longer does after a link was cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Morph's own wheel, from the manager's files to a VM that has only Python and the packages that Morph requires."""
+"""Morph's own wheel goes from the manager's files to a VM that has only Python and Morph's requirements."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def wheel() -> bytes:
 
 
 class World:
-    """A notice server that gives a wheel, and what the manager hears."""
+    """A notice server that offers a wheel, and what the manager hears."""
 
     def __init__(self, wheel: bytes) -> None:
         self.event_queue = EventQueue()
@@ -82,7 +82,7 @@ class World:
     def boot(
         self, directory: Path, options: dict[str, str], wanted: tuple[str, ...] = ()
     ) -> subprocess.CompletedProcess[str]:
-        """Run the program as a VM does: isolated, and from the one file."""
+        """Run the program as a VM does: isolated, and from one file."""
         (directory / "boot.pyz").write_bytes(base64.b64decode(packed()))
         (directory / "secret").write_text(authority_of(SECRET).credential("node"))
         given = {
@@ -91,7 +91,7 @@ class World:
             "sha256": hashlib.sha256(make_wheel()).hexdigest(), "patience-s": "0", "end": "group", **options,
         }  # fmt: skip
         python = given["python"]
-        runs = python if os.access(python, os.X_OK) else sys.executable  # as cloud_init.boot_line chooses
+        runs = python if os.access(python, os.X_OK) else sys.executable  # chosen as by cloud_init.boot_line
         command = [runs, "-I", str(directory / "boot.pyz"), *(f"--{name}={value}" for name, value in given.items())]
         return subprocess.run(
             [*command, "--", *requirements(), *wanted], capture_output=True, text=True, timeout=BOUND_S, check=False
@@ -105,7 +105,7 @@ def world(wheel: bytes) -> Iterator[World]:
     world.server.close()
 
 
-def test_what_is_given_is_a_wheel_of_every_file_and_its_own_wheel_is_the_same(wheel: bytes, tmp_path: Path) -> None:
+def test_the_served_wheel_has_every_file_and_reproduces_itself(wheel: bytes, tmp_path: Path) -> None:
     name = f"morph_train-{metadata.version('morph-train')}-py3-none-any.whl"
     (tmp_path / name).write_bytes(wheel)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", tmp_path / "lib"]
@@ -114,7 +114,7 @@ def test_what_is_given_is_a_wheel_of_every_file_and_its_own_wheel_is_the_same(wh
         for path in (ROOT / package).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
                 assert (tmp_path / "lib" / path.relative_to(ROOT)).read_bytes() == path.read_bytes()
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "lib")}  # installed, and no longer in place
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "lib")}  # installed, and not in place any more
     again = subprocess.run(
         [bare_python(tmp_path / "image"), "-c", WHEEL],
         capture_output=True, env=environment, cwd=tmp_path, timeout=BOUND_S, check=True,
@@ -123,7 +123,7 @@ def test_what_is_given_is_a_wheel_of_every_file_and_its_own_wheel_is_the_same(wh
     assert make_wheel() == wheel
 
 
-def test_it_names_nothing_that_is_not_published_and_pins_what_ray_and_the_weights_depend_on() -> None:
+def test_requirements_are_published_and_critical_versions_pinned() -> None:
     found = requirements()
     version = metadata.version("torch")
     assert {f"ray=={metadata.version('ray')}", f"torch=={version}"} <= set(found)
@@ -135,11 +135,11 @@ def test_it_names_nothing_that_is_not_published_and_pins_what_ray_and_the_weight
         line.partition("==")[0].lower().replace("_", "-")
         for line in (ROOT / "constraints.txt").read_text().splitlines()
     }
-    assert {one.partition("=")[0] for one in found} - {"setuptools"} <= known  # which pip itself brings
+    assert {one.partition("=")[0] for one in found} - {"setuptools"} <= known  # pip itself brings these
 
 
 def texts() -> Iterator[tuple[Path, str]]:
-    """What a user reads or copies from: files, docs, and messages in the code."""
+    """Return what a user reads or copies: files, docs, and messages in the code."""
     for folder in ("benchmarks", "calibrate", "configs", "docs", "manager", "morph", "notebooks", "simulator", "."):
         for path in (ROOT / folder).glob("*" if folder == "." else "**/*"):
             if path.suffix in (".md", ".yaml", ".yml", ".py", ".ipynb", ".json") or path.name == "Makefile":
@@ -148,11 +148,11 @@ def texts() -> Iterator[tuple[Path, str]]:
 
 def test_no_file_doc_or_message_has_an_index_asked_for_morph() -> None:
     named = {str(path) for path, text in texts() if re.search(r"morph[-_.]+train(?!ers\b)", text, re.IGNORECASE)}
-    assert named == {"manager/providers/boot/own_wheel.py"}  # the name of what is installed here
+    assert named == {"manager/providers/boot/own_wheel.py"}  # the name of the installed distribution
     pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
     for path in (ROOT / "configs/runs").glob("*.yaml"):
         packages = yaml.safe_load(path.read_text()).get("vms", {}).get("environment", {}).get("packages", [])
-        assert set(packages) <= {*pinned, "s3fs"}, path  # that one allows no botocore as new as the pinned boto3's
+        assert set(packages) <= {*pinned, "s3fs"}, path  # s3fs allows no botocore as new as the pinned boto3's
 
 
 def test_the_runs_wheel_outlives_its_manager(tmp_path: Path, wheel: bytes) -> None:
@@ -163,7 +163,7 @@ def test_the_runs_wheel_outlives_its_manager(tmp_path: Path, wheel: bytes) -> No
 
 def test_the_first_program_needs_nothing_but_an_old_python(tmp_path: Path) -> None:
     (tmp_path / "boot.pyz").write_bytes(base64.b64decode(packed()))
-    done = subprocess.run(  # no packages at all
+    done = subprocess.run(  # not even packages
         [sys.executable, "-I", "-S", tmp_path / "boot.pyz", "--help"], capture_output=True, text=True, timeout=BOUND_S
     )
     assert "--sha256" in done.stdout, done.stderr
@@ -173,12 +173,12 @@ def test_the_first_program_needs_nothing_but_an_old_python(tmp_path: Path) -> No
             ast.parse(archive.read(name), feature_version=(3, 8))
 
 
-def test_a_vm_without_morph_has_it_after_its_first_program_and_asks_no_index(world: World, tmp_path: Path) -> None:
+def test_a_vm_gets_morph_from_its_first_program_without_an_index(world: World, tmp_path: Path) -> None:
     python = bare_python(tmp_path / "image")
     look = [python, "-c", "import manager.notices.agent as found; print(found.__file__)"]
     assert subprocess.run(look, capture_output=True, cwd=tmp_path, timeout=BOUND_S, check=False).returncode != 0
     done = world.boot(tmp_path, {"python": python})
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr  # nothing was missing, so that pip was not asked
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr  # nothing was missing, so pip was not called
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "code")}
     found = subprocess.run(look, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=BOUND_S)
     assert found.stdout.strip() == str(tmp_path / "code/manager/notices/agent.py"), found.stderr
@@ -187,7 +187,7 @@ def test_a_vm_without_morph_has_it_after_its_first_program_and_asks_no_index(wor
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that pip takes for all there is: two versions of a package."""
+    """Make a folder that is pip's only index: two versions of a package."""
     folder = tmp_path / "index"
     folder.mkdir()
     for version in ("1.2", "1.3"):
@@ -206,7 +206,7 @@ def publish(folder: Path, version: str, content: str = "") -> None:
         archive.writestr(f"{info}/RECORD", "")
 
 
-def test_what_is_missing_is_installed_as_the_run_has_it(world: World, tmp_path: Path, index: Path) -> None:
+def test_missing_packages_are_installed_in_the_runs_versions(world: World, tmp_path: Path, index: Path) -> None:
     world.lock = make_lock(["tiny-part<1.3"]).encode()
     python = bare_python(tmp_path / "image")
     done = world.boot(tmp_path, {"python": python}, ("tiny-part",))
@@ -250,7 +250,7 @@ def test_a_lock_is_made_once_for_a_run_whatever_is_published_later(tmp_path: Pat
         ({"sha256": "0" * 64}, f"not the run's {'0' * 64}"),
     ],
 )
-def test_why_a_vm_cannot_be_used_is_told_in_one_sentence(
+def test_the_reason_why_a_vm_is_unfit_is_one_sentence(
     world: World, tmp_path: Path, options: dict[str, str], told: str
 ) -> None:
     done = world.boot(tmp_path, options)
@@ -269,7 +269,7 @@ def test_why_a_vm_cannot_be_used_is_told_in_one_sentence(
     ("damage", "told"),
     [("wheel", "BadZipFile: File is not a zip file"), ("folder", "NotADirectoryError: ")],
 )
-def test_whatever_goes_wrong_is_told(tmp_path: Path, damage: str, told: str) -> None:
+def test_any_failure_of_the_boot_is_reported(tmp_path: Path, damage: str, told: str) -> None:
     wheel = b"no zip" if damage == "wheel" else make_wheel()
     world, options = World(wheel), {"sha256": hashlib.sha256(wheel).hexdigest()}
     if damage == "folder":
@@ -311,7 +311,7 @@ def test_a_watchdog_waits_while_it_is_told_to_stay(tmp_path: Path) -> None:
     assert now_s >= 1900.0 + 960.0
 
 
-def test_each_worker_of_a_vm_is_given_up_and_it_is_written_down_once(world: World) -> None:
+def test_each_worker_of_an_unfit_vm_is_given_up_and_recorded_once(world: World) -> None:
     for _ in range(2):
         world.caller(num_devices=2).tell_unfit("no room")
     heard = world.heard()
@@ -336,7 +336,7 @@ def test_another_wheel_than_the_runs_is_not_unpacked(world: World, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_there_is_not_asked_for() -> None:
+def test_installed_packages_are_not_requested() -> None:
     ray = metadata.version("ray")
     assert lacking(["ray", f"ray=={ray}", "ray>=2.9", "torch>=2"]) == []
     wrong = ["ray==0.1", "ray>=99.1", "no-such-thing", "no-such-thing>=1", "ray~=2.0", "ray; python_version > '3'"]
@@ -346,7 +346,7 @@ def test_what_is_there_is_not_asked_for() -> None:
     assert lacking([f"torch=={torch}+none"]) == [f"torch=={torch}+none"]
 
 
-def test_what_pip_cannot_bring_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_pip_is_reported_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PIP_NO_INDEX", "PIP_DISABLE_PIP_VERSION_CHECK"):
         monkeypatch.setenv(name, "1")
     with pytest.raises(Unfit, match="pip cannot install no-such-thing==1: ERROR: Could not find a version"):

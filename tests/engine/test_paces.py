@@ -37,7 +37,7 @@ def test_a_new_generation_begins_anew() -> None:
     assert paces.take() == ComputeTimesSeen(times=(WorkerTimes(worker="a", generation=2, compute_s=(4.0,)),))
 
 
-def test_what_nobody_takes_stays_bounded() -> None:
+def test_uncollected_times_stay_bounded() -> None:
     paces = Paces()
     for number in range(10 * MOST_KEPT):
         paces.add("a", times(1, float(number)))

@@ -1,4 +1,4 @@
-"""Another process asks a run's manager over its socket to revoke VMs; there are no VMs here."""
+"""Another process asks a run's manager over its socket to revoke VMs, which are only names here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ WORKERS = {"vm0": 1.0, "vm1": 2.0, "vm2.d0": 3.5, "vm2.d1": 3.0}
 
 
 class PreemptionTarget:
-    """Takes names; ``evicts``: by means of its own. ``bound``: of requests under way; ``left``: those it cannot end."""
+    """Takes VMs by name.
+
+    ``evicts``: whether it has means of its own. ``bound``: VMs of requests under way. ``left``: VMs that it cannot end.
+    """
 
     def __init__(self) -> None:
         self.evicts, self.bound, self.left = False, set[str](), set[str]()
@@ -104,7 +107,7 @@ def injected(vm: str, how: str) -> Fact:
     return Fact(name=PREEMPTION_INJECTED, worker=vm, detail=f"a test, {how}")
 
 
-def test_who_asks_for_none_hears_which_vms_there_are_and_since_when(world: World) -> None:
+def test_a_request_without_vms_returns_the_vms_and_their_ages(world: World) -> None:
     world.workers["vm1"] = world.workers["vm1"].model_copy(update={"node": NodeState.DRAINING})
     answer = world.ask()
     assert answer.vms == {"vm0": 1.0, "vm2": 3.0}
@@ -130,14 +133,14 @@ def test_vms_are_ended_together_when_their_notice_is_over_and_not_taken_twice(wo
 
 
 def test_without_a_notice_a_vm_is_ended_at_once(world: World) -> None:
-    world.target.evicts = True  # which would come with a notice
+    world.target.evicts = True  # otherwise it would come with a notice
     assert world.ask("vm1").taken == ("vm1",)
     assert world.target.done.wait(BOUND_S)
     assert (world.target.evicted, world.target.taken) == ([], [{"vm1": ["vm1"]}])
     assert world.told(1) == [injected("vm1", "no notice")]
 
 
-def test_a_provider_with_means_of_its_own_gives_the_notice_and_ends_the_vm_itself(world: World) -> None:
+def test_a_provider_that_can_evict_gives_the_notice_itself(world: World) -> None:
     world.target.evicts = True
     assert world.ask("vm1", lead_s=30.0).taken == ("vm1",)
     assert world.target.evicted == ["vm1"]
@@ -146,7 +149,7 @@ def test_a_provider_with_means_of_its_own_gives_the_notice_and_ends_the_vm_itsel
     assert world.target.taken == []
 
 
-def test_what_is_not_of_the_run_or_not_free_or_needed_is_spared(world: World) -> None:
+def test_foreign_busy_and_needed_vms_are_spared(world: World) -> None:
     world.target.bound = {"vm1"}
     answer = world.ask("elsewhere", "vm1", "vm0", "vm2", min_vms=2)
     assert answer.taken == ("vm0",)
@@ -159,7 +162,7 @@ def test_what_is_not_of_the_run_or_not_free_or_needed_is_spared(world: World) ->
     assert world.target.taken == [{"vm0": ["vm0"]}]
 
 
-def test_a_vm_that_could_not_be_ended_is_told_of_and_may_be_asked_for_again(world: World) -> None:
+def test_a_vm_that_cannot_be_ended_is_reported_and_remains_available(world: World) -> None:
     world.target.left = {"vm0", "vm1"}
     assert world.ask("vm0", "vm1", lead_s=30).left == {"vm0": "vm0 is locked", "vm1": "vm1 is locked"}
     assert world.ask("vm1").taken == ("vm1",)
@@ -170,7 +173,7 @@ def test_a_vm_that_could_not_be_ended_is_told_of_and_may_be_asked_for_again(worl
     assert "vm1" in world.ask().vms
 
 
-def test_a_notice_that_is_not_over_when_the_run_ends_takes_nobody(world: World) -> None:
+def test_a_notice_that_outlasts_the_run_takes_no_vm(world: World) -> None:
     assert world.ask("vm0", lead_s=600).taken == ("vm0",)
     world.desk.close()
     assert not any(thread.name == "morph-preemption" and _lives(thread) for thread in threading.enumerate())
@@ -188,13 +191,13 @@ def test_another_user_is_answered_nothing(world: World, monkeypatch: pytest.Monk
     assert world.target.taken == []
 
 
-def test_nobody_but_the_process_that_holds_the_run_is_asked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_process_that_holds_the_run_gets_requests(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(injector, "living_holder_of", lambda _run_dir: os.getppid())
     assert ask(world.run_dir, PreemptionRequest(vms=("vm0",))) is None
     assert world.told(0) == []
 
 
-def test_a_run_that_starts_still_is_waited_for_and_one_whose_file_is_damaged_is_refused(world: World) -> None:
+def test_a_starting_run_is_awaited_and_a_damaged_file_refused(world: World) -> None:
     path = world.run_dir / ATTACHMENT
     written = path.read_text()
     path.write_text("{")
@@ -208,7 +211,7 @@ def test_a_run_that_starts_still_is_waited_for_and_one_whose_file_is_damaged_is_
 
 
 class Everybody:
-    """A schedule by which all that there are is due at every look."""
+    """A schedule by which all existing VMs are due at every look."""
 
     end_s = math.inf
 
@@ -258,7 +261,7 @@ def test_the_injector_ends_with_the_run_or_with_its_trace(tmp_path: Path, monkey
     assert len(answers) == 1
 
 
-def test_the_command_foretells_who_is_taken_and_names_the_vms_that_there_are(world: World) -> None:
+def test_the_command_announces_takings_and_lists_the_vms(world: World) -> None:
     def told(*options: str) -> list[str]:
         done = CliRunner().invoke(app, ["inject", str(world.run_dir), *options])
         assert done.exit_code == (2 if "--vm" in options else 0), done.output
@@ -273,7 +276,7 @@ def test_the_command_foretells_who_is_taken_and_names_the_vms_that_there_are(wor
     assert world.told(0) == []
 
 
-def test_a_run_that_nobody_manages_is_not_asked(tmp_path: Path) -> None:
+def test_a_run_without_a_manager_gets_no_request(tmp_path: Path) -> None:
     with RunDir(tmp_path / "run", FACTS):
         pass
     with pytest.raises(NotRunning, match="is not running: no process manages it"):

@@ -218,7 +218,7 @@ def test_memory_is_as_configured_or_a_share_of_this_machine() -> None:
     four, eight = (memory_of(LocalVms(num_vms=count), devices=_no_devices) for count in (4, 8))
     assert 0 < eight.device_bytes <= four.device_bytes
     assert eight.host_bytes is None
-    assert memory_of(LocalVms(num_vms=4), num_vms=8, devices=_no_devices) == eight  # a trace that brings more
+    assert memory_of(LocalVms(num_vms=4), num_vms=8, devices=_no_devices) == eight  # a trace that brings more VMs
 
 
 def test_local_vms_on_cuda_are_planned_with_their_share_of_the_devices() -> None:
@@ -269,10 +269,10 @@ def test_plans_leave_room_for_mailboxes_between_workers(links: LinkSetting) -> N
         (2, "state", None, None, "second holders, state: replicas are enough"),
     ],
 )
-def test_a_plan_tells_what_is_done_against_losses_and_why(
+def test_a_plan_says_what_is_done_against_losses_and_why(
     replicas: int, redundancy: RedundancyName, memory_bytes: int | None, host_bytes: int | None, told: str
 ) -> None:
-    """0 bytes stand for the plan's memory with a unit that is updated, but without all followed state."""
+    """The plan's memory with a unit that is updated, but without all followed state, is 0 bytes here."""
     profile = synthetic_profile(num_sections=4, forward_s=0.5, batch_size=64, tied=True, bandwidth_bytes_per_s=5e8)
     best = plan(profile, num_gpus=4, pipeline_depth=4 // replicas, num_replicas=replicas).best
     if memory_bytes == 0:

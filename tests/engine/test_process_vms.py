@@ -29,7 +29,7 @@ BOUND_S = 150.0
 
 
 class Manager:
-    """VMs, and the server at which their workers call."""
+    """VMs, and the server to which their workers connect."""
 
     def __init__(self, entrance: Entrance, vms: ProcessVms) -> None:
         self.told, self.entrance, self.vms = Told(), entrance, vms
@@ -49,7 +49,7 @@ class Manager:
         self.server.close()
 
     def ask(self, worker: str) -> None:
-        """Give an order that cannot be carried out, and get its answer."""
+        """Give an order that cannot be carried out, and return its answer."""
         self.told.lines[worker].send(pack("setup", SETUP))
         name, from_whom, body = self.told.next()
         assert (name, from_whom) == ("heard", worker)
@@ -61,7 +61,7 @@ class Manager:
 
 @pytest.fixture
 def first(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
-    """One whose successor is waited for, for as long as a test says; a VM is up."""
+    """Start a manager with one VM, whose host waits as long as a test says for another manager."""
     monkeypatch.setattr("manager.engine.local_vms.host_line.subprocess", SUBPROCESS)
     patience_s = getattr(request, "param", BOUND_S)
     manager = Manager.begun(tmp_path / "log", patience_s)
@@ -82,7 +82,7 @@ def wait_until_gone(pid: int, directory: Path) -> None:
         time.sleep(0.01)
 
 
-def test_a_worker_outlives_its_manager_and_serves_the_next_one_at_the_same_port(first: Manager, tmp_path: Path) -> None:
+def test_a_worker_outlives_its_manager_and_serves_the_next_one(first: Manager, tmp_path: Path) -> None:
     control_socket, (pid,) = first.vms.control_socket, first.vms.vm_pids("vm0")
     address = first.entrance.listening.getsockname()
     first.ask("vm0")
@@ -144,7 +144,7 @@ def test_a_host_whose_manager_ends_before_it_is_needed_ends_and_leaves_nothing(
     manager = Manager.begun(tmp_path / "log")
     with manager.entrance.listening:
         pid, directory = manager.vms.pid, manager.vms.control_socket.parent
-        manager.vms._tell(None)  # what the kernel does for a manager that is killed
+        manager.vms._tell(None)  # what the kernel does when a manager is killed
         wait_until_gone(pid, directory)
         manager.vms.close()
 

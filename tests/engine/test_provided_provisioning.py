@@ -1,4 +1,4 @@
-"""Provisioning of VMs that outlive their manager: strays, VMs that vanished, and ending all of them."""
+"""Provisioning of VMs that outlive their manager: strays, VMs that vanish, and ending all of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.engine.fake_cloud import BOUND_S, FakeCloud, know
 
 
 class Cloud(FakeCloud):
-    """A cloud that others may change, too, that is slow, has locked VMs, or fails to dismantle."""
+    """A cloud that others change too, which can be slow, lock VMs, or fail to remove its resources."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def test_vms_of_a_manager_that_was_given_up_are_ended(world: World) -> None:
     assert world.shell.request_of("job-1-0") is None
 
 
-def test_vms_that_the_controller_knows_or_awaits_are_gone_on_with(world: World) -> None:
+def test_vms_that_the_controller_knows_or_awaits_are_adopted(world: World) -> None:
     for request in ("job-1", "job-2", "job-3"):
         world.cloud.add(request, 2)
     world.shell.begin({"job-1-0"}, ["job-2"])
@@ -129,11 +129,11 @@ def test_vms_that_the_controller_knows_or_awaits_are_gone_on_with(world: World) 
     assert world.shell.request_of("job-2-1") == "job-2"
 
 
-def test_a_vm_is_known_while_its_request_is_under_way_and_no_more_once_it_was_given_back(world: World) -> None:
+def test_a_vm_is_known_during_its_request_until_it_is_given_back(world: World) -> None:
     world.cloud.slow = True
     world.shell.request(RequestNodes(request="job-1", count=2))
     assert world.cloud.asking.wait(BOUND_S)
-    assert world.shell.request_of("job-1-1") == "job-1"  # it may join before the others of its request are made
+    assert world.shell.request_of("job-1-1") == "job-1"  # it may join before the other VMs of its request are made
     assert world.shell.request_of("job-1-2") is None
     world.cloud.slow = False
     world.cloud.stopped.set()
@@ -146,7 +146,7 @@ def test_a_vm_is_known_while_its_request_is_under_way_and_no_more_once_it_was_gi
     assert world.shell.request_of("job-2-0") is None
 
 
-def test_a_vm_that_is_gone_behind_our_back_is_told_of_as_lost() -> None:
+def test_a_vm_that_others_ended_is_reported_as_lost() -> None:
     world = World(look_every_s=0.02)
     world.shell.begin((), ())
     world.shell.request(RequestNodes(request="job-1", count=2))
@@ -159,7 +159,7 @@ def test_a_vm_that_is_gone_behind_our_back_is_told_of_as_lost() -> None:
     assert not any(isinstance(item.item, WorkerLost) for item in iter(lambda: world.event_queue.get(0.0), None))
 
 
-def test_a_vm_with_several_devices_is_ended_once_none_of_its_workers_is_known_or_awaited(world: World) -> None:
+def test_a_vm_is_ended_once_none_of_its_workers_is_needed(world: World) -> None:
     world.cloud.num_devices = 2
     world.shell.request(RequestNodes(request="job-1", count=4))
     nodes = ("job-1-0.d0", "job-1-0.d1", "job-1-1.d0", "job-1-1.d1")
@@ -168,7 +168,7 @@ def test_a_vm_with_several_devices_is_ended_once_none_of_its_workers_is_known_or
     )
     assert world.shell.request_of("job-1-1.d1") == "job-1"
     know(world.shell, ["job-1-0.d0", "job-1-1.d0", "job-1-1.d1"])
-    know(world.shell, ["job-1-1.d0", "job-1-1.d1"])  # the other worker of the first VM is still to appear
+    know(world.shell, ["job-1-1.d0", "job-1-1.d1"])  # the other worker of the first VM has not appeared yet
     world.shell.request(RequestNodes(request="job-2", count=2))
     world.next(NodesGranted)
     assert world.there() == {"job-1-0", "job-1-1", "job-2-0"}
@@ -205,7 +205,7 @@ def test_a_vm_that_could_not_be_ended_is_ended_later() -> None:
     assert [list(names) for names in calls] == [["job-1-1"], ["job-1-1"]]
 
 
-def test_a_vm_of_an_earlier_manager_that_may_not_be_ended_is_no_reason_to_look_after_no_other() -> None:
+def test_one_locked_vm_of_an_earlier_manager_does_not_keep_others_alive() -> None:
     world = World(look_every_s=0.02)
     world.cloud.add("job-1", 1)
     world.cloud.locked = {"job-1-0"}
@@ -248,8 +248,8 @@ def test_vms_of_an_earlier_manager_are_not_ended_because_the_provider_was_silent
     world.shell.close()
 
 
-def test_a_manager_that_takes_long_to_reach_the_workers_ends_none_of_their_vms() -> None:
-    """It may list VMs before it has said which of them it keeps."""
+def test_a_manager_that_reaches_workers_late_ends_no_vm() -> None:
+    """The manager may list VMs before it has said which of them it keeps."""
     world = World()
     world.cloud.add("job-1", 2)
     for _ in range(3):
@@ -261,14 +261,14 @@ def test_a_manager_that_takes_long_to_reach_the_workers_ends_none_of_their_vms()
     world.shell.close()
 
 
-def test_vms_that_train_go_on_though_another_managers_request_is_refused_in_the_end() -> None:
+def test_training_vms_stay_although_an_earlier_managers_request_is_refused() -> None:
     world = World()
     world.shell.close()
     world.cloud.add("job-1", 3)
     spent = Spending(Limits(budget_usd=1.0), before=Before(usd=2.0))
     world.shell = Provisioning(world.cloud, world.event_queue, spent, nodes=["job-1-0"])
     world.shell.begin(["job-1-0"], ["job-1"])
-    world.shell.request(RequestNodes(request="job-1", count=2))  # of three, for one has joined
+    world.shell.request(RequestNodes(request="job-1", count=2))  # of three VMs, because one has joined
     refused = world.next(RequestRefused)
     assert isinstance(refused, RequestRefused)
     assert refused.cause == "limit"
@@ -279,18 +279,18 @@ def test_vms_that_train_go_on_though_another_managers_request_is_refused_in_the_
     world.shell.close()
 
 
-def test_a_vm_that_was_given_up_before_a_late_adoption_is_nobodys() -> None:
+def test_a_vm_given_up_before_a_late_adoption_is_not_adopted() -> None:
     book, action = VmRegistry(), RequestNodes(request="job-1", count=2)
     vms = [Vm(name=vm_name("job-1", index), request="job-1") for index in range(2)]
     book.ask(action)
-    assert book.give_up(["job-1-0"], []) is None  # its request might make it again
+    assert book.give_up(["job-1-0"], []) is None  # the request could make it again
     assert book.adopt(vms, frozenset(["job-1-0"]), ["job-1"]) == []
     answer, end = book.answer(action, vms, [])
     assert answer == NodesGranted(request="job-1", nodes=("job-1-1",))
     assert end is not None
     assert end.vms == ("job-1-0",)
-    assert book.adopt(vms, frozenset(["job-1-0"]), ["job-1"]) == []  # it is being ended
-    book.ended(end)  # in vain
+    assert book.adopt(vms, frozenset(["job-1-0"]), ["job-1"]) == []  # its end is under way
+    book.ended(end)  # without success
     assert book.compare(vms) == ([vms[0]], [])
     assert book.adopt(vms, frozenset(["job-1-0"]), ["job-1"]) == [vms[0]]
     assert book.request_of("job-1-0") is None
@@ -301,7 +301,7 @@ def test_a_vm_that_is_made_anew_for_workers_that_were_lost_is_ended() -> None:
     book, action = VmRegistry(), RequestNodes(request="job-1", count=2)
     vms = [Vm(name=vm_name("job-1", index), request="job-1") for index in range(2)]
     assert book.adopt(vms[:1], frozenset(["job-1-0"]), ["job-1"]) == []
-    lost = book.give_up(["job-1-0"], [])  # its request is not sent again yet
+    lost = book.give_up(["job-1-0"], [])  # its request has not been sent again yet
     assert lost is not None
     book.ended(lost)
     book.ask(action)
@@ -311,7 +311,7 @@ def test_a_vm_that_is_made_anew_for_workers_that_were_lost_is_ended() -> None:
     assert end.vms == ("job-1-0",)
 
 
-def test_an_error_that_nobody_thought_of_ends_neither_the_run_nor_the_asking(world: World) -> None:
+def test_an_unexpected_error_ends_neither_the_run_nor_its_requests(world: World) -> None:
     def broken() -> tuple[Vm, ...]:
         raise RuntimeError("the SDK has a bug")
 
@@ -332,7 +332,7 @@ def test_the_end_does_not_wait_for_a_request_under_way_and_leaves_nothing(world:
     assert world.cloud.there == {}
 
 
-def test_the_end_is_tried_again_while_the_provider_fails_and_after_the_pauses_that_it_asks_for(world: World) -> None:
+def test_the_end_is_retried_after_the_pauses_that_a_failing_provider_requests(world: World) -> None:
     world.cloud.dismantle_errors = [
         Transient("no answer"),
         Throttled("too many calls", 600.0),
@@ -344,7 +344,7 @@ def test_the_end_is_tried_again_while_the_provider_fails_and_after_the_pauses_th
     assert "vms_left" not in world.facts()
 
 
-def test_who_is_in_a_hurry_waits_for_one_more_try_only(world: World) -> None:
+def test_a_hurried_end_waits_for_one_more_try_only(world: World) -> None:
     world.cloud.dismantle_errors = [Transient("h1 cannot be reached")] * 9
     world.shell.hurry()
     world.shell.close()
@@ -352,7 +352,7 @@ def test_who_is_in_a_hurry_waits_for_one_more_try_only(world: World) -> None:
     assert world.facts()["vms_left"].startswith("h1 cannot be reached; what ends them: ")
 
 
-def test_what_cannot_be_ended_in_time_is_named_with_the_command_that_ends_it(
+def test_vms_that_cannot_be_ended_are_named_with_the_command_for_it(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.cloud.dismantle_errors = [Transient("a-0 is left: ResourceBusy", 600.0)] * 3
@@ -364,7 +364,7 @@ def test_what_cannot_be_ended_in_time_is_named_with_the_command_that_ends_it(
 
 
 @pytest.mark.parametrize("error", [Misconfigured("the right to delete is missing"), RuntimeError("a bug")])
-def test_an_end_that_fails_for_good_is_told_to_the_user(
+def test_a_vm_that_cannot_be_ended_is_reported_to_the_user(
     world: World, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     world.cloud.dismantle_errors = [error]
@@ -374,7 +374,7 @@ def test_an_end_that_fails_for_good_is_told_to_the_user(
     assert "VMs of this run may be left" in caplog.text
 
 
-def test_a_call_that_does_not_end_is_told_of_and_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_that_does_not_end_is_reported_and_not_awaited(caplog: pytest.LogCaptureFixture) -> None:
     world = World()
     world.shell._close_timeout_s = 0.05
     released = world.cloud.stopped = threading.Event()

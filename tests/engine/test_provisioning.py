@@ -47,7 +47,7 @@ class World(ProvisioningWorld):
         return False
 
     def get(self, request: str = "job-1", count: int = 2) -> NodesGranted | RequestRefused:
-        """Ask for VMs, and hear the answer."""
+        """Request VMs, and return the answer."""
         self.ask(request, count)
         return self.answer()
 
@@ -64,11 +64,12 @@ def test_a_request_is_granted_by_name(world: World) -> None:
     assert [fact.worker for fact in world.facts if fact.name == "vm_granted"] == ["job-1-0", "job-1-1"]
 
 
-def test_a_grant_says_what_each_vm_costs_and_how_long_it_has_been_paid(world: World) -> None:
+def test_a_grant_has_each_vms_price_and_paid_time(world: World) -> None:
     requested_s = time.time()
     world.cloud.made_as = [
         {"usd_per_h": 0.3, "paid_since_s": requested_s - 60.0},
-        {"usd_per_h": 1.4, "paid_since_s": requested_s + 3600.0},  # a clock that is ahead: not paid in the future
+        # the provider's clock is ahead: nothing is paid in the future
+        {"usd_per_h": 1.4, "paid_since_s": requested_s + 3600.0},
         {"usd_per_h": 0.3},
         {},
     ]
@@ -81,7 +82,7 @@ def test_a_grant_says_what_each_vm_costs_and_how_long_it_has_been_paid(world: Wo
     assert granted.paid == {"job-1-1": Paid(usd_per_h=1.4), "job-1-2": Paid(usd_per_h=0.3)}
 
 
-def test_vms_that_wait_are_granted_and_told_of_as_they_begin(world: World) -> None:
+def test_waiting_vms_are_granted_and_reported_when_they_begin(world: World) -> None:
     world.cloud.made_as = [{}, {"waits": True, "usd_per_h": 0.3}]
     granted = world.get()
     assert isinstance(granted, NodesGranted)
@@ -96,7 +97,7 @@ def test_vms_that_wait_are_granted_and_told_of_as_they_begin(world: World) -> No
     assert world.shell.known_of(["job-1-1"])[0] == {}
 
 
-def test_a_grant_says_of_what_kind_each_vm_is_as_far_as_its_provider_says_it(world: World) -> None:
+def test_a_grant_has_the_facts_that_the_provider_gives_of_each_vm(world: World) -> None:
     world.cloud.num_devices = 2
     kind = {"provider": "azure", "region": "westeurope", "size": "NC24"}
     world.cloud.made_as = [{**kind, "zone": "2"}, kind, {}]
@@ -110,7 +111,7 @@ def test_a_grant_says_of_what_kind_each_vm_is_as_far_as_its_provider_says_it(wor
     }
 
 
-def test_a_type_is_asked_for_and_told_with_the_grant(world: World) -> None:
+def test_a_type_is_requested_and_reported_with_the_grant(world: World) -> None:
     world.cloud.made_as = [{"provider": "azure", "node_type": "t4"}]
     world.shell.request(RequestNodes(request="job-1", count=1, node_type="t4"))
     granted = world.answer()
@@ -123,10 +124,10 @@ def test_a_request_that_comes_again_makes_no_further_call(world: World) -> None:
     world.cloud.requests.shut()
     action = RequestNodes(request="job-1", count=2)
     for _ in range(3):
-        world.shell.request(action)  # under way
+        world.shell.request(action)  # while it is under way
     world.cloud.requests.open.set()
     first = world.answer()
-    assert world.get() == first  # answered
+    assert world.get() == first  # after its answer
     assert world.cloud.requested == [("job-1", 2)]
     assert world.event_queue.get(0.05) is None
 
@@ -151,7 +152,7 @@ def test_a_refusal_says_why_and_what_had_come_is_ended(world: World, error: Exce
     assert world.cloud.there == {}
 
 
-def test_a_throttled_call_waits_as_it_is_told_and_goes_on_under_its_name(world: World) -> None:
+def test_a_throttled_call_waits_as_requested_and_continues_under_its_name(world: World) -> None:
     world.cloud.errors = [Throttled("slow down", 17), Throttled("slow down", 10**6), Transient("502")]
     assert isinstance(world.get(), NodesGranted)
     assert world.pauses_s == [17, RETRY_AFTER_MAX_S, 8]
@@ -159,7 +160,7 @@ def test_a_throttled_call_waits_as_it_is_told_and_goes_on_under_its_name(world: 
     assert len(world.cloud.there) == 2
 
 
-def test_what_stays_in_vain_is_refused_after_some_tries_and_leaves_nothing(world: World) -> None:
+def test_a_request_is_refused_after_some_failed_tries_and_leaves_nothing(world: World) -> None:
     world.cloud.errors = [Transient("502")] * TRIES
     refused = world.get()
     assert isinstance(refused, RequestRefused)
@@ -168,16 +169,16 @@ def test_what_stays_in_vain_is_refused_after_some_tries_and_leaves_nothing(world
     assert world.settle() == ["job-1-0"]
 
 
-def test_a_vm_whose_worker_joined_goes_on_though_its_request_is_refused(world: World) -> None:
+def test_a_vm_whose_worker_joined_stays_although_its_request_is_refused(world: World) -> None:
     world.cloud.errors = [Throttled("slow down", 1)] * TRIES
-    world.cloud.there = {"job-1-1": Vm(name="job-1-1", request="job-1")}  # booting; orphaned by the refusal
+    world.cloud.there = {"job-1-1": Vm(name="job-1-1", request="job-1")}  # one boots; the refusal orphans the other
     world.joined = ["job-1-0"]
     assert isinstance(world.get(), RequestRefused)
     assert world.settle() == ["job-1-1"]
     assert world.shell.request_of("job-1-0") == "job-1"
     assert world.shell.request_of("job-1-1") is None
     know(world.shell, [])
-    assert world.settle() == ["job-1-1", "job-1-0"]  # once it is lost, as any
+    assert world.settle() == ["job-1-1", "job-1-0"]  # only once it is lost, like any VM
 
 
 def test_a_worker_that_joins_after_its_request_was_refused_brings_its_price(world: World) -> None:
@@ -209,7 +210,7 @@ def test_a_worker_that_was_lost_before_its_grant_is_not_granted(world: World) ->
     assert granted.nodes == tuple(f"job-1-{vm}.d{device}" for vm in (0, 1) for device in range(4))[1:]
     assert set(granted.paid) == set(granted.nodes)
     know(world.shell, [])
-    assert world.settle() == []  # two workers of the first VM are still to appear
+    assert world.settle() == []  # two workers of the first VM have not appeared yet
     world.shell.release(ReleaseNodes(nodes=("job-1-0.d2", "job-1-0.d3")))
     assert world.settle() == ["job-1-0"]
 
@@ -236,7 +237,7 @@ def test_the_users_limits_cut_requests_short_and_then_refuse_them(limits: dict[s
         world.shell.close()
 
 
-def test_a_vm_with_several_devices_counts_once_to_the_limits_and_brings_a_node_for_each() -> None:
+def test_a_vm_with_several_devices_counts_once_and_brings_several_nodes() -> None:
     world = World(max_vms=2, usd_per_h=1.0)
     world.cloud.num_devices = 4
     try:
@@ -249,14 +250,14 @@ def test_a_vm_with_several_devices_counts_once_to_the_limits_and_brings_a_node_f
         world.shell.close()
 
 
-def test_what_the_controller_gives_back_is_ended(world: World) -> None:
+def test_nodes_that_the_controller_gives_back_are_ended(world: World) -> None:
     world.get()
     world.shell.release(ReleaseNodes(nodes=("job-1-1", "never-there")))
     world.get("job-2", 1)
     assert world.settle() == ["job-1-1"]
 
 
-def test_vms_of_another_manager_count_and_cost_and_are_ended_when_they_are_lost(world: World) -> None:
+def test_inherited_vms_count_cost_and_are_ended_when_lost(world: World) -> None:
     there = [Vm(name=vm_name("job-1", index), request="job-1") for index in range(2)]
     world.shell.close()
     world.cloud.there = {vm.name: vm for vm in there}
@@ -269,7 +270,7 @@ def test_vms_of_another_manager_count_and_cost_and_are_ended_when_they_are_lost(
     know(world.shell, nodes[1:])
     assert world.get("job-3", 1) == NodesGranted(request="job-3", nodes=("job-3-0",))
     assert world.settle() == ["job-1-0"]
-    clock.now_s += 3600  # two VMs for an hour, and the one of before: 1.50 dollars
+    clock.now_s += 3600  # two VMs for an hour, and 1.50 dollars of the earlier one
     know(world.shell, ["job-1-1", "job-3-0"])
     know(world.shell, ["job-3-0"])
     assert isinstance(world.get("job-4", 1), NodesGranted)

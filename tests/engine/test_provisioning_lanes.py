@@ -1,4 +1,4 @@
-"""Asking for VMs and ending them at the same time: neither waits for the other, and nothing is mixed up."""
+"""VMs are requested and ended at the same time: neither waits for the other, and nothing is mixed up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.engine.fake_cloud import BOUND_S, FakeCloud, ProvisioningWorld, know
 
 
 class World(ProvisioningWorld):
-    """A VM costs a dollar a second."""
+    """A cloud where a VM costs a dollar a second."""
 
     def __init__(self, **limits: float) -> None:
         super().__init__(FakeCloud(3600.0), **limits)
@@ -60,7 +60,7 @@ def opened(**limits: float) -> Iterator[World]:
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_vms": 2}, {"usd_per_h": 7200.0}], ids=str)
-def test_a_replacement_does_not_wait_until_the_lost_vm_is_gone_whatever_the_limits(limits: dict[str, float]) -> None:
+def test_a_replacement_does_not_wait_for_the_lost_vms_end(limits: dict[str, float]) -> None:
     for world in opened(**limits):
         lost, other = world.have("job-1", 2)
         world.cloud.ends.shut()
@@ -102,7 +102,7 @@ def test_a_vm_that_is_being_ended_is_paid_until_it_is_gone() -> None:
         world.now_s += 399
         world.ask("job-2", 1)
         assert isinstance(world.answer(), NodesGranted)
-        world.now_s += 1  # and one of two for a second more
+        world.now_s += 1  # and one VM of two for another second
         world.ask("job-3", 1)
         refused = world.answer()
         assert isinstance(refused, RequestRefused)
@@ -147,7 +147,7 @@ def test_a_vm_that_does_not_end_delays_no_other_end_and_no_request() -> None:
 
 
 def test_the_boot_log_of_a_vm_that_never_joined_is_kept(world: World) -> None:
-    world.have("job-1", 2)  # the second one is given up below
+    world.have("job-1", 2)  # the second VM is given up below
     world.ask("job-2", 1)
     world.answer()
     world.shell.release(ReleaseNodes(nodes=("job-1-0", "job-2-0")))
@@ -169,7 +169,7 @@ def test_a_boot_log_that_cannot_be_had_keeps_no_vm_alive(world: World) -> None:
     assert world.cloud.ended == ["job-2-0"]
 
 
-def test_a_refusal_with_nothing_being_ended_or_an_end_that_fails_is_an_answer(world: World) -> None:
+def test_a_refusal_without_a_successful_end_is_an_answer(world: World) -> None:
     world.cloud.room = 1
     (lost,) = world.have("job-1")
     world.ask("job-2", 1)
@@ -186,7 +186,7 @@ def test_a_refusal_with_nothing_being_ended_or_an_end_that_fails_is_an_answer(wo
     assert lost in world.cloud.there
 
 
-def test_a_vm_that_is_given_up_before_its_grant_is_ended_after_it_and_not_awaited(world: World) -> None:
+def test_a_vm_given_up_before_its_grant_is_ended_after_the_grant(world: World) -> None:
     world.cloud.requests.shut()
     world.ask("job-1", 3)
     assert world.cloud.requests.reached.wait(BOUND_S)
@@ -216,7 +216,7 @@ def test_what_a_vm_costs_is_known_before_its_grant(world: World) -> None:
     assert world.shell.known_of(["job-1-0"]) == ({}, {}), "its grant says it"
 
 
-def test_a_request_all_of_whose_vms_were_given_up_is_no_grant_and_leaves_nothing(world: World) -> None:
+def test_a_request_without_remaining_vms_is_not_granted_and_leaves_nothing(world: World) -> None:
     world.cloud.requests.shut()
     world.ask("job-1", 2)
     assert world.cloud.requests.reached.wait(BOUND_S)
@@ -242,7 +242,7 @@ def test_the_end_of_the_run_ends_everything_though_one_end_hangs() -> None:
     world.cloud.ends.open.set()
 
 
-def test_a_request_that_waits_for_room_does_not_hold_up_the_end_of_the_run() -> None:
+def test_a_request_that_waits_for_room_does_not_delay_the_end() -> None:
     world = World()
     world.cloud.room = 1
     world.have("job-1")
@@ -258,7 +258,7 @@ def test_a_request_that_waits_for_room_does_not_hold_up_the_end_of_the_run() -> 
     world.cloud.ends.open.set()
 
 
-def test_vms_that_came_meanwhile_are_not_ended_as_those_of_an_earlier_manager() -> None:
+def test_new_vms_are_not_ended_as_an_earlier_managers() -> None:
     cloud, event_queue = FakeCloud(), EventQueue()
     cloud.there = {"job-1-0": Vm(name="job-1-0", request="job-1")}
     works, silent = cloud.list, [True]
@@ -282,7 +282,7 @@ def test_vms_that_came_meanwhile_are_not_ended_as_those_of_an_earlier_manager() 
     shell.begin((), ())
     shell.request(RequestNodes(request="job-2", count=1))
     until_told(NodesGranted(request="job-2", nodes=("job-2-0",)))
-    shell._looks.put(shell._look)  # the first look since the provider answers
+    shell._looks.put(shell._look)  # the first look after the provider answers again
     until_told(Fact(name="vm_reconciled", detail="job-1-0 of job-1 was left by an earlier manager: ended"))
     shell.close()
     assert cloud.calls == ["grant job-2", "end job-1-0", "dismantle"]

@@ -30,7 +30,7 @@ print(json.dumps({
     "keys": [path.name for path in files if "PRIVATE KEY" in path.read_text()],
 }))
 """
-"""Run in a process of its own, at whose end the folder is removed."""
+"""This runs in a process of its own, at whose end the folder is removed."""
 
 ADOPTED = """
 import sys, tempfile
@@ -72,14 +72,14 @@ def test_the_token_and_certificates_are_the_users_alone_and_go_with_the_process(
 
 
 @pytest.mark.parametrize(("tls", "expected"), [("with", "True\n"), ("without", "False\n")])
-def test_who_takes_over_uses_what_the_killed_manager_made(tls: str, expected: str) -> None:
+def test_a_manager_that_takes_over_uses_the_killed_ones_files(tls: str, expected: str) -> None:
     assert run(ADOPTED, tls) == expected
 
 
 def test_the_environment_of_rays_processes_is_what_is_known_to_be_harmless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")  # which would count before the path
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")  # these would take precedence over the path
     monkeypatch.setenv("CLOUD_PASSPHRASE", "s3cret")
     found = environment(tmp_path / "ray", on_loopback=False)
     assert {"of another cluster", "s3cret"} & set(found.values()) == set()

@@ -87,7 +87,7 @@ def test_a_directory_that_another_process_holds_is_refused_with_its_number(tmp_p
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(RunDirError, match=f"is in use by process {holder.pid}"), RunDir(tmp_path / "run", FACTS):
             pass
-        holder.kill()  # a manager that is killed leaves no lock behind
+        holder.kill()  # a killed manager leaves no lock
         holder.wait(30)
         with RunDir(tmp_path / "run", FACTS):
             pass
@@ -101,7 +101,7 @@ def test_a_directory_is_refused_to_a_second_opener_of_the_same_process(tmp_path:
         with pytest.raises(RunDirError, match="is in use by process"), RunDir(tmp_path, FACTS):
             pass
         with pytest.raises(RunDirError, match=f"process {os.getpid()}"), RunDir(tmp_path, FACTS):
-            pass  # the refused one has left the lock and its number alone
+            pass  # the refused opener has changed neither the lock nor the number
 
 
 @pytest.mark.parametrize(
@@ -126,15 +126,15 @@ def test_a_directory_with_other_things_in_it_is_refused_and_left_alone(tmp_path:
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_directory_that_is_just_being_claimed_is_no_foreign_one(tmp_path: Path) -> None:
-    """Another manager may have got as far as this, or may have died there."""
+def test_a_directory_that_is_just_being_claimed_is_not_foreign(tmp_path: Path) -> None:
+    """Another manager may have got as far as this, or may have died at this point."""
     (tmp_path / "run.lock").touch()
     (tmp_path / ".run.json.4711.partial").write_text("{")
     with RunDir(tmp_path, FACTS):
         assert read_facts(tmp_path) == FACTS
 
 
-def test_a_file_is_no_directory(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.write_text("")
     for place in (path, path / "below"):
@@ -159,7 +159,7 @@ def test_a_directory_that_is_not_writable_is_refused(tmp_path: Path) -> None:
         path.chmod(0o700)
 
 
-def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> int:
         raise OSError(28, "No space left on device")
 
@@ -167,7 +167,7 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(RunDirError, match="is not writable: No space left"), RunDir(tmp_path, FACTS):
         pass
     monkeypatch.undo()
-    with RunDir(tmp_path, FACTS):  # neither locked nor half claimed
+    with RunDir(tmp_path, FACTS):  # it is neither locked nor half claimed
         pass
 
 

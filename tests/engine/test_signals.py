@@ -1,4 +1,4 @@
-"""A first signal asks for a saved end, a second ends at once; one that was ignored stays so."""
+"""A first signal requests a saved end, a second ends at once; a signal that was ignored stays so."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.conftest import hear_signals
 
 @pytest.fixture(autouse=True)
 def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(sys, "__stdout__", None)  # a terminal of pytest's own would be let go
+    monkeypatch.setattr(sys, "__stdout__", None)  # a terminal of pytest itself would be released
     monkeypatch.setattr(sys, "__stderr__", None)
     before = {number: signal.getsignal(number) for number in STOPPING}
     yield
@@ -38,7 +38,7 @@ def test_the_first_signal_asks_and_the_second_ends(number: signal.Signals) -> No
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_a_signal_that_was_ignored_stays_so(number: signal.Signals) -> None:
     asked: list[str] = []
-    before = signal.signal(number, signal.SIG_IGN)  # as nohup does, or a shell in whose script this is a background job
+    before = signal.signal(number, signal.SIG_IGN)  # as do nohup, or a shell for background jobs of a script
     try:
         with stopping_on_signals(asked.append), signals_blocked():
             signal.raise_signal(number)
@@ -69,7 +69,7 @@ def test_while_everything_is_ended_a_signal_changes_nothing(number: signal.Signa
         signal.raise_signal(number)
 
 
-def test_what_is_shown_in_a_terminal_that_is_gone_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_to_a_closed_terminal_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     outside, inside = os.openpty()
     with os.fdopen(inside, "w") as terminal, os.fdopen(outside, "rb", buffering=0) as window:
         monkeypatch.setattr(sys, "__stdout__", terminal)
@@ -80,7 +80,7 @@ def test_what_is_shown_in_a_terminal_that_is_gone_is_dropped(monkeypatch: pytest
             window.close()
             signal.raise_signal(signal.SIGHUP)
             terminal.write("dropped\n")
-            terminal.flush()  # an error, were it still the terminal
+            terminal.flush()  # this would be an error if the terminal were still used
 
 
 def test_outside_the_main_thread_nothing_is_changed() -> None:
@@ -96,7 +96,7 @@ def test_outside_the_main_thread_nothing_is_changed() -> None:
     assert seen == [signal.getsignal(number) for number in STOPPING]
 
 
-def test_what_tests_start_hears_signals_that_the_tests_were_started_to_ignore() -> None:
+def test_processes_of_tests_receive_signals_that_the_tests_ignore() -> None:
     ignored = [number for number in STOPPING if number != STOP_SIGNAL]
     before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     try:

@@ -23,7 +23,7 @@ def spending(**limits: float) -> tuple[Spending, Clock]:
 
 
 def vms(count: int, **fields: float) -> list[Vm]:
-    """So many VMs, without a price of their own unless one is given."""
+    """Return this many VMs, without a price of their own unless one is given."""
     return [Vm(name=f"job-1-{index}", request="job-1", **fields) for index in range(count)]  # type: ignore[arg-type]
 
 
@@ -41,7 +41,7 @@ def test_all_vms_together_cost_no_more_an_hour(usd_per_h: float, allowed: int) -
     assert spending(usd_per_h=usd_per_h)[0].allowed(3, (), PRICE)[0] == allowed
 
 
-def test_what_waits_in_a_queue_counts_and_costs_once_it_begins() -> None:
+def test_queued_vms_count_and_cost_once_they_begin() -> None:
     spent, clock = spending(max_vms=4, budget_usd=9)
     waiting = [vm.model_copy(update={"waits": True}) for vm in vms(3)]
     spent.living(waiting, PRICE)
@@ -60,7 +60,7 @@ def test_dollars_cannot_be_kept_to_without_a_price() -> None:
     assert "vms.usd_per_h" in why
 
 
-def test_what_lives_is_added_up_and_the_budget_ends_the_asking() -> None:
+def test_living_vms_add_up_and_the_budget_ends_requests() -> None:
     spent, clock = spending(budget_usd=2.0)
     spent.living(vms(4), PRICE)
     clock.now_s += 1800
@@ -76,14 +76,14 @@ def test_what_lives_is_added_up_and_the_budget_ends_the_asking() -> None:
     assert spent.spent_usd(PRICE) == pytest.approx(2.0)
 
 
-def test_what_the_run_cost_before_counts_towards_its_budget() -> None:
+def test_earlier_costs_of_the_run_count_towards_its_budget() -> None:
     spent = Spending(Limits(budget_usd=2.0), Clock(), before=Before(usd=1.5, unpriced_h=1.0))
     assert spent.spent_usd(PRICE) == pytest.approx(2.0), "hours without a price cost what a VM costs now"
     assert spent.allowed(1, (), PRICE)[0] == 0
     assert Spending(Limits(budget_usd=2.0), Clock(), before=Before(usd=1.9)).allowed(1, (), PRICE) == (1, "")
 
 
-def test_each_vm_counts_at_its_own_price_and_whatever_may_come_at_the_dearest() -> None:
+def test_each_vm_counts_at_its_price_and_future_ones_at_the_highest() -> None:
     spent, clock = spending(budget_usd=9.0, usd_per_h=3.0)
     there = [*vms(2, usd_per_h=0.25), Vm(name="job-2-0", request="job-2", usd_per_h=1.4)]
     spent.living(there, Price(usd_per_h=1.4, source="test"))
@@ -93,7 +93,7 @@ def test_each_vm_counts_at_its_own_price_and_whatever_may_come_at_the_dearest() 
     assert spent.allowed(3, there[:2], Price(usd_per_h=1.4, source="test"))[0] == 1
 
 
-def test_what_a_vm_cost_before_it_was_noted_counts_once_and_not_where_it_is_in_what_the_run_cost_before() -> None:
+def test_earlier_costs_of_a_vm_count_once() -> None:
     clock = Clock()
     new, known = vms(2, usd_per_h=3.6, paid_since_s=40.0)
     before = Before(usd=1.0, vms=[known.name])
@@ -101,7 +101,7 @@ def test_what_a_vm_cost_before_it_was_noted_counts_once_and_not_where_it_is_in_w
     for _ in range(3):
         spent.living([new, known], None)
     assert spent.spent_usd(PRICE) == pytest.approx(1.0 + 3.6 * 60 / 3600)
-    spent.living([], None)  # a provider's list may leave one out
+    spent.living([], None)  # a provider's list may omit a VM
     spent.living([new, known], None)
     clock.now_s += 100
     spent.living([known], None)

@@ -1,4 +1,4 @@
-"""The store is restarted at the same place, and the run learns when that is impossible."""
+"""The store is restarted at the same address; the run learns if that is impossible."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FakeStore:
 
 @pytest.fixture
 def dead() -> int:
-    """The number of a process that is gone."""
+    """Return the number of a process that has ended."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
@@ -62,7 +62,7 @@ def test_a_store_that_lives_is_left_alone(event_queue: EventQueue) -> None:
     assert (store.num_starts, len(event_queue)) == (0, 0)
 
 
-def test_a_dead_one_is_started_once_and_both_are_told(event_queue: EventQueue, dead: int) -> None:
+def test_a_dead_store_is_restarted_once_and_death_and_restart_are_reported(event_queue: EventQueue, dead: int) -> None:
     store = FakeStore(dead, num_failures=2)
     watch = StoreWatch(store, event_queue)
     watch.check()
@@ -73,14 +73,14 @@ def test_a_dead_one_is_started_once_and_both_are_told(event_queue: EventQueue, d
     assert (store.num_starts, len(event_queue)) == (3, 0)
 
 
-def test_one_that_cannot_be_started_again_ends_the_session(
+def test_a_store_that_cannot_be_restarted_ends_the_session(
     event_queue: EventQueue, dead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_watch, "RETRY_S", 0.0)
     watch = StoreWatch(FakeStore(dead, num_failures=10**9), event_queue)
     watch.check()
     assert watch._starting is not None
-    watch._starting.join(BOUND_S)  # not closed before: that ends its tries
+    watch._starting.join(BOUND_S)  # not closed earlier, because that ends its attempts
     watch.close()
     with pytest.raises(
         ClusterLost, match="the rendezvous store is gone and cannot be started again: the port is taken"

@@ -1,4 +1,4 @@
-"""Events that a manager sends to the controller and the trace's player when it takes over, and their order."""
+"""What a manager that takes over sends to the controller and the trace's player, and in which order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def state_with(ready: Collection[str], warming: Collection[str]) -> ControllerSt
 
 @dataclass
 class Seen:
-    """Stands for machines, their pool, player and driver."""
+    """Stands in for machines, pool, player and driver, and records calls."""
 
     lines: list[Any] = field(default_factory=list)
     provided: None = None
@@ -49,11 +49,11 @@ class Seen:
         self.lines += events
 
     def resume(self, up: Collection[str], appeared: Collection[str], asked: Mapping[str, str]) -> None:
-        assert not asked  # these VMs come by themselves
+        assert not asked  # these VMs were not requested
         self.lines.append(("resume", tuple(up), set(appeared)))
 
 
-def test_vms_are_known_before_the_controller_decides_of_them_and_it_hears_who_lives() -> None:
+def test_vms_are_known_before_the_controller_decides_and_it_learns_which_live() -> None:
     seen = Seen()
     found = FoundRun(
         attachment=Attachment(kind="ray", control_socket=Path("control_socket"), store_host="h", store_port=1),
@@ -68,6 +68,6 @@ def test_vms_are_known_before_the_controller_decides_of_them_and_it_hears_who_li
     assert fact == Fact(name=TOOK_OVER)
     assert attached == ("attach", ("a", "b"))
     assert isinstance(lost, WorkerLost)
-    assert lost.worker == "c"  # it warmed up on a VM that is gone; of b the controller finds out by itself
+    assert lost.worker == "c"  # a warmed up on a VM that is gone; the controller finds out about b by itself
     assert resumed == ManagerResumed(living=("a", "d", "given up"))
     assert vms == ("resume", ("a", "d", "new"), {"a", "b", "c", "d", "given up"})

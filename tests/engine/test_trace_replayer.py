@@ -19,7 +19,7 @@ TRACE_NOTE = Fact(name=TRACE_PLAYED)
 
 
 class FakeHost:
-    """VMs that are names. A boot in ``held`` waits for its event, one in ``broken`` fails."""
+    """VMs that are only names; a boot in ``held`` waits for its event, one in ``broken`` fails."""
 
     boots_at_once = 1
 
@@ -60,7 +60,7 @@ class FakeHost:
 
 
 class Play:
-    """A replayer of a trace given as lines, and what it reported."""
+    """A replayer of a trace, given as lines, and what it has reported."""
 
     def __init__(self, *lines: str, begun: TraceMoment | None = None) -> None:
         self.host, self.event_queue = FakeHost(), EventQueue()
@@ -131,7 +131,7 @@ def test_events_at_time_0_are_booted_before_the_clock_runs(played: list[Play]) -
     one.until("up c")
 
 
-def test_a_revoked_vm_is_killed_and_told(played: list[Play]) -> None:
+def test_a_revoked_vm_is_killed_and_reported(played: list[Play]) -> None:
     one = play(played, "0,add,a", "0,add,b", "0.01,remove,a")
     one.start(clock=False)
     one.until("up a", "up b")
@@ -141,7 +141,7 @@ def test_a_revoked_vm_is_killed_and_told(played: list[Play]) -> None:
     assert one.host.killed == ["a"]
 
 
-def test_a_vm_that_nobody_needs_is_ended_and_is_no_revocation(played: list[Play]) -> None:
+def test_an_unneeded_vm_is_ended_and_not_counted_as_revoked(played: list[Play]) -> None:
     one = play(played, "0,add,a", "0,add,b")
     one.start(clock=False)
     one.until("up a", "up b")
@@ -167,7 +167,7 @@ def test_a_vm_that_is_revoked_while_it_boots_never_appears(played: list[Play]) -
     one.start(clock=False)
     assert one.host.booting["a"].wait(BOUND_S)
     one.replayer.start_clock()
-    one.until("vm_requested b")  # a was revoked before that
+    one.until("vm_requested b")  # a was revoked earlier
     boot.set()
     one.until("up b")
     assert "up a" not in one.seen
@@ -204,7 +204,7 @@ def test_closing_ends_the_play_and_its_threads_also_in_the_middle() -> None:
 
 @pytest.fixture
 def standing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no time pass while a notice is told, from which its lead would be less."""
+    """Let no time pass while a notice is given, because that would shorten its lead."""
     monkeypatch.setattr(vm_fleet, "time", SimpleNamespace(monotonic=lambda: 100.0))
 
 
@@ -240,7 +240,7 @@ def test_a_vm_comes_with_its_zone_type_and_price(played: list[Play]) -> None:
 
 @pytest.mark.usefixtures("standing")
 def test_another_manager_repeats_the_notices_in_force(played: list[Play]) -> None:
-    """a is gone; b was given notice at 10, c is at 40; d, which was still to boot, has a price."""
+    """VM a is gone; b had its notice at 10; c is at 40; d, which still has to boot, has a price."""
     lines = ("0,price,,,,,2", *(f"0,add,{node},,,," for node in "abcd"), "20,remove,a,,,15,")
     later = ("30.3,remove,b,,,20.3,", "60,remove,c,,,29.9,")
     one = play(played, *lines, *later, begun=TraceMoment(num_played=5, clock_s=30.0, runs=True))
@@ -266,7 +266,7 @@ def test_how_far_the_trace_came_is_noted_before_it_is_played(played: list[Play])
 
 
 def test_another_manager_plays_the_rest_and_finishes_what_was_left_half_done(played: list[Play]) -> None:
-    """Of what was played: b was not killed yet, a.2 was still booting, of c the controller was not told."""
+    """When the manager died, b had not been killed yet, a.2 was still booting, and the controller did not know of c."""
     one = play(played, *LINES, begun=TraceMoment(num_played=6, clock_s=0.03))
     boot = one.host.hold("a.2")
     one.replayer.resume(up=["b", "c"], appeared=["a", "b"])
@@ -289,5 +289,5 @@ def test_a_vm_that_died_is_not_booted_again_by_another_manager(played: list[Play
 
 
 def test_a_player_that_was_never_started_closes() -> None:
-    """What comes between may fail: a full disk, a manager that cannot be written down."""
+    """The start may fail after it is made: because of a full disk, or because the manager cannot be recorded."""
     Play("0,add,a").replayer.close()

@@ -13,8 +13,8 @@ from tests.engine.driver_scene import FakeHost
 BOUND_S = 100.0
 
 
-def test_vms_of_requests_go_on_boot_or_end_as_somebody_waits_for_them() -> None:
-    """job-1-0 trains, job-1-1 came up unheard of, job-1-2 was still to boot, job-0-0 was given up."""
+def test_requested_vms_continue_boot_or_end_as_the_controller_needs_them() -> None:
+    """job-1-0 trains, job-1-1 came up but was not reported, job-1-2 still has to boot, and job-0-0 was given up."""
     host, event_queue = FakeHost(), EventQueue()
     fleet = VmFleet(host, event_queue)
     try:
@@ -35,7 +35,7 @@ def test_vms_of_requests_go_on_boot_or_end_as_somebody_waits_for_them() -> None:
         fleet.close()
 
 
-def test_a_vm_is_of_its_instance_type_where_that_is_a_type_of_gpu() -> None:
+def test_a_vms_type_of_gpu_is_its_instance_type_if_profiled() -> None:
     event_queue = EventQueue()
     fleet = VmFleet(FakeHost(), event_queue, node_types=["t4"])
     try:
@@ -54,7 +54,7 @@ def test_a_vm_is_of_its_instance_type_where_that_is_a_type_of_gpu() -> None:
 
 
 class DyingHost(FakeHost):
-    """Brings up three VMs at a time, none of them before the last one boots too; vm1 dies."""
+    """Boots three VMs at a time, and none before the last one boots too; vm1 dies."""
 
     boots_at_once = 3
 
@@ -69,7 +69,7 @@ class DyingHost(FakeHost):
         super().add_vm(name)
 
 
-def test_vms_boot_beside_one_another_and_one_that_dies_is_told_of_at_once() -> None:
+def test_vms_boot_concurrently_and_a_death_is_reported_at_once() -> None:
     host, event_queue = DyingHost(), EventQueue()
     fleet = VmFleet(host, event_queue)
     try:

@@ -28,7 +28,7 @@ READY = WorkerReady(worker="vm0", pid=1, setup_s=0.0)
 
 
 class FakeLine:
-    """Takes down what is sent; ``stuck_s`` is the test's."""
+    """Records what is sent; ``stuck_s`` is set by the test."""
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []
@@ -46,7 +46,7 @@ class FakeLine:
 
 
 class FakeLauncher:
-    """Starts nothing; ``left`` are a former manager's workers."""
+    """Starts nothing; ``left`` are an earlier manager's workers."""
 
     def __init__(self) -> None:
         self.started: list[str] = []
@@ -68,7 +68,7 @@ class FakeLauncher:
 
 
 class Scene:
-    """A pool with one worker, whose line is the test's."""
+    """A pool with one worker, whose connection the test controls."""
 
     def __init__(self) -> None:
         self.event_queue, self.launcher, self.line = EventQueue(), FakeLauncher(), FakeLine()
@@ -98,7 +98,7 @@ class Scene:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pool's clock, which stands still, however slow this machine is."""
+    """Return the pool's clock, which stands still, however slow this machine is."""
     now_s = [silence.time.monotonic()]
     monkeypatch.setattr(silence.time, "monotonic", lambda: now_s[0])
     return now_s
@@ -151,7 +151,7 @@ def test_a_worker_may_call_before_it_is_wanted_or_after(scene: Scene) -> None:
     assert len(scene.event_queue) == 0
 
 
-def test_what_a_heartbeat_brings_becomes_events_and_compute_times_wait_beside_them(scene: Scene) -> None:
+def test_heartbeats_become_events_and_compute_times_are_collected(scene: Scene) -> None:
     scene.be_ready()
     times = MicroBatchTimes(generation=2, forward_s=(1.0,), recompute_s=(1.0,), backward_s=(2.0,))
     written = UnitWritten(worker="vm0", version=1, unit="s0", file="f", size_bytes=1, sha256="0")
@@ -172,7 +172,7 @@ def test_a_probe_is_answered_with_an_event_of_its_own(scene: Scene) -> None:
     assert scene.line.next() == ("probe", PROBE)
     scene.answer(Probed(worker="vm0", probe=4, slowdown=1.25))
     assert scene.next() == WorkerProbed(worker="vm0", probe=4, slowdown=1.25)
-    scene.pool.step("vm0", StepOrder(generation=1, step=0))  # nothing is left that could be in its way
+    scene.pool.step("vm0", StepOrder(generation=1, step=0))  # nothing is left that the probe could delay
     assert [scene.line.next()[0]] == ["step"]
     assert scene.line.sent == []
 
@@ -241,7 +241,7 @@ def test_a_silent_worker_is_lost(scene: Scene, clock: list[float]) -> None:
     clock[0] += 1.0
     scene.pool.watch()
     assert "silent for" in scene.lost()
-    assert scene.launcher.killed == ["vm0"]  # one that wakes must not go on
+    assert scene.launcher.killed == ["vm0"]  # a worker that wakes must not continue
     assert scene.line.is_over
 
 
@@ -282,23 +282,21 @@ def test_a_new_line_repeats_unanswered_orders_and_the_last_word(scene: Scene) ->
     assert isinstance(scene.next(), WorkerAnswered)
     scene.pool.came("vm0", third)
     assert third.next() == ("abort", 3)
-    assert third.sent == []  # it is answered
+    assert third.sent == []  # this one is answered
     assert scene.next() == Fact(name="connection_broken", worker="vm0", detail="replaced by a new one")
     assert len(scene.event_queue) == 0
 
 
-def test_of_the_workers_that_another_manager_left_those_who_call_are_kept(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_another_managers_workers_those_that_call_are_kept(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "ATTACH_TIMEOUT_S", 0.05)
     scene.launcher.left = ("vm0", "vm1", "vm2", "vm3")
     scene.pool.came("vm0", scene.line)
     scene.pool.came("vm2", FakeLine())
     scene.pool.died("vm2")
-    assert scene.pool.attach(["vm0", "vm1", "vm2", "vm9"]) == ("vm0", "vm3")  # the last is still being set up
+    assert scene.pool.attach(["vm0", "vm1", "vm2", "vm9"]) == ("vm0", "vm3")  # the last worker is still being set up
     assert scene.launcher.killed == ["vm1"]
     scene.pool.start("vm3", "vm3")
-    assert scene.launcher.started == []  # it was
+    assert scene.launcher.started == []  # it was set up
     late = FakeLine()
     scene.pool.came("vm3", late)
     assert late.next() == ("setup", SETUP)
@@ -306,7 +304,7 @@ def test_of_the_workers_that_another_manager_left_those_who_call_are_kept(
     assert "connection closed" in scene.lost()
 
 
-def test_time_in_which_the_manager_stood_still_is_no_silence(scene: Scene, clock: list[float]) -> None:
+def test_time_of_a_suspended_manager_does_not_count_as_silence(scene: Scene, clock: list[float]) -> None:
     scene.be_ready()
     for _ in range(10):
         clock[0] += 0.5

@@ -1,4 +1,4 @@
-"""Signed certificates, compared with OpenSSL's reading of them, and requests that are refused before signing."""
+"""Signed certificates, as OpenSSL reads them, and requests that are refused before signing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def request_with(
 
 
 def with_another_key(pem: str) -> str:
-    """The request, in which another key stands than the one that signed it."""
+    """Return the request with another key than the one that signed it."""
     kind, form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     request = x509.load_pem_x509_csr(pem.encode())
     theirs, ours = (key.public_bytes(kind, form) for key in (request.public_key(), new_key().public_key()))
@@ -115,7 +115,7 @@ def test_one_secret_makes_one_authority_and_another_one_another() -> None:
     check_certificate(certificate_of(again, key := new_key()), ours.pem, key, ADDRESS)
 
 
-def test_a_wrong_certificate_is_told_from_the_right_one(authority: Authority) -> None:
+def test_a_wrong_certificate_is_distinguished_from_the_right_one(authority: Authority) -> None:
     key, other, trusted = new_key(), Authority(new_key()), authority.pem
     check_certificate(certificate_of(authority, key), trusted, key, ADDRESS)
     early, late = now() - 2 * LIFE, now() + LIFE
@@ -143,7 +143,10 @@ def context(server: bool, authority: Authority, chain: Path, trusted: Path) -> s
 
 
 def meet(authority: Authority, folder: Path, asked: str) -> str:
-    """Return the exchange of two of the run's processes, one of which expects an address; or why it fails."""
+    """Let two processes of the run connect, one of which expects an address.
+
+    Return what they exchange, or the error.
+    """
     chain, trusted, key = folder / "chain.pem", folder / "authority.pem", new_key()
     chain.write_bytes(certificate_of(authority, key).encode() + key_pem(key))
     ours, theirs = socket.socketpair()

@@ -37,7 +37,7 @@ MAX_REQUEST_CHARACTERS = 4096
 
 
 class World:
-    """A manager's notice server, with what it signs with in files, as a run has it."""
+    """A manager's notice server, with its signing keys in files, as in a run."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.event_queue = directory, EventQueue()
@@ -105,7 +105,7 @@ def test_a_manager_that_takes_over_signs_as_the_killed_one_did(world: World) -> 
         load_authority(world.run)
 
 
-def test_without_the_secret_nobody_is_signed_for(world: World) -> None:
+def test_without_the_secret_no_certificate_is_signed(world: World) -> None:
     with pytest.raises(NotEnrolled, match="no certificate came"):
         world.enrol(secret="wrong")
     assert world.facts() == []
@@ -121,7 +121,7 @@ def test_a_manager_without_the_secret_is_not_believed(world: World, tmp_path: Pa
     assert not (tmp_path / "node").exists()
 
 
-def test_who_only_listens_between_them_changes_nothing_and_reads_nothing(world: World) -> None:
+def test_an_eavesdropper_changes_and_reads_nothing(world: World) -> None:
     of_caller, of_listener = Tamper(), Tamper()
     with man_in_the_middle(world.server.port, ADDRESS, of_caller, of_listener) as port:
         assert world.enrol(port) == ADDRESS
@@ -157,7 +157,7 @@ def test_a_request_from_another_address_is_refused_and_reported(world: World) ->
     assert (fact.name, fact.detail[: len(NODE)]) == ("enrolment_refused", NODE)
 
 
-def test_what_was_overheard_is_worth_nothing_on_another_connection(world: World) -> None:
+def test_overheard_bytes_are_useless_on_another_connection(world: World) -> None:
     overheard = Tamper()
     with man_in_the_middle(world.server.port, ADDRESS, of_caller=overheard) as port:
         world.enrol(port)
@@ -175,7 +175,7 @@ def test_what_was_overheard_is_worth_nothing_on_another_connection(world: World)
     ("node", "request_text"),
     [(NODE, "x" * (MAX_REQUEST_CHARACTERS + 1)), (NODE, None), ("n1.n2", "CSR"), ("n" * 65, "CSR"), ("N1\n", "CSR")],
 )
-def test_who_asks_in_another_form_is_sent_away_even_with_the_secret(
+def test_malformed_requests_are_rejected_even_with_the_secret(
     world: World, node: str, request_text: str | None
 ) -> None:
     def ask() -> None:
@@ -189,7 +189,7 @@ def test_who_asks_in_another_form_is_sent_away_even_with_the_secret(
     assert world.enrol() == ADDRESS
 
 
-def test_whoever_is_slow_is_sent_away_however_steadily_he_sends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_client_is_rejected_however_steadily_it_sends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vm_server, "HELLO_TIMEOUT_S", 0.3)
     connection = socket.create_connection(("127.0.0.1", world.server.port), BOUND_S)
     connection.settimeout(0.05)
@@ -205,7 +205,7 @@ def test_whoever_is_slow_is_sent_away_however_steadily_he_sends(world: World, mo
     assert world.enrol() == ADDRESS
 
 
-def test_where_nothing_is_encrypted_nobody_is_signed_for(world: World) -> None:
+def test_without_encryption_no_certificate_is_signed(world: World) -> None:
     server = NoticeServer(world.event_queue, SECRET)
     try:
         with pytest.raises(OSError):

@@ -1,4 +1,4 @@
-"""States are copied from a computing CUDA device and back with the same bits, and leave no memory behind."""
+"""States are copied from a computing CUDA device and back with the same bits, and leave no memory in use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.device.link_contract import BOUND_S, arrived
 
 CUDA = torch.device("cuda", 0)
 SLEEP_CYCLES = 1 << 32
-"""Two seconds or so of a kernel."""
+"""The cycles of a kernel of about two seconds."""
 
 
 def state() -> dict[str, Tensor]:
@@ -41,7 +41,7 @@ def is_computing() -> bool:
 def test_a_state_leaves_the_device_while_that_computes_and_comes_back() -> None:
     tensors = state()
     there = {name: moved(tensor, CUDA) for name, tensor in tensors.items()}
-    assert same(to_host(there), tensors)  # pinned memory is there after this
+    assert same(to_host(there), tensors)  # afterwards, pinned memory exists
     ready = Ready(there.values())
     torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
     with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""The contract of links on a CUDA device; and that no link operation waits for the device."""
+"""The contract of links on a CUDA device; no operation of a link waits for the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.device.link_contract import Ends, LinkContract, Pair, Spec
 
 CUDA = torch.device("cuda")
 LONG_CYCLES = 1 << 31
-"""What a device takes a second or so for."""
+"""Cycles for which a device takes about a second."""
 
 
 def from_device(tensor: Tensor) -> Tensor:
@@ -36,18 +36,18 @@ class CudaContract(LinkContract):
         ends.await_done("b", arriving)
         assert bool((from_device(arriving.take()[0]) == 3.0).all())
 
-    def test_memory_that_is_let_go_is_not_reused_under_a_copy(self, ends: Ends) -> None:
+    def test_freed_memory_is_not_reused_during_a_copy(self, ends: Ends) -> None:
         for number in range(50):
             arriving = ends.links["b"].receive([Spec((1 << 18,))])
             ends.links["a"].send([torch.full((1 << 18,), float(number), device=CUDA)])
-            torch.full((1 << 18,), -1.0, device=CUDA)  # takes the memory of what was sent, if that is free
+            torch.full((1 << 18,), -1.0, device=CUDA)  # this takes the memory of the sent tensor if that is free
             ends.await_done("b", arriving)
             (taken,) = arriving.take()
             assert bool((taken == number).all())
 
 
 class TestStagedOnCuda(CudaContract):
-    """Both members on one device, each with streams of its own."""
+    """Both members on one device, each with its own streams."""
 
     @pytest.fixture
     def ends(self, pair: Pair) -> Ends:

@@ -21,7 +21,7 @@ BOUND_S = 100.0
 
 @pytest.mark.parametrize(("num_slots", "slot_bytes"), [(4, 8 << 20), (1, 65536)])
 class TestMailboxesOnCuda(CudaContract):
-    """Both ends are in one process, which cannot open its own memory by a handle: the receiver gets it as it is."""
+    """Both ends in one process, which cannot open its own memory by a handle: the receiver gets the memory itself."""
 
     @pytest.fixture
     def ends(self, pair: Pair, num_slots: int, slot_bytes: int) -> Ends:
@@ -39,7 +39,7 @@ class TestMailboxesOnCuda(CudaContract):
 
 
 def _read(connection: Connection) -> None:
-    """Body of a process: open memory, and tell what is in its slots, again and again."""
+    """Run a process that opens memory, and reports the contents of its slots again and again."""
     slots: Tensor | None = CudaDevice(CUDA).opened(connection.recv_bytes()).view(2, 4096)
     while slots is not None:
         connection.send_bytes(bytes(slots.cpu().flatten().tolist()))
@@ -74,7 +74,7 @@ def test_another_process_reads_a_mailbox_once_its_event_is_done(killed: bool) ->
         assert mine.poll(BOUND_S)
         assert mine.recv_bytes() == b"let go"
     process.join(BOUND_S)
-    for number in range(4):  # whatever became of who read it
+    for number in range(4):  # whatever happened to the reading process
         piece = torch.full((4096,), number, dtype=torch.uint8, device=CUDA)
         box.fill("it", number, piece, box.device.current.record()).wait()
     assert box._slots[:, 0].tolist() == [2, 3]

@@ -39,5 +39,5 @@ def test_gradient_sums_have_equal_bits_on_cpu_and_cuda() -> None:
 
 
 def test_one_kernel_adds_a_gradient_with_the_bits_of_torchs_kernels() -> None:
-    """``_fused`` compares them when it is first asked, and says no where they differ or cannot be compiled."""
+    """``_fused`` compares them when it is first called, and returns False if they differ or cannot be compiled."""
     assert fixed_point._fused(torch.device("cuda", torch.cuda.current_device())) is not None

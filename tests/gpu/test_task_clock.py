@@ -1,4 +1,4 @@
-"""Events of a CUDA device say what its work took, however long it took to launch."""
+"""Events of a CUDA device tell how long its work took, however long the launch took."""
 
 from __future__ import annotations
 

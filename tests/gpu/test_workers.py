@@ -1,6 +1,6 @@
-"""Two workers share one CUDA device: a pipeline, replicas and a morph between them end with the bits of one worker.
+"""Two workers share one CUDA device: pipelines, replicas and morphs between them end with the bits of one worker.
 
-Tensors between stages go through host memory, and from device to device.
+Tensors between stages go through host memory, or from device to device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The history is one file that several managers write; whatever is wrong with it is told in one sentence."""
+"""The history is one file that several managers write; each fault of this file is reported in one sentence."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def life(vm: str, ended_s: float = 100.0, ending: Ending = Ending.REVOKED, **fac
     )
 
 
-def test_what_is_kept_comes_back_and_again_changes_nothing(tmp_path: Path) -> None:
+def test_stored_lives_come_back_and_storing_again_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "new" / FILE_NAME
     assert kept_lives(path, {}) == ()
     lives = (life("a"), life("b", 200.0, zone="2"))
@@ -221,7 +221,7 @@ def test_a_run_enters_the_history_once_wherever_its_directory_goes(
     assert told == []
 
 
-def test_a_journal_that_cannot_be_read_is_said_and_no_more(tmp_path: Path) -> None:
+def test_an_unreadable_journal_is_reported_and_otherwise_ignored(tmp_path: Path) -> None:
     (tmp_path / "journal.sqlite").write_text("no database" * 99)
     told: list[str] = []
     RunHistory(told.append).take_in(tmp_path)
@@ -235,7 +235,7 @@ def test_a_journal_that_cannot_be_read_is_said_and_no_more(tmp_path: Path) -> No
     assert "line 1 of the journal was written by another version of Morph" in told[1]
 
 
-def test_a_run_is_told_what_earlier_runs_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_given_the_observations_of_earlier_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MORPH_DATA_DIR", str(tmp_path))
     lives = [life(f"v{number}", 10.0 + 3600.0 * 50, Ending.RUN_OVER) for number in range(4)]
     keep_lives(history_path(), "run", lives)
@@ -267,7 +267,7 @@ def test_on_azure_the_kind_holds_what_the_cloud_file_fixes(change: dict[str, obj
     assert Cloud(vms, Path("cloud.yaml"), spec).vm_kind == kind
 
 
-def test_files_that_name_types_of_gpu_say_what_of_each_may_come_and_its_price() -> None:
+def test_files_with_types_of_gpu_give_maximum_and_price_of_each() -> None:
     azure = AzureVms.model_validate({"kind": "azure", "address": "10.0.0.4", **COMMON})
     sizes = (
         {"name": "Standard_A", "num_gpus": 4, "usd_per_h": 2.0, "node_type": "t4"},

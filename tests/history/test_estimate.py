@@ -36,7 +36,7 @@ SMALL = ZONE_1.model_copy(update={"size": "NC6"})
 def lived(
     facts: NodeFacts, num_lost: int, hours: float, lost_with: int = 1, lost_of: int = 10, **more: float
 ) -> list[Life]:
-    """Return lives of so many lost VMs, and of one that was not lost, with so many hours in total."""
+    """Return this many lives that ended in a loss, and one that did not, of so many hours in total."""
     each_s = hours * 3600.0 / (num_lost + 1)
     common = {"facts": facts, "begun_s": 0.0, "ended_s": each_s, **more}
     lost = [
@@ -67,7 +67,8 @@ def test_a_rate_narrows_from_wide_kinds_and_counts_each_life_once() -> None:
     anywhere = estimate(lives, NodeFacts(provider="azure"))
     assert anywhere.expected.per_vm_h == pytest.approx((PRIOR.per_vm_h * most + 36) / (most + 115))
     assert anywhere.expected.weight_vm_h == MOST_WEIGHT_VM_H
-    any_size = estimate(lives, NodeFacts(provider="azure", region="westeurope"))  # (60 + 15) hours, beside 40 elsewhere
+    # (60 + 15) hours here, and 40 elsewhere
+    any_size = estimate(lives, NodeFacts(provider="azure", region="westeurope"))
     mean = (PRIOR.per_vm_h * most + 4) / (most + 40)
     assert any_size.expected.per_vm_h == pytest.approx((mean * most + 32) / (most + 75))
     hosts = lived(NodeFacts(provider="static", zone="h1:22"), 0, 93.0)
@@ -125,7 +126,7 @@ def test_the_quantiles_are_those_of_a_gamma_distribution(shape: float) -> None:
 
 
 def drawn_alone(draw: random.Random, per_vm_h: float) -> list[Life]:
-    """VMs watched for two hours each, lost by themselves."""
+    """Return VMs that were watched for two hours each, and lost independently."""
     lives = []
     for number in range(draw.randrange(5, 120)):
         hours = draw.expovariate(per_vm_h)

@@ -55,7 +55,7 @@ def test_each_kind_is_a_row() -> None:
     rows = [line.split() for line in shown.splitlines() if line.lstrip().startswith(("azure", "local"))]
     azure = "azure Standard_NC24ads_A100_v4 westeurope 2 3 20 2"
     assert rows[0][:7] == azure.split()
-    # two that were lost together count as one: (0.39 x 7.2 + 1) / (7.2 + 10)
+    # two VMs lost together count as one: (0.39 x 7.2 + 1) / (7.2 + 10)
     assert " ".join(rows[0][7:]) == "0.22 [0.073, 0.43] 10 h 50% 30 s 100% 100 s 60 s 0.97"
     assert rows[1][:4] == ["local", "1", "0.01", "0"]
     assert rows[1][-7:] == ["-"] * 7

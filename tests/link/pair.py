@@ -21,7 +21,7 @@ def own(secret: str = SECRET) -> str:
 
 
 def of_caller(name: str = "vm0", secret: str = SECRET) -> str:
-    """Return the credential of a process that was given it."""
+    """Return the credential of a process that received it."""
     return authority_of(secret).credential(name)
 
 
@@ -34,7 +34,7 @@ class Pair:
         self.pass_on(self.caller.shake())
 
     def pass_on(self, data: bytes) -> None:
-        """Bring bytes of the caller over, and the answers to them, until neither has any."""
+        """Bring the caller's bytes over, and the answers back, until neither end has any."""
         while data:
             answer = self.listener.take(data)
             data = self.caller.take(answer) if answer else b""
@@ -48,7 +48,10 @@ def unchanged(message: bytes) -> bytes:
 def man_in_the_middle(
     port: int, source: str, of_caller: Change = unchanged, of_listener: Change = unchanged
 ) -> Iterator[int]:
-    """Stands between one caller and a listener, and may change each record of TLS; yields where he listens."""
+    """Stand between one caller and a listener, where each TLS record may be changed.
+
+    Yield the address for the caller.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(BOUND_S)
 
@@ -68,7 +71,7 @@ def man_in_the_middle(
 
 
 def pass_on(one: socket.socket, other: socket.socket, change: Change) -> None:
-    """Hand the records that come from one end to the other until either hangs up."""
+    """Hand on the records of one end to the other until either end hangs up."""
     with contextlib.suppress(OSError), one.makefile("rb") as records:
         while len(head := records.read(5)) == 5:
             other.sendall(change(head + records.read(int.from_bytes(head[3:], "big"))))

@@ -15,11 +15,11 @@ def test_a_proof_holds_for_its_parts_and_its_secret_alone() -> None:
     assert not is_proven(given, new_secret(), "worker", "nonce", "vm0")
     assert not is_proven(given, secret, "worker", "nonce", "vm1")
     assert not is_proven(given, secret, "worker", "noncevm0")
-    assert not is_proven(given, secret, "worker", "nonc", "evm0")  # where one part ends is part of it
+    assert not is_proven(given, secret, "worker", "nonc", "evm0")  # the positions at which parts end matter too
 
 
 @pytest.mark.parametrize("given", ["", "é", "\ud800", "x" * 10_000])
-def test_anything_else_is_no_proof_and_no_error(given: str) -> None:
+def test_anything_else_is_not_a_proof_and_raises_no_error(given: str) -> None:
     assert not is_proven(given, "secret", "part")
 
 

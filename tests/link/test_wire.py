@@ -21,7 +21,7 @@ def pair() -> Pair:
     return Pair()
 
 
-def test_messages_of_any_size_come_as_they_were_sent_and_one_at_a_time(pair: Pair) -> None:
+def test_messages_of_any_size_arrive_unchanged_and_one_at_a_time(pair: Pair) -> None:
     bodies = [b"", b"\n", b"x" * 100_000, bytes(range(256)) * 4000]
     data = b"".join(pair.listener.put(body) for body in bodies)
     for first in range(0, len(data), 7777):
@@ -46,7 +46,7 @@ def test_a_long_message_is_never_in_memory_twice(pair: Pair) -> None:
     assert pair.listener.next() == body
 
 
-def test_what_is_put_before_the_handshake_is_over_is_sent_after_it() -> None:
+def test_messages_put_before_the_handshake_ends_are_sent_after_it() -> None:
     caller, listener = Wire(of_caller(), listens=False), Wire(own(), listens=True)
     assert caller.put(b"hello") + caller.put(b"again") == b""
     listener.take(caller.take(listener.take(caller.shake())))
@@ -79,7 +79,7 @@ def changed(one: bytes, two: bytes) -> bytes:
     [swapped, changed, lambda one, _: one + one, lambda _, two: two],
     ids=["out of order", "changed", "repeated", "one is left out"],
 )
-def test_a_message_that_is_not_the_next_one_as_it_was_sent_ends_the_connection(
+def test_a_changed_or_misplaced_message_ends_the_connection(
     pair: Pair, tamper: Callable[[bytes, bytes], bytes]
 ) -> None:
     data = tamper(pair.caller.put(b"one"), pair.caller.put(b"two"))
@@ -123,7 +123,7 @@ def bare(listens: bool) -> ssl.SSLContext:
 
 
 def shake(caller: ssl.SSLContext, listener: ssl.SSLContext) -> None:
-    """Shake hands, and let the caller say one thing; raises what either end does."""
+    """Shake hands, and let the caller send one message; raise the error of either end."""
     one, two = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [caller.wrap_bio(one, two, False, "listener"), listener.wrap_bio(two, one, True)]
     for _ in range(3):
@@ -141,7 +141,7 @@ STRANGERS = {
 @pytest.mark.parametrize("stranger", STRANGERS.values(), ids=STRANGERS)
 def test_a_caller_without_a_certificate_of_the_run_gets_nothing(stranger: Callable[[], ssl.SSLContext]) -> None:
     caller = stranger()
-    caller.check_hostname, caller.verify_mode = False, ssl.CERT_NONE  # it does not mind whom it calls
+    caller.check_hostname, caller.verify_mode = False, ssl.CERT_NONE  # the caller accepts any peer
     with pytest.raises(ssl.SSLError, match="certificate"):
         shake(caller, context(own(), listens=True))
 
@@ -152,7 +152,7 @@ def test_a_caller_in_the_clear_gets_nothing() -> None:
             Wire(own(), listens=True).take(said)
 
 
-def test_what_was_overheard_is_worth_nothing_on_another_connection() -> None:
+def test_overheard_bytes_are_useless_on_another_connection() -> None:
     caller, listener = Wire(of_caller(), listens=False), Wire(own(), listens=True)
     hello = caller.shake()
     rest = caller.take(listener.take(hello)) + caller.put(b"start")
@@ -170,7 +170,7 @@ def downgraded(made: ssl.SSLContext) -> ssl.SSLContext:
 
 
 def with_certificate(listens: bool) -> ssl.SSLContext:
-    """One of the run's own, that takes any version."""
+    """Return a context with one of the run's own certificates, which accepts any TLS version."""
     made = context.__wrapped__(own(), listens=listens)
     made.minimum_version = ssl.TLSVersion.TLSv1_2
     return downgraded(made)
@@ -183,7 +183,7 @@ def test_no_end_goes_down_to_an_older_version_of_tls() -> None:
         shake(context(of_caller(), listens=False), with_certificate(True))
 
 
-def test_a_man_in_the_middle_who_has_no_certificate_of_the_run_hears_nothing() -> None:
+def test_a_man_in_the_middle_without_the_runs_certificate_reads_nothing() -> None:
     with pytest.raises(ssl.SSLCertVerificationError):
         Pair(own("another"), of_caller())
 
@@ -200,7 +200,7 @@ def test_clocks_that_differ_between_machines_decide_nothing() -> None:
         assert (found.not_valid_before_utc.year, found.not_valid_after_utc.year) == (2000, 9999)
 
 
-def test_who_is_given_a_credential_cannot_sign_another() -> None:
+def test_a_holder_of_a_credential_cannot_sign_another() -> None:
     key, _, authority = of_caller().split(".")
     signed_by = x509.load_der_x509_certificate(base64.b64decode(authority)).public_key()
     theirs = serialization.load_der_private_key(base64.b64decode(key), None)
@@ -211,6 +211,6 @@ def test_who_is_given_a_credential_cannot_sign_another() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a.b.c", "s3cret", "....", f"{own()}."])
-def test_anything_else_is_no_credential_and_is_not_shown(text: str) -> None:
+def test_anything_else_is_not_a_credential_and_is_not_shown(text: str) -> None:
     with pytest.raises(ValueError, match=r"^this is not a credential$"):
         Wire(text, listens=False)

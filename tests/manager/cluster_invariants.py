@@ -1,4 +1,4 @@
-"""Invariants after every event of a history, besides ``validate``: of changes, and of what workers really have."""
+"""Invariants that are checked after each event of a history, besides ``validate``: changes, and workers' real state."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def check_state(cluster: SimulatedCluster, before: ControllerState, event: Event
 
 
 def check_versions(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """A step is decided when every member prepared it, never otherwise; it is undone only when its state is lost."""
+    """Check that a step is decided exactly when every member has prepared it.
+
+    It is undone only if its state is lost.
+    """
     old, new = before.version, decision.state.version
     if isinstance(event, ManifestWritten):
         cluster.told_written.add(event.version)
@@ -77,7 +80,7 @@ def check_versions(cluster: SimulatedCluster, before: ControllerState, event: Ev
 
 
 def check_counted(cluster: SimulatedCluster, before: ControllerState) -> None:
-    """In the decided step, the contribution of each section and micro-batch is in exactly one sum."""
+    """Check that, in the decided step, each section and micro-batch contributed to exactly one sum."""
     assert before.reshape is not None
     whole = (1 << before.reshape.plan.num_micro_batches) - 1
     total: dict[Place, int] = {}
@@ -91,7 +94,7 @@ def check_counted(cluster: SimulatedCluster, before: ControllerState) -> None:
 
 
 def check_orders(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """No worker known to be dead gets orders; all living ones work on one generation; steps go to all members."""
+    """Check that dead workers get no orders, living ones work on one generation, and steps go to all members."""
     state = decision.state
     if isinstance(event, WorkerLost):
         cluster.told_lost.update(event.workers)
@@ -122,12 +125,12 @@ def check_orders(cluster: SimulatedCluster, before: ControllerState, event: Even
 
 
 def check_holdings(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """Workers hold what the controller believes; and every needed unit is held or can be restored."""
+    """Check that workers hold what the controller believes, and that every needed unit is held or can be restored."""
     state = decision.state
     saved = state.saving.checkpoint is None or state.saving.checkpoint.version in cluster.checkpoints
     cluster.check(saved or state.saving.doubt is not None, "the newest checkpoint is not on storage")
     if any(isinstance(action, SendReshape | SendStep | SendCommit) for action in decision.actions):
-        return  # a worker that is about to apply a version has not done so yet
+        return  # a worker that is about to apply a version has not applied it yet
     for name, entry in state.workers.items():
         worker = cluster.workers[name]
         if worker.alive and entry.holds:
@@ -137,7 +140,7 @@ def check_holdings(cluster: SimulatedCluster, before: ControllerState, event: Ev
 
 
 def check_waits(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """Every wait is bounded: there is always a time at which the controller looks again, and it is not far."""
+    """Check that every wait is bounded: the controller always has a next time to look, which is near."""
     state = decision.state
     if state.phase is Phase.ENDED:
         return
@@ -156,7 +159,7 @@ def check_waits(cluster: SimulatedCluster, before: ControllerState, event: Event
 
 
 def check_patience(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """Training waits for a node no longer than the policy allows, and no worker drains forever."""
+    """Check that training waits for a node no longer than the policy allows, and that no worker drains forever."""
     state, rules = decision.state, decision.state.config.policy.rules
     set_back_s = sum(max(0.0, -by_s) for _, by_s in cluster.faults.clock_jumps)
     if state.phase is Phase.HOLDING and state.waits.hold_until_s is not None:
@@ -169,7 +172,7 @@ def check_patience(cluster: SimulatedCluster, before: ControllerState, event: Ev
 
 
 def check_rest(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """Before a rest all units are written if each has a holder; no worker keeps another order that long."""
+    """Check that, before a rest, all units that have holders are written, and no worker keeps another order."""
     state = decision.state
     if state.phase is not Phase.RESTING or before.waits.rest_until_s == state.waits.rest_until_s:
         return
@@ -182,9 +185,10 @@ def check_rest(cluster: SimulatedCluster, before: ControllerState, event: Event,
 
 
 def check_repeats(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """Nothing is requested without end: a request so often, never for too many VMs, and an order once a manager.
+    """Check that nothing is requested forever.
 
-    A commit is ordered once more each time that storage refused its units.
+    A request is repeated a limited number of times, and never for too many VMs; an order is sent once per manager. A
+    commit is ordered again each time that storage refused its units.
     """
     state, stutter = decision.state, decision.state.config.policy.rules.stutter
     if isinstance(event, CheckpointFailed):
@@ -224,13 +228,13 @@ def check_repeats(cluster: SimulatedCluster, before: ControllerState, event: Eve
         living = sum(entry.node is not NodeState.DRAINING for entry in state.workers.values())
         coming = sum(request.count + len(request.granted) for request in state.provisioning.requests.values())
         known = sum(request.count for request in before.provisioning.requests.values())
-        most = target + cluster.faults.num_devices - 1  # the last VM may bring more than was missing
+        most = target + cluster.faults.num_devices - 1  # the last VM may bring more devices than were missing
         right = living + coming <= most or isinstance(event, ManagerResumed) or known > 0
         cluster.check(right, f"{living} live, {coming} are to come, {target} are wanted")
 
 
 def check_ahead(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """Units are pre-copied from holders to workers that lack them, for a bounded time; only arrived units are used."""
+    """Check that holders pre-copy units to workers that lack them, in bounded time, and only arrived ones are used."""
     state, known = decision.state, before.pre_copy
     for action in decision.actions:
         if isinstance(action, SendPreCopy):
@@ -255,7 +259,7 @@ def check_ahead(cluster: SimulatedCluster, before: ControllerState, event: Event
 
 
 def check_acknowledged(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """A VM's notice is acknowledged only if the VM drains, has no order, and holds nothing that exists nowhere else."""
+    """Check that a notice is acknowledged only if its VM drains, has no order, and holds nothing unique."""
     state = decision.state
     for name in [action.worker for action in decision.actions if isinstance(action, AcknowledgeNotice)]:
         for each in (name, *beside(name, state.workers)):
@@ -277,7 +281,7 @@ def check_may_go(cluster: SimulatedCluster, state: ControllerState, name: str) -
 
 
 def check_given_back(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """Every node that is not known any more is given back at once, before others are requested, and no other is."""
+    """Check that exactly the nodes that are no longer known are given back, and before others are requested."""
     if not before.config.target_nodes:
         return
     state = decision.state
@@ -296,7 +300,7 @@ def check_given_back(cluster: SimulatedCluster, before: ControllerState, event: 
 
 
 def check_end(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """A finished run has all its steps, saved."""
+    """Check that a finished run has all its steps, and that the last one is saved."""
     state = decision.state
     if decision.reason.code is ReasonCode.FINISHED:
         early = state.evaluation is not None and state.judged.is_over(state.evaluation.best)

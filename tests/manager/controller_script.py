@@ -1,4 +1,4 @@
-"""Telling a controller one event after another, by hand."""
+"""A script that gives a controller one event after another."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SLICES = {"step": StepProgress, "saving": Saving, "waits": Waits, "provisioning"
 
 
 def changed(state: ControllerState, **fields: object) -> ControllerState:
-    """Return the state with some fields replaced, each in the slice where it stands."""
+    """Return the state with some fields replaced, each in the part of the state that has it."""
     for name, kind in SLICES.items():
         own = {field: fields.pop(field) for field in kind.model_fields if field in fields}
         state = state.model_copy(update={name: getattr(state, name).model_copy(update=own)}) if own else state
@@ -47,7 +47,7 @@ def changed(state: ControllerState, **fields: object) -> ControllerState:
 
 
 class Script:
-    """A controller and its last reason. Time advances by a tenth of a second with each event."""
+    """A controller and its last reason; time advances by a tenth of a second with each event."""
 
     def __init__(self, **fields: object) -> None:
         self.state: ControllerState = initial_state(make_config(**fields))
@@ -55,7 +55,7 @@ class Script:
         self.last: Decision | None = None
 
     def tell(self, event: Event, at_s: float | None = None) -> tuple[Action, ...]:
-        """Tell one event and return the actions."""
+        """Give the controller one event; return its actions."""
         self.now_s = self.now_s + 0.1 if at_s is None else at_s
         self.last = decide(self.state, event, self.now_s)
         self.state = self.last.state
@@ -63,7 +63,10 @@ class Script:
         return self.last.actions
 
     def wake(self) -> tuple[Action, ...]:
-        """Time passes until a tick finds something to do; waits that were over before only move the next one."""
+        """Let time pass until a tick finds something to do.
+
+        A tick after a wait that ended early only schedules the next tick.
+        """
         for _ in range(5):
             assert self.last is not None
             assert self.last.wake_at_s is not None
@@ -98,7 +101,7 @@ class Script:
         return actions
 
     def reshaped(self, *workers: str, loss_scale: LossScale | None = None) -> tuple[Action, ...]:
-        """Workers (all that are busy, by default) answer their reshape."""
+        """Let workers (by default all busy ones) answer their reshape."""
         actions: tuple[Action, ...] = ()
         for worker in workers or self.busy:
             answer = Reshaped(
@@ -113,14 +116,14 @@ class Script:
         return actions
 
     def prepared(self, *workers: str, overflowed: bool = False) -> tuple[Action, ...]:
-        """Workers (all that are busy, by default) answer their step."""
+        """Let workers (by default all busy ones) answer their step."""
         actions: tuple[Action, ...] = ()
         for worker in workers or self.busy:
             actions = self.tell(WorkerAnswered(worker=worker, answer=self.prepared_answer(worker, overflowed)))
         return actions
 
     def prepared_with(self, worker: str, **facts: object) -> tuple[Action, ...]:
-        """One worker answers its step and reports these facts of its units."""
+        """Let one worker answer its step, with these facts of its units."""
         answer = self.prepared_answer(worker).model_copy(update=facts)
         return self.tell(WorkerAnswered(worker=worker, answer=answer))
 
@@ -136,7 +139,7 @@ class Script:
         )
 
     def aborted(self, *workers: str, peer_lost: bool = False) -> tuple[Action, ...]:
-        """Workers (all that are busy, by default) give up their orders."""
+        """Let workers (by default all busy ones) give up their orders."""
         actions: tuple[Action, ...] = ()
         for worker in workers or self.busy:
             answer = Aborted(worker=worker, generation=self.state.generation, peer_lost=peer_lost)
@@ -144,7 +147,7 @@ class Script:
         return actions
 
     def committed(self) -> tuple[Action, ...]:
-        """Every busy worker answers its commit."""
+        """Let every busy worker answer its commit."""
         actions: tuple[Action, ...] = ()
         for worker in self.busy:
             answer = Committed(worker=worker, generation=self.state.generation, version=self.state.version)
@@ -161,7 +164,7 @@ class Script:
         return actions
 
     def saved(self, version: int) -> tuple[Action, ...]:
-        """A whole checkpoint gets to storage."""
+        """Bring a complete checkpoint to storage."""
         self.written(version)
         return self.tell(ManifestWritten(version=version))
 
@@ -181,7 +184,7 @@ def receivers(actions: Sequence[Action], kind: type[SendReshape] | type[SendStep
 
 
 def script_in(phase: Phase) -> Script:
-    """Return a script whose controller is in a phase, with four VMs and two more that are starting."""
+    """Return a script whose controller is in this phase, with four VMs and two more that are starting."""
     script = Script(num_steps=2)
     if phase is Phase.STARTING:
         script.tell(NodeAppeared(node="n1"))

@@ -1,4 +1,4 @@
-"""One history per seed: what goes wrong in it, its VMs, and playing it with every invariant checked."""
+"""One history per seed: its faults and VMs are drawn, and every invariant is checked while it is played."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ AHEAD = (
 
 
 def random_faults(seed: int) -> tuple[Faults, int, int]:
-    """Draw what goes wrong in one history, its number of VMs at the start, and how many are requested (0: none)."""
+    """Draw the faults of one history, its number of VMs at the start, and the number of requested VMs (0: none)."""
     draw = random.Random(f"faults {seed}")
 
     def now_and_then(share: float, *values: float) -> float:
@@ -55,7 +55,7 @@ def random_faults(seed: int) -> tuple[Faults, int, int]:
         count = draw.randint(1, most) if draw.random() < share else 0
         return tuple(draw.uniform(0.5, 14) for _ in range(count))
 
-    long = LONG_NOTICES if seed % 5 == 3 else 1.0  # in which members go on training
+    long = LONG_NOTICES if seed % 5 == 3 else 1.0  # faults during which members continue to train
     faults = Faults(
         num_devices=(1, 1, 1, 2 + seed // 4 % 2)[seed % 4],
         death_per_order=draw.choice([0, 0.02, 0.06]),
@@ -86,9 +86,10 @@ def random_faults(seed: int) -> tuple[Faults, int, int]:
         quiet_after_s=QUIET_AFTER_S,
     )
     num_nodes, target = draw.randrange(2, 8), draw.choice([0, 0, 4, 6])
-    causes: tuple[FailureCause, ...] = ("job", "device", "memory") if target else ("job",)  # else no replacements
+    # without replacements otherwise
+    causes: tuple[FailureCause, ...] = ("job", "device", "memory") if target else ("job",)
     faults = replace(faults, order_error=now_and_then(0.3, 0.02, 0.1), error_causes=causes)
-    if draw.random() < 0.15:  # every VM goes, and others come: what was saved is loaded, if it can be
+    if draw.random() < 0.15:  # all VMs are lost and replaced; the newest loadable checkpoint is loaded
         gone_s = draw.uniform(8, 16)
         deaths = (*faults.deaths_after_s, (gone_s, 20))
         joins = (*faults.joins_after_s, *(gone_s + draw.uniform(0, 0.5) for _ in range(draw.randint(2, 5))))
@@ -98,12 +99,12 @@ def random_faults(seed: int) -> tuple[Faults, int, int]:
 
 
 def play(seed: int, num_steps: int = 8, evaluation: EvaluationSize | None = None) -> SimulatedCluster:
-    """Play one history to its end, every invariant checked after every event.
+    """Play one history to its end, and check every invariant after every event.
 
-    ``evaluation``: of the job, where it acts by it.
+    ``evaluation``: the job's evaluation, where the run acts on it.
 
     Raises:
-        BrokenHistoryError: with the history, when an invariant does not hold or the run does not end as it should.
+        BrokenHistoryError: An invariant does not hold, or the run does not end as it should; the error has the history.
     """
     faults, num_nodes, target = random_faults(seed)
     plans: dict[Any, Plan] = UNEQUAL if seed // 2 % 2 else PLANS
@@ -116,9 +117,9 @@ def play(seed: int, num_steps: int = 8, evaluation: EvaluationSize | None = None
         faults = replace(faults, node_types=TYPES)
     rules = config.policy.rules
     stutter = rules.stutter.model_copy(update={"windows": 1 + seed % 2})
-    wait = rules.wait.model_copy(update={"morph_s": float(seed % 2)})  # 0: steps are given up for newcomers
+    wait = rules.wait.model_copy(update={"morph_s": float(seed % 2)})  # with 0, steps are given up for newcomers
     rules = rules.model_copy(update={"ahead": AHEAD[seed % len(AHEAD)], "stutter": stutter, "wait": wait})
-    most = (40, 40, 2, 1)[seed // 3 % 4]  # in the first ones there are not that many faults
+    most = (40, 40, 2, 1)[seed // 3 % 4]  # 40 is more than the faults of a history
     every = None if seed % 4 == 3 else config.policy.checkpoint_every_steps  # None: as often as costs least
     update = {"max_fruitless_generations": most, "rules": rules, "checkpoint_every_steps": every}
     policy = config.policy.model_copy(update=update)
@@ -133,7 +134,7 @@ def play(seed: int, num_steps: int = 8, evaluation: EvaluationSize | None = None
 
 
 def play_all(seeds: Iterable[int]) -> int:
-    """Play several histories; return how many."""
+    """Play several histories; return their number."""
     return len([play(seed).seed for seed in seeds])
 
 
@@ -159,7 +160,7 @@ class Reached:
 
 
 def reached_by(seeds: Iterable[int]) -> Reached:
-    """Play several histories; return what they came to."""
+    """Play several histories; return what they reached."""
     reached = Reached()
     for seed in seeds:
         reached.add(play(seed))

@@ -1,6 +1,6 @@
-"""Workers, a provider, storage and a network in virtual time that carry out the controller's actions, faults included.
+"""Workers, a provider, storage and a network in virtual time, which carry out the controller's actions, with faults.
 
-What happens depends on the seed alone. Every history ends in a ``Finish`` or fails with its whole log.
+Everything that happens is drawn from the seed. Every history ends in a ``Finish``, or fails with its whole log.
 """
 
 from __future__ import annotations
@@ -71,18 +71,18 @@ from morph.contract.vm_names import beside, vm_of, workers_of
 
 
 def priced(number: int) -> Paid:
-    """Return a VM's price by its number: no random numbers are drawn for values without effect on decisions."""
+    """Return a VM's price, which depends on its number: values without effect on decisions draw no random numbers."""
     usd_per_h = 0.1 * (number % 4) if number % 4 else None
     return Paid(usd_per_h=usd_per_h, num_nodes=1 + number % 3, before_s=0.3 * (number % 7))
 
 
 def waits(vm: str) -> bool:
-    """Whether a VM waits in a queue before it boots: by its number, too."""
+    """Return whether a VM waits in a queue before it boots, which depends on its number too."""
     return int(vm[1:]) % 5 == 2
 
 
 class SimulatedProvider:
-    """Brings VMs up. A request that comes again under its name gets no further VMs, and the same answer."""
+    """Brings VMs up; a request that is repeated under its name gets no further VMs, and the same answer."""
 
     def __init__(self, world: World, tell: Callable[[Event], None], workers: SimulatedWorkers) -> None:
         self.world, self.tell, self.workers = world, tell, workers
@@ -92,19 +92,19 @@ class SimulatedProvider:
         self.answers: dict[str, Event] = {}
 
     def add_node(self, host: str | None = None, request: str | None = None) -> str:
-        """A VM comes up; ``host``: a machine that existed before."""
+        """Bring up a VM; ``host``: the earlier machine on which it runs."""
         self.num_nodes += 1
         vm = f"n{self.num_nodes}"
         self.up(vm, host, request)
         return vm
 
     def facts(self, vm: str) -> NodeFacts | None:
-        """Return a VM's facts; None: all VMs are equal."""
+        """Return a VM's facts; None if all VMs are equal."""
         types = self.world.faults.node_types
         return NodeFacts(node_type=self.types.get(vm, types[int(vm[1:]) % len(types)])) if types else None
 
     def up(self, vm: str, host: str | None, request: str | None) -> None:
-        """A VM is up, with all of its workers."""
+        """Bring up a VM with all of its workers."""
         names = workers_of(vm, self.world.faults.num_devices)
         for name in names:
             self.workers.all[name] = SimulatedWorker(host=host or name)
@@ -112,18 +112,18 @@ class SimulatedProvider:
             self.tell(NodeAppeared(node=name, host=host, request=request, facts=self.facts(vm)))
 
     def tell_all(self) -> None:
-        """Tell of every VM that is up, as a manager that takes over finds them."""
+        """Report every VM that is up to a manager that takes over."""
         for name, worker in self.workers.all.items():
             if worker.alive:
                 self.tell(NodeAppeared(node=name, host=worker.host, facts=self.facts(vm_of(name))))
 
     def come_back(self, host: str) -> None:
-        """A machine comes back with another id, after a while."""
+        """Bring a machine back under another id after a while."""
         if self.world.chance(self.world.faults.comeback):
             self.world.at(self.world.between(0.5, 3), lambda: self.add_node(host))
 
     def request(self, action: RequestNodes) -> None:
-        """Grant a request, or some of it, or refuse it, or lose it."""
+        """Answer a request: grant all or some of it, refuse it, or lose it."""
         world = self.world
         if world.chance(world.faults.unanswered):
             return
@@ -134,7 +134,7 @@ class SimulatedProvider:
             world.at(world.between(0.1, 1) + world.lag_s(), lambda: self.tell(answer))
 
     def decide(self, action: RequestNodes) -> Event:
-        """Say how many VMs there are for a request, and boot them."""
+        """Draw the number of VMs for a request, and boot them."""
         count, world = action.count, self.world
         if world.chance(world.faults.refused):
             count = world.random.randrange(count)
@@ -149,12 +149,12 @@ class SimulatedProvider:
         for vm in vms:
             if not world.chance(world.faults.refused / 4):
                 world.at(world.between(0.2, 4), lambda vm=vm: self.begin(vm, action.request))
-            elif self.num_nodes % 2:  # it never comes up, and the provider says so or does not
+            elif self.num_nodes % 2:  # it never comes up, and the provider may or may not report this
                 for name in workers_of(vm, each):
                     lost = WorkerLost(worker=name, cause="taken while it booted")
                     world.at(world.between(0.2, 4), lambda lost=lost: self.tell(lost))
         paid = {}
-        for vm in (vm for vm in vms if int(vm[1:]) % 5):  # of some nothing is known
+        for vm in (vm for vm in vms if int(vm[1:]) % 5):  # some have no known price
             price = priced(int(vm[1:]))
             price = price.model_copy(update={"num_nodes": each}) if each > 1 else price
             paid |= dict.fromkeys(workers_of(vm, each), price)
@@ -163,7 +163,7 @@ class SimulatedProvider:
         return NodesGranted(request=action.request, nodes=nodes, paid=paid, waiting=waiting)
 
     def begin(self, vm: str, request: str) -> None:
-        """A VM is up; of those that waited in a queue some were seen to leave it before."""
+        """Bring up a VM; for some of those that waited in a queue, first report that they left it."""
         if waits(vm) and int(vm[1:]) % 2:
             names = workers_of(vm, self.world.faults.num_devices)
             price = priced(int(vm[1:])).model_copy(update={"num_nodes": len(names)})
@@ -171,12 +171,12 @@ class SimulatedProvider:
         self.up(vm, None, request)
 
     def acknowledged(self, name: str) -> None:
-        """Handle the acknowledgement of a VM that is not needed any more: it is taken at once, was taken, or stays."""
+        """Handle the acknowledgement that a VM is no longer needed: it is taken now, was taken already, or stays."""
         if self.world.chance(self.world.faults.doubled):
             self.workers.killer(name)
 
     def notice(self, taken_after_s: float | None) -> None:
-        """Give a notice of some worker's VM, now and then twice; then take it, or not."""
+        """Give notice of some worker's VM, sometimes twice; then take the VM or spare it."""
         world = self.world
         living = [name for name, worker in self.workers.all.items() if worker.alive]
         if not living:
@@ -286,7 +286,7 @@ class SimulatedCluster(World):
         self.clock_ahead_s += by_s
         self.note(f"the clock jumps by {by_s:.1f} s")
         self.set_alarm(self.state_wake_s)
-        if by_s > 0:  # as if the manager had stood still
+        if by_s > 0:  # as if the manager had been suspended
             self.emit(NobodyHeard(lasted_s=by_s))
 
     @property
@@ -295,7 +295,10 @@ class SimulatedCluster(World):
         return self.history[-1][2].wake_at_s if self.history else None
 
     def emit(self, event: Event) -> None:
-        """Give an event to the controller, check the decision, carry it out. A manager that is down hears nothing."""
+        """Give an event to the controller, check the decision, and carry it out.
+
+        A manager that is down gets no events.
+        """
         if self.finish is not None or self.down or getattr(event, "worker", None) in self.forgotten:
             return
         before = self.state
@@ -311,7 +314,7 @@ class SimulatedCluster(World):
             self.died_before = True
             self.go_down()
         if self.down:
-            return  # it died before it could do any of it
+            return  # it died before its first action
         for action in decision.actions:
             self.carry_out(action)
         if decision.state.version > before.version:
@@ -319,7 +322,7 @@ class SimulatedCluster(World):
         self.set_alarm(decision.wake_at_s)
 
     def set_alarm(self, wake_s: float | None) -> None:
-        """Wake the manager when its clock shows this."""
+        """Wake the manager when its clock shows this time."""
         self.wake_s = wake_s
         if wake_s is not None:
             self.at_time(max(self.now_s, wake_s - self.clock_ahead_s) + 1e-6, lambda: self.wake(wake_s))
@@ -331,7 +334,7 @@ class SimulatedCluster(World):
             self.emit(Tick())
 
     def enter(self, phase: Phase) -> None:
-        """Some workers die a little after the controller enters a phase."""
+        """Kill some workers a little after the controller has entered a phase."""
         self.entered[phase] += 1
         for fatal, nth, count in self.faults.deaths_in:
             if fatal is phase and self.entered[phase] == nth + 1:
@@ -340,7 +343,7 @@ class SimulatedCluster(World):
     # --- managers --------------------------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """The manager dies now, or right after its next decision is written down; later a new one takes over."""
+        """Kill the manager, now or right after its next decision is recorded; later a new one takes over."""
         if self.finish is not None or self.down or not self.history:
             return
         if self.random.random() < 0.5:
@@ -351,18 +354,18 @@ class SimulatedCluster(World):
     def die_before_acting(
         self, cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision
     ) -> None:
-        """The decision is in the journal; nothing of it is done."""
+        """Die with the decision in the journal, before any of its actions."""
         self.observers = self.observers[:-1]
         self.go_down()
 
     def go_down(self) -> None:
-        """From now on no worker is heard; orders are still delivered."""
+        """Go down: from now on no worker is heard, while orders are still delivered."""
         self.down, self.wake_s = True, None
         self.note("the manager dies")
         self.at(self.between(0.1, 3), self.take_over)
 
     def take_over(self) -> None:
-        """A new manager rebuilds the state from what was written down, and finds the workers that live."""
+        """Let a new manager rebuild the state from the journal, and find the living workers."""
         state = self.first
         for time_s, event, _ in self.history:
             state = decide(state, EVENT.validate_json(event.model_dump_json()), time_s).state
@@ -373,7 +376,7 @@ class SimulatedCluster(World):
         self.provider.tell_all()
 
     def start_afresh(self) -> None:
-        """Everything is gone but storage: the run begins again at its newest checkpoint, with new VMs."""
+        """Lose everything but storage: the run begins again at its newest checkpoint, with new VMs."""
         if self.finish is not None or self.down or not self.checkpoints:
             return
         for name in list(self.workers):
@@ -396,7 +399,7 @@ class SimulatedCluster(World):
     # --- deaths and slow workers -----------------------------------------------------------------------------
 
     def replenish(self) -> None:
-        """From here on there are enough VMs."""
+        """Add VMs, so that from here on there are enough."""
         for _ in range(4):
             self.provider.add_node()
 
@@ -407,7 +410,7 @@ class SimulatedCluster(World):
             self.kill(name)
 
     def kill(self, name: str) -> None:
-        """SIGKILL one, or the VM that it is on."""
+        """Kill a worker, or all workers of its VM."""
         worker, others = self.workers[name], beside(name, self.workers)
         if not worker.alive:
             return
@@ -418,7 +421,7 @@ class SimulatedCluster(World):
         self.provider.come_back(worker.host)
 
     def send_times(self) -> None:
-        """Heartbeats bring the compute times of a step's micro-batches, of all members at once."""
+        """Let heartbeats bring the compute times of a step's micro-batches, from all members at once."""
         if not self.faults.slow:
             return
         times = []
@@ -479,7 +482,7 @@ class SimulatedCluster(World):
                 self.finish = action
 
     def find_checkpoint(self, first: ControllerState) -> None:
-        """Storage is read: what is damaged is set aside, by a manager that may die before it can tell."""
+        """Search storage: damaged versions are set aside; the manager may die before it can report the result."""
         if first is not self.first or (self.down and self.random.random() < 0.5):
             return
         if self.chance(self.faults.load_failure):
@@ -498,7 +501,7 @@ class SimulatedCluster(World):
         return Manifest(fingerprint="f", version=version, units=FILES, judged=self.judged.get(version, Judged()))
 
     def write_manifest(self, version: int, first: ControllerState) -> None:
-        """The manifest is on storage, unless the run that requested it was begun again."""
+        """Write the manifest, unless the run that requested it was begun again."""
         if first is not self.first:
             return
         if self.state.phase != "sealing" and self.chance(self.faults.write_failure):
@@ -509,7 +512,7 @@ class SimulatedCluster(World):
         self.emit(ManifestWritten(version=version))
 
     def fail(self, name: str, error: str) -> None:
-        """A worker's present order fails for good."""
+        """Let a worker's present order fail for good."""
         worker = self.workers[name]
         assert worker.order is not None
         generation = worker.order.order.generation
@@ -518,7 +521,7 @@ class SimulatedCluster(World):
 
 
 class JournalledCluster(SimulatedCluster):
-    """Notes each kill, each event and each decision before acting."""
+    """A cluster whose kills, events and decisions are in a journal before they take effect."""
 
     def __init__(self, seed: int, run_dir: Path, faults: Faults, start_s: float = 0.0, **fields: object) -> None:
         config = make_config(**fields)
@@ -547,7 +550,7 @@ class JournalledCluster(SimulatedCluster):
 
 
 def played(stop_at: int | None = None) -> LiveRun:
-    """Return it at its end, or as it stood when ``stop_at`` was decided."""
+    """Return a cluster that was played to its end, or until ``stop_at`` was decided."""
     run = LiveRun("gpt2-stdlib", 12, 8, Prices(paid_usd_per_h=1.0, on_demand_usd_per_h=3.0), start_s=0.0)
 
     def observe(cluster: SimulatedCluster, _before: ControllerState, event: Event, decision: Decision) -> None:

@@ -1,4 +1,4 @@
-"""The job that the simulated clusters run: plans, units and a configuration."""
+"""The job of the simulated clusters: plans, units and a configuration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_plan(depth: int, replicas: int, num_sections: int = 6, num_micro_batche
 
 
 def make_unequal(*kinds: tuple[int, int, str], num_sections: int = 6, num_micro_batches: int = 8) -> Plan:
-    """Build a plan of kinds of pipelines, each (stages, replicas, type of GPU), that share micro-batches by speed."""
+    """Build a plan of kinds of pipelines, each (stages, replicas, type of GPU); they share micro-batches by speed."""
     stages = tuple(
         StagePlan(first_section=first, end_section=end, window=2, recompute=False, node_type=node_type)
         for depth, _, node_type in kinds
@@ -74,7 +74,7 @@ UNEQUAL = {
 }
 """Unequal pipelines for each number of workers."""
 OF_TYPE = {1: ((1, 1),), 2: ((2, 1),), 3: ((2, 1), (1, 1)), 4: ((2, 2),)}
-"""Stages and replicas on so many GPUs of one type."""
+"""Stages and replicas on this many GPUs of one type."""
 MIXED = {
     Pool.of({"fast": fast, "slow": slow}): make_unequal(
         *((*kind, "fast") for kind in OF_TYPE.get(fast, ())), *((*kind, "slow") for kind in OF_TYPE.get(slow, ()))
@@ -82,7 +82,7 @@ MIXED = {
     for fast, slow in itertools.product(range(5), range(5))
     if fast + slow > 1
 }
-"""Of each pool of GPUs of two types."""
+"""A plan for each pool of GPUs of two types."""
 RULES = Rules(
     checkpoints=CheckpointRules(file_timeout_s=5.0),
     wait=WaitRules(vms_patience_s=500.0, setup_s=1.0),
@@ -96,7 +96,7 @@ SIZES = {unit: 100 if "+" in unit else 10 for unit in UNITS}
 
 
 def make_config(**fields: object) -> ControllerConfig:
-    """Build a configuration: six sections, one tied unit, two workers at least, twelve steps."""
+    """Build a configuration: six sections, one tied unit, at least two workers, twelve steps."""
     policy = Policy(
         checkpoint_every_steps=3, start_patience_s=5.0, heartbeat_timeout_s=2.0, order_timeout_s=20.0, rules=RULES
     )
@@ -117,20 +117,20 @@ FIRST_SCALE = LossScale(exponent=6, growth_steps=3)
 
 @functools.cache
 def norm_sq(unit: str, step: int) -> float:
-    """Squared norm of a unit's gradient in a step: no two of them are equal, and their sums are rounded."""
+    """Return the squared norm of a unit's gradient in a step; no two are equal, and their sums are rounded."""
     return (step + 1) / 3 + list(UNITS).index(unit) / 7
 
 
 @functools.cache
 def broken_unit(step: int, share: float) -> str | None:
-    """The unit with a gradient that is not finite in a step, if there is one."""
+    """Return the unit whose gradient is not finite in a step, if there is one."""
     draw = random.Random(f"non-finite {step}")
     return draw.choice(list(UNITS)) if draw.random() < share else None
 
 
 @functools.cache
 def facts_of(version: int, share: float) -> Decided:
-    """What is right to decide of step ``version - 1``: of all units, each once, in order."""
+    """Return the right decision about step ``version - 1``: facts of all units, each once, in order."""
     if broken_unit(version - 1, share):
         return Decided(version=version, skipped=True)
     total = math.fsum(norm_sq(unit, version - 1) for unit in sorted(UNITS))
@@ -139,7 +139,7 @@ def facts_of(version: int, share: float) -> Decided:
 
 @functools.cache
 def scale_of(version: int, share: float) -> LossScale:
-    """The loss scale that every unit holds at a version."""
+    """Return the loss scale that every unit holds at a version."""
     scale = FIRST_SCALE
     for step in range(version):
         scale = scale.after(skipped=broken_unit(step, share) is not None)

@@ -1,7 +1,6 @@
-"""The workers' side of a history: they carry out orders as the contract says, and check each against what they have.
+"""The workers of a history: they carry out orders as the contract says, and check each order against their own state.
 
-An order that comes again is answered again, or gone on with: it is not carried out twice. One that is older than
-the newest is ignored.
+A repeated order is answered again or continued, but not carried out twice. An order older than the newest is ignored.
 """
 
 from __future__ import annotations
@@ -53,21 +52,21 @@ OrderKey = tuple[str, int, int, int]
 
 @dataclass(frozen=True)
 class Faults:
-    """How often each fault happens; probabilities unless named otherwise. All are off by default."""
+    """How often each fault happens: probabilities unless stated otherwise, all 0 by default."""
 
     num_devices: int = 1
-    """workers of each VM, which share its notice and its loss"""
+    """workers of each VM, which share notices and losses"""
     node_types: tuple[str, ...] = ()
-    """types of VMs, which come in turn; none: all are equal"""
+    """types of VMs, which alternate; without any, all VMs are equal"""
     death_per_order: float = 0.0
     deaths_after_s: tuple[tuple[float, int], ...] = ()
     deaths_in: tuple[tuple[Phase, int, int], ...] = ()
-    """(phase, how often it is entered before, how many die at once then)"""
+    """(phase, number of earlier times in this phase, number of workers that die at once)"""
     joins_after_s: tuple[float, ...] = ()
     comeback: float = 0.0
-    """a machine whose worker died is back soon, under another id"""
+    """the machine of a dead worker returns soon under another id"""
     notices_after_s: tuple[tuple[float, float | None], ...] = ()
-    """(when a worker gets a notice, after how long it is really taken; None: it is not taken)"""
+    """(when a worker gets a notice, after how many seconds its VM is taken; None: the VM is not taken)"""
     notice_withdrawn: float = 0.0
     silent_death: float = 0.0
     late_loss: float = 0.0
@@ -77,38 +76,39 @@ class Faults:
     late_message: float = 0.0
     """by up to 3 s, so that messages overtake each other"""
     broken_stream: float = 0.0
-    """what is pre-copied breaks off, or cannot keep up"""
+    """a stream breaks off, or cannot keep up"""
     order_error: float = 0.0
-    """an order fails: at each step once, but for devices that are lost"""
+    """an order fails; this happens once per step, except for lost devices"""
     error_causes: tuple[FailureCause, ...] = ("job", "device", "memory")
     overflow: float = 0.0
     non_finite: float = 0.0
-    """share of steps with a gradient that is not finite; which ones, and in which unit, depends on the step alone"""
+    """share of steps with a gradient that is not finite; the step alone determines whether, and in which unit"""
     stuck: float = 0.0
     spurious_abort: float = 0.0
     write_failure: float = 0.0
     load_failure: float = 0.0
-    """a checkpoint cannot be loaded: it is damaged where an older one is whole, else storage failed for a moment"""
+    """a checkpoint cannot be loaded: it is damaged if an older one is undamaged; otherwise storage failed for a
+    moment"""
     slow: float = 0.0
-    """share of workers that compute 30 % slower, for a while"""
+    """share of workers that are 30 % slower for a while"""
     refused: float = 0.0
-    """requests for VMs: refused or granted in part"""
+    """requests for VMs that are refused or granted in part"""
     unanswered: float = 0.0
-    """requests for VMs: lost, or their grant is"""
+    """requests for VMs that are lost, or whose grants are"""
     restarts_after_s: tuple[float, ...] = ()
-    """a new manager takes over"""
+    """times at which a new manager takes over"""
     dies_before: str = ""
-    """the kind of action that the manager writes down, and dies before it does it, the first time"""
+    """the kind of action before which the manager dies once, after recording it"""
     fresh_starts_after_s: tuple[float, ...] = ()
-    """manager and workers are gone; the run is begun again from its newest checkpoint"""
+    """times at which manager and workers die, and the run begins again from its newest checkpoint"""
     clock_jumps: tuple[tuple[float, float], ...] = ()
-    """(when, by how many seconds the manager's clock jumps)"""
+    """(time, seconds by which the manager's clock jumps)"""
     stop_after_s: float | None = None
     quiet_after_s: float = 60.0
 
 
 def order_key(action: Order) -> OrderKey:
-    """Return what makes an order the same order when it comes again."""
+    """Return the key by which a repeated order is recognised."""
     order = action.order
     if isinstance(action, SendStep):
         return action.kind, order.generation, action.order.step, action.order.attempt
@@ -117,14 +117,14 @@ def order_key(action: Order) -> OrderKey:
 
 
 def sequence_of(key: OrderKey) -> tuple[int, int, int, int]:
-    """Return what grows from one order of a worker to its next."""
+    """Return the part of the key that grows from one order of a worker to its next."""
     kind, generation, version, attempt = key
     return generation, ("send_reshape", "send_step", "send_commit").index(kind), version, attempt
 
 
 @dataclass
 class SimulatedWorker:
-    """A worker's own view: its present order, the units it has with their version, and what it prepared."""
+    """A worker's own view: its present order, the version of each unit that it has, and the step that it prepared."""
 
     host: str = ""
     started: bool = False
@@ -145,20 +145,20 @@ class SimulatedWorker:
     stage_units: frozenset[str] = frozenset()
     prepared: int | None = None
     shared: dict[str, int] = field(default_factory=dict)
-    """of units that it keeps for others: the step whose gradients it holds"""
+    """the step whose gradients the worker holds, by unit that it follows"""
     begun_sums: WorkerSums | None = None
     sums: WorkerSums = field(default_factory=lambda: WorkerSums(SUMMED))
     overflowed: bool = False
     non_finite: bool = False
 
     def has(self, unit: str, version: int) -> bool:
-        """Whether it can give this unit at this version, applying what it prepared if need be."""
+        """Return whether the worker can give this unit at this version, if necessary after applying its step."""
         if self.prepared is not None and self.prepared + 1 == version:
             return unit in self.stage_units or self.shared.get(unit) == self.prepared
         return version in (self.units.get(unit), self.received.get(unit))
 
     def apply(self) -> None:
-        """Apply what it prepared, once, to the units of its stage."""
+        """Apply the prepared step, once, to the units of the worker's stage."""
         assert self.prepared is not None
         self.units = {unit: held + 1 if unit in self.stage_units else held for unit, held in self.units.items()}
         self.prepared = None
@@ -171,11 +171,11 @@ class SimulatedWorker:
 
 
 class BrokenHistoryError(AssertionError):
-    """An invariant did not hold; carries the log of the history."""
+    """A broken invariant; carries the log of the history."""
 
 
 class World:
-    """The event queue, and counts of faults. Events are ordered by (time, sequence number)."""
+    """The event queue, in order of (time, sequence number), and counts of faults."""
 
     def __init__(self, seed: int, faults: Faults) -> None:
         self.random = random.Random(seed)
@@ -192,25 +192,25 @@ class World:
         heapq.heappush(self.queue, (time_s, next(self.sequence), action))
 
     def next(self) -> None:
-        """Go on to the next thing that happens."""
+        """Play the next event."""
         self.check(bool(self.queue), "nothing will ever happen again")
         self.now_s, _, action = heapq.heappop(self.queue)
         action()
 
     @property
     def quiet(self) -> bool:
-        """Nothing goes wrong any more, so that every history can end."""
+        """Whether faults have ended, so that every history can finish."""
         return self.now_s >= self.faults.quiet_after_s
 
     def chance(self, probability: float) -> bool:
         return probability > 0 and not self.quiet and self.random.random() < probability
 
     def between(self, least: float, most: float) -> float:
-        """Draw a duration, seconds."""
+        """Draw a duration in seconds."""
         return least + (most - least) * self.random.random()
 
     def lag_s(self) -> float:
-        """Draw the time of a message, which is sometimes so long that others overtake it."""
+        """Draw the delay of a message in seconds; it is sometimes so long that other messages overtake this one."""
         return self.between(0.0, 3.0) if self.chance(self.faults.late_message) else self.between(0.0, 0.01)
 
     def note(self, what: str) -> None:
@@ -222,7 +222,7 @@ class World:
             raise self.broken(what)
 
     def broken(self, what: str) -> BrokenHistoryError:
-        """Build the error that shows the history."""
+        """Return the error that shows the history."""
         again = f"python tests/manager/random_history.py {self.seed}"
         return BrokenHistoryError(f"seed {self.seed}: {what}\n{self.told()}\nseed {self.seed}: {what}; again: {again}")
 
@@ -244,18 +244,21 @@ Key = tuple[int, str, str]
 
 @dataclass
 class Stream:
-    """From one sender to one receiver: ``versions`` is what the receiver has, or will have, of each unit."""
+    """A stream from one sender to one receiver.
+
+    ``versions``: the version of each unit that the receiver has or will have.
+    """
 
     units: tuple[str, ...]
     versions: dict[str, int] = field(default_factory=dict)
     follows: bool = False
     broken: bool = False
     left: bool = False
-    """everything is with the receiver, and the sender is through with it"""
+    """everything has arrived at the receiver, so that the sender has finished"""
 
 
 class SimulatedPreCopy:
-    """Every stream of a history."""
+    """All pre-copy streams of a history."""
 
     def __init__(self, world: World, tell: Callable[[Event], None], workers: dict[str, SimulatedWorker]) -> None:
         self.world, self.tell, self.workers = world, tell, workers
@@ -263,14 +266,14 @@ class SimulatedPreCopy:
         self.num_taken = self.num_given_up = 0
 
     def order(self, action: SendPreCopy) -> None:
-        """An order is on its way, on the control lane."""
+        """Deliver a pre-copy order to a worker on the control lane, sometimes twice or never."""
         if not self.world.chance(self.world.faults.lost_message):
             self.world.at(self.world.lag_s(), lambda: self.receive(action.worker, action.order))
         if self.world.chance(self.world.faults.doubled):
             self.world.at(self.world.between(0.0, 3), lambda: self.receive(action.worker, action.order))
 
     def receive(self, name: str, order: PreCopyOrder) -> None:
-        """A worker gets an order: it drops what an older one said."""
+        """Let a worker begin a pre-copy order, and drop its older one."""
         worker = self.workers[name]
         if not worker.alive or order.number < worker.pre_copy_number:
             return
@@ -287,7 +290,7 @@ class SimulatedPreCopy:
                     self.streams[key] = Stream(mine)
 
     def begin_step(self, name: str, version: int) -> None:
-        """A step begins: a sender copies further units, and all of them arrive after a while, or never."""
+        """Begin a step: a sender copies further units; once all are copied, they arrive after a while or never."""
         for key, stream in self.of(name, sending=True):
             if stream.broken or len(stream.versions) == len(stream.units):
                 continue
@@ -298,12 +301,12 @@ class SimulatedPreCopy:
                     raise self.world.broken(f"{name} is to send {unit} ahead at {version}, it has another version")
                 stream.versions[unit] = version
                 if self.world.random.random() < 0.3:
-                    break  # the others at a later step
+                    break  # the others follow at a later step
             if len(stream.versions) == len(stream.units):
                 self.world.at(self.world.between(0.05, 1.5), lambda key=key: self.arrive(key))
 
     def arrive(self, key: Key) -> None:
-        """Everything of a stream has arrived, if its receiver expects it; or the stream breaks."""
+        """Let everything of a stream arrive if its receiver expects it, or break the stream."""
         number, sender, receiver = key
         stream = self.streams[key]
         if self.world.chance(self.world.faults.broken_stream):
@@ -314,7 +317,7 @@ class SimulatedPreCopy:
             self.report(receiver, number)
 
     def report(self, name: str, number: int) -> None:
-        """Tell how far it is: now and then the news comes twice, late or never."""
+        """Report the receiver's progress; the report sometimes comes twice, late or never."""
         if not self.workers[name].alive:
             return
         streams = [stream for key, stream in self.of(name, sending=False) if key[0] == number]
@@ -328,7 +331,7 @@ class SimulatedPreCopy:
             self.world.at(self.world.between(0.0, 3), lambda: self.tell(event))
 
     def apply(self, name: str, version: int) -> None:
-        """A sender applies step ``version``: what follows it does too."""
+        """Apply step ``version`` at a sender, and so to the units of its streams."""
         for _, stream in self.of(name, sending=True):
             for unit, held in stream.versions.items():
                 if not stream.broken:
@@ -337,14 +340,14 @@ class SimulatedPreCopy:
                     stream.versions[unit] = version + 1
 
     def keep(self, name: str, order: ReshapeOrder) -> None:
-        """Begin a reshape: pre-copied units that it does not use are dropped."""
+        """Begin a reshape: drop pre-copied units that the order does not use."""
         used = {(order.ahead, entry.peer, entry.worker) for entry in order.sources if entry.kind == "ahead"}
         for key, stream in self.of(name, sending=True) + self.of(name, sending=False):
             if key not in used:
                 stream.broken = True
 
     def is_broken(self, name: str, order: ReshapeOrder) -> bool:
-        """Whether a worker waits in vain for what was pre-copied, or for it to arrive."""
+        """Return whether a worker waits in vain for a pre-copied unit, or for its arrival at the receiver."""
         keys = {
             (order.ahead, entry.peer, entry.worker)
             for entry in order.sources
@@ -353,21 +356,24 @@ class SimulatedPreCopy:
         return any(key not in self.streams or self.streams[key].broken for key in keys)
 
     def take(self, name: str, peer: str, unit: str, order: ReshapeOrder) -> bool:
-        """Take a unit that was pre-copied; whether it is what the order says."""
+        """Take a pre-copied unit; return whether it is what the order says."""
         assert order.ahead is not None, "pre-copied, and no number"
         stream = self.streams[order.ahead, peer, name]
         self.num_taken += 1
         return not stream.broken and stream.follows and stream.versions.get(unit) == order.version
 
     def change_over(self, name: str, *, went_well: bool) -> None:
-        """A worker answers its reshape: what it sent has left, unless it gave up; what it expected it took."""
+        """End a reshape: if it succeeded, everything that the worker sent has arrived.
+
+        Otherwise drop its pre-copies.
+        """
         for _, stream in self.of(name, sending=True):
             stream.left |= went_well
         if not went_well:
             self.end(name)
 
     def end(self, name: str) -> None:
-        """A worker drops its pre-copies, or dies; the workers at the other end notice it."""
+        """Drop a worker's pre-copies, also when it dies; the workers at the other ends notice."""
         for key, stream in self.of(name, sending=True) + self.of(name, sending=False):
             if not (stream.broken or stream.left):
                 self.give_up(key)
@@ -380,23 +386,24 @@ class SimulatedPreCopy:
             self.world.at(self.world.between(0.01, 1), lambda: self.report(receiver, number))
 
     def of(self, name: str, *, sending: bool) -> list[tuple[Key, Stream]]:
-        """The streams that a worker sends, or receives, and is not through with."""
+        """Return the unfinished streams that a worker sends or receives."""
         end = 1 if sending else 2
         return [(key, stream) for key, stream in self.streams.items() if key[end] == name and not stream.left]
 
 
 class SimulatedFollowing:
-    """Every pair of a worker and its follower, in the generation that both are in."""
+    """Every pair of a worker and its follower in the generation of both."""
 
     def __init__(self, world: World, workers: dict[str, SimulatedWorker]) -> None:
         self.world, self.workers = world, workers
-        self.random = random.Random(world.seed)  # the world's own draws are what they are without followers
+        # a generator of its own: the world's draws are the same with and without followers
+        self.random = random.Random(world.seed)
         self.in_step: set[tuple[int, str]] = set()
         self.broken: set[tuple[int, str]] = set()
         self.num_shared = self.num_copied = 0
 
     def begin(self, name: str, worker: SimulatedWorker, order: ReshapeOrder) -> None:
-        """Reshape a worker, which must have all the units that its order expects from pre-copies."""
+        """Reshape a worker, which must have all the units that its order expects from earlier streams."""
         for follow in order.follows:
             if follow.follower == name and any(worker.units.get(unit) != order.version for unit in follow.known):
                 raise self.world.broken(f"{name} is to have {follow.known} at {order.version}: {worker.units}")
@@ -404,14 +411,14 @@ class SimulatedFollowing:
                 raise self.world.broken(f"{name} is to follow {follow.units}, which it drives")
 
     def enter(self, worker: SimulatedWorker, version: int) -> None:
-        """A version is decided: gradients that are here for it are applied."""
+        """Apply a decided version to the units whose gradients have arrived."""
         for unit, step in worker.shared.items():
             if step + 1 == version and worker.units.get(unit) == step:
                 worker.units[unit] = version
         worker.shared = {}
 
     def share(self, name: str, step: int) -> bool:
-        """A step is prepared: its gradients go to the follower, if that has caught up; whether it has them."""
+        """Send a prepared step's gradients to the follower, if it has caught up; return whether it has them."""
         shape = self.workers[name].shape
         assert shape is not None
         follow = next((follow for follow in shape.follows if follow.worker == name), None)
@@ -430,7 +437,10 @@ class SimulatedFollowing:
         return True
 
     def copies(self, name: str, step: int) -> list[PartialSum]:
-        """Return a worker's copies of others' sums when it gives up a step: of whole runs of micro-batches, or none."""
+        """Return a worker's copies of others' sums when it gives up a step.
+
+        A copy holds whole groups of micro-batches, or none.
+        """
         shape, found = self.workers[name].shape, list[PartialSum]()
         assert shape is not None
         every = shape.copy_sums_every
@@ -461,12 +471,12 @@ def evaluation_of(version: int, *, sums: bool = False) -> Evaluation:
 
 
 def score_of(version: int) -> float:
-    """Return the metric that a job makes of an evaluation: it goes up and down."""
+    """Return the metric that the job computes from an evaluation; it goes up and down."""
     return float(2 * (5 * version % 7) + 1)
 
 
 def runs_what_is_missing(salvage: Salvage, units: Mapping[str, Sequence[int]], num_micro_batches: int) -> bool:
-    """Whether those micro-batches run again of which something is in no sum."""
+    """Return whether exactly those micro-batches run again of which some contribution is in no sum."""
     counted: dict[tuple[str, int], int] = {}
     for entry in salvage.sums:
         for section, mask in counted_in(entry.sum).items():
@@ -479,7 +489,10 @@ def runs_what_is_missing(salvage: Salvage, units: Mapping[str, Sequence[int]], n
 
 
 class SimulatedWorkers:
-    """Every worker of a history. ``tell`` brings an event to the manager; ``checkpoints`` is what storage holds."""
+    """Every worker of a history.
+
+    ``tell`` gives an event to the manager; ``checkpoints`` is the content of storage.
+    """
 
     def __init__(self, world: World, tell: Callable[[Event], None], checkpoints: set[int]) -> None:
         self.world, self.tell, self.checkpoints = world, tell, checkpoints
@@ -495,7 +508,7 @@ class SimulatedWorkers:
     # --- life ------------------------------------------------------------------------------------------------
 
     def start(self, name: str) -> None:
-        """Start a worker; asked again, one that is set up says so again."""
+        """Start a worker; a worker that is set up already only reports that again."""
         worker = self.all[name]
         if not worker.alive:
             return
@@ -507,7 +520,7 @@ class SimulatedWorkers:
             self.send(name, WorkerReady(worker=name, pid=1, setup_s=1, evaluation=self.evaluation))
 
     def die_together(self, names: Sequence[str]) -> None:
-        """The VM of some workers is gone: the manager hears of them at once, or of each by itself."""
+        """End the VM of some workers: the manager learns of all losses at once, or of each by itself."""
         living = [name for name in names if self.all[name].alive]
         told_at_once = len(living) > 1 and self.world.random.random() < 0.7
         for name in living:
@@ -517,7 +530,10 @@ class SimulatedWorkers:
             self.world.at(self.world.between(0.01, 0.1), lambda: self.tell(lost))
 
     def die(self, name: str, *, told: bool = True) -> None:
-        """SIGKILL: the manager hears of it soon, late, or only by its own timeouts; busy peers see a reset."""
+        """Kill a worker: the manager learns of it soon, late, or by its own time-outs.
+
+        Connections of busy peers are reset.
+        """
         world, worker = self.world, self.all[name]
         if not worker.alive:
             return
@@ -536,13 +552,13 @@ class SimulatedWorkers:
                 world.at(world.between(0.01, 0.2), lambda peer=peer: self.reset(peer, name))
 
     def reset(self, name: str, peer: str) -> None:
-        """A busy worker sees its connection to a dead peer fail."""
+        """Let a busy worker see its connection to a dead peer fail."""
         order = self.all[name].order
         if self.all[name].alive and isinstance(order, SendReshape | SendStep) and peer in self.peers_of(order):
             self.give_up(name, peer_lost=True)
 
     def peers_of(self, order: SendReshape | SendStep) -> frozenset[str]:
-        """Return the workers that an order makes one talk to."""
+        """Return the workers with which an order makes a worker communicate."""
         members = self.members[order.order.generation]
         if isinstance(order, SendReshape):
             sources = order.order.sources
@@ -555,7 +571,7 @@ class SimulatedWorkers:
     # --- messages --------------------------------------------------------------------------------------------
 
     def send(self, name: str, answer: Answer) -> None:
-        """Send an answer: now and then it comes twice, late or never."""
+        """Send an answer, which sometimes comes twice, late or never."""
         world, event = self.world, WorkerAnswered(worker=name, answer=answer)
         if not world.chance(world.faults.lost_message):
             world.at(world.lag_s(), lambda: self.tell(event))
@@ -579,7 +595,7 @@ class SimulatedWorkers:
             self.world.at(self.world.lag_s(), lambda: self.receive(action))
 
     def receive(self, action: Order) -> None:
-        """A worker gets an order: it works on it for a while, dies in it, or hangs."""
+        """Give a worker an order: it works on it for a while, dies in it, or hangs."""
         world, worker, key = self.world, self.all[action.worker], order_key(action)
         if not worker.alive or (worker.order is not None and order_key(worker.order) == key):
             return
@@ -588,7 +604,7 @@ class SimulatedWorkers:
             self.write_later(action)
             return
         if sequence_of(key) < worker.newest:
-            return  # it was sent twice, and overtaken
+            return  # a repeated order that a newer one has overtaken
         worker.newest = sequence_of(key)
         world.check(not worker.lost_device, f"{action.worker} gets an order, and its device is lost")
         world.check(worker.order is None, f"{action.worker} gets an order while it has one")
@@ -612,7 +628,7 @@ class SimulatedWorkers:
         world.at(duration_s, lambda: self.complete(action, token))
 
     def fail(self, action: Order, token: int) -> None:
-        """An error comes in an order; a device that is lost does nothing any more."""
+        """Fail a worker's order; a lost device does nothing any more."""
         name, worker, step = action.worker, self.all[action.worker], order_key(action)[2]
         if not worker.alive or worker.token != token:
             return
@@ -627,7 +643,7 @@ class SimulatedWorkers:
             self.answer(name, action, Failed(worker=name, generation=generation, error=cause, cause=cause))
 
     def begin(self, name: str, worker: SimulatedWorker, action: Order) -> None:
-        """Apply the version that the order decides, as the contract says; the state must be there."""
+        """Begin an order: apply the version that it decides, as the contract says; the state must be there."""
         world, order = self.world, action.order
         version = order.step if isinstance(action, SendStep) else order.version
         if isinstance(action, SendReshape):
@@ -680,12 +696,12 @@ class SimulatedWorkers:
                 worker.begun_sums = None
 
     def followed_by(self, name: str) -> set[str]:
-        """Return the units that a worker keeps for others in its shape."""
+        """Return the units that a worker follows in its shape."""
         shape = self.all[name].shape
         return {unit for f in shape.follows if f.follower == name for unit in f.units} if shape is not None else set()
 
     def complete(self, action: Order, token: int) -> None:
-        """The work of an order is done, unless the worker died, gave up or hangs; or it waits for a peer."""
+        """Complete an order, unless the worker died, gave up or hangs; or wait for a peer."""
         name, worker, key = action.worker, self.all[action.worker], order_key(action)
         if not worker.alive or worker.token != token:
             return
@@ -711,7 +727,7 @@ class SimulatedWorkers:
         self.answer(name, action, done[type(action)](name, worker, action.order))
 
     def reshaped(self, name: str, worker: SimulatedWorker, order: ReshapeOrder) -> Answer:
-        """Take every unit from where the order says; its source must really have it."""
+        """Take every unit from the source that the order names, which must really have it."""
         for source in order.sources:
             if source.worker == name:
                 self.take(name, worker, source, order)
@@ -736,7 +752,7 @@ class SimulatedWorkers:
                 worker.sums.parts.append(entry.sum)
 
     def cannot_load(self, name: str, order: ReshapeOrder) -> bool:
-        """Whether a worker reads a checkpoint for this order and cannot."""
+        """Return whether a worker reads a checkpoint for this order and cannot load it."""
         if not any((source.peer or source.worker) == name and source.kind == "checkpoint" for source in order.sources):
             return False
         fails = self.world.chance(self.world.faults.load_failure)
@@ -798,7 +814,7 @@ class SimulatedWorkers:
         )
 
     def evaluated(self, worker: SimulatedWorker, version: int) -> Evaluation | None:
-        """Evaluate a version that is due; a last stage reports it, where a job acts by it."""
+        """Evaluate a version that is due; the last stages report it where the job acts on it."""
         size = self.evaluation
         if size is None:
             return None if version % EVALUATED_EVERY or not version else evaluation_of(version)
@@ -809,7 +825,7 @@ class SimulatedWorkers:
         return evaluation_of(version, sums=True) if is_last and size.is_due(version) else None
 
     def finished(self, order: Any) -> FinishedMetrics | None:
-        """Compute the job's metric of what the order says."""
+        """Compute the job's metric from the evaluation that the order names."""
         if order.evaluated is None:
             return None
         version = order.evaluated.version
@@ -820,7 +836,7 @@ class SimulatedWorkers:
     # --- giving up -------------------------------------------------------------------------------------------
 
     def aborted(self, name: str, generation: int, *, peer_lost: bool) -> Answer:
-        """Build the answer of a worker that gave up."""
+        """Return the answer of a worker that gave up."""
         kept = self.all[name].sums.told()
         return Aborted(worker=name, generation=generation, peer_lost=peer_lost, kept=kept)
 
@@ -839,7 +855,7 @@ class SimulatedWorkers:
             self.answer(name, order, self.aborted(name, order.order.generation, peer_lost=peer_lost))
 
     def abort(self, name: str, generation: int) -> None:
-        """The control lane delivers an abort, perhaps before the order that it is about."""
+        """Deliver an abort on the control lane, perhaps before the order that it is about."""
         if self.world.chance(self.world.faults.lost_message):
             return
         self.world.at(0.01 + self.world.lag_s(), lambda: self.take_abort(name, generation))
@@ -861,7 +877,7 @@ class SimulatedWorkers:
             self.world.at(self.world.between(0.1, 4), lambda: self.write_units(name, version, units))
 
     def write_units(self, name: str, version: int, units: tuple[str, ...]) -> None:
-        """The background writer is done, unless its worker died meanwhile."""
+        """Finish the background writer's work, unless its worker died meanwhile."""
         if not self.all[name].alive:
             return
         if self.world.chance(self.world.faults.write_failure):

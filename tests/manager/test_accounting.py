@@ -1,4 +1,4 @@
-"""Every node-second of a run is accounted for, once."""
+"""Every node-second of a run is accounted for exactly once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ COMPUTE_S = TIMES.forward_s + TIMES.recompute_s + TIMES.backward_s
 
 
 def account_of(run_dir: Path, faults: Faults, num_nodes: int, seed: int = 0, **fields: object) -> Account:
-    """Play a journalled run to its end and read its account."""
+    """Play a journalled run to its end, and read its account."""
     cluster = JournalledCluster(seed, run_dir, faults, expected_nodes=num_nodes, **fields)
     cluster.run(num_nodes)
     cluster.journal.close()
@@ -76,9 +76,9 @@ def test_a_killed_step_counts_as_lost_and_a_morph_as_no_bubble(tmp_path: Path) -
 @pytest.mark.parametrize("seed", range(12))
 def test_the_parts_add_up_to_the_nodes_lives_in_any_history(tmp_path: Path, seed: int) -> None:
     faults, num_nodes, _ = random_faults(seed)
-    asked = {"target_nodes": num_nodes + 2} if seed % 3 else {}  # those that are requested have prices
+    asked = {"target_nodes": num_nodes + 2} if seed % 3 else {}  # requested VMs have prices
     account = account_of(tmp_path, faults, num_nodes, seed, **asked)
-    if seed == 1:  # as in most
+    if seed == 1:  # as in most histories
         assert 0 < account.total.unpriced_ns < account.total.vm_ns, "VMs with prices and without"
     assert sum(account.parts.values(), NOTHING) == account.total, f"seed {seed}: {account}"
     for spent in account.parts.values():
@@ -154,7 +154,7 @@ def test_a_vm_in_a_queue_costs_nothing_until_it_begins() -> None:
 
 
 def journalled(*lines: tuple[float, Event | Fact | ControllerConfig]) -> Account:
-    """The account of a journal with these lines; an event's decision follows it."""
+    """Return the account of a journal with these lines; each event's decision follows it."""
     entries: list[Entry] = []
     state = initial_state(make_config())
 
@@ -185,7 +185,7 @@ BEGUN: tuple[tuple[float, Event | Fact | ControllerConfig], ...] = (
     (0.0, NodeAppeared(node="a")),
     (0.0, NodeAppeared(node="b")),
 )
-"""A manager that is killed at its last line, with two nodes that outlive it by a minute."""
+"""A manager that is killed after its last line, with two nodes that outlive it by a minute."""
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_nodes_that_died_with_their_manager_count_until_their_last_sign_of_life(
     assert account.part_s(Part.UNMANAGED) == account.total_s == 2 * lived_s
 
 
-def test_a_sign_of_life_from_a_clock_set_forward_counts_no_longer_than_nodes_outlive_a_manager() -> None:
+def test_a_clock_set_forward_does_not_lengthen_nodes_lives() -> None:
     account = journalled(*BEGUN, (9e9, Fact(name=DIED_WITH_MANAGER)), (9e9, CONFIG))
     assert account.part_s(Part.UNMANAGED) == account.total_s == 2 * 60.0
 
@@ -220,7 +220,7 @@ def test_nothing_is_paid_between_a_proper_end_and_the_next_session() -> None:
 
 
 def booked(timed: list[tuple[float, Event]], **fields: object) -> Ledger:
-    """Decide these events, seconds and what happens, and book them."""
+    """Decide these events, given as seconds and event, and book them."""
     ledger, state = Ledger(), initial_state(make_config(**fields))
     for now_s, event in timed:
         ledger.advance(now_s)
@@ -262,10 +262,10 @@ def test_a_late_grant_books_what_was_paid_before(ready_first: bool) -> None:
     timed: list[tuple[float, Event]] = [(0.0, Tick())]
     timed += [(60.0, NodeAppeared(node=node, request="job-1")) for node in granted.nodes]
     timed += [(70.0, ready("a.0"))] if ready_first else []
-    timed += [(80.0, granted), (90.0, granted)]  # told twice: nothing is paid twice
+    timed += [(80.0, granted), (90.0, granted)]  # reported twice, but paid once
     account = booked(timed, target_nodes=2).account()
     assert account.total_s == 2 * 60.0
-    late_s = 20 if ready_first else 0  # of a.0, whose price came too late for them
+    late_s = 20 if ready_first else 0  # VM a.0's costs, whose price came too late for them
     assert account.total.unpriced_ns == late_s * NS_PER_S * SHARES, "and nobody knew that two share the VM"
     assert account.total.cost * 2 == (120 - late_s) * nano_usd(3.6) * NS_PER_S * SHARES
     bill, on_demand = account.bill(), account.on_demand_usd(Prices(on_demand_usd_per_h=36.0))
@@ -280,7 +280,7 @@ def test_a_vm_priced_when_it_appears_costs_from_its_creation_on() -> None:
     timed: list[tuple[float, Event]] = [(0.0, Tick())]
     timed += [(60.0, NodeAppeared(node=node, request="job-1", paid=paid)) for node in ("a.d0", "a.d1")]
     timed += [(70.0, ready("a.d0"))]
-    late = Paid(usd_per_h=3.6, num_nodes=2, before_s=50.0)  # the same, from its grant
+    late = Paid(usd_per_h=3.6, num_nodes=2, before_s=50.0)  # the same costs, from its grant on
     granted = NodesGranted(request="job-1", nodes=("a.d0", "a.d1"), paid={"a.d0": late, "a.d1": late})
     account = booked([*timed, (80.0, granted), (90.0, Tick())], target_nodes=2).account()
     assert (account.total_s, account.total.unpriced_ns) == (120.0, 0)
@@ -295,14 +295,14 @@ PAIR_GRANTED = NodesGranted(request="job-1", nodes=PAIR, paid=dict.fromkeys(PAIR
 
 
 def pair_up() -> list[tuple[float, Event]]:
-    """A VM with two workers, paid from 0 s on and ready at 0 s, in a run that waits for a third."""
+    """Return a VM with two workers, paid and ready from 0 s on, in a run that waits for a third worker."""
     timed: list[tuple[float, Event]] = [(0.0, Tick()), (0.0, PAIR_GRANTED)]
     timed += [(0.0, NodeAppeared(node=node)) for node in PAIR]
     return timed + [(0.0, ready(node)) for node in PAIR]
 
 
 def check_whole(ledger: Ledger, paid_s: int) -> Account:
-    """The VM was paid whole for so long, and the parts say so too."""
+    """Check that the whole VM was paid for this long, and that the parts add up to this."""
     account = ledger.account()
     assert account.total.vm_ns == paid_s * NS_PER_S * SHARES
     assert account.total.cost == account.total.vm_ns * nano_usd(2.0)

@@ -1,4 +1,4 @@
-"""Pre-copies for planned changes: when they are worth it, and what happens to them."""
+"""Pre-copies for planned changes: when they pay, and how they end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOW = {"bytes_per_s": 20.0}
 
 
 def script_with(num_workers: int = 3, **rules: Any) -> Script:
-    """A job that trains on so many workers, and pre-copies units."""
+    """Return the script of a job that trains on this many workers and pre-copies units."""
     config = make_config()
     changed = config.policy.rules.model_copy(update={"ahead": PreCopyRules.model_validate({"when": "always", **rules})})
     policy = config.policy.model_copy(update={"rules": changed})
@@ -37,14 +37,14 @@ def script_with(num_workers: int = 3, **rules: Any) -> Script:
 
 
 def joining(**rules: Any) -> tuple[Script, tuple[Action, ...]]:
-    """Three workers train, a fourth is ready, and the next boundary comes."""
+    """Return a script in which three workers train, a fourth is ready, and the next boundary comes."""
     script = script_with(3, **rules)
     script.ready("n4")
     return script, script.prepared()
 
 
 def until_ahead(script: Script) -> tuple[Action, ...]:
-    """Steps are done until the members of the present shape do no more without pre-copying, or leaving."""
+    """Do steps until units are pre-copied, or the shape no longer trains."""
     for _ in range(200):
         actions = script.prepared()
         if script.state.pre_copy is not None or script.state.phase is not Phase.TRAINING:
@@ -53,7 +53,7 @@ def until_ahead(script: Script) -> tuple[Action, ...]:
 
 
 def report(script: Script, worker: str, *, share: float = 1.0, error: str | None = None) -> tuple[Action, ...]:
-    """A receiver says that some of its units have arrived, in the order of the moves."""
+    """Report that some units of a receiver have arrived, in the order of the moves."""
     assert script.state.pre_copy is not None
     units = [move.unit for move in script.state.pre_copy.moves if move.receiver == worker]
     told = PreCopyReport(
@@ -109,7 +109,7 @@ def test_the_change_is_formed_at_the_boundary_after_everything_has_arrived() -> 
     assert script.state.pre_copy is None
 
 
-def test_what_has_not_arrived_in_time_is_sent_in_the_change() -> None:
+def test_units_that_have_not_arrived_in_time_are_sent_in_the_change() -> None:
     script, _ = joining(patience_s=0.5)
     first, *others = all_receivers(script)
     report(script, first)
@@ -214,7 +214,7 @@ def test_a_postponed_drain_happens_before_its_time_is_over() -> None:
     "rules",
     [
         {"when": "never"},
-        {"when": "if_worth"},  # a little state that travels in no time
+        {"when": "if_worth"},  # a small state that takes no time to send
         {"when": "if_worth", "min_saved_s": 0.0, "bytes_per_s": 200.0},  # the gain is worth more than the pause
         {"when": "if_worth", "min_saved_s": 0.0, "bytes_per_s": 1.0},  # the gradients alone take longer than a step
     ],
@@ -252,7 +252,7 @@ def test_a_new_manager_drops_what_its_predecessor_had_sent_ahead() -> None:
     assert script.state.pre_copy is None
     assert "n4" in receivers(actions, SendPreCopy)
     script.prepared()
-    assert script.state.pre_copy is not None  # and sends it anew
+    assert script.state.pre_copy is not None  # and sends them anew
 
 
 def test_a_run_that_stops_waits_for_no_pre_copy() -> None:

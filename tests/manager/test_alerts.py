@@ -1,4 +1,4 @@
-"""Alerts: each trouble is told once, by webhook and command, and what goes wrong with one costs no more than itself."""
+"""Alerts: each trouble is reported once, by webhook and command, and a failing receiver affects only itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BEGAN_S = 1_800_000_000.0
 
 
 class Desk:
-    """Alerts of a run, by a command that writes down what it reads, on a clock that is set."""
+    """A run's alerts through a command that records its input, on a clock that the test sets."""
 
     def __init__(
         self, folder: Path, budget_usd: float | None = None, *, forever: bool = False, **notify: object
@@ -88,7 +88,7 @@ def told(folder: Path) -> list[str]:
     return [json.loads(line)["kind"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_training_that_stands_is_told_once_and_that_it_goes_on(tmp_path: Path) -> None:
+def test_stalled_training_is_reported_once_as_is_its_continuation(tmp_path: Path) -> None:
     desk = Desk(tmp_path, stopped_min=10)
     desk.step(1)
     for passed_s in (300, 290, 20, 60):
@@ -114,7 +114,7 @@ def test_training_that_stands_is_told_once_and_that_it_goes_on(tmp_path: Path) -
     }
 
 
-def test_the_same_trouble_is_told_once_an_hour_and_no_flood_of_any(tmp_path: Path) -> None:
+def test_the_same_trouble_is_reported_once_an_hour_without_floods(tmp_path: Path) -> None:
     desk = Desk(tmp_path, budget_usd=10.0)
     for kind in ("setup_failed", "bad_step", "setup_failed", "not_saved"):
         desk.trouble(kind)
@@ -132,7 +132,7 @@ def test_the_same_trouble_is_told_once_an_hour_and_no_flood_of_any(tmp_path: Pat
     assert not desk.alerts.begin(3), "what was told is not told again"
 
 
-def test_a_run_that_rests_is_told_once_until_it_trains_again(tmp_path: Path) -> None:
+def test_a_rest_is_reported_once_until_the_run_trains_again(tmp_path: Path) -> None:
     desk = Desk(tmp_path, stopped_min=10)
     for _ in range(5):
         desk.end("stopped", "vm3 could not be set up", rests=True)
@@ -147,7 +147,7 @@ def test_a_run_that_rests_is_told_once_until_it_trains_again(tmp_path: Path) -> 
     assert desk.told() == ["ended", "training_goes_on", "setup_failed", "ended"]
 
 
-def test_a_run_forever_is_told_once_until_it_trains_again_and_at_its_end(tmp_path: Path) -> None:
+def test_a_run_forever_is_reported_once_until_training_and_at_its_end(tmp_path: Path) -> None:
     for _ in range(3):
         again = Desk(tmp_path, forever=True, stopped_min=10)  # beside one manager after the other
         again.end("failed", "the disk is full")
@@ -166,7 +166,7 @@ def test_a_run_forever_is_told_once_until_it_trains_again_and_at_its_end(tmp_pat
     assert "morph resume" not in (tmp_path / "told.jsonl").read_text()
 
 
-def test_what_happened_long_before_is_not_told(tmp_path: Path) -> None:
+def test_old_events_are_not_reported(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     desk.now_s = BEGAN_S - 2 * alerts.AGAIN_S
     desk.trouble("bad_step")
@@ -174,7 +174,7 @@ def test_what_happened_long_before_is_not_told(tmp_path: Path) -> None:
     assert desk.told() == []
 
 
-def test_a_webhook_that_fails_is_asked_again_and_its_url_is_told_nowhere(
+def test_a_failing_webhook_is_retried_and_its_url_is_never_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(alerts, "TRY_AFTER_S", (0.0, 0.0, 0.0))
@@ -206,7 +206,7 @@ def test_a_webhook_that_fails_is_asked_again_and_its_url_is_told_nowhere(
     assert webhook_variables(desk.notify) == {"HOOK": f"{server.url}/secret-way?key=secret"}
 
 
-def test_a_command_that_fails_or_hangs_is_ended_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_fails_or_hangs_is_ended_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alerts, "COMMAND_S", 0.2)
     for command, wrong in (
         (("sh", "-c", "exit 3"), "sh ended with code 3"),
@@ -219,7 +219,7 @@ def test_a_command_that_fails_or_hangs_is_ended_and_said(tmp_path: Path, monkeyp
         assert desk.said == [f"an alert (ended): {wrong}"]
 
 
-def test_whom_nobody_can_reach_is_refused_without_its_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_receiver_is_refused_without_showing_its_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOOK", raising=False)
     for notify, message in (
         ({"webhook": "https://[secret"}, "run.yaml: notify.webhook: is not a URL; allowed: https://... or $NAME"),
@@ -237,7 +237,7 @@ def test_whom_nobody_can_reach_is_refused_without_its_secret(monkeypatch: pytest
 
 
 @pytest.mark.system
-def test_a_process_beside_the_manager_tells_how_it_ended_or_that_it_is_gone(tmp_path: Path) -> None:
+def test_the_alert_process_reports_how_the_manager_ended_or_died(tmp_path: Path) -> None:
     cluster = JournalledCluster(0, tmp_path, Faults(), expected_nodes=2)
     assert cluster.run(2).outcome == "finished"
     cluster.journal.close()

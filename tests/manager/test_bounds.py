@@ -1,4 +1,4 @@
-"""Steps of twenty minutes, and units of several GB on links of 10 Gb/s: no bound stands fixed."""
+"""No bound is fixed: they suit steps of twenty minutes, and units of several GB on links of 10 Gb/s."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POLICY = Policy(checkpoint_every_steps=3, heartbeat_timeout_s=2.0, start_patienc
 
 
 def slow(plan: Plan, step_s: float = STEP_S) -> Plan:
-    """The same plan with a step of twenty minutes."""
+    """Return the same plan with steps of twenty minutes."""
     expected = plan.expected.model_copy(update={"mini_batch_s": step_s * 4 / plan.num_workers})
     return plan.model_copy(update={"expected": expected})
 
@@ -37,7 +37,7 @@ def large(**fields: object) -> Script:
 
 
 def training(**fields: object) -> Script:
-    """Four workers of such a job run their first step."""
+    """Return a script in which four workers of such a job run their first step."""
     script = large(**fields)
     script.ready("n1", "n2", "n3", "n4")
     script.reshaped()
@@ -46,7 +46,7 @@ def training(**fields: object) -> Script:
 
 
 def passes(script: Script, took_s: float) -> list[Action]:
-    """Time passes, with every tick that is due in it; returns what the controller did meanwhile."""
+    """Let time pass with every tick that is due; return the controller's actions."""
     assert script.last is not None
     until_s, actions = script.now_s + took_s, []
     while script.last.wake_at_s is not None and script.last.wake_at_s <= until_s:
@@ -56,7 +56,7 @@ def passes(script: Script, took_s: float) -> list[Action]:
 
 
 def until_ended(script: Script) -> float:
-    """Time passes until a worker is ended; returns for how long (seconds)."""
+    """Let time pass until a worker is ended; return the seconds."""
     begun_s = script.now_s
     for _ in range(20):
         assert script.last is not None
@@ -162,7 +162,7 @@ def test_only_a_step_with_an_evaluation_has_time_for_it() -> None:
     assert limits_s[0] == limits_s[1] == limits_s[3]
     assert limits_s[2] == pytest.approx(limits_s[0] + HEADROOM * 10 * 2 * STEP_S)
     assert script.state.reshape is not None
-    assert script.state.reshape.limit_s >= max(limits_s)  # workers wait for one another no less
+    assert script.state.reshape.limit_s >= max(limits_s)  # workers wait for one another as long as before
 
 
 def test_slower_shapes_are_learned_and_failing_ones_get_more_time() -> None:

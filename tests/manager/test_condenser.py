@@ -1,4 +1,4 @@
-"""A journal that is condensed tells every reader what the same lines tell uncondensed, and never grows by the step."""
+"""A condensed journal gives every reader the same results as the full one, and does not grow with each step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from manager.trackers.reading import HappeningsReader
 from morph.contract.errors import RunDirError, RunDirStuck
 
 SEEDS = [seed for seed in range(2, 60) if seed != 11]
-"""By hand. In that of 11 the clock is set back between two changes of shape."""
+"""Chosen by hand; in the history of 11 the clock is set back between two changes of shape."""
 PRICES = Prices(paid_usd_per_h=3.6)
 LOSES_ALL = Faults(
     deaths_after_s=((8.0, 20), (30.0, 1)), joins_after_s=(9.0, 9.1, 9.2, 9.3), quiet_after_s=45.0, doubled=0.1
@@ -47,7 +47,7 @@ LOSES_ALL = Faults(
 
 
 class Both(JournalledCluster):
-    """Writes each line into two journals, of which one is condensed, and opened anew every ``reopens`` lines."""
+    """Writes each line into two journals, of which one is condensed and opened anew every ``reopens`` lines."""
 
     def __init__(self, seed: int, run_dir: Path, faults: Faults, reopens: int = 0, **fields: object) -> None:
         (run_dir / "plain").mkdir()
@@ -75,7 +75,7 @@ class Both(JournalledCluster):
         plain.append_fact = both_facts  # type: ignore[method-assign]
 
     def open_anew(self) -> None:
-        """As by another manager."""
+        """Open the journal anew, as another manager does."""
         self.short = Journal.open(self.path)
         self.short.condense(Condenser, replay(self.short) if self.short.last_config() else None)
 
@@ -87,14 +87,14 @@ class Both(JournalledCluster):
         return self.short
 
     def close(self) -> None:
-        """Write no more."""
+        """Stop writing."""
         assert self.short.keeper is not None, "it failed, and was left out"
         self.journal.close()
         self.short.close()
 
 
 def told(path: Path, *, state: bool = True) -> dict[str, object]:
-    """Return the result of each reader of a journal; ``state``: including the controller's state."""
+    """Return the result of each reader of a journal; with ``state``, including the controller's state."""
     with Journal.open(path / JOURNAL, read_only=True) as journal:
         happenings = HappeningsReader("mem://checkpoints", PRICES)
         report = read_report(path)
@@ -124,7 +124,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("every", [3, 40])
-def test_a_condensed_journal_tells_every_reader_the_same(
+def test_a_condensed_journal_gives_every_reader_the_same_result(
     every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", every)
@@ -145,7 +145,7 @@ def test_a_condensed_journal_tells_every_reader_the_same(
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("seed", [0, 1, 11, *(pytest.param(seed, marks=pytest.mark.long) for seed in SEEDS)])
-def test_any_life_is_told_alike_whoever_goes_on_with_its_journal(
+def test_readers_agree_whichever_managers_continued_the_journal(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Now and then another manager continues the journal, with its state replayed from the last snapshot."""
@@ -159,7 +159,7 @@ def test_any_life_is_told_alike_whoever_goes_on_with_its_journal(
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_who_follows_a_journal_misses_and_repeats_nothing_that_is_condensed_meanwhile(
+def test_a_follower_of_a_journal_misses_and_repeats_nothing_while_condensing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 10)
@@ -184,10 +184,8 @@ def test_who_follows_a_journal_misses_and_repeats_nothing_that_is_condensed_mean
     assert found == [plain["happenings"], plain["events"]]
 
 
-def test_a_manager_killed_while_it_condenses_leaves_the_lines_or_what_they_come_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At each statement of the transaction, and where the file is full there: what is read is the same as ever."""
+def test_a_kill_while_condensing_leaves_the_journal_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manager is killed, or the file is full, at each statement of the transaction; readers always see the same."""
     cluster = Both(0, tmp_path, LOSES_ALL, expected_nodes=6, num_steps=20)
     cluster.run(6)
     expected, keeper, num = told(tmp_path / "plain"), cluster.short.keeper, 0
@@ -196,7 +194,7 @@ def test_a_manager_killed_while_it_condenses_leaves_the_lines_or_what_they_come_
     real, whole = cluster.short._connection, cluster.short.last_moment()
 
     class Ends:
-        """A connection at whose statement number so and so the process ends, or the disk is full."""
+        """A connection that ends the process, or finds the disk full, at a given statement."""
 
         def __init__(self, end: int, error: BaseException) -> None:
             self.left, self.error = end, error
@@ -249,7 +247,7 @@ def test_a_full_disk_puts_condensing_off_and_never_the_run(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(("table", "column"), [("steps", "data"), ("kept", "data"), ("heads", "data")])
-def test_what_is_condensed_is_read_as_it_was_written_or_refused(
+def test_condensed_blocks_are_read_as_written_or_refused(
     table: str, column: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 10)
@@ -263,7 +261,7 @@ def test_what_is_condensed_is_read_as_it_was_written_or_refused(
         told(tmp_path)
 
 
-def test_damaged_steps_never_end_the_run_that_goes_on_with_them(
+def test_damaged_steps_in_the_journal_do_not_end_a_continued_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 20)
@@ -309,7 +307,7 @@ def test_a_journal_of_an_older_version_is_read_once_its_run_is_resumed(tmp_path:
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("goes_on", [False, True])
-def test_many_lines_that_nobody_condensed_are_condensed_a_few_at_a_time(
+def test_many_uncondensed_lines_are_condensed_a_few_at_a_time(
     goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 10)
@@ -350,10 +348,10 @@ def test_many_lines_that_nobody_condensed_are_condensed_a_few_at_a_time(
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 60))])
 @pytest.mark.parametrize("version", [None, 0])
-def test_what_another_version_condensed_is_folded_anew(
+def test_blocks_condensed_by_another_version_are_folded_anew(
     version: int | None, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a run of another version after every few lines: what an old state holds is never read."""
+    """A run of another version comes after every few lines; what an older state holds is never read."""
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 11 + seed)
     open_anew = Both.open_anew
 
@@ -377,14 +375,14 @@ def test_what_another_version_condensed_is_folded_anew(
 
 
 def settled_of(report: object) -> dict[str, object]:
-    """All but what was on its way where the journal was condensed, and what nodes spent their time on."""
+    """Return all results except what was under way where the journal was condensed, and the nodes' times."""
     assert isinstance(report, dict)
     kept = {name: value for name, value in report.items() if name not in ("correction", "next_save", "account")}
     return kept | {"steps": [step | {"loss_scale": None} for step in kept["steps"]]}
 
 
 def forget_states(path: Path, version: int | None) -> None:
-    """Let another version have written where readers stand, as nothing that this one reads."""
+    """Replace readers' stored progress as if another version had written it, which this version does not read."""
     with closing(sqlite3.connect(path)) as file, file:
         for (data,) in file.execute("SELECT data FROM heads").fetchall() if has_heads(file) else ():
             states = {"run": "?", "life": "{}", "event": "[]", "account": json.loads(data)["account"]}
@@ -417,7 +415,7 @@ def fields_of() -> dict[str, list[str]]:
     return dict(sorted(found.items()))
 
 
-def test_it_is_said_how_far_a_long_journal_is_condensed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_of_condensing_a_long_journal_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "AT_ONCE", 7)
     monkeypatch.setattr(condenser_module, "LONG", 20)
     JournalledCluster(0, tmp_path, Faults()).run(3)

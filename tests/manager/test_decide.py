@@ -202,7 +202,7 @@ def test_the_best_shape_is_chosen_once_when_a_planned_change_is_formed(monkeypat
 
 
 @pytest.mark.slow
-def test_what_was_chosen_is_what_would_be_chosen_now_in_every_history(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_choices_equal_fresh_ones_in_every_history(monkeypatch: pytest.MonkeyPatch) -> None:
     once, num_kept = Transition.once, 0
 
     def checked(transition: Transition, question: Callable[..., Any], *depends_on: object) -> Any:
@@ -233,13 +233,13 @@ def test_a_question_is_asked_again_once_what_it_depends_on_was_replaced() -> Non
 
 SEEDS = range(60 if IS_LONG else 40)
 EVERY = 7 if IS_LONG else 47
-"""Of so many events of a history, the state after one is answered."""
+"""After one of this many events of a history, the answers to the state are examined."""
 played = cache(play)
 TIMES = ComputeTimes(forward_s=0.1, recompute_s=0.0, backward_s=0.2, reduce_s=0.0, wait_s=0.0, step_s=0.3)
 
 
 def one_by_one(state: ControllerState, events: Sequence[Single], now_s: float) -> tuple[ControllerState, list[Action]]:
-    """The state after these events, each decided by itself at the same time, and all that is to be done."""
+    """Return the state after these events, each decided by itself at the same time, and all actions."""
     actions: list[Action] = []
     for event in events:
         decision = decide(state, event, now_s)
@@ -250,7 +250,7 @@ def one_by_one(state: ControllerState, events: Sequence[Single], now_s: float) -
 def check(
     state: ControllerState, events: Sequence[Single], now_s: float, *, alike: AnsweredAlike | None = None
 ) -> bool:
-    """Decide both ways; returns whether anything was to be done."""
+    """Decide the events together and one by one, and compare; return whether there were actions."""
     each, actions = one_by_one(state, events, now_s)
     both = decide(state, alike or Together(events=tuple(events)), now_s)
     told, before = both.state.model_dump(exclude={"recent"}), each.model_dump(exclude={"recent"})
@@ -279,7 +279,7 @@ def answers_to(state: ControllerState) -> list[Answer]:
 
 
 @pytest.mark.slow
-def test_what_many_workers_answer_alike_changes_what_it_changes_one_by_one() -> None:
+def test_equal_answers_together_change_the_same_as_one_by_one() -> None:
     acted: Counter[tuple[str, str]] = Counter()
     for seed in SEEDS:
         for _, state, _, _ in (entry for entry in played(seed).log[::EVERY] if not isinstance(entry, str)):
@@ -367,23 +367,23 @@ FINAL = Failing(version=0, generation=1, worker="n1", sentence="broken", final=T
 GRANTED = NodeRequest(count=0, requested_s=0.0, granted={"n1": 0.0})
 
 BROKEN: dict[str, tuple[Phase, Break]] = {
-    "there is an order while somebody has it": (Phase.TRAINING, having(order=None)),
+    "there is an order exactly while some worker has not answered it": (Phase.TRAINING, having(order=None)),
     "only known workers have orders": (Phase.TRAINING, having(awaited=frozenset({"n1", "stranger"}))),
-    "no worker has an order before a shape, in a pause or at the end": (
+    "no worker has an order before the first shape, during a pause or after the end": (
         Phase.TRAINING,
         having(phase=Phase.HOLDING),
     ),
-    "somebody has an order while a shape is formed, trains or is dissolved": (
+    "some worker has an order while a shape is formed, trains or is dissolved": (
         Phase.TRAINING,
         having(order=None, awaited=frozenset()),
     ),
-    "an order is of the present generation": (Phase.TRAINING, inside("order", generation=7)),
-    "an order is of its phase's kind": (Phase.RESHAPING, having(phase=Phase.TRAINING)),
-    "orders are told to abort while a generation is dissolved, and never else": (
+    "an order belongs to the present generation": (Phase.TRAINING, inside("order", generation=7)),
+    "the kind of an order is the one that belongs to the phase": (Phase.RESHAPING, having(phase=Phase.TRAINING)),
+    "orders are aborted only while a generation is dissolved, and all of them are then": (
         Phase.ABORTING,
         inside("order", abort_sent_s=None),
     ),
-    "in training a member has the step's order or has prepared it, and nobody else": (
+    "during training each member, and no other worker, either has the step's order or has prepared the step": (
         Phase.TRAINING,
         having(awaited=frozenset({"n1"})),
     ),
@@ -391,75 +391,83 @@ BROKEN: dict[str, tuple[Phase, Break]] = {
         Phase.COMMITTING,
         having(order=None, awaited=frozenset(), pending=None),
     ),
-    "no partial sums are kept while a step is run": (Phase.TRAINING, having(kept={"n1": ()})),
-    "the members are those of the slots, each once": (Phase.RESHAPING, having(member_units={})),
-    "there is no shape before the first generation and in pauses": (
+    "no partial sums are kept while a step runs": (Phase.TRAINING, having(kept={"n1": ()})),
+    "the members are the workers of the slots, each once": (Phase.RESHAPING, having(member_units={})),
+    "there is no shape before the first generation or during pauses": (
         Phase.SEALING,
         having(phase=Phase.WAITING),
     ),
-    "no generation is formed at the start": (Phase.STARTING, having(generation=1)),
-    "the shape is the present generation's while it is formed and trains": (
+    "no generation is formed during the start": (Phase.STARTING, having(generation=1)),
+    "a shape that is formed or trains belongs to the present generation": (
         Phase.TRAINING,
         inside("reshape", generation=7),
     ),
-    "no member of a shape that is formed or trains is lost": (
+    "every member of a shape that is formed or trains is a known worker": (
         Phase.RESHAPING,
         lambda state: having(
             workers={name: entry for name, entry in state.workers.items() if name != "n1"},
             awaited=state.step.awaited - {"n1"},
         )(state),
     ),
-    "in training somebody holds each unit": (Phase.TRAINING, nobody_holds_a_unit),
-    "in training a member holds its stage's units": (Phase.TRAINING, worker("n1", holds=frozenset())),
-    "a wait for a node that is about to be ready has an end": (Phase.HOLDING, having(hold_until_s=None)),
-    "a wait for VMs has a beginning": (Phase.WAITING, having(waiting_since_s=None)),
-    "a rest has an end": (Phase.RESTING, having(rest_until_s=None)),
-    "a run that is over has an outcome, and no other has": (
+    "during training each unit has a holder": (Phase.TRAINING, nobody_holds_a_unit),
+    "during training each member holds the units of its stage": (Phase.TRAINING, worker("n1", holds=frozenset())),
+    "a wait for a node that is almost ready has a deadline": (Phase.HOLDING, having(hold_until_s=None)),
+    "a wait for VMs has a start time": (Phase.WAITING, having(waiting_since_s=None)),
+    "a rest has an end time": (Phase.RESTING, having(rest_until_s=None)),
+    "a run has an outcome exactly when it has ended": (
         Phase.TRAINING,
         having(finish=Finish(outcome="stopped", sentence="asked to")),
     ),
-    "what is decided is of the present version": (Phase.TRAINING, having(decided=Decided(version=7))),
-    "an error that is final stops the run": (Phase.TRAINING, having(failing=FINAL)),
-    "a checkpoint under way is of all units, of a version that is decided, written by its writers": (
+    "the last decision is about the present version": (Phase.TRAINING, having(decided=Decided(version=7))),
+    "a final error stops the run": (Phase.TRAINING, having(failing=FINAL)),
+    "a checkpoint under way is of a decided version, and each unit is written by its one writer": (
         Phase.COMMITTING,
         inside("pending", writers={"s0": "n1"}),
     ),
     "while sealing, a manifest is being written": (Phase.SEALING, having(sealing=())),
-    "manifests are being written since a time": (Phase.TRAINING, having(sealing=(MANIFEST,))),
-    "a worker is warming, ready, suspect or draining": (Phase.TRAINING, worker("n1", node=NodeState.BOOTING)),
-    "who is warming is not set up": (Phase.TRAINING, worker("n1", node=NodeState.WARMING)),
-    "who is ready or suspect is set up": (Phase.TRAINING, worker("n1", ready_s=None)),
-    "who is not set up holds nothing": (Phase.HOLDING, worker("n5", holds=frozenset(UNITS))),
-    "who drains does so until a time, and nobody else": (Phase.TRAINING, worker("n1", drain_until_s=9.0)),
-    "who is probed is suspect and no member": (Phase.TRAINING, worker("n1", probation=Probation(due_s=9.0))),
-    "whose notice is to be acknowledged drains": (Phase.TRAINING, having(leaving=frozenset({"n1"}))),
-    "something of each request is awaited": (
+    "a start time is recorded exactly while a manifest is being written": (Phase.TRAINING, having(sealing=(MANIFEST,))),
+    "the node of a worker is warming, ready, suspect or draining": (
+        Phase.TRAINING,
+        worker("n1", node=NodeState.BOOTING),
+    ),
+    "a worker whose node is warming is not set up": (Phase.TRAINING, worker("n1", node=NodeState.WARMING)),
+    "a worker whose node is ready or suspect is set up": (Phase.TRAINING, worker("n1", ready_s=None)),
+    "a worker that is not set up holds no units": (Phase.HOLDING, worker("n5", holds=frozenset(UNITS))),
+    "a worker has a drain deadline exactly while its node drains": (Phase.TRAINING, worker("n1", drain_until_s=9.0)),
+    "a probed worker is suspect and not a member": (Phase.TRAINING, worker("n1", probation=Probation(due_s=9.0))),
+    "a worker whose notice is still to be acknowledged drains": (Phase.TRAINING, having(leaving=frozenset({"n1"}))),
+    "each open request still awaits a grant or a VM": (
         Phase.TRAINING,
         having(requests={"job-1": NodeRequest(count=0, requested_s=0.0)}),
     ),
-    "a node boots for one request, and is not up": (Phase.TRAINING, having(requests={"job-1": GRANTED})),
-    "who waits in a queue was granted": (
+    "a granted node belongs to one request and is not up yet": (Phase.TRAINING, having(requests={"job-1": GRANTED})),
+    "a node that waits in a queue was granted": (
         Phase.TRAINING,
         having(requests={"job-1": NodeRequest(count=1, requested_s=0.0, waiting=frozenset({"n8"}))}),
     ),
-    "a notice is kept of nodes that are not up": (
+    "notices are kept only for nodes that are not up yet": (
         Phase.TRAINING,
         having(kept_notices={"n1": KeptNotice(notice="first", taken_s=9.0)}),
     ),
-    "units are pre-copied while training, under their number, by known workers": (
+    "a pre-copy has an issued number and known workers, and exists only during training or the end": (
         Phase.TRAINING,
         sent_ahead("n1", "stranger"),
     ),
-    "units are pre-copied by who holds them to who lacks them": (Phase.TRAINING, sent_ahead("n1", "n1")),
+    "units are pre-copied from workers that hold them to workers that lack them": (
+        Phase.TRAINING,
+        sent_ahead("n1", "n1"),
+    ),
 }
 
 
 @pytest.mark.parametrize("sentence", INVARIANTS)
-def test_a_state_that_cannot_be_is_named_by_its_sentence(sentence: str) -> None:
+def test_each_broken_invariant_is_named_by_its_sentence(sentence: str) -> None:
     phase, broken = BROKEN[sentence]
     state = script_in(phase).state
     validate(state)
-    with pytest.raises(BrokenState, match=rf"job job, \w+: not so: {re.escape(sentence)} \(last events: .*n1"):
+    with pytest.raises(
+        BrokenState, match=rf"job job, \w+: broken invariant: {re.escape(sentence)} \(last events: .*n1"
+    ):
         validate(broken(state))
 
 

@@ -49,7 +49,7 @@ def fail(script: Script, worker: str, cause: FailureCause) -> tuple[Action, ...]
 
 
 def save(script: Script) -> Finish:
-    """Workers save what they hold, and then the run is over."""
+    """Let workers save what they hold, after which the run is over."""
     version = script.state.version
     assert receivers(script.reshaped(), SendCommit)
     script.committed()
@@ -82,7 +82,7 @@ def test_a_jobs_error_is_retried_without_the_worker_that_raised_it() -> None:
     assert script.state.failing is None
 
 
-def test_where_nobody_else_suffices_the_same_worker_tries_again() -> None:
+def test_without_enough_others_the_same_worker_tries_again() -> None:
     script = Script(expected_nodes=2)
     script.ready("n1", "n2")
     script.reshaped()
@@ -107,7 +107,7 @@ def test_an_error_repeated_at_one_step_ends_the_run_saved() -> None:
     assert finish.sentence == wanted
 
 
-def test_what_nothing_would_mend_ends_the_run_saved_whoever_else_says_so() -> None:
+def test_an_error_that_no_retry_fixes_ends_the_run_saved() -> None:
     script = script_in(Phase.TRAINING)
     script.prepared()
     for worker in ("n2", "n1", "n3", "n4"):
@@ -135,7 +135,7 @@ def test_memory_exhausted_twice_at_one_step_ends_the_run_with_advice() -> None:
     script.aborted()
     script.reshaped()
     fail(script, "n3", "memory")
-    assert "n3" in script.state.workers  # which gives what it holds
+    assert "n3" in script.state.workers  # this worker gives others what it holds
     script.aborted()
     finish = save(script)
     assert finish.outcome == "failed"
@@ -225,7 +225,7 @@ def test_a_stop_while_resting_ends_the_run_once_saved() -> None:
     assert at_once.tell(StopRequested(reason="SIGINT"))[-1] == ended
 
 
-def test_what_nobody_holds_is_restored_from_the_checkpoint_after_the_pause() -> None:
+def test_units_without_a_holder_are_restored_from_the_checkpoint_after_the_pause() -> None:
     script = script_in(Phase.TRAINING)
     script.prepared()
     for _ in range(script.state.config.policy.max_fruitless_generations - 1):
@@ -244,7 +244,7 @@ ALL = ("n1", "n2", "n3", "n4")
 
 
 def taken_over(script: Script, *living: str) -> list[tuple[str, str]]:
-    """Tell of a new manager; return the kind and worker of each action."""
+    """Report a new manager; return the kind and worker of each action."""
     actions = script.tell(ManagerResumed(living=living or ALL))
     return [(action.kind, getattr(action, "worker", "")) for action in actions]
 
@@ -297,7 +297,7 @@ def test_a_setup_under_way_is_requested_again_with_its_full_time() -> None:
     assert script.state.workers["n9"].appeared_s == script.now_s
 
 
-def test_the_last_checkpoint_is_asked_for_again_from_whoever_still_owes_units() -> None:
+def test_the_last_checkpoint_is_requested_again_from_workers_that_owe_units() -> None:
     script = script_in(Phase.COMMITTING)
     script.committed()
     assert script.state.saving.pending is not None
@@ -341,7 +341,7 @@ def test_state_comes_from_living_replicas_and_no_step_is_redone() -> None:
     assert all(source.unit in holds[source.peer or source.worker] for source in order.sources)
 
 
-def test_whoever_prepares_an_aborted_step_reruns_nothing() -> None:
+def test_a_worker_that_prepared_an_aborted_step_reruns_nothing() -> None:
     """Its answer and the abort pass each other on the way."""
     script = script_in(Phase.TRAINING)
     victim = script.members[0]
@@ -509,7 +509,7 @@ def test_workers_lost_together_dissolve_one_generation() -> None:
 
 
 def with_two_devices_a_vm() -> Script:
-    """A shape of four workers on two VMs that trains, with orders out; VMs are requested."""
+    """Return a script with a shape of four workers on two VMs in training, with orders out; VMs are requested."""
     script = Script(target_nodes=4)
     script.ready("a.d0", "a.d1", "b.d0", "b.d1")
     script.state = changed(script.state, requests={})
@@ -543,7 +543,7 @@ def test_a_lone_death_is_replaced_after_its_vm_had_time_to_go() -> None:
     assert [action.count for action in actions if isinstance(action, RequestNodes)] == [1]
 
 
-# Workers that cannot be set up, and VMs that achieve nothing.
+# Workers that cannot be set up, and VMs that contribute nothing.
 
 
 def fail_setup(script: Script, worker: str, error: str = "FileNotFoundError: /data/shard-17") -> tuple[Action, ...]:
@@ -553,7 +553,7 @@ def fail_setup(script: Script, worker: str, error: str = "FileNotFoundError: /da
 
 
 def waiting(**fields: object) -> Script:
-    """A run of two that has decided two steps, lost a worker, saved what the other one holds, and waits."""
+    """Return a run of two workers that decided two steps, lost one worker, saved what the other holds, and waits."""
     script = Script(target_nodes=2, expected_nodes=2, **fields)
     script.tell(Tick())
     script.ready("n1", "n2")
@@ -664,7 +664,7 @@ def test_one_machine_on_which_setups_fail_does_not_end_a_run_that_trains() -> No
     assert script.state.stop_reason is not None
 
 
-def test_a_stop_by_the_user_is_no_rest() -> None:
+def test_a_stop_by_the_user_does_not_become_a_rest() -> None:
     script = script_in(Phase.TRAINING)
     rules = script.state.config.policy.rules
     setups = rules.setups.model_copy(update={"beside_training_s": 0.1})
@@ -689,14 +689,14 @@ def test_memory_that_runs_out_in_a_step_and_in_setups_ends_the_run() -> None:
         assert len(ends(script.tell(WorkerAnswered(worker=worker, answer=answer)))) == num_ends
 
 
-def test_what_is_paid_while_nobody_trains_has_a_bound() -> None:
+def test_costs_without_training_are_bounded() -> None:
     script = waiting(idle_vm_h=0.01)
     began_s = script.now_s
     assert ends(script.tell(Tick(), at_s=began_s + 30.0)) == []
     assert script.last is not None
     assert script.last.wake_at_s is not None
     assert script.last.wake_at_s <= began_s + 36.1
-    script.tell(NodeAppeared(node="n3"))  # from here on two are paid for
+    script.tell(NodeAppeared(node="n3"))  # from here on two VMs are paid for
     (finish,) = ends(script.tell(Tick(), at_s=began_s + 33.2))
     assert finish.outcome == "stopped"
     assert "VMs were paid for 0.01 hours together while no step was trained" in finish.sentence

@@ -1,4 +1,4 @@
-"""The choice of followers, and where they pay."""
+"""The choice of followers, and when followers pay."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_of_replicas_one_follows_the_other_with_sums_alone() -> None:
     assert not any(follow.units for follow in follows)
 
 
-def test_who_has_followed_goes_on_and_is_sent_nothing() -> None:
+def test_a_follower_keeps_following_and_is_sent_nothing() -> None:
     slots, needed = shape(3, 1, VMS[:3])
     stage_of = {slot.worker: slot.stage for slot in slots}
     last = next(worker for worker, stage in stage_of.items() if stage == 2)
@@ -113,12 +113,12 @@ def test_units_shared_by_a_vms_workers_are_sent_by_one() -> None:
     assert ("n2", "s0+s5") in sent
 
 
-def test_losses_that_others_have_are_not_told_twice() -> None:
+def test_losses_known_to_other_workers_are_not_sent_twice() -> None:
     plan = make_plan(2, 2)
     slot = Slot(worker="n1", stage=1, replica=0)
     mine = SalvagedSum(holder="n1", receiver="n1", sum=partial_sum(LOSSES, {5: 0b111}))
     others = SalvagedSum(holder="n2", receiver="n2", sum=partial_sum(LOSSES, {5: 0b1110000}))
-    salvage = Salvage(sums=(mine, others), remaining=((3, 4), (5, 8)))  # of which 3 and 5 are this replica's
+    salvage = Salvage(sums=(mine, others), remaining=((3, 4), (5, 8)))  # of these, 3 and 5 belong to this replica
     assert losses_of(plan, slot, salvage) == {5: 0b1111}
 
 
@@ -141,7 +141,7 @@ def state_with(plan: Plan, policy: Policy, num: int, *, unit_bytes: int = 10) ->
         ("state", 10**12, True),
         ("salvage", 10**12, True),
         ("auto", 10, True),
-        ("auto", 10**12, False),  # hours on a link of 1 Gb/s, each step
+        ("auto", 10**12, False),  # hours on a link of 1 Gb/s, in each step
     ],
 )
 def test_auto_follows_where_that_loses_less_than_it_costs(redundancy: str, unit_bytes: int, followed: bool) -> None:
@@ -270,14 +270,17 @@ def test_auto_follows_only_while_that_pays() -> None:
     generation = script.state.generation
     train_through_a_save(durable_s=60.0)
     assert (followed(), script.state.generation) == (True, generation)
-    saves = script.state.saving.save_times.model_copy(update={"vm_s": 1e9})  # so long none was lost
+    saves = script.state.saving.save_times.model_copy(update={"vm_s": 1e9})  # no VM was lost for this long
     script.state = changed(script.state, save_times=saves)
     train_through_a_save(durable_s=60.0)
     assert not followed()
 
 
 def small_job(**fields: object) -> ControllerConfig:
-    """One replica at most, steps in which a follower's gradients take 0.6 ms, and losses that are next to unknown."""
+    """Return a job of at most one replica, with steps whose gradients take 0.6 ms to send.
+
+    Losses are almost unknown.
+    """
     per_unit = 3 * 10_000
     return make_config(
         plans={2: make_plan(2, 1), 3: make_plan(3, 1)},
@@ -311,8 +314,9 @@ def test_followers_of_a_small_state_cost_nothing_and_are_always_kept(larger: int
 def test_a_small_job_of_one_replica_goes_back_to_no_checkpoint(
     always_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five VMs are lost one after the other, once the new shape's followers are in step. State is small: what its moves
-    take says nothing of the link.
+    """Five VMs are lost one after the other, each once the new shape's followers are in step.
+
+    The state is so small that its transfers say nothing about the link.
     """
     monkeypatch.setattr(followers, "FREE_S", followers.FREE_S if always_kept else -1.0)
     versions, lost = [0], list[str]()

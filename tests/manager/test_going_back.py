@@ -1,4 +1,4 @@
-"""A step whose numbers are bad: what the controller orders, and when it gives the run up."""
+"""Steps with bad numbers: what the controller orders, and when it ends the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from morph.contract.rules import LossRules
 
 
 def script_with(**losses: object) -> Script:
-    """Two workers that are about to train, with a checkpoint every three steps."""
+    """Return a script with two workers that are about to train, and a checkpoint every three steps."""
     rules = RULES.model_copy(update={"losses": LossRules.model_validate({"back_steps": 4, **losses})})
     policy = Policy(checkpoint_every_steps=3, order_timeout_s=20.0, rules=rules)
     script = Script(num_steps=20, expected_nodes=2, policy=policy)
@@ -29,7 +29,7 @@ def script_with(**losses: object) -> Script:
 
 
 def bad(script: Script) -> tuple[Action, ...]:
-    """All members prepare the step, in which a loss is not a number."""
+    """Let all members prepare the step, in which a loss is not a number."""
     first, *others = script.busy
     script.prepared_with(first, losses=(MicroBatchLoss(micro_batch=3, loss=math.nan),))
     return script.prepared(*others)
@@ -43,7 +43,7 @@ def train(script: Script, until: int) -> None:
 
 
 def gone_back() -> tuple[Script, tuple[Action, ...]]:
-    """Step 7 was bad, and the newest checkpoint is of version 7, behind version 4."""
+    """Return a script in which step 7 was bad; version 7 is the newest checkpoint, and version 4 the one before."""
     script = script_with(when_bad="go_back")
     train(script, 7)
     assert script.state.saving.newest == (3, 4, 7)
@@ -77,7 +77,7 @@ def test_a_bad_step_goes_back_over_steps_that_are_run_again() -> None:
     assert all(one.order.samples_of is None for one in actions if isinstance(one, SendStep)), "they are named"
 
 
-def test_without_a_checkpoint_before_it_a_run_begins_anew_and_leaps_at_the_same_version() -> None:
+def test_without_an_earlier_checkpoint_a_bad_step_restarts_the_run() -> None:
     script, _ = gone_back()
     actions = script.tell(CheckpointNotFound(error="there is none up to version 4", damaged=False, none=True))
     assert receivers(actions, SendReshape) == ["n1", "n2"]
@@ -97,10 +97,10 @@ def test_without_a_checkpoint_before_it_a_run_begins_anew_and_leaps_at_the_same_
     assert (script.state.version, script.state.decided) == (8, Decided(version=8, skipped=True, state_of=4))
 
 
-def test_a_version_to_go_back_to_is_saved_beside_one_that_is_being_written() -> None:
+def test_a_version_to_go_back_to_is_saved_during_another_save() -> None:
     script = script_with(when_bad="go_back")
     versions = []
-    for _ in range(9):  # storage is slow: nothing is complete
+    for _ in range(9):  # storage is slow: no checkpoint is complete
         script.prepared()
         versions.append(tuple(one.version for one in script.state.saving.under_way))
     assert versions[2:5] == [(3,), (4,), (4,)]
@@ -149,7 +149,7 @@ def test_too_many_bad_steps_end_the_run_saved(when_bad: str, num_skipped: int) -
     assert ("(rules.losses.most)" in finish.sentence) is (when_bad == "skip")
 
 
-def test_a_loss_that_leaps_up_is_bad_and_moves_no_mean_and_no_scale() -> None:
+def test_a_leaping_loss_is_bad_and_changes_neither_mean_nor_scale() -> None:
     rules, trend = LossRules(when_bad="skip", deviations=3.0, window=4), LossTrend()
     for version, loss in enumerate((2.0, 1.8, 1.9, 1.7, 1.75), 1):
         assert trend.why_bad({0: loss, 1: loss}, {}, rules) == ""

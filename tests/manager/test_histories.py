@@ -1,7 +1,7 @@
 """Seeded histories with faults of every kind, driven by the live ``decide`` in virtual time.
 
-``NUM_HISTORIES`` of them run by default; with ``MORPH_HISTORIES=10000`` in the environment, that many. A failing seed
-prints its history and the command that plays it again.
+``NUM_HISTORIES`` of them run by default; the environment variable ``MORPH_HISTORIES=10000`` sets another number. A
+failing seed prints its history and the command that plays it again.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ pytestmark = pytest.mark.slow
 NUM_HISTORIES = int(os.environ.get("MORPH_HISTORIES", "200"))
 SEEDS_AT_ONCE = 50
 REACHING = 200
-"""So many are asked what they came to."""
+"""The number of histories of which the reached phases and decisions are counted."""
 
 
 @pytest.fixture(scope="module")
 def played() -> list[Reached]:
-    """Return the results of chunks of histories, each in a process of its own; a broken one raises."""
+    """Return the results of chunks of histories, each in its own process; a broken history raises."""
     seeds = range(0, max(NUM_HISTORIES, REACHING), SEEDS_AT_ONCE)
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         return list(pool.map(reached_by, [range(first, first + SEEDS_AT_ONCE) for first in seeds]))
@@ -50,7 +50,7 @@ def test_every_history_keeps_the_invariants_and_ends(played: list[Reached]) -> N
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.ENDED])
 def test_deaths_in_any_phase_lose_no_step_silently(phase: Phase, count: int) -> None:
-    seeds = range(12 if IS_LONG or phase is Phase.HOLDING else 4)  # few come to a holding
+    seeds = range(12 if IS_LONG or phase is Phase.HOLDING else 4)  # few histories reach a holding
     reached = sum(play_deaths(phase, count, seed).entered[phase] > 0 for seed in seeds)
     assert reached >= (1 if phase is Phase.HOLDING else len(seeds))
 
@@ -63,7 +63,8 @@ BY_SCORE = EvaluationSize(
     best=BestRule(metric="score", mode="max", patience=2),
     finishes=True,
 )
-"""Evaluations at every second version: scores are 7, 13, 5, 11, and 3 at the end, two steps after the second worse."""
+"""Evaluations at every second version; their scores are 7, 13, 5, 11, and 3 at the end, two steps after the second
+worse one."""
 
 
 @pytest.mark.parametrize("size", [BY_LOSS, BY_SCORE])
@@ -125,7 +126,7 @@ def play_deaths(phase: Phase, count: int, seed: int) -> SimulatedCluster:
 
 
 def play_failed_loads(seed: int, dies_before: str = "") -> SimulatedCluster:
-    """Play a history in which all VMs go, others come, and what was saved cannot always be loaded."""
+    """Play a history in which all VMs are replaced, and saved state cannot always be loaded."""
     gone_s = 13.0 + seed % 5
     faults = Faults(
         deaths_after_s=((gone_s, 20), (gone_s + 9.0, 1)),

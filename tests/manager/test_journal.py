@@ -1,4 +1,4 @@
-"""The journal keeps what it is given, in one piece, and gives the state back."""
+"""The journal keeps complete lines, and gives the state back."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_an_event_and_its_decision_are_written_both_or_neither(tmp_path: Path) -
 
 
 def test_an_interrupt_while_a_decision_is_written_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pydantic takes it for an error of the value that it writes."""
+    """pydantic takes the interrupt for an error of the value that it serialises."""
     event = NodeAppeared(node="n1")
     decision = decide(initial_state(make_config()), event, 1.0)
 
@@ -197,7 +197,7 @@ def test_a_loss_that_is_nan_is_read_back() -> None:
     assert [str(loss.loss) for loss in read.answer.losses] == ["nan", "-inf"]
 
 
-def test_what_is_no_journal_is_refused_with_its_name(tmp_path: Path) -> None:
+def test_files_that_are_not_journals_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match=r"missing\.sqlite: holds no journal"):
         Journal.open(tmp_path / "missing.sqlite", read_only=True)
     other = tmp_path / "other.sqlite"

@@ -1,4 +1,4 @@
-"""Steps that are passed over come to what they come to one by one: every later event and decision is the same."""
+"""Skipping over equal steps has the same result as playing each: every later event and decision is the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from morph.contract.messages import Prepared
 from morph.contract.plan import Plan
 from tests.grids import cells
 
-EXACT = Durations(  # sums of these are exact, in whatever order they are added
+EXACT = Durations(  # their sums are exact in any order
     noticed_s=0.125,
     aborted_s=0.0625,
     groups_s=0.25,
@@ -37,7 +37,7 @@ HOURS = 1
 
 
 def plan_of(depth: int, replicas: int, step_s: float) -> Plan:
-    """A plan whose steps take exactly so long."""
+    """Return a plan whose steps take exactly this long."""
     plan = make_plan(depth, replicas)
     expected = plan.expected.model_copy(update={"mini_batch_s": step_s, "examples_per_s": 8 / step_s})
     return plan.model_copy(update={"expected": expected})
@@ -51,11 +51,11 @@ UNEQUAL = {
     for count, plan in jobs.UNEQUAL.items()
     if count < 5
 }
-"""In addition to the fixed pipelines of the others."""
+"""Used in addition to the fixed pipelines of other tests."""
 
 
 def history_of(seed: int, *, jumps: bool, every: int | None) -> tuple[SpotCluster, list[tuple[float, Event, Decision]]]:
-    """Play some hours in which VMs come, are noticed and go."""
+    """Play some hours in which VMs come, get notices and go."""
     told: list[tuple[float, Event, Decision]] = []
     job = SpotJob(
         name="job",
@@ -113,7 +113,7 @@ def test_an_error_of_the_controller_comes_out_as_it_was_raised() -> None:
 
 
 def is_step(event: Event) -> bool:
-    """Whether nothing but a step came to its end."""
+    """Return whether the only event was the end of a step."""
     return isinstance(event, AnsweredAlike) and isinstance(event.answer, Prepared)
 
 

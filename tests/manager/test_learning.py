@@ -1,4 +1,4 @@
-"""Corrections of the profile from compute times during a run, and plans made with them."""
+"""Corrections of the profile from compute times during a run, and plans that use them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def seen(
     node_type: str = "",
     found: tuple[StageRatios, ...] = (),
 ) -> tuple[StageRatios, ...]:
-    """Observations of every stage of these shapes, with noise, after those ``found`` before."""
+    """Return observations of every stage of these shapes, with noise, after the earlier ones in ``found``."""
     draw = random.Random(seed)
     for _ in range(num):
         for bounds in cuts:
@@ -60,8 +60,8 @@ TYPES = TIMES | {"fast": SECTIONS_S, "slow": tuple(3 * time_s for time_s in SECT
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_type_that_is_slower_than_its_profile_is_found_and_no_other(seed: int) -> None:
-    """In an unequal plan: one pipeline of three stages on one type, one of two on the other."""
+def test_only_the_type_slower_than_its_profile_is_found(seed: int) -> None:
+    """In an unequal plan: one pipeline of three stages on one type, and one of two on the other."""
     ratios = seen([1] * 6, [[0, 2, 4]], 60, seed, "fast")
     ratios = seen([1.3] * 6, [[0, 3]], 60, seed + 100, "slow", ratios)
     found = correction_of(ratios, TYPES)
@@ -74,7 +74,7 @@ def test_a_type_that_is_slower_than_its_profile_is_found_and_no_other(seed: int)
     assert unseen.errors[0] > 2 * found.of_type("slow").errors[0]
 
 
-def test_a_section_that_is_slower_on_two_types_is_expected_to_be_on_a_third() -> None:
+def test_a_section_slower_on_two_types_counts_as_slower_on_a_third() -> None:
     ratios: tuple[StageRatios, ...] = ()
     for name in ("fast", "slow"):
         ratios = seen([1, 1, 1.5, 1, 1, 1], [[0, 3], [0, 2, 4], [0, 2, 3, 5]], 60, 1, name, ratios)
@@ -90,7 +90,7 @@ def test_a_type_that_ran_only_some_sections_is_uncertain_of_the_others() -> None
 
 
 PARTS = (([[0, 3]], 1), ([[0, 3]], 2))
-"""Cuts, and of how many of their stages something is seen."""
+"""Cuts, and the number of their stages that are observed."""
 
 
 def test_no_type_is_forgotten_because_another_has_many_stages() -> None:
@@ -120,7 +120,7 @@ def test_noise_is_not_found(seed: int) -> None:
         assert not is_material(None, found, ratios, TIMES), f"{num} observations of nothing but noise: {found.sentence}"
 
 
-def test_what_slows_all_measured_sections_slows_the_unmeasured() -> None:
+def test_a_slowdown_of_all_measured_sections_applies_to_unmeasured_ones() -> None:
     found = correction_of((StageRatios(first_section=0, end_section=3, num=200, mean=math.log(1.2)),), TIMES)
     assert found.factors[5] == pytest.approx(1.2, abs=0.02)
     assert found.errors[3] > found.errors[0]
@@ -161,9 +161,9 @@ def trained(make: Callable[..., Script] = Script) -> Script:
 
 
 def tell_times(script: Script, slower: float, num: int = 40, slow_type: str = "") -> list[NoteCorrection]:
-    """So many reports of every member, section 5 slower than profiled, or every section on one type of GPU.
+    """Report times of every member several times, with section 5 or one type of GPU slower than profiled.
 
-    Returns the corrections that were told.
+    Returns the corrections that the controller reported.
     """
     told: list[NoteCorrection] = []
     assert script.state.plan is not None
@@ -183,7 +183,7 @@ def tell_times(script: Script, slower: float, num: int = 40, slow_type: str = ""
     return told
 
 
-def test_a_correction_is_told_when_it_changes_and_not_with_every_report() -> None:
+def test_a_correction_is_reported_only_when_it_changes() -> None:
     script = trained()
     assert tell_times(script, 1.0) == []
     told = tell_times(script, 3.0, 200)
@@ -192,7 +192,7 @@ def test_a_correction_is_told_when_it_changes_and_not_with_every_report() -> Non
     assert told[-1].correction.factors[5] > told[-1].correction.factors[0]
 
 
-def test_what_is_learned_counts_at_the_next_shape_and_causes_none() -> None:
+def test_corrections_count_at_the_next_shape_and_cause_none() -> None:
     script = trained()
     generation = script.state.generation
     tell_times(script, 3.0)
@@ -210,7 +210,7 @@ def test_what_is_learned_counts_at_the_next_shape_and_causes_none() -> None:
 
 
 def mixed(make: Callable[..., Script] = Script) -> Script:
-    """Two fast workers and three slow ones, all in one shape."""
+    """Return a script with two fast and three slow workers in one shape."""
     plans = [
         make_unequal((2, 1, "fast"), *kinds) for kinds in ([], [(1, 1, "slow")], [(2, 1, "slow")], [(3, 1, "slow")])
     ]
@@ -227,7 +227,7 @@ def mixed(make: Callable[..., Script] = Script) -> Script:
 
 
 def after_a_loss(script: Script) -> str:
-    """The shape when one of the slow workers is lost."""
+    """Return the shape after the loss of one slow worker."""
     generation = script.state.generation
     script.tell(WorkerLost(worker="s2", cause="revoked"))
     while script.state.generation == generation:
@@ -236,7 +236,7 @@ def after_a_loss(script: Script) -> str:
     return f"{script.state.plan.shape} on {script.state.plan.pool}"
 
 
-def test_a_type_that_is_slower_than_its_profile_is_left_out_where_that_is_faster() -> None:
+def test_a_type_slower_than_profiled_is_left_out_if_that_helps() -> None:
     script = mixed()
     assert script.state.plan is not None
     assert script.state.plan.shape == "2x1 + 3x1"
@@ -264,7 +264,7 @@ def test_a_slow_workers_times_teach_nothing() -> None:
 
 
 class JournalledScript(Script):
-    """A script that is written down."""
+    """A script that records its events in a journal."""
 
     def __init__(self, journal: Journal, **fields: object) -> None:
         super().__init__(**fields)

@@ -1,4 +1,4 @@
-"""A run told while it goes on: what it says is what its journal says afterwards."""
+"""The live view of a run says what its journal says afterwards."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ from morph.contract.messages import Failed, WorkerReady
 @pytest.mark.parametrize("seed", range(6))
 def test_the_live_account_and_changes_of_shape_are_the_journals(tmp_path: Path, seed: int) -> None:
     faults, num_nodes, _ = random_faults(seed)
-    faults = replace(faults, restarts_after_s=(), fresh_starts_after_s=(), dies_before="")  # one manager sees it all
+    # so that one manager sees everything
+    faults = replace(faults, restarts_after_s=(), fresh_starts_after_s=(), dies_before="")
     run, lines = LiveRun("job", 12, 8), list[str]()
 
     def observe(_cluster: SimulatedCluster, _before: ControllerState, event: Event, decision: Decision) -> None:
@@ -66,7 +67,7 @@ def test_the_grid_has_a_node_in_every_place_while_a_shape_trains() -> None:
     assert "on demand" in run.headline
 
 
-def test_vms_in_a_queue_are_told_of_as_they_wait_and_leave_it() -> None:
+def test_vms_in_a_queue_are_shown_waiting_and_leaving_it() -> None:
     run, script = LiveRun("job", 12, 8), Script(target_nodes=3)
     granted = NodesGranted(request="job-1", nodes=("a", "b", "c"), waiting=("b", "c"))
     told: list[tuple[str, str]] = []
@@ -140,7 +141,7 @@ def test_plain_lines_are_of_steps_shapes_losses_evaluations_and_saves(
     assert [line for line in played_lines(capsys, verbose=True)[:-1] if "the checkpoint of version" in line] != []
 
 
-def test_a_save_after_some_that_storage_refused_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_save_after_refused_ones_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     lines = played_lines(capsys, verbose=False, num_steps=40, write_failure=0.2)
     saves = [line for line in lines if re.search("checkpoint|saved$", line)]
     assert saves[0].endswith("could not write its part of a checkpoint: disk full")
@@ -159,7 +160,7 @@ HIT_AGAIN = Faults(deaths_in=((Phase.TRAINING, 0, 1), (Phase.RESHAPING, 1, 1)))
 def live_lines(
     capsys: pytest.CaptureFixture[str], faults: Faults, num_nodes: int, *, verbose: bool = False
 ) -> list[str]:
-    """What ``morph run --plain`` prints, without its times."""
+    """Return what ``morph run --plain`` prints, without its times."""
     with run_view(LiveRun("job", 12, 8), plain=True, verbose=verbose) as observer:
 
         def observe(cluster: SimulatedCluster, _before: ControllerState, event: Event, decision: Decision) -> None:
@@ -171,7 +172,7 @@ def live_lines(
 
 
 def events_of(run_dir: Path, faults: Faults, num_nodes: int, *options: str) -> list[str]:
-    """What ``morph events`` prints, without times, steps and codes."""
+    """Return what ``morph events`` prints, without times, steps and codes."""
     if not (run_dir / "run.json").exists():
         cluster = JournalledCluster(0, run_dir, faults, expected_nodes=num_nodes)
         assert cluster.run(num_nodes).outcome == "finished"
@@ -211,7 +212,7 @@ def test_a_change_of_shape_is_one_line(
         assert all(re.fullmatch(pattern, line) for pattern, line in zip(told, found, strict=True)), found
 
 
-def test_the_protocol_is_told_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_protocol_is_printed_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert any("generation 1 is dissolved" in line for line in live_lines(capsys, ONE_LOST, 6, verbose=True))
     verbose, every = (events_of(tmp_path, ONE_LOST, 6, *options) for options in (["--verbose"], ["--all"]))
     assert any("generation 1 is dissolved" in line for line in verbose)
@@ -275,7 +276,7 @@ def test_setups_that_fail_are_the_first_line_wherever_a_run_is_shown(
     journal.close()
 
 
-def test_the_grid_of_unequal_pipelines_has_a_row_for_each_as_long_as_it_is_deep() -> None:
+def test_the_grid_of_unequal_pipelines_has_rows_of_their_depths() -> None:
     run = LiveRun("job", 12, 8)
     cluster = SimulatedCluster(0, make_config(plans=UNEQUAL, expected_nodes=5))
     cluster.observers = (lambda at, _before, event, decision: run.take(at.now_s, event, decision),)

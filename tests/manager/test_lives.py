@@ -1,4 +1,4 @@
-"""Out of a journal: since when each VM lived, of what kind it was, and how it ended."""
+"""Lives of VMs according to a journal: their beginning, kind and end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ KIND = NodeFacts(provider="azure", size="NC24", region="westeurope", zone="2")
 
 
 class Told(Script):
-    """A script of which every line stands in a journal."""
+    """A script whose lines are all in a journal."""
 
     def __init__(self, **fields: object) -> None:
         super().__init__(**fields)
@@ -66,7 +66,7 @@ class Told(Script):
         self.now_s = at_s
 
     def tell(self, event: Event, at_s: float | None = None) -> tuple[Action, ...]:
-        """Tell one event, and write it down with what is decided."""
+        """Give the controller one event, and record it with the decision."""
         actions = super().tell(event, at_s)
         assert self.last is not None
         self.write(self.now_s, "event", event)
@@ -84,7 +84,7 @@ class Told(Script):
 
 
 def granted(*nodes: str, **fields: object) -> Told:
-    """VMs that were requested at 10 s and granted at 40 s."""
+    """Return VMs that were requested at 10 s and granted at 40 s."""
     told = Told(target_nodes=len(nodes), **fields)
     told.tell(Tick(), 10.0)
     paid = dict.fromkeys(nodes, Paid(usd_per_h=0.7))
@@ -93,7 +93,7 @@ def granted(*nodes: str, **fields: object) -> Told:
 
 
 def ready(*nodes: str, **fields: object) -> Told:
-    """The same, up at 100 s and ready at 130 s."""
+    """Return the same VMs, up at 100 s and ready at 130 s."""
     told = granted(*nodes, **fields)
     for node in nodes:
         told.tell(NodeAppeared(node=node, request="job-1"), 100.0)
@@ -101,7 +101,7 @@ def ready(*nodes: str, **fields: object) -> Told:
     return told
 
 
-def test_a_life_has_what_its_request_its_grant_and_its_worker_told() -> None:
+def test_a_life_has_the_facts_from_request_grant_and_worker() -> None:
     told = ready("a", "b")
     told.tell(WorkerLost(worker="a", cause="its connection closed"), 3640.0)
     a, b = told.lives()["a"], told.lives()["b"]
@@ -140,7 +140,7 @@ def test_a_notice_counts_if_the_vm_goes_by_it_however_it_goes() -> None:
     told.tell(NodesGranted(request="job-2", nodes=("late",)), 200.0)
     for number, vm in enumerate(("taken", "withdrawn", "outlived", "over")):
         told.tell(NoticeGiven(worker=vm, lead_s=30.0, notice=f"notice {number}"), 1000.0)
-    told.tell(NoticeGiven(worker="taken", lead_s=10.0, notice="notice 0"), 1020.0)  # the same, told again
+    told.tell(NoticeGiven(worker="taken", lead_s=10.0, notice="notice 0"), 1020.0)  # the same notice again
     told.tell(NoticeWithdrawn(worker="withdrawn"), 1001.0 + 20.0)
     told.tell(WorkerLost(worker="taken", cause="its connection closed"), 1030.0)
     told.tell(WorkerLost(worker="withdrawn", cause="its connection closed"), 1031.0)
@@ -184,7 +184,7 @@ def test_a_notice_that_came_before_its_vm_was_known_is_its_own() -> None:
     assert (life.ending, life.noticed_s, life.lead_s, life.ended_s) == (Ending.REVOKED, 30.0, 30.0, 40.0)
 
 
-def test_what_was_taken_on_purpose_is_no_loss_unless_that_failed() -> None:
+def test_vms_taken_on_purpose_are_not_losses_unless_that_failed() -> None:
     told = ready("a", "b", "c", "d")
     for vm in ("a", "b", "c"):
         told.fact(PREEMPTION_INJECTED, 200.0, worker=vm, detail="by name")
@@ -199,7 +199,7 @@ def test_what_was_taken_on_purpose_is_no_loss_unless_that_failed() -> None:
     assert lives["c"].lost_with == 1
 
 
-def test_an_error_of_a_worker_ends_its_vm_and_is_no_loss() -> None:
+def test_a_workers_error_ends_its_vm_without_counting_as_a_loss() -> None:
     told = ready("a", "b", "c", "d")
     told.tell(NodeAppeared(node="e"), 200.0)
     failed = Failed(worker="e", generation=0, error="no device", traceback="", cause="device")
@@ -291,6 +291,6 @@ def test_in_any_history_each_vm_has_its_lives_one_after_the_other(seed: int, tmp
     by_vm: dict[str, list[Life]] = {}
     for life in lives:
         by_vm.setdefault(life.vm, []).append(life)
-    for told in by_vm.values():  # no VM lives twice at a time
+    for told in by_vm.values():  # no VM has two lives at a time
         told.sort(key=lambda life: life.begun_s)
         assert all(before.ended_s <= after.begun_s for before, after in pairwise(told))

@@ -73,23 +73,23 @@ def test_a_member_under_a_long_notice_trains_while_time_allows() -> None:
     left_s = taken_s - script.now_s
     needed_s = MARGIN * morph_s + STEP_MARGIN * max(step_s, PLANS[4].expected.mini_batch_s)
     assert MARGIN * morph_s <= left_s <= needed_s
-    assert left_s > needed_s - 1.5 * step_s  # at the boundary before there was time for one more
+    assert left_s > needed_s - 1.5 * step_s  # at the boundary, because there was no time for another step
     assert script.state.version > version + 10
     assert script.state.waits.num_fruitless == 0
 
 
-def test_one_change_takes_in_whoever_came_while_a_notice_lasted() -> None:
+def test_one_change_takes_in_all_newcomers_of_a_notices_time() -> None:
     script = training()
     script.prepared()
     noticed(script, "n2", lead_s=60.0)
     assert receivers(script.prepared(), SendStep) == ["n1", "n2", "n3", "n4"]
-    script.ready("n5")  # the shape without n2 is as fast now: there is nothing to wait for
+    script.ready("n5")  # the shape without n2 is as fast now, so that nothing is worth waiting for
     assert receivers(script.prepared(), SendReshape)
     assert set(script.members) == {"n1", "n3", "n4", "n5"}
     assert script.state.generation == 2
 
 
-def test_nobody_stays_in_an_unmeasured_or_no_faster_shape() -> None:
+def test_no_noticed_worker_stays_in_an_unmeasured_or_no_faster_shape() -> None:
     script = script_in(Phase.RESHAPING)
     noticed(script, "n3", lead_s=60.0)
     script.reshaped()
@@ -122,7 +122,7 @@ def test_a_node_that_drains_is_given_no_place_after_a_loss_either() -> None:
 
 
 def test_an_indispensable_member_trains_on_and_is_saved_at_once() -> None:
-    """It is the only one that holds its stage; where a replica holds it too nothing has to be saved."""
+    """It alone holds its stage; if a replica held the stage too, nothing would have to be saved."""
     for plan, num_saved in ((PLANS[2], len(UNITS)), (PLANS[4], 0)):
         script = Script(plans={plan.num_workers: plan}, num_steps=20, expected_nodes=plan.num_workers)
         script.ready(*(f"n{number + 1}" for number in range(plan.num_workers)))
@@ -136,7 +136,7 @@ def test_an_indispensable_member_trains_on_and_is_saved_at_once() -> None:
         assert script.state.saving.pending is None or script.state.saving.pending.kind == "emergency"
 
 
-def test_a_notice_that_nobody_follows_up_is_void_after_its_grace() -> None:
+def test_a_notice_without_an_end_is_void_after_its_grace() -> None:
     script = Script(num_steps=20)
     script.ready("n1", "n2", "n3", "n4")
     script.reshaped()
@@ -197,7 +197,7 @@ def test_a_member_may_go_only_after_a_step_without_it() -> None:
     noticed(script, "n2")
     left_out = script.prepared()
     formed = script.reshaped()
-    assert acknowledged([*left_out, *formed]) == []  # until then others may still need what it holds
+    assert acknowledged([*left_out, *formed]) == []  # until then, others may still need what it holds
     assert acknowledged(script.prepared()) == [("n2", "first")]
     assert "nothing of value is left on n2" in script.sentence
     assert acknowledged(script.prepared()) == []
@@ -215,7 +215,7 @@ def test_a_vm_may_go_once_nothing_is_left_on_its_workers() -> None:
     script.reshaped()
     actions = script.prepared()
     told = [action for action in actions if isinstance(action, AcknowledgeNotice)]
-    assert told == [AcknowledgeNotice(worker="a.d0", notice="E-1")]  # one VM is told once
+    assert told == [AcknowledgeNotice(worker="a.d0", notice="E-1")]  # a VM is told once
 
 
 def test_a_spare_stays_while_its_vm_has_an_unnoticed_member() -> None:
@@ -228,16 +228,16 @@ def test_a_spare_stays_while_its_vm_has_an_unnoticed_member() -> None:
     assert actions == (AcknowledgeNotice(worker="c.d0", notice="E-1"),)
 
 
-def test_a_notice_that_is_told_again_is_acknowledged_again() -> None:
+def test_a_repeated_notice_is_acknowledged_again() -> None:
     script = training()
     script.ready("n5")
     noticed(script, "n5")
-    again = NoticeGiven(worker="n5", lead_s=2.0, notice="first")  # its agent came back: it did not hear the answer
+    again = NoticeGiven(worker="n5", lead_s=2.0, notice="first")  # its agent returned, and did not get the answer
     assert acknowledged(script.tell(again)) == [("n5", "first")]
     assert script.code == "notice_acknowledged"
 
 
-def test_who_still_writes_units_of_a_checkpoint_is_not_let_go() -> None:
+def test_a_worker_that_still_writes_a_checkpoint_is_not_released() -> None:
     script = training()
     while script.state.saving.pending is None:
         script.prepared()
@@ -259,7 +259,7 @@ def test_a_notice_that_is_withdrawn_is_not_acknowledged() -> None:
     assert script.state.provisioning.leaving == frozenset()
 
 
-def test_who_holds_the_only_copy_is_not_let_go() -> None:
+def test_a_holder_of_the_only_copy_is_not_released() -> None:
     script = Script(plans={2: PLANS[2]}, num_steps=20, expected_nodes=2)
     script.ready("n1", "n2")
     script.reshaped()

@@ -1,4 +1,4 @@
-"""Slow workers: found, left out at a boundary, probed, and taken back."""
+"""Slow workers: detected, left out at a boundary, probed, and taken back."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def test_of_two_replicas_the_slower_one_is_slow() -> None:
     assert judged["b"].ratio == pytest.approx(SLOW)
 
 
-def test_one_replica_is_held_against_the_profile_and_not_judged_without_it() -> None:
+def test_a_single_replica_is_judged_only_with_a_profile() -> None:
     assert judge({"a": SLOW}, Expected(1.0, 0.0), STUTTER)["a"].slow
     assert not judge({"a": 1.1}, Expected(1.0, 0.0), STUTTER)["a"].slow
     assert judge({"a": SLOW}, None, STUTTER) == {}
 
 
-def test_one_or_two_workers_prove_neither_worker_nor_profile_wrong() -> None:
+def test_with_one_or_two_workers_neither_worker_nor_profile_is_suspected() -> None:
     assert usual([SLOW]) is None
     assert usual([1.0, SLOW]) is None
 
 
-def test_where_workers_compare_with_the_profile_unequally_nobody_is_singled_out() -> None:
+def test_workers_that_differ_from_the_profile_unequally_are_not_suspected() -> None:
     even, uneven = usual([1.0, 1.02, SLOW]), usual([1.0, 1.15, 1.15 * SLOW])
     assert even is not None and uneven is not None  # noqa: PT018
     assert judge({"a": SLOW}, even.expects(1.0), STUTTER)["a"].slow
@@ -67,7 +67,7 @@ def test_a_window_that_spreads_proves_less() -> None:
     assert not judge({"b": SLOW}, Expected(1.0, 0.0), STUTTER, {"b": 0.08})["b"].slow
 
 
-def test_random_differences_on_shared_cores_are_no_stutter() -> None:
+def test_random_differences_on_shared_cores_are_not_stutter() -> None:
     draw = random.Random(2)
     num_slow = 0
     for _ in range(2000):
@@ -79,7 +79,7 @@ def test_random_differences_on_shared_cores_are_no_stutter() -> None:
 
 
 def trained(**fields: object) -> Script:
-    """Six workers have trained for a while, in three stages of two replicas."""
+    """Return a script in which six workers have trained for a while, in three stages of two replicas."""
     script = Script(expected_nodes=6, num_steps=1000, **fields)
     script.ready("n1", "n2", "n3", "n4", "n5", "n6")
     script.reshaped()
@@ -88,13 +88,13 @@ def trained(**fields: object) -> Script:
 
 
 def warmed_up(script: Script) -> None:
-    """With fewer than three peers no worker is judged before that many windows."""
+    """Report as many windows as a worker with fewer than three peers needs before it is judged."""
     for _ in range(RULES.stutter.windows):
         times(script, {})
 
 
 def times(script: Script, slow: dict[str, float], count: int = 4) -> None:
-    """Every member reports compute times of ``count`` micro-batches."""
+    """Let every member report compute times of ``count`` micro-batches."""
     reports = tuple(
         WorkerTimes(worker=worker, generation=script.state.generation, compute_s=(2.0 * slow.get(worker, 1.0),) * count)
         for worker in script.members
@@ -166,7 +166,7 @@ def test_a_spare_replaces_a_member_that_is_30_percent_slower() -> None:
 
 
 def pipeline(depth: int, slow: dict[str, float], num_windows: int = 5, spare: bool = False) -> Script:
-    """Report, for one replica of that depth, times that are so much longer than the profile's."""
+    """Report times for one replica of this depth, which are longer than the profile's by these factors."""
     script = Script(
         plans={depth: make_plan(depth, 1)}, expected_nodes=depth, num_steps=1000, section_compute_s=(1.0,) * 6
     )
@@ -180,7 +180,7 @@ def pipeline(depth: int, slow: dict[str, float], num_windows: int = 5, spare: bo
 
 
 def against_profile(script: Script, slow: dict[str, float]) -> None:
-    """Every member reports a window of times, so much longer than the profile has them."""
+    """Let every member report a window of times that are longer than the profile's by these factors."""
     assert script.state.plan is not None
     reports = []
     for slot in script.state.slots:
@@ -200,7 +200,10 @@ def test_with_one_replica_the_profile_says_who_is_slow() -> None:
 
 
 def unequal(slow: dict[str, float], *kinds: tuple[int, int, str]) -> Script:
-    """Pipelines of these kinds report times so much longer than the profile has them; none of them is left out."""
+    """Let pipelines of these kinds report times longer than the profile's by these factors.
+
+    The only plan uses them all.
+    """
     plan = make_unequal(*kinds)
     script = Script(plans={plan.num_workers: plan}, expected_nodes=plan.num_workers, section_compute_s=(1.0,) * 6)
     script.ready(*(f"n{number}" for number in range(1, plan.num_workers + 1)))
@@ -210,7 +213,7 @@ def unequal(slow: dict[str, float], *kinds: tuple[int, int, str]) -> Script:
     return script
 
 
-def test_a_stage_that_only_one_of_unequal_pipelines_has_is_held_against_the_profile() -> None:
+def test_a_stage_of_only_one_unequal_pipeline_is_compared_with_the_profile() -> None:
     script = unequal({"n5": SLOW}, (3, 1, ""), (2, 1, ""))
     assert suspects(script) == ["n5"]
     yardstick = script.state.workers["n5"].pace.yardstick
@@ -231,20 +234,20 @@ def test_stages_of_the_same_sections_are_peers_whatever_pipeline_they_are_in() -
     assert suspects(script) == ["n4"]
 
 
-def test_a_machine_slower_than_its_profile_makes_nobody_slow() -> None:
+def test_on_a_machine_slower_than_its_profile_no_worker_counts_as_slow() -> None:
     assert suspects(pipeline(3, {"n1": SLOW, "n2": SLOW, "n3": SLOW})) == []
     assert suspects(pipeline(3, {"n1": SLOW, "n2": SLOW * SLOW, "n3": SLOW})) == ["n2"]
 
 
 @pytest.mark.parametrize("slow", [{"n1": SLOW}, {"n1": SLOW, "n2": 2 * SLOW}])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_with_one_or_two_stages_nobody_is_singled_out_by_the_profile(depth: int, slow: dict[str, float]) -> None:
+def test_with_one_or_two_stages_the_profile_makes_no_worker_suspect(depth: int, slow: dict[str, float]) -> None:
     script = pipeline(depth, slow)
     assert suspects(script) == []
     assert all(entry.pace.streak == 0 for entry in script.state.workers.values())
 
 
-def test_nobody_is_held_against_the_profile_before_everybody_was_timed() -> None:
+def test_workers_are_compared_with_the_profile_once_all_were_timed() -> None:
     script = pipeline(3, {}, num_windows=0)
     for _ in range(RULES.stutter.windows):
         late = tuple(
@@ -256,7 +259,7 @@ def test_nobody_is_held_against_the_profile_before_everybody_was_timed() -> None
 
 
 def probed_against_s(now: dict[str, float]) -> float:
-    """Return the seconds with which the probe of a worker is compared that was slow on a stage of two sections."""
+    """Return the seconds with which the probe of a worker that was slow on a stage of two sections is compared."""
     script = pipeline(3, {"n2": SLOW}, spare=True)
     script.prepared()
     script.reshaped()
@@ -276,7 +279,7 @@ def test_a_probe_is_compared_with_how_the_others_match_the_profile() -> None:
 
 
 def left_out() -> Script:
-    """A slow member was replaced by a spare."""
+    """Return a script in which a spare replaced a slow member."""
     script = trained()
     script.ready("n7")
     for _ in range(RULES.stutter.windows):
@@ -287,7 +290,7 @@ def left_out() -> Script:
 
 
 def probe(script: Script) -> int:
-    """Wait until the left-out worker is probed."""
+    """Wait until the worker that was left out is probed."""
     for _ in range(10):
         for action in script.wake():
             if isinstance(action, ProbeWorker):

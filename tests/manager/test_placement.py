@@ -93,7 +93,7 @@ def test_sources_keep_what_is_held_and_spread_the_rest_over_the_holders() -> Non
     assert abs(load["a"] - load["b"]) <= max(SIZES.values())
 
 
-def test_who_alone_holds_a_unit_is_spared_the_others() -> None:
+def test_the_only_holder_of_a_unit_sends_no_others() -> None:
     held = {"a": {"s0", "s1"}, "b": {"s0"}, "c": set[str](), "d": set[str]()}
     slots = place(make_plan(1, 2), ["c", "d"], {}, (("s0", "s1"),), SIZES)
     sources = choose_sources(slots, (("s0", "s1"),), held, SIZES, None)
@@ -101,7 +101,7 @@ def test_who_alone_holds_a_unit_is_spared_the_others() -> None:
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "initial"])
-def test_what_nobody_holds_is_restored_for_each_worker_that_needs_it(kind: str) -> None:
+def test_units_without_a_holder_are_restored_for_each_worker_that_needs_them(kind: str) -> None:
     plan = make_plan(2, 1)
     needed = units_by_stage(plan, UNITS)
     held = {"a": frozenset({"s0", "s0+s5"}), "b": frozenset()}
@@ -160,7 +160,7 @@ def test_pipelines_stay_inside_of_vms_that_hold_them() -> None:
 @pytest.mark.parametrize(("stages", "replicas", "vms", "devices"), SHAPES)
 def test_a_pipeline_changes_vms_no_oftener_than_it_must(stages: int, replicas: int, vms: int, devices: int) -> None:
     slots = fresh(stages, replicas, crew(vms, devices))
-    each = min(devices, stages)  # of one VM, without two replicas of a stage
+    each = min(devices, stages)  # stages that one VM holds without two replicas of any
     for replica in range(replicas):
         row = [vm_of(slot.worker) for slot in slots if slot.replica == replica]
         changes = sum(one != other for one, other in pairwise(row))
@@ -203,7 +203,7 @@ def test_unequal_pipelines_survive_the_loss_of_any_vm(
 )
 def test_replicas_of_a_stage_are_in_different_zones(stages: int, per_zone: tuple[int, ...]) -> None:
     zones = {f"n{zone}{place}": f"z{zone}" for zone, num in enumerate(per_zone) for place in range(num)}
-    workers = sorted(zones, key=lambda worker: worker[::-1])  # VMs of all zones come in turns
+    workers = sorted(zones, key=lambda worker: worker[::-1])  # VMs of all zones take turns
     plan = make_plan(stages, sum(per_zone) // stages)
     slots = place(plan, workers, {}, units_by_stage(plan, UNITS), SIZES, zones)
     for stage in range(stages):

@@ -1,4 +1,4 @@
-"""Policies on spot VMs: by hand on small traces, and what holds of all of them on any."""
+"""Policies on spot VMs: computed by hand on small traces, and general properties on any trace."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ JOB = SpotJob(
 
 
 def trace_of(*events: tuple[float, str]) -> Trace:
-    """ "+a" comes, "-a" is lost."""
+    """Return a trace: "+a" means that VM a comes, "-a" that it is lost."""
     return Trace(
         events=tuple(
             TraceEvent(time_s=time_s, event="add" if what[0] == "+" else "remove", node_id=what[1:])
@@ -100,8 +100,8 @@ FIVE_MINUTES = Until(kind="hours", amount=1 / 12)
 def test_the_ideal_trains_all_of_the_time_in_the_best_shape() -> None:
     trace = trace_of(*FOUR, (100.0, "-a"), (100.0, "-b"), (200.0, "+e"), (200.0, "+f"), (300.0, "-c"))
     outcome = play_ideal(JOB, trace, until=FIVE_MINUTES, prices=PRICES)
-    # nothing says that a worker cannot compute both stages: two such have 4 micro-batches each and take 3.6 s (2.0 s *
-    # (2 * 4 + 1) / (4 + 1)), four have 2 and take half of it, where whole pipelines take 4 and 2 s
+    # nothing prevents a worker from computing both stages: two such workers have 4 micro-batches each and take 3.6 s
+    # (2.0 s * (2 * 4 + 1) / (4 + 1)), four have 2 each and take half of it, whereas whole pipelines take 4 s and 2 s
     assert outcome.steps == math.floor(100 / 1.8 + 100 / 3.6 + 100 / 1.8)
     assert outcome.examples == 8 * 138
     assert [moment.shape for moment in outcome.moments] == ["1x4", "1x2", "1x4"]
@@ -118,8 +118,8 @@ def test_on_demand_vms_train_undisturbed_at_their_price() -> None:
 
 
 def test_a_loss_sends_a_job_that_restarts_back_to_what_was_durable() -> None:
-    # ready at 10, begun at 30; steps of 2 s, a save of 1 s after each 10, durable 5 s later: step 30 is, at 98;
-    # three more are done at 99, and one is under way at 100, when a and b are lost
+    # ready at 10 s, begun at 30 s; steps take 2 s, a save of 1 s follows every 10 steps, and is durable 5 s later. Step
+    # 30 is durable at 98 s; three more steps are done at 99 s, and one is under way at 100 s, when a and b are lost.
     trace = trace_of(*FOUR, (100.0, "-a"), (100.0, "-b"), (300.0, "-c"))
     outcome = play_restart(JOB, trace, until=FIVE_MINUTES, every_steps=10)
     load_s = sum(SIZES.values()) / 2 / TIMES.storage_bytes_per_s
@@ -170,7 +170,7 @@ def test_morph_trains_with_a_noticed_vm_until_it_must_leave() -> None:
     surprised, warned = (play_morph(JOB, trace, until=FIVE_MINUTES) for trace in (told, noticed))
     assert surprised.parts_s[Part.LOST] > 0
     assert warned.parts_s[Part.LOST] == 0
-    assert 90 < warned.moments[2].time_s < 98  # noticed at 70, taken at 100: steps take 2 s, a change 1 s
+    assert 90 < warned.moments[2].time_s < 98  # noticed at 70 s, taken at 100 s; steps take 2 s, a change 1 s
 
 
 def test_vms_cost_what_the_trace_says_when_they_come() -> None:
@@ -181,13 +181,13 @@ def test_vms_cost_what_the_trace_says_when_they_come() -> None:
     for policy in ("ideal", "restart", "drop", "bamboo", "morph"):
         play, _ = POLICIES[policy]
         outcome = play(JOB, trace, until=FIVE_MINUTES, seed=0, prices=None, name="")
-        assert outcome.usd == pytest.approx(usd, rel=1e-3), policy  # a loss is known of half a second later
+        assert outcome.usd == pytest.approx(usd, rel=1e-3), policy  # a loss is detected half a second later
         given = play(JOB, trace, until=FIVE_MINUTES, seed=0, prices=PRICES, name="")
         assert given.usd == pytest.approx(given.vm_s / 3600), policy
 
 
 def test_a_pipeline_without_a_vm_drops_samples_until_completed() -> None:
-    # two pipelines of two, steps of 2 s; ready at 10, set up by 11 and what a stage's state takes
+    # two pipelines of two stages, steps of 2 s; ready at 10 s, set up by 11 s plus the time of a stage's state
     trace = trace_of(*FOUR, (100.0, "-a"), (200.0, "+e"))
     outcome = play_pipelines(JOB, trace, until=FIVE_MINUTES, redundant=None)
     set_up_s = TIMES.groups_s + sum(SIZES.values()) / 2 / TIMES.link_bytes_per_s
@@ -206,7 +206,8 @@ def test_a_neighbour_computes_for_one_lost_vm_but_not_for_two() -> None:
     assert (outcome.num_fatal, outcome.num_changes) == (0, 1)
     undisturbed = play_pipelines(JOB, trace_of(*FOUR, (300.0, "-a")), until=FIVE_MINUTES, redundant="eflb")
     plain = play_pipelines(JOB, trace_of(*FOUR, (300.0, "-a")), until=FIVE_MINUTES, redundant=None)
-    gradients_s = sum(SIZES.values()) / JOB.state_copies / 2 / TIMES.link_bytes_per_s  # of the first of two stages
+    # the gradients of the first of two stages
+    gradients_s = sum(SIZES.values()) / JOB.state_copies / 2 / TIMES.link_bytes_per_s
     step_s = 2 * (1 + JOB.redundant["eflb"].overhead) + gradients_s
     assert undisturbed.steps == pytest.approx(plain.steps * 2 / step_s, abs=1)
     num, depth = max(JOB.plans[4].micro_batches_per_replica), 2
@@ -239,7 +240,7 @@ def test_computing_only_after_a_loss_costs_pauses_instead_of_steps() -> None:
         play_pipelines(job, hit, until=FIVE_MINUTES, redundant=mode).parts_s[Part.MORPH] for mode in ("eflb", "lflb")
     ]
     step_s = job.plans[4].expected.mini_batch_s
-    assert pauses_s[1] - pauses_s[0] == pytest.approx(3 * 9.9 * step_s)  # of three VMs
+    assert pauses_s[1] - pauses_s[0] == pytest.approx(3 * 9.9 * step_s)  # with three VMs
 
 
 def test_neighbours_that_are_lost_at_once_have_the_step_begun_anew() -> None:
@@ -253,7 +254,7 @@ def test_neighbours_that_are_lost_at_once_have_the_step_begun_anew() -> None:
 
 
 @pytest.mark.slow
-def test_what_redundant_computation_takes_is_simulated_for_the_shape_of_the_job() -> None:
+def test_redundant_computation_is_simulated_for_the_jobs_shape() -> None:
     profile = synthetic_profile(num_sections=6, batch_size=32, micro_batch_size=2, parameter_bytes=10**9)
     job = job_from_profile(profile, 6, PlanRequest(memory_bytes=20 * 10**9, recompute=False, changes=False))
     assert job.redundant == PUBLISHED
@@ -296,7 +297,7 @@ def test_parts_add_up_bounds_hold_and_seeds_repeat(policy: str) -> None:
         if policy not in ("on-demand", "mix-50"):
             bound = play_ideal(JOB, trace, until=until)
             assert one.steps <= bound.steps
-            assert one.vm_s == pytest.approx(bound.vm_s, rel=2e-3)  # a VM that was taken is known of a little later
+            assert one.vm_s == pytest.approx(bound.vm_s, rel=2e-3)  # a loss is detected a little later
 
 
 BOUND_OF_JOB = Bound(JOB)
@@ -306,13 +307,13 @@ REPLICAS = JOB.model_copy(
         "durations": TIMES.model_copy(update={"setup_s": 0.0, "groups_s": 0.0, "stall_s": 0.0}),
     }
 )
-"""Three of four replicas that go on with their two micro-batches each do more than three that share all eight."""
+"""Three of four replicas that continue with two micro-batches each do more than three that share all eight."""
 UNSURPASSED = [name for name in POLICIES if name not in ("ideal", "on-demand", "mix-50")]
 QUICK = [name for name in UNSURPASSED if not by_controller(name)]
 
 
 def limited(num_sections: int, batch_size: int, memory_bytes: float, gpus_per_vm: int = 1, *, num_vms: int) -> SpotJob:
-    """A job of sections of 100 MB on devices with so much memory, planned for this many VMs at most."""
+    """Return a job with sections of 100 MB on devices with this much memory, planned for at most this many VMs."""
     profile = synthetic_profile(
         num_sections=num_sections, forward_s=0.05, batch_size=batch_size, micro_batch_size=1, parameter_bytes=10**8
     )
@@ -340,7 +341,7 @@ def test_no_policy_surpasses_the_bound(given: SpotJob | tuple[int, int, float], 
 
 
 def test_the_bound_is_the_best_of_unequal_pipelines() -> None:
-    """Against all sets of pipelines, each with the share with which all of them are through at the same time."""
+    """Compare with all sets of pipelines, whose shares are such that all pipelines finish at the same time."""
     plans = {2: plan_of(2, 1, 5.0)}
     times = {1: ((1, 1.6), (8, 9.0)), 2: ((2, 2.0), (8, 5.0)), 5: ((8, 1.5),)}
     job = JOB.model_copy(update={"plans": plans, "pipelines": times})
@@ -373,7 +374,10 @@ def test_the_bound_is_the_best_of_unequal_pipelines() -> None:
 
 
 def test_all_gpus_of_a_vm_come_and_go_together() -> None:
-    """Two VMs with two GPUs: without one of them one of two pipelines is left; times and losses are given by VM."""
+    """There are two VMs with two GPUs; without one of them, one of two pipelines is left.
+
+    Times and losses are per VM.
+    """
     job = JOB.model_copy(update={"gpus_per_vm": 2})
     trace = trace_of((0.0, "+a"), (0.0, "+b"), (100.0, "-b"), (300.0, "-a"))
     alike = trace_of(*FOUR, (100.0, "-a"), (100.0, "-b"), (300.0, "-c"))
@@ -383,7 +387,7 @@ def test_all_gpus_of_a_vm_come_and_go_together() -> None:
         assert sum(one.parts_s.values()) == pytest.approx(one.vm_s)
         assert one.usd == pytest.approx(one.vm_s / 3600, rel=1e-3), policy
         assert max((moment.num_vms for moment in one.moments), default=0) == 2
-        if not by_controller(policy):  # which has no follower on the same VM
+        if not by_controller(policy):  # it has no follower on the same VM
             assert one.steps == other.steps, policy
             assert one.vm_s == pytest.approx(other.vm_s / 2)
     outcome = play_morph(job, trace, until=FIVE_MINUTES, prices=PRICES)
@@ -402,7 +406,7 @@ def test_the_bound_is_met_where_equal_pipelines_are_the_best() -> None:
 
 
 def random_trace(seed: int) -> str:
-    """A file that a user might have: unsorted, of equal times, without an end, of one row, with ends before adds."""
+    """Return a file that a user might have: unsorted, with equal times, no end, one row, or ends before adds."""
     draw, now_s, alive, rows = random.Random(seed), 0.0, list[str](), ["time_s,event,node_id,notice_s,usd_per_h"]
     for number in range(draw.choice([0, 1, 2, 5, 20])):
         now_s += draw.choice([0, 0, 1e-9, 0.5, 60, 600, 1e5]) - (draw.random() < 0.02)
@@ -448,7 +452,7 @@ def test_any_trace_is_played_or_refused_by_a_typed_error(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["morph", "restart", "restart-100", "drop", "bamboo"])
-def test_the_more_is_lost_the_less_is_done(policy: str) -> None:
+def test_more_losses_mean_less_progress(policy: str) -> None:
     def steps(every_s: float) -> int:
         cases = [(f"{seed}", seed, drawn(seed, every_s)) for seed in range(2)]
         replay = Replay(JOB, (policy,), tuple(cases), Until(kind="hours", amount=2), None)
@@ -463,7 +467,7 @@ def test_a_job_ends_with_its_steps_or_its_dollars() -> None:
         steps = play(JOB, trace, until=Until(kind="steps", amount=300), seed=0, prices=PRICES, name="")
         assert steps.finished, policy
         assert steps.steps == 300
-        assert 300 * BOUND_OF_JOB.fastest(6).step_s <= steps.hours * 3600 + 1e-6 < 2000, policy  # not the trace's end
+        assert 300 * BOUND_OF_JOB.fastest(6).step_s <= steps.hours * 3600 + 1e-6 < 2000, policy  # before the trace ends
         assert steps.vm_s <= 6 * steps.hours * 3600
         spent = play(JOB, trace, until=Until(kind="usd", amount=2), seed=0, prices=PRICES, name="")
         assert spent.usd is not None
@@ -523,7 +527,7 @@ def test_bounds_are_read(text: str, kind: str, amount: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "-3", "1.5", "soon", "3x", "h", "2027-01-30", "2027-13-01"])
-def test_what_is_no_bound_is_refused(text: str) -> None:
+def test_invalid_bounds_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="--until"):
         Until.parse(text, NOON)
 
@@ -535,7 +539,7 @@ def test_policies_are_read() -> None:
         policies_of("morph,restart-0")
 
 
-def test_a_trace_of_two_types_trains_with_both_and_changes_as_they_come_and_go() -> None:
+def test_a_trace_of_two_types_trains_on_the_types_present() -> None:
     job = SpotJob(
         name="job",
         batch_size=8,

@@ -1,4 +1,4 @@
-"""A report tells of a run what its journal holds."""
+"""A report contains what the journal of its run holds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from morph.contract.messages import MicroBatchLoss
 
 
 def report_on(run_dir: Path, faults: Faults, num_nodes: int, seed: int = 0) -> tuple[JournalledCluster, RunReport]:
-    """Play a journalled run and read it back."""
+    """Play a journalled run, and read its report."""
     cluster = JournalledCluster(seed, run_dir, faults, expected_nodes=num_nodes)
     assert cluster.run(num_nodes).outcome == "finished"
     cluster.journal.close()
@@ -68,7 +68,7 @@ def test_expectations_for_shared_cores_stand_beside_those_for_devices(tmp_path: 
     assert ">3,250<" in report_page(report) or ">3250<" in report_page(report)
 
 
-def test_shapes_of_several_types_are_told_with_their_pools_and_what_follows(tmp_path: Path) -> None:
+def test_shapes_of_several_types_are_reported_with_their_pools(tmp_path: Path) -> None:
     cluster = JournalledCluster(0, tmp_path, Faults(node_types=TYPES), expected_nodes=4, plans=MIXED)
     assert cluster.run(4).outcome == "finished"
     cluster.journal.close()
@@ -104,7 +104,7 @@ def test_a_forced_morph_is_timed_from_kill_to_next_step(tmp_path: Path) -> None:
 
 
 class InjectedCluster(JournalledCluster):
-    """Every VM that dies was taken on purpose."""
+    """A cluster in which every VM that dies was taken on purpose."""
 
     def kill(self, name: str) -> None:
         if self.workers[name].alive:
@@ -114,7 +114,7 @@ class InjectedCluster(JournalledCluster):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [JournalledCluster, InjectedCluster])
-def test_a_loss_that_was_injected_is_told_from_a_real_one(kind: type[JournalledCluster], tmp_path: Path) -> None:
+def test_injected_and_real_losses_are_distinguished(kind: type[JournalledCluster], tmp_path: Path) -> None:
     cluster = kind(0, tmp_path, Faults(deaths_after_s=((6.0, 1),)), expected_nodes=6)
     assert cluster.run(6).outcome == "finished"
     cluster.journal.close()
@@ -148,7 +148,7 @@ def test_steps_are_counted_as_redone_when_their_state_is_lost(tmp_path: Path) ->
     assert morph.killed_at_s == min(cluster.killed_s.values())
     read = RunReport.model_validate_json(report.model_dump_json())
     assert (read, read.losses, read.steps_redone) == (report, report.losses, report.steps_redone)
-    for num in range(len(report.steps)):  # also before the steps that were lost are run again
+    for num in range(len(report.steps)):  # also before the lost steps are run again
         assert list(Steps.of_records(report.steps[:num])) == report.steps[:num]
 
 
@@ -229,7 +229,7 @@ def test_a_report_has_metrics_norms_skipped_steps_and_the_loss_scale(tmp_path: P
         report
     )
     told = summarise(report)
-    assert "at step 11: right 0.25, learning rate 8.333e-05 to 0.001" in told  # skipped: it has no norm
+    assert "at step 11: right 0.25, learning rate 8.333e-05 to 0.001" in told  # this step was skipped and has no norm
     assert "evaluation at version 8: loss 0.2500, right 0.5" in told
     assert [(one.version, one.loss) for one in report.evaluations] == [(4, 0.5), (8, 0.25)]
 
@@ -242,7 +242,7 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
         read_report(tmp_path)
 
 
-def test_a_resumed_run_is_told_whole(tmp_path: Path) -> None:
+def test_the_report_of_a_resumed_run_is_complete(tmp_path: Path) -> None:
     first = JournalledCluster(0, tmp_path, Faults(stop_after_s=6.0))
     assert first.run(4).outcome == "stopped"
     first.journal.close()
@@ -274,7 +274,7 @@ FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_si
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in which a VM was killed and another came."""
+    """Return the directory of a run in which a VM was killed and another came."""
     directory = tmp_path_factory.mktemp("run")
     faults = Faults(deaths_after_s=((6.0, 1),), joins_after_s=(8.0,))
     cluster = JournalledCluster(0, directory, faults, expected_nodes=6)

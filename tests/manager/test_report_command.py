@@ -90,7 +90,7 @@ def test_the_page_shows_metrics_learning_rate_and_evaluations(run_dir: Path, tmp
     assert ["version", "loss", "right"] in page.rows
     assert ["4", "0.5000", "0.5000"] in page.rows
     assert ["8", "0.2500", "0.5000"] in page.rows
-    assert len(page.addresses) == 2  # the run, and learning rate and metrics
+    assert len(page.addresses) == 2  # the charts of the run, and of learning rate and metrics
     figure = training_figure(report)
     assert figure is not None
     assert [panel.get_title(loc="left") for panel in figure.axes] == ["learning rate", "right"]
@@ -150,14 +150,14 @@ def test_a_run_that_did_nothing_yet_has_a_page(run_dir: Path) -> None:
         (["-o", "/nowhere/page.html"], "/nowhere"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(run_dir: Path, options: list[str], told: str) -> None:
+def test_errors_are_reported_in_one_line(run_dir: Path, options: list[str], told: str) -> None:
     done = CliRunner().invoke(app, ["report", str(run_dir), *options])
     assert done.exit_code == 2
     assert told in done.output
     assert len(done.output.splitlines()) == 1
 
 
-def test_events_are_told_with_their_reasons_oldest_first(run_dir: Path) -> None:
+def test_events_are_printed_with_their_reasons_oldest_first(run_dir: Path) -> None:
     done = CliRunner().invoke(app, ["events", str(run_dir), "--json", "--verbose"])
     assert done.exit_code == 0, done.output
     told = [json.loads(line) for line in done.output.splitlines()]
@@ -174,7 +174,7 @@ def test_events_are_told_with_their_reasons_oldest_first(run_dir: Path) -> None:
     assert few == done.output.splitlines()[-3:]
 
 
-def test_following_a_run_that_nobody_manages_ends(run_dir: Path) -> None:
+def test_following_a_run_without_a_manager_ends(run_dir: Path) -> None:
     followed = CliRunner().invoke(app, ["events", str(run_dir), "--follow"])
     assert followed.exit_code == 0
     assert followed.output == CliRunner().invoke(app, ["events", str(run_dir)]).output
@@ -186,7 +186,7 @@ def test_a_report_without_room_is_refused_and_leaves_nothing(
     def full(_path: Path, _target: Path) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "replace", full)  # when all of it is written beside its place
+    monkeypatch.setattr(Path, "replace", full)  # when all of it is written beside its final place
     result = CliRunner().invoke(app, ["report", str(run_dir), "-o", str(tmp_path / "report.html")])
     assert result.exit_code == 2
     assert result.stderr == f"error: {tmp_path / 'report.html'}: cannot be written: No space left on device\n"

@@ -1,4 +1,4 @@
-"""Asking a provider for VMs."""
+"""Requests for VMs from a provider."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def requested(actions: Sequence[Action]) -> list[tuple[str, int]]:
     return [(action.request, action.count) for action in actions if isinstance(action, RequestNodes)]
 
 
-def test_what_is_missing_is_asked_for_once() -> None:
+def test_missing_vms_are_requested_once() -> None:
     script = asking()
     assert requested(script.tell(Tick())) == [("job-1", 4)]
     assert requested(script.tell(Tick())) == []
@@ -60,7 +60,7 @@ def test_what_is_missing_is_asked_for_once() -> None:
 
 
 def asking_types(target: int = 4, fast_usd: float = 3.0, slow_usd: float = 0.5, **policy: object) -> Script:
-    """Fast GPUs are 2.5 times as fast as slow ones."""
+    """Return a script that requests VMs of two types; fast GPUs are 2.5 times as fast as slow ones."""
     prices = {"fast": fast_usd, "slow": slow_usd}
     offers = tuple(Offer(node_type=name, usd_per_h=usd) for name, usd in prices.items())
     given = make_config().policy.model_copy(update=policy)
@@ -80,7 +80,7 @@ def types_in(actions: Sequence[Action]) -> list[tuple[str, int]]:
     ],
 )
 def test_the_type_that_adds_most_is_asked_for(objective: str, slow_usd: float, wanted: list[tuple[str, int]]) -> None:
-    """The table has at most four of each."""
+    """The table of plans has at most four GPUs of each type."""
     script = asking_types(6, slow_usd=slow_usd, objective=objective)
     assert types_in(script.tell(Tick())) == wanted
 
@@ -99,7 +99,7 @@ def test_a_refused_type_pauses_while_another_is_asked_for() -> None:
     assert {entry.facts.node_type for entry in script.state.workers.values()} == {"fast"}
 
 
-def test_what_is_there_and_what_boots_counts_by_its_type() -> None:
+def test_living_and_booting_vms_count_by_type() -> None:
     script = asking_types(5)
     assert types_in(script.tell(Tick())) == [("fast", 4), ("slow", 1)]
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
@@ -119,7 +119,7 @@ def test_a_vms_kind_comes_from_its_grant_or_itself() -> None:
     assert {node: entry.facts for node, entry in script.state.workers.items()} == {**kinds, "n4": NodeFacts()}
 
 
-def test_a_vm_in_a_queue_is_awaited_for_ever_and_given_up_once_it_boots() -> None:
+def test_a_queued_vm_is_awaited_without_limit_until_it_boots() -> None:
     script, kind = asking(), NodeFacts(provider="slurm", zone="n7")
     boot_s = script.state.config.policy.rules.requests.boot_s
     script.tell(Tick())
@@ -208,7 +208,7 @@ def test_a_node_lost_before_its_grant_is_replaced() -> None:
 
 
 def absent(script: Script, number: int) -> Sequence[Action]:
-    """A request is granted, and its VM does not appear."""
+    """Let a request be granted whose VM does not appear."""
     script.tell(NodesGranted(request=f"job-{number}", nodes=(f"m{number}",)))
     return script.tell(Tick(), at_s=script.now_s + REQUESTS.boot_s)
 
@@ -232,7 +232,7 @@ def test_vms_that_never_appear_are_requested_less_and_less_often() -> None:
     assert "vms.environment" in script.sentence
     for _ in range(3):
         assert requested(script.tell(Tick(), at_s=script.now_s + 10 * REQUESTS.backoff_max_s)) == []
-    assert script.state.phase is not Phase.ENDED  # those that are there go on
+    assert script.state.phase is not Phase.ENDED  # existing ones continue
     assert requested(script.tell(WorkerLost(worker="n1", cause="taken"))) == []
 
 
@@ -266,7 +266,7 @@ def test_a_run_with_too_few_vms_and_no_requests_left_ends() -> None:
     assert "vms.environment" in finish.sentence
 
 
-def test_vms_taken_while_they_boot_are_no_sign_of_a_mistake() -> None:
+def test_vms_taken_while_they_boot_are_not_counted_as_mistakes() -> None:
     script = asking()
     script.tell(Tick())
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
@@ -307,7 +307,8 @@ def test_vms_that_die_while_booting_are_replaced_less_and_less_often() -> None:
     actions = script.tell(WorkerLost(worker="n1", cause="its raylet ended"))
     assert ReleaseNodes(nodes=("n1",)) in actions
     assert requested(actions) == [("job-2", 1)]
-    assert requested(script.tell(WorkerLost(worker="n2", cause="its raylet ended"))) == [("job-3", 1)]  # of the same
+    # another VM of the same request is lost
+    assert requested(script.tell(WorkerLost(worker="n2", cause="its raylet ended"))) == [("job-3", 1)]
     script.tell(NodesGranted(request="job-2", nodes=("m2",)))
     waits_s = []
     for number in (3, 4):

@@ -1,4 +1,4 @@
-"""A checkpoint cannot be loaded: the run continues in place, from it or from the newest undamaged one."""
+"""A checkpoint cannot be loaded: the run continues in place, from the same version or the newest undamaged one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def manifest(version: int) -> Manifest:
 
 @pytest.fixture
 def script() -> Script:
-    """Every VM went after step 7 was decided, with a checkpoint of version 6; two new ones are to load that."""
+    """Return a script: all VMs are lost after step 7, with a checkpoint of version 6, which two new workers load."""
     script = Script(num_steps=20, expected_nodes=2)
     script.ready("n1", "n2")
     script.reshaped()
@@ -47,13 +47,13 @@ def script() -> Script:
 
 
 def fails(script: Script, worker: str, error: str = DAMAGED) -> tuple[Action, ...]:
-    """A worker says that it cannot load the checkpoint."""
+    """Let a worker report that it cannot load the checkpoint."""
     answer = Failed(worker=worker, generation=script.state.generation, error=error, cause="checkpoint")
     return script.tell(WorkerAnswered(worker=worker, answer=answer))
 
 
 def nobody_can_load(script: Script) -> tuple[Action, ...]:
-    """Both say so; the last answer is followed by a look at storage."""
+    """Let both workers report this; after the last answer the controller searches storage."""
     assert fails(script, "n3") == (Abort(worker="n4", generation=script.state.generation),)
     return fails(script, "n4")
 
@@ -63,7 +63,7 @@ def test_a_damaged_version_is_skipped_by_the_same_workers(script: Script) -> Non
     assert script.state.phase is Phase.RESTING
     actions = script.tell(CheckpointFound(manifest=manifest(3), passed_over=(f"{DAMAGED}; version 6 is passed over",)))
     assert receivers(actions, SendReshape) == ["n3", "n4"]
-    assert len(actions) == 2  # no worker is ended, nothing is given back or requested
+    assert len(actions) == 2  # no worker is ended, and nothing is given back or requested
     assert script.code == "set_back"
     assert DAMAGED in script.sentence
     assert "back to version 3, the newest checkpoint, 3 steps are to be redone" in script.sentence
@@ -86,7 +86,7 @@ def test_a_whole_version_is_loaded_again_after_growing_pauses(script: Script) ->
     assert pauses == [PAUSES.pause_s(tried) for tried in range(3)]
 
 
-def test_silent_storage_is_no_damage_and_is_retried_until_the_limit(script: Script) -> None:
+def test_silent_storage_is_not_damage_and_is_retried_until_the_limit(script: Script) -> None:
     actions = nobody_can_load(script)
     began_s, num_requested = script.now_s, 0
     while script.state.phase is not Phase.ENDED:
@@ -107,7 +107,7 @@ def test_silent_storage_is_no_damage_and_is_retried_until_the_limit(script: Scri
 
 
 def read_by(actions: tuple[Action, ...]) -> dict[str, set[str | None]]:
-    """Return which worker reads the units that each worker gets from the checkpoint; None: it reads them itself."""
+    """Return who reads the units that each worker gets from the checkpoint; None: the worker itself."""
     orders = [action.order for action in actions if isinstance(action, SendReshape)]
     read: dict[str, set[str | None]] = {}
     for source in orders[0].sources:
@@ -116,7 +116,7 @@ def read_by(actions: tuple[Action, ...]) -> dict[str, set[str | None]]:
     return read
 
 
-def test_what_one_worker_cannot_load_another_reads_for_it(script: Script) -> None:
+def test_a_worker_that_cannot_load_gets_units_that_another_reads(script: Script) -> None:
     fails(script, "n3", "v00000006/s0.safetensors: cannot be read: no route to the storage")
     assert script.aborted() == (FindCheckpoint(doubted=6),)
     actions = script.tell(CheckpointFound(manifest=manifest(6)))
@@ -127,7 +127,7 @@ def test_what_one_worker_cannot_load_another_reads_for_it(script: Script) -> Non
     assert (script.state.version, script.state.saving.doubt) == (7, None)
 
 
-def test_where_nobody_can_read_for_others_each_retries_itself(script: Script) -> None:
+def test_if_no_worker_can_read_for_others_each_retries(script: Script) -> None:
     fails(script, "n3")
     script.aborted()
     script.tell(CheckpointFound(manifest=manifest(6)))
@@ -148,7 +148,7 @@ def test_a_third_worker_reads_for_two_without_storage(script: Script) -> None:
     assert {worker for worker, readers in read.items() if None in readers} <= {"n5"}
 
 
-def test_where_none_is_whole_the_run_ends_and_says_so(script: Script) -> None:
+def test_without_an_undamaged_version_the_run_ends_and_says_so(script: Script) -> None:
     nobody_can_load(script)
     told = f"{DAMAGED}; no other checkpoint there is whole"
     (finish,) = script.tell(CheckpointNotFound(error=told, damaged=True))
@@ -163,7 +163,7 @@ def test_a_worker_waiting_for_storage_is_aborted_and_not_ended(script: Script) -
     assert script.aborted() == (FindCheckpoint(doubted=6),)
     actions = script.tell(CheckpointFound(manifest=manifest(6)))
     kinds = {source.kind for action in actions for source in action.order.sources}  # type: ignore[union-attr]
-    assert kinds == {"keep", "peer", "checkpoint"}  # what one has, from its memory, and the rest from storage
+    assert kinds == {"keep", "peer", "checkpoint"}  # one worker's units come from its memory, and the rest from storage
 
 
 def test_storage_that_is_read_for_long_is_waited_for(script: Script) -> None:
@@ -189,7 +189,7 @@ def test_a_stop_while_storage_is_read_ends_the_run_and_claims_nothing(script: Sc
     assert finish.sentence == f"SIGINT; n3 could not load version 6: {DAMAGED}"
 
 
-def test_whoever_comes_or_goes_meanwhile_is_reckoned_with(script: Script) -> None:
+def test_arrivals_and_losses_during_a_search_are_taken_into_account(script: Script) -> None:
     nobody_can_load(script)
     script.tell(WorkerLost(worker="n3", cause="killed"))
     script.ready("n5")

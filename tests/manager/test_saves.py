@@ -1,4 +1,4 @@
-"""When the next checkpoint comes: by how often state is lost for good, what a save costs, and notices."""
+"""When the next checkpoint comes: by the rate of fatal losses, the cost of a save, and notices."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LOSSES = ExpectedLosses(
 
 
 def training(size: int, **policy: object) -> Script:
-    """A job that trains on that many workers, and saves as often as costs least."""
+    """Return the script of a job that trains on this many workers, and saves as often as costs least."""
     given = make_config().policy.model_copy(update={"checkpoint_every_steps": None, **policy})
     plans = {count: plan for count, plan in PLANS.items() if count <= size}
     script = Script(plans=plans, num_steps=10**6, expected_nodes=size, policy=given, expected_losses=LOSSES)
@@ -55,14 +55,14 @@ def training(size: int, **policy: object) -> Script:
 
 
 def seen(state: ControllerState, **times: object) -> ControllerState:
-    """The same, with these times seen, and what is due by them worked out."""
+    """Set these measured times, and work out what is due by them."""
     state = changed(state, save_times=state.saving.save_times.model_copy(update=times))
     saves = state.saving.save_times.model_copy(update={"insurance": insurance_save(state, 0.0)})
     return changed(state, save_times=saves)
 
 
 def step_to(script: Script, time_s: float) -> list[SendStep]:
-    """Decide steps, each a second after the other, until a time; returns the orders of the last."""
+    """Decide steps, each a second after the other, until a time; return the orders of the last one."""
     actions: list[SendStep] = []
     while script.now_s + 1 <= time_s:
         script.now_s += 1 - 0.1 * len(script.state.member_units)
@@ -75,7 +75,7 @@ def step_to(script: Script, time_s: float) -> list[SendStep]:
 @pytest.mark.parametrize(
     "losses",
     [
-        [9, 8, 7, 6, 5, 4, 3, 2, 1],  # each is better than the one before
+        [9, 8, 7, 6, 5, 4, 3, 2, 1],  # each version is better than the one before
         [5, 6, 7, 8, 9, 10, 11, 12, 13],
         [5, 3, 4, 6, 2, 7, 8, 9, 9],
         [5, 4, 6, 1, 2, 3, 4, 5, 6],
@@ -96,7 +96,7 @@ def test_the_best_version_is_saved_however_slow_storage_is(
     def act(actions: Sequence[Action]) -> None:
         nonlocal marked
         for action in actions:
-            if isinstance(action, WriteManifest):  # storage keeps the newest, the marked and the spared ones
+            if isinstance(action, WriteManifest):  # storage keeps the newest, the marked and the spared versions
                 stored.add(action.manifest.version)
                 stored.intersection_update({max(stored), marked, *action.spared})
             if isinstance(action, MarkBest) and action.best.version in stored:
@@ -136,7 +136,7 @@ def test_the_expected_loss_rate_holds_until_the_run_has_its_own() -> None:
     state = training(2).state
     appeared_s = [entry.appeared_s for entry in state.workers.values()]
     assert losses_per_vm_s(state, max(appeared_s)) * H == pytest.approx(0.2, rel=1e-3)
-    # in 5 h each, with one lost after 30 h before: (0.2 * 10 + 1) / (10 + 30 + 2 * 5)
+    # in 5 h each, and one lost in 30 h before: (0.2 * 10 + 1) / (10 + 30 + 2 * 5)
     state = seen(state, num_lost=1, vm_s=30 * H)
     assert losses_per_vm_s(state, 5 * H + sum(appeared_s) / 2) * H == pytest.approx(3 / 50)
 
@@ -144,13 +144,14 @@ def test_the_expected_loss_rate_holds_until_the_run_has_its_own() -> None:
 def test_without_replicas_each_loss_is_fatal() -> None:
     state = training(2).state
     now_s = max(entry.appeared_s for entry in state.workers.values())
-    # alone: two VMs at 0.12/h; in bulk: events at 0.08/0.25 an hour, each takes one of two with 1 - 0.75 ** 2
+    # losses of single VMs: two VMs at 0.12/h; losses in bulk: events at 0.08/0.25 per hour, each of which takes one of
+    # two VMs with probability 1 - 0.75 ** 2
     per_h = 1 / 1000 + 2 * 0.12 + 0.32 * (1 - 0.75**2)
     assert mean_s_to_fatal_loss(state, now_s) == pytest.approx(H / per_h, rel=1e-3)
 
 
 def test_with_replicas_only_losses_of_all_that_hold_a_unit_are_fatal() -> None:
-    state = training(4).state  # 2x2: two pairs; a unit of both stages is lost with either
+    state = training(4).state  # in 2x2 there are two pairs; a unit of both stages is lost with either
     now_s = max(entry.appeared_s for entry in state.workers.values())
     policy = state.config.policy
     heal_h = (policy.rules.wait.morph_s + policy.heartbeat_timeout_s) / H
@@ -160,7 +161,7 @@ def test_with_replicas_only_losses_of_all_that_hold_a_unit_are_fatal() -> None:
     assert mean_s_to_fatal_loss(state, now_s) > 3 * mean_s_to_fatal_loss(training(2).state, now_s)
 
 
-def test_what_lies_in_two_zones_is_not_lost_with_one_of_them() -> None:
+def test_units_in_two_zones_survive_the_loss_of_one() -> None:
     state = training(4).state
     together = {slot.worker: str(slot.stage) for slot in state.slots}
     apart = {slot.worker: str(slot.replica) for slot in state.slots}
@@ -178,7 +179,7 @@ def test_what_lies_in_two_zones_is_not_lost_with_one_of_them() -> None:
 
 
 def test_the_interval_is_that_of_the_thesis_where_each_loss_is_fatal() -> None:
-    """GPT-117M of its table 6.2: a save of 2.55 s, a preemption each 3 h, 285 s for a new VM: 51.7 steps of 4.6 s."""
+    """GPT-117M, table 6.2: a save takes 2.55 s; preempted each 3 h; a new VM takes 285 s: 51.7 steps of 4.6 s."""
     once = ExpectedLosses(
         per_vm_h=1 / 3, weight_vm_h=1e9, bulk_share=0, cluster_h=1e12, allocation_s=132, preparation_s=153
     )
@@ -196,7 +197,7 @@ def test_the_interval_is_that_of_the_thesis_where_each_loss_is_fatal() -> None:
 @pytest.mark.parametrize(
     ("times", "interval_s"),
     [
-        ({"stall_s": 1e-9, "durable_s": 40.0, "step_s": 1.0}, 40.0),  # one version is on its way at a time
+        ({"stall_s": 1e-9, "durable_s": 40.0, "step_s": 1.0}, 40.0),  # one version is under way at a time
         ({"stall_s": 1e-9, "durable_s": 1.0, "step_s": 90.0}, 90.0),
     ],
 )
@@ -207,7 +208,7 @@ def test_no_save_begins_within_a_step_or_before_the_last_ends(times: dict[str, f
 @pytest.mark.parametrize("per_vm_h", [0.01, 0.2, 5.0])
 @pytest.mark.parametrize("stall_s", [0.0005, 0.02, 0.5, 20.0])
 def test_saves_stay_below_half_a_percent_unless_stalls_are_long(per_vm_h: float, stall_s: float) -> None:
-    """The share is sqrt(stall / 2 (MTTF + R)) at most: under 0.5 % while a stall is below that sum's 20,000th part."""
+    """The share is at most sqrt(stall / 2 (MTTF + R)): under 0.5 % while a stall is below 1/20,000 of MTTF + R."""
     state = training(2).state
     losses = LOSSES.model_copy(update={"per_vm_h": per_vm_h, "weight_vm_h": 1e6})
     state = state.model_copy(update={"config": state.config.model_copy(update={"expected_losses": losses})})
@@ -377,7 +378,7 @@ def test_a_step_that_outlasts_a_notice_is_dissolved_for_a_change() -> None:
     script.tell(NoticeGiven(worker="n3", lead_s=30.0, notice="taken"))
     assert script.state.phase is Phase.ABORTING
     orders = [action for action in script.aborted() if isinstance(action, SendReshape)]
-    assert "n3" in {action.worker for action in orders}  # it serves what it holds
+    assert "n3" in {action.worker for action in orders}  # the worker gives others what it holds
     assert orders[0].order.plan.shape == "2x1"
     assert {source.kind for source in orders[0].order.sources} == {"keep", "peer"}
 

@@ -1,4 +1,4 @@
-"""Partial sums of workers in a simulated spot cluster when a step is given up."""
+"""Partial sums of workers when a step is given up, in a simulated spot cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manager.simulation.spot.job import SpotJob
 
 
 def spared(aborted_s: float) -> int:
-    """Return how many of a step's eight micro-batches need not be repeated when one of four VMs is lost."""
+    """Return how many of a step's eight micro-batches need not be repeated after the loss of one of four VMs."""
     job = SpotJob(
         name="job",
         batch_size=8,

@@ -228,7 +228,7 @@ def test_a_stop_at_a_saved_version_commits_without_writing_it_again() -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.STARTING, Phase.WAITING])
-def test_a_stop_while_nobody_works_ends_at_once(phase: Phase) -> None:
+def test_a_stop_while_no_worker_trains_ends_at_once(phase: Phase) -> None:
     finish = script_in(phase).tell(StopRequested(reason="interrupted"))[-1]
     assert isinstance(finish, Finish)
     assert finish.outcome == "stopped"
@@ -267,7 +267,7 @@ NORM = math.sqrt(math.fsum(NORMS_SQ.values()))
 
 
 def started(loss_scale: LossScale | None = None) -> Script:
-    """Four workers, two stages, in the first step."""
+    """Return a script with four workers in two stages, in the first step."""
     script = Script(num_steps=5)
     script.ready("n1", "n2", "n3", "n4")
     script.reshaped(loss_scale=loss_scale)
@@ -275,7 +275,7 @@ def started(loss_scale: LossScale | None = None) -> Script:
 
 
 def norms_of(script: Script, worker: str) -> dict[str, float]:
-    """What a member reports of its units."""
+    """Return the norms that a member reports of its units."""
     assert script.state.plan is not None
     needed = units_by_stage(script.state.plan, UNITS)
     stage = next(slot.stage for slot in script.state.slots if slot.worker == worker)
@@ -283,7 +283,7 @@ def norms_of(script: Script, worker: str) -> dict[str, float]:
 
 
 def prepare_all(script: Script, **last: object) -> tuple[Action, ...]:
-    """Every member reports its norms; the last one these facts instead."""
+    """Let every member report its norms; the last one reports these facts instead."""
     *others, final = script.members
     for worker in others:
         script.prepared_with(worker, unit_norms_sq=norms_of(script, worker))
@@ -291,17 +291,17 @@ def prepare_all(script: Script, **last: object) -> tuple[Action, ...]:
 
 
 def orders(actions: tuple[Action, ...]) -> list[Decided | None]:
-    """What each order of a decision tells."""
+    """Return the decision that each order carries."""
     return [action.order.decided for action in actions if isinstance(action, SendStep | SendCommit | SendReshape)]
 
 
-def test_the_norm_is_over_every_unit_once_and_told_to_every_member() -> None:
+def test_the_norm_includes_every_unit_once_and_is_sent_to_every_member() -> None:
     script = started()
     assert orders(prepare_all(script)) == [Decided(version=1, gradient_norm=NORM)] * 4
     assert script.state.decided == Decided(version=1, gradient_norm=NORM)
 
 
-def test_a_job_that_reports_no_norm_is_told_none() -> None:
+def test_a_job_that_reports_no_norm_receives_none() -> None:
     script = started()
     assert orders(script.prepared()) == [Decided(version=1)] * 4
 
@@ -325,7 +325,7 @@ def test_the_last_commit_tells_them_too() -> None:
     assert orders(actions) == [Decided(version=2, gradient_norm=NORM)] * 4
 
 
-def test_nothing_is_told_of_a_version_that_was_restored() -> None:
+def test_a_restored_version_has_no_facts_of_its_step() -> None:
     script = Script(initial_version=5, initial_checkpoint=MANIFEST, num_steps=9)
     script.ready("n1", "n2", "n3", "n4")
     first = script.reshaped()

@@ -1,4 +1,4 @@
-"""A run is asked to stop from another process."""
+"""Another process asks a run to stop."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ def test_a_running_manager_is_asked_and_awaited(managed: tuple[Path, subprocess.
     assert manager.stdout.readline() == "asked\n"
 
 
-def test_waiting_for_a_run_that_goes_on_ends(managed: tuple[Path, subprocess.Popen[str]]) -> None:
+def test_waiting_for_a_run_that_continues_is_bounded(managed: tuple[Path, subprocess.Popen[str]]) -> None:
     run_dir, _ = managed
     with pytest.raises(WaitTimeout, match="it goes on"):
         wait_for_end(run_dir, 0.2)
 
 
-def test_a_run_that_nobody_manages_is_not_asked(
+def test_a_run_without_a_manager_gets_no_request(
     managed: tuple[Path, subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir, manager = managed
-    manager.send_signal(signal.SIGKILL)  # its lock goes with it, what it wrote into the file stays
+    manager.send_signal(signal.SIGKILL)  # the manager's lock goes with it; the content of the file stays
     manager.wait(10)
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a process was sent a signal"))
     with pytest.raises(RunDirError, match="is not running"):

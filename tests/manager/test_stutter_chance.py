@@ -1,4 +1,4 @@
-"""How often healthy workers are found slow by chance, and how surely slow ones are, through the live controller."""
+"""How often the live controller takes healthy workers for slow by chance, and how surely it finds slow ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 STUTTER = StutterRules()
 SHAPES = [(3, 1), (6, 1), (1, 2), (3, 2), (2, 3), (3, 3)]
 JITTER = [(0.05, 0.0), (0.3, 0.0), (0.1, 0.95), (0.2, 0.95)]
-"""Spread and memory."""
+"""The spread and memory of times."""
 WINDOWS = 80
 SEEDS = 12 if IS_LONG else 5
 SLOW = 1.3
@@ -38,11 +38,11 @@ def alarms(
 
     Args:
         shape: Stages and replicas.
-        seed: Of the draws.
+        seed: Seed of the draws.
         spread: Standard deviation of the logarithm of a micro-batch's time.
-        memory: Correlation of one micro-batch with the next: a core that is taken stays so for a while.
-        slow_from: The first member is slow from this window on.
-        slowness: How many times as long it takes then, by the number of the micro-batch.
+        memory: Correlation of successive micro-batches, because a core that is taken stays so for a while.
+        slow_from: The window from which the first member is slow.
+        slowness: Factor of its times then, by the number of the micro-batch.
     """
     plan, count = make_plan(*shape), shape[0] * shape[1]
     rules = RULES.model_copy(update={"stutter": STUTTER})
@@ -96,7 +96,7 @@ def test_only_the_worker_that_is_30_percent_slower_is_found(shape: tuple[int, in
 
 
 def bursts(number: int) -> float:
-    """Of a worker that computes for 30 of every 90 ms, at 9 ms for a micro-batch: most of them take no longer."""
+    """Return the times of a worker that computes in 30 of every 90 ms, at 9 ms per micro-batch; most take no longer."""
     num_stops = (number + 1) * 9 // 30 - number * 9 // 30
     return (9 + 60 * num_stops) / 9
 

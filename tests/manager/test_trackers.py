@@ -1,4 +1,4 @@
-"""Trackers and callbacks get a run's events from its journal, each exactly once, and never delay the run."""
+"""Trackers and callbacks get each event of a run exactly once, from its journal, and never delay the run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PRICES = Prices(paid_usd_per_h=3.6, for_all=True)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run that lost all of its workers, and with them some steps."""
+    """Return the directory of a run that lost all of its workers, and so repeated some steps."""
     path = tmp_path_factory.mktemp("run")
     faults = Faults(deaths_after_s=((8.0, 20),), joins_after_s=(9.0, 9.1, 9.2, 9.3), quiet_after_s=24.0)
     cluster = JournalledCluster(0, path, faults, expected_nodes=6)
@@ -58,7 +58,7 @@ def happenings(run: Path) -> list[Happening]:
         return [happening for _, told in reader.new(journal) for happening in told]
 
 
-def test_each_thing_is_told_once_and_in_its_order(run: Path, happenings: list[Happening]) -> None:
+def test_each_event_is_reported_once_and_in_order(run: Path, happenings: list[Happening]) -> None:
     report = read_report(run)
     steps = [one for one in happenings if isinstance(one, StepDone)]
     assert [one.step for one in steps] == list(range(1, report.version + 1))
@@ -79,7 +79,7 @@ def test_each_thing_is_told_once_and_in_its_order(run: Path, happenings: list[Ha
     assert steps[0].examples_per_s == pytest.approx(report.shapes[0].batch_size / steps[0].seconds)
 
 
-def test_checkpoints_that_are_not_completed_are_told_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_checkpoints_are_reported_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_SHORTEST_S", 0.0)
     with Journal.open(run / JOURNAL, read_only=True) as journal:
         entries = journal.read()
@@ -137,7 +137,7 @@ def read_tensorboard(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def wandb_records(path: Path) -> Iterator[bytes]:
-    """Read a file of W&B's, which is a log as LevelDB has it: blocks of 32 KiB, records whole or in pieces."""
+    """Read a file of W&B's, a log as in LevelDB: blocks of 32 KiB with whole or split records."""
     data, at, pieces = path.read_bytes(), 7, b""
     assert data.startswith(b":W&B")
     while at + 7 <= len(data):
@@ -186,7 +186,7 @@ def read_mlflow(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 @pytest.mark.parametrize(
     ("kind", "read"), [("tensorboard", read_tensorboard), ("wandb", read_wandb), ("mlflow", read_mlflow)]
 )
-def test_a_resumed_run_goes_on_in_the_same_curve_and_no_step_stands_twice(
+def test_a_resumed_run_continues_the_curve_without_repeated_steps(
     kind: str,
     read: Callable[[Path], dict[str, list[tuple[int, float]]]],
     run: Path,
@@ -194,7 +194,7 @@ def test_a_resumed_run_goes_on_in_the_same_curve_and_no_step_stands_twice(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if importlib.util.find_spec(sinks.LIBRARIES[kind]) is None:  # large: not installed for every test run
+    if importlib.util.find_spec(sinks.LIBRARIES[kind]) is None:  # large, so that it is not installed for every test run
         pytest.skip(f"{kind} is not installed: make test-trackers")
     monkeypatch.setenv("WANDB_MODE", "offline")
     for share in (0.4, 0.4, 1.0):
@@ -257,7 +257,7 @@ def callback(folder: Path, name: str, **fields: object) -> Watching:
     return watching("callback", folder, target=f"{folder / 'callbacks.py'}:{name}", **fields)
 
 
-def test_a_callback_that_hangs_or_fails_is_said_once_and_skipped(run: Path, folder: Path) -> None:
+def test_a_callback_that_hangs_or_fails_is_reported_once_and_skipped(run: Path, folder: Path) -> None:
     said = watch(callback(folder, "Recorder", limit_s=2.0))
     name = f"note: callback {folder / 'callbacks.py'}:Recorder"
     goes_on = "training goes on without that"
@@ -279,7 +279,7 @@ def test_a_callback_that_hangs_or_fails_is_said_once_and_skipped(run: Path, fold
     assert watch(callback(folder, "Recorder")) == [], "what was begun is not begun again"
 
 
-def test_one_that_never_ends_dies_again_and_again_or_is_none_is_left_out(folder: Path) -> None:
+def test_a_callback_that_hangs_or_keeps_dying_is_left_out(folder: Path) -> None:
     said = watch(
         callback(folder, "Dead", number=1), callback(folder, "nothing", number=2), callback(folder, "missing", number=3)
     )
@@ -303,7 +303,7 @@ def test_a_tracker_gets_its_own_credentials_and_a_callback_none() -> None:
     assert environment_of("tensorboard", environment) == environment_of("callback", environment) == {"PATH": "p"}
 
 
-def test_what_is_not_there_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_trackers_are_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sinks.LIBRARIES, "wandb", "no_such_library")  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as caught:
         check_trackers(("wandb",), (), "run.yaml", tmp_path)

@@ -1,4 +1,4 @@
-"""When a change waits for a node that is almost ready, and how long at most."""
+"""When a change waits for a node that is almost ready, and for how long at most."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_after_a_loss_training_waits_for_an_almost_ready_node() -> None:
     assert receivers(is_ready(script, "n5"), SendReshape) == ["n2", "n3", "n4", "n5"]  # type: ignore[arg-type]
 
 
-def test_it_stands_no_longer_than_taking_the_node_in_later_would_cost() -> None:
+def test_a_pause_for_a_node_is_no_longer_than_a_later_change() -> None:
     script = script_in(Phase.HOLDING)
     until_s = script.state.waits.hold_until_s
     now, then = PLANS[3].expected.examples_per_s, PLANS[4].expected.examples_per_s
@@ -156,7 +156,7 @@ def test_a_pause_for_vms_ends_one_day() -> None:
     assert early.tell(Tick(), at_s=early.now_s + 400.0) == ()
 
 
-def test_a_time_in_which_nobody_could_be_heard_counts_for_no_wait() -> None:
+def test_time_in_which_no_worker_could_be_heard_is_not_waiting() -> None:
     script = Script(expected_nodes=2)
     script.ready("n1", "n2")
     script.reshaped()
@@ -170,12 +170,12 @@ def test_a_time_in_which_nobody_could_be_heard_counts_for_no_wait() -> None:
 
 
 def with_morph_s(morph_s: float) -> Rules:
-    """Rules by which a planned change costs so long."""
+    """Return rules by which a planned change costs this many seconds."""
     return RULES.model_copy(update={"wait": RULES.wait.model_copy(update={"morph_s": morph_s})})
 
 
 def script_of_long_steps(**policy: object) -> Script:
-    """Two workers began a long step, and a third one waits for a fourth to be of use."""
+    """Return a script in which two workers began a long step, and a third waits for a fourth to be of use."""
     script = Script(plans=LONG, expected_nodes=2, policy=make_config().policy.model_copy(update=policy))
     script.ready("n1", "n2")
     script.reshaped()
@@ -207,15 +207,15 @@ def test_a_long_step_is_interrupted_for_newcomers_and_keeps_its_sums() -> None:
 @pytest.mark.parametrize(
     ("policy", "at_s", "before"),
     [
-        ({}, STEP_S - 4.0, ()),  # little is left of it
+        ({}, STEP_S - 4.0, ()),  # little of the step is left
         ({"redundancy": "state"}, 5.0, ()),  # nothing would be kept
         ({}, 5.0, (StopRequested(reason="asked to"),)),
-        ({"rules": with_morph_s(4.0)}, 5.0, (NodeAppeared(node="n5"),)),  # and is about to be ready too
+        ({"rules": with_morph_s(4.0)}, 5.0, (NodeAppeared(node="n5"),)),  # and will soon be ready too
         ({"min_join_gain": 1.5}, 5.0, ()),
         ({"rules": with_morph_s(20.0)}, 5.0, ()),
     ],
 )
-def test_it_is_not_given_up_where_that_costs_more(
+def test_a_step_is_not_given_up_if_that_costs_more(
     policy: dict[str, object], at_s: float, before: tuple[StopRequested | NodeAppeared, ...]
 ) -> None:
     script = script_of_long_steps(**policy)
@@ -240,7 +240,7 @@ def test_each_return_after_the_first_costs_twice_as_much() -> None:
     assert hold_s(transition, "other") == 0.0
 
 
-def test_what_was_long_ago_is_forgotten() -> None:
+def test_old_flapping_is_forgotten() -> None:
     transition = Transition(Script().state, 1.0)
     for _ in range(2):
         record_flap(transition, "m")
@@ -254,7 +254,7 @@ def test_what_was_long_ago_is_forgotten() -> None:
 
 
 def flapped_twice(script: Script) -> None:
-    """A machine went away twice just now."""
+    """Return a script in which a machine has just gone away for the second time."""
     transition = Transition(script.state, script.now_s)
     record_flap(transition, "m")
     record_flap(transition, "m")
@@ -262,7 +262,7 @@ def flapped_twice(script: Script) -> None:
 
 
 def comes(script: Script, node: str, host: str) -> None:
-    """A machine comes up and its worker gets ready."""
+    """Bring up a machine, and let its worker get ready."""
     script.tell(NodeAppeared(node=node, host=host))
     script.tell(WorkerAnswered(worker=node, answer=WorkerReady(worker=node, pid=1, setup_s=0)))
 

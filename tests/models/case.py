@@ -24,7 +24,7 @@ SAMPLES = 4
 CLOSE = 2e-6
 SEED = 7
 FLOOR = 1e-1
-"""A gradient's error is judged relative to its own maximum, and to this share of the model's maximum."""
+"""A gradient's error is judged relative to its own maximum or, if larger, to this share of the model's maximum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,13 @@ class Case:
         loss: As in ``Job``.
         items: Samples, or a function that makes the data set.
         outcome: ``exact``: loss and every gradient have the plain model's bits. ``close``: they are within 2e-6 of the
-            largest gradient, for traced some kernels are others. ``refused``: with ``says``.
-        says: Part of the one sentence that a refusal is.
+            largest gradient, because a traced model uses other kernels in places. ``refused``: with ``says``.
+        says: Part of the refusal, which is one sentence.
         warns: Part of the warning of a job that runs.
-        instead: For the docs: what a refusal advises.
-        fields: Further ones of the job.
-        another: Of a design that another row, or ``tests/cutting/zoo.py``, has too: only ``make test-long`` goes
-            through it.
+        instead: The advice of a refusal, for the docs.
+        fields: Further fields of the job.
+        another: Whether another row, or ``tests/cutting/zoo.py``, has the same design, so that only ``make test-long``
+            tests it.
     """
 
     name: str
@@ -58,14 +58,14 @@ class Case:
     another: bool = False
 
     def job(self) -> Job:
-        """The job, of two sections at least."""
+        """Return the job, of at least two sections."""
         dataset = self.items if callable(self.items) else lambda: Samples(self.items)
         values = {"name": "case", "batch_size": 8, "optimizer": sgd, **self.fields}
         return Job(model=self.model, loss=self.loss, dataset=dataset, **values)
 
 
 def check(case: Case) -> None:
-    """Do as ``morph cut`` and a step of training do, and compare."""
+    """Do what ``morph cut`` and a training step do, and compare with the plain model."""
     job = case.job()
     if case.outcome == "refused":
         with pytest.raises(InputError) as refused:
@@ -78,7 +78,7 @@ def check(case: Case) -> None:
     assert [case.warns in sentence for sentence in said] == [True] * bool(case.warns), said
     model = cut(exported, num_sections=job.num_sections, micro_batch_size=SAMPLES)
     assert len(model.sections) > 1 or job.num_sections == 1
-    # each stage loads what it needs for itself
+    # each stage loads what it needs by itself
     batch = {key: _load(job, (key,))[key] for section in model.sections for key in section.batch_keys}
     loss, gradients = run_sections(model, exported.initial_state, batch, _same_draws())
     torch.manual_seed(SEED)
@@ -101,7 +101,7 @@ def _as_cut_does(job: Job) -> ExportedJob:
 
 
 def _same_draws() -> Callable[[int], None]:
-    """Let sections draw in turn as the whole does, and a recomputed one as it did before."""
+    """Let sections draw in turn as the whole model does, and let a recomputed section repeat its draws."""
     states: dict[int, Tensor] = {}
     torch.manual_seed(SEED)
 
@@ -112,7 +112,7 @@ def _same_draws() -> Callable[[int], None]:
 
 
 def _plain(job: Job, exported: ExportedJob, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and the gradients of the user's own model, with the weights that training begins with."""
+    """Return the loss and the gradients of the user's own model with the initial weights of training."""
     with torch.random.fork_rng():
         model = build_whole(job, exported.initial_state)
     if isinstance(exported, GraphJob):
@@ -131,7 +131,7 @@ def _load(job: Job, keys: tuple[str, ...]) -> dict[str, Tensor]:
 
 
 def parameters(cases: Iterable[Case]) -> Any:
-    """The cases as parameters of a test."""
+    """Return the cases as parameters of a test."""
     marks = {False: (), True: pytest.mark.long}
     return pytest.mark.parametrize(
         "case", [pytest.param(case, id=case.name, marks=marks[case.another]) for case in cases]

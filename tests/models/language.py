@@ -37,7 +37,7 @@ def texts(length: int = LENGTH) -> Items:
 
 
 def masked_texts() -> Items:
-    """Some tokens hidden, with an attention mask of differing lengths; as many labels in each sample."""
+    """Return texts with some tokens hidden and attention masks of different lengths; all have as many labels."""
     items = []
     for i in range(8):
         ids, labels = tokens(i), torch.full((LENGTH,), -100)
@@ -58,7 +58,7 @@ def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def made(name: str, **fields: Any) -> Callable[[], nn.Module]:
-    """A model of transformers by the name of its class; its configuration's class follows from it."""
+    """Return a model of transformers by the name of its class, from which the class of its configuration follows."""
 
     def make() -> nn.Module:
         import transformers
@@ -157,7 +157,7 @@ mamba = made(
 
 
 class Recurrent(nn.Module):
-    """A language model of one ``nn.LSTM``, or of one for each layer."""
+    """A language model with one ``nn.LSTM`` for all layers, or one for each layer."""
 
     def __init__(self, *, one_by_one: bool) -> None:
         super().__init__()

@@ -37,12 +37,12 @@ def block() -> nn.Module:
 
 
 def around(*middle: nn.Module) -> nn.Sequential:
-    """A chain of small blocks with what is tried between them."""
+    """Build a chain of small blocks with the tested module between them."""
     return nn.Sequential(nn.Linear(8, WIDTH), block(), *middle, block(), nn.Linear(WIDTH, 4))
 
 
 class Applied(nn.Module):
-    """A module of one function."""
+    """A module that applies one function."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -52,11 +52,11 @@ class Applied(nn.Module):
         return self.function(x)
 
 
-# ---- a backward of one's own ----
+# ---- custom backwards ----
 
 
 class Reversal(torch.autograd.Function):
-    """Gradient reversal, of domain-adversarial training."""
+    """Gradient reversal, as in domain-adversarial training."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, strength: float) -> Tensor:
@@ -69,7 +69,7 @@ class Reversal(torch.autograd.Function):
 
 
 class StraightThrough(torch.autograd.Function):
-    """Rounds; the gradient passes as if it had not."""
+    """Rounding, which the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class Checkpointed(nn.Module):
 
 
 class Hooked(nn.Module):
-    """Clips the gradient of an activation."""
+    """A module that clips the gradient of an activation."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad:
@@ -138,7 +138,7 @@ def with_backward_hook() -> nn.Module:
 
 
 class MovingAverage(nn.Module):
-    """Centres by an average that moves under no_grad."""
+    """A module that subtracts an average, which it updates under no_grad."""
 
     average: Tensor
 
@@ -222,7 +222,7 @@ class Branch(nn.Module):
 
 
 class MarkedBranch(nn.Module):
-    """The same, cut by hand."""
+    """The same branch, cut by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class MarkedBranch(nn.Module):
 
 
 class Experts(nn.Module):
-    """A loop over the experts that were chosen, as many mixtures of experts have it."""
+    """A loop over the chosen experts, as in many mixtures of experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ class Tied(nn.Module):
 
 
 class Complex(nn.Module):
-    """A spectral layer, as Fourier neural operators have."""
+    """A spectral layer, as in Fourier neural operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ def loss_with_metric(model: nn.Module, batch: Batch) -> Any:
 
 
 def elbo(model: nn.Module, batch: Batch) -> Tensor:
-    """Of a VAE whose distributions are made with torch.distributions, in its defaults."""
+    """Loss of a VAE whose distributions are from torch.distributions, with default settings."""
     mean, spread = model(batch["x"]).chunk(2, dim=-1)
     latent = Normal(mean, functional.softplus(spread))
     prior = Normal(torch.zeros_like(mean), torch.ones_like(mean))
@@ -390,7 +390,7 @@ def loader() -> Any:
 
 
 class Cropped(torch.utils.data.Dataset[Batch]):
-    """The label is a property of the crop, so that both must come of one draw."""
+    """Crops whose labels are a property of the crop, so that both must come from one draw."""
 
     def __len__(self) -> int:
         return 8

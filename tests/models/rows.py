@@ -1,4 +1,4 @@
-"""The table of models and jobs, by group. ``docs/guides/your-model.md`` shows it."""
+"""The table of models and jobs, by group; ``docs/guides/your-model.md`` shows it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _picture(name: str, model: Any, outcome: Outcome = "close", **fields: Any) -
 
 
 def _own(name: str, *middle: Any, **fields: Any) -> Case:
-    """A chain of small blocks with something between them."""
+    """Build a chain of small blocks with something between them."""
     values = {"loss": own_code.loss, "items": own_code.points(), "fields": {"num_sections": 2}, **fields}
     return Case(name=name, model=lambda: around(*(make() for make in middle)), **values)
 

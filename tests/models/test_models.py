@@ -1,4 +1,4 @@
-"""Models as people write them: each equals the plain one or is refused in a sentence (docs/guides/your-model.md)."""
+"""Models as people write them: each equals the plain one, or is refused in a sentence (docs/guides/your-model.md)."""
 
 from __future__ import annotations
 

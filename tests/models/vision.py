@@ -1,4 +1,4 @@
-"""Models of pictures and sound, of transformers and in plain PyTorch."""
+"""Models of pictures and sound, from transformers and in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def hf_picture_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def clip_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Every other sample of the batch is a negative: no mean over samples."""
+    """Loss in which every other sample of the batch is a negative, so that it is not a mean over samples."""
     found = model(**batch).logits_per_text
     places = torch.arange(found.shape[0])
     return (functional.cross_entropy(found, places) + functional.cross_entropy(found.t(), places)) / 2
@@ -113,7 +113,7 @@ clip = made(
 
 
 class Mixer(nn.Module):
-    """MLP-Mixer's block."""
+    """A block of MLP-Mixer."""
 
     def __init__(self, places: int, width: int) -> None:
         super().__init__()

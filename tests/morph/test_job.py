@@ -84,7 +84,7 @@ def test_a_function_gets_the_arguments_behind_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["build(3)", "build(size=open)", "build(**{})", "build(size)", "build(size=1"])
-def test_arguments_that_are_no_plain_values_are_refused(tmp_path: Path, call: str) -> None:
+def test_arguments_that_are_not_plain_values_are_refused(tmp_path: Path, call: str) -> None:
     path = write(tmp_path, f"job = {MAKE}def build(size):\n    return {MAKE}")
     with pytest.raises(JobError, match=r"arguments: cannot be read|names no job"):
         load_job(f"{path}:{call}")

@@ -1,4 +1,4 @@
-"""Importing a job from the files that its run began with, whatever lies on the disk."""
+"""A job is imported from the files with which its run began, whatever is on the disk now."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_python_s_own_and_installed_modules_come_before_the_jobs(folder: Path) -
         sys.path.remove(str(folder))
 
 
-def test_an_environment_in_the_jobs_folder_is_no_part_of_the_job(folder: Path) -> None:
+def test_an_environment_in_the_jobs_folder_is_not_part_of_the_job(folder: Path) -> None:
     found = files(folder)
     assert found.inside(str(folder / ".venv/lib/python3.11/site-packages/bought/__init__.py")) is None
     assert found.inside(str(folder / "package")) == "package"

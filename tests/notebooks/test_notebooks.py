@@ -30,19 +30,19 @@ SMALLER = {
         "LOSSES = (50, 100)": "LOSSES = (10,)",
     },
 }
-"""Settings at the top of notebooks, reduced for each commit; unchanged, they run in `make test-long`."""
+"""Settings at the top of notebooks, reduced for each commit; `make test-long` runs notebooks unchanged."""
 pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module", params=[PLAN, SPOT, ELASTIC])
 def executed(request: pytest.FixtureRequest) -> nbformat.NotebookNode:
-    """A notebook with outputs. Kernel and client talk through files, and leave nothing behind."""
+    """Return a notebook with outputs. Kernel and client communicate through files, and leave nothing behind."""
     notebook = nbformat.read(FOLDER / request.param, as_version=4)
     top = next(cell for cell in notebook.cells if cell.cell_type == "code")
     for written, smaller in () if IS_LONG else SMALLER[request.param].items():
         assert written in top.source
         top.source = top.source.replace(written, smaller)
-    with tempfile.TemporaryDirectory(prefix="kernel") as folder:  # a short path: a socket's name has few characters
+    with tempfile.TemporaryDirectory(prefix="kernel") as folder:  # a short path, because a socket's name is limited
         own = {"IPYTHONDIR": f"{folder}/ipython", "JUPYTER_RUNTIME_DIR": folder}
         backend = "module://matplotlib_inline.backend_inline"
         client = NotebookClient(

@@ -1,4 +1,4 @@
-"""A metadata service on loopback: real HTTP, replies from a script, every request kept."""
+"""A metadata service on loopback: real HTTP, scripted replies, and a record of every request."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ HANG_BOUND_S = 30.0
 
 @dataclass
 class Reply:
-    """One reply. ``wait``: it is held back until the event is set. ``drop``: the connection is closed instead.
+    """One reply.
 
-    ``short``: the body ends before its length. ``drip``: one byte each tenth of a second, for ever.
+    ``wait``: it is held back until this event is set. ``drop``: the connection is closed instead. ``short``: the body
+    ends before its length. ``drip``: it comes one byte each tenth of a second, for ever.
     """
 
     status: int = 200
@@ -32,7 +33,7 @@ class Reply:
 
 @dataclass
 class Asked:
-    """One request that came."""
+    """One request that was received."""
 
     method: str
     path: str
@@ -45,18 +46,18 @@ def json_reply(document: object, **fields: Any) -> Reply:
 
 
 class MetadataServer:
-    """Replies by (method, path without query); the last one of a script is given again and again."""
+    """Replies by (method, path without query); the last reply of a script is repeated."""
 
     def __init__(self) -> None:
         self.scripts: dict[tuple[str, str], list[Reply]] = {}
         self.asked: list[Asked] = []
         self.over = threading.Event()
-        self.date = ""  # what the Date header says, if not this machine's time
+        self.date = ""  # the time of the Date header, if it is not this machine's
         self.lock = threading.Lock()
         service = self
 
         class Handler(BaseHTTPRequestHandler):
-            disable_nagle_algorithm = True  # a header and its body are two packets, and the second would wait 40 ms
+            disable_nagle_algorithm = True  # header and body are two packets, of which the second would wait for 40 ms
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
@@ -105,7 +106,7 @@ class MetadataServer:
             handler.end_headers()
             handler.wfile.write(data)
         except OSError:
-            return  # it gave up waiting
+            return  # the client no longer waits
         handler.close_connection = reply.short or reply.drip
         while reply.drip and not self.over.wait(0.1):
             try:

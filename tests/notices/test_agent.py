@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def credential(secret: str = SECRET) -> str:
-    """What the nodes are given."""
+    """Return the nodes' credential."""
     return authority_of(secret).credential("node")
 
 
@@ -55,10 +55,10 @@ class FakeSource:
         self.asked = threading.Semaphore(0)
 
     def polled(self) -> None:
-        """Wait until a poll is over that began from now on."""
+        """Wait for the end of a poll that began after this call."""
         while self.asked.acquire(blocking=False):
             pass
-        for _ in range(2):  # the second begins after that
+        for _ in range(2):  # the second one begins after this call
             assert self.asked.acquire(timeout=BOUND_S)
 
     def standing(self) -> tuple[Standing, ...]:
@@ -170,7 +170,7 @@ def test_a_notice_is_acknowledged_once_the_manager_says_that_nothing_is_left(wor
     assert not world.server.left("another", "E-1")
 
 
-def test_a_recommendation_drains_nobody(world: World) -> None:
+def test_a_recommendation_drains_no_worker(world: World) -> None:
     world.source.now = (notice("rebalance", None, certain=False),)
     world.agent()
     assert world.next() == Fact(name="notice_recommended", worker="n1", detail="rebalance")
@@ -180,20 +180,20 @@ def test_a_recommendation_drains_nobody(world: World) -> None:
     assert any(isinstance(item, NoticeGiven) for item in told)
 
 
-def test_a_source_without_answers_is_told_as_a_fact(world: World) -> None:
+def test_a_source_without_replies_is_recorded_as_a_fact(world: World) -> None:
     world.source.error = "status 500"
     world.agent()
     assert world.next() == Fact(name="notice_trouble", worker="n1", detail="fake: status 500")
 
 
-def test_another_manager_is_told_what_stands_and_what_was_withdrawn_meanwhile(world: World) -> None:
+def test_another_manager_learns_of_standing_and_withdrawn_notices(world: World) -> None:
     world.source.now = (notice("E-1"), notice("E-2"))
     world.agent()
     assert {world.next().notice, world.next().notice} == {"E-1", "E-2"}  # type: ignore[attr-defined]
     port = world.server.port
     world.server.close()
     for thread in threading.enumerate():
-        if thread.name == "morph-agent-listen":  # messages before the agent notices its end may be lost
+        if thread.name == "morph-agent-listen":  # messages may be lost until the agent notices the end
             thread.join(BOUND_S)
     world.source.now = (notice("E-2"),)
     world.source.polled()
@@ -206,14 +206,14 @@ def test_another_manager_is_told_what_stands_and_what_was_withdrawn_meanwhile(wo
 def test_a_node_without_the_secret_is_not_heard(world: World) -> None:
     world.source.now = (notice(),)
     world.agent("stranger", "wrong", lonely_s=0.3)
-    assert world.ended.wait(BOUND_S)  # as far as it knows, the manager is gone
+    assert world.ended.wait(BOUND_S)  # to the agent, the manager seems gone
     assert world.event_queue.get(0.05) is None
 
 
 @pytest.mark.parametrize("said", [b"", b"\xff" * 70000, b'["n1", "1", "agent"]', b"\x16\x03\x01\x40\x00"])
 def test_a_stranger_is_sent_away_and_others_are_served(world: World, said: bytes) -> None:
     with socket.create_connection((world.server.host, world.server.port), BOUND_S) as stranger:
-        with contextlib.suppress(OSError):  # it may hang up before all is sent
+        with contextlib.suppress(OSError):  # the server may close the connection before all is sent
             stranger.sendall(said)
             stranger.shutdown(socket.SHUT_WR)
         stranger.settimeout(BOUND_S)
@@ -224,7 +224,7 @@ def test_a_stranger_is_sent_away_and_others_are_served(world: World, said: bytes
 
 
 @pytest.mark.parametrize("hello", [b"", b"[1]", b"[" * 4000, b'["n1", "1"]', b'["n1", "1", 1]', b'{"n1": 1}'])
-def test_a_node_that_does_not_say_who_it_is_is_sent_away_and_others_are_served(world: World, hello: bytes) -> None:
+def test_a_node_without_a_name_is_rejected_while_others_are_served(world: World, hello: bytes) -> None:
     with socket.create_connection((world.server.host, world.server.port), BOUND_S) as connection:
         session = Session(connection, Wire(credential(), listens=False))
         connection.sendall(session._wire.shake())
@@ -241,7 +241,7 @@ def check_served(world: World) -> None:
 
 
 @pytest.mark.parametrize(("num_devices", "role"), [(0, AGENT), (10**9, AGENT), (1, "manager")])
-def test_who_has_the_secret_and_is_no_node_is_sent_away(world: World, num_devices: int, role: str) -> None:
+def test_a_client_with_the_secret_that_is_not_a_node_is_rejected(world: World, num_devices: int, role: str) -> None:
     address = world.server.host, world.server.port
     with pytest.raises(ConnectionError), called(address, credential(), "n1", role, num_devices):
         pass
@@ -264,7 +264,7 @@ def test_an_errand_of_a_node_does_not_end_its_agents_connection(world: World) ->
         errand.tell({"kind": "beat"})
         assert errand.hear(BOUND_S) == {"heard": True}
         agent.tell({"kind": "beat"})
-        assert agent.hear(BOUND_S) == {"heard": True}  # it was let in before it was noted
+        assert agent.hear(BOUND_S) == {"heard": True}  # it was accepted before it was noted
         assert world.server.left("n1", "E-1")
         assert agent.hear(BOUND_S) == {"left": "E-1"}
         with called(address, credential(), "n1", AGENT) as again:
@@ -279,7 +279,7 @@ Speak = Callable[[socket.socket], None]
 
 @contextlib.contextmanager
 def impostor(world: World, speak: Speak, lonely_s: float = 600.0) -> Iterator[None]:
-    """Stand in for the manager, without the secret; ``speak``: to each agent that calls."""
+    """Stand in for a manager without the secret; ``speak`` is called for each agent that connects."""
     listener, over = socket.create_server(("127.0.0.1", 0)), threading.Event()
 
     def serve() -> None:
@@ -287,7 +287,7 @@ def impostor(world: World, speak: Speak, lonely_s: float = 600.0) -> Iterator[No
             with contextlib.suppress(OSError), listener.accept()[0] as connection:
                 connection.settimeout(BOUND_S)
                 speak(connection)
-                while connection.recv(1 << 16):  # until the agent hangs up
+                while connection.recv(1 << 16):  # until the agent closes the connection
                     pass
 
     server = threading.Thread(target=serve, daemon=True)
@@ -331,7 +331,7 @@ def tell_left(connection: socket.socket, shown: str) -> None:
 def test_an_impostor_without_the_secret_gets_no_early_eviction(world: World, speak: Speak) -> None:
     world.source.now = (notice(),)
     with impostor(world, speak, lonely_s=0.5):
-        assert world.ended.wait(BOUND_S)  # it had long enough to believe it
+        assert world.ended.wait(BOUND_S)  # it had long enough to act on it
         assert not world.source.acknowledged.is_set()
 
 
@@ -375,7 +375,7 @@ ID = "/subscriptions/s/resourceGroups/g/providers/Microsoft.Compute/virtualMachi
 
 
 def described(name: str = "tiny-1-0", **tags: str) -> Reply:
-    """What the metadata service says of a VM."""
+    """Return the metadata service's description of a VM."""
     told = {"morph-run": "tiny", "morph-job": "tiny", "morph-request": "tiny-1", **tags}
     listed = [{"name": tag, "value": value} for tag, value in told.items() if value]
     return json_reply({"name": name, "resourceId": ID, "tagsList": listed})
@@ -405,7 +405,7 @@ def test_a_copied_agent_does_not_delete_a_foreign_vm(metadata: MetadataServer, r
 
 
 @pytest.mark.parametrize("reply", [Reply(status=500), Reply(body="no"), Reply(body="{}"), Reply(drop=True)])
-def test_a_vm_of_which_azure_says_nothing_is_not_deleted(metadata: MetadataServer, reply: Reply) -> None:
+def test_a_vm_without_an_answer_from_azure_is_not_deleted(metadata: MetadataServer, reply: Reply) -> None:
     metadata.script("GET", "/metadata/instance/compute", reply)
     assert end_on_azure("tiny-1-0", metadata.url, metadata.url) is False
     assert not [asked for asked in metadata.asked if asked.method == "DELETE"]

@@ -23,12 +23,12 @@ from tests.notices.metadata_server import MetadataServer, Reply, json_reply
 LEAD_S = 120
 BOUND_S = 0.6
 PATIENCE_S = 60.0
-"""Of calls that are answered, however slow this machine is."""
+"""The time-out of calls that are answered, however slow this machine is."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A source, and how its cloud says that nothing stands, and that one notice does."""
+    """A source, and the replies of its cloud without a notice and with one."""
 
     make: Callable[[MetadataServer], NoticeSource]
     path: str
@@ -119,7 +119,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(autouse=True)
 def patient(metadata: MetadataServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a source's bound count for the replies alone that never come."""
+    """Make a source's time-out short only for replies that never come."""
 
     def fetch_patiently(url: str, *, timeout_s: float, method: str = "GET", **rest: Any) -> HttpAnswer:
         assert timeout_s <= BOUND_S
@@ -153,7 +153,7 @@ def test_a_notice_is_reported_once_and_its_withdrawal_too(metadata: MetadataServ
         assert given.lead_s is None
 
 
-def test_a_notice_that_comes_back_is_told_again(metadata: MetadataServer, case: Case) -> None:
+def test_a_notice_that_returns_is_reported_again(metadata: MetadataServer, case: Case) -> None:
     source = case.make(metadata)
     metadata.script("GET", case.path, case.one(), case.none(), case.one())
     watch, told = watched(source)
@@ -163,7 +163,7 @@ def test_a_notice_that_comes_back_is_told_again(metadata: MetadataServer, case: 
 
 
 @pytest.mark.parametrize("error", sorted(ERRORS))
-def test_an_error_is_told_in_bounded_time_and_what_stood_stands_on(
+def test_an_error_is_reported_in_bounded_time_and_notices_stay(
     metadata: MetadataServer, case: Case, error: str
 ) -> None:
     source, one = case.make(metadata), case.one()
@@ -184,7 +184,7 @@ def test_an_error_is_told_in_bounded_time_and_what_stood_stands_on(
     assert waits_s[0] == 7 or error != "429"
 
 
-def test_a_source_that_nobody_answers_raises_its_own_error(metadata: MetadataServer, case: Case) -> None:
+def test_a_source_without_replies_raises_its_own_error(metadata: MetadataServer, case: Case) -> None:
     source = case.make(metadata)
     metadata.script("GET", case.path, Reply(drop=True))
     metadata.script("PUT", "/latest/api/token", Reply(drop=True))
@@ -192,7 +192,7 @@ def test_a_source_that_nobody_answers_raises_its_own_error(metadata: MetadataSer
         source.standing()
 
 
-def test_polling_goes_on_in_its_thread_until_it_is_closed(metadata: MetadataServer, case: Case) -> None:
+def test_polling_continues_in_its_thread_until_closed(metadata: MetadataServer, case: Case) -> None:
     source = case.make(metadata)
     metadata.script("GET", case.path, Reply(status=500), Reply(drop=True), case.one())
     given = threading.Event()

@@ -102,7 +102,7 @@ def document(incarnation: int, *events: dict[str, object]) -> Reply:
 
 def test_the_first_call_may_take_long_and_later_ones_may_not(metadata: MetadataServer) -> None:
     azure, held = source(metadata), threading.Event()
-    azure._vm, azure._timeout_s = "vm_3", 0.3  # its name is known: that call may not take long either
+    azure._vm, azure._timeout_s = "vm_3", 0.3  # its name is known, so that this call too may not take long
     metadata.script("GET", EVENTS_PATH, Reply(body='{"DocumentIncarnation": 1, "Events": []}', wait=held))
     threading.Timer(0.8, held.set).start()
     assert azure.standing() == ()
@@ -124,7 +124,7 @@ def test_every_request_carries_the_metadata_header_and_the_version(metadata: Met
     assert json.loads(metadata.asked[-1].body) == {"StartRequests": [{"EventId": "E-1"}]}
 
 
-def test_events_of_other_vms_and_other_kinds_are_passed_over(metadata: MetadataServer) -> None:
+def test_events_of_other_vms_and_other_kinds_are_ignored(metadata: MetadataServer) -> None:
     azure = source(metadata)
     other, reboot = preempt("E-2", Resources=["vm_4"]), preempt("E-3", EventType="Reboot")
     metadata.script("GET", EVENTS_PATH, document(1, other, reboot, preempt("E-4", Resources=["vm_4", "vm_3"])))

@@ -51,7 +51,7 @@ START = NodeStart(
 
 
 class Credential:
-    """Keeps its token for as long as it lives, as azure-identity's do."""
+    """A credential that keeps its token for its whole life, as azure-identity's do."""
 
     def __init__(self, next_token: Callable[[], str] = lambda: "fake") -> None:
         self._next_token, self._kept = next_token, ""
@@ -62,11 +62,14 @@ class Credential:
 
 
 class Killed(Exception):
-    """The manager's process is gone. No BaseException, which the SDK's polling threads would keep to themselves."""
+    """The manager's process has ended.
+
+    This is not a BaseException, which the SDK's polling threads would not pass on.
+    """
 
 
 class Line(SansIOHTTPPolicy):  # type: ignore[type-arg]
-    """Lets plain HTTP pass; kills the manager before or after a call of a number."""
+    """Allows plain HTTP; kills the manager before or after the call with this number."""
 
     def __init__(self, kill_at: int | None = None, *, after: bool = False) -> None:
         self.kill_at, self.after, self.dead = kill_at, after, False
@@ -92,7 +95,7 @@ class Line(SansIOHTTPPolicy):  # type: ignore[type-arg]
 
 
 class Hasty(Line):
-    """Does not wait for the answer to the first request for a VM, and as long as it takes for any other."""
+    """Does not wait for the answer to the first request for a VM, but waits for any other."""
 
     def __init__(self) -> None:
         super().__init__()

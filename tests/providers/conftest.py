@@ -11,7 +11,7 @@ from tests.providers.fake_ec2 import FakeEc2, ec2_region
 
 @pytest.fixture
 def arm(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeArm]:
-    """Its clock is this one unless a test says otherwise, also where an answer is long under way on a busy machine."""
+    """Return the fake ARM; its clock is this machine's unless a test sets another, even if an answer takes long."""
     monkeypatch.setattr(cloud, "AGREE_S", 100.0)
     with served() as fake:
         yield fake
@@ -20,7 +20,7 @@ def arm(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeArm]:
 
 @pytest.fixture
 def ec2(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEc2]:
-    """Its clock is the test's, as for ``arm``."""
+    """Return the fake EC2; the test sets its clock, as for ``arm``."""
     monkeypatch.setattr(cloud, "AGREE_S", 100.0)
     with ec2_region() as fake:
         yield fake

@@ -1,4 +1,4 @@
-"""Azure's resource manager on loopback, as far as VMs in a flexible scale set go: real HTTP, checked requests.
+"""Azure's resource manager on loopback, as far as VMs in a flexible scale set need it: real HTTP, checked requests.
 
 Answers have the documented shapes: long-running operations by Azure-AsyncOperation, pages with absolute links, error
 bodies with code and message. A request without a field that Azure requires is answered with 400 and kept in ``wrong``.
@@ -36,9 +36,10 @@ Answer = tuple[int, Any, dict[str, str]]
 
 @dataclass
 class Fault:
-    """A fault of the next matching request. ``carried_out``: it is carried out, but its answer is lost.
+    """A fault of the next matching requests.
 
-    ``text``: the body, whatever it is. ``times``: to so many requests.
+    ``carried_out``: the request is carried out, but its answer is lost. ``text``: the whole body of the answer.
+    ``times``: the number of requests.
     """
 
     method: str
@@ -73,13 +74,13 @@ class _Server(ThreadingHTTPServer):
 
 
 class FakeArm:
-    """State of one resource group, ``group``; "": whichever is named.
+    """State of one resource group.
 
-    ``shortages``: error code by (size, zone), told when the operation ends. ``locked``: what has a lock. ``stuck``: VMs
-    that are being made for ever. ``made_as``: states of VMs that are made. ``evicted``: VMs that are taken as soon as
-    they are made. ``parts``: interfaces and disks by kind and name, each with the VM that it goes with; ``staying``:
-    names of those that stay when their VM goes. ``expired``: tokens that are refused. ``throttled``: whether a call of
-    this number is.
+    ``group``: its name; "" accepts any. ``shortages``: error codes by (size, zone), reported when the operation ends.
+    ``locked``: names of locked resources. ``stuck``: VMs whose creation never ends. ``made_as``: states of new VMs.
+    ``evicted``: VMs that are taken as soon as they are made. ``parts``: interfaces and disks by kind and name, each
+    with the VM that it belongs to. ``staying``: names of parts that stay when their VM goes. ``expired``: tokens that
+    are refused. ``throttled``: whether the call with a number is throttled.
     """
 
     def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
@@ -104,12 +105,12 @@ class FakeArm:
         self.wrong: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.num_polls = 1
-        self.ahead_s = 0.0  # of this machine's clock
+        self.ahead_s = 0.0  # by this machine's clock
         self.lock = threading.RLock()
         arm = self
 
         class Handler(BaseHTTPRequestHandler):
-            disable_nagle_algorithm = True  # a header and its body are two packets, and the second would wait 40 ms
+            disable_nagle_algorithm = True  # header and body are two packets, of which the second would wait for 40 ms
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
@@ -278,10 +279,10 @@ class FakeArm:
         machine = {**body, "id": path, "name": name, "type": "Microsoft.Compute/virtualMachines"}
         created = datetime.fromtimestamp(time.time() + self.ahead_s, UTC).strftime(
             "%Y-%m-%dT%H:%M:%S.%f0+00:00"
-        )  # Azure tells seven places
+        )  # Azure sends seven decimals
         machine["properties"] = {**body["properties"], "provisioningState": "Creating", "timeCreated": created}
         machine["properties"]["osProfile"] = {**body["properties"]["osProfile"]}
-        machine["properties"]["osProfile"].pop("customData")  # never told again
+        machine["properties"]["osProfile"].pop("customData")  # never reported again
         (interface,) = body["properties"]["networkProfile"]["networkInterfaceConfigurations"]
         self.parts[INTERFACES, interface["name"]] = {"vm": name, "tags": interface.get("tags", {})}
         self.parts[DISKS, f"{name}_OsDisk_1_5f2c"] = {"vm": name, "tags": {}}  # its VM may or may not exist
@@ -352,13 +353,13 @@ class FakeArm:
             operation.error = operation.finish()
 
     def settle_all(self) -> None:
-        """Let time pass: all operations under way end, without requests."""
+        """Let time pass without requests until all operations under way have ended."""
         with self.lock:
             for operation in list(self.operations.values()):
                 self.settle(operation)
 
     def put_by_others(self, name: str, run: str = "", scale_set: str = "", **properties: Any) -> None:
-        """Have a VM that this run did not make; ``scale_set``: the one that it is in."""
+        """Add a VM that this run did not make; ``scale_set``: the set that contains it."""
         kinds = f"/subscriptions/x/resourceGroups/{self.group or 'train'}/providers/Microsoft.Compute"
         tags = {"morph-run": run, "morph-job": "tiny"} if run else {"owner": "somebody"}
         inside = {"virtualMachineScaleSet": {"id": f"{kinds}/virtualMachineScaleSets/{scale_set}"}} if scale_set else {}
@@ -381,7 +382,7 @@ def error(status: int, code: str, message: str) -> Answer:
 
 
 def lacking(body: dict[str, Any], sets: dict[str, Any]) -> str:
-    """Say which required field of a spot VM is missing or wrong; "" when none is."""
+    """Return the required field of a spot VM that is missing or wrong, or ""."""
     properties = body.get("properties", {})
 
     def at(*keys: Any) -> Any:

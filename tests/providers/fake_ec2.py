@@ -1,7 +1,7 @@
-"""moto's AWS behind a layer that is as strict as AWS: what is asked and answered fits botocore's own model of it.
+"""moto's AWS behind a layer as strict as AWS: requests and answers must fit botocore's own model of the service.
 
-moto passes over client tokens, takes any type, tells of everything at once and has neither quotas nor prices. This
-layer has them, and faults: it stands where ``Aws`` opens a client, and everything below is boto3 and moto.
+moto ignores client tokens, accepts any type, lists everything at once, and has neither quotas nor prices. This layer
+adds these, and faults. It replaces the client that ``Aws`` opens; everything below is boto3 and moto.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE",
     "AWS_SECRET_ACCESS_KEY": "secret",
     "AWS_EC2_METADATA_DISABLED": "true",
-    "MOTO_EC2_LOAD_DEFAULT_AMIS": "false",  # which takes a second
+    "MOTO_EC2_LOAD_DEFAULT_AMIS": "false",  # this takes a second
     "AWS_CONFIG_FILE": "/dev/null",
     "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
 }
@@ -48,13 +48,16 @@ ENVIRONMENT = {
 
 @lru_cache
 def boto3_client(service: str, region: str) -> Any:
-    """Made once, because it takes half a second."""
+    """Make the client once, because this takes half a second."""
     return Session().client(service, region_name=region)
 
 
 @dataclass
 class Fault:
-    """A fault of so many calls. ``code``: of the error, empty: no answer; ``answer``: replaces the true answer."""
+    """A fault of a number of calls.
+
+    ``code``: of the error; without one there is no answer. ``answer``: replaces the true answer.
+    """
 
     operation: str
     code: str = ""
@@ -66,11 +69,11 @@ class Fault:
 
 @dataclass
 class FakeEc2:
-    """The region. Change its fields to have it behave otherwise.
+    """The region; its fields change its behaviour.
 
-    ``shortages``: an error for a type in a zone; ``error_of_all``: for all of them; ``hidden``: for so many looks an
-    instance that was made is not told of; ``slow_ends``: for so many looks it is shutting down; ``protected``: VMs that
-    may not be ended.
+    ``shortages``: an error for a type in a zone. ``error_of_all``: an error for all of them. ``hidden``: the number of
+    looks that do not list a new instance. ``slow_ends``: the number of looks for which an instance is shutting down.
+    ``protected``: VMs that may not be ended.
     """
 
     shortages: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -269,7 +272,7 @@ class FakeEc2:
         for reservation in answer["Reservations"]:
             for told in [*reservation["Instances"]]:
                 made = told["InstanceId"]
-                told.pop("Platform", None)  # moto's images are of Windows
+                told.pop("Platform", None)  # moto's own images are of Windows
                 told.setdefault("CpuOptions", {"CoreCount": 2, "ThreadsPerCore": 2})
                 if self._looks_left.get(made, 0) > 0:
                     self._looks_left[made] -= 1
@@ -293,12 +296,12 @@ class FakeEc2:
         answer = self.real.terminate_instances(InstanceIds=[*instances])
         for instance in [one for reservation in told for one in reservation["Instances"]]:
             self._ending[instance["InstanceId"]] = self.slow_ends
-            self._went |= {one["NetworkInterfaceId"] for one in instance["NetworkInterfaces"]}  # which moto leaves
+            self._went |= {one["NetworkInterfaceId"] for one in instance["NetworkInterfaces"]}  # moto leaves these
         return answer  # type: ignore[no-any-return]
 
     def _describe_images(self, asked: dict[str, Any]) -> dict[str, Any]:
         answer = self.real.describe_images(**asked)
-        for image in answer["Images"]:  # of which moto keeps less than it is told
+        for image in answer["Images"]:  # moto stores only part of its input
             image |= {"Architecture": "x86_64", "RootDeviceType": "ebs"}
         return answer  # type: ignore[no-any-return]
 
@@ -349,11 +352,11 @@ class FakeEc2:
         raise error("RunInstances", "DryRunOperation", status=412)
 
     def price(self, kind: str, zone: str) -> float:
-        """Cheapest in the second zone."""
+        """Return the price, which is lowest in the second zone."""
         return PRICES[kind] * (1.0 if zone == sorted(self.subnets)[1] else 1.1)
 
     def living(self) -> dict[str, str]:
-        """Return ids of existing instances by name."""
+        """Return the ids of existing instances by name."""
         filters = [{"Name": "instance-state-name", "Values": ["pending", "running", "stopping", "stopped"]}]
         told = self.real.describe_instances(Filters=filters)["Reservations"]
         return {
@@ -366,7 +369,7 @@ class FakeEc2:
         return next((name for name, made in self.living().items() if made == instance), "")
 
     def left(self) -> dict[str, list[str]]:
-        """Return all resources, of any owner."""
+        """Return all resources of any owner."""
         return {
             "instances": sorted(self.living()),
             "volumes": [one["VolumeId"] for one in self.real.describe_volumes()["Volumes"]],
@@ -381,7 +384,7 @@ class FakeEc2:
     def provider(
         self, directory: Path, *, run: str = "tiny-1", spec: AwsSpec | None = None, **options: Any
     ) -> AwsProvider:
-        """A manager's provider, with clients of its own."""
+        """Return a manager's provider, with clients of its own."""
         spec = spec or self.spec
         clients = {service: self.client(service) for service in ("ec2", "pricing")}
         return open_aws(
@@ -397,7 +400,7 @@ class FakeEc2:
 
 
 class Client:
-    """Stands for boto3's. ``is_dead``: its manager is."""
+    """Stands in for boto3's client; ``is_dead`` is set when its manager has died."""
 
     def __init__(self, region: FakeEc2, service: str) -> None:
         self._region, self._service = region, service
@@ -421,7 +424,7 @@ NOTHING: dict[str, list[str]] = {"instances": [], "volumes": [], "network interf
 
 @contextmanager
 def ec2_region() -> Iterator[FakeEc2]:
-    """The region, with nothing in it; what did not fit the service's model is an error in the end."""
+    """Yield the empty region; at the end, requests that did not fit the service's model are an error."""
     with patch.dict(os.environ, ENVIRONMENT), mock_aws():
         region = FakeEc2()
         yield region

@@ -1,4 +1,4 @@
-"""A Slurm in memory that answers its programs' command lines in the forms that 22.05.8 has, or newer ones."""
+"""A Slurm in memory that answers the command lines of its programs in the forms of 22.05.8 or newer ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FakeJob:
 
 
 class FakeSlurm:
-    """Room for some running jobs at once; the others wait. ``submits``: more jobs are refused by the user's QOS."""
+    """Room for some running jobs at once; others wait. ``submits``: further jobs are refused by the user's QOS."""
 
     def __init__(self, room: int = 1000, submits: int = 1000, version: str = "22.05.8", nodes: int = 1000) -> None:
         self.room, self.submits, self.version, self.nodes = room, submits, version, nodes
@@ -61,7 +61,7 @@ class FakeSlurm:
         return said
 
     def begin(self) -> None:
-        """Let those begin for which there is room."""
+        """Begin waiting jobs as long as there is room."""
         running = sum(job.state == "RUNNING" for job in self.jobs.values())
         for job in self.jobs.values():
             if job.state == "PENDING" and running < self.room:

@@ -1,6 +1,6 @@
-"""A real Slurm on this machine: one node with more processors than there are, and a partition whose owner preempts.
+"""A real Slurm on this machine: one node with more processors than exist, and a partition whose owner preempts.
 
-It lives in one folder and on ports of its own. Its daemons are ended by their pid files, its jobs before them.
+It lives in one folder and on ports of its own. Jobs are ended first, then its daemons by their pid files.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ PartitionName=owner Nodes={node} PriorityTier=10 PreemptMode=OFF MaxTime=60
 
 
 def why_none() -> str:
-    """Why no Slurm can be started here; empty: it can."""
+    """Return why no Slurm can be started here; empty if one can."""
     if os.geteuid() != 0:
         return "a Slurm of its own needs root"
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
@@ -72,7 +72,7 @@ def _free_port() -> int:
 
 
 class RealSlurm:
-    """Started by ``start``, ended by ``close``. Clients find it by ``environment``."""
+    """A Slurm that ``start`` starts and ``close`` ends; clients find it by ``environment``."""
 
     def __init__(self, folder: Path, grace_s: int = GRACE_S) -> None:
         self.folder = folder
@@ -96,7 +96,7 @@ class RealSlurm:
         until(lambda: self.answers("idle"), f"an idle node of the Slurm in {self.folder}")
 
     def answers(self, state: str) -> bool:
-        """Whether the controller answers, and its node is in this state."""
+        """Return whether the controller answers and its node is in this state."""
         try:
             return state in self.call("sinfo", "--noheader", "--format=%T")
         except AssertionError:  # it does not listen yet
@@ -109,8 +109,8 @@ class RealSlurm:
         self._end("slurmctld")
 
     def call(self, *command: str, given: str = "") -> str:
-        """Run a program of it; returns what it writes."""
-        with tempfile.TemporaryFile("w+") as out:  # a daemon keeps its output open, so a pipe would never end
+        """Run one of its programs; return the output."""
+        with tempfile.TemporaryFile("w+") as out:  # a daemon keeps its output open, so that a pipe would never end
             known = {**os.environ, **self.environment}
             done = subprocess.run(command, env=known, input=given, stdout=out, stderr=out, text=True, timeout=END_S)
             out.seek(0)
@@ -119,12 +119,12 @@ class RealSlurm:
         return said
 
     def owner(self, cpus: int) -> str:
-        """Have an owner's job come, for which others are preempted; returns its number."""
+        """Submit an owner's job, for which others are preempted; return its number."""
         options = ["--parsable", "--partition=owner", f"--cpus-per-task={cpus}", "--output=/dev/null"]
         return self.call("sbatch", *options, given="#!/bin/sh\nexec sleep 3600\n").strip()
 
     def states(self) -> dict[str, str]:
-        """The state of each job that is in the queue, by name."""
+        """Return the state of each job in the queue, by name."""
         lines = self.call("squeue", "--noheader", "--format=%j %T").splitlines()
         return dict(line.rsplit(" ", 1) for line in lines)
 
@@ -138,17 +138,17 @@ class RealSlurm:
             self.clear()
         for name in ("slurmd", "slurmctld", "munge"):
             self._end(name)
-        steps = list(self._processes())  # a job that is out of the queue may still have processes that are ending
+        steps = list(self._processes())  # a job that has left the queue may still have processes that are ending
         for step in steps:
             with suppress(psutil.NoSuchProcess):
                 step.kill()
         wait_gone(steps, END_S)
 
     def _processes(self) -> Iterator[psutil.Process]:
-        """Yield the processes of its jobs, and what these started."""
+        """Yield the processes of its jobs, and their children."""
         conf = f"SLURM_CONF={self.environment['SLURM_CONF']}".encode()
         for process in psutil.process_iter():
-            with suppress(psutil.Error, OSError):  # psutil reads no environment of a process with a title
+            with suppress(psutil.Error, OSError):  # psutil cannot read the environment of a process with a title
                 known = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
                 if process.name() == "slurmstepd" and conf in known:
                     yield from (process, *process.children(recursive=True))

@@ -1,4 +1,4 @@
-"""The provider of AWS on moto, behind a strict layer: its requests, AWS's possible answers, and the results."""
+"""The provider of AWS on moto behind a strict layer: its requests, and how it handles AWS's possible answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SPEC = AwsSpec(
 )
 
 
-def test_instances_are_made_in_the_cheapest_zone_and_go_with_all_that_is_theirs(ec2: FakeEc2, tmp_path: Path) -> None:
+def test_instances_are_made_in_the_cheapest_zone_and_removed_completely(ec2: FakeEc2, tmp_path: Path) -> None:
     provider = ec2.provider(tmp_path)
     made = provider.request("tiny-1", 2)
     second = sorted(ec2.subnets)[1]
@@ -59,9 +59,7 @@ def test_instances_are_made_in_the_cheapest_zone_and_go_with_all_that_is_theirs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_a_manager_killed_at_any_call_leaves_a_request_that_the_next_one_completes(
-    ec2: FakeEc2, tmp_path: Path, after: bool
-) -> None:
+def test_a_request_is_completed_after_a_kill_at_any_call(ec2: FakeEc2, tmp_path: Path, after: bool) -> None:
     """No instance is made twice, although AWS lists new ones late."""
     num_kills, lived = 0, False
     while not lived:
@@ -91,7 +89,7 @@ def test_an_answer_that_is_lost_is_asked_for_again_under_the_same_token(ec2: Fak
     assert list(ec2.living()) == ["a-0"]
 
 
-def test_what_was_just_made_is_there_though_no_list_has_it_yet(ec2: FakeEc2, tmp_path: Path) -> None:
+def test_a_new_instance_exists_although_no_list_has_it_yet(ec2: FakeEc2, tmp_path: Path) -> None:
     ec2.hidden, now_s = 1000, [0.0]
     provider = ec2.provider(tmp_path, clock=lambda: now_s[0])
     (made,) = provider.request("a", 1)
@@ -104,12 +102,12 @@ def test_what_was_just_made_is_there_though_no_list_has_it_yet(ec2: FakeEc2, tmp
     assert another.list() == ()
 
 
-def test_one_that_is_told_to_end_is_gone_and_comes_again_under_its_name(ec2: FakeEc2, tmp_path: Path) -> None:
+def test_an_ended_instance_can_be_made_again_under_its_name(ec2: FakeEc2, tmp_path: Path) -> None:
     provider = ec2.provider(tmp_path)
     provider.request("a", 1)
     ec2.take(*ec2.living().values())
     assert provider.list() == ()
-    assert [vm.name for vm in provider.request("a", 1)] == []  # it was answered
+    assert [vm.name for vm in provider.request("a", 1)] == []  # the request was answered
     assert [vm.name for vm in ec2.provider(tmp_path).request("b", 1)] == ["b-0"]
 
 
@@ -160,11 +158,11 @@ def test_errors_say_what_to_do_next(code: str, status: int, kind: type[ProviderE
     assert str(found) == f"VM a-0: {code}: a sentence"
 
 
-def test_an_image_of_somebody_elses_is_no_login_that_expired() -> None:
+def test_a_foreign_image_is_not_mistaken_for_an_expired_login() -> None:
     assert type(provider_error("AuthFailure", "Not authorized for images: [ami-1]", 403)) is Misconfigured
 
 
-def test_a_vm_is_known_by_its_own_tag_whatever_a_console_calls_it(ec2: FakeEc2, tmp_path: Path) -> None:
+def test_a_vm_is_recognised_by_its_own_tag_whatever_its_name(ec2: FakeEc2, tmp_path: Path) -> None:
     provider = ec2.provider(tmp_path)
     provider.request("a", 2)
     first, second = (ec2.living()[name] for name in ("a-0", "a-1"))
@@ -175,7 +173,7 @@ def test_a_vm_is_known_by_its_own_tag_whatever_a_console_calls_it(ec2: FakeEc2, 
     assert ec2.left() == NOTHING
 
 
-def test_what_an_instance_boots_with_is_deleted_once_it_is_made_or_refused(ec2: FakeEc2, tmp_path: Path) -> None:
+def test_a_launch_template_is_deleted_once_its_instance_is_made_or_refused(ec2: FakeEc2, tmp_path: Path) -> None:
     provider = ec2.provider(tmp_path)
     provider.request("a", 1)
     ec2.error_of_all = "InsufficientInstanceCapacity"
@@ -212,7 +210,7 @@ def test_a_fleets_own_errors_have_no_status() -> None:
     ],
     ids=["nothing", "none", "no instances", "half a tag", "no state"],
 )
-def test_an_answer_that_is_not_understood_is_not_taken_for_none(ec2: FakeEc2, tmp_path: Path, answer: object) -> None:
+def test_an_unreadable_answer_is_not_an_empty_list(ec2: FakeEc2, tmp_path: Path, answer: object) -> None:
     provider = ec2.provider(tmp_path)
     (made,) = provider.request("a", 1)
     for ask in (provider.list, lambda: provider.delete(["a-0"]), provider.dismantle):
@@ -252,7 +250,7 @@ def test_credentials_that_expired_are_looked_up_anew_and_the_call_made_once_more
         aws.call("describe_subnets", "")
 
 
-def test_what_instances_left_behind_is_ended_and_named_with_its_price(ec2: FakeEc2, tmp_path: Path) -> None:
+def test_leftovers_of_instances_are_deleted_and_named_with_their_price(ec2: FakeEc2, tmp_path: Path) -> None:
     provider = ec2.provider(tmp_path)
     provider.request("a", 1)
     tags = [{"Key": key, "Value": value} for key, value in (("morph-run", "tiny-1"), ("morph-job", "tiny"))]
@@ -390,7 +388,7 @@ def test_the_quota_of_a_family_is_known_by_its_name(family: str, quota: str | No
     assert quota_of("p6-b200", known, spot=False) == "Running On-Demand P instances"
 
 
-def test_what_would_be_asked_for_is_shown_without_secrets() -> None:
+def test_the_planned_request_is_shown_without_secrets() -> None:
     template, *calls = planned(SPEC, "tiny-1", "tiny", "tiny-1", 2)
     assert [call["call"] for call in calls] == 2 * ["CreateLaunchTemplateVersion", "CreateFleet"]
     fleets = calls[1::2]
@@ -439,7 +437,7 @@ LISTED = "<DescribeInstancesResponse><reservationSet/></DescribeInstancesRespons
 BUSY = "<Response><Errors><Error><Code>RequestLimitExceeded</Code><Message>-</Message></Error></Errors></Response>"
 
 
-def test_botocore_itself_repeats_what_is_throttled_and_no_page_of_a_proxys_is_a_list(endpoint: MetadataServer) -> None:
+def test_botocore_retries_throttled_calls_and_a_proxys_page_is_refused(endpoint: MetadataServer) -> None:
     spec = SPEC.model_copy(update={"endpoint": endpoint.url})
     aws = Aws(lambda: aws_client(spec))
     endpoint.script("POST", "/", Reply(status=503, body=BUSY), Reply(body=LISTED))

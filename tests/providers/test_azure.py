@@ -1,4 +1,4 @@
-"""Spot VMs by the real SDK against a resource manager on loopback."""
+"""Spot VMs by the real SDK, on a resource manager on loopback."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_larger_vms_come_first_where_the_smaller_ones_would_be_too_many(arm: Fak
 
 def test_a_vm_that_another_manager_made_larger_counts_with_its_devices(arm: FakeArm, tmp_path: Path) -> None:
     class Dying(Line):
-        """Killed once a larger VM is begun."""
+        """Killed once a larger VM has been begun."""
 
         def on_response(self, request: Any, response: Any) -> None:
             self.dead = self.dead or any(vm["tags"]["morph-devices"] == "4" for vm in arm.machines.values())
@@ -212,7 +212,7 @@ def test_reconcile_ends_whatever_a_killed_manager_left(arm: FakeArm, tmp_path: P
     assert kill_at > 10
 
 
-def test_another_manager_goes_on_wherever_the_first_was_killed(arm: FakeArm, tmp_path: Path) -> None:
+def test_another_manager_continues_wherever_the_first_was_killed(arm: FakeArm, tmp_path: Path) -> None:
     for kill_at in range(100):
         directory = tmp_path / str(kill_at)
         directory.mkdir()
@@ -386,7 +386,7 @@ def test_the_longest_wait_that_azure_asks_for_applies(arm: FakeArm, tmp_path: Pa
     assert set(arm.machines) == {"a-0", "a-1"}
 
 
-def test_a_refused_token_is_dropped_and_the_same_call_made_with_a_new_one(arm: FakeArm, tmp_path: Path) -> None:
+def test_a_refused_token_is_replaced_and_the_call_repeated(arm: FakeArm, tmp_path: Path) -> None:
     tokens = iter(["old", "new", "newer", "newest"])
     azure = provider(arm, tmp_path, Line(), next_token=lambda: next(tokens))
     azure.request("a", 1)
@@ -413,13 +413,13 @@ def test_a_vm_taken_while_it_is_made_costs_none_of_the_others(arm: FakeArm, tmp_
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_what_must_be_mended_for_one_vm_leaves_the_others(arm: FakeArm, tmp_path: Path, begun: bool) -> None:
+def test_an_error_to_fix_for_one_vm_leaves_the_others(arm: FakeArm, tmp_path: Path, begun: bool) -> None:
     if begun:
         arm.shortages = {("Standard_NC6", "2"): "RequestDisallowedByPolicy"}
     else:
         arm.faults = [Fault("PUT", "virtualMachines/a-1", 403, "RequestDisallowedByPolicy")]
     vms = provider(arm, tmp_path).request("a", 3)
-    assert names(vms) == (["a-0", "a-2"] if begun else ["a-0"])  # the rest would be refused alike
+    assert names(vms) == (["a-0", "a-2"] if begun else ["a-0"])  # the rest would be refused for the same reason
     arm.settle_all()
     assert set(arm.machines) == set(names(vms))
 
@@ -431,11 +431,11 @@ def test_the_end_of_a_vms_boot_log_is_known_where_azure_has_one(arm: FakeArm, tm
     assert azure.boot_log("a-0").endswith("...\na-0: no space left on device\n")
     assert len(azure.boot_log("a-0")) <= 2000
     assert azure.boot_log("a-1") == ""
-    arm.boot_logs["a-0"] = ""  # it has said nothing yet
+    arm.boot_logs["a-0"] = ""  # it has no output yet
     assert azure.boot_log("a-0") == ""
 
 
-def test_what_vms_left_behind_is_ended_and_named_with_its_price(arm: FakeArm, tmp_path: Path) -> None:
+def test_leftovers_of_vms_are_deleted_and_named_with_their_price(arm: FakeArm, tmp_path: Path) -> None:
     arm.staying = {"a-0-nic", "a-1_OsDisk_1_5f2c", "b-0_OsDisk_1_5f2c", "users-own"}
     arm.parts[DISKS, "users-own"] = {"vm": "a-0", "tags": {}}
     azure = provider(arm, tmp_path, find_disk_price=lambda sku, gib: {("Premium_LRS", 128): 0.027}.get((sku, gib)))
@@ -455,7 +455,7 @@ def test_what_vms_left_behind_is_ended_and_named_with_its_price(arm: FakeArm, tm
 
 
 @pytest.mark.parametrize("code", ["NicReservedForAnotherVm", "AuthorizationFailed"])
-def test_an_orphan_that_stays_is_named_and_keeps_nothing_else(arm: FakeArm, tmp_path: Path, code: str) -> None:
+def test_an_orphan_that_stays_is_named_and_others_are_removed(arm: FakeArm, tmp_path: Path, code: str) -> None:
     arm.staying = {"a-0-nic", "a-1-nic"}
     azure = provider(arm, tmp_path)
     azure.request("a", 2)
@@ -531,7 +531,7 @@ def test_each_refusal_leads_to_the_next_zone_or_size_or_ends(
 
 
 @pytest.mark.parametrize("code", ["ScopeLocked", "RequestDisallowedByPolicy", "ReadOnlyDisabledSubscription"])
-def test_what_the_user_must_mend_is_reported_as_such(arm: FakeArm, tmp_path: Path, code: str) -> None:
+def test_errors_that_the_user_must_fix_are_reported_as_such(arm: FakeArm, tmp_path: Path, code: str) -> None:
     arm.shortages = {(size.name, zone): code for size in SPEC.sizes for zone in SPEC.zones}
     with pytest.raises(Misconfigured, match=f"{code}: no Standard_NC6"):
         provider(arm, tmp_path).request("a", 1)
@@ -557,7 +557,7 @@ def test_a_vm_in_an_unknown_state_is_granted_and_lives(arm: FakeArm, tmp_path: P
 @pytest.mark.parametrize("state", ["Failed", "Canceled", "Deleting"])
 def test_remains_of_a_vm_are_ended_before_it_is_made_anew(arm: FakeArm, tmp_path: Path, state: str) -> None:
     provider(arm, tmp_path).request("a", 2)
-    (tmp_path / "operations-tiny-1.json").unlink()  # the manager was killed before it was answered
+    (tmp_path / "operations-tiny-1.json").unlink()  # the manager was killed before the answer
     arm.machines["a-0"]["properties"]["provisioningState"] = state
     vms = provider(arm, tmp_path).request("a", 2)
     assert [vm.name for vm in vms] == ["a-0", "a-1"]
@@ -566,7 +566,7 @@ def test_remains_of_a_vm_are_ended_before_it_is_made_anew(arm: FakeArm, tmp_path
 
 def test_a_vm_that_never_gets_made_does_not_hold_up_the_others(arm: FakeArm, tmp_path: Path) -> None:
     arm.stuck = {"a-0"}
-    azure = provider(arm, tmp_path, make_s=5)  # the others are made in less, however busy this machine is
+    azure = provider(arm, tmp_path, make_s=5)  # the others are made in less time, however busy this machine is
     assert [vm.name for vm in azure.request("a", 3)] == ["a-1", "a-2"]
     assert "DELETE virtualMachines/a-0" in arm.calls
     assert [vm.name for vm in azure.request("b", 1)] == ["b-0"]
@@ -578,7 +578,7 @@ def test_a_vm_that_never_gets_made_does_not_hold_up_the_others(arm: FakeArm, tmp
 
 def test_an_earlier_managers_unfinished_vm_is_not_awaited_for_ever(arm: FakeArm, tmp_path: Path) -> None:
     class Dying(Line):
-        """Killed once the VM is begun, before it is noted how to go on."""
+        """Killed once the VM has been begun, before its operation is noted."""
 
         def on_response(self, request: Any, response: Any) -> None:
             self.dead = self.dead or bool(arm.machines)
@@ -605,14 +605,14 @@ def test_azures_wait_is_read_in_seconds_and_as_a_date(
     arm.faults = [Fault("PUT", "virtualMachines/", status, code, {"Retry-After": after})]
     with pytest.raises(kind) as raised:
         provider(arm, tmp_path).request("a", 1)
-    took_s = time.monotonic() - began if as_date else 0.0  # a date comes nearer meanwhile, and is in whole seconds
+    took_s = time.monotonic() - began if as_date else 0.0  # a date comes closer meanwhile, and has whole seconds
     found = raised.value.retry_after_s
     assert found is not None
     assert 40 - math.ceil(took_s) - as_date <= found <= 40 + as_date
 
 
 @pytest.mark.parametrize("after", ["soon", "-3", "", "Wed, 32 Oct"])
-def test_a_wait_that_cannot_be_read_is_none(arm: FakeArm, tmp_path: Path, after: str) -> None:
+def test_an_unreadable_wait_is_ignored(arm: FakeArm, tmp_path: Path, after: str) -> None:
     arm.faults = [Fault("PUT", "virtualMachines/", 503, "ServerBusy", {"Retry-After": after})]
     with pytest.raises(Transient) as raised:
         provider(arm, tmp_path).request("a", 1)

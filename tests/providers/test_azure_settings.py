@@ -1,4 +1,4 @@
-"""Azure's logins, prices and times, and what asking for them loads."""
+"""Azure's logins, prices and times, and which modules their lookup loads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.providers.fake_arm import FakeArm
 
 
 class Identity(ThreadingHTTPServer):
-    """Gives tokens as an App Service's managed identity does, and notes for what they were asked."""
+    """Gives tokens as an App Service's managed identity does, and records for which resource."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -34,7 +34,7 @@ class Identity(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    disable_nagle_algorithm = True  # a header and its body are two packets, and the second would wait 40 ms
+    disable_nagle_algorithm = True  # header and body are two packets, of which the second would wait for 40 ms
     server: Identity
 
     def do_GET(self) -> None:
@@ -49,7 +49,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def item(price: float, sku: str = "NC6 Spot", product: str = "Virtual Machines N
     return {**figures, "meterName": sku, "productName": product, **fields}
 
 
-def test_the_spot_price_is_told_apart_from_others_over_all_pages(prices: MetadataServer) -> None:
+def test_the_spot_price_is_found_among_others_on_all_pages(prices: MetadataServer) -> None:
     url = prices.url + PATH
     first = [item(0.9, "NC6"), item(0.7, "NC6 Low Priority"), item(0.5, product="NC Series Windows"), item(0.2)]
     second = [item(0.25), item(99.0, unitOfMeasure="1 Month")]
@@ -127,7 +127,7 @@ def test_the_spot_price_is_told_apart_from_others_over_all_pages(prices: Metadat
     [Reply(status=500), Reply(body="<html>"), Reply(drop=True), json_reply({"Items": []}), json_reply({"Items": [1]})],
     ids=["500", "no JSON", "dropped", "nothing", "another shape"],
 )
-def test_a_list_without_an_answer_is_no_price(prices: MetadataServer, reply: Reply) -> None:
+def test_a_price_list_without_an_answer_gives_no_price(prices: MetadataServer, reply: Reply) -> None:
     prices.script("GET", PATH, reply)
     assert retail_price("westus2", "Standard_NC6", spot=True, url=prices.url + PATH) is None
 
@@ -142,12 +142,12 @@ def test_a_disk_costs_what_its_tier_does(prices: MetadataServer) -> None:
     url = prices.url + PATH
     assert disk_price("westus2", "Premium_LRS", 128, url) == pytest.approx(0.03)
     assert "skuName eq 'P10 LRS'" in parse_qs(urlsplit(prices.asked[0].path).query)["$filter"][0]
-    assert disk_price("westus2", "Premium_LRS", 30, url) is None  # another tier, which the list does not contain
+    assert disk_price("westus2", "Premium_LRS", 30, url) is None  # another tier, which is missing from the list
     assert disk_price("westus2", "UltraSSD_LRS", 128, url) is None
 
 
 @pytest.mark.parametrize("reply", [Reply(status=429), json_reply({}), Reply(drop=True)], ids=["429", "{}", "dropped"])
-def test_a_list_of_which_a_page_is_missing_is_no_price(prices: MetadataServer, reply: Reply) -> None:
+def test_a_price_list_with_a_missing_page_gives_no_price(prices: MetadataServer, reply: Reply) -> None:
     url = prices.url + PATH
     prices.script("GET", PATH, json_reply({"Items": [item(0.2)], "NextPageLink": f"{url}?$skip=100"}), reply)
     assert retail_price("westus2", "Standard_NC6", spot=True, url=url) is None
@@ -199,10 +199,10 @@ NOW_S = 1_790_000_000.0
     ("ahead_s", "told", "paid_s"),
     [
         (0.0, True, 100.25),
-        (-0.5, True, 100.25),  # clocks that agree as far as a date in whole seconds can say
+        (-0.5, True, 100.25),  # clocks that agree as far as a date in whole seconds shows
         (30.0, True, 100.25),
         (-3600.0, True, 100.25),
-        (30.0, False, 70.25),  # without a date there is this machine's clock alone
+        (30.0, False, 70.25),  # without a date there is only this machine's clock
         (150.0, False, 0.0),
     ],
 )
@@ -216,7 +216,7 @@ def test_paid_time_does_not_depend_on_the_local_clock(ahead_s: float, told: bool
 
 
 @pytest.mark.parametrize("answered", ["", "yesterday", "Mon, 99 Jan 2026 00:00:00 GMT"])
-def test_a_date_that_is_none_is_passed_over(answered: str) -> None:
+def test_an_invalid_date_is_ignored(answered: str) -> None:
     created = datetime.fromtimestamp(NOW_S - 5.0, UTC)
     assert paid_since_s(created, answered, NOW_S) == NOW_S - 5.0
     assert paid_since_s(None, answered, NOW_S) is None

@@ -58,7 +58,7 @@ def test_a_first_boot_runs_the_users_lines_then_morph_then_the_node() -> None:
 
 
 def test_a_watchdog_comes_first_at_each_boot_and_needs_no_disk(tmp_path: Path) -> None:
-    """Run the lines of cloud-init's ``bootcmd`` here, with another folder in place of that in memory."""
+    """The lines of cloud-init's ``bootcmd`` are run here, with another folder in place of the one in memory."""
     (text,) = yaml.safe_load(cloud_init(START, "tiny-1-0", "azure"))["bootcmd"]
     tool = tmp_path / "bin" / "systemctl"
     tool.parent.mkdir()
@@ -120,7 +120,7 @@ def test_units_come_again_after_a_reboot_and_close_the_metadata_first() -> None:
 
 
 def test_the_largest_cloud_config_is_well_below_what_clouds_take() -> None:
-    certificate = f"{base64.b64encode(os.urandom(700)).decode()}\n"  # which does not shrink
+    certificate = f"{base64.b64encode(os.urandom(700)).decode()}\n"  # random characters, which do not compress
     start = START.model_copy(update={"authority": certificate, "requirements": requirements(), "uid": 1000})
     text = cloud_init(start, "tiny-1-0", "azure", 8)
     assert len(custom_data(text)) < 0.3 * MAX_CUSTOM_DATA_BYTES
@@ -149,7 +149,7 @@ def test_the_node_joins_with_its_token_and_its_own_resource() -> None:
     command = shlex.split(line.removeprefix("ExecStart="))
     assert "--address=10.0.0.4:6379" in command
     assert '--resources={"morph_vm_tiny-1-0": 1}' in command
-    assert "--include-log-monitor=false" in command  # its output is not read
+    assert "--include-log-monitor=false" in command  # the output of this command is not read
 
 
 def test_the_node_listens_where_a_firewall_lets_it() -> None:
@@ -162,7 +162,7 @@ def test_the_agent_ends_a_vm_that_is_forgotten() -> None:
     unit = written()["/etc/systemd/system/morph-agent.service"]["content"]
     assert "--lonely-s=900 --source=azure --end=azure" in unit
     assert f"--stay={STAY_PATH}" in unit
-    assert "poweroff" not in unit  # one that is only switched off is paid for
+    assert "poweroff" not in unit  # a VM that is only switched off is still billed
 
 
 PEM = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
@@ -205,14 +205,14 @@ def test_a_name_that_could_break_out_is_refused(node: str) -> None:
         cloud_init(START, node, "azure")
 
 
-def test_what_azure_would_not_take_is_refused_before_it_is_sent() -> None:
+def test_custom_data_that_is_too_large_is_refused_before_sending() -> None:
     with pytest.raises(ValueError, match=str(MAX_CUSTOM_DATA_BYTES)):
         custom_data("#cloud-config\n" + os.urandom(MAX_CUSTOM_DATA_BYTES).hex())
     with pytest.raises(Misconfigured, match=rf"compressed, and AWS takes {MAX_USER_DATA_BYTES}: vms.environment.setup"):
         user_data("#cloud-config\n" + os.urandom(MAX_USER_DATA_BYTES).hex())
 
 
-def test_what_would_be_created_can_be_looked_at_without_the_secrets() -> None:
+def test_the_planned_vm_is_shown_without_secrets() -> None:
     calls = planned(SPEC, "tiny-1", "tiny", "tiny-1", 2)
     assert [call["put"].rsplit("/", 2)[-2:] for call in calls] == [
         ["virtualMachineScaleSets", "tiny-1"],

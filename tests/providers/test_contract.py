@@ -29,11 +29,11 @@ ROOM = 4
 TYPES = ("t4", "v100")
 USD = {"t4": 0.5, "v100": 3.0}
 LARGE = 4
-"""Devices of a VM, where it has several."""
+"""The number of devices of a VM with several."""
 
 
 class Fleet:
-    """Local VMs that are names."""
+    """Local VMs that are only names."""
 
     def __init__(self) -> None:
         self.up: list[str] = []
@@ -56,10 +56,11 @@ Kind = tuple[str, str, str, str]
 
 @dataclass(frozen=True)
 class Case:
-    """A provider with room for ``ROOM`` VMs. ``again`` makes another manager's, where one can take over.
+    """A provider with room for ``ROOM`` VMs.
 
-    ``kinds``: of the first two VMs; ``large``: one whose VMs have ``LARGE`` devices; None: there are none. ``silence``
-    has the market give no usable answer to any question from now on, or answer again; None: it always answers.
+    ``again`` makes the provider of another manager, if that can take over. ``kinds``: those of the first two VMs.
+    ``large`` makes a provider whose VMs have ``LARGE`` devices; None: there is none. ``silence`` makes the market give
+    no usable answer from now on, or answer again; None: it always answers.
     """
 
     provider: Provider
@@ -148,7 +149,7 @@ def aws(region: FakeEc2, directory: Path) -> Case:
 
 
 class Settled(SlurmProvider):
-    """Answers a request once its jobs have begun: until then they change by themselves."""
+    """Answers a request once its jobs have begun, because until then they change by themselves."""
 
     def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
         names = [vm.name for vm in super().request(request, count, max_vms)]
@@ -172,11 +173,11 @@ def slurm_real(cluster: RealSlurm, directory: Path) -> Case:
 
 REAL = pytest.param(slurm_real, marks=[pytest.mark.slow, pytest.mark.skipif(bool(why_none()), reason=why_none())])
 MARKETS = [static, azure, aws, slurm, slurm_json, REAL]
-"""Providers with which several runs have VMs, and VMs several devices."""
+"""Providers on which several runs have VMs, and VMs have several devices."""
 
 
 def of_two_types(kind: str, arm: Any, directory: Path) -> Provider:
-    """A provider with two VMs of each of two types, at least."""
+    """Return a provider with at least two VMs of each of two types."""
     if kind == "aws":
         types = tuple(
             known.model_copy(update={"num_gpus": 1, "node_type": of, "usd_per_h": USD[of]})
@@ -267,7 +268,7 @@ def test_more_than_there_is_is_granted_in_part_and_then_refused(case: Case) -> N
     assert len(case.provider.list()) == ROOM
 
 
-def test_what_is_deleted_is_gone_and_makes_room(case: Case) -> None:
+def test_deleted_vms_are_gone_and_make_room(case: Case) -> None:
     granted = case.provider.request("a", ROOM)
     case.provider.delete([granted[0].name])
     case.provider.delete([granted[0].name, "never-there-0"])
@@ -317,7 +318,7 @@ def test_another_run_neither_sees_nor_ends_them(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [azure, aws, slurm, slurm_json, REAL], ids=lambda make: make.__name__, indirect=True)
-def test_a_market_that_says_nothing_has_lost_no_vm_and_gets_no_second_request(case: Case) -> None:
+def test_a_silent_market_loses_no_vm_and_gets_no_second_request(case: Case) -> None:
     assert case.silence is not None
     granted = case.provider.request("a", 2)
     case.silence(True)
@@ -348,7 +349,7 @@ def test_an_eviction_takes_the_vm_or_changes_nothing(case: Case) -> None:
     assert set(case.provider.list()) == expected
 
 
-def test_price_and_capabilities_are_told(case: Case) -> None:
+def test_price_and_capabilities_are_known(case: Case) -> None:
     price = case.provider.price()
     assert price is not None
     assert price.usd_per_h > 0

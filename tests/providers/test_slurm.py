@@ -1,4 +1,4 @@
-"""Slurm: what its programs answer, what is decided by it, and the shell of a job's step."""
+"""Slurm: answers of its programs, decisions based on them, and the shell of a job's step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.cloud.waiting import until
 from tests.providers.fake_slurm import NOW_S, SPEC, FakeSlurm, provider
 
 MARK = Mark(run="r", job="tiny | 'one\"", request="r-1", devices=4)
-# What 22.05.8 wrote (SLURM_TIME_FORMAT=%s): one job that runs, one that waits, one that was cancelled.
+# What 22.05.8 wrote (SLURM_TIME_FORMAT=%s): a running job, a waiting one, and a cancelled one.
 TEXT = f"""{QUEUE_HEADER}
 3|PENDING|spot|1795762571|1795763171||Resources|r-1-2|x
 1|RUNNING|spot|1795761970|1795762570|vm|None|r-1-1|{MARK.text}
@@ -47,7 +47,7 @@ TEXT = f"""{QUEUE_HEADER}
 9|PENDING|spot|N/A|N/A||Priority|other|(null)
 """
 COMMON = {"partition": "spot", "nodes": "vm", "state_reason": "None", "name": "r-1-1", "comment": MARK.text}
-# Of 22.05.8's own answer, the fields that are read.
+# The fields that Morph reads, from an answer of 22.05.8.
 OLD_JSON = {
     "meta": {"Slurm": {"version": {"major": 22, "micro": 8, "minor": 5}, "release": "22.05.8"}},
     "errors": [],
@@ -62,7 +62,7 @@ def number(value: int, *, is_set: bool = True, infinite: bool = False) -> dict[s
     return {"set": is_set, "infinite": infinite, "number": value}
 
 
-# The shape of data_parser v0.0.40 and later (23.11 on): numbers that say whether they are set, and several states.
+# The shape of data_parser v0.0.40 and later (from 23.11 on): numbers that say whether they are set, and several states.
 NEW_JSON = {
     "meta": {"plugin": {"data_parser": "data_parser/v0.0.40"}},
     "errors": [],
@@ -114,7 +114,7 @@ def test_a_queue_is_read_as_json_of_old_and_new_versions() -> None:
 @pytest.mark.parametrize(
     "answer", ["", "Cluster maintenance today\n", TEXT.partition("\n")[2], TEXT + "17|RUNNING|spot\n", '{"jobs": []}']
 )
-def test_what_is_no_queue_is_not_an_empty_one(answer: str) -> None:
+def test_invalid_text_of_a_queue_is_not_an_empty_queue(answer: str) -> None:
     with pytest.raises(Transient, match="squeue: "):
         jobs_in_text(answer)
 
@@ -134,7 +134,7 @@ def test_what_is_no_queue_is_not_an_empty_one(answer: str) -> None:
         '{"errors": [], "jobs": [{"job_id": 1, "job_state": "RUNNING", "user_id": 0, "name": "x", "comment": {}}]}',
     ],
 )
-def test_what_is_no_queue_in_json_is_not_an_empty_one(answer: str) -> None:
+def test_invalid_json_of_a_queue_is_not_an_empty_queue(answer: str) -> None:
     with pytest.raises(Transient, match="squeue: "):
         jobs_in_json(answer, 0)
 
@@ -147,7 +147,7 @@ def test_a_job_in_a_state_that_is_not_its_end_is_there(state: str) -> None:
 
 @pytest.mark.parametrize(
     ("said", "kind"),
-    [  # each was said by 22.05.8, but for the two of accounts, which need a database
+    [  # each is from 22.05.8, except the two about accounts, which need a database
         ("sbatch: error: Batch job submission failed: Invalid partition name specified", Misconfigured),
         ("sbatch: error: Invalid generic resource (gres) specification", Misconfigured),
         ("sbatch: error: Invalid --time specification", Misconfigured),
@@ -248,7 +248,7 @@ def test_jobs_that_squeue_does_not_list_are_ended_and_not_followed_by_more(tmp_p
 
 
 def test_of_two_jobs_with_one_name_the_later_is_cancelled(tmp_path: Path) -> None:
-    """The first was taken late: sbatch had been given up, and the request repeated."""
+    """sbatch accepted the first job after Morph had given it up and repeated the request."""
     cluster = FakeSlurm()
     slurm = provider(cluster, tmp_path)
     cluster.loses_answers, cluster.unlisted = True, {"1"}
@@ -268,7 +268,7 @@ def test_a_folder_for_logs_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         provider(FakeSlurm(), tmp_path / "logs").request("a", 1)
 
 
-def test_what_cannot_be_ended_is_named(tmp_path: Path) -> None:
+def test_jobs_that_cannot_be_ended_are_named(tmp_path: Path) -> None:
     cluster = FakeSlurm()
     slurm = provider(cluster, tmp_path)
     slurm._delete_s = 0.0
@@ -308,7 +308,7 @@ def test_a_job_is_asked_for_as_the_user_says(tmp_path: Path) -> None:
         ("gpus", 1),
     ],
 )
-def test_what_the_user_cannot_say_is_refused(field: str, value: object) -> None:
+def test_invalid_options_of_slurm_are_refused(field: str, value: object) -> None:
     with pytest.raises(ValidationError, match=field):
         SlurmSpec.model_validate({"partition": "spot", field: value})
 
@@ -359,7 +359,7 @@ esac
 
 
 class Step:
-    """A job's script that runs here, with the processes of its node."""
+    """The script of a job that runs here, with the processes of its node."""
 
     def __init__(self, folder: Path, login: str = "", login_s: int = LOGIN_S) -> None:
         self.folder, self.calls = folder, folder / "calls"
@@ -411,7 +411,7 @@ def test_a_step_notes_the_signal_and_its_node_lives_on(step: Step) -> None:
     assert json.loads((step.place / "limits").read_text()) == {"grace_s": 8.0, "ahead_s": 900.0, "ends_s": NOW_S}
     assert "--source=slurm" in step.calls.read_text()
     assert "s3cr3t" not in step.script.partition("<<'END-OF-SECRET'")[0], "no command line has it"
-    os.killpg(step.process.pid, signal.SIGTERM)  # as Slurm does where it signals whatever descends from the step
+    os.killpg(step.process.pid, signal.SIGTERM)  # as Slurm does when it signals all descendants of a step
     until(lambda: (step.place / "notice").exists(), "the note")
     assert step.node_lives()
     assert step.process.poll() is None

@@ -1,4 +1,4 @@
-"""Hosts of the user's own, started over a program that stands for ssh and runs the remote line on this machine."""
+"""The user's own hosts, started over a stand-in for ssh that runs the remote command on this machine."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_host_costs_what_it_or_the_file_says(world: Path) -> None:
     assert {host.usd_per_h for host in spec.at(0.7).hosts} == {None}
 
 
-def test_a_host_that_is_not_reached_is_passed_over(world: Path) -> None:
+def test_a_host_that_cannot_be_reached_is_skipped(world: Path) -> None:
     (world / "down-h1").touch()
     static = provider(world, "h1", "h2")
     (vm,) = static.request("a", 2)
@@ -162,7 +162,7 @@ def test_a_host_where_the_start_fails_costs_none_of_the_others(
     assert caplog.messages == ["the host h1:22 is not used: h1: the command failed with 1"]
     assert set(static.list()) == set(vms)
     assert static.boot_log(vms[0].name) == "no space left\n"
-    broken |= {"h2"}  # for another manager, which asks again under the name
+    broken |= {"h2"}  # for another manager, which repeats the request under its name
     assert [vm.zone for vm in static.request("a", 4)] == ["h0:22", "h3:22"]
     broken -= {"h2"}
     static.dismantle()
@@ -193,7 +193,7 @@ def test_a_host_whose_node_cannot_be_ended_keeps_none_of_the_others(tmp_path: Pa
     hosts = tuple(SshHost(address=f"h{index}") for index in range(1, 6))
     path, spec = tmp_path / "leases.json", StaticSpec(hosts=hosts, command=("true",))
     StaticProvider(spec, "tiny", path, SECRET, shell).request("a", 5)
-    fewer = spec.model_copy(update={"hosts": hosts[:4]})  # the node on the fifth may go on
+    fewer = spec.model_copy(update={"hosts": hosts[:4]})  # the node on the fifth host may continue
     static = StaticProvider(fewer, "tiny", path, SECRET, shell)
     with pytest.raises(
         Transient, match="a-0 is left: h1: the command failed with 1; a-1 is left: h2 cannot be reached"
@@ -206,7 +206,7 @@ def test_a_host_whose_node_cannot_be_ended_keeps_none_of_the_others(tmp_path: Pa
     assert static.list() == ()
 
 
-def test_leases_that_cannot_be_read_are_not_taken_for_none(tmp_path: Path) -> None:
+def test_unreadable_leases_are_not_taken_for_missing_ones(tmp_path: Path) -> None:
     path = tmp_path / "leases.json"
     path.mkdir()
     static = StaticProvider(StaticSpec(hosts=(SshHost(address="h1"),), command=("true",)), "tiny", path)
@@ -344,7 +344,7 @@ def test_a_host_gets_no_way_back_whatever_the_users_configuration_says(tmp_path:
         return {line.partition(" ")[0]: line.partition(" ")[2] for line in told.splitlines()}
 
     plain = effective("ssh", "--", "h1", "true")
-    assert plain["forwardagent"] == "yes"  # the configuration is one that would
+    assert plain["forwardagent"] == "yes"  # this configuration would allow it
     found = effective(*ssh_command(SshHost(address="h1"), "true"))
     assert {found[name] for name in ("forwardagent", "forwardx11", "permitlocalcommand")} == {"no"}
     assert (found["clearallforwardings"], found["batchmode"]) == ("yes", "yes")

@@ -1,4 +1,4 @@
-"""Rehearsals: possible subjects, emulated devices, and results from the manager's decisions."""
+"""Rehearsals: possible jobs, emulated devices, and results from the manager's decisions."""
 
 from __future__ import annotations
 
@@ -116,9 +116,7 @@ def test_a_profile_that_names_no_units_has_one_for_each_section() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("memory_bytes", True), ("seed", "1"), ("forgiven_s", "0.5")])
-def test_what_a_worker_is_told_of_its_device_is_strict_about_numbers(
-    profile: Profile, name: str, value: object
-) -> None:
+def test_a_device_spec_is_strict_about_numbers(profile: Profile, name: str, value: object) -> None:
     told = json.loads(emulated_device(profile, 4, RINGS, EmulationOptions()).model_dump_json())
     with pytest.raises(ValidationError, match=name):
         EmulatedDevice.model_validate_json(json.dumps({**told, name: value}))
@@ -159,7 +157,7 @@ def observed(time_s: float, version: int, answer: Prepared) -> Observed:
 
 
 def three_steps() -> Measured:
-    """Steps that take 2 s after a longer first one; the first stage begins 0.25 s after each decision."""
+    """Return steps of 2 s after a longer first one; the first stage begins 0.25 s after each decision."""
     measured = Measured()
     for step, (decided_s, late_s) in enumerate(((105.0, 9.0), (107.0, 0.001), (109.0, 0.003))):
         measured(observed(decided_s - 0.05, step, prepared("vm0", step, step_s=1.70, late_s=1.0)))
@@ -217,7 +215,7 @@ def test_steps_count_for_the_plan_that_ran_them_twice_in_a_row() -> None:
         state = seen.decision.state.model_copy(update={"reshape": order})
         measured(replace(seen, decision=seen.decision.model_copy(update={"state": state})))
 
-    turn(115.0, 3, 1, 3, PLANNED.plan)  # given up: one worker answered, another one was lost
+    turn(115.0, 3, 1, 3, PLANNED.plan)  # given up: one worker answered, another was lost
     turn(120.0, 4, 2, 3, other)
     turn(123.0, 5, 2, 4, other)
     turn(140.0, 6, 3, 5, PLANNED.plan)

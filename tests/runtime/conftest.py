@@ -15,7 +15,7 @@ from morph.jobs.job import Job, load_job
 from tests.crew import Crew
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, load_tiny_job, uninterrupted
 
-settings.register_profile("unhurried", deadline=None)  # of a test's examples, on a machine that others use too
+settings.register_profile("unhurried", deadline=None)  # for a test's examples, on a machine that others use too
 settings.load_profile("unhurried")
 
 
@@ -29,7 +29,7 @@ class CutJob:
     loader: MicroBatchLoader
 
     def load(self, micro_batch: int, keys: Sequence[str]) -> dict[str, Tensor]:
-        """Batch entries of one micro-batch of step 0."""
+        """Return the entries of one micro-batch of step 0."""
         return self.loader.load(0, micro_batch, keys)
 
 
@@ -56,7 +56,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def processes(job: TinyJob) -> Iterator[Crew]:
-    """Four workers, which are not set up yet."""
+    """Four workers that are not set up yet."""
     crew = Crew(job, ("w0", "w1", "w2", "w3"))
     try:
         yield crew

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tests.grids import cells
 
 MOST_CASES = 12
-"""At most so many cases in one run, which the first failure ends."""
+"""The most cases of one run, which the first failure ends."""
 LAST = -1
 
 DEPTHS = (4, 3, 6, 5)
@@ -16,9 +16,9 @@ REPLICAS = (1, 2)
 VICTIMS = ("middle", "last", "first", "two adjacent", "two apart", "two of a stage")
 NOTICED = (False, True)
 FILLING = ("send_ahead", "receive_ahead")
-"""While the state of what only one VM drives travels to followers: at the beginning of a run, for some steps."""
+"""Phases while a worker without a replica sends its state to a follower: some steps at the beginning of a run."""
 CHANGING = ("reshape", "transfer")
-"""While the shape changes because another VM is about to be taken."""
+"""Phases while the shape changes because another VM is about to be taken."""
 MOMENTS = (
     ("forward", 2),
     ("backward", 1),
@@ -39,7 +39,7 @@ MOMENTS = (
 
 @dataclass(frozen=True)
 class Case:
-    """Which worker dies when: ``phase`` and its ``nth`` time in a step, as in ``Fault``."""
+    """Which worker dies when: at ``phase``, for the ``nth`` time in a step, as in ``Fault``."""
 
     depth: int
     replicas: int
@@ -49,9 +49,9 @@ class Case:
 
     @property
     def is_reached(self) -> bool:
-        """Whether these workers reach this phase, and some worker is left.
+        """Whether these workers reach this phase, and at least one worker survives.
 
-        With replicas nobody is sent the state of what these drive; and while the shape changes one more leaves.
+        With replicas, followers get no state of these stages; while the shape changes, one more worker leaves.
         """
         if self.moment[0] in CHANGING and len(self.stages()) + 1 == self.depth * self.replicas:
             return False
@@ -60,7 +60,7 @@ class Case:
         return self.moment[0] not in (*FILLING, "share_gradients")
 
     def stages(self) -> tuple[tuple[int, int], ...]:
-        """The victims' stages and replicas."""
+        """Return the victims' stages and replicas."""
         last = self.depth - 1
         return {
             "first": ((0, 0),),
@@ -76,13 +76,13 @@ class Case:
 
 
 ALWAYS = (
-    Case(4, 1, ("backward", LAST), "middle", noticed=True),  # its follower has nothing to do but to prepare the step
+    Case(4, 1, ("backward", LAST), "middle", noticed=True),  # its follower only has to prepare the step
 )
-"""Whatever the grid is: what once was lost."""
+"""Cases of former defects, which are tested whatever the grid is."""
 
 
 def runs() -> list[list[Case]]:
-    """The grid: the cases of each run, which are of one shape."""
+    """Return the grid as the cases of each run, all of one shape."""
     grid = dict.fromkeys([*itertools.starmap(Case, cells(DEPTHS, REPLICAS, MOMENTS, VICTIMS, NOTICED)), *ALWAYS])
     cases = [case for case in grid if case.is_reached]
     found = []

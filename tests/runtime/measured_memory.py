@@ -1,4 +1,4 @@
-"""The memory of a job's stages, as the planner estimates it and as workers on a CPU use it."""
+"""The memory of a job's stages: the planner's estimates, and measurements of workers on a CPU."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from tests.crew import Crew, ThreadMember
 from tests.system.harness import TinyJob
 
 NUM_STEPS = 3
-"""After the first step the optimizer's state exists, after the second scales fit."""
+"""After the first step the optimizer's state exists, and after the second the scales fit."""
 WITHOUT_COPIES = MemoryRules(keeps_sums=False, copies_sums=False, saves=False, changes=False)
-"""As in these steps, no checkpoint is written, no sums are sent, and no step is given up."""
+"""In these steps no checkpoint is written, no sums are sent, and no step is given up."""
 
 
 class TrackedMember(ThreadMember):
-    """A worker whose bytes of tensors are counted, its reductions' too, which have a thread of their own."""
+    """A worker whose tensors are counted in bytes, including those of its reductions, which run in another thread."""
 
     here = threading.local()
 
@@ -48,19 +48,19 @@ class TrackedMember(ThreadMember):
         self.live = LiveBytes()
 
     def carry_out(self, method: str, *arguments: object) -> Any:
-        """Count in this thread."""
+        """Carry out an order in this thread, and count its tensors."""
         self.here.live = self.live
         with nullcontext() if method == "setup" else self.live:
             return super().carry_out(method, *arguments)
 
 
 class TrackedCrew(Crew):
-    """Workers that run a job on a CPU; ``live`` of each member counts the bytes of what it makes.
+    """Workers that run a job on a CPU; each member's ``live`` counts the bytes of its tensors.
 
     Args:
         subject: The job.
-        model: It, cut.
-        names: Of the workers.
+        model: The job's cut model.
+        names: Names of the workers.
         directory: For checkpoints, of which none is written.
     """
 
@@ -68,14 +68,14 @@ class TrackedCrew(Crew):
         units = {unit.id: unit.sections for unit in model.units}
         job = TinyJob(model.fingerprint, 0, units, len(model.sections), model.micro_batch_size)
         super().__init__(job, names, TrackedMember)
-        with imported_once(subject.job_path):  # so that all but the first read the cut that was kept
+        with imported_once(subject.job_path):  # so that all but the first read the cached cut
             self.set_up(subject.job_path, model.fingerprint, directory, code=None)
         reading = threading.Lock()
         for member in self.members.values():
             self._take_turns(member.worker, reading)
 
     def _take_turns(self, worker: Any, reading: threading.Lock) -> None:
-        """Let no two workers read data at once: generators belong to the process, and so to one worker."""
+        """Let only one worker at a time read data: all share the process's generators."""
         loader = worker._workload._loader
         load = loader.load
 
@@ -86,7 +86,7 @@ class TrackedCrew(Crew):
         loader.load = alone
 
     def ask(self, workers: Iterable[str], method: str, order: object) -> list[Any]:
-        """Count what reductions make as their workers'."""
+        """Send orders, and count tensors of reductions as those of their workers."""
         put, run = Reduction.put, Reduction._run
 
         def counted_put(reduction: Reduction, *arguments: Any) -> None:
@@ -101,16 +101,19 @@ class TrackedCrew(Crew):
             return super().ask(workers, method, order)
 
     def form_shape(self, plan: Plan) -> dict[int, int]:
-        """Form this shape on the first workers; returns the most bytes that a worker of each stage had meanwhile."""
+        """Form this shape on the first workers.
+
+        Return, by stage, the most bytes that one of its workers had meanwhile.
+        """
         order = self.order(plan, list(self.members)[: plan.num_workers])
         self._forget_peaks()
         self.form(order.model_copy(update={"keep_sums": True}))
         return {stage: bytes_there for stage, (bytes_there, _) in self._most({}).items()}
 
     def train_steps(self, num_steps: int) -> dict[int, tuple[int, int]]:
-        """Run steps; returns of the last one, by stage, the most that one of its workers had.
+        """Run steps; return, by stage, the maximum of one of its workers in the last step.
 
-        Bytes, and how many micro-batches were in flight there: the plan's window is what that may become.
+        The maximum is given as bytes, and the number of micro-batches in flight there, which the plan's window limits.
         """
         for _ in range(num_steps):
             self._forget_peaks()
@@ -124,7 +127,7 @@ class TrackedCrew(Crew):
             member.live.peak = member.live.now
 
     def _most(self, in_flight: dict[str, int]) -> dict[int, tuple[int, int]]:
-        """By stage: bytes, and how many micro-batches that worker had in flight."""
+        """Return, by stage, the most bytes of a worker, and its number of micro-batches in flight."""
         found: dict[int, tuple[int, int]] = {}
         for slot in self.slots:
             there = self.members[slot.worker].live.peak, in_flight.get(slot.worker, 0)
@@ -134,10 +137,10 @@ class TrackedCrew(Crew):
 
 @dataclass(frozen=True)
 class Measured:
-    """Return for each stage the estimated bytes, and the maximum over its workers.
+    """For each stage, the estimated bytes, and the maximum over its workers.
 
-    ``estimates`` are those of the plan's windows, ``reached`` those of as many micro-batches as were in flight:
-    how fast neighbours are decides whether a window is ever full.
+    ``estimates`` assume the plan's windows, ``reached`` the micro-batches that were in flight: whether a window is ever
+    full depends on the speed of neighbours.
     """
 
     shape: str
@@ -150,14 +153,17 @@ class Measured:
 
 @dataclass(frozen=True)
 class MeasuredJob:
-    """A job, calibrated but for its links."""
+    """A job that is calibrated except for its links."""
 
     subject: Subject
     model: CutModel
     profile: Profile
 
     def plan(self, depth: int, replicas: int, *, recompute: bool, live_sections: int | None = None) -> Simulation:
-        """A shape with its windows; with ``live_sections`` all stages run their sections again in groups."""
+        """Return a plan of a shape with its windows.
+
+        With ``live_sections`` all stages run their sections again in groups.
+        """
         found = simulate(self.profile, num_stages=depth, num_replicas=replicas, recompute=recompute)
         if live_sections is None:
             return found
@@ -192,7 +198,7 @@ class MeasuredJob:
         )
 
     def change(self, before: str, after: str, directory: Path) -> Measured:
-        """Run steps in one shape, then form another one: the most that each new stage's workers had meanwhile."""
+        """Run steps in one shape, then form another; return the maximum of each new stage's workers meanwhile."""
         (first, second) = (tuple(map(int, shape.split("x"))) for shape in (before, after))
         crew = self._crew(max(first[0] * first[1], second[0] * second[1]), directory)
         crew.form_shape(self.plan(*first, recompute=True).plan)
@@ -206,7 +212,7 @@ class MeasuredJob:
             self._memory(rules, single=single, recompute=True).tables[2][span]
             for single, span in zip(singles, spans, strict=True)
         ]
-        largest = max(int(bound.max()) for bound in bounds)  # a worker may come from the largest stage there was
+        largest = max(int(bound.max()) for bound in bounds)  # a worker may come from the largest earlier stage
         return Measured(
             f"{before} to {after}",
             True,

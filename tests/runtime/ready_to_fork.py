@@ -1,6 +1,6 @@
-"""Imported once by the process from which tests fork workers, to prepare it like Morph's own process.
+"""Imported once by the process from which tests fork workers, to prepare it as Morph's own process does.
 
-Each worker would load the compiled sums again, for half a second of processor time.
+Otherwise each worker would load the compiled sums again, for half a second of processor time.
 """
 
 from __future__ import annotations

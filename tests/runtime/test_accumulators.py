@@ -25,7 +25,7 @@ def exact(exponents: dict[str, int] | None = None, num: int = NUM) -> ExactAccum
 
 
 def contributions(seed: int, num: int = NUM, spread: float = 3.0) -> list[dict[str, Tensor]]:
-    """Gradients over many orders of magnitude, none above 8."""
+    """Return gradients over many orders of magnitude, none above 8."""
     generator = torch.Generator().manual_seed(seed)
 
     def one(shape: tuple[int, ...]) -> Tensor:
@@ -42,7 +42,7 @@ def add_all(accumulator: ExactAccumulator | FastAccumulator, gradients: list[dic
 
 
 def reduced_over(members: list[ExactAccumulator], num: int = NUM) -> Reduced:
-    """Reduce the members' sums like a ring, without processes; return the first member's result."""
+    """Reduce the members' sums as a ring does, without processes; return the first member's result."""
     first = members[0]
     for index, part in enumerate(first.parts):
         sums = torch.stack([member.parts[index].shares(len(members)) for member in members])
@@ -80,7 +80,7 @@ def test_any_order_and_any_grouping_over_replicas_gives_the_same_bits(
 
 
 def test_floating_point_sums_would_not_have_the_same_bits_in_every_order() -> None:
-    """The control of the test above: its inputs can tell."""
+    """This is the control of the test above: its inputs do distinguish orders."""
     gradients = contributions(seed=1)
     results = set()
     for order in itertools.islice(itertools.permutations(gradients), 0, 5000, 250):
@@ -146,7 +146,7 @@ def test_gradients_of_any_size_are_summed_once_the_scale_has_followed(size: floa
         result = accumulator.finish(2, step=0)
         exponents = dict(result.exponents)
     assert not result.overflowed
-    # the finest scale is 2**-120: what is smaller than that is lost on purpose
+    # the finest scale is 2**-120: smaller numbers are lost on purpose
     assert torch.allclose(result.gradients["bias"], torch.full((5,), size), rtol=1e-5, atol=2.0**-120)
 
 
@@ -173,7 +173,7 @@ def test_a_gradient_that_is_not_finite_names_step_and_parameter(kind: str, value
 
 @pytest.mark.parametrize("num_sections", [1, 2, 5])
 def test_the_largest_contributions_of_all_micro_batches_and_sections_cannot_overflow(num_sections: int) -> None:
-    """N micro-batches times the sections that share the parameter, each just below the limit: exact in int64."""
+    """N micro-batches times the sections that share the parameter, each just below the limit, are exact in int64."""
     num_micro_batches = 7
     num = num_micro_batches * num_sections
     accumulator = ExactAccumulator({"w": torch.zeros(1)}, {"w": first_exponent(num)}, num)
@@ -222,7 +222,7 @@ def test_complex_gradients_are_summed_as_their_real_and_imaginary_parts_are(kind
     whole, other, split = made(like), made(like), made(parts)
     for name, one in [*like.items()] * NUM:
         gradient = torch.randn(one.shape, generator=generator, dtype=one.dtype)
-        gradient = gradient.conj() if one.is_complex() else gradient  # as autograd leaves many: not carried out yet
+        gradient = gradient.conj() if one.is_complex() else gradient  # a lazy conjugate, which autograd often leaves
         whole.add(name, gradient)
         split.add(f"{name}re", gradient.real if one.is_complex() else gradient)
         split.add(f"{name}im", gradient.imag if one.is_complex() else torch.zeros(one.shape))
@@ -259,7 +259,7 @@ def test_only_what_something_was_added_to_has_a_gradient(kind: str) -> None:
         return ExactAccumulator(like, exponents, NUM, changes=changes)
 
     one, other = made(), made()
-    assert one.partial() is not None  # asking for the sums so far adds nothing
+    assert one.partial() is not None  # reading the sums adds nothing
     one.add("weight", torch.zeros(3, 4))
     one.add("empty", torch.zeros(0))
     other.add("bias", torch.ones(5))

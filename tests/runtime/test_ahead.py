@@ -1,4 +1,4 @@
-"""Pre-copied units over real connections, from one thread to another: the receiver's are the sender's, bit for bit."""
+"""Pre-copied units over real connections between threads: the receiver's are the sender's, bit for bit."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
 
 
 class FakeWorkload:
-    """Makes units; an emulated link may hold what arrives."""
+    """Makes units; an emulated link may hold back what arrives."""
 
     def __init__(self, optimizer: MakeOptimizer, rules: UpdateRules, *, exact: bool) -> None:
         self._make: Callable[..., UnitState] = lambda unit, parameters: UnitState(
@@ -113,7 +113,7 @@ class Party:
         self.lane.begin_step(self.units)
 
     def decide(self, step: int, decided: Decided | None = None, attempts: int = 1) -> None:
-        """Run a step on made-up gradients, as often as it overflows, and apply it."""
+        """Run a step on made-up gradients, repeat it as often as it overflows, and apply it."""
         for attempt in range(attempts):
             for unit, state in self.units.items():
                 if attempt:
@@ -158,7 +158,7 @@ def ahead(receiver: str, unit: str, sender: str) -> Source:
 def train_until_all_follow(
     sender: Party, receiver: Party, *units: str, decide: Callable[[int], None] | None = None
 ) -> int:
-    """Steps that the sender trains until the receiver follows; a stream that falls far behind would be given up."""
+    """Train the sender until the receiver follows; never let the stream fall so far behind that it is given up."""
     deadline_s, step = time.monotonic() + BOUND_S, next(iter(sender.units.values())).version
     while set(receiver.following()) != set(units):
         assert time.monotonic() < deadline_s, "the receiver does not follow"
@@ -189,7 +189,7 @@ def parties() -> Iterator[Callable[..., tuple[Party, Party]]]:
 
 
 def hand_over(sender: Party, receiver: Party, version: int, number: int = 1) -> dict[str, UnitState]:
-    """A change at this version: the sender applies what it prepared last, the receiver takes its units."""
+    """Change the shape at this version: the sender applies its last prepared step, and the receiver takes its units."""
     order = reshape_of(version, number, *(ahead("b", unit, "a") for unit in UNITS))
     interrupt = Interrupt(2)
     for party in (sender, receiver):
@@ -211,7 +211,7 @@ RULES = {
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
 @pytest.mark.parametrize("optimizer", [adam, momentum])
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES.keys())
-def test_what_follows_is_the_senders_bit_for_bit_at_every_later_version(
+def test_followed_units_equal_the_senders_at_every_later_version(
     parties: Callable[..., tuple[Party, Party]], optimizer: MakeOptimizer, rules: UpdateRules, exact: bool
 ) -> None:
     sender, receiver = parties(optimizer, rules, exact=exact)
@@ -242,10 +242,10 @@ def test_what_follows_is_the_senders_bit_for_bit_at_every_later_version(
         assert bits(receiver.lane.adopt(unit, version, interrupt).tensors()) == bits(sender.units[unit].tensors())
 
 
-def test_scales_that_grew_in_a_step_that_was_run_again_and_skipped_arrive_too(
+def test_scales_that_grew_in_a_skipped_step_arrive_too(
     parties: Callable[..., tuple[Party, Party]],
 ) -> None:
-    """A step that is skipped changes no weight, but its attempts changed the scales of its sums."""
+    """A skipped step changes no weight, but its attempts changed the scales of its sums."""
     sender, receiver = parties(adam, RULES["loss scale"])
     for party in (sender, receiver):
         party.lane.take(order_of(1, *moves("a", "b", *UNITS)))
@@ -275,7 +275,7 @@ def test_at_the_boundary_only_the_last_step_is_outstanding(parties: Callable[...
     assert 0 < incoming.received_bytes - before < 0.5 * whole
 
 
-def test_a_sender_that_goes_costs_the_receiver_what_it_sent_and_nothing_else(
+def test_a_lost_sender_costs_the_receiver_only_the_units_it_sent(
     parties: Callable[..., tuple[Party, Party]],
 ) -> None:
     sender, receiver = parties()
@@ -305,7 +305,7 @@ def test_a_receiver_that_goes_does_not_disturb_the_training_of_its_sender(
         sender.lane.flush(Interrupt(2))
 
 
-def test_a_stream_that_cannot_keep_up_is_given_up_before_it_fills_the_memory(
+def test_a_stream_that_cannot_keep_up_is_given_up_early(
     parties: Callable[..., tuple[Party, Party]],
 ) -> None:
     sender, receiver = parties()
@@ -351,7 +351,7 @@ def test_a_newer_order_replaces_an_older_one_and_a_late_one_is_ignored(
     train_until_all_follow(sender, receiver, "s1")
     assert receiver.lane.report() is None  # it was reported already
     receiver.lane.take(order_of(3, *moves("a", "b", "s1")))
-    assert receiver.following() == ("s1",)  # asked again, it tells again
+    assert receiver.following() == ("s1",)  # asked again, it reports again
     for party in (sender, receiver):
         party.lane.take(order_of(4))
         assert party.lane._incoming is None
@@ -380,7 +380,7 @@ def test_a_change_that_does_not_use_what_was_sent_drops_it(parties: Callable[...
         (SECRET, {"proof": None}),
     ],
 )
-def test_a_stranger_who_does_not_know_the_secret_is_turned_away(
+def test_a_stranger_without_the_secret_is_rejected(
     parties: Callable[..., tuple[Party, Party]], guess: str, more: dict[str, Any]
 ) -> None:
     sender, receiver = parties()
@@ -403,14 +403,14 @@ def test_a_stranger_who_does_not_know_the_secret_is_turned_away(
     train_until_all_follow(sender, receiver, "s0")
 
 
-def test_whatever_ends_a_stream_is_told_at_once_to_both_ends(parties: Callable[..., tuple[Party, Party]]) -> None:
+def test_the_end_of_a_stream_is_reported_at_once_at_both_ends(parties: Callable[..., tuple[Party, Party]]) -> None:
     sender, receiver = parties()
     order = order_of(1, *moves("a", "b", *UNITS))
     for party in (sender, receiver):
         party.lane.take(order)
     version = train_until_all_follow(sender, receiver, *UNITS)
     (stream,) = sender.lane._outgoing
-    stream._put(Frame({"kind": "update", "of": object()}, {}))  # no kind of error that a connection or the store raises
+    stream._put(Frame({"kind": "update", "of": object()}, {}))  # not an error that a connection or the store raises
     interrupt = Interrupt(2, BOUND_S)
     with pytest.raises(PeerLost, match="broke off: TypeError"):
         sender.lane.flush(interrupt)

@@ -30,7 +30,7 @@ from morph.runtime.process.blame import cause_of, user_traceback
         (NonFiniteGradient("step 3: the gradient of w is NaN or infinite"), "run"),
     ],
 )
-def test_who_is_to_blame(error: Exception, cause: FailureCause) -> None:
+def test_errors_are_attributed_to_their_cause(error: Exception, cause: FailureCause) -> None:
     assert cause_of(error) == cause
 
 
@@ -39,7 +39,7 @@ def item(index: int) -> int:
 
 
 def test_a_traceback_begins_in_the_user_s_code_and_leaves_morph_out() -> None:
-    """Morph calls the user's code, which calls Morph, which calls the user's code."""
+    """Morph calls the user's code, which calls Morph, which calls the user's code again."""
     with pytest.raises(IndexError) as raised:
         Interrupt(0).call(lambda: Interrupt(0).call(lambda: item(2), "inner", 10.0), "outer", 10.0)
     raised.value.__traceback__ = raised.tb.tb_next  # as if a worker had called it

@@ -1,4 +1,4 @@
-"""Buffers in a unit's state: summed as gradients are, applied with the step, saved, moved and followed."""
+"""Buffers in a unit's state: summed like gradients, applied with the step, saved, moved and followed."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_skipped_step_changes_no_buffer() -> None:
     assert torch.equal(state.buffers["mean"], BUFFERS["mean"])
 
 
-def test_a_change_that_is_not_finite_is_told_as_the_buffers() -> None:
+def test_a_change_that_is_not_finite_names_the_buffer() -> None:
     for exact in (True, False):
         sums = make(exact=exact).new_accumulator()
         sums.add("mean", change_of(BUFFERS["mean"], torch.tensor([0.0, torch.nan, 0.0])))
@@ -128,7 +128,7 @@ def test_a_change_that_is_not_finite_is_told_as_the_buffers() -> None:
             sums.finish(NUM_MICRO_BATCHES, 0)
 
 
-def test_what_stays_infinite_does_not_change() -> None:
+def test_values_that_stay_infinite_do_not_change() -> None:
     value = torch.tensor([-torch.inf, 1.0])
     assert torch.equal(change_of(value, torch.tensor([-torch.inf, 3.0])), torch.tensor([0.0, 2.0]).double())
 

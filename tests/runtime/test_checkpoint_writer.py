@@ -32,7 +32,7 @@ def collect(writer: CheckpointWriter, count: int) -> list[UnitWritten]:
 
 
 def held_back(monkeypatch: pytest.MonkeyPatch, unit: str | None = None) -> tuple[threading.Event, threading.Event]:
-    """Let writing a unit, or any, wait for the second event; the first is set once it does."""
+    """Block the write of a unit, or of any, until the second event is set; the first is set once the write blocks."""
     begun, go_on = threading.Event(), threading.Event()
     write = checkpoint_writer.write_unit
 
@@ -73,9 +73,7 @@ def test_a_failed_write_is_reported_and_the_next_one_is_tried(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("trouble", ["full", "read-only"])
-def test_a_disk_that_takes_nothing_for_a_while_costs_only_what_was_to_be_written_then(
-    tmp_path: Path, trouble: str
-) -> None:
+def test_a_disk_failure_costs_only_the_writes_during_it(tmp_path: Path, trouble: str) -> None:
     with small_disk(tmp_path / "disk") as disk:
         url = disk.path / "checkpoints"
         writer = CheckpointWriter("w", str(url), FaultPlan([]))
@@ -102,7 +100,7 @@ def test_a_heartbeat_without_news_comes_back_in_time(tmp_path: Path) -> None:
     assert CheckpointWriter("w", str(tmp_path), FaultPlan([])).collect(0.01) == Heartbeat(worker="w")
 
 
-def test_what_was_written_is_told_again_when_a_manager_takes_over_and_old_versions_are_forgotten(
+def test_writes_are_reported_again_to_a_new_manager_except_old_versions(
     tmp_path: Path,
 ) -> None:
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
@@ -111,7 +109,7 @@ def test_what_was_written_is_told_again_when_a_manager_takes_over_and_old_versio
         writer.hand_over(version, "s0", StateCopy({"x": torch.ones(1)}))
         first += collect(writer, 1)
     writer.tell_again()
-    writer.tell_again()  # a third manager, before the second one heard of it
+    writer.tell_again()  # a third manager, before the second one received it
     assert collect(writer, 2) == first[1:]
     assert writer.has(3, "s0")
     assert collect(writer, 1) == first[2:]
@@ -127,7 +125,7 @@ def test_a_unit_that_could_not_be_written_may_be_handed_over_again(tmp_path: Pat
     assert not writer.has(1, "s0")
 
 
-def test_what_a_worker_wrote_itself_is_still_there_for_it_if_it_is_what_the_manifest_names(tmp_path: Path) -> None:
+def test_a_writer_still_has_the_units_that_the_manifest_names(tmp_path: Path) -> None:
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
     digests = {}
     for version in (1, 2, 3):
@@ -135,7 +133,7 @@ def test_what_a_worker_wrote_itself_is_still_there_for_it_if_it_is_what_the_mani
         digests |= {entry.version: entry.sha256 for entry in collect(writer, 1)}
     copied = writer.copy(3, "s0", digests[3])
     assert copied is not None
-    copied["x"] += 1  # of the caller alone
+    copied["x"] += 1  # only the caller's own
     again = writer.copy(3, "s0", digests[3])
     assert again is not None
     assert torch.equal(again["x"], torch.full((2,), 3.0))
@@ -145,7 +143,7 @@ def test_what_a_worker_wrote_itself_is_still_there_for_it_if_it_is_what_the_mani
     assert writer.copy(3, "s1", digests[3]) is None
 
 
-def test_what_was_written_before_the_job_went_back_is_of_another_history(
+def test_files_written_before_going_back_belong_to_another_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on = held_back(monkeypatch, unit="under way")
@@ -159,7 +157,7 @@ def test_what_was_written_before_the_job_went_back_is_of_another_history(
     writer.hand_over(40, "under way", StateCopy(old))
     writer.hand_over(40, "waiting", StateCopy(old))
     assert begun.wait(WAIT_S)
-    writer.forget_after(20)  # with one write under way, and one behind it
+    writer.forget_after(20)  # with one write under way, and another behind it
     names = ("told of", "not told of", "under way", "waiting")
     assert not any(writer.has(40, unit) for unit in names)
     assert writer.copy(40, "told of", told.sha256) is None
@@ -170,13 +168,11 @@ def test_what_was_written_before_the_job_went_back_is_of_another_history(
     assert {entry.unit for entry in again} == set(names)
     assert len({entry.sha256 for entry in again} | {told.sha256}) == 2  # only of the new history
     assert writer.copy(20, "s0", kept.sha256) is not None
-    writer.forget_after(40)  # the usual change: nothing is void
+    writer.forget_after(40)  # as in most changes, nothing is void
     assert all(writer.has(40, unit) for unit in names)
 
 
-def test_what_may_be_the_best_is_written_before_a_newer_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_possibly_best_version_is_written_before_a_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = held_back(monkeypatch)
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
     for version, earlier in ((1, ()), (2, (1,)), (3, (1, 2)), (4, (1, 3))):
@@ -192,7 +188,7 @@ def test_one_version_waits_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for unit in ("s0", "s1", "s2"):
         writer.hand_over(1, unit, StateCopy({"x": torch.ones(1)}))
     assert begun.wait(WAIT_S)
-    writer.hand_over(2, "s0", StateCopy({"x": torch.ones(1)}))  # version 1 is not awaited any more
+    writer.hand_over(2, "s0", StateCopy({"x": torch.ones(1)}))  # version 1 is no longer awaited
     go_on.set()
     assert [(entry.version, entry.unit) for entry in collect(writer, 1)] == [(2, "s0")]
     assert not any(writer.has(1, unit) for unit in ("s0", "s1", "s2"))
@@ -200,7 +196,7 @@ def test_one_version_waits_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 class OneHasty(CheckpointRules):
-    """A file of one number is given up soon; whatever else is written has time on a busy machine."""
+    """Gives up a file of one number soon; other files have enough time for a busy machine."""
 
     def file_limit_s(self, num_bytes: int) -> float:
         return 0.2 if num_bytes == torch.ones(1).nbytes else WAIT_S
@@ -246,7 +242,7 @@ def test_a_network_that_fails_for_a_moment_costs_no_checkpoint(monkeypatch: pyte
     assert writer.collect(WAIT_S).checkpoint_error == "unit s0, version 2: ConnectionError: reset"
 
 
-def test_what_a_save_keeps_from_training_is_what_it_waits_for_and_what_writing_takes_of_the_processor(
+def test_a_saves_cost_is_its_wait_and_the_processor_time_of_writing(
     tmp_path: Path,
 ) -> None:
     state = {"x": torch.ones(1 << 20)}
@@ -281,7 +277,7 @@ def test_a_state_is_copied_before_it_changes_and_never_after(tmp_path: Path, mon
         assert torch.equal(read_unit(str(tmp_path), manifest, unit)["x"], torch.full((1 << 16,), float(index)))
 
 
-def test_a_copy_that_nobody_wants_is_not_made() -> None:
+def test_an_unwanted_copy_is_not_made() -> None:
     copy = StateCopy({"x": torch.ones(1)})
     copy.drop()
     assert copy.take() is None
@@ -291,12 +287,12 @@ def test_a_worker_writes_no_faster_than_it_may(tmp_path: Path) -> None:
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]), CheckpointRules(bytes_per_s=4e5))
     begun_s = time.monotonic()
     for unit in ("s0", "s1"):
-        writer.hand_over(1, unit, StateCopy({"x": torch.ones(10_000)}))  # 40 kB, a tenth of a second each
+        writer.hand_over(1, unit, StateCopy({"x": torch.ones(10_000)}))  # 40 kB, which take a tenth of a second each
     written = collect(writer, 2)
     assert time.monotonic() - begun_s >= sum(entry.size_bytes for entry in written) / 4e5
 
 
-def test_a_state_that_cannot_be_copied_is_reported_and_the_next_one_is_written(tmp_path: Path) -> None:
+def test_a_failed_copy_is_reported_and_the_next_state_written(tmp_path: Path) -> None:
     class Lost(StateCopy):
         def take(self) -> dict[str, torch.Tensor] | None:
             raise TypeError("can't convert a tensor of a lost device")

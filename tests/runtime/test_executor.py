@@ -1,4 +1,4 @@
-"""One stage with scripted neighbours: tasks that it runs ahead, its memory, and that transfers delay no compute."""
+"""One stage with scripted neighbours: tasks that it runs ahead, its memory, and transfers, which delay no compute."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Transfer(Pending):
 
 
 class Wire(Channel):
-    """One direction; ``instant``: whatever is posted arrives at once."""
+    """One direction; with ``instant``, everything that is posted arrives at once."""
 
     def __init__(self, *, instant: bool = False) -> None:
         self.instant = instant
@@ -61,7 +61,7 @@ class Wire(Channel):
 
 
 class FakeStage(Stage):
-    """Computes nothing; remembers what was run, and calls ``watch`` at each task."""
+    """A stage without computation, which records its tasks, and calls ``watch`` at each."""
 
     def __init__(self, watch: Callable[[str], None] = lambda task: None, *, recompute: bool = True) -> None:
         self._recompute = recompute
@@ -94,7 +94,7 @@ class FakeStage(Stage):
 
 
 class Script(Interrupt):
-    """Instead of blocking, lets the neighbours do one thing after another until the stage can go on."""
+    """Replaces blocking: lets the neighbours act one after another until the stage can continue."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         super().__init__(1)
@@ -112,7 +112,7 @@ class Script(Interrupt):
 
 
 def no_sums() -> StepSums:
-    """Of a worker without units."""
+    """Return the sums of a worker without units."""
     rings = Rings({}, frozenset(), range(9), lambda _: None, Interrupt(1), FaultPlan([]))
     return StepSums({}, range(0), range(COUNT), COUNT, 0, rings)
 
@@ -173,7 +173,7 @@ def test_a_fast_stage_runs_ahead_by_no_more_than_its_window(schedule: Schedule, 
     ahead: list[int] = []
 
     def slow_neighbour() -> None:
-        """Takes one activation and gives one gradient, only when the stage can do nothing more."""
+        """Take one activation and give one gradient, only when the stage can do nothing more."""
         ahead.append(stage.ran.count("F") - stage.ran.count("B"))
         out.complete()
         back.complete()
@@ -197,7 +197,7 @@ def test_unsent_gradients_are_bounded_by_the_previous_stages_window(schedule: Sc
     sent = taken = 0
 
     def neighbour_with_a_full_window() -> None:
-        """Takes a gradient only where its window lets it send nothing more."""
+        """Take a gradient only when a full window prevents the neighbour from sending more."""
         nonlocal sent, taken
         if into.under_way and sent - taken < window:
             into.complete()
@@ -239,7 +239,8 @@ def test_sends_in_progress_do_not_hold_up_the_next_forward() -> None:
 
     stage = FakeStage(watch)
     executor = run("gpipe", 0, stage, first_stage(out, back), neighbour)
-    assert seen == [(number, number) for number in range(COUNT)]  # each forward ran with all sends before it under way
+    # each forward ran while all earlier sends were under way
+    assert seen == [(number, number) for number in range(COUNT)]
     assert executor.peaks.unsent_activations == COUNT
 
 
@@ -278,7 +279,7 @@ def test_the_next_activation_travels_while_this_one_is_computed() -> None:
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_each_micro_batch_is_told_once_with_forward_recompute_and_backward_apart(recompute: bool) -> None:
+def test_each_micro_batch_reports_forward_recompute_and_backward_once(recompute: bool) -> None:
     out, back = Wire(instant=True), Wire(instant=True)
     stage = FakeStage(recompute=recompute)
     told: list[tuple[float | None, ...]] = []

@@ -33,7 +33,7 @@ def test_the_nth_arrival_at_the_phase_of_the_step_kills(kills: list[tuple[int, i
 
 def test_arrivals_are_counted_anew_from_each_beginning(kills: list[tuple[int, int]]) -> None:
     faults = plan(phase="forward", step=1, nth=1)
-    for _ in range(3):  # the step is begun again and again, as after aborts
+    for _ in range(3):  # the step begins again and again, as after aborts
         faults.begin(1)
         faults.reach("forward")
     assert kills == []

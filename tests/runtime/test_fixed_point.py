@@ -64,7 +64,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 @pytest.fixture(params=["processor", "no loops", "device", *["fused"] * INTERPRETED])
 def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiled loops, the operations that a device runs instead, and its fused kernels, which Triton interprets."""
+    """Yield the compiled loops, a device's operations, and its fused kernels under Triton's interpreter, in turn."""
     if request.param == "no loops":
         monkeypatch.setattr(fixed_point, "_loops", lambda _dtype: None)
     elif request.param != "processor":
@@ -107,7 +107,7 @@ def test_fitting_is_exactly_being_below_the_limit(exponent: int, power: int, cou
 
 
 @pytest.mark.parametrize("largest", [math.inf, math.nan])
-def test_what_is_not_finite_fits_no_scale(largest: float) -> None:
+def test_values_that_are_not_finite_fit_no_scale(largest: float) -> None:
     assert not fits(0, largest, 1)
 
 
@@ -164,11 +164,11 @@ SIZES = [1, 7, 4096, 2048, 0, 5000, 3]
 
 @pytest.mark.usefixtures("anywhere")
 def test_tensors_of_one_call_have_the_bits_that_each_has_alone() -> None:
-    """Any grouping of any tensors, of several types, some of which are added for the first time."""
+    """Any grouping of any tensors of several types, some of which are added for the first time."""
     generator, chance = torch.Generator().manual_seed(3), random.Random(3)
     types = [torch.float32, torch.bfloat16, torch.float64]
     for _ in range(6):
-        sizes = chance.choices(SIZES, k=40)  # more than one call of a kernel takes
+        sizes = chance.choices(SIZES, k=40)  # more than one call of a kernel accepts
         exponents = chance.choices([40, 3, -130, 150], k=40)
         gradients = [torch.randn(size, generator=generator).to(chance.choice(types)) for size in sizes]
         first = chance.choices([True, False], k=40)
@@ -192,7 +192,7 @@ def test_tensors_of_one_call_have_the_bits_that_each_has_alone() -> None:
         assert found[0][1] == [float(one.abs().max().double()) if one.numel() else 0.0 for one in gradients]
 
 
-def test_what_lies_between_is_done_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_range_of_elements_is_processed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     total = torch.arange(23) * 2**40
     whole = back_from(total, 40, 6, torch.bfloat16)
     monkeypatch.setattr(fixed_point, "BLOCK", 5)
@@ -204,7 +204,7 @@ def test_a_transposed_gradient_is_added_in_its_own_order() -> None:
     assert to_fixed(gradient.T, 1).tolist() == [0, 6, 2, 8, 4, 10]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # of Triton's interpreter
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # from Triton's interpreter
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
@@ -218,7 +218,7 @@ def test_one_number_that_is_not_finite_is_seen_wherever_it_stands(odd: float, pl
     add_fixed(total, values, 3, largest)
     assert float(largest) == 3.0
     add_fixed(total, torch.cat([values[:place], torch.tensor([odd], dtype=dtype), values[place + 1 :]]), 3, largest)
-    add_fixed(total, values, 3, largest)  # and is not forgotten
+    add_fixed(total, values, 3, largest)  # and is remembered
     assert not math.isfinite(float(largest))
 
 
@@ -227,7 +227,7 @@ def test_one_number_that_is_not_finite_is_seen_wherever_it_stands(odd: float, pl
     ("right", "wrong"),
     [("%sum = add i64 %before", "%sum = sub i64 %before"), ("mul i64 %row", "add i64 %row"), ("ret void", "no code")],
 )
-def test_loops_that_find_other_bits_or_cannot_be_compiled_are_done_without(
+def test_loops_with_other_bits_or_compile_errors_are_not_used(
     right: str, wrong: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(fixed_point, "_loops", cache(fixed_point._loops.__wrapped__))
@@ -258,7 +258,7 @@ def test_sums_that_have_the_same_means_are_found_again(
     means, again = back_from(total, exponent, divisor, dtype), torch.empty_like(total)
     to_sums(means, exponent, divisor, again)
     back = back_from(again, exponent, divisor, dtype)
-    assert torch.equal(back[means.isfinite()], means[means.isfinite()])  # what float16 can hold
+    assert torch.equal(back[means.isfinite()], means[means.isfinite()])  # others are beyond float16
 
 
 needs_triton = pytest.mark.skipif(

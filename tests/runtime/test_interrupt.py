@@ -16,7 +16,7 @@ def never() -> bool:
 
 
 def wait_in_thread(interrupt: Interrupt, ready: threading.Event | None = None) -> tuple[threading.Thread, list[object]]:
-    """A thread that is certainly waiting when this returns; the list gets what ended its wait."""
+    """Start a thread that is certainly waiting when this returns; the list receives what ended its wait."""
     outcome: list[object] = []
     looked = threading.Event()
 
@@ -75,7 +75,7 @@ def test_every_waiter_is_woken() -> None:
         assert isinstance(outcome[0], GenerationAborted)
 
 
-def test_what_is_over_stays_over() -> None:
+def test_an_ended_generation_stays_ended() -> None:
     aborted, lost = Interrupt(1), Interrupt(2)
     aborted.abort()
     lost.lose("reset")
@@ -87,7 +87,7 @@ def test_what_is_over_stays_over() -> None:
         aborted.wait_for(lambda: True, "nothing", LONG_S)
     with pytest.raises(PeerLost):
         lost.check()
-    lost.abort()  # an abort counts more: the manager knows already
+    lost.abort()  # an abort has precedence, because the manager knows it already
     with pytest.raises(GenerationAborted):
         lost.check()
 

@@ -1,4 +1,4 @@
-"""A job's units: with their initial values, or without them if they will be loaded."""
+"""A job's units: with their initial values, or without values if they will be loaded."""
 
 from __future__ import annotations
 

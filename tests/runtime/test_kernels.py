@@ -96,13 +96,13 @@ def test_torch_is_set_to_what_is_wanted_and_back() -> None:
 
 
 def seen_in(errors: str) -> Any:
-    """The settings that the model saw last: torch's, cuBLAS's workspace, and whether CUDA had started."""
+    """Return the settings that the model saw last: torch's, cuBLAS's workspace, and whether CUDA had started."""
     return [json.loads(line.removeprefix("seen ")) for line in errors.splitlines() if line.startswith("seen ")][-1]
 
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, subprocess.CompletedProcess[str]]:
-    """Return a job that a process of its own has trained for two steps, its folder, and its output."""
+    """Return a job that a separate process has trained for two steps, its folder, and its output."""
     folder = tmp_path_factory.mktemp("process")
     job, out = write_job(folder, "exact"), folder / "out"
     given = [job, "--steps", "2", "--sections", "2", "--micro-batch", "2", "--checkpoints", str(out)]

@@ -1,10 +1,10 @@
 """Workers die at every phase of a step, at every stage, in every shape: no unit with a living holder is lost.
 
-Runs of one shape each, of the real controller and real workers, with dropout; in each one case after the other: when
-the shape is formed and its followers are in step, some members die, the rest go on, and others take their place. A case
-fails when a decided step is lost although somebody holds every unit, when a unit that nobody holds is not named, when
-more is run again than was summed since the last copy, or when the final weights differ in a bit from those of a worker
-that trained alone.
+Each run has one shape, the real controller and real workers, with dropout, and plays one case after another: once the
+shape is formed and its followers are in step, some members die, the others continue, and new workers replace the dead.
+A case fails if a decided step is lost although every unit has a holder, if a unit without a holder is not named, if
+more micro-batches are repeated than were summed since the last copy, or if the final weights differ in a bit from those
+of a worker that trained alone.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ NUM_SECTIONS, MICRO_BATCH_SIZE, NUM_MICRO_BATCHES = 6, 2, 6
 CHECKPOINT_EVERY = 5
 UNIT_BYTES = 40_000
 PERIOD_S = 1.0
-"""Seconds of a micro-batch in plans: so slow that, with this many losses, sums are copied after each one."""
+"""Seconds of a micro-batch in plans: long enough that, with this many losses, sums are copied after each one."""
 SLOW_S = 0.3
 MOST_STEPS = 400
 ROOM_BYTES = 10**9
-"""Memory of a device and of the host: for pipelines of even depth, followers fit only in host memory."""
+"""Bytes of a device and of the host: for pipelines of even depth, followers fit only in host memory."""
 LONG_NOTICE_S, SHORT_NOTICE_S = 3600.0, 1.0
 
 
@@ -49,8 +49,8 @@ LONG_NOTICE_S, SHORT_NOTICE_S = 3600.0, 1.0
 class Happened:
     """The results of a case so far.
 
-    ``state``: before it began; ``told``: the notice is given; ``left_out``: the change that they were to die in took
-    nothing from the victims, for they were noticed and others hold all.
+    ``state``: before the case began. ``told``: the notice was given. ``left_out``: the change in which the victims were
+    to die took nothing from them, because they had notices and others hold everything.
     """
 
     case: Case
@@ -65,7 +65,7 @@ class Happened:
 
 
 class Kills:
-    """An observer of the driver that brings cases about, and looks at what is decided."""
+    """An observer of the driver that brings cases about and checks decisions."""
 
     def __init__(self, crew: ManagedCrew, cases: list[Case], num_workers: int) -> None:
         self._crew, self._left, self._num = crew, list(cases), num_workers
@@ -108,7 +108,7 @@ class Kills:
             return
         share = NUM_MICRO_BATCHES // case.replicas
         first = state.version + (0 if phase in (*FILLING, *CHANGING) else 2)
-        by_others = phase in (*CHANGING, "checkpoint")  # at whatever step a change or a thread that writes comes to it
+        by_others = phase in (*CHANGING, "checkpoint")  # a change or a writing thread may reach it at any step
         num = MOST_STEPS if by_others else 6 if phase in FILLING else 1
         faults = tuple(
             Fault.model_validate(
@@ -117,7 +117,7 @@ class Kills:
             for worker in victims
             for step in range(first, first + num)
         )
-        print(f"{case}: {victims} die")  # shown by pytest when the test fails
+        print(f"{case}: {victims} die")  # pytest shows this when the test fails
         self._crew.arm(*faults, slow_s=SLOW_S if phase in FILLING else 0.0)
         gone = tuple(victims)
         if phase in CHANGING:  # the shape changes because another worker leaves
@@ -129,7 +129,7 @@ class Kills:
             self._give_notice(self._case)
 
     def _give_notice(self, now: Happened) -> None:
-        """There is time for many more steps, so that a worker with a notice stays."""
+        """Give long notices, which leave time for many more steps, so that the worker stays for now."""
         now.told = True
         for worker in dict.fromkeys(fault.worker for fault in now.faults):
             self._crew.put(NoticeGiven(worker=worker, lead_s=LONG_NOTICE_S))
@@ -139,7 +139,7 @@ class Kills:
         if isinstance(event, WorkerLost):
             now.lost.update(event.workers)
             assert now.lost <= set(now.gone), f"{now.case}: {now.lost} are lost"
-            for worker in victims - now.lost:  # who waits for the first would not come to the phase any more
+            for worker in victims - now.lost:  # workers that wait for the first victim would not reach the phase
                 self._crew.end(worker)
         if observed.decision.reason.code is ReasonCode.SET_BACK:
             self._check_fallback(now, observed)
@@ -176,7 +176,7 @@ class Kills:
         self._named += missing
 
     def _check_fallback(self, now: Happened, observed: Observed) -> None:
-        """Units without a holder are lost, and named; with replicas, or a follower in step, each has a holder."""
+        """Check that a fallback names the lost units, that no worker holds them, and that the case allows this."""
         assert self._before is not None
         self.num_fallbacks += 1
         left = observed.decision.state.workers.keys()
@@ -198,7 +198,7 @@ class Kills:
         return any((one, other) in pairs for one in now.gone for other in now.gone)
 
     def _check_salvage(self, now: Happened, state: ControllerState, order: ReshapeOrder) -> None:
-        """What was through every stage is run again where its sums were lost: as much as between two copies."""
+        """Check that at most what was summed between two copies is run again."""
         phase, nth = now.case.moment
         step = now.faults[0].step
         if order.version != step or phase not in ("forward", "backward", "reduce", "before_commit"):
@@ -237,7 +237,7 @@ class Kills:
 
 
 def _in_step(state: ControllerState) -> bool:
-    """Whether a step is under way, and every follower has all units that it follows."""
+    """Return whether a step is under way, and every follower has all units that it follows."""
     assert state.reshape is not None
     follows = state.reshape.follows
     in_step = all(state.workers[follow.follower].holds.issuperset(follow.units) for follow in follows)
@@ -245,7 +245,7 @@ def _in_step(state: ControllerState) -> bool:
 
 
 class Alone:
-    """Return the weights of a single worker."""
+    """The weights of a single worker."""
 
     def __init__(self, job: TinyJob, directory: Path) -> None:
         self._crew = Crew(job, ("alone",))
@@ -253,7 +253,7 @@ class Alone:
         self._crew.reshape("1x1", ("alone",))
 
     def at(self, version: int) -> dict[str, str]:
-        """Of every unit."""
+        """Return the digests of every unit at a version."""
         if version < self._crew.version:
             self._crew.begin()
             self._crew.reshape("1x1", ("alone",))
@@ -284,9 +284,9 @@ def alone(job: TinyJob, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Al
 
 
 def plans_of(job: TinyJob, depth: int, replicas: int) -> dict[int, Plan]:
-    """The shape for all workers, and shallower pipelines for fewer, unequal ones where they do not divide.
+    """Return the shape for all workers, and shallower pipelines for fewer, unequal where sections do not divide evenly.
 
-    More workers are called faster than they are.
+    The expected times make more workers look faster than they are.
     """
     plans = {}
     for num in range(1, depth * replicas + 1):
@@ -307,7 +307,7 @@ def plans_of(job: TinyJob, depth: int, replicas: int) -> dict[int, Plan]:
 
 
 @pytest.mark.parametrize("cases", runs(), ids=lambda cases: f"{cases[0].depth}x{cases[0].replicas}")
-def test_who_dies_where_and_when_changes_no_bit_and_loses_nothing_that_somebody_holds(
+def test_no_death_changes_a_bit_or_loses_a_held_unit(
     cases: list[Case], crew: ManagedCrew, alone: Alone, tmp_path: Path
 ) -> None:
     depth, replicas = cases[0].depth, cases[0].replicas

@@ -52,9 +52,7 @@ def test_the_sums_of_a_decided_step_are_freed_at_once() -> None:
 
 
 @pytest.mark.parametrize(("every", "copied_after"), [(1, [1, 2, 3]), (2, [2]), (3, [1])])
-def test_a_worker_never_has_more_to_run_again_than_it_sums_between_two_copies(
-    every: int, copied_after: list[int]
-) -> None:
+def test_at_most_the_sums_between_two_copies_are_run_again(every: int, copied_after: list[int]) -> None:
     counted = 0
     copied: list[int] = []
     following: Any = SimpleNamespace(offer_sums=lambda _step, _copies: copied.append(counted), copies=lambda _step: [])
@@ -66,7 +64,7 @@ def test_a_worker_never_has_more_to_run_again_than_it_sums_between_two_copies(
     assert copied == copied_after
 
 
-def test_nothing_is_made_of_the_sums_of_a_decided_step_when_the_shape_changes() -> None:
+def test_sums_of_a_decided_step_are_dropped_when_the_shape_changes() -> None:
     following: Any = SimpleNamespace(copies=lambda _step: pytest.fail("copies of a decided step are wanted"))
     known = KnownSums(SETUP.worker, following, FaultPlan(()))
     running = known.begin(_current(), STEP)  # type: ignore[arg-type]

@@ -38,6 +38,6 @@ def test_a_changed_address_a_changed_name_and_an_earlier_hello_are_refused() -> 
     assert OURS.greeted(told, {}) is None
 
 
-def test_what_is_told_and_said_does_not_hold_the_secret() -> None:
+def test_messages_of_a_meeting_do_not_contain_the_secret() -> None:
     told = OURS.told("127.0.0.1", 4711)
     assert "of the run" not in told + str(OURS.hello(told, "a"))

@@ -42,7 +42,7 @@ def followers(planned: Plan) -> list[ScheduleCursor]:
 
 
 class Pipeline:
-    """Stages that run one task at a time and messages that arrive, in their order, whenever the history says."""
+    """Stages that run one task at a time, and messages, which arrive in order whenever the history says."""
 
     def __init__(self, planned: Plan) -> None:
         self.plan = planned
@@ -158,7 +158,7 @@ def test_an_order_is_followed_when_every_input_comes_in_time() -> None:
 
 def test_a_forward_fills_the_wait_for_a_gradient_but_only_within_the_window() -> None:
     follower = ScheduleCursor("FFBBFFBB", 3, opportunistic=True)
-    for _ in range(3):  # two by the order, one in place of the backward that is due
+    for _ in range(3):  # two by the order, and one in place of the backward that is due
         assert follower.next_task(4, 0) is Task.FORWARD
         follower.done(Task.FORWARD)
     assert follower.in_flight == 3
@@ -181,7 +181,7 @@ def test_only_its_backward_may_follow_a_recompute() -> None:
     for task in (Task.FORWARD, Task.FORWARD, Task.RECOMPUTE):
         follower.done(task)
     assert follower.in_flight < 3
-    assert follower.next_task(3, 0) is None  # although a forward is possible, and the window has room
+    assert follower.next_task(3, 0) is None  # although a forward is possible and the window has room
     assert follower.next_task(3, 1) is Task.BACKWARD
 
 
@@ -191,7 +191,7 @@ def test_a_recompute_that_is_due_starts_before_its_gradient_has_come() -> None:
     assert follower.next_task(1, 0) is Task.RECOMPUTE
 
 
-def test_a_forward_goes_before_an_early_recompute_as_long_as_the_window_has_room() -> None:
+def test_a_forward_precedes_an_early_recompute_while_the_window_has_room() -> None:
     follower = ScheduleCursor("FRBFRBFRB", 2, opportunistic=True)
     follower.done(Task.FORWARD)
     assert follower.next_task(3, 0) is Task.FORWARD
@@ -202,7 +202,7 @@ def test_a_forward_goes_before_an_early_recompute_as_long_as_the_window_has_room
     assert strict.next_task(3, 0) is Task.RECOMPUTE
 
 
-def test_the_order_goes_on_behind_what_was_run_out_of_turn() -> None:
+def test_the_order_continues_after_tasks_run_out_of_turn() -> None:
     follower = ScheduleCursor("FBFB", 2, opportunistic=True)
     ran = ""
     for gradients in (0, 0, 0, 1, 2):

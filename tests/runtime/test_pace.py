@@ -6,7 +6,7 @@ from morph.contract.timeline import MicroBatchTimes
 from morph.runtime.step.pace import MOST_KEPT, Pace
 
 
-def test_what_was_noted_is_told_once_with_forward_recompute_and_backward_apart() -> None:
+def test_noted_times_are_collected_once_with_their_parts() -> None:
     pace = Pace()
     pace.note(3, 1.0, 0.5, 2.0)
     pace.note(3, 1.1, 0.0, 2.1)
@@ -16,7 +16,7 @@ def test_what_was_noted_is_told_once_with_forward_recompute_and_backward_apart()
     assert pace.collect() is None
 
 
-def test_only_the_newest_micro_batches_are_kept_where_nobody_collects() -> None:
+def test_without_collection_only_the_newest_micro_batches_are_kept() -> None:
     pace = Pace()
     for number in range(10 * MOST_KEPT):
         pace.note(1, float(number), 0.0, 0.0)

@@ -29,7 +29,7 @@ ORDER = ProbeOrder(probe=2, step=0, first_section=0, end_section=1, healthy_s=2.
 
 
 class Work:
-    """Takes 3 s each time by its own account, the first time longer."""
+    """Work that reports 3 s each time, and more the first time."""
 
     def __init__(self, before: Callable[[int], None] = lambda _: None) -> None:
         self.num_run = 0
@@ -60,7 +60,7 @@ def test_a_probe_that_is_left_ends_at_the_next_micro_batch() -> None:
     assert work.num_run == 3
 
 
-def test_a_probe_that_was_left_before_it_began_measures_nothing_and_the_next_one_does() -> None:
+def test_a_probe_cancelled_before_it_began_measures_nothing() -> None:
     prober = Prober("w")
     prober.leave(2)
     work = Work()
@@ -152,7 +152,7 @@ def test_probes_between_steps_of_sections_held_or_not_change_no_bit(tiny_job: Ti
 def test_a_probe_finds_a_slow_spell_and_its_end(
     tiny_job: TinyJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measure its own compute and waits, because other load on these cores varies from probe to probe."""
+    """Compare the worker's own compute and waits, because other load on these cores varies from probe to probe."""
     slept_s: list[float] = []
     clock = SimpleNamespace(perf_counter=lambda: time.thread_time() + sum(slept_s))
     monkeypatch.setattr("morph.runtime.device.task_clock.time", clock)
@@ -180,14 +180,14 @@ def test_heartbeats_tell_what_each_micro_batch_took(tiny_job: TinyJob, tmp_path:
     assert times is not None
     assert len(times.forward_s) == min(16, tiny_job.batch_size // MICRO_BATCH_SIZE)
     assert times.generation == 1
-    assert sum(times.recompute_s) == 0.0  # 1x1 keeps its activations
+    assert sum(times.recompute_s) == 0.0  # a 1x1 worker keeps its activations
     assert 0 < sum(times.forward_s) <= answer.times.forward_s + 1e-5
     assert 0 < sum(times.backward_s) <= answer.times.backward_s + 1e-5
     assert alone.worker.heartbeat(0.0).times is None
 
 
 @pytest.mark.slow
-def test_sections_that_cannot_be_probed_are_told_as_an_error(tiny_job: TinyJob, tmp_path: Path) -> None:
+def test_sections_that_cannot_be_probed_are_reported_as_an_error(tiny_job: TinyJob, tmp_path: Path) -> None:
     alone = Alone(tiny_job, tmp_path)
     answer = alone.worker.probe(ProbeOrder(probe=1, step=0, first_section=90, end_section=91, healthy_s=1.0))
     assert answer.slowdown is None

@@ -15,7 +15,7 @@ def test_every_place_has_a_seed_of_its_own_that_torch_takes() -> None:
 
 
 def test_the_seeds_are_fixed_for_good() -> None:
-    """A change would make every checkpoint go on differently."""
+    """A change would make every checkpoint continue differently."""
     assert stream_seed(0, 0, 0, 0) == 5854343820274218872
     assert stream_seed(1, 2, 3, 4) == 1159737786199761749
 

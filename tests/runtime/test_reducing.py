@@ -36,7 +36,7 @@ WAIT_S = 100.0
 
 @dataclass
 class Operation:
-    """One collective: what each member gave."""
+    """One collective, with what each member gave."""
 
     kind: str
     size: int
@@ -45,7 +45,7 @@ class Operation:
 
 
 class FakeRings:
-    """The rings of all workers. A member whose n-th operation is of another kind or size than the others' fails."""
+    """The rings of all workers; an operation fails if its kind or size differs from the others' n-th operation."""
 
     def __init__(self, interrupts: dict[str, Interrupt]) -> None:
         self.interrupts = interrupts
@@ -81,7 +81,7 @@ def _complete(operation: Operation) -> None:
         for into, _ in members:
             into.copy_(whole)
     else:
-        most = functools.reduce(torch.fmax, [given for _, given in members])  # as gloo's may: NaN is lost
+        most = functools.reduce(torch.fmax, [given for _, given in members])  # as gloo may do: NaN is lost
         for into, _ in members:
             into.copy_(most)
     operation.done = True
@@ -97,7 +97,7 @@ class FakePending:
 
 
 class FakeRing:
-    """As ``morph.runtime.groups.channels.Ring``."""
+    """A ring like ``morph.runtime.groups.channels.Ring``."""
 
     def __init__(self, rings: FakeRings, name: str, members: tuple[str, ...], me: str) -> None:
         self.name, self.size, self.rank = name, len(members), members.index(me)
@@ -118,7 +118,7 @@ class FakeRing:
 
 
 def in_threads(works: dict[str, Callable[[], None]]) -> None:
-    """Run one for each worker; the first failure is raised."""
+    """Run one function for each worker; raise the first failure."""
     failures: list[BaseException] = []
 
     def run(work: Callable[[], None]) -> None:
@@ -209,7 +209,7 @@ def test_every_member_gets_the_mean_of_all_and_can_hand_it_on(
 
 
 def reduced_by(own: dict[str, Accumulator], num: int) -> list[Reduced]:
-    """Return each worker's result after all have reduced their sums of ``num`` micro-batches."""
+    """Let all workers reduce their sums of ``num`` micro-batches; return each worker's result."""
     interrupts = {name: Interrupt(1) for name in own}
     rings = FakeRings(interrupts)
     found: dict[str, Reduced] = {}
@@ -255,7 +255,7 @@ def test_a_gradient_that_is_not_finite_at_one_member_is_known_to_all(broken: flo
     ("index", "value", "non_finite"),
     [(0, math.nan, True), (150, math.inf, True), (299, -math.inf, True), (7, 3e38, False), (None, 3e38, False)],
 )
-def test_each_piece_of_fast_sums_is_looked_at_and_a_sum_of_all_may_be_infinite(
+def test_each_piece_of_fast_sums_is_checked_for_finite_values(
     index: int | None, value: float, non_finite: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reducing, "PIECE_BYTES", 200)
@@ -293,8 +293,8 @@ def test_an_aborted_generation_ends_the_wait_and_the_thread() -> None:
     assert accumulator.partial() is not None
 
 
-def test_a_reduction_that_came_to_nothing_leaves_its_ring_to_whoever_closes_it() -> None:
-    """The last to hold a group waits for what is under way in it; garbage is collected in any thread."""
+def test_a_failed_reduction_keeps_no_reference_to_its_ring() -> None:
+    """The last owner of a group waits for its operations, and garbage collection may run in any thread."""
     interrupts = {"w0": Interrupt(1), "w1": Interrupt(1)}
     ring: Any = FakeRing(FakeRings(interrupts), "ring", ("w0", "w1"), "w0")
     found = weakref.ref(ring)
@@ -335,10 +335,10 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     ],
     ids=str,
 )
-def test_a_step_reduces_units_as_they_are_complete_in_an_order_that_all_members_share(
+def test_units_are_reduced_once_complete_in_an_order_common_to_members(
     cuts: tuple[tuple[int, ...], tuple[int, ...]], seed: int
 ) -> None:
-    """Also if one replica has no micro-batches, pipelines have different cuts, and ties across stages form a cycle."""
+    """Some replicas have no micro-batches, pipelines have different cuts, and ties across stages form a cycle."""
     stages_of_kinds = [[range(first, end) for first, end in itertools.pairwise(cut)] for cut in dict.fromkeys(cuts)]
     stages = [stage for kind in stages_of_kinds for stage in kind]
     ends = list(itertools.accumulate(map(len, stages_of_kinds), initial=0))

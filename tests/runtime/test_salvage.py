@@ -1,6 +1,6 @@
 """Salvage after the loss of a worker: real workers, each micro-batch counted once, equal weights.
 
-A step that is given up is finished in the next shape and a second worker holds state and sums (decision 0019).
+A step that is given up is finished in the next shape, and a second worker holds state and sums (decision 0019).
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def give_up(
 ) -> dict[str, tuple[PartialSum, ...]]:
     """Run a step that fails on one worker, or is not decided; return the others' partial sums.
 
-    ``reduced``: it fails so late that the others can prepare the step. ``copied``: who has a copy of its sums by then,
-    with ``num_copied`` micro-batches.
-    ``done``: how many micro-batches everybody's backward has passed by then, at least.
+    ``reduced``: the failure comes so late that the others can prepare the step. ``copied``: the worker that has a copy
+    of the victim's sums by then, with ``num_copied`` micro-batches. ``done``: the number of micro-batches that every
+    backward has passed by then, at least.
     """
     order = crew.step_order()
     whole = prepared(crew)
@@ -64,12 +64,12 @@ def give_up(
         assert isinstance(failed, Failed), failed
         del crew.held[victim]
         for name in others:
-            member = crew.members[name]  # a worker that waits for its peers goes on as long as these live
+            member = crew.members[name]  # a worker that waits for its peers continues as long as they live
             if done and not (
                 reduced and name != copied
-            ):  # what the victim sent may still be on its way, and waiting says nothing
+            ):  # waiting proves nothing while the victim's messages are still on their way
                 poll_until(partial(has_counted, member, done), f"{name} has done {done} micro-batches")
-            ends = reduced and name != copied  # a worker with a copy of the victim's sums waits for it
+            ends = reduced and name != copied  # a worker with a copy of the victim's sums waits for the victim
             ready = partial(answered, member) if ends else partial(is_through, crew, name, victim)
             poll_until(ready, f"{name} answers" if ends else f"{name} has done what it can without {victim}")
             if name == copied:
@@ -89,7 +89,7 @@ def give_up(
 
 
 def give_up_without(crew: Crew, late: str) -> dict[str, tuple[PartialSum, ...]]:
-    """Run a step that is given up before the order has come to one worker, which has what it had before."""
+    """Run a step that is given up before one worker has got the order; this worker keeps what it had before."""
     order = crew.step_order()
     others = [name for name in crew.present if name != late]
     for name in others:
@@ -105,27 +105,27 @@ def give_up_without(crew: Crew, late: str) -> dict[str, tuple[PartialSum, ...]]:
 
 
 def has_counted(member: Member, number: int) -> bool:
-    """Whether a worker's backward has passed so many micro-batches."""
+    """Return whether a worker's backward has passed this many micro-batches."""
     return bool(member.control("counted") >= number)
 
 
 def has_copied(member: Member, sender: str, step: int, number: int) -> bool:
-    """Whether a worker has a copy of another one's sums with so many micro-batches."""
+    """Return whether a worker has a copy of another one's sums with this many micro-batches."""
     return bool(member.control("copied", sender, step) == number)
 
 
 def answered(member: Member) -> bool:
-    """Whether a worker has answered its order."""
+    """Return whether a worker has answered its order."""
     return member.has_answered
 
 
 def stands(member: Member) -> bool:
-    """Whether a worker has answered its order, or waits for a peer."""
+    """Return whether a worker has answered its order or waits for a peer."""
     return member.has_answered or member.control("waiting")
 
 
 def is_through(crew: Crew, name: str, missing: str) -> bool:
-    """Whether a worker waits for a missing one, with all of its micro-batches done if its replica is whole."""
+    """Return whether a worker waits for a missing one, after all of its micro-batches if its replica is whole."""
     assert crew.plan is not None
     replica_of = {slot.worker: slot.replica for slot in crew.slots}
     member, formed, replica = crew.members[name], crew.formed, replica_of[name]
@@ -187,7 +187,7 @@ def test_a_step_that_failed_is_finished_in_another_shape_with_the_same_bits(
     assert crew.digests() == reference
 
 
-def test_a_step_that_is_given_up_twice_keeps_what_was_done_in_both_shapes(
+def test_a_step_given_up_twice_keeps_the_work_of_both_shapes(
     crew: Crew, reference: dict[str, str], tmp_path: Path
 ) -> None:
     faults = (Fault(worker="w0", phase="backward", step=GIVEN_UP, nth=1, kind="out_of_memory"),)
@@ -200,14 +200,14 @@ def test_a_step_that_is_given_up_twice_keeps_what_was_done_in_both_shapes(
     second = reshape(crew, "1x2", ("w1", "w3"), kept)
     assert first.salvage is not None
     assert second.salvage is not None
-    assert first.salvage.remaining == ((0, 2),)  # of two each, w0 had the first two
-    assert second.salvage.remaining == ((1, 2), (4, 5))  # what w2 did in the first shape, and in the second
+    assert first.salvage.remaining == ((0, 2),)  # with two each, w0 had the first two
+    assert second.salvage.remaining == ((1, 2), (4, 5))  # what w2 did in the first shape and in the second
     crew.train(NUM_STEPS)
     assert crew.digests() == reference
 
 
 @pytest.mark.parametrize("flips", ["one that is missing", "one that is there"])
-def test_of_one_micro_batch_that_is_counted_wrongly_the_weights_tell_unless_it_only_runs_again(
+def test_weights_differ_if_a_missing_micro_batch_is_not_run_again(
     crew: Crew, reference: dict[str, str], tmp_path: Path, flips: str
 ) -> None:
     faults = (Fault(worker="w0", phase="backward", step=GIVEN_UP, nth=1, kind="out_of_memory"),)
@@ -248,15 +248,16 @@ def train_followed(crew: Crew, order: ReshapeOrder, until: int) -> None:
 
 
 def await_copies(crew: Crew) -> None:
-    """Let workers compute nothing while what their followers get is on its way: what is offered meanwhile is left out,
-    and the further a follower is behind, the later it is in step.
+    """Let workers compute nothing while copies for their followers are under way.
+
+    Otherwise offered gradients are skipped, and a follower that is further behind gets in step later.
     """
     for member in crew.members.values():
         member.control("arm", (), 0.0)
 
 
 def in_step(crew: Crew, order: ReshapeOrder) -> bool:
-    """Whether every follower has all units that it follows."""
+    """Return whether every follower has all units that it follows."""
     return all(set(entry.units) <= crew.held[entry.follower] for entry in order.follows)
 
 
@@ -270,7 +271,7 @@ def in_step(crew: Crew, order: ReshapeOrder) -> bool:
         ("w2", "before_commit", 0, "1x3", 6, 4),
     ],
 )
-def test_with_one_replica_a_lost_stage_goes_on_from_its_follower_and_no_step_is_lost(
+def test_with_one_replica_a_lost_stage_continues_from_its_follower(
     crew: Crew, tmp_path: Path, victim: str, phase: str, nth: int, next_shape: str, done: int, copied: int
 ) -> None:
     num_steps, given_up = 8, 6
@@ -292,7 +293,7 @@ def test_with_one_replica_a_lost_stage_goes_on_from_its_follower_and_no_step_is_
     assert again.version == given_up
     assert not [source for source in again.sources if source.kind == "initial"]
     if copied:
-        assert again.salvage is not None  # of what the lost worker had summed, its follower has a copy
+        assert again.salvage is not None  # the follower has a copy of some of the lost worker's sums
         left = sum(end - first for first, end in again.salvage.remaining)
         assert left == again.plan.num_micro_batches - copied
     crew.form(again)

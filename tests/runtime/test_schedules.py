@@ -25,7 +25,7 @@ LETTERS: dict[SpanKind, str] = {"forward": "F", "recompute": "R", "backward": "B
 
 
 def recorded_step(crew: Crew) -> list[StepTimeline]:
-    """Run the next step, and decide it; returns the workers' timelines."""
+    """Run and decide the next step; return the workers' timelines."""
     assert crew.prepare(record_timeline=True) == 1
     crew.decide()
     return [answer.timeline for answer in crew.answers if answer.timeline is not None]
@@ -39,12 +39,12 @@ def check_bounds(planned: Plan, timelines: list[StepTimeline]) -> None:
         most = min(stage.window, count)
         if planned.schedule == "varuna":
             assert 1 <= peaks.in_flight <= most
-        else:  # a fixed order fills its window whatever comes when
+        else:  # a fixed order fills its window, whatever comes when
             assert peaks.in_flight == most
         assert peaks.live_graphs == (1 if stage.recompute else peaks.in_flight)
         assert peaks.untaken_activations <= NUM_POSTED
         assert peaks.untaken_gradients <= NUM_POSTED
-        # when a sender hears that something has left is up to a thread: test_executor holds what may be unsent
+        # a thread decides when a sender learns that a message has left: test_executor limits what may be unsent
 
 
 @pytest.mark.parametrize(

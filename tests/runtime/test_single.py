@@ -44,7 +44,7 @@ def test_two_runs_are_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.fixture
 def attempts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(step, attempt) of every step order."""
+    """Collect (step, attempt) of every step order."""
     seen: list[tuple[int, int]] = []
     step = Worker.step
 
@@ -66,7 +66,7 @@ def test_a_step_that_overflows_is_run_again_with_scales_that_fit(
     _, losses = run(tmp_path / "overflowing", 3)
     assert attempts == [(0, 0), (0, 1), (1, 0), (2, 0)]
     assert losses[0] == plain_losses[0]  # before any gradient was rounded
-    assert losses == pytest.approx(plain_losses, rel=1e-5)  # the scales differ, so the last bits may
+    assert losses == pytest.approx(plain_losses, rel=1e-5)  # the scales differ, so that the last bits may differ
 
 
 def test_a_step_that_overflows_again_and_again_ends_the_run(
@@ -78,6 +78,6 @@ def test_a_step_that_overflows_again_and_again_ends_the_run(
     assert len(attempts) == single.MAX_ATTEMPTS
 
 
-def test_a_wrong_job_is_told(tmp_path: Path) -> None:
+def test_a_wrong_job_is_reported(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         run_single("none.py:job", steps=1, num_sections=2, micro_batch_size=2, checkpoint_url=str(tmp_path))

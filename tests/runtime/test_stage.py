@@ -1,4 +1,4 @@
-"""However sections are grouped into stages, losses and gradients are the same bits: dropout on, recompute or not."""
+"""However sections are grouped into stages, losses and gradients have the same bits, with dropout, recompute or not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Ran:
     through: list[tuple[int, int]] = field(default_factory=list)
 
     def sink(self, micro_batch: int) -> MicroBatchSums:
-        """Takes one micro-batch's."""
+        """Return the sink of one micro-batch."""
 
         def add(section: int, name: str, gradient: Tensor) -> None:
             assert (micro_batch, section) not in self.through, "a gradient of a section that was through"
@@ -79,7 +79,7 @@ def run(
             values = stage.forward(micro_batch, values)
             assert not any(value.requires_grad for value in values)
         ran.losses.append(values[0])
-    torch.rand(3)  # whatever else draws in between
+    torch.rand(3)  # other draws in between must not matter
     for micro_batch in MICRO_BATCHES:
         gradients: tuple[Tensor | None, ...] = (torch.ones(()),)
         for stage in reversed(stages):
@@ -92,7 +92,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def whole(tiny: CutJob) -> Ran:
-    """All sections in one stage, without recompute."""
+    """Return the results of all sections in one stage, without recompute."""
     return run(tiny, (), recompute=False)
 
 
@@ -123,7 +123,7 @@ def test_sections_run_again_in_groups_give_the_same_bits(
 
 
 class Held(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations have made and that are still held, and the most of them."""
+    """Counts the bytes of tensors that operations have made and that are still held, and their maximum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Held(TorchDispatchMode):
         self._known: dict[int, int] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        """Run, and count."""
+        """Run an operation, and count its results."""
         results = function(*arguments, **(keywords or {}))
         for result in tree_leaves(results):
             if isinstance(result, Tensor):
@@ -151,7 +151,7 @@ class Held(TorchDispatchMode):
 
 
 def most_bytes(tiny: CutJob, live_sections: int | None) -> int:
-    """Most bytes that a stage of the sections between the first and the last holds of one micro-batch."""
+    """Return the most bytes of one micro-batch in a stage of the sections between the first and the last."""
     sections = range(1, NUM_SECTIONS - 1)
     specs = tiny.model.sections[1].inputs, tiny.model.sections[NUM_SECTIONS - 2].outputs
     inputs, gradients = (tuple(torch.ones(spec.shape) for spec in found) for found in specs)
@@ -180,7 +180,7 @@ def test_a_stage_holds_less_the_fewer_sections_it_runs_again_at_once(tiny: CutJo
 
 @dataclass
 class Drawing:
-    """The same samples, with random numbers drawn for nothing."""
+    """The same samples, but each draws random numbers for nothing."""
 
     inner: MapDataset
 
@@ -192,10 +192,11 @@ class Drawing:
         return self.inner[index]
 
 
-def test_what_the_data_set_draws_changes_no_bit_of_the_dropout(tiny: CutJob, whole: Ran) -> None:
+def test_draws_of_the_data_set_change_no_bit_of_the_dropout(tiny: CutJob, whole: Ran) -> None:
     def load(micro_batch: int, keys: Sequence[str]) -> dict[str, Tensor]:
         dataset = Drawing(tiny.job.dataset())
-        loader = MicroBatchLoader(dataset, tiny.job.seed, tiny.job.batch_size, MICRO_BATCH_SIZE)  # nothing remembered
+        # a new loader remembers no samples
+        loader = MicroBatchLoader(dataset, tiny.job.seed, tiny.job.batch_size, MICRO_BATCH_SIZE)
         return loader.load(0, micro_batch, keys)
 
     ran = run(tiny, (1,), recompute=True, load=load)
@@ -211,7 +212,7 @@ def test_every_parameter_gets_one_contribution_per_section_that_uses_it(tiny: Cu
 
 
 def test_dropout_differs_between_steps_and_micro_batches(tiny: CutJob, whole: Ran) -> None:
-    """The control of the tests above: randomness is really on."""
+    """This is the control of the tests above: randomness is really on."""
     later = run(tiny, (), recompute=False, step=1)
     assert not torch.equal(later.losses[0], whole.losses[0])
 

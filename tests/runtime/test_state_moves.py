@@ -50,7 +50,7 @@ class FakePending:
 
 
 class FakeChannel:
-    """One direction: what is sent lies in a queue until it is received."""
+    """One direction: a message waits in a queue until it is received."""
 
     def __init__(self, messages: deque[Tensor], *, sending: bool) -> None:
         self._messages = messages
@@ -130,7 +130,7 @@ def test_two_workers_take_units_from_each_other(network: Network) -> None:
     assert not any(network.messages.values())
 
 
-def test_what_was_received_is_a_state_of_its_own(network: Network) -> None:
+def test_a_received_state_has_its_own_memory(network: Network) -> None:
     held = {"s0": make_unit("s0", 1.0, 2)}
     sources = [source("b", "s0", "peer", "a")]
     start_sending(sources, network.context("a", held))
@@ -168,7 +168,7 @@ def test_units_come_from_the_checkpoint_of_the_wanted_version(network: Network) 
     assert received == 0
 
 
-def test_what_a_worker_wrote_itself_is_not_read_from_storage(network: Network) -> None:
+def test_units_that_a_worker_wrote_itself_are_not_read_from_storage(network: Network) -> None:
     manifest = save(network, 2)
     named = {entry.unit: entry.sha256 for entry in manifest.units}
     for file in (Path(network.url) / "v00000002").glob("s1-*"):
@@ -184,7 +184,7 @@ def test_what_a_worker_wrote_itself_is_not_read_from_storage(network: Network) -
         take_units([source("a", "s1", "checkpoint")], network.context("a", {}, version=2))
 
 
-def test_only_what_nobody_has_is_made_with_its_initial_numbers(network: Network) -> None:
+def test_only_units_without_a_holder_are_made_with_initial_numbers(network: Network) -> None:
     save(network, 2)
     start_sending([source("b", "s0", "peer", "a")], network.context("a", {"s0": make_unit("s0", 1.0, 2)}))
     sources = [source("b", "s0", "peer", "a"), source("b", "s1", "checkpoint")]
@@ -194,7 +194,7 @@ def test_only_what_nobody_has_is_made_with_its_initial_numbers(network: Network)
     assert [value_of(units[name]) for name in ("s0", "s1")] == [1.0, 7.0]
 
 
-def test_what_a_worker_cannot_read_itself_another_reads_and_sends(network: Network) -> None:
+def test_units_that_a_worker_cannot_read_are_read_by_another(network: Network) -> None:
     """The reader's own units, and those that it wrote itself, play no role."""
     save(network, 2)
     held = {"s0": make_unit("s0", 3.0, 2)}
@@ -210,7 +210,7 @@ def test_what_a_worker_cannot_read_itself_another_reads_and_sends(network: Netwo
     assert not any(network.messages.values())
 
 
-def test_who_cannot_read_for_another_says_so(network: Network) -> None:
+def test_a_failed_read_for_another_worker_is_reported(network: Network) -> None:
     with pytest.raises(CheckpointError, match=r"v00000002.*no such checkpoint"):
         send_in_background([source("b", "s1", "checkpoint", "a")], network.context("a", {}), Interrupt(1))()
 
@@ -222,7 +222,7 @@ def test_a_missing_checkpoint_is_named(network: Network) -> None:
 
 @pytest.fixture
 def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Storage gives manifests and hangs with everything else, until this is set."""
+    """Let storage give manifests and hang for everything else until this event is set."""
     answer = threading.Event()
 
     def hang(*_: object) -> Any:
@@ -235,13 +235,13 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 class HastyWithUnits(CheckpointRules):
-    """The manifest, whose size is unknown, is really read."""
+    """Storage that gives up soon but reads the manifest, whose size is unknown."""
 
     def file_limit_s(self, num_bytes: int) -> float:
         return 0.05 if num_bytes else 60.0
 
 
-def test_storage_that_hangs_is_given_up_and_is_no_damage(network: Network, hung: threading.Event) -> None:
+def test_storage_that_hangs_is_given_up_and_not_counted_as_damaged(network: Network, hung: threading.Event) -> None:
     save(network, 2)
     context = replace(network.context("a", {}, version=2), rules=HastyWithUnits())
     with pytest.raises(CheckpointError, match=r"v00000002.*unit s1 to be read") as caught:
@@ -249,7 +249,7 @@ def test_storage_that_hangs_is_given_up_and_is_no_damage(network: Network, hung:
     assert not isinstance(caught.value, CheckpointDamaged)
 
 
-def test_who_waits_for_storage_stops_when_the_generation_is_over(network: Network, hung: threading.Event) -> None:
+def test_a_wait_for_storage_ends_with_its_generation(network: Network, hung: threading.Event) -> None:
     save(network, 2)
     context = network.context("a", {}, version=2)
     threading.Timer(0.05, context.interrupt.abort).start()
@@ -269,7 +269,7 @@ def test_a_unit_at_another_version_is_our_own_mistake(network: Network) -> None:
         take_units([source("a", "s0", "keep")], network.context("a", {"s0": make_unit("s0", 1.0, 1)}))
 
 
-def test_units_leave_while_others_arrive_and_failures_reach_who_waits(network: Network) -> None:
+def test_units_leave_while_others_arrive_and_failures_reach_waiters(network: Network) -> None:
     held = {"a": {"s0": make_unit("s0", 3.0, 2)}, "b": {"s1": make_unit("s1", 5.0, 2)}}
     sources = [source("b", "s0", "peer", "a"), source("a", "s1", "peer", "b")]
     contexts = {name: network.context(name, held[name]) for name in held}

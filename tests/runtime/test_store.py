@@ -33,7 +33,7 @@ def test_the_store_serves_on_its_own_address_and_on_no_other() -> None:
     assert client.get("key") == b"value"
 
 
-def test_another_runs_workers_at_the_port_meet_nobody() -> None:
+def test_another_runs_workers_at_the_port_meet_no_peer() -> None:
     host = StoreHost("127.0.0.1")
     ours, also_ours = (connect_store("127.0.0.1", host.port(), "of our run") for _ in range(2))
     theirs, nobodys = connect_store("127.0.0.1", host.port(), "of another"), connect_store("127.0.0.1", host.port())
@@ -81,7 +81,7 @@ def test_an_older_generations_worker_is_in_no_newer_group() -> None:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Every connection that is opened; for each of them torch may ask a name server."""
+    """Record every connection that is opened; for each, torch may ask a name server."""
     made: list[object] = []
 
     def connect(*arguments: Any, **options: Any) -> TCPStore:
@@ -127,7 +127,7 @@ def test_a_connection_that_is_opened_beforehand_is_the_first_one_used(opened: li
 
 
 def test_a_connection_of_an_aborted_generation_is_left_behind(opened: list[object]) -> None:
-    """Its thread may be blocked in a call on the store, for which other users of the store would wait."""
+    """Its thread may be blocked in a call of the store, for which other users of the store would wait."""
     host = StoreHost("127.0.0.1")
     kept = KeptConnections("127.0.0.1", host.port())
     aborted, next_one = kept.lend(60.0), kept.lend(60.0)
@@ -143,7 +143,7 @@ def test_a_connection_of_an_aborted_generation_is_left_behind(opened: list[objec
 
 
 class Odd:
-    """A connection whose store was started again, or whose path was closed by a firewall."""
+    """A connection whose store was restarted, or whose path was closed by a firewall."""
 
     def __init__(self, check: Callable[[list[str]], object]) -> None:
         self.check = check

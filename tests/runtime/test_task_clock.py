@@ -1,4 +1,4 @@
-"""Tasks of a device that works through a queue are timed by its events, not by how long they take to launch."""
+"""Tasks of a device that works through a queue are timed by its events, not by the duration of their launch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TICKS = {"F": FORWARD, "R": RECOMPUTE, "B": BACKWARD}
 
 
 def step_of(device: QueuedDevice, clock: TaskClock, slowness: float = 1.0) -> tuple[Pace, Stopwatch]:
-    """Run a step of a first stage whose neighbour answers at once, on a device that is this much slower."""
+    """Run a step of a first stage whose neighbour answers at once, on a device that is slower by this factor."""
     pace, watch = Pace(), Stopwatch(clock)
     watch.finished = partial(pace.note, 1)
     out, back = Wire(instant=True), Wire(instant=True)
@@ -42,13 +42,13 @@ def step_of(device: QueuedDevice, clock: TaskClock, slowness: float = 1.0) -> tu
 
 
 def median_s(pace: Pace) -> float:
-    """Of forward and backward, as the manager judges them."""
+    """Return the median of forward and backward in seconds, as the manager judges them."""
     times = pace.collect()
     assert times is not None
     return statistics.median(f + b for f, b in zip(times.forward_s, times.backward_s, strict=True))
 
 
-def test_a_slow_device_is_found_by_its_own_time_however_fast_it_is_given_work() -> None:
+def test_a_slow_device_is_found_by_its_time_not_by_launches() -> None:
     found_s = []
     for slowness in (1.0, 1.0, 1.5):
         device = QueuedDevice()
@@ -61,7 +61,7 @@ def test_forwards_that_a_backward_runs_again_do_not_make_a_device_look_slow() ->
     device, pace = QueuedDevice(), Pace()
     watch = Stopwatch(EventClock(device.recorded))
     watch.finished, watch.in_groups = partial(pace.note, 1), True
-    ticks = {"F": FORWARD, "R": FORWARD / 4, "B": BACKWARD + 3 * FORWARD / 4}  # the last of four groups in R
+    ticks = {"F": FORWARD, "R": FORWARD / 4, "B": BACKWARD + 3 * FORWARD / 4}  # the last of four groups is in R
 
     def begin(executor: Executor) -> None:
         executor.stopwatch = watch
@@ -74,7 +74,7 @@ def test_forwards_that_a_backward_runs_again_do_not_make_a_device_look_slow() ->
 
 def test_launches_alone_would_not_show_it() -> None:
     class LaunchClock(HostClock):
-        """The host's clock, in ticks: what was used before."""
+        """The host's clock in ticks, which was used before."""
 
         def __init__(self, device: QueuedDevice) -> None:
             self._device = device
@@ -89,13 +89,13 @@ def test_launches_alone_would_not_show_it() -> None:
     assert found_s[0] == pytest.approx(found_s[1])
 
 
-def test_the_host_waits_for_the_device_once_at_the_end_of_the_step_and_every_task_is_counted() -> None:
+def test_the_host_waits_once_per_step_and_every_task_is_counted() -> None:
     device = QueuedDevice()
     times = step_of(device, EventClock(device.recorded))[1].times()
     assert device.synced == 1
     assert times.forward_s == pytest.approx(
         COUNT * FORWARD / 1e3, abs=0.0011
-    )  # the first one is launched on an idle device
+    )  # the first task is launched on an idle device
     assert times.backward_s == pytest.approx(COUNT * BACKWARD / 1e3)
     assert times.wait_s == 0.0
 
@@ -123,7 +123,7 @@ def test_a_wait_counts_as_long_as_the_device_stands_idle() -> None:
     device.now += 20.0  # the host waits, and the device works
     watch.stood("wait", start)
     start = watch.mark()
-    device.now += 60.0  # of these it works 10
+    device.now += 60.0  # it works for 10 of these
     watch.stood("wait", start)
     watch.settle(Interrupt(1))
     assert watch.spent_s["wait"] == pytest.approx(0.05)
@@ -140,7 +140,7 @@ def test_reductions_count_as_far_as_the_device_has_nothing_to_do_meanwhile() -> 
     assert watch.times().reduce_s == pytest.approx(0.015)
 
 
-def test_a_micro_batch_is_told_when_the_device_has_done_it_and_not_before() -> None:
+def test_a_micro_batch_is_reported_only_when_the_device_has_finished_it() -> None:
     device = QueuedDevice()
     watch, told = Stopwatch(EventClock(device.recorded)), []
     watch.finished = lambda *times: told.append(times)
@@ -155,7 +155,7 @@ def test_a_micro_batch_is_told_when_the_device_has_done_it_and_not_before() -> N
     assert device.synced == 0
 
 
-def test_a_slowed_stage_stands_still_by_what_its_own_work_took_and_not_by_what_was_queued_before(
+def test_a_slowed_stage_pauses_for_its_own_work_not_earlier_queued_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device, slept_s = QueuedDevice(), []
@@ -181,7 +181,7 @@ def test_a_device_that_hangs_is_not_waited_for_without_a_bound() -> None:
     released = threading.Event()
 
     class Hanging(QueuedEvent):
-        """Never over."""
+        """An event that is never reached."""
 
         def query(self) -> bool:
             return False

@@ -43,7 +43,7 @@ def timeline(
 
 
 def two_stages() -> tuple[StepTimeline, StepTimeline]:
-    """Stage 1 begins the step 1 s after stage 0, and waits for its activation."""
+    """Return timelines of two stages; stage 1 begins the step 1 s after stage 0, and waits for its activation."""
     first = (
         span("forward", 4, 0.0, 2.0),
         span("wait", None, 2.0, 5.0),
@@ -120,7 +120,7 @@ def test_a_journal_gives_the_last_complete_recording_of_each_step() -> None:
         entry(first),
         entry(redone[0], attempt=1),
         entry(redone[1], attempt=1),
-        entry(lost, generation=2),  # its peer was lost, so no other worker answered
+        entry(lost, generation=2),  # its peer was lost, so that no other worker answered
     )
     assert timelines_of(entries) == {3: redone}
     assert timelines_of(entries[:2]) == {}

@@ -30,7 +30,7 @@ UNITS = (
 
 
 def make_plan(bounds: list[int], num_replicas: int) -> Plan:
-    """Stages that begin at section 0 and at each of ``bounds``."""
+    """Return a plan of stages that begin at section 0 and at each of ``bounds``."""
     edges = [0, *bounds, NUM_SECTIONS]
     stages = tuple(
         StagePlan(first_section=first, end_section=end, window=1, recompute=False)
@@ -60,7 +60,7 @@ def make_order(bounds: list[int], num_replicas: int, moves: tuple[tuple[str, str
 
 
 def forming_ends(groups: list[GroupSpec], chance: list[int]) -> bool:
-    """Each worker forms its groups in the given order, and each waits for all members of its present one."""
+    """Return whether all workers form their groups, each in its order and waiting for all members of a group."""
     members = {worker for group in groups for worker in group.members}
     todo = {worker: [group for group in groups if worker in group.members] for worker in members}
     while any(todo.values()):
@@ -94,7 +94,7 @@ def test_forming_the_groups_in_their_order_cannot_dead_lock(
 def test_long_pipelines_form_channels_in_as_many_rounds_as_short_ones(depth: int) -> None:
     groups = [group for group in topology(make_order(list(range(1, depth)), 1), UNITS).groups if "/b" in group.name]
     rounds, free_in = 0, dict.fromkeys((worker for group in groups for worker in group.members), 0)
-    for group in groups:  # each begins when the last of its members comes to it
+    for group in groups:  # a group begins when its last member reaches it
         number = 1 + max(free_in[worker] for worker in group.members)
         free_in.update(dict.fromkeys(group.members, number))
         rounds = max(rounds, number)
@@ -102,7 +102,7 @@ def test_long_pipelines_form_channels_in_as_many_rounds_as_short_ones(depth: int
 
 
 def test_a_worse_order_would_dead_lock() -> None:
-    """The control of the test above: three groups in a circle, each worker beginning with another one."""
+    """This is the control of the test above: three groups in a circle, where each worker begins with another group."""
     groups = {pair: GroupSpec(pair, tuple(pair)) for pair in ("ab", "bc", "ca")}
     assert forming_ends(list(groups.values()), [])
     own = {"a": ["ab", "ca"], "b": ["bc", "ab"], "c": ["ca", "bc"]}

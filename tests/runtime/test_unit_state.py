@@ -107,12 +107,12 @@ def test_a_saved_state_is_a_copy() -> None:
 
 
 @pytest.mark.parametrize("change", ["apply", "rescale", "load"])
-def test_a_copy_for_later_is_of_the_state_as_it_was_when_it_was_asked_for(change: str) -> None:
+def test_a_deferred_copy_has_the_state_at_the_time_of_its_request(change: str) -> None:
     state = make()
     step(state, 0)
     before, other = state.tensors(), make(seed=99).tensors()
     copy = state.copy_later()
-    if change == "load":  # then it is of a history that is void
+    if change == "load":  # the copy then belongs to a history that is void
         state.load(other)
         assert copy.take() is None
         return
@@ -152,7 +152,7 @@ def test_applying_steps_the_optimizer_once_and_lets_go_of_the_gradients() -> Non
         assert torch.allclose(parameter, before[name] - 0.1 * 3.0 / NUM_MICRO_BATCHES)
 
 
-def test_scales_begin_with_room_for_every_micro_batch_of_every_section_that_uses_the_unit() -> None:
+def test_initial_scales_have_room_for_all_contributions_of_a_unit() -> None:
     assert set(make().exponents.values()) == {first_exponent(NUM_MICRO_BATCHES * 2)}
     assert make(exact=False).exponents == {}
 
@@ -215,10 +215,10 @@ def decaying(parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimiz
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
 @pytest.mark.parametrize("optimizer", [adam, decaying])
-def test_complex_parameters_and_those_without_a_gradient_are_updated_as_by_a_plain_loop(
+def test_complex_and_gradientless_parameters_are_updated_as_in_a_plain_loop(
     optimizer: MakeOptimizer, exact: bool
 ) -> None:
-    """A follower that takes the reduced gradients, and a state that is saved and loaded, get the same."""
+    """A follower that takes the reduced gradients, and a state that is saved and loaded, get the same parameters."""
     generator = torch.Generator().manual_seed(0)
     values = {"tok.weight": torch.randn(3, 4, generator=generator), "bias": torch.randn(5, generator=generator)}
     values["bias"] = torch.complex(values["bias"], values["bias"].flip(0))
@@ -264,7 +264,7 @@ def half(parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
 def test_a_parked_state_is_updated_as_any_other_and_comes_back(
     monkeypatch: pytest.MonkeyPatch, masters: bool, in_host: bool
 ) -> None:
-    """Each move here copies the state to new memory, so code that still used the old memory would be wrong."""
+    """Each move here copies the state to new memory, so that code which still used the old memory would be wrong."""
     moves: list[Tensor] = []
 
     def elsewhere(tensor: Tensor, _device: torch.device) -> Tensor:
@@ -318,7 +318,7 @@ FACTORIES: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("kind", FACTORIES)
 @pytest.mark.parametrize("scheduled", [False, True], ids=["", "scheduled"])
-def test_a_units_step_has_the_same_bits_whoever_shares_the_call(
+def test_a_units_step_has_the_same_bits_in_any_group_of_units(
     kind: str, scheduled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step units of many kinds in random groups, some without gradients, and compare with each unit alone."""
@@ -374,15 +374,15 @@ def test_a_units_step_has_the_same_bits_whoever_shares_the_call(
         cut = chance.randrange(3, 7)
         for some in (order[:cut], order[cut:]):
             apply_all(some, decided)
-        if version == 5:  # whose first step then is its own
+        if version == 5:  # its next step is a first step, unlike those of the others
             joined[0].load({name: tensor.clone() for name, tensor in joined[0].tensors().items()})
         assert all(same(one.tensors(), other.tensors()) for one, other in zip(alone, joined, strict=True))
     assert max(calls) > 2
 
 
-def test_norms_of_units_have_the_same_bits_whoever_shares_the_call() -> None:
+def test_norms_of_units_have_the_same_bits_in_any_group_of_units() -> None:
     def folded(values: Tensor) -> Tensor:
-        """Of one chunk: by halves."""
+        """Sum the norms of one chunk by halves."""
         while len(values) > 1:
             half = (len(values) + 1) // 2
             values = torch.cat([values[: len(values) - half] + values[half:], values[len(values) - half : half]])

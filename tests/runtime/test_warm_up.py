@@ -1,4 +1,4 @@
-"""A change of shape, for which all workers wait, imports nothing: everything was loaded at a worker's setup."""
+"""A change of shape, for which all workers wait, imports nothing, because a worker's setup has loaded everything."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(json.dumps([exporters, "torch.export._trace" in before, sorted(set(sys.mod
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_handed_its_cut_loads_no_exporter_and_nothing_for_its_first_units() -> None:
+def test_a_worker_with_a_handed_cut_imports_nothing_for_its_first_shape() -> None:
     setup = setup_of_tiny_job(load_tiny_job().fingerprint, cut=cut_for_workers(JOB))
     command, environment = [sys.executable, "-c", WORKER], {**os.environ, "MORPH_CACHE_DIR": "/dev/null"}
     given = setup.model_dump_json()

@@ -78,7 +78,7 @@ def test_a_lost_peer_and_a_wait_that_ran_out_leave_broken_groups(worker: Worker,
     assert isinstance(answer, Aborted)
     assert answer.peer_lost
     assert answer.detail == str(error)
-    assert worker._interrupt.over  # what was waited for may be under way for long: not to be closed at once
+    assert worker._interrupt.over  # an awaited operation may still be under way: the groups must not be closed at once
 
 
 @pytest.mark.parametrize(
@@ -195,9 +195,7 @@ def test_a_worker_that_is_set_up_again_is_ready_as_before(worker: Worker, tmp_pa
     assert again == worker.ready
 
 
-def test_a_worker_has_the_variables_that_its_user_named_and_keeps_no_other_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_has_the_users_variables_and_keeps_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NAMED_BY_THE_USER", "before")
     setup = make_setup(tmp_path, variables={"NAMED_BY_THE_USER": "s3cret"}, **EMULATED)
     worker = set_up(setup)
@@ -227,7 +225,7 @@ print("went on")
     ("names", "code", "said"),
     [(("a-jobs-own",), 0, "went on"), (("a-jobs-own", "morph-follow"), 1, "thread morph-follow failed")],
 )
-def test_a_worker_ends_at_once_with_a_thread_of_morphs_and_not_with_a_jobs(
+def test_a_worker_ends_when_morphs_own_thread_fails_but_not_a_jobs(
     names: tuple[str, ...], code: int, said: str
 ) -> None:
     ended, output, errors = run_python("-c", _THREADS.format(names=repr(names)))

@@ -23,7 +23,7 @@ NAMES = ("w0", "w1", "w2", "w3")
 NUM_STEPS = 4
 SHAPES = ("1x1", "2x1", "1x2", "2x2", "4x1", "3x1", "1x3", "1x4")
 ABORT_BOUND_S = 60.0
-"""Far below the time-out of a collective (120 s); generous for a busy machine."""
+"""Far below the time-out of a collective (120 s), but enough for a busy machine."""
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -45,7 +45,7 @@ def test_morphing_after_each_step_ends_with_the_same_bits(crew: Crew, reference:
 
 @pytest.fixture
 def overflowing(crew: Crew) -> Iterator[Crew]:
-    """Scales that are far too fine at the beginning make the first step overflow."""
+    """Make the first step overflow by initial scales that are far too fine."""
     for exponent in (62, None):
         for member in crew.members.values():
             member.send("first_exponent", exponent)
@@ -89,21 +89,21 @@ def test_an_overflowed_attempt_that_was_given_up_leaves_no_scales_behind(overflo
 def test_only_a_decided_step_is_applied_by_the_next_reshape(crew: Crew, reference: dict[str, str]) -> None:
     crew.reshape("2x1", NAMES[:2])
     crew.prepare()
-    crew.decide()  # the reshape names it
+    crew.decide()  # the reshape names this version
     crew.reshape("2x2", NAMES)
-    crew.prepare()  # not decided: the reshape names the version before it
+    crew.prepare()  # not decided: the reshape names the version before
     crew.reshape("1x2", NAMES[2:] + NAMES[:2])
     crew.train(NUM_STEPS)
     assert crew.digests() == reference
 
 
-def test_what_is_held_is_saved_and_resumed_without_a_generation(crew: Crew, reference: dict[str, str]) -> None:
+def test_held_units_are_saved_and_resumed_without_a_generation(crew: Crew, reference: dict[str, str]) -> None:
     crew.reshape("2x2", NAMES)
     crew.train(NUM_STEPS - 2)
     crew.prepare()
     crew.decide()  # not applied by any worker yet
     slots = crew.slots
-    crew.members["w0"].send("reshape", crew.order("4x1", NAMES))  # alone it waits for the others
+    crew.members["w0"].send("reshape", crew.order("4x1", NAMES))  # alone, it would wait for the others
     for name in NAMES:
         crew.members[name].control("abort", crew.generation)
     assert isinstance(crew.members["w0"].answer(), Aborted)
@@ -172,7 +172,7 @@ def test_workers_behind_a_stopped_peer_abort_at_once_and_train_on(crew: Crew, re
         stopped.resume()
     stopped.control("abort", aborted)
     assert isinstance(stopped.answer(), Aborted | Prepared)
-    crew.reshape("2x2", NAMES)  # well again, and taken back
+    crew.reshape("2x2", NAMES)  # the stopped worker is well again, and is taken back
     crew.train(NUM_STEPS)
     assert crew.digests() == reference
 

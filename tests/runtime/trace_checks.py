@@ -10,7 +10,7 @@ FIELDS = {"ph", "ts", "dur", "pid", "tid", "name"}
 
 
 def complete(traced: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events that last a while."""
+    """Return the events that have a duration."""
     return [event for event in traced["traceEvents"] if event["ph"] == "X"]
 
 

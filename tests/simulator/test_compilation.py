@@ -1,4 +1,4 @@
-"""Files of compiled loops are checked before they are used, made anew where they are damaged, and never needed."""
+"""Files of compiled loops are checked before use and remade if damaged; Morph never needs them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def again(folder: Path) -> Any:
-    """The module as another process loads it."""
+    """Load the module as another process does."""
     compilation._checked.cache_clear()
     compilation._digest_of_sources.cache_clear()
     spec = importlib.util.spec_from_file_location("loops_of_a_test", folder / "loops_of_a_test.py")
@@ -47,7 +47,7 @@ def again(folder: Path) -> Any:
 
 
 def answers(folder: Path) -> bool:
-    """Call the loop; whether numba had to compile it."""
+    """Call the loop; return whether numba had to compile it."""
     module = again(folder)
     assert module.twice(20) == 42
     return not getattr(module.twice.__wrapped__, "stats", module.more.stats).cache_hits
@@ -86,7 +86,7 @@ def test_files_without_their_digests_are_not_used(seal: str | None, folder: Path
     assert [answers(folder), answers(folder)] == [True, False]
 
 
-def test_a_loop_of_which_another_source_was_changed_is_compiled_anew(folder: Path) -> None:
+def test_a_loop_is_compiled_anew_when_another_source_of_it_changed(folder: Path) -> None:
     (folder / "other.py").write_text("MORE = 1\n")
     assert [answers(folder), answers(folder)] == [True, False]
     (folder / "other.py").write_text("MORE = 2\n")
@@ -104,7 +104,7 @@ def test_a_disk_that_takes_no_files_costs_only_time(folder: Path) -> None:
     assert [answers(folder), answers(folder)] == [True, False]
 
 
-def test_what_cannot_be_removed_is_not_used(folder: Path) -> None:
+def test_files_that_cannot_be_removed_are_not_used(folder: Path) -> None:
     assert answers(folder)
     (path,) = folder.rglob("*twice*.nbi")
     path.unlink()

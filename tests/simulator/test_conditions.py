@@ -23,7 +23,7 @@ def crowded(**changes: object) -> Profile:
 
 
 def worker_s(simulation: Simulation) -> float:
-    """Seconds of tasks of all workers in a mini-batch."""
+    """Return the seconds of all workers' tasks in a mini-batch."""
     parts = simulation.expected.parts_s
     return (parts["forward"] + parts["recompute"] + parts["backward"]) * simulation.plan.num_workers
 
@@ -132,7 +132,7 @@ def test_a_slow_worker_that_the_shape_lacks_is_refused(where: int | tuple[int, i
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_factor_that_is_none_is_refused(factor: float) -> None:
+def test_an_invalid_factor_is_refused(factor: float) -> None:
     with pytest.raises(PlanError, match="is not a factor"):
         simulate(synthetic_profile(micro_batch_size=2), num_stages=2, slow={0: factor})
 
@@ -149,7 +149,7 @@ def test_without_overlap_both_ends_of_a_message_are_busy_for_all_of_it() -> None
         return answer.expected.mini_batch_s
 
     message_s, task_s = 0.02 + 65_536 / 1e9, 0.002 + 0.0005
-    assert seconds(3, 41) - seconds(3, 40) == pytest.approx(3 * task_s + 4 * message_s)  # the middle one has four
+    assert seconds(3, 41) - seconds(3, 40) == pytest.approx(3 * task_s + 4 * message_s)  # the middle worker has four
     assert seconds(2, 1) - seconds(2, 1, "full") == pytest.approx(2 * message_s)
     assert seconds(1, 8) == seconds(1, 8, "full")
 
@@ -162,7 +162,7 @@ def test_a_late_all_reduce_waits_for_the_last_backward_of_all() -> None:
     early, late = (
         simulate(profile, num_stages=4, num_replicas=2, all_reduce=start) for start in ("overlapped", "late")
     )
-    section_s = early.costs.sections.backward_sum_ns[1] / 1e9  # of two in each stage
+    section_s = early.costs.sections.backward_sum_ns[1] / 1e9  # of two workers in each stage
     for got in (early, late):
         frame = got.timeline
         last = frame[frame["task"] == "backward"].groupby(["stage", "replica"])["end_s"].max().groupby("stage").max()
@@ -239,7 +239,7 @@ def test_jitter_without_quantiles_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_under_jitter_has_the_least_mean_of_the_shapes_in_the_running() -> None:
+def test_a_plan_under_jitter_has_the_least_mean_of_the_candidates() -> None:
     profile = synthetic_profile(batch_size=48, micro_batch_size=2, jitter=0.9, latency_s=0.002)
     choice = plan(profile, num_gpus=6, jitter_seed=2, num_draws=3, schedule="varuna", recompute=True)
     means = [

@@ -9,7 +9,7 @@ from tests.seeds import each_seed
 
 
 def assert_alike(played: Played, other: Played) -> None:
-    """Every task, redundant ones too, was run in the same order and at the same nanosecond."""
+    """Check that every task, even a redundant one, ran in the same order and at the same nanosecond."""
     assert played.orders == other.orders
     for name in ("start_ns", "redundant_ns"):
         starts, others = (
@@ -122,8 +122,8 @@ def test_gpipe_runs_every_forward_first_and_recomputes_everywhere() -> None:
     assert played.orders == (("FFFFRBRBRBRB",) * 3,)
 
 
-def test_the_pipeline_of_figure_4_takes_28_units_where_gpipe_takes_28_and_its_last_recompute() -> None:
-    """The figure's own order takes 27: docs/decisions/0005-forward-before-early-recompute.md."""
+def test_figure_4_takes_28_units_one_recompute_fewer_than_gpipe() -> None:
+    """The figure's own order takes 27 units: docs/decisions/0005-forward-before-early-recompute.md."""
     gpipe = replace(_even_times(4), recompute=np.ones(4, np.bool_), window=np.full(4, 5))
     assert run_pipeline(_even_times(4, slope=2), (5,)).makespan_ns == 2800
     assert run_pipeline(gpipe, (5,), schedule="gpipe").makespan_ns == 2800 + 100

@@ -1,4 +1,4 @@
-"""Expectations of one mini-batch under any conditions are never below the bound, and the sum of their parts."""
+"""The expected time of a mini-batch, under any conditions, is at least its bound and the sum of its parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OTHERS: tuple[dict[str, Any], ...] = ({"compute_slots": 2}, {"overlap": "none"}
 
 @st.composite
 def _cases(draw: st.DrawFn) -> Simulation:
-    """One random shape of a random job, with workers slower and faster than measured, and times that vary."""
+    """Yield one random shape of a random job, with workers slower and faster than measured, and times that vary."""
     times_s = st.floats(1e-6, 0.02)
     jitter = draw(st.sampled_from((0.0, 0.3, 0.95)))
     profile = synthetic_profile(

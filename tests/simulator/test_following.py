@@ -1,4 +1,4 @@
-"""Following a plan's orders: event for event as the reference engine, by its rules and by the executor's own."""
+"""Simulations of a plan's orders equal the reference engine in every event, by its rules and by the executor's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def random_stages(rng: np.random.Generator, num_stages: int, schedule: Schedule,
 
 
 def jittered(values: np.ndarray, rng: np.random.Generator, most: int, least: int) -> np.ndarray:
-    """One time for each micro-batch."""
+    """Return one time for each micro-batch."""
     extra = rng.exponential(0.7 * max(1.0, float(values.mean())), (*values.shape[:2], most))
     return np.maximum(least, values + np.rint(extra * rng.integers(0, 2, extra.shape))).astype(np.int64)
 
@@ -75,7 +75,7 @@ def orders_of(times: StageTimes, counts: Sequence[int], schedule: Schedule) -> l
 def executors_rules(
     orders: Sequence[Sequence[str]], times: StageTimes, schedule: Schedule
 ) -> Callable[[int, int], reference.Decide]:
-    """For the reference engine, in place of its own rules."""
+    """Return the executor's rules for the reference engine, in place of its own."""
 
     def make(stage: int, replica: int) -> reference.Decide:
         window = int(times.window[stage])
@@ -93,7 +93,7 @@ def executors_rules(
 
 @pytest.mark.slow
 @each_seed(100, in_long=400)
-def test_every_task_starts_when_the_reference_engine_starts_it_by_its_rules_and_by_the_executors(seed: int) -> None:
+def test_tasks_start_as_in_the_reference_engine_under_either_rules(seed: int) -> None:
     rng = np.random.default_rng(seed)
     schedule = SCHEDULES[seed % len(SCHEDULES)]
     counts = tuple(int(count) for count in rng.integers(1, 10, int(rng.integers(1, 4))))
@@ -108,7 +108,7 @@ def test_every_task_starts_when_the_reference_engine_starts_it_by_its_rules_and_
 
 
 @each_seed(50, in_long=200)
-def test_an_order_followed_on_devices_and_links_of_its_own_ends_when_it_was_planned_to(seed: int) -> None:
+def test_an_order_on_its_own_devices_and_links_ends_as_planned(seed: int) -> None:
     rng = np.random.default_rng(5000 + seed)
     schedule = SCHEDULES[seed % len(SCHEDULES)]
     counts = (int(rng.integers(1, 30)),)
@@ -118,7 +118,7 @@ def test_an_order_followed_on_devices_and_links_of_its_own_ends_when_it_was_plan
         lane_times(times, 1), planned.orders, times.window, strict=schedule != "varuna", keep_times=True
     )
     assert followed.orders == planned.orders
-    # The rules delay a recompute until the gradient's arrival is known; executing an order need not.
+    # The rules delay a recompute until the gradient's arrival is known; the execution of an order need not.
     assert (followed.last_backward_ns <= planned.last_backward_ns).all()
     in_time = times.recompute_ns[:-1] <= times.backward_ns[1:] + times.gradient_ns[:-1]
     if schedule != "varuna" or (in_time | ~times.recompute[:-1]).all():
@@ -126,7 +126,7 @@ def test_an_order_followed_on_devices_and_links_of_its_own_ends_when_it_was_plan
 
 
 @each_seed(75, in_long=300)
-def test_skipping_periods_of_those_who_follow_orders_changes_no_end(seed: int) -> None:
+def test_skipping_periods_under_fixed_orders_changes_no_end(seed: int) -> None:
     rng = np.random.default_rng(9000 + seed)
     schedule = SCHEDULES[seed % len(SCHEDULES)]
     most = int(rng.choice([20, 60, 200]))
@@ -142,7 +142,7 @@ def test_skipping_periods_of_those_who_follow_orders_changes_no_end(seed: int) -
 
 
 def two_senders(share: bool, nodes: list[list[int]]) -> ShapeTimes:
-    """Two replicas of two stages; an activation takes 100 ns on the wire and 10 behind it."""
+    """Return two replicas of two stages; an activation takes 100 ns on the wire and 10 ns behind it."""
     lanes = lane_times(
         StageTimes(
             forward_ns=np.array([10, 10]),
@@ -173,7 +173,7 @@ def test_two_messages_that_enter_one_node_at_once_take_twice_the_wire_time() -> 
     assert second_stage_starts(two_senders(True, [[0, 1], [2, 2]])) == [220, 220]
 
 
-def test_messages_of_other_nodes_within_a_node_or_without_sharing_are_not_held_up() -> None:
+def test_messages_that_share_no_link_are_not_delayed() -> None:
     assert second_stage_starts(two_senders(True, [[0, 1], [2, 3]])) == [120, 120]
     assert second_stage_starts(two_senders(True, [[0, 0], [0, 0]])) == [120, 120]
     assert second_stage_starts(two_senders(False, [[0, 0], [1, 2]])) == [120, 120]

@@ -1,4 +1,4 @@
-"""Stages that run their sections again in groups: what they hold and take, and where the planner has them do so."""
+"""Stages that recompute their sections in groups: their memory and times, and when the planner uses them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.simulator.test_memory import M, profile_of
 
 NOTHING_MORE = MemoryRules(keeps_sums=False, copies_sums=False, changes=False, saves=False)
 STEEP = 8_000_000
-"""Activations of a sample in a section: most of a stage's memory."""
+"""Bytes of a sample's activations in a section, which are most of a stage's memory."""
 
 
 def random_profile(seed: int, num_sections: int | None = None, **changes: Any) -> Profile:
@@ -55,7 +55,7 @@ def random_profile(seed: int, num_sections: int | None = None, **changes: Any) -
 
 
 def in_groups(found: Plan, sizes: tuple[int | None, ...]) -> Plan:
-    """The plan with groups of so many sections; None: a stage as it is."""
+    """Return the plan with groups of this many sections; None: stages without groups."""
     stages = [
         stage if size is None else stage.model_copy(update={"recompute": True, "live_sections": size})
         for stage, size in zip(found.stages, sizes, strict=True)
@@ -98,7 +98,7 @@ def test_the_recompute_runs_the_last_group_again_and_the_backward_the_others() -
     assert (grouped.times.backward_ns - whole.times.backward_ns).tolist() == [6_000_000, 0]
     assert (grouped.times.forward_ns == whole.times.forward_ns).all()
     more = grouped.to_come_ns - whole.to_come_ns
-    assert more.tolist() == [0, 1_000_000, 1_000_000, 6_000_000, 6_000_000, 0]  # forwards of groups before
+    assert more.tolist() == [0, 1_000_000, 1_000_000, 6_000_000, 6_000_000, 0]  # forwards of earlier groups
 
 
 @each_seed(40)
@@ -136,7 +136,7 @@ def test_every_task_starts_when_the_reference_engine_starts_it(seed: int) -> Non
 
 
 @each_seed(40)
-def test_no_plan_in_groups_is_faster_than_its_bound_and_its_parts_add_up(seed: int) -> None:
+def test_plans_in_groups_respect_bounds_and_their_parts_add_up(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_profile(seed, num_sections=6, jitter=0.3 if seed % 4 == 0 else 0.0)
     found = simulate(profile, boundaries=(0, 3), num_replicas=1 + seed % 3, micro_batch_size=1).plan

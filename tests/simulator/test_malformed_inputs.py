@@ -1,4 +1,4 @@
-"""Random profiles and options, most of them impossible: answered, or refused in one line that names the place."""
+"""Random profiles and options, most of them impossible: an answer, or a refusal in one line that names the place."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ Changes = list[tuple[tuple[Any, ...], Any]]
 
 
 def _changed(changes: Changes) -> str:
-    """The profile with other values at some places."""
+    """Return the profile with other values at some places."""
     content = json.loads(WHOLE)
     for path, value in changes:
         parent = content
@@ -87,14 +87,14 @@ def _changed(changes: Changes) -> str:
             for key in path[:-1]:
                 parent = parent[key]
             parent[path[-1]] = value
-        except (KeyError, IndexError, TypeError):  # an earlier change took the place away
+        except (KeyError, IndexError, TypeError):  # an earlier change removed the place
             continue
     return json.dumps(content)
 
 
 @st.composite
 def _commands(draw: st.DrawFn) -> list[str]:
-    """A command with fair options and odd ones, without its profile."""
+    """Return a command with valid and odd options, without its profile."""
     command = draw(st.sampled_from(sorted(FAIR)))
     fair = draw(st.lists(st.sampled_from(FAIR[command]), max_size=3)) if FAIR[command] else []
     odd = draw(st.lists(st.tuples(st.sampled_from(OPTIONS[command]), st.sampled_from(NUMBERS)), max_size=2))
@@ -106,7 +106,7 @@ def _commands(draw: st.DrawFn) -> list[str]:
 
 
 def _refused(path: Path, *arguments: str) -> str:
-    """Run a command; return the one line with which it refuses, or "" where it answers."""
+    """Run a command; return the one line with which it refuses, or "" if it answers."""
     result = CliRunner().invoke(app, [*arguments, str(path)], prog_name="morph")
     if result.exit_code == 0:
         return ""
@@ -195,7 +195,7 @@ MALFORMED: list[tuple[Changes, tuple[str, ...], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "arguments", "says"), MALFORMED)
-def test_what_is_out_of_range_is_named_with_its_range(
+def test_values_out_of_range_are_named_with_their_range(
     changes: Changes, arguments: tuple[str, ...], says: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "odd.json"

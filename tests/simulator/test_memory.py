@@ -1,4 +1,4 @@
-"""A stage's memory, compared with sums written out one by one; and plans limited by both memories."""
+"""A stage's memory, compared with written-out sums; and plans limited by both memories."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PEAKS = (3_000_000, 900_000, 7_000_000, 1_200_000, 2_500_000)
 
 
 def profile_of(tied: bool = True, **environment: Any) -> Profile:
-    """Five unequal sections; the first and the last share a unit."""
+    """Return a profile of five unequal sections, of which the first and the last share a unit."""
     profile = synthetic_profile(
         num_sections=5, parameter_bytes=[4_000_000, 8_000, 12_000_000, 400_000, 2_000_000], batch_size=8, tied=tied
     )
@@ -44,7 +44,7 @@ def profile_of(tied: bool = True, **environment: Any) -> Profile:
 
 
 def needed(profile: Profile, stage: range, window: int, *, recompute: bool, single: bool) -> int:
-    """Bytes on one device, section by section."""
+    """Return the bytes on one device, added section by section."""
     sections = [profile.sections[index] for index in stage]
     last = profile.num_sections - 1
     shared = 0 in stage and last in stage
@@ -180,7 +180,7 @@ def test_device_and_host_are_two_memories_where_the_device_has_its_own() -> None
     assert apart.expected.host_memory_bytes == fullest
     roomy = profile_of(host_memory_bytes=fullest)
     assert plan(roomy, num_gpus=2, micro_batch_size=M, pipeline_depth=2, memory_bytes=10**12).best.num_workers == 2
-    short = simulate(profile_of(host_memory_bytes=2_000_000), **shape)  # requested no plan that fits
+    short = simulate(profile_of(host_memory_bytes=2_000_000), **shape)  # ``simulate`` allows shapes that do not fit
     assert short.expected.peak_memory_bytes == apart.expected.peak_memory_bytes
     with pytest.raises(PlanError, match=r"host_memory_bytes: .*checkpoint copies"):
         plan(profile_of(host_memory_bytes=2_000_000), num_gpus=2, micro_batch_size=M, memory_bytes=10**12)
@@ -223,7 +223,7 @@ def test_buffers_of_nccl_are_counted_for_each_ring_of_a_worker() -> None:
     assert "NCCL" in simulate(own, **shape, num_replicas=2, rings="nccl").costs.memory_parts(0)[1]
 
 
-def test_sums_that_are_received_in_rings_of_nccl_are_counted_up_to_two_pieces() -> None:
+def test_received_sums_of_nccl_rings_count_as_at_most_two_pieces() -> None:
     profile = profile_of(host_memory_bytes=2**40)
 
     def received(num_replicas: int, gradient_bytes: int) -> int:
@@ -239,7 +239,7 @@ def test_sums_that_are_received_in_rings_of_nccl_are_counted_up_to_two_pieces() 
     assert received(1, 2**30) == 0
 
 
-def test_an_optimizer_in_host_memory_is_no_burden_for_the_device() -> None:
+def test_an_optimizer_in_host_memory_takes_no_device_memory() -> None:
     shape: dict[str, Any] = {"num_stages": 2, "micro_batch_size": M}
     profile = profile_of(host_memory_bytes=2**40)
     moved = profile.model_copy(update={"optimizer_in_host_memory": True})

@@ -1,4 +1,4 @@
-"""A plan that is said to fit, fits: what stages are estimated to hold, against the tensors that real workers make.
+"""Plans that should fit do fit: estimates of stages' memory, compared with the tensors that real workers make.
 
 Workers run whole steps, and changes of shape, in threads of one process; every storage that they make is counted for as
 long as it lives. ``python -m benchmarks stage_memory`` prints the same for every shape of three jobs.
@@ -31,12 +31,12 @@ def test_steps_take_what_the_planner_says(job: MeasuredJob, shape: str, recomput
     found = job.steps(depth, replicas, recompute=recompute, directory=tmp_path)
     for estimate, reached, peak in zip(found.estimates, found.reached, found.peaks, strict=True):
         assert estimate >= (1 - TOLERATED) * peak, found
-        # two units' shares are counted on their way, and a fast ring is through with one before the next comes
+        # two units' shares are counted as under way, and a fast ring completes one before the next comes
         assert reached <= (1 + TOLERATED + 0.1 * (replicas > 1)) * peak, found
 
 
 def further(*values: str | int) -> Any:
-    """A case that only ``make test-long`` runs, in addition to those that cover each value."""
+    """Mark a case that only ``make test-long`` runs, in addition to those that include each value."""
     return pytest.param(*values, marks=pytest.mark.long)
 
 

@@ -16,7 +16,7 @@ SHAPES = [(1, 1), (1, 3), (2, 2), (3, 2), (4, 1), (8, 3)]
 @pytest.mark.parametrize(("num_stages", "num_replicas"), SHAPES)
 @pytest.mark.parametrize("schedule", ["varuna", "gpipe", "1f1b"])
 @pytest.mark.parametrize("slots", [None, 2])
-def test_parts_and_ladder_add_up_to_the_mini_batch_which_is_never_below_its_bound(
+def test_parts_and_ladder_add_up_to_the_mini_batch_above_its_bound(
     num_stages: int, num_replicas: int, schedule: Schedule, slots: int | None
 ) -> None:
     profile = synthetic_profile(tied=True, batch_size=40, micro_batch_size=2, latency_s=0.002)
@@ -29,7 +29,7 @@ def test_parts_and_ladder_add_up_to_the_mini_batch_which_is_never_below_its_boun
     assert got.explanation.endswith(".")
 
 
-def test_what_is_kept_of_one_shape_changes_no_answer_for_another() -> None:
+def test_cached_results_of_one_shape_change_no_answer_for_another() -> None:
     asked: list[dict[str, Any]] = [
         {"num_stages": 3, "num_replicas": 3},
         {"num_stages": 2},
@@ -62,7 +62,7 @@ _CONDITIONS: list[dict[str, Any]] = [
 
 @pytest.mark.slow
 @each_seed(40, in_long=240)
-def test_a_shape_that_the_reference_engine_plays_comes_to_the_same_in_every_part(seed: int) -> None:
+def test_every_part_of_a_shape_equals_the_reference_engine(seed: int) -> None:
     rng = np.random.default_rng(seed)
     conditions: list[dict[str, Any]] = [
         *_CONDITIONS,
@@ -101,7 +101,7 @@ def test_a_shape_that_the_reference_engine_plays_comes_to_the_same_in_every_part
     assert again.plan == simulate_plan(profile, compiled.plan, compute_slots=1).plan
 
 
-def test_an_unknown_engine_and_a_shape_too_large_for_the_reference_engine_are_refused() -> None:
+def test_an_unknown_engine_and_too_large_shapes_are_refused() -> None:
     with pytest.raises(PlanError, match=r"is unknown .*compiled, reference"):
         simulate(synthetic_profile(), num_stages=2, engine="fast")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"engine: would play 300000 tasks.*at most 262144"):
@@ -177,7 +177,7 @@ def test_memory_counts_the_window_of_stored_inputs() -> None:
     assert [stage.window for stage in wide.plan.stages] == [13, 9, 5, 1]
     more = wide.costs.memory_bytes - narrow.costs.memory_bytes
     stored = [(b - a) * 2 * 65_536 for a, b in [(3, 9), (2, 5), (1, 1)]]
-    assert more.tolist() == [0, *stored]  # nothing comes before the first stage: it reads its batch again
+    assert more.tolist() == [0, *stored]  # no stage comes before the first one, which reads its batch again
 
 
 def test_the_timeline_holds_each_task_once_and_ends_with_the_mini_batch() -> None:
@@ -252,7 +252,7 @@ def test_messages_between_workers_that_share_one_core_take_it() -> None:
 
 @pytest.mark.parametrize(("num_stages", "num_replicas", "slots"), [(2, 2, 2), (2, 2, 3), (3, 1, 2), (2, 3, 1)])
 def test_reductions_take_the_cores_that_workers_share(num_stages: int, num_replicas: int, slots: int) -> None:
-    """``tied``: the first and the last stage reduce what they share over a ring of both, also with one replica."""
+    """``tied``: the first and the last stage reduce a shared unit over a ring of both, even with one replica."""
     little, much = (
         simulate(
             synthetic_profile(parameter_bytes=size, tied=True),
@@ -278,10 +278,10 @@ def test_with_a_core_for_each_worker_reductions_are_beside_the_backward() -> Non
     assert enough.expected.mini_batch_s == own.expected.mini_batch_s < few.expected.mini_batch_s
 
 
-# ---- what it says ----
+# ---- advice and descriptions ----
 
 
-def test_with_one_replica_nothing_is_said_of_replicas_that_reduce() -> None:
+def test_the_explanation_for_one_replica_names_shared_weights_not_replicas() -> None:
     profile = synthetic_profile(tied=True, batch_size=40, micro_batch_size=2, parameter_bytes=400_000_000)
     alone, two = (simulate(profile, num_stages=4, num_replicas=count) for count in (1, 2))
     assert max(alone.breakdown_s, key=lambda step: alone.breakdown_s[step]) == "all_reduce"
@@ -293,7 +293,7 @@ def test_with_one_replica_nothing_is_said_of_replicas_that_reduce() -> None:
 @pytest.mark.parametrize(("num_stages", "num_replicas"), [*SHAPES, (8, 1), (1, 8), (5, 2), (2, 4)])
 @pytest.mark.parametrize("parameter_bytes", [1_000, 400_000_000])
 @pytest.mark.parametrize("latency_s", [0.0, 0.02])
-def test_following_the_advice_helps_by_what_it_says_and_without_advice_no_shape_does(
+def test_advice_helps_by_its_amount_and_without_it_no_shape_helps(
     num_stages: int, num_replicas: int, parameter_bytes: int, latency_s: float
 ) -> None:
     profile = synthetic_profile(
@@ -316,7 +316,7 @@ def test_following_the_advice_helps_by_what_it_says_and_without_advice_no_shape_
         assert min(others_s) > 0.98 * here.expected.mini_batch_s
 
 
-def test_what_belongs_to_one_shape_is_not_compared_with_others() -> None:
+def test_findings_about_one_shape_are_not_compared_with_others() -> None:
     profile = synthetic_profile(batch_size=40, micro_batch_size=2)
     for more in ({"slow": {0: 2.0}}, {"redundant_computation": "eflb"}):
         request = PlanRequest(**more)

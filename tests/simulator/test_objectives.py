@@ -60,15 +60,15 @@ def test_whole_nodes_are_paid_for_at_the_price_of_their_size() -> None:
 
 
 def _simulated(given: Revocations, num_nodes: int, planned: int, batch: int, rates: list[float]) -> float:
-    """Examples per second of a run whose nodes are revoked and replaced one event at a time.
+    """Return the examples per second of a run whose nodes are revoked and replaced one event at a time.
 
-    ``rates[n]``: of the best shape for n living nodes; it uses the fewest with which it is as fast. A revocation of a
-    node in use ends the mini-batch and begins a pause, anew if there is one; a node that a faster shape can use is
-    taken in after the mini-batch under way, with a pause.
+    ``rates[n]``: of the best shape for n living nodes, which uses the fewest nodes with which it is as fast. A
+    revocation of a node in use ends the mini-batch and begins a pause, or begins a current pause anew. A node that a
+    faster shape can use is taken in after the current mini-batch, with a pause.
     """
     rng = np.random.default_rng(5)
     per_s, alive, now_s, done = given.per_hour / 3600, num_nodes, 0.0, 0
-    in_use, step_end = 0, 0.0  # nodes of the shape that trains, or pauses until step_end - its mini-batch
+    in_use, step_end = 0, 0.0  # nodes of the shape in use; before step_end - its mini-batch it pauses
     fewest = [planned if n >= planned else rates.index(rates[n]) for n in range(num_nodes + 1)]
     mini_batch_s = [batch / rates[size] if rates[size] else float("inf") for size in range(num_nodes + 1)]
 
@@ -78,11 +78,11 @@ def _simulated(given: Revocations, num_nodes: int, planned: int, batch: int, rat
         step_end = at_s + mini_batch_s[in_use]
 
     begin(0.0)
-    few_live = per_s * given.replacement_s > 1  # then more luck is in it
+    few_live = per_s * given.replacement_s > 1  # such runs vary more, and need more steps
     for _ in range(24_000 if few_live else 4_000):
         losing, gaining = alive * per_s / given.together, (num_nodes - alive) / given.replacement_s
         event_s = now_s + float(rng.exponential(1 / (losing + gaining)))
-        while step_end <= event_s:  # mini-batches end; a shape that has become better is taken between two of them
+        while step_end <= event_s:  # mini-batches end; a change to a better shape happens between two of them
             done += 1
             better = fewest[alive] != in_use
             begin(step_end + (given.pause_s if better else 0.0))
@@ -125,7 +125,7 @@ def test_expected_progress_is_what_a_run_with_random_revocations_makes(
 
 @cache
 def _with_table() -> tuple[Profile, dict[int, Plan]]:
-    """A profile, and its plans for up to 64 GPUs."""
+    """Return a profile, and its plans for up to 64 GPUs."""
     profile = _profile(batch_size=256)
     return profile, plan_table(profile, 64)
 
@@ -181,7 +181,7 @@ def test_revocations_make_shapes_with_spares_and_short_mini_batches_worth_it() -
 def test_progress_bounds_and_plans_few_of_the_shapes(
     name: str, most_bounded: int, most_planned: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bounded, planned = [], []  # 1068 and 14, 726 and 409 by bounds without all-reduces, and in memory without limit
+    bounded, planned = [], []  # 1068 and 14, 726 and 409 with bounds without all-reduces, and with unlimited memory
     least_ns, best_move = Trial.least_ns, Trial._best_move
     monkeypatch.setattr(Trial, "least_ns", lambda trial: bounded.append(trial) or least_ns(trial))
     monkeypatch.setattr(Trial, "_best_move", lambda trial, *given: planned.append(trial) or best_move(trial, *given))

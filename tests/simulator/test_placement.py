@@ -11,13 +11,13 @@ from simulator.inputs.placement import node_sizes, place
 
 @cache
 def fewest_pieces(num_stages: int, num_replicas: int, free: tuple[int, ...]) -> int:
-    """By trying everything: of sorted free GPUs per node."""
+    """Return the fewest pieces, found by trying everything, for a sorted number of free GPUs per node."""
     if num_replicas == 0:
         return 0
 
     @cache
     def ways(left: int, rooms: tuple[int, ...]) -> frozenset[tuple[int, tuple[int, ...]]]:
-        """(pieces, free GPUs after) of each way to place so many stages."""
+        """Return (pieces, free GPUs afterwards) of each way to place this many stages."""
         if left == 0:
             return frozenset([(0, rooms)])
         found = set()
@@ -69,12 +69,12 @@ def test_the_same_stages_of_all_replicas_share_nodes() -> None:
 def test_all_reduces_that_leave_a_node_are_counted() -> None:
     assert place(4, 2, (4, 4)).rings_at_once == 4
     assert place(4, 2, (2, 2, 2, 2)).rings_at_once == 2
-    assert place(2, 2, (4,)).rings_at_once == 1  # both replicas on one node: no ring leaves it
+    assert place(2, 2, (4,)).rings_at_once == 1  # both replicas are on one node, which no ring leaves
     assert place(4, 1, (4,)).rings_at_once == 1
     assert place(3, 3, (1,) * 9).rings_at_once == 1
 
 
-def test_node_sizes_are_told_from_a_number_or_a_list() -> None:
+def test_node_sizes_are_read_from_a_number_or_a_list() -> None:
     assert node_sizes(10, 4) == (4, 4, 2)
     assert node_sizes(3, (1, 4)) == (1, 4)
     for num_gpus, given, field in [(4, 0, "num_gpus_per_node"), (6, (1, 4), "num_gpus"), (2, (), "num_gpus_per_node")]:

@@ -73,9 +73,7 @@ def test_simulate_prints_one_shape_and_draws_its_timeline(profile: Path, tmp_pat
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_simulate_prints_the_same_with_the_reference_engine_and_refuses_what_is_too_large_for_it(
-    profile: Path, tmp_path: Path
-) -> None:
+def test_simulate_prints_the_same_with_the_reference_engine_within_its_limits(profile: Path, tmp_path: Path) -> None:
     arguments = ("simulate", profile, "-P", 3, "-D", 2, "--gpus-per-node", 2, "--json")
     assert _run(*arguments, "--engine", "reference") == _run(*arguments)
     large = tmp_path / "large.json"
@@ -161,7 +159,7 @@ def test_numbers_of_a_range_that_are_too_few_are_named(profile: Path) -> None:
     assert re.search("1 to [123] GPUs are too few", output)
 
 
-def test_nodes_are_told_apart_and_leftovers_named(profile: Path, tmp_path: Path) -> None:
+def test_nodes_are_distinguished_and_leftovers_named(profile: Path, tmp_path: Path) -> None:
     output = _run("plan", profile, "--nodes", "3x1,2x4", "-o", tmp_path / "plan.json")
     best = load_plan(tmp_path / "plan.json")
     assert best.node_sizes == (1, 1, 1, 4, 4)
@@ -296,7 +294,7 @@ def test_options_that_cannot_be_or_contradict_each_other_are_one_clear_error(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["profile.json"]
 
 
-def test_too_few_gpus_for_the_memory_are_told_the_least_number_that_would_do(profile: Path) -> None:
+def test_the_refusal_of_too_few_gpus_names_the_least_number(profile: Path) -> None:
     enough = simulate(synthetic_profile(tied=True), num_stages=4, window_slope=1, micro_batch_size=1)
     gib = enough.expected.peak_memory_bytes / 2**30
     with pytest.raises(PlanError, match=r"--memory-gib: the job does not fit .* at least 4 GPUs"):

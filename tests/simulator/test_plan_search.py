@@ -1,4 +1,4 @@
-"""No plan has a better one beside it: another slope, schedule, m, cut, depth, or number of replicas or GPUs."""
+"""No plan has a better neighbour: another slope, schedule, m, cut, depth, or number of replicas or GPUs."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def neighbours(profile: Profile, best: Plan, num_gpus: int) -> Iterator[dict[str
 
 
 @given(st.integers(0, 100_000))
-@example(627)  # a cut that is faster under wider windows alone
+@example(627)  # a cut that is faster only with wider windows
 @example(4995)
 @example(5814)  # followed a lot faster than planned
 @settings(max_examples=15, deadline=None)
@@ -96,7 +96,7 @@ def test_no_plan_is_more_than_1_percent_slower_than_any_neighbour(seed: int) -> 
     check_neighbours(random_profile(seed), 2 + seed % 5)
 
 
-# Two cuts that are faster moved together, and not one by one; slopes of windows between those that are always tried.
+# Two cuts that are faster only if moved together; slopes of windows between those that are always tried.
 @pytest.mark.parametrize("seed", [176, 1356, 1922])
 def test_no_plan_of_a_larger_job_is_either(seed: int) -> None:
     check_neighbours(*larger_job(seed))
@@ -171,7 +171,7 @@ def test_hardly_any_windows_beat_those_of_the_best_slope(seed: int) -> None:
 
 
 def test_gpipe_goes_in_rounds_where_memory_does_not_hold_all_micro_batches() -> None:
-    profile = load_profile(GPT2)  # V100 with 16 GiB
+    profile = load_profile(GPT2)  # a V100 with 16 GiB
     shape: dict[str, Any] = {"num_gpus": 100, "schedule": "gpipe", "micro_batch_size": 4, "recompute": True}
     best = plan(profile, **shape, num_runners_up=0).best
     assert best.expected.peak_memory_bytes <= (profile.environment.device_memory_bytes or 0)
@@ -190,7 +190,7 @@ def test_a_round_that_is_not_full_comes_last() -> None:
 
 
 def _orders(count: int) -> list[str]:
-    """Every order of a stage's forwards and backwards."""
+    """Return every order of a stage's forwards and backwards."""
     found = [("", 0, 0)]
     for _ in range(2 * count):
         found = [(text + "F", begun + 1, done) for text, begun, done in found if begun < count] + [
@@ -200,7 +200,7 @@ def _orders(count: int) -> list[str]:
 
 
 def _best_of_all_orders_ns(times: StageTimes, count: int) -> int:
-    """Each stage in each order of its tasks, whatever memory that takes."""
+    """Return the time of the best order of each stage's tasks, with unlimited memory."""
     orders, again = _orders(count), times.recompute.tolist()
     letters = np.zeros((2, len(orders), 3 * count), np.uint8)
     for place, order in enumerate(orders):
@@ -252,7 +252,8 @@ def test_a_wider_window_lets_1f1b_warm_up_with_more_forwards() -> None:
     assert [stage.window for stage in plain.stages] == [2, 1]
     assert eager.orders[6][0] == "FFFFFBFBBBBB"
     assert [stage.window for stage in eager.stages] == [5, 1]
-    assert eager.expected.peak_memory_bytes > plain.expected.peak_memory_bytes  # of more activations in flight
+    # the bytes of more activations in flight
+    assert eager.expected.peak_memory_bytes > plain.expected.peak_memory_bytes
 
 
 def test_the_bound_for_any_cut_is_that_of_the_best_cut() -> None:
@@ -292,7 +293,7 @@ def test_the_bound_of_a_moved_cut_is_that_of_its_widest_windows(seed: int, recom
     rng = np.random.default_rng(seed)
     depth, num_sections, counts = int(rng.integers(2, 5)), int(rng.integers(5, 8)), deal(12, int(rng.integers(1, 4)))
     profile = random_profile(seed, num_sections, 12, tied=seed % 3 > 0)
-    if seed % 3 == 2:  # by the second section and the fifth, which a boundary may cross
+    if seed % 3 == 2:  # bounded by the second and the fifth section, which a boundary may cross
         units = [
             unit.model_copy(update={"sections": (1, 4)}) if len(unit.sections) > 1 else unit for unit in profile.units
         ]

@@ -47,14 +47,14 @@ def test_the_best_plan_is_the_fastest_of_all_shapes_simulated(num_gpus: int) -> 
 
 
 def test_a_gpu_that_only_makes_the_reduction_longer_is_left_idle() -> None:
-    profile = _profile(batch_size=6, num_sections=1)  # 6 micro-batches take 3 replicas as long as 4 or 5
+    profile = _profile(batch_size=6, num_sections=1)  # for 6 micro-batches, 3 replicas take as long as 4 or 5
     choice = plan(profile, num_gpus=5, micro_batch_size=1)
     assert (choice.best.shape, choice.num_idle) == ("1x3", 2)
     assert choice.runners_up == ()
     assert plan_table(profile, 5, micro_batch_size=1)[5].shape == "1x3"
 
 
-def test_a_job_that_fits_on_one_gpu_is_planned_where_replicas_do_not_fit() -> None:
+def test_a_job_that_fits_on_one_gpu_only_without_replicas_is_planned() -> None:
     profile = _profile(num_sections=1, activation_bytes_per_sample=50_000_000, parameter_bytes=4_000_000)
     given: dict[str, object] = {"micro_batch_size": 1, "memory_bytes": 102_000_000}
     choice = plan(profile, num_gpus=2, **given)  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ def test_a_job_that_fits_on_one_gpu_is_planned_where_replicas_do_not_fit() -> No
 
 
 def _limited(seed: int, **changes: object) -> tuple[Profile, int]:
-    """A random job, and a memory of a device that just suffices for some shape of it."""
+    """Return a random job, and a device memory that just suffices for some shape of it."""
     rng = np.random.default_rng(seed)
     num_sections = int(rng.integers(1, 7))
     given: dict[str, object] = {
@@ -260,7 +260,7 @@ def test_a_batch_that_m_does_not_divide_is_refused_with_alternatives() -> None:
         plan(_profile(batch_size=9, micro_batch_sizes=(2, 4)), num_gpus=2)
 
 
-def test_too_few_gpus_for_the_memory_are_told_how_many_would_do() -> None:
+def test_a_refusal_of_too_few_gpus_says_how_many_suffice() -> None:
     given = {"micro_batch_size": 1, "schedule": "varuna", "recompute": True}
     limit = int(least_bytes(SectionCosts(_profile(), 1), "varuna", num_micro_batches=48)[3])
     with pytest.raises(PlanError, match="at least 3 GPUs"):
@@ -270,7 +270,7 @@ def test_too_few_gpus_for_the_memory_are_told_how_many_would_do() -> None:
 
 @given(st.integers(0, 10_000), st.sampled_from([0.1, 0.3, 0.7, 2.0]), st.sampled_from([0.1, 0.3, 0.7, 2.0]))
 @settings(max_examples=100 if IS_LONG else 12, deadline=None)
-def test_each_cure_that_a_refusal_names_does_and_a_byte_less_does_not(seed: int, device: float, host: float) -> None:
+def test_each_remedy_that_a_refusal_names_suffices_exactly(seed: int, device: float, host: float) -> None:
     profile, memory_bytes = _limited(seed)
     fixed: dict[str, Any] = [{}, {"pipeline_depth": 1}, {"num_replicas": 2}][seed % 3]
     environment = {"host_memory_bytes": 2**40}
@@ -337,7 +337,7 @@ def test_nodes_alone_say_how_many_gpus_there_are() -> None:
         assert caught.value.field == "num_gpus"
 
 
-def test_what_memory_forbids_is_said() -> None:
+def test_shapes_that_memory_forbids_are_reported() -> None:
     profile = _profile(parameter_bytes=1000, activation_bytes_per_sample=10_000_000, micro_batch_size=1)
     whole = simulate(profile, num_stages=1).expected.peak_memory_bytes
     roomy = plan(profile, num_gpus=6, memory_bytes=10 * whole)
@@ -385,7 +385,7 @@ def test_without_a_limit_the_devices_own_memory_is_the_limit() -> None:
         ({"max_gpus": 4, "memory_bytes": True}, "memory_bytes"),
     ],
 )
-def test_no_table_is_made_of_what_is_no_number(arguments: dict[str, object], field: str) -> None:
+def test_a_table_for_an_invalid_number_is_refused(arguments: dict[str, object], field: str) -> None:
     with pytest.raises(PlanError) as caught:
         plan_table(_profile(), **arguments)  # type: ignore[arg-type]
     assert caught.value.field == field

@@ -16,7 +16,7 @@ KINDS = ("Varuna", "Bamboo", "derived: ", "assumed: ", "not published", "docs/",
 
 
 def leaves(value: object, name: str = "") -> Iterator[str]:
-    """Dotted fields without list numbers and dictionary keys that are numbers."""
+    """Return dotted fields without list numbers and dictionary keys that are numbers."""
     if isinstance(value, dict) and value:
         for key, part in value.items():
             yield from leaves(part, name if re.fullmatch(r"\d+", str(key)) else f"{name}.{key}".lstrip("."))
@@ -88,7 +88,7 @@ def test_no_model_computes_faster_than_the_gpu_and_all_gain_with_m(model: str) -
 
 @pytest.mark.parametrize("model", SHIPPED)
 def test_the_simulator_gives_the_anchor_back(model: str) -> None:
-    """Not to the last digit: the anchor's arithmetic knows no exposed latency, optimizer step or commit."""
+    """The last digits differ, because the anchor's arithmetic has no exposed latency, optimizer step or commit."""
     anchor = ANCHORS[model]
     simulated = simulate(
         published_profile(model),

@@ -19,7 +19,7 @@ from tests.seeds import each_seed
 
 
 def random_job(rng: np.random.Generator, *, jitter: float = 0.0) -> Profile:
-    """Six sections, with units of the first and the last, and of the second and the third section."""
+    """Return a job of six sections, with shared units of the first and last, and of the second and third section."""
     profile = synthetic_profile(
         num_sections=6,
         forward_s=[float(value) / 1e6 for value in rng.integers(100, 9000, 6)],
@@ -40,7 +40,7 @@ def random_job(rng: np.random.Generator, *, jitter: float = 0.0) -> Profile:
 
 
 def random_simulation(rng: np.random.Generator, **more: Any) -> Simulation:
-    """Of workers that may share nodes, and may be slower by whole factors."""
+    """Return a simulation of workers that may share nodes, and may be slower by whole factors."""
     depth, replicas = int(rng.integers(1, 5)), int(rng.integers(1, 4))
     given: dict[str, Any] = [{}, {"num_gpus_per_node": 3}, {"slow": {(depth - 1, replicas - 1): 2.0}}][rng.integers(3)]
     cuts = sorted(rng.choice(np.arange(1, 6), depth - 1, replace=False).tolist())
@@ -91,8 +91,8 @@ def test_drawn_backwards_are_drawn_section_by_section(seed: int) -> None:
         assert to_come_ns[first:end] == pytest.approx(behind_ns, abs=1), stage
 
 
-def test_what_is_exposed_is_the_most_of_any_suffix() -> None:
-    """Backwards of 4 ms, 16 MB each at 1 GB/s both ways: every section behind the last adds 12 ms."""
+def test_the_exposed_reduction_is_the_longest_of_any_suffix() -> None:
+    """Backwards take 4 ms; 16 MB each travel at 1 GB/s both ways: each section behind the last adds 12 ms."""
     profile = synthetic_profile(
         num_sections=3, forward_s=0.002, overhead_s=0.0, batch_size=4, micro_batch_size=1, parameter_bytes=8_000_000
     )

@@ -1,4 +1,4 @@
-"""Redundant computation in the answers: what it adds to a step and to memory, and what it saves behind a loss."""
+"""Redundant computation in the answers: its cost in time and memory, and what it saves after a loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def by_mode(of: Profile, **more: object) -> dict[str, Simulation]:
     }
 
 
-def test_what_is_computed_more_often_takes_longer_and_pauses_less() -> None:
+def test_redundant_computation_takes_longer_and_pauses_less() -> None:
     found = by_mode(profile())
     steps_s = {mode: of.expected.mini_batch_s for mode, of in found.items()}
     assert steps_s["off"] == steps_s["lflb"] < steps_s["eflb"] < steps_s["efeb"]
@@ -42,7 +42,7 @@ def test_what_is_computed_more_often_takes_longer_and_pauses_less() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_parts_and_breakdown_still_add_up_to_the_mini_batch_and_no_bound_is_passed(mode: RedundantName) -> None:
+def test_parts_and_breakdown_add_up_to_the_mini_batch_above_its_bound(mode: RedundantName) -> None:
     found = by_mode(profile(forward_s=(0.002,) * 6 + (0.004,) * 2))[mode]
     expected = found.expected
     assert sum(expected.parts_s.values()) == pytest.approx(expected.mini_batch_s)
@@ -78,7 +78,7 @@ def test_the_next_stage_s_layers_and_the_activations_of_its_forwards_are_counted
     assert parts["lflb"]["redundant layers"].tolist() == [stage_bytes] * 4
     assert set(parts["lflb"]) == {"redundant layers"}
     each = 2 * 2 * 1_000_000  # samples times sections
-    samples = 2 * 65_536  # which the last stage reads from the data for the first one
+    samples = 2 * 65_536  # the last stage reads these from the data for the first one
     assert parts["eflb"]["redundant activations"].tolist() == [2 * each] * 3 + [2 * (each + samples)]
     # as many micro-batches as the next stage has in flight, and one more
     assert parts["efeb"]["redundant activations"].tolist() == [4 * each, 3 * each, 2 * each, 5 * (each + samples)]
@@ -111,7 +111,7 @@ def test_the_timeline_has_every_redundant_task() -> None:
     assert (frame.end_s > frame.start_s).all()
 
 
-def test_drawn_times_are_drawn_of_redundant_tasks_too_and_one_stage_has_nobody_to_compute_for() -> None:
+def test_redundant_tasks_have_drawn_times_and_a_single_stage_has_none() -> None:
     drawn = by_mode(profile(jitter=0.3), jitter_seed=1, num_draws=3)
     assert (
         drawn["efeb"].expected.mini_batch_s > drawn["eflb"].expected.mini_batch_s > drawn["off"].expected.mini_batch_s
@@ -123,7 +123,7 @@ def test_drawn_times_are_drawn_of_redundant_tasks_too_and_one_stage_has_nobody_t
         _ = alone["eflb"].mean_pause_s
 
 
-def test_what_is_unknown_or_shares_cores_or_is_to_be_searched_is_refused() -> None:
+def test_redundant_computation_is_refused_where_it_cannot_be_simulated() -> None:
     with pytest.raises(PlanError, match="one shape at a time"):
         plan(profile(), num_gpus=4, redundant_computation="eflb")
     with pytest.raises(PlanError, match="redundant_computation"):

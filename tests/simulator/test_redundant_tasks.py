@@ -1,4 +1,4 @@
-"""Redundant forwards and backwards: event for event as the reference engine, and without them nothing changes."""
+"""Redundant forwards and backwards equal the reference engine in every event; without them nothing changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.simulator.test_following import SCHEDULES, orders_of, random_lanes, r
 
 
 def with_redundant_tasks(lanes: ShapeTimes, rng: np.random.Generator, *, backwards: bool) -> ShapeTimes:
-    """Each worker runs what the next stage's worker does, or something else of that order."""
+    """Let each worker run the next stage's tasks, or other tasks of the same order."""
 
     def of_next(values: np.ndarray) -> np.ndarray:
         found: np.ndarray = np.roll(values, -1, axis=0) * int(rng.choice([1, 1, 3]))
@@ -60,7 +60,7 @@ def two_stages(window: int = 1) -> StageTimes:
     )
 
 
-def test_a_forward_that_fits_into_a_wait_costs_nothing_and_one_that_does_not_delays_the_rest_of_it() -> None:
+def test_a_forward_costs_only_what_exceeds_the_wait() -> None:
     times = two_stages()
     lanes = lane_times(times, 1)
     orders = orders_of(times, (4,), "varuna")
@@ -84,5 +84,5 @@ def test_a_redundant_backward_waits_for_the_gradient_that_its_stage_was_given() 
     )
     played = execute_orders(lanes, orders_of(times, (1,), "varuna"), times.window, keep_times=True)
     first, last = played.redundant_ns[0]
-    assert first.tolist() == [[[10, 40]], [[40, 100]]]  # of stage 1, beside it
+    assert first.tolist() == [[[10, 40]], [[40, 100]]]  # of stage 1, in parallel
     assert last.tolist() == [[[100, 110]], [[110, 130]]]  # of stage 0, behind stage 1's own tasks

@@ -51,7 +51,7 @@ def test_a_recording_that_ends_quietly_ends_with_its_last_observation(tmp_path: 
     assert part_of(imported(tmp_path, "0,add,a\n60000,remove,a\n"), 30, 50).duration_s == 20
 
 
-def test_what_repeats_an_older_count_after_a_newer_one_is_passed_over(tmp_path: Path) -> None:
+def test_a_repeated_older_count_after_a_newer_one_is_ignored(tmp_path: Path) -> None:
     lines = ["13:07:45, 2", "13:08:45, 2", "13:09:45, 2", "13:08:50, 1", "13:09:50, 1", "13:09:51, 2"]
     trace = imported(tmp_path, "".join(f"2021-12-10, {line}\n" for line in lines))
     assert [(time_s, event) for time_s, event, _ in told(trace)] == [
@@ -114,7 +114,7 @@ def test_a_part_begins_with_the_vms_that_are_there(tmp_path: Path) -> None:
         ("a.json", '{"metadata": {"gap_seconds": 3}, "data": [1, 2], "prices": [1]}', ["prices", "2, as data"]),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, name: str, text: str, parts: list[str]) -> None:
+def test_errors_are_named_with_their_line(tmp_path: Path, name: str, text: str, parts: list[str]) -> None:
     with pytest.raises(TraceError) as caught:
         imported(tmp_path, text, name)
     for part in parts:

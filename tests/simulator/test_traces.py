@@ -1,4 +1,4 @@
-"""Traces drawn from a model, models fitted to traces, figures of traces."""
+"""Traces drawn from a model, models fitted to traces, and statistics of traces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def removals(trace: Trace) -> Counter[float]:
 
 
 def trace_of(*events: tuple[float, str], zone: str = "z") -> Trace:
-    """ "+a" comes, "-a" is lost."""
+    """Return a trace: "+a" means that VM a comes, "-a" that it is lost."""
     return Trace(
         events=tuple(
             TraceEvent(time_s=time_s, event="add" if what[0] == "+" else "remove", node_id=what[1:], zone=zone)
@@ -64,7 +64,7 @@ def test_the_bulk_share_decides_how_many_vms_of_a_zone_go() -> None:
     alone = spot_model(8, losses_per_vm_h=2, bulk_share=0, replacement_s=20).draw(1, DAY_S)
     bulk = spot_model(8, losses_per_vm_h=2, bulk_share=1, replacement_s=20).draw(1, DAY_S)
     assert set(removals(alone).values()) == {1}
-    assert np.mean([size > 1 for size in removals(bulk).values()]) > 0.98  # a zone may have but one left
+    assert np.mean([size > 1 for size in removals(bulk).values()]) > 0.98  # a zone may have only one left
     zones: dict[float, set[str]] = {}
     for event in bulk.events:
         if event.event == "remove":
@@ -93,7 +93,7 @@ def test_zones_that_go_together_lose_vms_at_the_same_moments() -> None:
         assert several == pytest.approx(share, abs=0.2)
         assert (several > 0) == (together > 0)
         whole = statistics_of(trace)["all"]
-        assert whole.losses_per_vm_h == pytest.approx(0.5, rel=0.15)  # whether together or not
+        assert whole.losses_per_vm_h == pytest.approx(0.5, rel=0.15)  # whether or not zones go together
 
 
 def test_prices_wander_around_their_mean() -> None:

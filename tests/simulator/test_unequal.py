@@ -1,4 +1,4 @@
-"""Pipelines of several kinds side by side: what a mini-batch takes, and which of them are best."""
+"""Pipelines of several kinds side by side: the time of a mini-batch, and the best combinations."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def mix(
     conditions: Conditions = Conditions(),  # noqa: B008 (frozen)
     engine: EngineName = "compiled",
 ) -> Simulation:
-    """Of (first sections, micro-batches of each pipeline, type of node of each stage) for each kind."""
+    """Return a plan of kinds, each (first sections, micro-batches of each pipeline, node type of each stage)."""
     given = []
     for cuts, counts, types in kinds:
         sections = sections_of(profile, cuts, types)
@@ -72,7 +72,7 @@ def mix(
 
 
 def random_mix(rng: np.random.Generator, num_sections: int = 6) -> list[tuple[list[int], tuple[int, ...], list[str]]]:
-    """Two or three kinds of pipelines on two types, or with stages on either."""
+    """Return two or three kinds of pipelines on two types, or with stages on either."""
     found = []
     for _ in range(int(rng.integers(2, 4))):
         depth = int(rng.integers(1, num_sections))
@@ -92,7 +92,7 @@ def test_mixes_take_as_long_as_in_the_reference_engine(seed: int) -> None:
 
 
 @each_seed(10)
-def test_equal_pipelines_told_as_kinds_take_as_long(seed: int) -> None:
+def test_equal_pipelines_given_as_kinds_take_as_long(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_job(rng)
     ((cuts, _, _), *_), counts = random_mix(rng), deal(profile.job.batch_size, int(rng.integers(2, 4)))
@@ -159,7 +159,7 @@ def test_slow_workers_of_an_unequal_plan_are_those_of_its_stages() -> None:
 
 
 def random_pool(rng: np.random.Generator) -> tuple[Profile, dict[str, int]]:
-    """Draw a small job and a few GPUs of one or two types, small enough for a brute-force search."""
+    """Draw a small job and a few GPUs of one or two types, few enough for a brute-force search."""
     count = int(rng.integers(2, 6))
     profile = synthetic_profile(
         num_sections=count,
@@ -195,7 +195,7 @@ def splits_of(gpus: Sequence[int], num_sections: int) -> list[Split]:
 
 
 def fastest_of_all(pools: Pools, gpus: Sequence[int]) -> int:
-    """Of every multiset of pipelines, on one type or over two, with every share, and of equal pipelines on one type."""
+    """Return the best time over every multiset of pipelines, on one type or over two, with every share."""
     two_types = TwoTypes(pools.mixes(1, "varuna"), pools.of_size(1))
     joint, best = (
         two_types.joint,
@@ -288,7 +288,7 @@ def test_large_pools_of_three_types_are_answered_after_few_trials(
 @pytest.mark.slow
 @each_seed(2, in_long=100)
 def test_no_gpu_and_no_type_of_gpu_makes_a_plan_slower(seed: int) -> None:
-    """But for what unequal pipelines have to gain before they replace equal ones."""
+    """This ignores the gain that unequal pipelines must have before they replace equal ones."""
     rng = np.random.default_rng(seed)
     profile, counts = random_pool(rng)
     table = pool_plan_table(profile, counts)
@@ -313,7 +313,7 @@ def test_no_gpu_and_no_type_of_gpu_makes_a_plan_slower(seed: int) -> None:
 
 
 def pool_of(found: Plan) -> list[str]:
-    """The types of all workers."""
+    """Return the types of all workers."""
     return [
         found.stages[stage].node_type for replica in range(found.num_replicas) for stage in found.stages_of(replica)
     ]
@@ -399,7 +399,7 @@ def test_a_model_that_fits_on_neither_type_alone_is_trained_on_both_and_a_refusa
 
 
 def random_nodes(rng: np.random.Generator, most: int) -> tuple[int, ...]:
-    """Nodes of one to three GPUs, some with several."""
+    """Return nodes of one to three GPUs; some nodes have several."""
     sizes = [int(rng.integers(2, 4))]
     while sum(sizes) < most and rng.integers(4):
         sizes.append(int(rng.integers(1, min(3, most - sum(sizes)) + 1)))
@@ -407,7 +407,7 @@ def random_nodes(rng: np.random.Generator, most: int) -> tuple[int, ...]:
 
 
 def with_inner_links(rng: np.random.Generator, profile: Profile) -> Profile:
-    """Links inside nodes that are faster, and tasks that are slower beside others."""
+    """Return a profile with faster links inside nodes, and tasks that are slower beside others."""
     inner = synthetic_profile(latency_s=0.0001, bandwidth_bytes_per_s=1e10).intra_node
     factor = float(rng.choice([1.0, 1.2]))
     contention = (Contention(num_busy=3, factor=factor),) if factor > 1 else ()
@@ -415,7 +415,10 @@ def with_inner_links(rng: np.random.Generator, profile: Profile) -> Profile:
 
 
 def fastest_on_nodes(profile: Profile, sizes: tuple[int, ...], request: PlanRequest) -> int:
-    """Of every multiset of pipelines, wherever their stages lie, with every share; cut as on nodes of their own."""
+    """Return the best of every multiset of pipelines, wherever their stages are, with every share.
+
+    Cuts ignore shared nodes.
+    """
     mixes = Pools(profile, request, [""]).mixes(1, "varuna")
     gpus, total, best = sum(sizes), mixes.total, 2**62
     slots = [node for node, size in enumerate(sizes) for _ in range(size)]
@@ -454,7 +457,7 @@ def test_unequal_plans_on_nodes_are_hardly_slower_than_the_best_of_all(seed: int
 
 
 @each_seed(6, in_long=100)
-def test_unequal_plans_on_nodes_are_no_slower_and_simulated_as_they_stand(seed: int) -> None:
+def test_unequal_plans_on_nodes_are_not_slower_and_simulated_as_given(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile, sizes = with_inner_links(rng, random_pool(rng)[0]), random_nodes(rng, 9)
     equal, found = (plan(profile, num_gpus_per_node=sizes, unequal=unequal).best for unequal in (False, True))

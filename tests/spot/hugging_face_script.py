@@ -18,7 +18,7 @@ class Text(torch.utils.data.Dataset[dict[str, Tensor]]):
         self._text = characters()
 
     def __len__(self) -> int:
-        return 32 * 40  # an epoch has 40 steps: one that is interrupted is the first or the second
+        return 32 * 40  # an epoch has 40 steps: an interrupted one is the first or the second
 
     def __getitem__(self, place: int) -> dict[str, Tensor]:
         return {"inputs": self._text[place : place + 8], "labels": self._text[place + 8]}

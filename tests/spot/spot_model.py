@@ -1,7 +1,7 @@
 """Shared parts of the scripts for spot VMs: a model with dropout, data, and the wait for a revocation.
 
-``PAUSES``: step numbers, comma-separated, of one VM after the other: it does no step after its own, until it is taken;
-with ``+`` behind the number it waits for the order to save which a notice gives, and does one step more.
+``PAUSES`` has comma-separated step numbers, one for each VM in turn. A VM stops after its number of steps until it is
+taken. With ``+`` behind the number it waits there for the order to save that a notice brings, and does one more step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def ends(of: nn.Module) -> None:
 
 
 class Pauses:
-    """Where this VM stops, once it is known that it begins."""
+    """Where this VM stops; made once the VM is known to begin."""
 
     def __init__(self) -> None:
         given = [one for one in os.environ.get("PAUSES", "").split(",") if one]
@@ -51,10 +51,10 @@ class Pauses:
         mine = given[place] if place < len(given) else ""
         self._at = int(mine.rstrip("+")) if mine else None
         self._is_noticed = mine.endswith("+")
-        self._is_first = os.environ.get("RANK", "0") == "0"  # which alone is asked to save
+        self._is_first = os.environ.get("RANK", "0") == "0"  # only this rank is asked to save
 
     def before(self, num_steps: int) -> None:
-        """Run before the next step, after so many are done."""
+        """Wait if the VM stops here; called before each step with the number of steps done."""
         if self._at is None:
             return
         if self._is_noticed and num_steps == self._at:

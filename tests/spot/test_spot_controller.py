@@ -1,4 +1,4 @@
-"""One script on one VM: when it is saved, when VMs are requested, and when it moves on."""
+"""One script on one VM: when it is saved, when VMs are requested, and when it moves to another VM."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_vm_is_asked_for_once_and_the_script_begins_on_it() -> None:
     assert done == [Ask(), Start("a")]
 
 
-def test_a_vm_that_does_not_come_is_asked_for_again_ever_later_and_at_once_when_the_present_one_goes() -> None:
+def test_a_missing_vm_is_requested_ever_later_but_immediately_after_a_loss() -> None:
     denied, first_s = Denied("there is none"), REQUESTS.backoff_s
     state, done = after(SpotState(), (0.0, Tick()), (1.0, denied), (first_s, Tick()))
     assert done == [Ask()]
@@ -80,7 +80,7 @@ def test_a_vm_that_does_not_come_is_asked_for_again_ever_later_and_at_once_when_
     assert done == [Ask()]
     state, done = after(state, (20.0 + 2 * first_s, Tick()), (50.0, Came("a")), (60.0, Stepped(2.0)))
     assert done == [Ask(), Start("a")]
-    assert state.restart_s == 58.0  # from the first time it was requested
+    assert state.restart_s == 58.0  # counted from the first request
     leaving, _ = after(state, (70.0, Noticed(30.0)), (71.0, denied))
     assert after(leaving, (72.0, Tick()), (80.0, Gone()))[1] == [Ask()]
     assert Ask() in after(leaving, (71.0 + first_s, Tick()))[1]
@@ -89,7 +89,8 @@ def test_a_vm_that_does_not_come_is_asked_for_again_ever_later_and_at_once_when_
 def test_a_save_is_due_when_it_costs_least_one_at_a_time() -> None:
     state = running(*SEEN)
     mttf_s = (3600 / PRIOR.per_vm_h + 90.0) / 1
-    expected_s = math.sqrt(2 * 1.5 * (mttf_s + 38.0))  # 40 s from asking to the first step's end, which took 2 s
+    # 40 s from the request to the end of the first step, which took 2 s
+    expected_s = math.sqrt(2 * 1.5 * (mttf_s + 38.0))
     assert interval_s(state, 100.0) == pytest.approx(expected_s)
     due_s = 50.0 + math.sqrt(2 * 1.5 * (3600 / PRIOR.per_vm_h + 50 + expected_s + 38.0))
     assert after(state, (due_s - 2.0, Tick()))[1] == []
@@ -210,7 +211,7 @@ TIMEOUT_S = 100.0
 
 
 def told_of(text: str, tmp_path: Path) -> str:
-    """What the command says of a job file before anything is started."""
+    """Return what the command says about a job file before it starts anything."""
     path = tmp_path / "job.yaml"
     path.write_text(text)
     done = CliRunner().invoke(app, ["spot-run", str(path), "--", "touch", str(tmp_path / "started")])
@@ -227,7 +228,7 @@ def test_storage_without_its_driver_is_refused_before_any_vm(tmp_path: Path) -> 
     )
 
 
-def test_whose_notices_there_are_is_said_as_one_writes_it(tmp_path: Path) -> None:
+def test_a_wrong_source_of_notices_is_refused_with_the_valid_names(tmp_path: Path) -> None:
     told = told_of("storage: backups\nnotices: azur\n", tmp_path)
     assert told.endswith("(got 'azur'); allowed: '' or azure or aws or gcp")
 
@@ -238,7 +239,7 @@ def test_whose_notices_there_are_is_said_as_one_writes_it(tmp_path: Path) -> Non
 def test_however_it_is_ended_it_leaves_neither_script_nor_folder(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a killed one cannot remove, the next command does."""
+    """A killed command cannot remove its folder, which the next command does."""
     temporary, code = tmp_path / "temporary", tmp_path / "code"
     for folder in (temporary, code):
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""Scripts on spot VMs that are taken: they end with the weights of an undisturbed run."""
+"""Scripts on spot VMs that are taken end with the weights of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ ROOT = HERE.parents[1]
 
 
 class Takings:
-    """Takes one VM after the other: each is warned, or taken, once its script has left a mark in the folder.
+    """Warns or takes one VM after another, each once its script has left a mark in the folder.
 
-    ``takings``: the mark, and the notice's lead; without one, the VM is taken once a backup is whole.
+    ``takings``: the mark and the notice's lead; without a lead, the VM is taken once a backup is complete.
     """
 
     end_s = math.inf
@@ -66,7 +66,7 @@ class Takings:
 
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
-    """Forks scripts whose own start is not tested; others load torch, and their Trainer, for seconds."""
+    """Fork scripts whose own start is not tested; otherwise each would load torch and its Trainer for seconds."""
     packages = {"accelerate": "morph.spot.hugging_face", "pytorch_lightning": "morph.spot.lightning"}
     nursery = Nursery.with_modules(*(module for package, module in packages.items() if find_spec(package) is not None))
     yield nursery
@@ -108,7 +108,7 @@ def run(
 def test_a_script_whose_vms_are_taken_ends_with_undisturbed_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: Nursery, script: str, package: str
 ) -> None:
-    """With a notice nothing is lost; without one, what came after the newest whole backup is done again."""
+    """With a notice nothing is lost; without one, the steps after the newest complete backup are repeated."""
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     quiet = run(tmp_path / "quiet", f"{script}_script.py", [], monkeypatch, None if script == "plain" else nursery)
@@ -126,7 +126,7 @@ def test_a_script_whose_vms_are_taken_ends_with_undisturbed_weights(
 @pytest.mark.system
 @pytest.mark.timeout(900)
 def test_a_group_of_vms_goes_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: Nursery) -> None:
-    """One of two is warned: both go, and two others go on from the backup of the first."""
+    """One of two VMs is warned: both go, and two others continue from the first one's backup."""
     takings = [("waiting-25", 30.0)]
     taken = run(tmp_path, "plain_script.py", takings, monkeypatch, nursery, num_vms=2, PAUSES="25+")
     assert (taken.code, taken.num_vms) == (0, 2), taken.reasons
@@ -140,7 +140,7 @@ def test_a_group_of_vms_goes_together(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_trainer_of_two_ranks_on_two_vms_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: Nursery, script: str, package: str
 ) -> None:
-    """Each rank draws its own dropout: the first one's backup has the generators of both."""
+    """Each rank draws its own dropout, and the first one's backup has the generators of both."""
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     assert run(tmp_path / "quiet", f"{script}_script.py", [], monkeypatch, nursery, num_vms=2).code == 0
@@ -166,7 +166,7 @@ def test_only_sharding_across_vms_is_refused(monkeypatch: pytest.MonkeyPatch, mo
 
 
 class Noting(Takings):
-    """Also has every process of every host remembered, once the script runs there."""
+    """Also records every process of every host once the script runs there."""
 
     def __init__(self, takings: Sequence[tuple[str, float | None]], folder: Path, hosts: Hosts) -> None:
         super().__init__(takings, folder)
@@ -213,7 +213,7 @@ def test_hosts_over_ssh_run_the_code_and_are_left_clean(
 
 
 class Played:
-    """``Machines`` without any: the script does a step at once, and ends on the second VM."""
+    """``Machines`` without any VMs: the script does a step at once, and ends on the second VM."""
 
     def __init__(self) -> None:
         self.started: list[str] = []
@@ -239,7 +239,7 @@ class Played:
 
 
 class Counted:
-    """A fleet that counts."""
+    """A fleet that counts its VMs."""
 
     def __init__(self) -> None:
         self.living, self.most = 0, 0
@@ -379,7 +379,7 @@ def test_the_newest_whole_backup_comes_back_and_two_are_kept(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "no manifest", "no JSON", "no file"])
-def test_a_damaged_backup_is_passed_over(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_backup_is_skipped(tmp_path: Path, damage: str) -> None:
     storage, source = str(tmp_path / "storage"), tmp_path / "model.pt"
     for number in (1, 2):
         source.write_text(f"state {number}")
@@ -401,7 +401,7 @@ def test_a_damaged_backup_is_passed_over(tmp_path: Path, damage: str) -> None:
     assert found.read_text() == "state 1"
 
 
-def test_a_backup_that_would_lie_elsewhere_is_passed_over(tmp_path: Path) -> None:
+def test_a_backup_that_points_elsewhere_is_skipped(tmp_path: Path) -> None:
     storage, source = str(tmp_path / "storage"), tmp_path / "model.pt"
     source.write_text("state")
     write_backup(storage, source)

@@ -1,4 +1,4 @@
-"""Managed runs on plain processes whose planned changes pre-copy units: emulated devices, or the tiny job."""
+"""Managed runs on plain processes whose planned changes pre-copy units, on emulated devices or with the tiny job."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Ran:
     turns: list[Observed]
 
     def kinds(self) -> list[set[str]]:
-        """Of every generation formed: where units came from."""
+        """Return, for every generation, the kinds of sources from which units came."""
         orders = {
             turn.decision.state.generation: turn.decision.state.reshape
             for turn in self.turns
@@ -62,14 +62,17 @@ class Ran:
         return [{source.kind for source in order.sources} for order in orders.values()]
 
     def sent_ahead(self) -> int:
-        """The number of orders to pre-copy."""
+        """Return the number of pre-copy orders."""
         actions = [action for turn in self.turns for action in turn.decision.actions]
         return sum(isinstance(action, SendPreCopy) and bool(action.order.moves) for action in actions)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run. ``shapes[G]`` is the shape for G workers; ``attend`` makes an observer that disturbs the run."""
+    """A run.
+
+    ``shapes[G]`` is the shape for G workers; ``attend`` makes an observer that disturbs the run.
+    """
 
     shapes: Mapping[int, str]
     num_vms: int
@@ -79,17 +82,17 @@ class Case:
 
     @property
     def policy(self) -> Policy:
-        """Of the run: followers would have it all before."""
+        """The run's policy, without followers, which would have all units before a pre-copy."""
         return Policy(checkpoint_every_steps=1000, rules=Rules(ahead=ALWAYS), redundancy="off")
 
 
 def best(profile: Profile, shape: str) -> Plan:
-    """The plan of the profile for "PxD"."""
+    """Return the plan of the profile for "PxD"."""
     return plan_of(profile, shape, M)
 
 
 def emulated(case: Case, log_path: Path, profile: Profile = PROFILE) -> tuple[RunSpec, RunFacts]:
-    """The case on emulated devices that take the profile's times."""
+    """Return the case on emulated devices that take the profile's times."""
     plans = {count: best(profile, shape) for count, shape in case.shapes.items()}
     spec, facts = emulated_run(profile, plans, case.num_vms, case.steps, EmulationOptions())
     spec = replace(
@@ -103,7 +106,7 @@ def emulated(case: Case, log_path: Path, profile: Profile = PROFILE) -> tuple[Ru
 
 
 def real(case: Case, log_path: Path) -> tuple[RunSpec, RunFacts]:
-    """The case with the tiny job, computed."""
+    """Return the case with the real tiny job."""
     job = load_tiny_job()
     config = ControllerConfig(
         fingerprint=job.fingerprint,
@@ -130,7 +133,7 @@ def real(case: Case, log_path: Path) -> tuple[RunSpec, RunFacts]:
 
 
 def run(directory: Path, make: Callable[[Case, Path], tuple[RunSpec, RunFacts]], case: Case) -> Ran:
-    """Run to the end, or until an observer asks for it; every decision is printed when the test fails."""
+    """Run to the end, or until an observer stops the run; every decision is printed if the test fails."""
     directory.mkdir(exist_ok=True)
     spec, facts = make(case, directory / "workers.log")
     turns: list[Observed] = []

@@ -1,4 +1,4 @@
-"""Break every TCP connection of a living process, like a network device that forgets them."""
+"""Breaks every TCP connection of a living process, like a network device that forgets them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TIMEOUT_S = 20.0
 
 
 def permitted() -> bool:
-    """Whether the kernel lets this process break a connection of another (CONFIG_INET_DIAG_DESTROY, and root)."""
+    """Return whether this process may break a connection of another: as root, with CONFIG_INET_DIAG_DESTROY."""
     if shutil.which("ss") is None:
         return False
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -30,7 +30,7 @@ def permitted() -> bool:
 
 
 def break_connections(pid: int) -> int:
-    """Reset each of a process's TCP connections; returns how many there were."""
+    """Reset each of a process's TCP connections; return their number."""
     found = [each for each in psutil.Process(pid).net_connections("tcp") if each.raddr]
     for each in found:
         _break(each.laddr.port, each.raddr.port)

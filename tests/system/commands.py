@@ -49,13 +49,13 @@ def morph(*arguments: object, code: int = 0) -> str:
 
 
 def of_all_workers(factory: pytest.TempPathFactory) -> Path:
-    """The folder for temporary files that every process shares which runs these tests."""
+    """Return the temporary folder that all processes running these tests share."""
     base = factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 def calibrated_once(folder: Path, *job_and_options: object) -> Path:
-    """The profile of a job in this folder, measured by the first process that asks, of all that share the folder."""
+    """Return a job's profile in this folder; the first of all processes that share the folder measures it."""
     folder.mkdir(exist_ok=True)
     path = folder / "profile.json"
     with FileLock(folder.with_suffix(".lock"), timeout=COMMAND_TIMEOUT_S):
@@ -66,15 +66,15 @@ def calibrated_once(folder: Path, *job_and_options: object) -> Path:
 
 
 def environment_of_commands() -> dict[str, str]:
-    """What a command of this tree is started with, and nothing of a cluster that this process had itself."""
+    """Return the environment of a command of this tree, without variables of a cluster of this process."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") or name in KEPT}
     return {**own, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"}
 
 
 class RunningMorph:
-    """A command in a session of its own, as in a terminal; a context manager after which none of it is left.
+    """A command in a session of its own, as in a terminal; a context manager that leaves none of its processes.
 
-    ``secrets_path``: where its own process writes down every secret that it makes.
+    ``secrets_path``: a file to which the command's own process writes every secret that it makes.
     """
 
     def __init__(self, *arguments: object, secrets_path: Path | None = None) -> None:
@@ -109,16 +109,16 @@ class RunningMorph:
             _kill_with_children(process)
         self._process.wait(END_TIMEOUT_S)
         wait_gone(self._family.values(), END_TIMEOUT_S)
-        if self._directory is not None:  # there only if the test failed: who would have removed it was killed
+        if self._directory is not None:  # it is there only if the test failed, because its owner was killed
             shutil.rmtree(self._directory, ignore_errors=True)
 
     @property
     def output(self) -> str:
-        """Everything it wrote so far, standard error included."""
+        """Everything that it wrote so far, standard error included."""
         return "\n".join(self._seen)
 
     def wait_for_line(self, part: str) -> str:
-        """The next line that holds ``part``."""
+        """Return the next line that contains ``part``."""
         until_s = time.monotonic() + LINE_TIMEOUT_S
         while (line := self._next(until_s, part)) is not None:
             self._record()
@@ -127,7 +127,7 @@ class RunningMorph:
         raise AssertionError(f"ended without a line with {part!r}:\n{self.output}")
 
     def wait_for_lines(self, *parts: str) -> None:
-        """Block until each of these stands in a line, of those before or in whatever order they come."""
+        """Block until each of these is in a line, which may have come before, in whatever order."""
         for part in parts:
             if not any(part in line for line in self._seen):
                 self.wait_for_line(part)
@@ -137,35 +137,35 @@ class RunningMorph:
         os.killpg(self._process.pid, signal.SIGINT)
 
     def family(self) -> list[psutil.Process]:
-        """Every process below the command that was seen and runs."""
+        """Return every living process below the command."""
         self._record()
         return [process for process in self._family.values() if lives(process)]
 
     def kill(self) -> None:
-        """SIGKILL to the command's own process, and to no other."""
+        """Send SIGKILL only to the command's own process."""
         self._process.kill()
 
     def wait_for_exit(self) -> int:
-        """The exit code; looks for nothing that is left."""
+        """Return the exit code, without checking for processes that are left."""
         return self._process.wait(END_TIMEOUT_S)
 
     def processes(self, name: str) -> list[int]:
-        """Ids of its processes of a name."""
+        """Return ids of its processes of this name."""
         self._record()
         return [pid for pid, process in self._family.items() if lives(process) and process.name() == name]
 
     def running(self, part: str) -> list[int]:
-        """Ids of its processes that have this in their command line, in the order in which they began."""
+        """Return ids of its processes whose command line contains this, in the order of their start."""
         self._record()
         found: list[tuple[float, int]] = []
         for process in self._family.values():
-            with suppress(psutil.NoSuchProcess):  # also if it has ended and was not waited for yet
+            with suppress(psutil.NoSuchProcess):  # also if it has ended but was not reaped
                 if any(part in word for word in process.cmdline()):
                     found.append((process.create_time(), process.pid))
         return [pid for _, pid in sorted(found)]
 
     def wait_for_end(self) -> int:
-        """The exit code; checks that no process, no directory and no listening port of it is left."""
+        """Return the exit code; check that no process, directory or listening port of the command is left."""
         until_s = time.monotonic() + END_TIMEOUT_S
         code = self._process.wait(END_TIMEOUT_S)
         left = wait_gone(self._family.values(), until_s - time.monotonic())
@@ -178,7 +178,7 @@ class RunningMorph:
         return code
 
     def ports(self) -> set[int]:
-        """Ports on which its processes listen."""
+        """Return the ports on which its processes listen."""
         self._record()
         connections = psutil.net_connections(kind="tcp")
         listening = [found for found in connections if found.status == "LISTEN" and found.pid in self._family]
@@ -200,7 +200,7 @@ class RunningMorph:
         self._lines.put(None)
 
     def _record(self) -> None:
-        """Remember every process below the command, and the directory that they share."""
+        """Record every process below the command, and the directory that they share."""
         try:
             processes = psutil.Process(self._process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
@@ -219,7 +219,7 @@ def _kill_with_children(process: psutil.Process) -> None:
 
 
 def _directory_of(process: psutil.Process) -> str | None:
-    """The folder of the manager that a process works for; all of them inherit it from its first child."""
+    """Return the folder of a process's manager, which all inherit from the manager's first child."""
     try:
         words = process.cmdline()
         if PROCESS_HOST in words:

@@ -16,7 +16,7 @@ REFERENCE_STEPS = 14
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
-    """Where managers and hosts of processes begin: by themselves each of them loads torch for two seconds."""
+    """Fork managers and hosts of processes, each of which would otherwise load torch for two seconds."""
     nursery = Nursery.with_modules(
         "manager.engine.on_processes.forking",
         "morph.cli.main",
@@ -43,11 +43,11 @@ def tiny_job() -> TinyJob:
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Digests of every unit after ``REFERENCE_STEPS`` uninterrupted steps on one worker."""
+    """Return digests of every unit after ``REFERENCE_STEPS`` uninterrupted steps on one worker."""
     return uninterrupted(REFERENCE_STEPS, tmp_path_factory.mktemp("reference"))
 
 
 @pytest.fixture(scope="session")
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny job's profile, as the command line writes it."""
+    """Return the tiny job's profile, as the command line writes it."""
     return calibrated_once(of_all_workers(tmp_path_factory) / "calibrated", JOB, "--samples", 5, "-m", 2)

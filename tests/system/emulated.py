@@ -26,7 +26,7 @@ M = 2
 
 
 def shape(profile: Profile, stages: int, replicas: int) -> Plan:
-    """The best plan of this shape."""
+    """Return the best plan of this shape."""
     gpus = stages * replicas
     return plan(profile, num_gpus=gpus, pipeline_depth=stages, num_replicas=replicas, micro_batch_size=M).best
 
@@ -34,7 +34,7 @@ def shape(profile: Profile, stages: int, replicas: int) -> Plan:
 def emulated_run(
     profile: Profile, plans: Mapping[int, Plan], num_vms: int, num_steps: int, options: EmulationOptions
 ) -> tuple[RunSpec, RunFacts]:
-    """A run of a profile on emulated devices; ``plans[G]`` is for G workers. Policy and machines are the defaults."""
+    """Return a run of a profile on emulated devices with default policy and machines; ``plans[G]`` is for G workers."""
     units, m = known_units(profile), next(iter(plans.values())).micro_batch_size
     config = ControllerConfig(
         fingerprint=profile.job.fingerprint,
@@ -60,7 +60,7 @@ def emulated_run(
 
 @dataclass
 class Emulated:
-    """What to run; ``plans`` are for as many workers as each needs. No ``machines``: plain processes."""
+    """A run; ``plans`` are for as many workers as each needs. Without ``machines`` its VMs are plain processes."""
 
     profile: Profile
     plans: Sequence[Plan]
@@ -75,7 +75,7 @@ class Emulated:
     lines: list[str] = field(default_factory=list)
 
     def run(self, directory: Path) -> tuple[dict[str, str], int]:
-        """Run it to its end; returns sha256 of every unit's final state, and its version."""
+        """Run it to its end; return the sha256 of every unit's final state, and the version."""
         options = EmulationOptions()
         spec, facts = emulated_run(
             self.profile, {best.num_workers: best for best in self.plans}, self.num_vms, self.num_steps, options
@@ -89,7 +89,7 @@ class Emulated:
         )
         with RunDir(directory, facts) as opened:
             finish = run_session(spec, opened, self._observe, self.attend)
-            print("\n".join(self.lines))  # shown by pytest when the test fails
+            print("\n".join(self.lines))  # pytest shows this when the test fails
             assert finish.outcome != "failed", finish.sentence
             manifest = read_manifest(opened.checkpoint_url, complete_versions(opened.checkpoint_url)[-1])
         return {entry.unit: entry.sha256 for entry in manifest.units}, manifest.version

@@ -1,4 +1,4 @@
-"""Access to encrypted Ray clusters, and the places of their keys, examined from outside on real processes."""
+"""Access to encrypted Ray clusters, and where their keys are, examined from outside on real processes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from manager.enrolment.files import Certificates
 
 BOUND_S = 100.0
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""With which every connection of HTTP/2, and so of gRPC, begins; a server answers with a frame of its own."""
+"""Every connection of HTTP/2, and so of gRPC, begins with this; a server answers with a frame of its own."""
 PRIVATE = b"-----BEGIN PRIVATE KEY-----"
 PLAIN = "without TLS"
 
 
 def let_in(address: str, port: int, context: ssl.SSLContext | None) -> bool:
-    """Whether a process of Ray answers a client with these credentials; None: without TLS."""
+    """Return whether a process of Ray answers a client with these credentials; None: without TLS."""
     with socket.create_connection((address, port), timeout=BOUND_S) as plain:
         try:
             connection = context.wrap_socket(plain, server_hostname=address) if context else plain
@@ -29,7 +29,7 @@ def let_in(address: str, port: int, context: ssl.SSLContext | None) -> bool:
 
 
 def visitors(authority: Path, shown: Mapping[str, Certificates | None]) -> dict[str, ssl.SSLContext | None]:
-    """Clients with these certificates, without one, and without TLS; all know this authority."""
+    """Return clients with these certificates, without a certificate, and without TLS; all know this authority."""
     found: dict[str, ssl.SSLContext | None] = {PLAIN: None}
     for name, chain in shown.items():
         context = ssl.create_default_context(cafile=str(authority))
@@ -46,5 +46,5 @@ def answered(address: str, port: int, coming: Mapping[str, ssl.SSLContext | None
 
 
 def keys_in(files: Mapping[Path, bytes]) -> dict[Path, str]:
-    """The files that are private keys, each with the first line of its key."""
+    """Return the files that are private keys, each with the first line of its key."""
     return {path: data.splitlines()[1].decode() for path, data in files.items() if data.startswith(PRIVATE)}

@@ -31,7 +31,7 @@ sys.argv = ["morph", *sys.argv[2:]]
 from morph.cli.main import main
 main()
 """
-"""Runs a command of Morph whose own process writes down every secret that it makes: ``python -c`` this, FILE, ..."""
+"""Runs a command of Morph whose own process records every secret that it makes: ``python -c`` this, FILE, ..."""
 LISTENS = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
 """Files below /proc/PID/net, and the state of a listening socket in them."""
 
@@ -47,7 +47,7 @@ class Listening:
 
 @dataclass(frozen=True)
 class Shown:
-    """Of some processes; ``environments`` and ``command_lines`` by process id and name."""
+    """What some processes show; ``environments`` and ``command_lines`` are by process id and name."""
 
     environments: dict[str, dict[str, str]]
     command_lines: dict[str, str]
@@ -55,7 +55,7 @@ class Shown:
 
 
 def shown_by(processes: Iterable[psutil.Process]) -> Shown:
-    """Look at processes, which may be in network namespaces of their own; one that ends meanwhile is left out."""
+    """Examine processes, which may be in network namespaces of their own; leave out those that end meanwhile."""
     environments, command_lines, listening = {}, {}, set[Listening]()
     for process in processes:
         with contextlib.suppress(psutil.Error, OSError):
@@ -71,7 +71,7 @@ def recorded(path: Path) -> list[str]:
 
 
 def with_secrets(shown: Shown, secrets: Iterable[str]) -> list[str]:
-    """Processes with a secret in their command line, or in a variable of their environment, which is named too."""
+    """Return processes with a secret in their command line or environment, with the name of the variable."""
     known = tuple(secrets)
     return [
         *(name for name, line in shown.command_lines.items() if any(holds(line.encode(), one) for one in known)),
@@ -85,21 +85,21 @@ def with_secrets(shown: Shown, secrets: Iterable[str]) -> list[str]:
 
 
 def files_with(files: Mapping[str, bytes], secrets: Iterable[str]) -> set[str]:
-    """Names of files that hold a secret."""
+    """Return names of files that contain a secret."""
     known = tuple(secrets)
     return {name for name, data in files.items() if any(holds(data, one) for one in known)}
 
 
 def files_below(directory: Path) -> Iterator[tuple[Path, bytes]]:
-    """Every file and its bytes."""
+    """Yield every file and its bytes."""
     for path in sorted(directory.rglob("*")):
         if path.is_file() and not path.is_symlink():
-            with contextlib.suppress(FileNotFoundError):  # it went meanwhile
+            with contextlib.suppress(FileNotFoundError):  # the file has just been removed
                 yield path, path.read_bytes()
 
 
 def holds(data: bytes, secret: str) -> bool:
-    """Whether a secret stands in it: as it is, or in base 64, wherever that begins."""
+    """Return whether data contains a secret, as it is or in base64 at any offset."""
     return any(form in data for form in _forms(secret))
 
 
@@ -110,7 +110,7 @@ def _forms(secret: str) -> Iterator[bytes]:
 
 
 def _listening(process: psutil.Process) -> Iterator[Listening]:
-    """Read the process's own network namespace; psutil would read that of this process."""
+    """Return listening sockets in the process's own network namespace; psutil would read that of this process."""
     mine = set()
     for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -125,7 +125,7 @@ def _listening(process: psutil.Process) -> Iterator[Listening]:
 
 
 def _address(text: str) -> str:
-    """As the kernel writes it: words of four bytes, each in the machine's order."""
+    """Parse an address in the kernel's form: words of four bytes, each in the machine's order."""
     data = bytes.fromhex(text)
     swapped = b"".join(data[at : at + 4][::-1] for at in range(0, len(data), 4))
     found = ipaddress.ip_address(swapped)

@@ -37,7 +37,7 @@ NUM_SECTIONS = 5
 def plan_of(
     profile: Profile, shape: str, micro_batch_size: int, schedule: Schedule = "varuna", *, recompute: bool = True
 ) -> Plan:
-    """The best plan of a shape ``"PxD"``."""
+    """Return the best plan of a shape ``"PxD"``."""
     depth, replicas = map(int, shape.split("x"))
     return plan(
         profile,
@@ -80,7 +80,7 @@ def together(plans: Sequence[Plan]) -> Plan:
 
 @dataclass(frozen=True)
 class TinyJob:
-    """Return the controller's configuration of the tiny job."""
+    """The facts of the tiny job for a controller's configuration."""
 
     fingerprint: str
     batch_size: int
@@ -89,7 +89,7 @@ class TinyJob:
     micro_batch_size: int = MICRO_BATCH_SIZE
 
     def plan(self, shape: str, schedule: Schedule = "varuna", *, recompute: bool = True) -> Plan:
-        """A plan of this job for ``"PxD"``, or ``"PxD+PxD"`` of unequal pipelines."""
+        """Return a plan of this job for ``"PxD"``, or ``"PxD+PxD"`` for unequal pipelines."""
         if "+" in shape:
             kinds = [self.plan(one, schedule, recompute=recompute) for one in shape.split("+")]
             return together(kinds)
@@ -123,7 +123,7 @@ def cut_for_workers(
 
 
 def setup_of_tiny_job(fingerprint: str, **fields: object) -> WorkerSetup:
-    """Return the setup of a worker of the tiny job, cut as here, without a cluster."""
+    """Return the setup of a worker of the tiny job, cut in this process, without a cluster."""
     known = {"job_path": JOB, "num_sections": NUM_SECTIONS, "micro_batch_size": MICRO_BATCH_SIZE}
     return SETUP.model_copy(update={"fingerprint": fingerprint, **known, **fields})
 
@@ -138,17 +138,17 @@ class Outcome:
     shapes: tuple[str, ...]
 
     def digests(self) -> dict[str, str]:
-        """sha256 of every unit's final parameters and optimizer state."""
+        """The sha256 of every unit's final parameters and optimizer state."""
         return {entry.unit: entry.sha256 for entry in self.manifest.units}
 
 
 def constant_vms(count: int) -> Trace:
-    """``count`` VMs, vm0.., that are not revoked by the trace."""
+    """Return a trace of ``count`` VMs, vm0 and so on, that never loses any."""
     return Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"vm{index}") for index in range(count)))
 
 
 def facts_of(spec: RunSpec, batch_size: int) -> RunFacts:
-    """Return the job's facts in a run's directory."""
+    """Return the facts about the job in a run's directory."""
     return RunFacts(
         job=spec.job_path,
         fingerprint=spec.config.fingerprint,
@@ -212,13 +212,13 @@ def managed(
 
     with RunDir(run_dir, facts_of(spec, job.batch_size)) as opened:
         finish = run_session(spec, opened, remember, attend)
-        print("\n".join(history))  # shown by pytest when the test fails
+        print("\n".join(history))  # pytest shows this when the test fails
         newest = complete_versions(opened.checkpoint_url)[-1]
         return Outcome(finish.outcome, read_manifest(opened.checkpoint_url, newest), tuple(history), tuple(formed))
 
 
 def uninterrupted(steps: int, directory: Path, num_sections: int = NUM_SECTIONS) -> dict[str, str]:
-    """sha256 of every unit after ``steps`` steps on one worker without a cluster."""
+    """Return the sha256 of every unit after ``steps`` steps on one worker without a cluster."""
     manifest = run_single(
         JOB,
         steps=steps,

@@ -1,6 +1,6 @@
 """The tiny job with a gate: its workers train no further than some steps until the test lets them.
 
-A run of it is not over before what the test did to it is known, however fast its steps are, and needs few of them.
+So a run cannot end before the test has seen the effect of its faults, however fast steps are, and needs few steps.
 """
 
 from __future__ import annotations
@@ -54,18 +54,17 @@ class HeldText(CountingText):
 job = replace(job, dataset=HeldText)
 """
 BOUND_S = 500
-"""Also the bound of orders in runs of such a job (``policy.order_timeout_s``), where it may be held for long."""
+"""Also the bound of orders in runs of such a job (``policy.order_timeout_s``), which may be held for long."""
 
 
 class HeldJob:
-    """``train.py`` and ``neighbour.py``, which it imports, in a folder that no other such job has while this one lives.
+    """A job in ``train.py``, which imports ``neighbour.py``, in a folder that no other living ``HeldJob`` uses.
 
-    It is one that others had before, if there is one, and the code in it is the same to the byte: a manager need not
-    look at that once more. What the test sets is elsewhere, in ``directory``, which is made here. ``code``: a folder
-    for the code that is this job's own.
-    ``most_steps``: as many does each worker's process that reads every sample do while it is held; one that reads half
-    of them does twice as many. ``step_s``: what a step takes such a process at least, asleep: a run that goes on while
-    something else takes its time needs fewer of them.
+    Folders are used again for later jobs with the same code to the byte, so that a manager need not examine this code
+    again. Settings of the test are in ``directory``, which is made here. ``code``: a folder for the code of this job
+    alone. ``most_steps``: the number of steps after which a worker's process is held if it reads every sample; a
+    process that reads half of the samples does twice as many. ``step_s``: the least time of such a step, spent asleep,
+    so that a run needs fewer steps while the test waits for something.
     """
 
     def __init__(
@@ -94,12 +93,12 @@ class HeldJob:
         self.file.write_text(CODE.format(held=str(link), bound_s=BOUND_S), encoding="utf-8")
 
     def begin(self) -> None:
-        """Hold workers again, as at first: for another run of the same job, whose cut is kept."""
+        """Hold workers again as at first, for another run of the same job, whose cut is cached."""
         self.hold()
         self._allowed.unlink(missing_ok=True)
 
     def let_go(self) -> None:
-        """Let the workers train on, those that begin later too."""
+        """Let all workers continue to train, even those that begin later."""
         self._gate.touch()
 
     def hold(self) -> None:
@@ -107,19 +106,19 @@ class HeldJob:
         self._gate.unlink(missing_ok=True)
 
     def allow(self, most_steps: int) -> None:
-        """Let each worker's process do up to so many steps; replaces the earlier limit."""
+        """Let each worker's process do up to this many steps; this replaces the earlier limit."""
         written = self._allowed.with_suffix(".part")
         written.write_text(str(most_steps * self._batch_size), encoding="ascii")
         written.replace(self._allowed)
 
     def _free_folder(self) -> Path:
-        base = Path(os.environ["MORPH_DATA_DIR"]) / "held-jobs"  # of these tests, in all of their processes
+        base = Path(os.environ["MORPH_DATA_DIR"]) / "held-jobs"  # shared by all processes that run these tests
         base.mkdir(parents=True, exist_ok=True)
         for number in count():
             self._lock = FileLock(base / f"{number}.lock")
             try:
                 self._lock.acquire(timeout=0)
-            except Timeout:  # another living one has it
+            except Timeout:  # another living job uses it
                 continue
             return base / str(number)
         raise AssertionError

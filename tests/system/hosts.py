@@ -1,4 +1,4 @@
-"""Hosts that the static provider reaches through a stand-in for ssh: each has its own home and address."""
+"""Hosts that the static provider reaches through a stand-in for ssh; each has its own home and address."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Hosts:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a command must have in its environment to reach them."""
+        """The environment variables with which a command reaches them."""
         path = f"{self.directory / 'bin'}{os.pathsep}{os.environ['PATH']}"
         return {"PATH": path, "MORPH_TEST_HOSTS": str(self.directory)}
 
     def nodes(self) -> dict[str, int]:
-        """The nodes that were started and not ended, with their process groups."""
+        """Return the nodes that were started and have not ended, with their process groups."""
         found = {}
         for path in self.directory.glob("h*/.morph/nodes/*/pid"):
             with contextlib.suppress(OSError, ValueError):
@@ -55,7 +55,7 @@ class Hosts:
         return found
 
     def note(self) -> dict[str, int]:
-        """Remember every process of every node; returns the nodes."""
+        """Record every process of every node; return the nodes."""
         nodes = self.nodes()
         for pid in nodes.values():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -72,7 +72,7 @@ class Hosts:
         return [path for path in map(Path, sorted(self._temporary)) if path.exists()]
 
     def temporary_of(self, node: str) -> set[Path]:
-        """Folders outside of a living node's own that it made."""
+        """Return the folders that a living node made outside its own."""
         lines: list[str] = []
         for process in self.processes(node):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -80,18 +80,18 @@ class Hosts:
         return {Path(part.partition("=")[2]) for part in lines if part.startswith(TEMPORARY)}
 
     def processes(self, node: str) -> list[psutil.Process]:
-        """What runs of a node."""
+        """Return the living processes of a node."""
         root = psutil.Process(self.note()[node])
         return [root, *root.children(recursive=True)]
 
     def kill(self, node: str) -> None:
-        """A host dies: everything of its node ends at once."""
+        """Let a host die: everything of its node ends at once."""
         for process in self.processes(node):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
 
     def wait_until_empty(self) -> list[psutil.Process]:
-        """Wait until no process of a node is left; those that are after ``END_S``."""
+        """Wait until no process of a node is left; return those that are left after ``END_S``."""
         until_s = time.monotonic() + END_S
         while left := [process for process in self._seen.values() if lives(process)]:
             if time.monotonic() > until_s:
@@ -100,7 +100,7 @@ class Hosts:
         return left
 
     def close(self) -> None:
-        """End whatever is left, and remove what a host that died could not remove."""
+        """End all remaining processes, and remove the folders of hosts that died."""
         self.note()
         for process in self._seen.values():
             with contextlib.suppress(psutil.NoSuchProcess):

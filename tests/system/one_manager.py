@@ -1,6 +1,6 @@
 """One manager's process: ``python -m tests.system.one_manager ORDERS.json``; takes over from a killed one.
 
-It can be told to kill itself, and a worker with it, when the run reaches a phase at a version.
+It can be ordered to kill itself, with or without a worker, when the run reaches a phase at a version.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from tests.system.harness import facts_of
 
 
 class Death(Value):
-    """When the manager is to die: after a decision in ``phase`` with the version at least so high.
+    """When a manager dies: after a decision in ``phase`` at this version or a later one.
 
-    ``taking_over``: instead after the decision with which it took over. ``unwritten``: instead when the first worker
-    says that it is set up, which nobody writes down any more. ``worker``: dies a moment before; with
-    ``manager_lives`` it alone. ``process``: instead of the manager the rendezvous store dies, or the host from which
-    all is forked. ``saved``: not before a checkpoint is complete.
+    ``taking_over``: after the decision with which it took over instead. ``unwritten``: instead when the first worker
+    reports that it is set up, which then is in no journal. ``worker``: a worker that dies a moment before; with
+    ``manager_lives`` only the worker dies. ``process``: the rendezvous store, or the host from which all is forked,
+    dies instead of the manager. ``saved``: not before a checkpoint is complete.
     """
 
     phase: str = ""
@@ -56,10 +56,10 @@ class Death(Value):
 
 
 class Orders(Value):
-    """What a manager is to do.
+    """What a manager has to do.
 
-    ``pids``: of the workers that are set up. ``gate``: of a ``HeldJob``, opened once the run goes on without the
-    cluster that it had.
+    ``pids``: process ids of the workers that are set up. ``gate``: the gate of a ``HeldJob``, opened once the run
+    continues after the loss of its cluster.
     """
 
     run_dir: Path
@@ -77,7 +77,7 @@ class Orders(Value):
 
 
 class Undertaker:
-    """Kills this process when its time has come."""
+    """Kills this process at its ordered death."""
 
     def __init__(self, death: Death, orders: Orders) -> None:
         self._death, self._over, self._run_dir = death, False, orders.run_dir
@@ -111,13 +111,13 @@ def kill(process: str, workers: dict[str, int], run_dir: Path) -> None:
         return
     children = psutil.Process().children(recursive=True)
     hosts = {child.pid: child for child in children if "manager.engine.on_processes.process_host" in child.cmdline()}
-    (host,) = [child for child in hosts.values() if child.ppid() not in hosts]  # what it forked is named as it is
+    (host,) = [child for child in hosts.values() if child.ppid() not in hosts]  # its forks have the same name
     (store,) = [child for child in host.children() if child.pid not in workers.values() and child.status() != "zombie"]
     (store if process == "store" else host).kill()
 
 
 def ray_processes(run_dir: Path) -> list[psutil.Process]:
-    """Return the host of a run's Ray nodes and its processes, whichever manager started it."""
+    """Return the host of a run's Ray nodes and its descendants, whichever manager started it."""
     socket = Path(json.loads((run_dir / "attach.json").read_text(encoding="utf-8"))["control_socket"])
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -128,10 +128,10 @@ def ray_processes(run_dir: Path) -> list[psutil.Process]:
 
 
 class DeafEventQueue(EventQueue):
-    """Kills this process when a worker says that it is set up."""
+    """Kills this process when a worker reports that it is set up."""
 
     def put(self, item: Event | Fact) -> None:
-        """Add it, or die."""
+        """Add an item, or die."""
         if isinstance(item, WorkerAnswered) and isinstance(item.answer, WorkerReady):
             os.kill(os.getpid(), signal.SIGKILL)
         super().put(item)
@@ -179,7 +179,7 @@ def main() -> None:
 
 
 def from_newest(config: ControllerConfig, run_dir: RunDir) -> ControllerConfig:
-    """The same, beginning with the newest checkpoint."""
+    """Return the orders with the newest checkpoint as the beginning."""
     versions = complete_versions(run_dir.checkpoint_url)
     if not versions:
         return config

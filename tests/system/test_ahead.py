@@ -22,7 +22,7 @@ JOIN_AT = 2
 
 @dataclass
 class Joining:
-    """Asks for two VMs at a version. With ``stops``, the run ends soon after they joined."""
+    """Requests two VMs at a version; with ``stops``, the run ends soon after they joined."""
 
     fleet: VmFleet
     stops: bool = False
@@ -47,9 +47,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return run(tmp_path_factory.mktemp("undisturbed"), emulated, Case(SHAPES, 2, STEPS)).weights
 
 
-def test_a_sender_that_is_killed_while_it_sends_ahead_costs_no_more_than_any_member(
-    undisturbed: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_kill_of_a_pre_copying_sender_costs_no_extra_step(undisturbed: dict[str, str], tmp_path: Path) -> None:
     worker = "vm1"
     faults = tuple(Fault(worker=worker, phase="send_ahead", step=step) for step in range(JOIN_AT, STEPS - 4))
     ran = run(tmp_path, emulated, Case(SHAPES, 2, STEPS, Joining, faults))
@@ -66,7 +64,7 @@ def test_a_newcomer_that_is_killed_while_it_receives_disturbs_no_step(
     ran = run(tmp_path, emulated, Case(SHAPES, 2, STEPS, Joining, faults))
     assert ran.weights == undisturbed
     assert ran.sent_ahead() > 0
-    assert ran.report.morphs == ()  # no worker stopped for it
+    assert ran.report.morphs == ()  # no worker stopped because of it
 
 
 def test_a_real_job_joined_ahead_equals_one_that_ran_alone(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pre-copied units in managed runs of a member that will be taken: no step is lost, and no bit changes."""
+"""Pre-copies in managed runs because a member will be taken: no step is lost, and no bit changes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 NOTICE_AT = 3
 LEAD_S = 20.0
-"""Enough on a busy machine, and no more: a VM trains on for as long as its notice surely allows."""
+"""Enough on a busy machine, but short: a VM trains for as long as its notice surely allows."""
 OPEN_ENDED = 100_000
 
 
 @dataclass
 class Leaving:
-    """Gives notice of a member, takes its VM once it is out, and ends the run."""
+    """Gives notice of a member, takes its VM once it has left the shape, and ends the run."""
 
     fleet: VmFleet
     victim: str
@@ -52,7 +52,7 @@ class Leaving:
 
 
 def leaving(victim: str, num_vms: int) -> Callable[[VmFleet], Observer]:
-    """Make the observer."""
+    """Return the function that makes the observer."""
 
     def attend(fleet: VmFleet) -> Observer:
         return Leaving(fleet, victim, num_vms)
@@ -61,7 +61,7 @@ def leaving(victim: str, num_vms: int) -> Callable[[VmFleet], Observer]:
 
 
 def assert_nothing_was_lost(ran: Ran, victim: str) -> None:
-    """One planned change left the victim out; no step was run twice."""
+    """Check that one planned change left the victim out, and that no step was run twice."""
     (morph,) = ran.report.morphs
     assert morph.planned
     assert morph.steps_redone == 0
@@ -71,7 +71,7 @@ def assert_nothing_was_lost(ran: Ran, victim: str) -> None:
 
 
 def test_a_member_that_will_be_taken_is_replaced_by_units_sent_ahead(tmp_path: Path) -> None:
-    """The weights are those of one worker in a hundredth of the time: none depends on that."""
+    """The weights are those of one worker with times a hundredth as long: they do not depend on times."""
     ran = run(tmp_path / "drained", emulated, Case({2: "2x1", 3: "3x1"}, 3, OPEN_ENDED, leaving("vm1", 3)))
     assert ran.sent_ahead() > 0
     assert ran.kinds()[-1] == {"keep", "ahead"}

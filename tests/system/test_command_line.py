@@ -91,7 +91,7 @@ def test_calibrate_plan_simulate_run_and_status_work_one_after_the_other(
 
 
 def _run_along_the_trace(profile: Path, folder: Path, run_dir: Path) -> None:
-    """Two VMs at the start; one is killed, another comes: the run continues with the present ones."""
+    """Start two VMs, of which one is killed, and let another come: the run continues with the present ones."""
     job = HeldJob(folder / "code", folder / "gate", HELD_AFTER)
     cluster, trace = folder / "cluster.yaml", folder / "trace.csv"
     cluster.write_text(
@@ -104,7 +104,7 @@ def _run_along_the_trace(profile: Path, folder: Path, run_dir: Path) -> None:
     ) as command:
         command.wait_for_line("vm1 was lost")
         job.allow(HELD_AFTER + 4)  # a step that is given up must end
-        command.wait_for_lines("vm2 appeared", "vm2 is ready")  # which may boot longer than vm1 lives
+        command.wait_for_lines("vm2 appeared", "vm2 is ready")  # it may take longer to boot than vm1 lives
         job.let_go()
         command.wait_for_line(": finished")
         assert command.wait_for_end() == 0, command.output
@@ -112,7 +112,7 @@ def _run_along_the_trace(profile: Path, folder: Path, run_dir: Path) -> None:
 
 
 class StandIn:
-    """What the recipe uses of Ray Tune, which is installed in an environment of its own: one trial after the other."""
+    """What the recipe uses of Ray Tune, which is installed in a separate environment: one trial after another."""
 
     grid_search = list
     TuneConfig = SimpleNamespace

@@ -23,7 +23,7 @@ from tests.system.harness import JOB, TinyJob, constant_vms, managed, uninterrup
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 OPEN_ENDED = 100_000
-"""Steps: a run ends once all was done to it, however long a checkpoint takes to be complete."""
+"""Steps of a run that ends when all faults have happened, however long a checkpoint takes."""
 
 
 def _flip(file: Path) -> None:
@@ -43,7 +43,7 @@ DAMAGES: tuple[tuple[Callable[[Path], None], str], ...] = (
     (_truncate, MANIFEST),
     (Path.unlink, "is gone"),
 )
-"""Each damage with its message; the last three are done to the manifest, the others to the file of a unit."""
+"""Each damage with its message; the last three are to the manifest, the others to the file of a unit."""
 UNREADABLE_JOB = """
 import os, runpy
 from pathlib import Path
@@ -67,7 +67,7 @@ if os.getpid() != {manager}:
     state_moves.read_unit = read_unit
 job = runpy.run_path({tiny!r})["job"]
 """
-"""The tiny job; the first worker that reads a checkpoint cannot, now or later."""
+"""The tiny job, but the first worker that reads a checkpoint never can."""
 
 
 class Vandal:
@@ -107,7 +107,7 @@ class Vandal:
 
 
 def test_a_damaged_newest_checkpoint_costs_no_correct_weights(tiny_job: TinyJob, tmp_path: Path) -> None:
-    """One of two members is killed each time, and a standby takes its place: the other has its own part in memory."""
+    """Each time one of two members is killed and a standby takes its place; the other has its own part in memory."""
     vandal = Vandal(str(tmp_path / "run" / "checkpoints"))
     num_vms = 2 + len(DAMAGES)
     result = managed(
@@ -135,8 +135,8 @@ def test_a_damaged_newest_checkpoint_costs_no_correct_weights(tiny_job: TinyJob,
     assert len(told) == len(DAMAGES)
 
 
-def test_what_one_worker_cannot_read_another_reads(tiny_job: TinyJob, tmp_path: Path) -> None:
-    """Both members are killed at once; one of the two that take their places never reaches storage."""
+def test_units_that_one_worker_cannot_read_are_read_by_another(tiny_job: TinyJob, tmp_path: Path) -> None:
+    """Both members are killed at once; one of their two successors never reaches storage."""
     first, job_path = tmp_path / "first", tmp_path / "job.py"
     tiny = JOB.rpartition(":")[0]
     job_path.write_text(UNREADABLE_JOB.format(first=str(first), manager=os.getpid(), tiny=tiny), encoding="utf-8")

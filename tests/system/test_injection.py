@@ -1,4 +1,4 @@
-"""``morph inject`` takes VMs of a real run: with a notice no step is lost, else some, and no bit changes."""
+"""``morph inject`` takes VMs of a real run: with a notice no step is lost, without one some are, and no bit changes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ BY_NAME, BY_LIFETIMES = "by name, no notice", "lifetimes of 1s on average, seed 
 
 @pytest.fixture(scope="module")
 def sleeping(tmp_path_factory: pytest.TempPathFactory) -> HeldJob:
-    """The job, asleep for most of each step: while VMs take their time it needs fewer steps."""
+    """Return the job, which sleeps for most of each step, so that fewer steps suffice while VMs take their time."""
     folder = tmp_path_factory.mktemp("sleeping")
     return HeldJob(folder / "code", folder / "gate", MANY_STEPS, step_s=0.5)
 
 
-def test_a_run_whose_vms_are_taken_by_lifetimes_and_by_name_ends_with_the_weights_of_an_undisturbed_one(
+def test_a_run_whose_vms_are_injected_ends_with_undisturbed_weights(
     calibrated: Path, sleeping: HeldJob, tmp_path: Path
 ) -> None:
     run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
@@ -60,15 +60,15 @@ def test_a_run_whose_vms_are_taken_by_lifetimes_and_by_name_ends_with_the_weight
     assert f"{vm} lost (injected)" in told
     url = str(run_dir / "checkpoints")
     newest = read_manifest(url, complete_versions(url)[-1])
-    assert newest.version <= report.version  # at a stop while nothing trains, less may be saved than was decided
+    assert newest.version <= report.version  # a stop while nothing trains may save less than was decided
     alone = uninterrupted(newest.version, tmp_path / "undisturbed", load_profile(calibrated).num_sections)
     assert {entry.unit: entry.sha256 for entry in newest.units} == alone
 
 
-def test_what_only_a_noticed_vm_holds_is_saved_before_it_is_taken(
+def test_a_noticed_vms_only_copies_are_saved_before_it_is_taken(
     calibrated: Path, sleeping: HeldJob, tmp_path: Path
 ) -> None:
-    """Its place is taken only when it is gone, two VMs being the most, and no checkpoint is due by itself."""
+    """A replacement comes only when the VM is gone, because two VMs are the most; no checkpoint is due by itself."""
     run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
     cluster.write_text(
         "vms: {num_vms: 2, keep: 2, limits: {max_vms: 2}}\n"
@@ -90,7 +90,7 @@ def test_what_only_a_noticed_vm_holds_is_saved_before_it_is_taken(
     report = read_report(run_dir)
     back = re.search(r"back to version (\d+), the newest checkpoint", told)
     assert (report.steps_redone > 0) == (back is not None), told
-    if back:  # one that was under way may still become complete while the loss is dealt with
+    if back:  # a checkpoint that was under way may become complete while the loss is handled
         newest_saved = re.findall(complete, told[: back.start()])[-1]
         assert back.group(1) == newest_saved, told
         assert report.steps_redone < int(newest_saved)

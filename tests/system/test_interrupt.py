@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGKILL end everything, and the same command continues to the same result."""
+"""After Ctrl-C or SIGKILL nothing is left, and the same command continues to the same result."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.system.held import HeldJob
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
 STEPS, MANY_STEPS = 18, 36
-"""The latter is for a run that is held and stopped three times."""
+"""``MANY_STEPS`` is for a run that is held and stopped three times."""
 HELD_AFTER = 7
-"""Steps: two checkpoints, and far fewer than are left."""
+"""Steps: enough for two checkpoints, and far fewer than remain."""
 FIRST_HELD_AFTER = 5
-"""Steps: one checkpoint. The next one may begin only once that is complete."""
+"""Steps: enough for one checkpoint; the next one may begin only when that is complete."""
 STOPS = "SIGINT: the run ends at the next step boundary"
 CLUSTER = """
 vms: {{num_vms: {num_vms}, launcher: {launcher}}}
@@ -35,14 +35,14 @@ policy: {{checkpoint_every_steps: 3, takeover_patience_s: {patience_s}, order_ti
 
 @pytest.fixture(scope="module")
 def references(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
-    """Digests of every unit after ``STEPS`` uninterrupted steps, and after ``MANY_STEPS``."""
+    """Return digests of every unit after ``STEPS`` and after ``MANY_STEPS`` uninterrupted steps."""
     folder, num_sections = tmp_path_factory.mktemp("uninterrupted"), load_profile(calibrated).num_sections
     return {steps: uninterrupted(steps, folder / str(steps), num_sections) for steps in (STEPS, MANY_STEPS)}
 
 
 @pytest.fixture(scope="module")
 def one_job(tmp_path_factory: pytest.TempPathFactory) -> HeldJob:
-    """Of all runs: it is exported once."""
+    """Return the job of all runs, which is exported once."""
     folder = tmp_path_factory.mktemp("held")
     return HeldJob(folder / "code", folder / "gate", HELD_AFTER)
 
@@ -54,7 +54,7 @@ def job(one_job: HeldJob) -> HeldJob:
 
 
 class Run:
-    """One run directory, and the commands that work on it; its job is not held until the test says so."""
+    """One run directory, and the commands that work on it; its job is held only when the test says so."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Run:
         self.be_patient(patience_s)
 
     def be_patient(self, patience_s: float) -> None:
-        """Say how long what begins from now on waits for another manager."""
+        """Set how long later commands and VMs wait for another manager."""
         cluster = CLUSTER.format(patience_s=patience_s, launcher=self._launcher, num_vms=self._num_vms)
         self._cluster.write_text(cluster, encoding="utf-8")
 
@@ -85,11 +85,11 @@ class Run:
         )
 
     def resume(self) -> RunningMorph:
-        """``morph resume`` of it."""
+        """Run ``morph resume`` on the directory."""
         return RunningMorph("resume", self.directory, "--verbose")
 
     def versions(self) -> tuple[int, ...]:
-        """The checkpoints that are complete; every byte of the newest is checked."""
+        """Return the complete checkpoints, after checking every byte of the newest."""
         url = str(self.directory / "checkpoints")
         versions = complete_versions(url)
         for version in versions[-1:]:
@@ -99,7 +99,7 @@ class Run:
         return versions
 
     def truncate(self) -> Path:
-        """Damage the newest checkpoint, which is seen before any worker is started; returns the file."""
+        """Damage the newest checkpoint in a way that is detected before any worker starts; return the file."""
         url = str(self.directory / "checkpoints")
         newest = complete_versions(url)[-1]
         damaged = Path(version_url(url, newest)) / read_manifest(url, newest).units[-1].file
@@ -111,17 +111,17 @@ class Run:
         return {entry.unit: entry.sha256 for entry in manifest.units}
 
     def steps(self) -> list[int]:
-        """Every step in the order in which it was run."""
+        """Return every step in the order in which it was run."""
         return [record.step for record in read_report(self.directory).steps]
 
 
-def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_the_same_weights(
+def test_a_run_that_is_stopped_and_killed_repeatedly_ends_with_equal_weights(
     calibrated: Path, job: HeldJob, tmp_path: Path, references: dict[int, dict[str, str]]
 ) -> None:
     """Five sessions: stopped before the first step, by Ctrl-C, by Ctrl-C twice, killed, and to the end.
 
-    In the second, managers are killed that others take over from: the same command, then ``morph resume``. They lose
-    nothing.
+    In the second session two managers are killed, and others take over without any loss: the same command, then ``morph
+    resume``.
     """
     run = Run(job, tmp_path, calibrated, patience_s=200.0, num_steps=MANY_STEPS)
     with run.start() as command:
@@ -158,7 +158,7 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_t
         assert first.wait_for_end() == -signal.SIGKILL  # and nothing of it is left
         assert first.ports() == set()
     report = read_report(run.directory)
-    assert report.version == stopped  # nothing that was decided is lost
+    assert report.version == stopped  # no decided step is lost
     assert len(report.shapes) == num_shapes + 1
     assert run.steps() == list(range(stopped))
 
@@ -176,7 +176,7 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_t
 
     run.be_patient(0.0)
     run.job.allow(FIRST_HELD_AFTER)
-    with run.start() as command:  # whose manager dies, and without patience takes all along
+    with run.start() as command:  # its manager dies, and without patience everything with it
         for most_steps in (FIRST_HELD_AFTER, HELD_AFTER):
             run.job.allow(most_steps)
             command.wait_for_line("the checkpoint of version")
@@ -205,7 +205,7 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_t
     assert run.digests() == references[MANY_STEPS]
 
 
-def test_a_run_whose_machine_is_gone_goes_on_elsewhere_from_its_checkpoints_and_its_job_alone(
+def test_a_run_continues_elsewhere_from_its_checkpoints_and_its_job_alone(
     calibrated: Path, job: HeldJob, tmp_path: Path, references: dict[int, dict[str, str]]
 ) -> None:
     lost, url = tmp_path / "lost", tmp_path / "storage"
@@ -246,12 +246,12 @@ def test_a_run_whose_machine_is_gone_goes_on_elsewhere_from_its_checkpoints_and_
         ),
     ],
 )
-def test_without_its_head_node_a_run_goes_on_by_itself_on_another_one(
+def test_a_run_that_lost_its_head_node_continues_on_another(
     calibrated: Path, job: HeldJob, tmp_path: Path, references: dict[int, dict[str, str]], killed: tuple[str, ...]
 ) -> None:
-    """Its VMs are gone with it, however many there are: one, which starts again.
+    """Its VMs, one here, are lost with the head node, and start again.
 
-    ``killed``: processes with which it dies, each the first of its kind.
+    ``killed``: processes that die with the head node, each the first of its kind.
     """
     run = Run(job, tmp_path, calibrated, launcher="ray", num_vms=1)
     run.job.hold()

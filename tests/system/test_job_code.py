@@ -43,7 +43,7 @@ class Samples(CountingText):
 
 @pytest.fixture
 def job_path(tmp_path: Path) -> str:
-    """The tiny job in three files, the data set's being imported when it is built."""
+    """Write the tiny job in three files, of which the data set's is imported when it is built."""
     folder = tmp_path / "job"
     folder.mkdir()
     shutil.copy(JOB.rpartition(":")[0], folder / "small_gpt.py")
@@ -52,10 +52,10 @@ def job_path(tmp_path: Path) -> str:
     return f"{folder / 'train.py'}:job"
 
 
-def test_a_replacement_that_joins_after_the_data_set_was_edited_trains_on_what_the_run_began_with(
+def test_a_replacement_after_an_edit_trains_on_the_initial_code(
     job_path: str, tiny_job: TinyJob, tmp_path: Path
 ) -> None:
-    """One of two workers dies; the third, without which the run cannot go on, is set up after the edit."""
+    """One of two workers dies; the third, without which the run cannot continue, is set up after the edit."""
     undisturbed = uninterrupted(STEPS, tmp_path / "reference")
     folder = Path(job_path).parent
 

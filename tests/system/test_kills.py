@@ -35,7 +35,7 @@ HISTORIES = {
         fault("vm3", "backward", 5, nth=2),
         fault("vm0", "reduce", 8),
     ),
-    # the two may hold the only copies of a stage: then the run goes back to a checkpoint, and vm2 dies loading it
+    # the two may hold the only copies of a stage; the run then loads a checkpoint, and vm2 dies while loading it
     "two at once, then while state moves": (
         fault("vm0", "forward", 10),
         fault("vm1", "forward", 10),
@@ -45,7 +45,7 @@ HISTORIES = {
 
 
 @pytest.mark.parametrize("faults", HISTORIES.values(), ids=HISTORIES.keys())
-def test_a_run_whose_workers_are_killed_ends_with_the_weights_of_an_uninterrupted_one(
+def test_killed_workers_leave_the_weights_of_an_uninterrupted_run(
     faults: tuple[Fault, ...], tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path
 ) -> None:
     result = managed(
@@ -64,7 +64,7 @@ def test_a_run_whose_workers_are_killed_ends_with_the_weights_of_an_uninterrupte
 
 
 def test_a_joining_worker_that_dies_while_it_is_taken_in_changes_nothing(tiny_job: TinyJob, tmp_path: Path) -> None:
-    """Two VMs start; two more join during training, one of which dies when state moves to it."""
+    """Two VMs start; two more join during training, one of which dies while it receives state."""
     events = [TraceEvent(time_s=0, event="add", node_id=f"vm{index}") for index in range(2)]
     events += [TraceEvent(time_s=0.1, event="add", node_id=f"vm{index}") for index in (2, 3)]
     faults = tuple(fault("vm2", "transfer", version) for version in range(1, 2000))
@@ -93,7 +93,7 @@ def test_a_joining_worker_that_dies_while_it_is_taken_in_changes_nothing(tiny_jo
 
 
 def test_with_one_replica_kill_after_kill_loses_no_decided_step(tiny_job: TinyJob, tmp_path: Path) -> None:
-    """The first, the last and a middle stage's worker are killed in turn, each once every follower is in step."""
+    """Workers of the first, the last and a middle stage are killed in turn, each once every follower is in step."""
     pids: dict[str, int] = {}
     killed: list[str] = []
     stages = [0, 2, 0]
@@ -130,7 +130,7 @@ def test_with_one_replica_kill_after_kill_loses_no_decided_step(tiny_job: TinyJo
     assert result.digests() == uninterrupted(result.manifest.version, tmp_path / "reference")
 
 
-def test_a_run_whose_last_vm_is_gone_for_good_stops_and_can_go_on(tiny_job: TinyJob, tmp_path: Path) -> None:
+def test_a_run_that_lost_its_last_vm_stops_and_can_be_resumed(tiny_job: TinyJob, tmp_path: Path) -> None:
     """They are taken once a checkpoint is complete, however long the first steps take."""
     taken: list[str] = []
 

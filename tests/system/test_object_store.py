@@ -1,4 +1,4 @@
-"""A run whose checkpoints are in an object store, over the real SDKs: refused, failing, stopped, resumed, pruned."""
+"""A run with checkpoints in an object store over the real SDKs: refused, failing, stopped, resumed and pruned."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ BOUND_S = 100.0
 class Place:
     """Where checkpoints go.
 
-    ``wrong``: the environment of somebody whom the store does not know. ``expired``: how it refuses credentials that
-    were right before.
+    ``wrong``: the environment of a user whom the store does not know. ``expired``: how the store refuses credentials
+    that were valid before.
     """
 
     url: str
@@ -72,7 +72,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         yield place
 
 
-def test_a_run_bears_a_failing_store_is_stopped_resumed_and_pruned_there_and_ends_with_the_same_weights(
+def test_runs_in_a_failing_store_are_resumed_and_pruned_with_equal_weights(
     place: Place, calibrated: Path, tmp_path: Path
 ) -> None:
     run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
@@ -95,7 +95,7 @@ def test_a_run_bears_a_failing_store_is_stopped_resumed_and_pruned_there_and_end
         run.wait_for_line("the checkpoint of version")
         with place.service.lock:
             place.service.faults += [place.expired] * MANY
-        job.allow(14)  # the save of version 10, also if a step is read twice
+        job.allow(14)  # the save of version 10, even if a step is read twice
         told = run.wait_for_line("could not write its part of a checkpoint: unit ")
         assert "Error: " in told
         with place.service.lock:

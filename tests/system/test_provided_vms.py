@@ -45,7 +45,7 @@ TOO_SMALL_ALONE_BYTES = 1_900_000
 def hosts(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Hosts]:
-    """Make so many hosts with so many devices each in one folder, which is in the commands' environment."""
+    """Make hosts with this many devices each in one folder, and put them into the commands' environment."""
     number, num_gpus = request.param
     world = Hosts(tmp_path_factory.getbasetemp() / "hosts", number, num_gpus)
     for name, value in world.environment.items():
@@ -65,9 +65,9 @@ def job_file(
     step_s: float = 0.0,
     **vms: object,
 ) -> HeldJob:
-    """The tiny job in a folder of its own, with a neighbour that it imports: the VMs must get both.
+    """Write the tiny job in a folder of its own, with an imported neighbour; the VMs must get both files.
 
-    Every worker stops at its 16th step until it is let go. The file is ``job.yaml``.
+    Every worker stops at its 16th step until it may continue. The job file is ``job.yaml``.
     """
     job = HeldJob(directory / "code", directory / "gate", 16, step_s=step_s)
     described = {
@@ -100,12 +100,12 @@ def digests(run_dir: Path) -> dict[str, str]:
 
 
 def named(directory: Path) -> dict[str, bytes]:
-    """Every file of a folder, by its path in it."""
+    """Return every file of a folder by its relative path."""
     return {str(path.relative_to(directory)): data for path, data in files_below(directory)}
 
 
 def check_exposure(hosts: Hosts, run: RunningMorph, run_dir: Path, secrets: list[str]) -> None:
-    """Check the listeners of both sides, and that secrets are only in the files of docs/how-it-works/safety.md."""
+    """Check the listeners of both sides, and that only files named in docs/how-it-works/safety.md hold secrets."""
     assert len(secrets) >= 4
     sides = {"127.0.0.2": run.family()}
     of_nodes = set()
@@ -123,7 +123,7 @@ def check_exposure(hosts: Hosts, run: RunningMorph, run_dir: Path, secrets: list
         assert {found.address for found in shown.listening} <= {address, "::"}, address
         inside = {found.process.partition(".")[0] for found in shown.listening if found.address == address}
         one = "ray::RuntimeEnvAgent" if address == "127.0.0.2" else "ray::WorkerActor"
-        assert one in inside, address  # it was looked at the right processes
+        assert one in inside, address  # the right processes were examined
     assert files_with(named(hosts.directory), told) == of_nodes
     assert {stat.S_IMODE((hosts.directory / name).stat().st_mode) for name in of_nodes} == {0o600}
     assert [folder for folder in hosts.temporary() if files_with(named(folder), told)] == []
@@ -136,7 +136,7 @@ def facts_of(run_dir: Path) -> list[Fact]:
 
 
 def check_encrypted(run: RunningMorph, hosts: Hosts, node: str, directory: Path) -> None:
-    """Ray accepts no connection without a certificate on either side; only owners can read keys, and none is shown."""
+    """Check that Ray requires certificates on both sides, and that keys are readable by owners only and never shown."""
     kept = Path(json.loads((directory / "run" / "attach.json").read_text())["control_socket"]).parent
     manager = certificates_of(kept)
     (folder,) = hosts.directory.glob(f"h*/.morph/nodes/{node}")
@@ -180,10 +180,8 @@ def check_end(hosts: Hosts, run_dir: Path, weights: dict[str, str], steps: int) 
 
 
 @pytest.mark.parametrize("hosts", [(1, 2)], ids=["1 host of 2 devices"], indirect=True)
-def test_a_host_that_dies_with_both_its_devices_is_replaced_and_one_without_a_manager_ends_and_is_taken_back(
-    hosts: Hosts, calibrated: Path, tmp_path: Path
-) -> None:
-    """There is one host, so that it must. Ctrl-C gives it back, before anything trains on it once more."""
+def test_a_dead_host_is_replaced_and_one_without_a_manager_ends(hosts: Hosts, calibrated: Path, tmp_path: Path) -> None:
+    """Only one host exists, so it must be used again; Ctrl-C gives it back before it trains again."""
     told = {"takeover_patience_s": 0, "lonely_s": 0.5, "tls": True}
     held = job_file(tmp_path, hosts, calibrated, TOO_SMALL_ALONE_BYTES, **told)
     path, leases = tmp_path / "job.yaml", hosts.directory / "leases.json"
@@ -232,11 +230,11 @@ def test_a_host_that_dies_with_both_its_devices_is_replaced_and_one_without_a_ma
 
 
 LEAD_S = 3.0
-"""Longer than a change takes, and short: a VM trains on for as long as its notice surely allows."""
+"""Longer than a change takes, but short: a VM trains for as long as its notice surely allows."""
 
 
 class OneNotice:
-    """A metadata service with a notice that stands; it knows when it was acknowledged."""
+    """A metadata service with a standing notice; it records when the notice was acknowledged."""
 
     name = "test"
 
@@ -253,7 +251,7 @@ class OneNotice:
 
 @contextmanager
 def noticed(hosts: Hosts, node: str, directory: Path) -> Iterator[OneNotice]:
-    """While the block runs, a node's agent reports a notice to the run in ``directory``."""
+    """During the block, a node's agent reports a notice to the run in ``directory``."""
     secret = next(hosts.directory.glob(f"h*/.morph/nodes/{node}/node-secret")).read_text().strip()
     port = json.loads((directory / "run" / "attach.json").read_text())["notice_port"]
     notice = OneNotice()
@@ -268,7 +266,7 @@ def noticed(hosts: Hosts, node: str, directory: Path) -> Iterator[OneNotice]:
 
 
 @pytest.mark.parametrize("hosts", [(3, 1)], ids=["3 hosts"], indirect=True)
-def test_another_manager_goes_on_with_the_hosts_of_one_that_was_killed_and_leaves_out_one_that_is_noticed(
+def test_another_manager_adopts_a_killed_ones_hosts_and_drains_a_noticed_one(
     hosts: Hosts, calibrated: Path, tmp_path: Path
 ) -> None:
     held, path = job_file(tmp_path, hosts, calibrated, step_s=STEP_S, tls=True), tmp_path / "job.yaml"
@@ -285,12 +283,13 @@ def test_another_manager_goes_on_with_the_hosts_of_one_that_was_killed_and_leave
             node = sorted(before)[0]
             held.let_go()
             while int(second.wait_for_line("the checkpoint of version").split("version ")[1].split()[0]) < 30:
-                pass  # by then it knows how short a step is; a version is passed over while another is being written
+                # by then the run knows how short a step is; versions are skipped while another one is being written
+                pass
             with noticed(hosts, node, tmp_path) as notice:
                 assert f"{node} will be taken in" in second.wait_for_line("will be taken in")
                 assert f"nothing of value is left on {node}" in second.wait_for_line("nothing of value is left")
                 assert notice.acknowledged.wait(20), second.output
-            hosts.kill(node)  # what a cloud does then
+            hosts.kill(node)  # as a cloud does then
             second.wait_for_line(f"all {STEPS} steps are committed")
             hosts.note()
             assert second.wait_for_exit() == 0, second.output
@@ -302,6 +301,6 @@ def test_another_manager_goes_on_with_the_hosts_of_one_that_was_killed_and_leave
     assert {address for _, address in enrolled} <= {"127.0.0.11", "127.0.0.12", "127.0.0.13"}
     assert {node for node, _ in enrolled} >= set(before)
     report = read_report(tmp_path / "run")
-    assert [record.step for record in report.steps] == list(range(STEPS))  # none is run again
+    assert [record.step for record in report.steps] == list(range(STEPS))  # no step is repeated
     assert [morph.planned for morph in report.morphs[:1]] == [True]
     check_end(hosts, tmp_path / "run", uninterrupted(STEPS, tmp_path / "undisturbed", NUM_SECTIONS), STEPS)

@@ -65,7 +65,7 @@ def spec_of(stages: int, replicas: int, **fields: Any) -> RehearsalSpec:
 
 
 def rehearsed(spec: RehearsalSpec, directory: Path) -> tuple[Rehearsed, dict[str, str]]:
-    """The figures, and sha256 of every unit's final state."""
+    """Return the figures, and the sha256 of every unit's final state."""
     return run_planned(plan_rehearsal(spec), directory)
 
 
@@ -121,7 +121,7 @@ AT = 3
 
 
 def test_losses_of_either_type_re_shape_mixed_plans_and_change_no_bit(tmp_path: Path) -> None:
-    """A plan as given takes no less than simulated, and has the weights of equal pipelines on one type."""
+    """A given plan takes at least the simulated time, and has the weights of equal pipelines on one type."""
     profile = with_type(PROFILE, "slow", 2.0)
     deep, shallow = (plan_rehearsal(spec_of(stages, 1)).plan for stages in (3, 2))
     slow = tuple(

@@ -45,8 +45,8 @@ except Exception as error:
 class Seen:
     """Observations of one run, while it trained and after its terminal was closed.
 
-    ``shown`` by its processes; ``ray_files`` are Ray's logs and sessions, ``files`` the run directory; ``live_modes``
-    of the files with secrets.
+    ``shown``: what its processes expose. ``ray_files``: Ray's logs and sessions. ``files``: the run directory.
+    ``live_modes``: modes of the files with secrets.
     """
 
     secrets: dict[str, str]
@@ -141,7 +141,7 @@ def _told_again(*arguments: object) -> str:
 
 
 def _told(*arguments: object) -> str:
-    """What a command of this process writes, on both of its outputs."""
+    """Return what a command in this process writes to both of its outputs."""
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert done.exit_code == 0, done.output
     return done.output
@@ -156,12 +156,12 @@ def test_the_search_finds_what_it_looks_for() -> None:
 def test_everything_listens_on_loopback_alone(seen: Seen) -> None:
     assert {found for found in seen.shown.listening if found.address != "127.0.0.1"} == set()
     names = {found.process.split("::")[-1] for found in seen.shown.listening}
-    assert {"gcs_server", "raylet"} <= names  # it was looked at the right processes
+    assert {"gcs_server", "raylet"} <= names  # the right processes were examined
 
 
 def test_the_secrets_of_the_run_are_known_to_this_test(seen: Seen) -> None:
     assert set(seen.secrets.values()) <= set(seen.all_secrets)
-    assert len(set(seen.all_secrets)) >= 4  # includes the run's, and that from which the workers' own follow
+    assert len(set(seen.all_secrets)) >= 4  # includes the run's secret, and the one from which the workers' own follow
     assert all(len(secret) >= 32 for secret in seen.all_secrets)
 
 
@@ -172,7 +172,7 @@ def test_no_secret_is_in_the_run_directory(seen: Seen) -> None:
     assert not any((seen.run_dir / name).exists() for name in PRIVATE)
 
 
-def test_no_secret_is_in_ray_s_logs_and_only_its_token_in_a_file_of_its_own(seen: Seen) -> None:
+def test_rays_logs_hold_no_secret_and_its_token_is_in_one_file(seen: Seen) -> None:
     assert any(name.endswith(".log") or name.endswith(".out") for name in seen.ray_files)
     assert files_with(seen.ray_files, seen.all_secrets) == {"token"}
 
@@ -205,8 +205,8 @@ def test_everything_in_the_run_directory_is_its_user_s_alone(seen: Seen) -> None
     assert {stat.S_IMODE(mode) for path, mode in seen.modes.items() if path not in folders} == {0o600}
 
 
-def test_ray_refuses_whoever_has_another_token_or_none(seen: Seen) -> None:
-    # The head node and three VMs
+def test_ray_refuses_clients_with_another_token_or_none(seen: Seen) -> None:
+    # the head node and three VMs
     assert "came in: 4 nodes" in seen.strangers["the token"], seen.outputs["the run"]
     for kind in ("another token", "no token"):
         assert "refused" in seen.strangers[kind], kind

@@ -1,4 +1,4 @@
-"""Workers that fall silent or die: how it is detected, what the others do, and that a waking worker does no harm."""
+"""Workers that fall silent or die: how this is detected, what the others do, and that a waking worker does no harm."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ FAST = synthetic_profile(
 )
 STEPS, FAULT_AT = 12, 3
 VICTIM = "vm1"
-# The step in which it stops cannot end without it, however late the test comes to stop it.
+# The step in which the victim stops cannot end without it, however late the test stops it.
 STUCK = (SlowSpell(worker=VICTIM, factor=10_000, first_step=FAULT_AT),)
 HEARTBEAT_TIMEOUT_S = 5.0
 """Longer than a busy machine keeps a process waiting."""
 
 
 class Fault:
-    """Does something to one worker when a step from version ``at`` was ordered; remembers what follows."""
+    """Does something to one worker when a step from version ``at`` is ordered, and records what follows."""
 
     def __init__(self, do: Callable[[int], None], victim: str = VICTIM, at: int = FAULT_AT) -> None:
         self._do, self.victim, self._at = do, victim, at
@@ -65,7 +65,7 @@ class Fault:
         if isinstance(event, WorkerLost) and event.worker == self.victim:
             self.cause = event.cause
         if isinstance(event, WorkerAnswered) and self.done and not self.reformed:
-            if event.worker == self.victim:  # at most what it had done when it was stopped
+            if event.worker == self.victim:  # at most the work done before it was stopped
                 assert isinstance(event.answer, Prepared)
                 assert event.answer.step == self._at
             elif isinstance(event.answer, Aborted | Prepared):
@@ -88,13 +88,13 @@ def killed(pid: int) -> None:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The weights of a run that nothing happened to."""
+    """Return the weights of an undisturbed run."""
     weights, _ = Emulated(FAST, [shape(FAST, 1, 1)], STEPS, num_vms=1).run(tmp_path_factory.mktemp("one") / "run")
     return weights
 
 
 class Waking:
-    """Wakes the stopped worker as soon as the others formed the next shape, and observes what it does."""
+    """Wakes the stopped worker as soon as the others have formed the next shape, and observes it."""
 
     def __init__(self, fault: Fault, wake_others: Callable[[], None] = lambda: None) -> None:
         self._fault, self._wake_others = fault, wake_others
@@ -116,7 +116,7 @@ class Waking:
 
 
 def outlives(pid: int, bound_s: float = 60.0) -> bool:
-    """Whether a process still lives after that long."""
+    """Return whether a process still lives after this time."""
     until_s = time.monotonic() + bound_s
     with suppress(psutil.NoSuchProcess):
         while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
@@ -126,10 +126,8 @@ def outlives(pid: int, bound_s: float = 60.0) -> bool:
     return False
 
 
-def test_a_death_aborts_every_other_worker_and_nobody_waits_for_a_time_out(
-    expected: dict[str, str], tmp_path: Path
-) -> None:
-    """Check the answers before the next shape is formed: none of them reports the end of a wait."""
+def test_a_death_aborts_every_other_worker_without_a_time_out(expected: dict[str, str], tmp_path: Path) -> None:
+    """Check answers before the next shape is formed: none of them reports the end of a wait."""
     fault = Fault(killed)
     plans = [shape(PROFILE, 3, 2), shape(PROFILE, 2, 2)]
     emulated = Emulated(PROFILE, plans, STEPS, num_vms=6, observers=[fault], spells=STUCK)
@@ -144,7 +142,7 @@ def test_a_death_aborts_every_other_worker_and_nobody_waits_for_a_time_out(
 
 
 class AllStopped:
-    """Stops every worker in a step, and wakes them when one that were silent alone would be given up."""
+    """Stops every worker in a step, and wakes them when a single silent worker would be given up."""
 
     def __init__(self, fault: Fault) -> None:
         self._fault = fault
@@ -170,9 +168,7 @@ class AllStopped:
             os.kill(pid, signal.SIGCONT)
 
 
-def test_workers_that_are_all_stopped_are_not_lost_one_that_is_stopped_alone_or_cut_off_is_and_no_bit_changes(
-    expected: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_worker_silent_alone_is_lost_and_no_bit_changes(expected: dict[str, str], tmp_path: Path) -> None:
     """The first worker that wakes does no harm. A host's link is cut where network namespaces are available."""
     network = HostNetwork(4, 1e9) if permitted() else None
 
@@ -209,7 +205,7 @@ def test_workers_that_are_all_stopped_are_not_lost_one_that_is_stopped_alone_or_
 
 
 class Breaking:
-    """Breaks the connections of a worker when some steps are about to run, where that is permitted."""
+    """Breaks a worker's connections when some steps are about to run, where that is permitted."""
 
     def __init__(self, fault: Fault, versions: set[int]) -> None:
         self._fault, self.left = fault, versions if may_break() else set()
@@ -240,7 +236,7 @@ class WithoutDriver:
 
 
 class Revoking:
-    """Takes the last VM once it has trained alone for some steps, and asks for another."""
+    """Takes the last VM once it has trained alone for some steps, and requests another."""
 
     def __init__(self, fleet: VmFleet, version: int) -> None:
         self._fleet, self._version, self._done = fleet, version, False
@@ -253,15 +249,14 @@ class Revoking:
             self._fleet.revoke("vm0")
 
 
-def test_a_run_on_ray_nodes_bears_broken_connections_silent_workers_and_a_revoked_vm(
+def test_a_run_on_ray_survives_broken_connections_silent_workers_and_a_revocation(
     expected: dict[str, str], tmp_path: Path
 ) -> None:
-    """One after the other, because each node takes long to start.
+    """All faults happen in one run, because each node takes long to start.
 
-    Ray's driver is killed, and the connections of one VM's worker are reset, twice, which costs nobody anything. The
-    next driver starts the worker of the VM that comes last. The worker is stopped, then another VM
-    with all that it runs: who was stopped is given up and cannot go on when it wakes. The last one is taken, and the
-    run goes on on its successor.
+    Ray's driver is killed, and the connections of one VM's worker are reset twice, without any loss. The next driver
+    starts the worker of the last VM. The first worker is stopped, then another VM with all of its processes; both are
+    given up, and cannot continue when they wake. The last VM is taken, and the run continues on its successor.
     """
     stopped_too: list[psutil.Process] = []
 

@@ -42,7 +42,7 @@ class Told:
 
 
 class Slowness:
-    """Watches the slow worker being found, left out and well again; then announces that its successor will be taken."""
+    """Watches a slow worker being found, left out and taken back; then announces that its successor will be taken."""
 
     def __init__(self, fleet: VmFleet, victim: str, spare: str, spell: SlowSpell) -> None:
         self._fleet, self._victim, self._spare, self._spell = fleet, victim, spare, spell
@@ -80,13 +80,16 @@ class Slowness:
             observed.request_stop("it was not found, or is not taken back")
 
 
-def test_a_slow_worker_with_real_compute_is_left_out_and_taken_back_and_changes_no_bit(
+def test_leaving_out_and_taking_back_a_slow_worker_changes_no_bit(
     tiny_job: TinyJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cores are shared here: micro-batches of one worker differ by half and more. So it is much slower, and the rules
-    ask for a greater ratio and for fewer deviations. It grows slow late: a stage has two replicas only, whose first
-    windows must have shown what is chance. It stays slow for long, and is probed often."""
-    monkeypatch.setattr(driver, "TIMES_EVERY_S", 0.1)  # a window is closed as soon as it is full: in 6 steps
+    """Cores are shared here: times of one worker's micro-batches differ by half and more.
+
+    So the worker is much slower, and the rules require a greater ratio and fewer deviations. It becomes slow late,
+    because a stage has only two replicas, whose first windows must have shown how much times vary by chance. It stays
+    slow for long, and is probed often.
+    """
+    monkeypatch.setattr(driver, "TIMES_EVERY_S", 0.1)  # a window closes as soon as it is full: in 6 steps
     told, watched = Told(), []
     spell = SlowSpell(worker="vm1", factor=20.0, first_step=40, end_step=100)
 

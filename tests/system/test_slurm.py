@@ -1,6 +1,6 @@
 """A run on jobs of a real Slurm, started for it: owners' jobs preempt half of its nodes, twice.
 
-Skipped where none can be started; `make test-slurm` installs what it needs.
+Skipped where Slurm cannot be started; `make test-slurm` installs it.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ def job_file(directory: Path, profile: Path) -> Path:
     return path
 
 
-def test_owners_who_preempt_half_of_the_nodes_twice_change_no_bit(
+def test_preempting_half_of_the_nodes_twice_changes_no_bit(
     cluster: RealSlurm, calibrated: Path, tmp_path: Path
 ) -> None:
     path, run_dir = job_file(tmp_path, calibrated), tmp_path / "run"
     with RunningMorph("run", path, "--verbose", "--no-page") as run:
         run.wait_for_line(f"on {KEPT} of {KEPT} ready workers")
         name = json.loads((run_dir / "vms.json").read_text())["run"]
-        strange = f"{name}-1-1-0"  # a node's name, of a job that is not the run's
+        strange = f"{name}-1-1-0"  # a node of a job that does not belong to the run
         cluster.call("sbatch", "--hold", f"--job-name={strange}-x", given="#!/bin/sh\nsleep 1\n")
         noticed: set[str] = set()
         for _ in range(2):

@@ -35,14 +35,14 @@ SHAPES = {4: "2x2", 3: "3x1", 2: "2x1", 1: "1x1"}
 MANAGER_S = 300.0
 GONE_S = 60.0
 HELD_AFTER = 7
-"""Steps of a run that is not to be over before a checkpoint is complete, or what was killed is known to be dead."""
+"""Steps that are held until a checkpoint is complete or a killed process is known to be dead."""
 
 
 EventT = TypeVar("EventT", bound=Event)
 
 
 class Managed:
-    """One run directory, and the managers that work on it one after the other."""
+    """One run directory, and the managers that work on it one after another."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Managed:
             checkpoint_every_steps=4,
             start_patience_s=200,
             takeover_patience_s=patience_s,
-            heartbeat_timeout_s=30,  # Ray's nodes that boot beside it may hold a worker up for seconds
+            heartbeat_timeout_s=30,  # Ray's nodes that boot beside it may delay a worker for seconds
             order_timeout_s=500 if held else None,
         )
         self._orders = Orders(
@@ -88,7 +88,7 @@ class Managed:
         )
 
     def manage(self, *deaths: Death) -> str:
-        """Run a manager until it dies, as it must if its death is given, or to the end; returns what it wrote."""
+        """Run a manager to its ordered death, or else to the end; return its output."""
         pids = self.pids() if self.directory.exists() else {}
         orders = self._orders.model_copy(update={"deaths": deaths, "pids": pids})
         self._orders_path.write_text(orders.model_dump_json(), encoding="utf-8")
@@ -112,7 +112,7 @@ class Managed:
         self._orders = self._orders.model_copy(update={"config": self._orders.config.model_copy(update=update)})
 
     def pids(self) -> dict[str, int]:
-        """The process of every worker that was ever set up, which never changes."""
+        """The process of every worker that was ever set up; a worker's process never changes."""
         pids: dict[str, int] = {}
         for event in self._events():
             if isinstance(event, WorkerAnswered) and isinstance(event.answer, WorkerReady):
@@ -120,7 +120,7 @@ class Managed:
         return pids
 
     def generations(self) -> int:
-        """How many were formed."""
+        """Return the number of generations formed."""
         return max(
             DecisionRecord.model_validate_json(entry.payload_json).generation
             for entry in self._entries()
@@ -128,17 +128,17 @@ class Managed:
         )
 
     def digests(self) -> dict[str, str]:
-        """sha256 of every unit of the newest checkpoint."""
+        """Return the sha256 of every unit of the newest checkpoint."""
         url = str(self.directory / "checkpoints")
         return {entry.unit: entry.sha256 for entry in read_manifest(url, complete_versions(url)[-1]).units}
 
     def facts(self, *names: str) -> list[str]:
-        """The names of those facts of the journal that have one of these, in order."""
+        """Return the names of those facts of the journal that have one of these names, in order."""
         facts = [Fact.model_validate_json(entry.payload_json) for entry in self._entries() if entry.kind == "fact"]
         return [fact.name for fact in facts if fact.name in names]
 
     def events(self, kind: type[EventT]) -> list[EventT]:
-        """Every event of a kind, in order."""
+        """Return every event of a kind, in order."""
         return [event for event in self._events() if isinstance(event, kind)]
 
     def history(self) -> str:
@@ -153,7 +153,7 @@ class Managed:
         return "\n".join(f"{record.phase} v{record.version} {record.reason.sentence}" for record in records)
 
     def control_socket(self) -> Path:
-        """Where the VMs' owner listens."""
+        """The socket on which the VMs' owner listens."""
         attachment = json.loads((self.directory / "attach.json").read_text(encoding="utf-8"))
         return Path(attachment["control_socket"])
 
@@ -166,7 +166,7 @@ class Managed:
 
 
 def wait_until_gone(pids: list[int], directory: Path) -> None:
-    """Processes and the directory of a run that ended."""
+    """Wait until processes and directory of a run that ended are gone."""
     until_s = time.monotonic() + GONE_S
     while any(map(runs, pids)) or directory.exists():
         assert time.monotonic() < until_s, f"left: {[pid for pid in pids if runs(pid)]}, {directory}"
@@ -189,7 +189,7 @@ HISTORIES = {
         Death(phase=Phase.TRAINING, version=4),
     ),
 }
-"""Under Ray: before and after its actors' workers are known. What follows are the same orders on the same link."""
+"""Under Ray: before and after its actors' workers are known. Later orders use the same link."""
 LAST = {
     "processes": (),
     "ray": (
@@ -197,9 +197,9 @@ LAST = {
         Death(phase=Phase.TRAINING, version=7, worker="vm1", manager_lives=True),
     ),
 }
-"""What dies besides the manager before the last one."""
+"""What dies under the last manager, which itself lives."""
 VMS = {"processes": {4: "2x2", 3: "3x1", 2: "2x1", 1: "1x1"}, "ray": {2: "1x2", 1: "1x1"}}
-"""How many there are, and what is made of those that are left: a worker is lost, and no step."""
+"""The number of VMs, and the shapes of those that are left: a worker is lost, but no step."""
 
 
 @pytest.mark.parametrize("kind", HISTORIES)
@@ -220,7 +220,7 @@ def test_managers_die_in_every_phase_and_nothing_is_lost(
     assert "finished" in run.manage(*LAST[kind])
     print(run.history())
     assert run.digests() == reference
-    # taking over forms none; one that is being formed while the store is away is formed again
+    # taking over forms no generation; one that is being formed while the store is down is formed again
     assert 1 + len(lost) <= run.generations() <= 1 + len(lost) + stores
     assert run.facts("store_lost", "store_started_again") == ["store_lost", "store_started_again"][: 2 * stores]
     assert {worker for event in run.events(WorkerLost) for worker in event.workers} <= lost, run.history()
@@ -230,7 +230,7 @@ def test_managers_die_in_every_phase_and_nothing_is_lost(
     wait_until_gone(list(run.pids().values()), control_socket.parent)
 
 
-def test_a_worker_that_dies_while_there_is_no_manager_is_lost_and_no_bit_with_it(
+def test_a_worker_that_dies_without_a_manager_costs_no_bit(
     tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path
 ) -> None:
     run = Managed(tiny_job, tmp_path, "processes")
@@ -241,7 +241,7 @@ def test_a_worker_that_dies_while_there_is_no_manager_is_lost_and_no_bit_with_it
     assert run.digests() == reference
 
 
-def test_after_its_patience_everything_ends_and_the_run_goes_on_from_its_newest_checkpoint(
+def test_after_its_patience_all_ends_and_the_newest_checkpoint_is_resumed(
     tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path
 ) -> None:
     run = Managed(tiny_job, tmp_path, "processes", patience_s=0.5, num_vms=2, held=True)
@@ -256,41 +256,41 @@ def test_after_its_patience_everything_ends_and_the_run_goes_on_from_its_newest_
     assert run.digests() == reference
 
 
-def test_vms_that_were_asked_for_are_kept_by_the_next_manager_and_replaced_within_the_limits(
+def test_requested_vms_are_kept_by_the_next_manager_and_replaced_within_limits(
     tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path
 ) -> None:
     vms = LocalVms(keep=2, usd_per_h=0.5, limits=Limits(max_vms=2, usd_per_h=1.0, budget_usd=5.0))
     run = Managed(tiny_job, tmp_path, "processes", num_vms=2, shapes={2: "1x2"}, vms=vms)
-    run.manage(Death(phase=Phase.STARTING))  # requested, perhaps not granted
+    run.manage(Death(phase=Phase.STARTING))  # requested, but perhaps not granted
     run.manage(Death(phase=Phase.TRAINING, version=2))
-    run.manage(Death(phase=Phase.TRAINING, version=4, worker="job-1-1"))  # one is lost while there is no manager
+    run.manage(Death(phase=Phase.TRAINING, version=4, worker="job-1-1"))  # one VM is lost while there is no manager
     run.manage(Death(phase=Phase.TRAINING, version=7, worker="job-1-0", manager_lives=True))
     granted = {event.request: event.nodes for event in run.events(NodesGranted)}
     assert granted == {"job-1": ("job-1-0", "job-1-1"), "job-2": ("job-2-0",), "job-3": ("job-3-0",)}, run.history()
     assert run.events(RequestRefused) == []
-    assert set(run.pids()) == {"job-1-0", "job-1-1", "job-2-0", "job-3-0"}  # no other was ever set up
+    assert set(run.pids()) == {"job-1-0", "job-1-1", "job-2-0", "job-3-0"}  # no other worker was ever set up
     assert max(count.num_vms for count in read_report(run.directory).vms) == 2
     assert run.digests() == reference
 
 
-def test_a_store_that_dies_is_started_again_where_it_was_and_the_next_generation_finds_it(
+def test_a_dead_store_is_restarted_at_its_address_for_the_next_generation(
     tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path
 ) -> None:
-    """Under Ray it dies in the last part of ``test_managers_die_in_every_phase_and_nothing_is_lost``."""
+    """Under Ray the store dies in the last part of ``test_managers_die_in_every_phase_and_nothing_is_lost``."""
     run = Managed(tiny_job, tmp_path, "processes", num_vms=3)
     store = Death(phase=Phase.TRAINING, version=5, process="store", manager_lives=True)
     loss = Death(phase=Phase.TRAINING, version=5, worker="vm1", manager_lives=True)
     assert "finished" in run.manage(store, loss)
     assert run.facts("store_lost", "store_started_again") == ["store_lost", "store_started_again"]
-    assert run.generations() <= 3, run.history()  # one more than were needed, at the most
+    assert run.generations() <= 3, run.history()  # at most one more than was needed
     assert {"vm1"} < set(run.pids()) <= {"vm0", "vm1", "vm2"}  # each set up once; one that boots slowly comes too late
     assert run.digests() == reference
 
 
-def test_a_run_whose_vms_are_gone_with_their_owner_goes_on_by_itself_from_its_newest_checkpoint(
+def test_a_run_that_lost_its_vms_owner_continues_from_its_newest_checkpoint(
     tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path
 ) -> None:
-    """Under Ray they are gone with its head node: ``test_interrupt``."""
+    """Under Ray the VMs are lost with its head node: see ``test_interrupt``."""
     run = Managed(tiny_job, tmp_path, "processes", num_vms=2, held=True)
     output = run.manage(Death(phase=Phase.TRAINING, version=6, saved=True, process="host", manager_lives=True))
     assert "the process that owns the VMs is gone" in output

@@ -24,7 +24,7 @@ BOUND_S = 240.0
 
 @contextmanager
 def listening(inside: Sequence[str], host: str, token: Path) -> Iterator[str]:
-    """``morph calibrate-peer`` until it ends by itself, after one measurement; gives its address."""
+    """Run ``morph calibrate-peer`` until it ends by itself after one measurement; yield its address."""
     command = [*inside, *COMMAND, "calibrate-peer", "--listen", f"{host}:0", "--token-file", str(token)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT

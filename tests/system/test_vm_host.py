@@ -1,7 +1,7 @@
-"""The process that owns local Ray nodes: boots them together, reports their deaths, and cleans up after them.
+"""The process that owns local Ray nodes: it boots them together, reports their deaths, and cleans up after them.
 
-And whoever has Ray's token has every VM. What he cannot have with it: the manager, or anything on its machine. The
-tests of local nodes have one cluster, for each takes long to start; the last of them ends it.
+Also: a client with Ray's token controls every VM, but neither the manager nor anything else on its machine. The tests
+of local nodes share one cluster, because each takes long to start; the last of these tests ends it.
 """
 
 from __future__ import annotations
@@ -109,13 +109,16 @@ for name in ("bomb", "crash"):
     ray.get(ray.remote(Hostile).options(**options).remote(name == "crash").__ray_ready__.remote(), timeout=200)
 print(json.dumps(found))
 """
-"""By all that Ray offers a client with its token: tasks and an actor on the head node, one with an environment; and
-actors in the place of workers, which answer with a bomb."""
+"""Attacks by everything that Ray offers a client with its token: tasks and an actor on the head node, one with an
+environment, and actors in place of workers, which answer with a bomb."""
 
 
 @dataclass
 class Owned:
-    """A cluster; ``gone``: the VMs of whose end it told. ``first_head``: a raylet that was killed while it started."""
+    """A cluster.
+
+    ``gone``: the VMs whose end it reported. ``first_head``: a raylet that was killed while it started.
+    """
 
     cluster: RayCluster
     gone: list[str]
@@ -128,7 +131,7 @@ class Owned:
         return psutil.Process(self.cluster._line.pid)
 
     def agent_of_head(self) -> psutil.Process:
-        """The head node's agent for environments."""
+        """Return the head node's agent for environments."""
         (agent,) = [
             process
             for process in self.host.children(recursive=True)
@@ -137,7 +140,7 @@ class Owned:
         return agent
 
     def vm(self) -> str:
-        """A VM that is up."""
+        """Return a VM that is up."""
         if not self.cluster._vms:
             self.cluster.add_vm("vm9")
         return next(iter(self.cluster._vms))
@@ -157,7 +160,7 @@ def owned() -> Iterator[Owned]:
     patched = pytest.MonkeyPatch()
     patched.setattr(ray_cluster, "session_of", slowly)
     try:
-        with listen("127.0.0.1") as workers:  # the host keeps it
+        with listen("127.0.0.1") as workers:  # the host keeps it open
             starting = threading.Thread(target=owned.cluster.start, args=(workers,))
             starting.start()
 
@@ -176,15 +179,15 @@ def owned() -> Iterator[Owned]:
 
 
 def test_a_head_node_that_dies_while_it_starts_is_started_once_more(owned: Owned) -> None:
-    """Also where the process that failed to start it ends by itself, before the manager ends it."""
+    """The process that failed to start it ends by itself, before the manager ends it."""
     assert owned.cluster.address
     pids = {raylet.pid for raylet in _raylets(owned.cluster)}
     assert pids & set(owned.cluster._head)
     assert owned.first_head[0].pid not in pids
 
 
-def test_vms_boot_together_and_the_death_of_one_is_told_at_once_while_it_boots_and_when_it_is_up(owned: Owned) -> None:
-    """And no zombie is left of the dead."""
+def test_vms_boot_together_and_deaths_while_booting_or_up_are_reported_immediately(owned: Owned) -> None:
+    """The dead leave no zombies."""
     cluster = owned.cluster
     outcomes: dict[str, str] = {}
 
@@ -207,14 +210,14 @@ def test_vms_boot_together_and_the_death_of_one_is_told_at_once_while_it_boots_a
             if name not in sockets:
                 (sockets[name],) = [part for part in raylet.cmdline() if part.startswith("--raylet_socket_name=")]
             if name != "vm0" and name not in raylets:
-                raylet.suspend()  # neither is up before the other is found
+                raylet.suspend()  # neither is up before both are found
             raylets[name] = raylet
         return {"vm1", "vm2"} <= raylets.keys()
 
     _wait_until(found, "no raylets were started")
     assert len({*sockets.values()}) == len(sockets), "a raylet that finds its socket taken dies"
     raylets["vm1"].kill()
-    raylets["vm2"].resume()  # Ray itself may see the end of the other one only after 30 s
+    raylets["vm2"].resume()  # Ray itself may detect the other one's death only after 30 s
     for thread in boots:
         thread.join(2 * GONE_S)
     assert outcomes.get("vm1", "").startswith("VM vm1 did not come up: "), "whoever saw it first: its owner, or Ray"
@@ -228,14 +231,14 @@ def test_vms_boot_together_and_the_death_of_one_is_told_at_once_while_it_boots_a
     for name in ("vm3", "vm4"):
         cluster.add_vm(name)
     zombies = [child.pid for child in owned.host.children() if child.status() == psutil.STATUS_ZOMBIE]
-    assert set(zombies) <= {raylets["vm1"].pid}  # for which Ray waits on
+    assert set(zombies) <= {raylets["vm1"].pid}  # Ray still waits for this one
     assert owned.gone == ["vm0"]
 
 
-def test_without_an_agent_of_its_own_the_head_node_is_known_to_be_gone_and_without_its_owner_all_ends(
+def test_a_head_node_dies_with_its_agent_or_owner(
     owned: Owned,
 ) -> None:
-    """With the owner a node of the head's, as ``gcs_server``, dies in ``test_interrupt``. No test follows this one."""
+    """``test_interrupt`` kills the owner together with a process of the head node. No test may follow this one."""
     owned.vm()
     nodes = owned.host.children(recursive=True)
     owned.cluster.check_head()
@@ -252,7 +255,7 @@ def test_without_an_agent_of_its_own_the_head_node_is_known_to_be_gone_and_witho
     _wait_until(lambda: not any(map(lives, nodes)), "nodes outlive their owner")
 
 
-def test_what_a_client_with_the_token_has_run_on_the_head_node_or_read_by_the_driver_gets_at_nothing(
+def test_code_run_with_rays_token_reaches_neither_manager_nor_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killing the driver only costs a new one. Like a provider's VM, the node is outside the head node's host."""
@@ -313,7 +316,7 @@ def _drivers(cluster: RayCluster) -> list[psutil.Process]:
 
 
 def _confined(cluster: RayCluster) -> Iterator[psutil.Process]:
-    """The head node's processes, and the driver."""
+    """Return the head node's processes and the driver."""
     for process in _family(cluster):
         line = process.cmdline()
         if "manager.engine.on_ray.node" in line or "manager.engine.on_ray.driver" in line:

@@ -53,7 +53,7 @@ ALWAYS = """
 
 @dataclass
 class Ended:
-    """How a run ended, with its last checkpoint, and what each failed order said."""
+    """How a run ended, with its last checkpoint and the messages of its failed orders."""
 
     finish: Finish
     version: int
@@ -94,10 +94,10 @@ def failing_run(directory: Path, fail: str, at_version: int, faults: tuple[Fault
     return ended
 
 
-def test_an_error_that_passes_costs_nobody_and_a_device_that_is_full_or_lost_its_worker(
+def test_a_transient_error_loses_no_worker_and_a_failed_device_its_own(
     reference: dict[str, str], tmp_path: Path
 ) -> None:
-    # at each of these steps, for after its first error a worker may be left out of a shape or two
+    # at each of these steps, because a worker may be left out of a shape or two after its first error
     faults = (
         *(Fault(worker="vm1", phase="backward", step=step, kind="out_of_memory") for step in range(5, 12)),
         *(Fault(worker="vm2", phase="forward", step=step, kind="lost_device") for step in range(8, 14)),
@@ -111,7 +111,7 @@ def test_an_error_that_passes_costs_nobody_and_a_device_that_is_full_or_lost_its
     assert ended.digests == reference
 
 
-def test_an_error_that_comes_again_ends_the_run_saved_with_the_user_s_traceback(tmp_path: Path) -> None:
+def test_a_repeated_error_ends_the_run_saved_with_the_users_traceback(tmp_path: Path) -> None:
     ended = failing_run(tmp_path, ALWAYS, at_version=3)
     assert ended.finish.outcome == "failed"
     assert len({worker for worker, _ in ended.causes}) > 1

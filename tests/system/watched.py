@@ -23,15 +23,15 @@ from tests.system.exposure import RECORDED, Listening, recorded, shown_by
 
 
 def _as_in_a_terminal() -> None:
-    """Take the terminal, whose end is heard even where the tests were started with ``nohup``."""
+    """Take the terminal, and hear its hang-up even if the tests were started with ``nohup``."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class WatchedMorph:
-    """A Morph command with a controlling terminal; the secrets that it makes are written down for the test.
+    """A Morph command with a controlling terminal; the secrets that it makes are recorded for the test.
 
-    A context manager after which none of it is left.
+    It is a context manager that leaves none of the command's processes.
     """
 
     def __init__(self, secrets_path: Path, *arguments: object) -> None:
@@ -70,7 +70,7 @@ class WatchedMorph:
 
     @property
     def output(self) -> str:
-        """Everything it showed so far."""
+        """Everything that it showed so far."""
         return self._output.decode(errors="replace")
 
     @property
@@ -79,13 +79,13 @@ class WatchedMorph:
         return recorded(self._secrets_path)
 
     def wait_for(self, part: str, timeout_s: float = LINE_TIMEOUT_S) -> None:
-        """Block until the output holds ``part``."""
+        """Block until the output contains ``part``."""
         with self._more:
             self._more.wait_for(lambda: self._ended or part in self.output, timeout_s)
         assert part in self.output, self.output
 
     def family(self) -> list[psutil.Process]:
-        """The command and every process below it that there ever was."""
+        """The command and every process that there ever was below it."""
         try:
             top = psutil.Process(self._process.pid)
             for process in (top, *top.children(recursive=True)):
@@ -101,7 +101,7 @@ class WatchedMorph:
     def close_terminal(self) -> None:
         """Send SIGHUP to the processes of the session, as when the window is closed."""
         if self._reader.is_alive() and self._wake >= 0:
-            os.write(self._wake, b"x")  # a terminal that is read from stays open
+            os.write(self._wake, b"x")  # a terminal that somebody reads stays open
             self._reader.join(END_TIMEOUT_S)
         for descriptor in (self._terminal, self._wake, self._woken):
             if descriptor >= 0:
@@ -109,7 +109,7 @@ class WatchedMorph:
         self._terminal = self._wake = self._woken = -1
 
     def wait_for_end(self) -> int:
-        """The exit code, once nothing of it is left."""
+        """Return the exit code once nothing of the command is left."""
         family = self.family()
         until_s = time.monotonic() + 2 * END_TIMEOUT_S
         code = self._process.wait(2 * END_TIMEOUT_S)

@@ -63,7 +63,7 @@ def make_job(**fields: Any) -> Job:
 
 
 def trace(job: Job, **options: Any) -> DependencyReport:
-    """Check a job; the model that jobs of other optimizers have too is exported once."""
+    """Check a job; jobs that differ only in the optimizer share one export."""
     same = (job.model, job.loss, job.dataset) == (Chain, mean_square, Samples)
     return check_dependencies(job, exported=_chain() if same else None, **options)
 

@@ -62,7 +62,7 @@ class Texts(nn.Module):
 
 
 class HookBehindTheGraph(Block):
-    """Of a kind that no trace sees and Morph does not look for."""
+    """A hook of a kind that no trace sees and that Morph does not look for."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
@@ -109,7 +109,7 @@ def wrong() -> tuple[Job, ExportedJob]:
     return job, export_job(job)
 
 
-def test_sections_with_dropout_and_a_tied_weight_have_the_loss_and_the_gradients_of_the_plain_model(
+def test_sections_have_the_loss_and_gradients_of_the_plain_model(
     good: tuple[Job, ExportedJob],
 ) -> None:
     found = compare_with_plain(*good, 3, ROOMY)
@@ -125,7 +125,7 @@ def test_a_backward_that_the_trace_lost_is_refused_and_the_parameters_are_named(
     text = str(caught.value)
     assert text.startswith(f"{__file__}:{inspect.getsourcelines(Texts)[1]}: model: sections would not train the model")
     assert "(2 samples, seed 0): the loss differs by 0.00%" in text
-    assert ", 4 of 9 gradients: blocks." in text  # of blocks 1 and 3: turned twice, a gradient is right again
+    assert ", 4 of 9 gradients: blocks." in text  # of blocks 1 and 3: a gradient that is reversed twice is right again
 
 
 def test_the_comparison_draws_nothing_from_the_callers_generator(good: tuple[Job, ExportedJob]) -> None:
@@ -150,7 +150,7 @@ def test_a_costly_model_is_compared_fewer_times(good: tuple[Job, ExportedJob]) -
     )
 
 
-def test_a_model_that_does_not_fit_is_compared_with_fewer_of_its_equal_blocks() -> None:
+def test_a_large_model_is_compared_with_fewer_of_its_blocks() -> None:
     job = job_of(lambda: Texts(num_blocks=12))
     exported = export_job(job)
     small = replace(ROOMY, available_bytes=30_000)
@@ -170,7 +170,7 @@ def test_with_fewer_blocks_too_a_lost_backward_is_refused() -> None:
         compare_with_plain(job, export_job(job), 3, replace(ROOMY, available_bytes=30_000))
 
 
-def test_a_model_without_equal_blocks_that_does_not_fit_is_not_compared_and_that_is_said(
+def test_a_large_model_without_equal_blocks_is_reported_as_not_compared(
     good: tuple[Job, ExportedJob],
 ) -> None:
     job = job_of(lambda: Texts(num_blocks=2))
@@ -179,7 +179,7 @@ def test_a_model_without_equal_blocks_that_does_not_fit_is_not_compared_and_that
     assert str(found.reason).endswith("it cannot be shortened: it has no list of three equal blocks")
 
 
-def test_a_loss_that_fails_on_real_samples_is_told_with_its_line() -> None:
+def test_the_error_of_a_loss_on_real_samples_names_its_line() -> None:
     job = job_of(Texts, WordsOutside)
     with pytest.raises(JobError) as caught:
         compare_with_plain(job, export_job(job), 1, ROOMY)
@@ -217,7 +217,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_what_the_forward_writes_into_buffers_is_the_same_on_both_sides(frozen: bool) -> None:
+def test_buffers_written_by_the_forward_are_equal_on_both_sides(frozen: bool) -> None:
     job = job_of(lambda: Normed(frozen))
     assert compare_with_plain(job, export_job(job), 2, ROOMY) == Comparison("whole", 3, 2, 2, 0.0)
 
@@ -233,7 +233,7 @@ class Complex(nn.Module):
 
 
 class Sometimes(Texts):
-    """The second block never has a gradient: what it makes is not used."""
+    """A model whose second block never has a gradient, because its output is not used."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x) + self.places
@@ -298,7 +298,7 @@ class GivesZerosForNothing(ExactAccumulator):
         (GivesZerosForNothing, Sometimes, r"the weights after 2 steps differ, 2 of 9: blocks\.1\.inner\.weight, "),
     ],
 )
-def test_what_a_run_would_make_wrong_of_right_gradients_is_refused(
+def test_gradients_that_a_run_would_apply_wrongly_are_refused(
     wrong: type[ExactAccumulator], model: Callable[[], nn.Module], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     marks = {"cut_points": ("blocks.1", "blocks.2"), "num_sections": None} if model is Sometimes else {}
@@ -310,7 +310,7 @@ def test_what_a_run_would_make_wrong_of_right_gradients_is_refused(
 
 
 class OneStepSize(torch.optim.SGD):
-    """Its step is of one length over all parameters that it has."""
+    """An optimizer with one step size for all parameters that it has."""
 
     def step(self, closure: Any = None) -> Any:
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -324,7 +324,7 @@ def of_one_length(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim
     return OneStepSize([parameter for _, parameter in parameters], lr=0.1)
 
 
-def test_an_optimizer_that_is_another_for_each_unit_is_refused_unless_the_job_allows_it(
+def test_an_optimizer_that_differs_by_unit_is_refused_unless_allowed(
     good: tuple[Job, ExportedJob],
 ) -> None:
     job = replace(good[0], optimizer=of_one_length)
@@ -334,7 +334,7 @@ def test_an_optimizer_that_is_another_for_each_unit_is_refused_unless_the_job_al
     assert compare_with_plain(allowed, good[1], 3, ROOMY).num_steps == 2
 
 
-def test_what_was_not_compared_is_said(good: tuple[Job, ExportedJob]) -> None:
+def test_parts_that_were_not_compared_are_named(good: tuple[Job, ExportedJob]) -> None:
     weights = sum(torch.Size(shape).numel() for shape, _ in good[1].initial_parameters.specs.values())
     little = compare_with_plain(*good, 3, replace(ROOMY, available_bytes=weights * 4 * 15))
     assert (little.how, little.num_steps) == ("whole", 0)
@@ -346,7 +346,7 @@ def test_what_was_not_compared_is_said(good: tuple[Job, ExportedJob]) -> None:
     assert "one optimizer for all" in comparison_note(mixing)
 
 
-def test_what_was_found_is_kept_for_this_user_alone_and_a_damaged_file_is_as_none(tmp_path: Path) -> None:
+def test_findings_are_cached_for_this_user_and_damaged_files_ignored(tmp_path: Path) -> None:
     found = Comparison("whole", 3, 2, 2, 1e-7)
     assert cached_comparison(tmp_path, "key") is None
     cache_comparison(tmp_path, "key", found)
@@ -356,7 +356,7 @@ def test_what_was_found_is_kept_for_this_user_alone_and_a_damaged_file_is_as_non
     file.write_text('{"how": "whole", "other": 1}')
     assert cached_comparison(tmp_path, "key") is None
     (tmp_path / "file").touch()
-    cache_comparison(tmp_path / "file", "key", found)  # cannot be written: nothing is kept
+    cache_comparison(tmp_path / "file", "key", found)  # it cannot be written, so nothing is kept
 
 
 JOB = """
@@ -461,7 +461,7 @@ def test_the_cache_is_where_the_user_has_caches(
     assert cache_folder() == Path(folder)
 
 
-def test_checks_are_carried_out_the_cheapest_first_but_for_those_that_are_left_out(
+def test_checks_run_cheapest_first_without_skipped_ones(
     good: tuple[Job, ExportedJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = [list(Needs).index(entry.needs) for entry in CHECKS]

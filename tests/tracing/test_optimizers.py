@@ -19,7 +19,7 @@ HERE = Path(__file__).name
 
 
 class Custom(Optimizer):
-    """Base of the optimizers below."""
+    """Base class of the optimizers below."""
 
     def __init__(self, parameters: Any, lr: float = 0.1) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -98,7 +98,7 @@ class SkipsOverflowWithPython(Custom):
 
 
 class Unscales(Custom):
-    """As ``torch.amp.GradScaler`` does it."""
+    """Unscales gradients as ``torch.amp.GradScaler`` does."""
 
     def update(self) -> None:
         found = torch.zeros(1)
@@ -170,7 +170,7 @@ class ClipsAfterWarmUp(Custom):
 
 
 class AveragesByCounters(Custom):
-    """Like schedule-free optimizers: counters and sums of weights in the groups, but no parameter's data."""
+    """Like schedule-free optimizers: counters and sums of weights in the groups, but no data of parameters."""
 
     def update(self) -> None:
         for group in self.param_groups:
@@ -232,7 +232,7 @@ def report_of(tools: Any, kind: type[Optimizer], **settings: Any) -> DependencyR
 
 
 def line_of(text: str) -> str:
-    """Return ``file:line`` of the one line in this file that holds the text as a comment."""
+    """Return ``file:line`` of the one line in this file whose comment is this text."""
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     (number,) = [index for index, line in enumerate(lines, start=1) if line.rstrip().endswith(text)]
     return f"{__file__}:{number}"
@@ -291,7 +291,7 @@ def test_a_step_size_over_all_parameters_is_a_violation_at_its_lines(tools: Any)
     assert tools.trace(job, num_sections=1).violations == ()  # as its author meant it
 
 
-def test_what_couples_parameters_only_after_a_warm_up_is_found(tools: Any) -> None:
+def test_coupling_of_parameters_after_a_warm_up_is_found(tools: Any) -> None:
     found = the_violation(report_of(tools, ClipsAfterWarmUp))
     assert (found.kind, found.units) == ("differs", UNITS)
     assert "step counters set to 10,000" in found.message
@@ -424,7 +424,7 @@ def test_an_allowed_id_that_is_not_found_is_noted(tools: Any) -> None:
     assert report.notes == ("allowed but not found: mixing:gone@x.py:f",)
 
 
-def test_an_allowed_finding_is_no_violation(tools: Any) -> None:
+def test_an_allowed_finding_is_not_a_violation(tools: Any) -> None:
     first = the_violation(report_of(tools, NvLamb))
     job = tools.make_job(optimizer=tools.optimizer_of(NvLamb), allowed_dependencies=(first.id,))
     report = tools.trace(job)

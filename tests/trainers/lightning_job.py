@@ -41,7 +41,7 @@ class Classifier(LightningModule):
 
 
 class TextClassifier(Classifier):
-    """Classifies texts by the mean of their tokens: padding counts for nothing."""
+    """Classifies texts by the mean of their tokens, in which padding does not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class TextClassifier(Classifier):
 
 
 class Settings:
-    """Of a Trainer, what a job is made from."""
+    """The settings of a Trainer from which a job is made."""
 
     accumulate_grad_batches = 2
     gradient_clip_val = CLIP

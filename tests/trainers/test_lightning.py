@@ -35,7 +35,7 @@ NUM_STEPS = 6
 def trained_by_lightning(
     tmp_path: Path, module: nn.Module, loader: DataLoader[Any]
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights of Lightning's own loop."""
+    """Return losses and weights of Lightning's own loop."""
     losses: list[float] = []
 
     class Heard(lightning.Callback):
@@ -65,7 +65,7 @@ def trained_by_lightning(
 )
 @pytest.mark.parametrize("texts", [False, True])
 def test_losses_and_weights_are_those_of_lightning(tmp_path: Path, texts: bool) -> None:
-    """Points, or texts of varying length, which are padded to each batch's longest there, and to a bucket here."""
+    """Points, or texts of varying length, which are padded to the longest of a batch there, and to a bucket here."""
     module = lightning_job.module(TextClassifier if texts else Classifier)
     loader = text_loader() if texts else DataLoader(points(), batch_size=BATCH_SIZE)
     losses, weights = trained_by_lightning(tmp_path / "lightning", module, loader)

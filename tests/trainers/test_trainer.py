@@ -61,7 +61,7 @@ BATCH = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 
 @pytest.fixture
 def trainer_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
-    """The Trainer that a script makes, with the script's other line as it was."""
+    """Return the Trainer that a script makes, with the script's other lines unchanged."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
 
     def make(script: str, **given: Any) -> Any:
@@ -73,7 +73,7 @@ def trainer_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
 
 
 def trained_by_itself(trainer: Any) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights of the Trainer's own loop."""
+    """Return losses and weights of the Trainer's own loop."""
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses, {name: value.detach() for name, value in trainer.model.named_parameters()}
@@ -172,7 +172,7 @@ def test_the_example_of_classification_ends_early_where_its_trainer_does(
     assert "accuracy did not improve in" in finish.sentence
     assert [alone.losses[step] for step in range(len(losses))] == pytest.approx(losses, abs=1e-5)
     logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-    best = trainer.state.best_metric  # older Trainers keep its step only of what they save
+    best = trainer.state.best_metric  # older Trainers record only saved steps
     assert best_version(alone_url) == next(entry["step"] for entry in logged if entry["eval_accuracy"] == best)
     for one, entry in zip(alone.evaluations, logged, strict=False):
         assert one.version == entry["step"]
@@ -185,7 +185,7 @@ def test_the_example_of_classification_ends_early_where_its_trainer_does(
 
 
 def totals_of_all(trained: Trained) -> list[EvaluationTotals]:
-    """The evaluations of a run, put together from what its workers returned."""
+    """Return the evaluations of a run, put together from its workers' reports."""
     shares: dict[int, list[Evaluation]] = {}
     for answer in itertools.chain(*trained.answers, trained.commits):
         if answer.evaluation is not None:
@@ -196,7 +196,7 @@ def totals_of_all(trained: Trained) -> list[EvaluationTotals]:
 
 @pytest.mark.parametrize("labels", ["floats", "items"])
 def test_accumulated_batches_count_as_in_the_trainer(labels: str, tmp_path: Path) -> None:
-    """Over 2 accumulated batches: means that the Trainer adds up, and sums over items that it divides once."""
+    """Two batches are accumulated: the Trainer adds up means, and divides sums over items once."""
     trainer = small_trainer(tmp_path, model=Regression() if labels == "floats" else Tokens(), **BATCH)
     trainer.args.logging_steps = 1
     job = morph.hf.job(trainer)
@@ -426,7 +426,7 @@ def main(meta=False):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_adapters_over_a_base_that_stays_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses and weights are the Trainer's, whether its model has numbers or is on the meta device."""
+    """Losses and weights are the Trainer's, whether its model has values or is on the meta device."""
     pytest.importorskip("peft")
     config = {"vocab_size": 6, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
     torch.manual_seed(0)
@@ -458,7 +458,7 @@ def test_every_argument_of_the_installed_transformers_is_in_the_table() -> None:
     assert {field.name for field in fields(transformers.TrainingArguments)} <= ARGUMENTS.keys()
 
 
-def test_an_argument_that_nobody_knows_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_an_unknown_argument_is_refused_by_name(tmp_path: Path) -> None:
     @dataclass
     class Newer(transformers.TrainingArguments):
         quantum: bool = False

@@ -30,14 +30,14 @@ NAMES = ("w0", "w1", "w2", "w3")
 
 
 def spec_of(name: str) -> str:
-    """Return the job path for a name, as workers get it; path/to/file.py:name is returned unchanged."""
+    """Return the job path for a name, as workers get it; return path/to/file.py:name unchanged."""
     return name if ":" in name else f"{JOBS}:{name}"
 
 
 def make_plan(shape: str, fingerprint: str, *, recompute: bool = True, live_sections: int | None = None) -> Plan:
-    """A plan for ``"PxD"``; without recompute every stage keeps its activations. Orders are Varuna's.
+    """Return a plan for ``"PxD"`` with Varuna's orders; without recompute every stage keeps its activations.
 
-    ``live_sections`` is every stage's.
+    ``live_sections`` is the same for every stage.
     """
     found: dict[str, Any] = (
         TinyJob(fingerprint, BATCH_SIZE, {}, NUM_SECTIONS, MICRO_BATCH_SIZE).plan(shape).model_dump()
@@ -68,12 +68,12 @@ class Trained:
 
     @property
     def learning_rates(self) -> dict[int, tuple[float, float] | None]:
-        """Lowest and highest by step, as a report has them."""
+        """Return the lowest and highest rate by step, as in a report."""
         return {answers[0].step: extreme_rates(answers) for answers in self.answers}
 
     @property
     def losses(self) -> list[str]:
-        """Losses and metrics of each step's micro-batches, in their order; as text, for NaN is not itself."""
+        """Return losses and metrics of each step's micro-batches in order, as text, because NaN is not equal to NaN."""
         steps = [
             sorted((e for a in answers for e in a.losses), key=lambda e: e.micro_batch) for answers in self.answers
         ]
@@ -81,7 +81,7 @@ class Trained:
 
     @property
     def evaluations(self) -> list[Any]:
-        """Every evaluation, put together as the report does it."""
+        """Return every evaluation, put together as in the report."""
         reader = EvaluationReader()
         for answers in (*self.answers, self.commits):
             for answer in answers:
@@ -89,7 +89,7 @@ class Trained:
         return list(reader.all())
 
     def numbers(self, unit: str) -> dict[str, Any]:
-        """The plain numbers of a unit's final state."""
+        """Return the plain numbers in a unit's final state."""
         entry = next(entry for entry in self.manifest.units if entry.unit == unit)
         path = self.directory / f"v{self.manifest.version:08d}" / entry.file
         found: dict[str, Any] = json.loads(bytes(from_payload(path.read_bytes())["numbers"].tolist()))
@@ -97,7 +97,7 @@ class Trained:
 
 
 def parameters_of(manifest: Manifest, directory: Path) -> dict[str, Tensor]:
-    """The parameters of a checkpoint, by name."""
+    """Return the parameters of a checkpoint by name."""
     folder = directory / f"v{manifest.version:08d}"
     states = [from_payload((folder / entry.file).read_bytes()) for entry in manifest.units]
     tensors = {name: value for state in states for name, value in state.items()}
@@ -107,7 +107,7 @@ def parameters_of(manifest: Manifest, directory: Path) -> dict[str, Tensor]:
 def trained_alone(
     name: str, num_steps: int, directory: Path, on_loss: Callable[[float], object] = lambda _: None, **fields: int
 ) -> dict[str, Tensor]:
-    """The weights after some steps of one worker in this process."""
+    """Return the weights after some steps of one worker in this process."""
     given = {"num_sections": NUM_SECTIONS, "micro_batch_size": MICRO_BATCH_SIZE} | fields
     with torch.random.fork_rng():
         manifest = run_single(
@@ -121,7 +121,7 @@ def trained_alone(
 
 
 class ShapesCrew:
-    """Worker processes, reused by all tests; replaced after a failed test, whose workers have unread answers."""
+    """Worker processes for all tests; after a failed test they are replaced, because they have unread answers."""
 
     def __init__(self) -> None:
         self.crew = Crew(load_tiny_job(), NAMES)
@@ -146,11 +146,11 @@ class ShapesCrew:
             job: Its name in ``training_jobs``, or path/to/file.py:name.
             spans: (shape or plan, version until which it runs), in turn.
             directory: For checkpoints.
-            lose: The first worker of a shape with replicas does not come along into the next one. The others are
-                told of the last decided step only then, and roll forward.
-            ahead: In every step, each worker is sent all units of another ahead, which it then drops.
+            lose: Whether the first worker of a shape with replicas is lost before the next shape. The others learn only
+                then of the last decided step, and roll forward.
+            ahead: Whether in every step each worker gets all units of another by pre-copy, and then drops them.
             kill_readers_at: Before this step, one data worker of each worker is killed.
-            cut: What the workers are handed of the job's model; None: each exports it, or reads what is kept.
+            cut: The cut model that workers receive; None: each exports the model, or reads a cached cut.
         """
         try:
             return self._train(job, spans, directory, lose, ahead, kill_readers_at, cut)
@@ -200,13 +200,13 @@ class ShapesCrew:
         return found
 
     def _data_workers(self, name: str) -> tuple[tuple[int, ...], int]:
-        """A worker's data workers, once they can read, and how many micro-batches it has read itself since."""
+        """Return a worker's data workers once they can read, and how many micro-batches it has read itself since."""
         self.crew.members[name].send("data_workers")
         found: tuple[tuple[int, ...], int] = self.crew.members[name].answer(SETUP_S)
         return found
 
     def _send_ahead(self, found: Trained) -> None:
-        """Let each worker send all its units to the next one; units sent before are dropped."""
+        """Let each worker pre-copy all its units to the next one, which drops earlier ones."""
         crew, present = self.crew, self.crew.present
         assert crew.plan is not None
         self._collect_ahead(found)
@@ -229,7 +229,7 @@ class ShapesCrew:
 
 
 def _num_needed(plans: Sequence[Plan], *, lose: bool) -> int:
-    """How many workers it takes to have enough in each shape, where the first of one with replicas is lost after it."""
+    """Return the number of workers for all shapes, if the first worker of each shape with replicas is lost after it."""
     lost = num_needed = 0
     for plan in plans:
         num_needed = max(num_needed, lost + plan.num_workers)

@@ -88,7 +88,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def plain_loop(job_path: str) -> nn.Module:
-    """What peft itself makes of the same beginning and the same batches."""
+    """Return what peft itself reaches from the same initial weights and batches."""
     job = load_job(job_path)
     model, state = job.model().train(), model_state(job)
     model.load_state_dict({name: state.values[kept] for name, kept in state.kept.items()})
@@ -139,7 +139,7 @@ def test_adapters_end_where_peft_brings_them_in_every_shape_and_after_losses(
 
 
 def require_same_outputs(jobs: Path, adapter: Path, plain: nn.Module) -> None:
-    """Peft loads the exported adapter over the base, and computes what the plain loop's model does."""
+    """Check that peft loads the exported adapter over the base, and computes what the plain loop's model does."""
     base = AutoModelForCausalLM.from_pretrained(jobs / "base")
     found = peft.PeftModel.from_pretrained(base, adapter).eval()
     tokens = torch.arange(18).reshape(2, 9)

@@ -1,4 +1,4 @@
-"""Steps with bad numbers are skipped, or given up with those before; the result does not depend on losses."""
+"""Steps with bad numbers are skipped, or given up with earlier ones; the result does not depend on lost workers."""
 
 from __future__ import annotations
 

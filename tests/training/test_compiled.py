@@ -47,7 +47,7 @@ job: Job = replace(
 
 @pytest.fixture
 def inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache folder, nothing compiled in this process, and draws as they are without compiling."""
+    """Set an empty cache folder, no compiled code, and draws as without compilation."""
     from torch._dynamo.utils import counters
     from torch._inductor import config
     from torch._inductor.utils import clear_caches
@@ -64,7 +64,7 @@ def inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def step(model: CutModel, begins: list[int], *, recompute: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and summed gradients of one micro-batch, by stages that begin at these sections."""
+    """Return loss and summed gradients of one micro-batch, by stages that begin at these sections."""
     initial = export_job(job).initial_parameters
     parameters = {name: value.clone().requires_grad_() for name, value in initial.items()}
     loader = MicroBatchLoader(job.dataset(), job.seed, job.batch_size, MICRO_BATCH_SIZE)
@@ -99,7 +99,7 @@ def step(model: CutModel, begins: list[int], *, recompute: bool) -> tuple[Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's own, when it is imported
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch itself triggers it on import
 def test_each_kind_of_section_is_compiled_once_with_the_same_bits(inductor: Path) -> None:
     from torch._dynamo.utils import counters
 
@@ -107,7 +107,7 @@ def test_each_kind_of_section_is_compiled_once_with_the_same_bits(inductor: Path
     fast = compiled(model)
     loader = MicroBatchLoader(job.dataset(), job.seed, job.batch_size, MICRO_BATCH_SIZE)
     compile_all(fast, lambda keys: loader.load(0, 0, keys), job.precision, CPU)
-    kinds = NUM_BLOCKS - 1  # of the two in the middle, one
+    kinds = NUM_BLOCKS - 1  # one of the two in the middle
     assert counters["stats"]["unique_graphs"] == kinds
     loss, gradients = step(fast, [0], recompute=False)
     again_loss, again = step(fast, [0, 1, 3], recompute=True)
@@ -123,7 +123,7 @@ def test_each_kind_of_section_is_compiled_once_with_the_same_bits(inductor: Path
 def test_with_exact_sums_inductor_chooses_nothing_by_timing(
     inductor: Path, accumulation: Accumulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers may find other kernels the fastest, of other bits."""
+    """Other workers may find other kernels the fastest, which have other bits."""
     from torch._inductor import config
 
     before = kernels_now()

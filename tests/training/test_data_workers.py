@@ -1,4 +1,4 @@
-"""Data workers and streams: the process that reads a sample, and its loss, change no bit of the result."""
+"""Data workers and streams: which process reads a sample, and its loss, change no bit of the result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ONE, WORKER_LOST = (("1x1", NUM_STEPS),), (("2x1", 3), ("1x2", 5), ("1x1", NUM_S
 
 @pytest.fixture(scope="module")
 def reference(crew: ShapesCrew, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Return the results with samples read by the computing thread, with crops and dropout, on one worker."""
+    """Return the results of one worker whose computing thread reads the samples, with crops and dropout."""
     return crew.train("read_between", [("1x1", NUM_STEPS)], tmp_path_factory.mktemp("between"))
 
 

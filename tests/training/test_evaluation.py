@@ -42,7 +42,7 @@ def cut_job(job: Job) -> CutModel:
 
 
 def evaluate(job: Job, *, seed: int) -> tuple[Tensor, Tensor]:
-    """The loss of one micro-batch without dropout, and what the user's model in evaluation mode says."""
+    """Return the loss of one micro-batch without dropout, and that of the user's model in evaluation mode."""
     exported = export_job(job)
     model = cut(exported, num_sections=job.num_sections, micro_batch_size=MICRO_BATCH_SIZE)
     loader = EvaluationLoader(Points(500, 6), 0, job.dataset()[0], MICRO_BATCH_SIZE, None)
@@ -91,7 +91,7 @@ def test_training_sections_keep_their_dropout() -> None:
 
 
 class InPlace(Net):
-    """Writes into a view, for which the whole graph is rewritten, dropout included."""
+    """Writes into a view, so that the whole graph is rewritten, dropout included."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [samples, width] to the same shape."""
@@ -103,7 +103,7 @@ class InPlace(Net):
 
 
 class Branching(Net):
-    """Not for export: the number of layers depends on the data."""
+    """A model that cannot be exported: the number of layers depends on the data."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [samples, width] to the same shape."""

@@ -47,8 +47,8 @@ def morph(*arguments: object) -> tuple[int, str]:
 
 
 def trained_run(job: str, path: Path, num_sections: int = NUM_SECTIONS) -> Path:
-    """A run directory with a checkpoint after two steps."""
-    with imported_once(job):  # kept, and read by the run's worker
+    """Return a run directory with a checkpoint after two steps."""
+    with imported_once(job):  # cached, and read by the run's worker
         found = load_and_cut(job, num_sections=num_sections, micro_batch_size=MICRO_BATCH_SIZE)
     facts = RunFacts(
         job=job,
@@ -126,7 +126,7 @@ def test_tied_weights_are_in_the_file_under_each_name(run_dir: Path, tmp_path: P
     assert torch.equal(state["first.weight"], state["last.weight"])
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_unless_it_is_asked_for(run_dir: Path, tmp_path: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_skipped_unless_it_was_named(run_dir: Path, tmp_path: Path) -> None:
     url = tmp_path / "copy"
     shutil.copytree(run_dir / "checkpoints", url)
     whole = read_manifest(str(url), NUM_STEPS)
@@ -184,14 +184,14 @@ def gpt2_job(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{path}:job"
 
 
-@pytest.mark.filterwarnings("default")  # of transformers
+@pytest.mark.filterwarnings("default")  # transformers itself triggers it
 def test_transformers_loads_what_was_exported_and_gives_back_what_can_be_imported(
     gpt2_job: str, tmp_path: Path
 ) -> None:
     run = trained_run(gpt2_job, tmp_path / "run", num_sections=2)
     folder = tmp_path / "model"
     assert morph("export", run, folder / "model.safetensors")[0] == 0
-    # Two seconds, which every process that collects tests would take.
+    # Importing it here would cost every process that collects tests two seconds.
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2)
@@ -283,7 +283,9 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_written(
         (b"\xff" * 64, "is not a safetensors file"),
     ],
 )
-def test_a_file_that_is_no_safetensors_file_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_in_safetensors_format_is_refused(
+    content: bytes | None, message: str, tmp_path: Path
+) -> None:
     file = tmp_path / "w.safetensors"
     if content is not None:
         file.write_bytes(content)
@@ -338,7 +340,7 @@ def test_entries_are_renamed_left_out_and_may_be_missing(tmp_path: Path) -> None
 
 
 def trained_from(crew: ShapesCrew, job: str, run: Path, shape: str) -> dict[str, Tensor]:
-    """Parameters after two steps in a shape from a run directory's version 0."""
+    """Return parameters after two steps in a shape from a run directory's version 0."""
     crew.crew.job = load_tiny_job(NUM_SECTIONS, MICRO_BATCH_SIZE, spec_of(job))
     crew.crew.set_up(spec_of(job), crew.crew.job.fingerprint, run / "checkpoints")
     crew.crew.reshape(shape, NAMES, restore="checkpoint", version=0)

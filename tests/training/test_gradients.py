@@ -1,4 +1,4 @@
-"""Parameters that are complex, or get a gradient only in some steps: as in a plain loop, in every shape."""
+"""Parameters that are complex, or get a gradient only in some steps, end as in a plain loop, in every shape."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_schedule_freezes_as_requires_grad_does_in_a_plain_loop(
 ) -> None:
     """See docs/guides/training.md."""
     monkeypatch.setattr(nn.Dropout, "forward", lambda _self, x: x)
-    monkeypatch.setenv("MORPH_CACHE_DIR", str(tmp_path / "cache"))  # a kept cut has dropout
+    monkeypatch.setenv("MORPH_CACHE_DIR", str(tmp_path / "cache"))  # a cached cut has dropout
     job = load_job(spec_of(name))
     loop = Loop(job, MICRO_BATCH_SIZE)
     for group in loop.optimizer.param_groups:

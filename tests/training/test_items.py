@@ -43,9 +43,7 @@ def test_every_shape_gives_the_same_bits(crew: ShapesCrew, tmp_path: Path, name:
 
 
 @pytest.mark.slow
-def test_what_an_evaluation_returns_for_each_sample_is_in_the_order_of_the_data(
-    crew: ShapesCrew, tmp_path: Path
-) -> None:
+def test_an_evaluations_values_per_sample_are_in_the_datas_order(crew: ShapesCrew, tmp_path: Path) -> None:
     trained = crew.train("varying_told", [("1x2", 2)], tmp_path)
     found = [answer.evaluation for answer in trained.commits if answer.evaluation is not None]
     totals = totals_of(found)
@@ -112,7 +110,7 @@ def test_packed_texts_train_as_a_plain_loop_over_texts_by_themselves(tmp_path: P
 
 
 def loss_of_texts(model: torch.nn.Module, batch: list[dict[str, torch.Tensor]]) -> Loss:
-    """Return the loss of each text by itself, summed."""
+    """Return the sum of the losses of single texts."""
     parts = [next_token_loss(model, {name: entry[None] for name, entry in text.items()}) for text in batch]
     return Loss(sum(part.total for part in parts), sum(part.weight for part in parts))  # type: ignore[arg-type]
 
@@ -122,7 +120,10 @@ def batch_of(recipe: Any, data: Any, places: Any) -> Any:
 
 
 def plain_loop(job: Any, batch: Any, as_trained: Any = None) -> dict[str, torch.Tensor]:
-    """The weights after as many steps of a loop over whole mini-batches; ``as_trained``: with its first weights."""
+    """Return the weights after ``NUM_STEPS`` steps of a loop over whole mini-batches.
+
+    ``as_trained``: the job whose initial weights the loop takes.
+    """
     model = job.model()
     model.load_state_dict(dict(export_job(as_trained or job).initial_parameters), strict=False)
     optimizer = job.optimizer(list(model.named_parameters()))

@@ -1,4 +1,4 @@
-"""Runs that act on their evaluations: the best version is kept, and training ends early, also after losses."""
+"""Runs that act on their evaluations: the best version is kept, and training ends early, even after losses."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def crew() -> Iterator[ManagedCrew]:
 
 
 def evaluated(net: Net) -> dict[str, float]:
-    """The metrics of a model in evaluation mode, of all samples at once."""
+    """Return the metrics of a model in evaluation mode for all samples at once."""
     data = [Points(1000, 11)[index] for index in range(10)]
     batch = {key: torch.stack([sample[key] for sample in data]) for key in ("x", "y")}
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_the_best_version_is_kept_and_training_ends_early_whatever_is_lost(crew:
     assert complete_versions(url) == (version, report.version)
 
 
-def test_metrics_that_are_no_numbers_are_refused_by_name() -> None:
+def test_metrics_that_are_not_numbers_are_refused_by_name() -> None:
     totals = EvaluationTotals(
         version=2, values={"loss": None}, samples={"a": Array(dtype="float32", shape=(1,), data=b"\0\0\x80?")}
     )

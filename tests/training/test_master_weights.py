@@ -1,4 +1,4 @@
-"""fp32 copies of bf16 parameters, on which the optimizer works."""
+"""The optimizer works on fp32 copies of bf16 parameters."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def begun(optimizer: MakeOptimizer, schedule: Any = None, num_steps: int = 5) ->
 
 
 def rates(state: UnitState) -> list[float]:
-    """The rate now, and at each of the next steps."""
+    """Return the learning rate now and at each of the next steps."""
     found = []
     for index in range(4):
         found.append(float(state.optimizer.param_groups[0]["lr"]))
@@ -161,7 +161,7 @@ def rates(state: UnitState) -> list[float]:
     return found
 
 
-def test_settings_that_the_job_changed_apply_and_the_optimizers_state_goes_on() -> None:
+def test_changed_settings_apply_and_the_optimizers_state_continues() -> None:
     changed = one_group(optim.AdamW, lr=0.03, betas=(0.5, 0.9), weight_decay=0.2)
     went_on = resumed(begun(one_group(optim.AdamW, lr=0.01)), changed)
     by_hand = begun(one_group(optim.AdamW, lr=0.01))
@@ -173,7 +173,7 @@ def test_settings_that_the_job_changed_apply_and_the_optimizers_state_goes_on() 
     assert same({**one, "numbers": other["numbers"]}, other)
 
 
-def test_parts_train_as_each_would_alone_and_go_on_as_others_only_by_name() -> None:
+def test_parts_train_as_if_alone_and_resume_only_under_their_names() -> None:
     state = begun(muon_and_adamw, SCHEDULES["StepLR"])
     matrix = begun(lambda named: optim.Muon([p for n, p in named if n == "weight"], lr=0.02), SCHEDULES["StepLR"])
     vector = begun(
@@ -227,7 +227,7 @@ def test_accepted_changes_hold_for_joining_workers_and_resumed_runs() -> None:
         step(joined, index)
         step(state, index)
         assert same(joined.tensors(), state.tensors())
-    state.load(begun(OPTIMIZERS["AdamW"], schedule).tensors())  # back to a checkpoint of before
+    state.load(begun(OPTIMIZERS["AdamW"], schedule).tensors())  # back to a checkpoint from before
     assert rates(state) == rates(begun(changed, schedule))
 
 
@@ -238,7 +238,7 @@ class Counting(optim.SGD):
             group["k"] = group.get("k", 0) + 1
 
 
-def test_what_an_optimizer_counts_in_its_groups_goes_on_under_changed_settings() -> None:
+def test_counters_in_an_optimizers_groups_continue_under_changed_settings() -> None:
     went_on = resumed(begun(one_group(Counting, lr=0.1)), one_group(Counting, lr=0.2))
     (group,) = went_on.optimizer.param_groups
     assert (group["k"], group["lr"]) == (5, 0.2)
@@ -270,12 +270,12 @@ def test_the_state_an_optimizer_needs_is_known_and_required(optimizer: MakeOptim
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_that_was_saved_and_loaded_goes_on_bit_for_bit(name: str) -> None:
+def test_a_saved_and_loaded_optimizer_continues_bit_for_bit(name: str) -> None:
     check_round_trip(OPTIMIZERS[name])
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_that_was_saved_and_loaded_goes_on_bit_for_bit(name: str) -> None:
+def test_a_saved_and_loaded_schedule_continues_bit_for_bit(name: str) -> None:
     check_round_trip(OPTIMIZERS["SGD, momentum"], SCHEDULES[name])
 
 
@@ -358,7 +358,7 @@ def test_only_a_device_with_memory_of_its_own_has_the_optimizer_elsewhere(
 
 
 class Hoarder(optim.SGD):
-    """Keeps what cannot be saved."""
+    """An optimizer whose state cannot be saved."""
 
     def __init__(self, parameters: Iterable[Parameter], what: Any, owner: Any = None) -> None:
         super().__init__(parameters, lr=0.1)
@@ -497,7 +497,7 @@ def test_clipping_does_what_torch_does_to_a_model_in_one_piece(most: float) -> N
         assert torch.allclose(state.parameters["p"], parameter, rtol=1e-6, atol=0)
 
 
-def test_the_norm_does_not_depend_on_who_reports_what() -> None:
+def test_the_norm_does_not_depend_on_which_worker_reports_what() -> None:
     norms = {f"s{index}": 10.0 ** (index - 4) / 3 for index in range(9)}
     together = decided_step(4, [norms], [False], norms)
     backwards = [{unit: norms[unit]} for unit in reversed(norms)]
@@ -510,7 +510,7 @@ def test_two_holders_of_one_unit_with_different_gradients_stop_the_run() -> None
         decided_step(7, [{"s1": 1.0, "s0": 2.0}, {"s1": 1.0000000000000002}], [False, False], ["s0", "s1"])
 
 
-def test_a_unit_of_which_nobody_reports_stops_the_run() -> None:
+def test_a_unit_without_a_reported_norm_stops_the_run() -> None:
     with pytest.raises(TrainingStopped, match=r"no worker reported the gradient norm of s0, s2"):
         decided_step(7, [{"s1": 1.0}], [False], ["s0", "s1", "s2"])
 

@@ -33,7 +33,7 @@ UNIT = ParameterUnit("s0", (0,), ("p",))
 
 
 class Products(TorchDispatchMode):
-    """Notes the types of matrix products."""
+    """Records the types of matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Products(TorchDispatchMode):
 
 
 class Cut:
-    """The plain job, cut, with leaves of its own."""
+    """The plain job, cut, with its own leaves."""
 
     def __init__(self) -> None:
         exported = export_job(plain)
@@ -56,7 +56,7 @@ class Cut:
         self.loader = MicroBatchLoader(plain.dataset(), plain.seed, plain.batch_size, MICRO_BATCH_SIZE)
 
     def gradients(self, precision: Precision, *, recompute: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and gradients of one micro-batch."""
+        """Return loss and gradients of one micro-batch."""
         stage = Stage(
             self.model,
             range(NUM_SECTIONS),
@@ -232,7 +232,7 @@ def test_half_precision_has_a_loss_scale_by_default_and_others_do_not() -> None:
 
 
 @pytest.mark.parametrize("initial", [0, -2.0, 3.0, 0.5, math.inf, math.nan, "big", True])
-def test_a_loss_scale_that_is_no_power_of_two_is_refused(initial: Any) -> None:
+def test_a_loss_scale_that_is_not_a_power_of_two_is_refused(initial: Any) -> None:
     with pytest.raises(JobError, match=r"loss_scaling\.initial: is not right.*a power of two"):
         LossScaling(initial=initial)
 
@@ -264,7 +264,7 @@ def model() -> CutModel:
 
 
 def gradients(model: CutModel, begins: list[int], *, recompute: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and summed gradients of one micro-batch, by stages that begin at these sections."""
+    """Return loss and summed gradients of one micro-batch, by stages that begin at these sections."""
     initial = export_job(narrow).initial_parameters
     parameters = {name: value.clone().requires_grad_() for name, value in initial.items()}
     loader = MicroBatchLoader(narrow.dataset(), narrow.seed, BATCH_SIZE, MICRO_BATCH_SIZE)

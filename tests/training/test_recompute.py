@@ -1,4 +1,4 @@
-"""Plans without recompute: planned, simulated, and the same bytes when run."""
+"""Plans without recompute: planned, simulated, and with the same bytes when run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every training feature: the final state is the same bytes in every shape and after losses."""
+"""Every training feature: the final state has the same bytes in every shape and after losses."""
 
 from __future__ import annotations
 

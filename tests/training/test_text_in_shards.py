@@ -1,4 +1,4 @@
-"""The example of a language model on packed text in shards: a plain loop's weights, whatever is lost."""
+"""The example of a language model on packed text in shards has a plain loop's weights, whatever is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_FILES = 8
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The job at a small size, with shards of a few files."""
+    """Return the job at a small size, with shards of a few files."""
     monkeypatch.setenv("MORPH_CACHE_DIR", str(tmp_path / "cache"))
     load_job(f"{EXAMPLE}:job")
     sys.modules["morph_job_gpt2_shards"].write_shards(tmp_path / "shards", NUM_FILES)
@@ -53,7 +53,7 @@ def test_samples_are_filled_with_whole_lines(path: str, tmp_path: Path) -> None:
         assert counted.sum() >= 64 - begins.sum() - sample["input_ids"].eq(0).sum()
 
 
-def test_a_run_with_losses_has_a_plain_loops_curve_and_trackers_see_it_once(path: str, tmp_path: Path) -> None:
+def test_a_run_with_losses_has_a_plain_loops_curve_in_trackers(path: str, tmp_path: Path) -> None:
     cut = cut_for_workers(path, NUM_SECTIONS, MICRO_BATCH_SIZE)
     crew = ManagedCrew(load_tiny_job(NUM_SECTIONS, MICRO_BATCH_SIZE, path, cut), path, cut)
     try:
@@ -82,7 +82,7 @@ def test_a_run_with_losses_has_a_plain_loops_curve_and_trackers_see_it_once(path
 
 
 def without_keys_bias(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Leave out what changes nothing: its gradient is 0 but for rounding, which Adam divides by its own size."""
+    """Leave out a bias without effect: its gradient is 0 except for rounding, which Adam divides by its own size."""
     return torch.cat(value.chunk(3)[::2]) if name.endswith("attn.c_attn.bias") else value
 
 

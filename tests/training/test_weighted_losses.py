@@ -79,7 +79,7 @@ def plain_loop(job: Any) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def of_torch(job: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The loss as torch itself has it."""
+    """Compute the loss as torch itself does."""
     if job.loss is training_jobs.counted_loss:
         return model(batch["x"]).square().mean()
     by_class = job.loss is training_jobs.class_loss
@@ -118,7 +118,7 @@ def test_no_weight_at_all_skips_the_step_and_leaves_the_loss_scale() -> None:
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
-def test_a_weight_that_is_none_ends_the_run(weight: float) -> None:
+def test_an_invalid_weight_ends_the_run(weight: float) -> None:
     with pytest.raises(TrainingStopped, match="step 2: a loss has a weight that is negative or not finite"):
         decided_step(3, [{}], [False], ["s0"], weighted(4.0, weight))
 
@@ -161,7 +161,7 @@ def test_cross_entropy_is_that_of_torch(ignored: float, weights: Tensor | None, 
         (lambda error: (error, {"a/weight": error}), "is a metric's name that Morph uses itself (got 'a/weight')"),
     ],
 )
-def test_what_is_no_loss_is_refused(result: Any, message: str) -> None:
+def test_invalid_losses_are_refused(result: Any, message: str) -> None:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
         return result((model(batch["x"]) - batch["y"]).square().sum())
 

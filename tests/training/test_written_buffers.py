@@ -27,7 +27,7 @@ NUM_STEPS = 5
 
 
 def plain_model(job: Job) -> nn.Module:
-    """The user's model with the weights that a run begins with."""
+    """Return the user's model with the initial weights of a run."""
     model, state = training_mode(job.model()), model_state(job)
     model.load_state_dict({name: state.values[kept] for name, kept in state.kept.items()})
     return model
@@ -71,7 +71,7 @@ class Loop:
 @pytest.fixture
 def without_dropout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(nn.Dropout, "forward", lambda _self, x: x)
-    monkeypatch.setenv("MORPH_CACHE_DIR", str(tmp_path / "cache"))  # a kept cut has dropout
+    monkeypatch.setenv("MORPH_CACHE_DIR", str(tmp_path / "cache"))  # a cached cut has dropout
 
 
 @pytest.mark.parametrize("name", ["normed", "averaged", "normed_fast"])
@@ -99,7 +99,7 @@ def test_buffers_end_where_a_plain_loop_brings_them(name: str, tmp_path: Path) -
 
 
 def test_with_one_micro_batch_running_statistics_are_the_plain_models(tmp_path: Path) -> None:
-    """Its counter grows by one a step, and the last bits of its averages agree."""
+    """The counter grows by one per step, and the last bits of the averages agree."""
     job = load_job(spec_of("normed"))
     manifest = run_single(
         spec_of("normed"), steps=1, num_sections=4, micro_batch_size=job.batch_size, checkpoint_url=str(tmp_path)

@@ -81,7 +81,7 @@ def adamw(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimiz
 
 
 def sgd(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """SGD with momentum: unlike Adam, it feels the length of a gradient."""
+    """SGD with momentum, which unlike Adam depends on the length of a gradient."""
     return torch.optim.SGD([parameter for _, parameter in parameters], lr=0.2, momentum=0.9, nesterov=True)
 
 
@@ -111,12 +111,12 @@ def breaking_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 class BreakingNet(Net):
-    """A model with a huge or infinite gradient in one layer, for samples that say so."""
+    """A model with a huge or infinite gradient in one layer for marked samples."""
 
     def forward(self, x: Tensor, flag: Tensor) -> Tensor:  # type: ignore[override]
         """Map [samples, width] to the same shape; ``flag`` [samples, 1] is a tiny number, or a huge one."""
         x = self.dropout(torch.tanh(self.first(x)))
-        # adds nothing, but multiplies the gradient by 1 + flag; an infinite flag makes the loss NaN too
+        # this adds nothing, but multiplies the gradient by 1 + flag; an infinite flag also makes the loss NaN
         x = x + (x - x.detach()) * flag
         x = self.dropout(torch.tanh(self.second(x)))
         x = self.dropout(torch.tanh(self.third(x))) + self.shift
@@ -125,7 +125,7 @@ class BreakingNet(Net):
 
 
 class BreakingPoints(Points):
-    """One sample breaks its step at any loss scale, one only at a large one, where its loss stays finite."""
+    """One sample breaks its step at any loss scale, one only at a large scale, where its loss stays finite."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return ``x``, ``y`` and ``flag``."""
@@ -134,7 +134,7 @@ class BreakingPoints(Points):
 
 
 class BrokenPoints(Points):
-    """One sample is not a number, and what is to be made of another one is far off."""
+    """One sample is not a number, and the target of another is far off."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return ``x`` and ``y``."""
@@ -199,7 +199,7 @@ class HeadedNet(Net):
 
 
 def shifted_net() -> nn.Module:
-    """The weights of ``plain``, with another constant."""
+    """Return the weights of ``plain`` with another constant."""
     net = Net()
     net.shift.fill_(1.0)
     return net
@@ -217,7 +217,7 @@ evaluated_in_part = replace(evaluated, eval_samples=2, precision="bf16")
 
 
 def loss_with_answers(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor | Sum | PerSample]]:
-    """Mean squared error; sums of hits, and what the model says of each sample."""
+    """Mean squared error, with sums of hits, and the model's answer for each sample."""
     out = model(batch["x"])
     said, wanted = out[:, 0] > 0, batch["y"][:, 0] > 0
     return functional.mse_loss(out, batch["y"]), {
@@ -229,7 +229,7 @@ def loss_with_answers(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tenso
 
 
 def f1_score(values: dict[str, Any]) -> dict[str, float]:
-    """Compute values that are not means: F1 of all samples, and a root, with the values of each sample, and a draw."""
+    """Compute values that are not means: F1 of all samples, a root, values of each sample, and a draw."""
     said, wanted = values["said"] > 0, values["wanted"][:, 0] > 0
     assert said.shape == (10,)
     assert values["wanted"].shape == (10, 2)
@@ -243,7 +243,7 @@ def f1_score(values: dict[str, Any]) -> dict[str, float]:
 
 
 def spoken(model: nn.Module, step: int) -> dict[str, Any]:
-    """Say something with the model, and draw something."""
+    """Compute something with the model, and draw a random number."""
     assert not model.training
     if step == 3:
         raise ValueError("nothing to say")
@@ -263,7 +263,7 @@ judged = replace(
 
 
 class Numbered(Points):
-    """Points with a place for the number of the step."""
+    """Points with an entry for the number of the step."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return ``x``, ``y`` and ``now``."""
@@ -271,7 +271,7 @@ class Numbered(Points):
 
 
 def annealed_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean squared error to a goal that moves with the step."""
+    """Mean squared error to a target that moves with the step."""
     now = batch["now"][0]
     goal = batch["y"] * (1 - 0.9**now)
     return functional.mse_loss(model(batch["x"]), goal), {"now": now.float()}
@@ -319,7 +319,7 @@ tables = replace(plain, model=Tables)
 
 
 class Crops(Points):
-    """One number each, from somewhere in a row and perhaps upside down: the label says whether it is above zero."""
+    """One number each, from somewhere in a row and perhaps upside down; the label says whether it is above zero."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return ``x`` and ``y``, each [width]."""
@@ -347,13 +347,13 @@ class Counting(Net):
 
 
 def counting_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean squared error, and a gradient of one share of the mini-batch for each sample's count."""
+    """Mean squared error, and for each sample's count a gradient of one share of the mini-batch."""
     found, counts = model(batch["x"], batch["id"])
     return functional.mse_loss(found, batch["y"]) + counts.mean()
 
 
 def counting_sgd(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """SGD that takes the whole gradient of the counts."""
+    """SGD that applies the whole gradient to the counts."""
     groups = [{"params": [p], "lr": float(BATCH_SIZE) if name.endswith("seen") else 0.1} for name, p in parameters]
     return torch.optim.SGD(groups, lr=0.1)
 
@@ -367,7 +367,7 @@ def numbered_crop(record: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def shards() -> Stream:
-    """Four packed files in a file system that is not local."""
+    """Return four packed files in a file system that is not local."""
     for shard in range(4):
         lines = "".join(json.dumps({"id": 10 * shard + place}) + "\n" for place in range(10))
         fsspec.filesystem("memory").pipe_file(f"/shards/{shard}.jsonl.gz", gzip.compress(lines.encode(), mtime=0))
@@ -391,7 +391,7 @@ passing = replace(streamed, dataset=Passing)
 
 
 class Normed(nn.Module):
-    """Convolutions with BatchNorm; one of them is frozen, one is called twice."""
+    """Convolutions with BatchNorm, of which one is frozen and one is called twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -474,12 +474,12 @@ compiled = replace(clipped, compile=True)
 
 
 def decaying(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """SGD that moves a parameter whose gradient is zero: by momentum and weight decay."""
+    """SGD that moves a parameter with a zero gradient, by momentum and weight decay."""
     return torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
 class ComplexNet(nn.Module):
-    """Complex layers, one result conjugated, a complex moving average, and a real layer behind them."""
+    """Complex layers, one with a conjugated result, a complex moving average, and a real layer behind them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -501,14 +501,14 @@ class ComplexNet(nn.Module):
 
 
 class Experts(nn.Module):
-    """Layers of which a micro-batch goes through those alone that its samples name."""
+    """Layers of which a micro-batch uses only those that its samples name."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x: Tensor, expert: Tensor) -> Tensor:
-        """Map [samples, width] to the same shape; ``expert`` [samples] are numbers of layers."""
+        """Map [samples, width] to the same shape; ``expert`` [samples] has numbers of layers."""
         out = torch.zeros_like(x)
         for number, layer in enumerate(self.layers):
             rows = (expert == number)[:, None]
@@ -518,7 +518,7 @@ class Experts(nn.Module):
 
 
 class Ends(nn.Module):
-    """Continues from its input, or begins anew, so that earlier layers get no gradient."""
+    """A layer that continues from its input, or begins anew so that earlier layers get no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -532,7 +532,7 @@ class Ends(nn.Module):
 
 
 class Choosing(nn.Module):
-    """A network that chooses by its samples, cut at marks; a weight is shared, and a head is not used."""
+    """A network that chooses by its samples, cut at marks, with a shared weight and an unused head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -551,10 +551,10 @@ class Choosing(nn.Module):
 
 
 class Choices(Points):
-    """An expert is seldom named, and few samples want to go on: there are steps without."""
+    """Samples that seldom name an expert or ask to continue, so that some steps have none that do."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return ``x`` and ``y``, each [width], and what each sample chooses."""
+        """Return ``x`` and ``y``, each [width], and the choices of the sample."""
         expert = 2 if index % 20 == 8 else index % 2
         return {
             **super().__getitem__(index),
@@ -582,7 +582,7 @@ choosing_fast = replace(choosing, accumulation="fast")
 
 
 def by_part(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, list[nn.Parameter]]]:
-    """Two groups: the head, and the body, whose learning rate a schedule moves; one may be empty in a unit."""
+    """Two groups: the head, and the body, whose learning rate a schedule moves; in a unit, one of them may be empty."""
     groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
     for name, parameter in parameters:
         groups[name.startswith(("first", "second"))].append(parameter)
@@ -590,7 +590,7 @@ def by_part(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, li
 
 
 class SkippingAdamW(torch.optim.AdamW):
-    """Leaves out groups whose learning rate is 0, as if their parameters were frozen."""
+    """Leaves out groups with learning rate 0, as if their parameters were frozen."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the other groups."""
@@ -634,21 +634,21 @@ frozen_wrongly = replace(
 
 
 class OneSided(torch.autograd.Function):
-    """A sum whose second part gets no gradient."""
+    """A sum whose second operand gets no gradient."""
 
     @staticmethod
     def forward(_ctx: object, one: Tensor, other: Tensor) -> Tensor:
-        """Add them."""
+        """Add both operands."""
         return one + other
 
     @staticmethod
     def backward(_ctx: object, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """Give it only to the first one."""
+        """Give the gradient only to the first operand."""
         return gradient, None
 
 
 class CutOff(Net):
-    """The first layer is read, but a backward of the user's own gives it nothing."""
+    """A model that reads its first layer, to which a custom backward gives no gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [samples, width] to the same shape."""
@@ -663,7 +663,7 @@ cut_off = replace(plain, model=CutOff, optimizer=decaying)
 
 
 class Sentences(Points):
-    """Rows of numbers with a class each, of which most do not count: in some samples none does."""
+    """Rows of numbers with a class each, most of which do not count; in some samples none counts."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return ``x`` [length, width] and ``labels`` [length]."""
@@ -677,7 +677,7 @@ CLASS_WEIGHTS = tuple(0.25 * (1 + number) for number in range(WIDTH))
 
 
 def token_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Loss, dict[str, Loss | Tensor]]:
-    """Mean over the labels that count, and how many of them are found."""
+    """Mean over the labels that count, and how many of them are predicted correctly."""
     logits, labels = model(batch["x"]), batch["labels"]
     counts = labels != -100
     right = (logits.argmax(-1) == labels) & counts
@@ -686,19 +686,19 @@ def token_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Loss, dict[s
 
 
 def class_loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
-    """Mean over the labels that count, some more than others."""
+    """Mean over the labels that count, with class weights."""
     logits = model(batch["x"])
     return cross_entropy(logits, batch["labels"], class_weights=torch.tensor(CLASS_WEIGHTS), label_smoothing=0.1)
 
 
 def counted_loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
-    """Mean over the samples, by a number of Python's."""
+    """Mean over the samples, divided by a Python number."""
     x = batch["x"]
     return Loss(model(x).square().mean((1, 2)).sum(), x.shape[0])
 
 
 def mixed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
-    """A mean over tokens, and one over the samples of a micro-batch, as a loss that balances experts is."""
+    """A mean over tokens, plus one over the samples of a micro-batch, like a loss that balances experts."""
     logits = model(batch["x"])
     loss = cross_entropy(logits, batch["labels"])
     return Loss(loss.total + 0.1 * logits.square().mean() * loss.weight, loss.weight)
@@ -710,7 +710,7 @@ by_token_scaled = replace(by_token, loss_scaling=LossScaling(initial=16.0, growt
 
 
 def still_net() -> Net:
-    """The network without dropout, whose loss a whole mini-batch has in one piece too."""
+    """Return the network without dropout, whose loss is the same for a whole mini-batch in one piece."""
     net = Net()
     net.dropout.p = 0.0
     return net
@@ -728,7 +728,7 @@ none_counts = replace(
 
 @dataclass
 class Row:
-    """A sample as a user may have it: a nest with arrays, numbers, text and a mapping of transformers' kind."""
+    """A sample as a user may have it: nested, with arrays, numbers, text and a mapping of transformers' kind."""
 
     pair: tuple[np.ndarray, float]
     about: UserDict[str, Tensor]
@@ -743,13 +743,13 @@ class Rows:
         return NUM_SAMPLES
 
     def __getitem__(self, index: int) -> Row:
-        """Return a row with a little noise of its own."""
+        """Return a row with some noise of its own."""
         x = np.random.default_rng(index).random(WIDTH, dtype=np.float32) + np.random.random(WIDTH).astype(np.float32)
         return Row((x, index / NUM_SAMPLES), UserDict({"y": torch.full((WIDTH,), index % 3)}), f"row {index}")
 
 
 def row_loss(model: nn.Module, batch: Row) -> Tensor:
-    """Mean squared error of a nest's entries."""
+    """Mean squared error of the entries of a nested sample."""
     x, scale = batch.pair
     assert isinstance(batch, Row)
     return functional.mse_loss(model(x) * scale.float()[:, None], batch.about["y"].float())
@@ -763,7 +763,7 @@ def masked(rows: list[Row]) -> dict[str, object]:
 
 
 def masked_loss(model: nn.Module, batch: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
-    """Mean squared error of what ``masked`` makes."""
+    """Mean squared error for batches of ``masked``."""
     x, y = batch["in"]
     return functional.mse_loss(model(x), y * batch["hidden"])
 
@@ -786,7 +786,7 @@ def length_of(index: int) -> int:
 
 
 class Texts:
-    """Texts of random tokens of varying length; the next token depends on the one before."""
+    """Texts of random tokens of varying length, in which each token depends on the one before."""
 
     def __init__(self, first: int = 0, count: int = NUM_SAMPLES) -> None:
         self._first, self._count = first, count
@@ -855,7 +855,7 @@ varying = replace(
 
 
 def texts_in_shards(folder: str) -> Job:
-    """The same, out of lines of JSON, a few in each shard."""
+    """Return the same texts as lines of JSON, a few in each shard."""
 
     def sample(tokens: list[int]) -> dict[str, Tensor]:
         return {"tokens": torch.tensor(tokens), "labels": torch.tensor(tokens)}
@@ -867,13 +867,13 @@ varying_with_dropout = replace(varying, model=lambda: Reader(0.2), data_workers=
 
 
 def told_tokens_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Loss, dict[str, PerSample]]:
-    """The same, and what each sample is."""
+    """The same loss, with an identification of each sample."""
     tokens = batch["tokens"]
     return next_token_loss(model, batch), {"first": PerSample(tokens[:, 0]), "all": PerSample(batch["labels"])}
 
 
 def check_order(values: dict[str, np.ndarray]) -> dict[str, float]:
-    """Whether samples come in the order of the data, padded to the longest bucket."""
+    """Return whether samples come in the order of the data, padded to the longest bucket."""
     data = Texts(5, 9)
     rows = [np.pad(data[i]["labels"].numpy(), (0, 16 - length_of(i)), constant_values=-100) for i in range(8)]
     firsts = [int(data[i]["tokens"][0]) for i in range(8)]

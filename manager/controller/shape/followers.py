@@ -1,4 +1,4 @@
-"""Which worker follows which, and whether following pays (decision 0019): pure and deterministic."""
+"""Chooses which worker follows which, and whether following pays (decision 0019). Pure and deterministic."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ PAYS_WITHIN_S = 3600.0
 
 
 class Redundancy(NamedTuple):
-    """How a shape protects against losses. ``why``: in a few words; ``worth``: the share of the time that it saves."""
+    """How a shape protects against losses.
+
+    ``why``: the reason in a few words. ``worth``: the share of the time that the protection saves.
+    """
 
     follows: tuple[Follow, ...]
     copy_sums_every: int
@@ -47,7 +50,7 @@ class Redundancy(NamedTuple):
 
     @property
     def told(self) -> str:
-        """The text for the journal; empty: there is no protection, and nothing to explain."""
+        """The text for the journal; empty if there is no protection and nothing to explain."""
         num = len({unit for follow in self.follows for unit in follow.units})
         where = ", in its host memory" if self.in_host else ""
         said = [f"{counted(num, 'unit is', 'units are')} kept in step on a second VM{where}"] if num else []
@@ -122,7 +125,7 @@ def redundancy_of(
         worth = gain - cost
         is_free = exposed_s <= FREE_S and cost <= FREE_SHARE
         if is_free:
-            worth = max(worth, 0.0)  # no shape is re-formed for them alone
+            worth = max(worth, 0.0)  # no shape is formed again only for these
         keeps = (worth > 0 or is_free) and fits
         saved = f" and save {gain:.2%}" if gain < 1 else "; without them losses undo all progress"
         why = f"followers cost {cost:.2%} of the time{saved}"
@@ -244,7 +247,7 @@ class _Candidates:
                 self._having[unit].append(kind)
 
     def take(self, me: WorkerId) -> WorkerId | None:
-        """Assign a follower to this worker, and return it; None where all workers are on its VM."""
+        """Assign a follower to this worker, and return it; None if all workers are on its VM."""
         vm = self._vms[me]
         for kinds in self._by_use(me):
             ranks = [rank for kind in kinds if (rank := self._least(kind, vm)) is not None]
@@ -266,7 +269,7 @@ class _Candidates:
         return rank
 
     def _by_use(self, me: WorkerId) -> Iterator[list[_Kind]]:
-        """Yield the kinds that are of equal use to this worker, the best ones first."""
+        """Yield the kinds that are equally useful to this worker, the most useful ones first."""
         mine, zone = key = self._own[me], self._zones.get(me)
         if key not in self._sharing:
             shared: dict[_Kind, int] = {}
@@ -304,12 +307,12 @@ def _sole_units(slots: Sequence[Slot], needed: Sequence[Sequence[UnitId]]) -> fr
 
 
 def zones_of(state: ControllerState) -> dict[WorkerId, str]:
-    """Return the zone of each worker: VMs of one zone are often lost together."""
+    """Return the zone of each worker, because VMs of one zone are often lost together."""
     return {worker: f"{entry.facts.region}/{entry.facts.zone}" for worker, entry in state.workers.items()}
 
 
 def _gain(state: ControllerState, plan: Plan, slots: Sequence[Slot], links: Sequence[Follow], now_s: float) -> float:
-    """Return the share of the time that followers save: the cost of fatal losses without and with them compared."""
+    """Return the share of the time that followers save, from the cost of fatal losses without and with them."""
     needed = state.config.units_of(plan)
     interval_s = 2 * plan.expected.mini_batch_s
     without_s = mean_s_to_fatal_loss(state, now_s, holders_of(slots, needed, ()))

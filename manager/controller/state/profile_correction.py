@@ -59,7 +59,10 @@ class StageRatios(Value):
     squares: float = 0.0
 
     def with_one(self, log_ratio: float) -> StageRatios:
-        """Return these ratios with one more observation (Welford); at the limit it replaces an average one."""
+        """Return these ratios with one more observation (Welford).
+
+        At the limit of observations it replaces an average one.
+        """
         num = min(self.num + 1, MOST_COUNTED)
         kept = self.squares * (num - 1) / self.num if self.num else 0.0
         mean = self.mean + (log_ratio - self.mean) / num
@@ -74,7 +77,7 @@ class StageRatios(Value):
 
 
 class Correction(Value):
-    """By section: the factor on its profiled time, and the factor's standard error as a share of it."""
+    """Corrections by section: the factor on its profiled time, and the factor's standard error as a share of it."""
 
     factors: tuple[float, ...] = Field(min_length=1)
     errors: tuple[float, ...] = Field(min_length=1)
@@ -154,7 +157,7 @@ def correction_of(seen: Sequence[StageRatios], compute_s: Times) -> Correction:
         name: [OWN_SPREAD * math.sqrt(statistics.fmean(times_s) / time_s) for time_s in times_s]
         for name, times_s in compute_s.items()
     }
-    parts = [  # of each stage: what a section's own part adds to its logarithm, in standard deviations
+    parts = [  # for each stage: what a section's own part adds to the stage's logarithm, in standard deviations
         [weight * spread for weight, spread in zip(_weights(entry, compute_s), spreads[entry.node_type], strict=True)]
         for entry in seen
     ]
@@ -188,7 +191,7 @@ def _alike(one: str, other: str) -> float:
 
 
 def is_material(before: Correction | None, now: Correction, seen: Sequence[StageRatios], compute_s: Times) -> bool:
-    """Whether some stage's time surely differs from that of the last reported correction, or else of the profile."""
+    """Return whether a stage's time surely differs from the last reported correction's, or else the profile's."""
     for entry in seen:
         weights, told = _weights(entry, compute_s), 1.0
         if before is not None:

@@ -27,7 +27,7 @@ class BrokenState(MorphError):
 
 
 def validate(state: ControllerState) -> None:
-    """Check every invariant.
+    """Check every invariant of the controller's state.
 
     The live loop does not call this: a run continues as long as its workers can carry out its decisions. Tests and the
     simulated clusters call it after every decision.
@@ -38,7 +38,9 @@ def validate(state: ControllerState) -> None:
     for sentence, holds in INVARIANTS.items():
         if not holds(state):
             history = "; ".join(state.recent) or "none"
-            raise BrokenState(f"job {state.config.job}, {state.phase}: not so: {sentence} (last events: {history})")
+            raise BrokenState(
+                f"job {state.config.job}, {state.phase}: broken invariant: {sentence} (last events: {history})"
+            )
 
 
 def _of_each(holds: Callable[[WorkerState], bool]) -> Callable[[ControllerState], bool]:
@@ -128,7 +130,8 @@ def _moves(state: ControllerState) -> bool:
         return True
     workers = state.workers
     follows = () if state.reshape is None else state.reshape.follows
-    kept = {(follow.follower, unit) for follow in follows for unit in follow.units}  # in step now, and then not
+    # a follower holds these only while it is in step
+    kept = {(follow.follower, unit) for follow in follows for unit in follow.units}
     return all(
         (move.unit in workers[move.sender].holds or (move.sender, move.unit) in kept)
         and (move.unit not in workers[move.receiver].holds or (move.receiver, move.unit) in kept)
@@ -138,87 +141,95 @@ def _moves(state: ControllerState) -> bool:
 
 INVARIANTS: dict[str, Callable[[ControllerState], bool]] = {
     # orders
-    "there is an order while somebody has it": lambda state: (state.step.order is not None) == bool(state.step.awaited),
+    "there is an order exactly while some worker has not answered it": lambda state: (
+        (state.step.order is not None) == bool(state.step.awaited)
+    ),
     "only known workers have orders": lambda state: state.step.awaited <= state.workers.keys(),
-    "no worker has an order before a shape, in a pause or at the end": lambda state: (
+    "no worker has an order before the first shape, during a pause or after the end": lambda state: (
         state.step.order is None or state.phase not in WITHOUT_ORDERS
     ),
-    "somebody has an order while a shape is formed, trains or is dissolved": lambda state: (
+    "some worker has an order while a shape is formed, trains or is dissolved": lambda state: (
         state.step.order is not None or state.phase not in WITH_ORDERS
     ),
-    "an order is of the present generation": lambda state: (
+    "an order belongs to the present generation": lambda state: (
         state.step.order is None or state.step.order.generation == state.generation
     ),
-    "an order is of its phase's kind": _kind,
-    "orders are told to abort while a generation is dissolved, and never else": lambda state: (
+    "the kind of an order is the one that belongs to the phase": _kind,
+    "orders are aborted only while a generation is dissolved, and all of them are then": lambda state: (
         state.step.order is None or (state.step.order.abort_sent_s is not None) == (state.phase is Phase.ABORTING)
     ),
-    "in training a member has the step's order or has prepared it, and nobody else": _answers,
+    "during training each member, and no other worker, either has the step's order or has prepared the step": _answers,
     "while committing, a commit or a unit of the last checkpoint is missing": _commits,
     # membership
-    "the members are those of the slots, each once": _members,
-    "there is no shape before the first generation and in pauses": lambda state: (
+    "the members are the workers of the slots, each once": _members,
+    "there is no shape before the first generation or during pauses": lambda state: (
         state.reshape is None or state.phase not in UNSHAPED
     ),
-    "no generation is formed at the start": lambda state: state.generation == 0 or state.phase is not Phase.STARTING,
-    "the shape is the present generation's while it is formed and trains": lambda state: (
+    "no generation is formed during the start": lambda state: (
+        state.generation == 0 or state.phase is not Phase.STARTING
+    ),
+    "a shape that is formed or trains belongs to the present generation": lambda state: (
         state.phase not in SHAPED or (state.reshape is not None and state.reshape.generation == state.generation)
     ),
-    "no member of a shape that is formed or trains is lost": lambda state: (
+    "every member of a shape that is formed or trains is a known worker": lambda state: (
         state.phase not in SHAPED or state.member_units.keys() <= state.workers.keys()
     ),
-    "in training somebody holds each unit": _held,
-    "in training a member holds its stage's units": _members_hold,
+    "during training each unit has a holder": _held,
+    "during training each member holds the units of its stage": _members_hold,
     # waits
-    "a wait for a node that is about to be ready has an end": lambda state: (
+    "a wait for a node that is almost ready has a deadline": lambda state: (
         state.phase is not Phase.HOLDING or state.waits.hold_until_s is not None
     ),
-    "a wait for VMs has a beginning": lambda state: (
+    "a wait for VMs has a start time": lambda state: (
         state.phase is not Phase.WAITING or state.waits.waiting_since_s is not None
     ),
-    "a rest has an end": lambda state: state.phase is not Phase.RESTING or state.waits.rest_until_s is not None,
-    "a run that is over has an outcome, and no other has": lambda state: (
+    "a rest has an end time": lambda state: state.phase is not Phase.RESTING or state.waits.rest_until_s is not None,
+    "a run has an outcome exactly when it has ended": lambda state: (
         (state.finish is not None) == (state.phase is Phase.ENDED)
     ),
     # steps and checkpoints
-    "what is decided is of the present version": lambda state: (
+    "the last decision is about the present version": lambda state: (
         state.decided is None or state.decided.version == state.version
     ),
-    "an error that is final stops the run": lambda state: (
+    "a final error stops the run": lambda state: (
         state.failing is None or not state.failing.final or state.stop_reason is not None
     ),
-    "a checkpoint under way is of all units, of a version that is decided, written by its writers": _pending,
-    "no partial sums are kept while a step is run": lambda state: (
+    "a checkpoint under way is of a decided version, and each unit is written by its one writer": _pending,
+    "no partial sums are kept while a step runs": lambda state: (
         not state.step.kept or state.phase is not Phase.TRAINING
     ),
     "while sealing, a manifest is being written": lambda state: (
         bool(state.saving.sealing) or state.phase is not Phase.SEALING
     ),
-    "manifests are being written since a time": lambda state: (
+    "a start time is recorded exactly while a manifest is being written": lambda state: (
         bool(state.saving.sealing) == (state.saving.sealing_since_s is not None)
     ),
     # nodes and requests
-    "a worker is warming, ready, suspect or draining": _of_each(lambda entry: entry.node in LIVING),
-    "who is warming is not set up": _of_each(lambda entry: not entry.ready or entry.node is not NodeState.WARMING),
-    "who is ready or suspect is set up": _of_each(
+    "the node of a worker is warming, ready, suspect or draining": _of_each(lambda entry: entry.node in LIVING),
+    "a worker whose node is warming is not set up": _of_each(
+        lambda entry: not entry.ready or entry.node is not NodeState.WARMING
+    ),
+    "a worker whose node is ready or suspect is set up": _of_each(
         lambda entry: entry.ready or entry.node not in (NodeState.READY, NodeState.SUSPECT)
     ),
-    "who is not set up holds nothing": _of_each(lambda entry: entry.ready or not entry.holds),
-    "who drains does so until a time, and nobody else": _of_each(
+    "a worker that is not set up holds no units": _of_each(lambda entry: entry.ready or not entry.holds),
+    "a worker has a drain deadline exactly while its node drains": _of_each(
         lambda entry: (entry.node is NodeState.DRAINING) == (entry.drain_until_s is not None)
     ),
-    "who is probed is suspect and no member": _probed,
-    "whose notice is to be acknowledged drains": _leaving,
-    "something of each request is awaited": lambda state: all(
+    "a probed worker is suspect and not a member": _probed,
+    "a worker whose notice is still to be acknowledged drains": _leaving,
+    "each open request still awaits a grant or a VM": lambda state: all(
         request.count or request.granted for request in state.provisioning.requests.values()
     ),
-    "a node boots for one request, and is not up": _granted,
-    "who waits in a queue was granted": lambda state: all(
+    "a granted node belongs to one request and is not up yet": _granted,
+    "a node that waits in a queue was granted": lambda state: all(
         request.waiting <= request.granted.keys() for request in state.provisioning.requests.values()
     ),
-    "a notice is kept of nodes that are not up": lambda state: _unknown(state, state.provisioning.kept_notices),
+    "notices are kept only for nodes that are not up yet": lambda state: _unknown(
+        state, state.provisioning.kept_notices
+    ),
     # pre-copied units
-    "units are pre-copied while training, under their number, by known workers": _pre_copy,
-    "units are pre-copied by who holds them to who lacks them": _moves,
+    "a pre-copy has an issued number and known workers, and exists only during training or the end": _pre_copy,
+    "units are pre-copied from workers that hold them to workers that lack them": _moves,
 }
 """Each invariant in words, with the function that tests it."""

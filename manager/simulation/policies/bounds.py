@@ -120,7 +120,7 @@ class Bound:
         return chosen
 
     def _time_s(self, chosen: list[_Kind], most_s: float) -> float:
-        """Return when these pipelines complete a mini-batch, which is at ``most_s`` or earlier."""
+        """Return the time at which these pipelines complete a mini-batch; ``most_s`` bounds it from above."""
         counted = Counter(chosen)
         low_s, high_s = 0.0, most_s
         while high_s - low_s > _NEAR * high_s:
@@ -138,7 +138,7 @@ def _of_pipelines(job: SpotJob) -> Iterator[tuple[int, float, float]]:
 
 
 def _of_plans(plans: list[Plan]) -> Iterator[tuple[int, float, float]]:
-    """Yield each kind's busiest and mean share with the same time; policies that drop samples count the mean."""
+    """Yield each kind's busiest and mean share with the same time; for policies that drop samples the mean counts."""
     for plan in plans:
         for kind in plan.pipeline_kinds:
             for counted in {sum(kind.micro_batches) / kind.num_replicas, float(kind.longest_share)}:
@@ -146,7 +146,7 @@ def _of_plans(plans: list[Plan]) -> Iterator[tuple[int, float, float]]:
 
 
 def _kind(workers: int, times: dict[float, float], whole: float) -> _Kind:
-    """Make times increase with the share, and times per micro-batch not increase."""
+    """Return times that increase with the share, and times per micro-batch that do not increase."""
     shares = sorted(times.keys() | {whole})
     per_share, found = math.inf, []
     for share in shares:
@@ -160,7 +160,7 @@ def _kind(workers: int, times: dict[float, float], whole: float) -> _Kind:
 def play_ideal(
     job: SpotJob, trace: Trace, *, until: Until, seed: int = 0, prices: SpotPrices | None = None, name: str = ""
 ) -> Outcome:
-    """Play the ideal: changes of shape are free and instant, newcomers ready at once, nothing lost, no VM spare.
+    """Play the ideal: changes of shape take no time, newcomers are ready at once, nothing is lost, and no VM is idle.
 
     Pipelines are those of ``Bound``.
     """
@@ -187,7 +187,7 @@ def play_ideal(
 def play_on_demand(
     job: SpotJob, trace: Trace, *, until: Until, seed: int = 0, prices: SpotPrices | None = None, name: str = ""
 ) -> Outcome:
-    """Play as many VMs as the trace has on average, never taken, at the on-demand price."""
+    """Play as many VMs as the trace has on average, which are never taken, at the on-demand price."""
     price = None if prices is None else prices.on_demand_usd_per_h
     books = Books(job, None if price is None else 0.0)
     mean_vms = play_ideal(job, trace, until=Until(kind="hours", amount=trace.duration_s / 3600)).vm_s / trace.duration_s

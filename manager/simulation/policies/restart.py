@@ -62,14 +62,14 @@ class _Run:
         return all(lead_s is not None and lead_s >= needs_s for lead_s in leads)
 
     def heed(self, lead_s: float) -> None:
-        """Handle a notice: save after the running step, if the save is durable by the loss (the thesis, 4.2)."""
+        """Handle a notice: save after the running step, if the save is durable before the loss (the thesis, 4.2)."""
         if self.plan is None or self.every_steps is not None or self.books.now_s < self.ready_s:
             return
         left_s = self.plan.expected.mini_batch_s + self.job.durations.order_s - self.begun_s
         self.must_save |= left_s + self._stall_s() + self._durable_s() <= lead_s
 
     def restart(self, *, from_memory: bool) -> None:
-        """Start again with the ready VMs, from the newest checkpoint; ``from_memory``: from one made now."""
+        """Start again with the ready VMs from the newest checkpoint or, with ``from_memory``, from one made now."""
         books, times = self.books, self.job.durations
         now_s = books.now_s
         if from_memory:
@@ -138,7 +138,7 @@ class _Run:
         return self.books.now_s - self.since_s >= self._every_s() - 1e-6
 
     def _every_s(self) -> float:
-        """Return the interval between saves of least cost, by the losses so far, and at least the time of one save."""
+        """Return the interval between saves that costs least given the losses so far, at least the time of one save."""
         num, now_s = self.books.num_losses, self.since_s
         mttp_s = now_s / num if num and now_s else max(3600.0, now_s)
         restart_s = self.job.durations.restart_s + self.job.durations.setup_s
@@ -176,9 +176,10 @@ def play_restart(
     every_steps: int | None = None,
     adaptive: bool = False,
 ) -> Outcome:
-    """Play a job that restarts; it saves every given number of steps, or, None, at the interval of least cost.
+    """Play a job that restarts.
 
-    ``adaptive``: if every notice leaves time to save, no other saves are made (the thesis on Spotify, 4.2).
+    It saves every given number of steps; with None, at the interval of least cost. ``adaptive``: if every notice leaves
+    time to save, no other saves are made (the thesis on Spotify, 4.2).
     """
     most = math.inf if until.num_steps is None else until.num_steps
     books = Books(job, nothing_paid(trace, prices))

@@ -108,7 +108,7 @@ def refine_command(
     target = output or run_dir / "profile.json"
     check_output(target, ProfileError)
     factors, types = correction.factors, {name: each.factors for name, each in correction.types.items()}
-    if types:  # whose name is none of the node types' is the profile's own
+    if types:  # a type whose name is not among the node types is the profile's own
         added = {node_type.name for node_type in known.node_types}
         own = [each for name, each in types.items() if name not in added]
         factors = own[0] if own else (1.0,) * known.num_sections

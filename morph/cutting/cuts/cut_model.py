@@ -32,10 +32,10 @@ _MARK = f"{CutPoint.__module__}.{CutPoint.__qualname__}"
 
 
 def marked_positions(analysis: Analysis, positions: Sequence[Position]) -> list[Position]:
-    """Return the marked ones of all positions, in order; none when nothing is marked.
+    """Return the marked positions among all positions, in order; none if nothing is marked.
 
     Raises:
-        JobError: if the loss runs no module of a name, or the model cannot be cut at a mark.
+        JobError: The loss runs no module of a name, or the model cannot be cut at a mark.
     """
     nodes = [*_cut_point_calls(analysis), *(_first_node(analysis, name) for name in analysis.exported.cut_points)]
     by_index = {place.index: place for place in positions}

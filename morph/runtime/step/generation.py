@@ -71,18 +71,21 @@ class Generation:
         return self.groups.channel(edge_name(self.order.generation, self.slot.replica, boundary, kind), sender)
 
     def salvage_in(self, order: StepOrder) -> Salvage | None:
-        """Return the kept sums of a step before it runs: only in the generation's first step, and not in a redo."""
+        """Return the kept sums of a step before it runs.
+
+        They exist only in the generation's first step, and not in a redo.
+        """
         return self.order.salvage if order.step == self.order.version and order.attempt == 0 else None
 
     def micro_batches_in(self, order: StepOrder) -> Sequence[int]:
-        """The micro-batches that this worker's replica runs in a step."""
+        """Return the micro-batches that this worker's replica runs in a step."""
         assert self.slot is not None
         return share_in(self.plan, self.slot.replica, self.salvage_in(order))
 
     def stage_work(
         self, model: CutModel, micro_batches: Sequence[int], length_of: Callable[[int], int | None] = lambda _: None
     ) -> StageWork:
-        """The tasks of this worker's stage in a step, or an evaluation, of these micro-batches, given their lengths."""
+        """Return the tasks of this worker's stage for these micro-batches, given their lengths."""
         assert self.slot is not None
         stage = self.plan.stages[self.slot.stage]
         work = self.work_between(
