@@ -24,7 +24,7 @@ from typing import Any
 from manager.controller.shape.placement import choose_sources, place, share_units
 from manager.controller.state.actions import Finish
 from manager.controller.state.config import ControllerConfig, units_by_stage
-from manager.controller.state.events import NodeAppeared, WorkerAnswered, WorkerLost
+from manager.controller.state.events import NodeAppeared, NodeFacts, WorkerAnswered, WorkerLost
 from manager.controller.state.state import initial_state
 from manager.engine.loop.driver import Driver, Observed, Observer, Requests
 from manager.engine.loop.event_queue import EventQueue
@@ -584,8 +584,12 @@ class ManagedCrew:
         run_dir: RunDir,
         observer: Callable[[ManagedCrew], Observer],
         market: Callable[[EventQueue], Requests] | None = None,
+        types: Sequence[str] = (),
     ) -> Finish:
-        """Run a session to its end on as many workers as it expects; ``market``: which the run has to ask for them."""
+        """Run a session to its end on as many workers as it expects.
+
+        ``market``: which the run has to ask for them; ``types``: of each worker's GPU.
+        """
         self._event_queue, self._store = EventQueue(), StoreHost(LOOPBACK)
         self._checkpoint_url, self._members, self._lost = run_dir.checkpoint_url, {}, set()
         self._ending.clear()
@@ -598,8 +602,9 @@ class ManagedCrew:
                 url = run_dir.checkpoint_url
                 requests = market(self._event_queue) if market else None
                 driver = Driver(initial_state(config), self._event_queue, self, journal, url, observers, requests)
-                if requests is None:
-                    self.add(*(f"w{index}" for index in range(config.expected_nodes)))
+                for index in range(config.expected_nodes if requests is None else 0):
+                    of_type = types[index] if types else ""
+                    self.put(NodeAppeared(node=f"w{index}", facts=NodeFacts(provider="local", node_type=of_type)))
                 return driver.run()
         finally:
             self._ending.set()

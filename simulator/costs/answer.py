@@ -49,11 +49,19 @@ def _mean_jitter(costs: StageCosts, conditions: Conditions) -> MeanJitter | None
 
 @dataclass(frozen=True)
 class SimulatedKind:
-    """Equal pipelines of a plan with their simulated outcome; ``node_type``: that of their workers, if known."""
+    """Equal pipelines of a plan with their simulated outcome.
+
+    ``node_types``: the type of each stage's workers, or one for all stages.
+    """
 
     outcome: Outcome
     shape_simulator: ShapeSimulator
-    node_type: str = ""
+    node_types: tuple[str, ...] = ("",)
+
+    @property
+    def type_of_stage(self) -> tuple[str, ...]:
+        """The type of each stage's workers; empty: not known."""
+        return self.node_types if len(self.node_types) > 1 else self.node_types * self.outcome.shape[0]
 
 
 @dataclass(frozen=True)
@@ -150,7 +158,7 @@ def describe_kinds(kinds: Sequence[SimulatedKind]) -> Simulation:
         micro_batch_size=sections.micro_batch_size,
         num_micro_batches=sum(map(sum, shares)),
         num_replicas=sum(map(len, shares)),
-        stages=tuple(stage for kind in kinds for stage in _stages(kind.outcome.costs, kind.node_type)),
+        stages=tuple(stage for kind in kinds for stage in _stages(kind.outcome.costs, kind.type_of_stage)),
         kinds=tuple(PipelineKind(num_stages=kind.outcome.shape[0], micro_batches=kind.outcome.counts) for kind in kinds)
         if len(kinds) > 1
         else (),
@@ -174,7 +182,7 @@ def describe_kinds(kinds: Sequence[SimulatedKind]) -> Simulation:
     return Simulation(plan, explanation, breakdown, tuple(kinds), first.spread).with_note(note(first.costs, conditions))
 
 
-def _stages(costs: StageCosts, node_type: str) -> list[StagePlan]:
+def _stages(costs: StageCosts, node_types: Sequence[str]) -> list[StagePlan]:
     times, ends = costs.times, (*costs.boundaries[1:], costs.sections.num_sections)
     return [
         StagePlan(
@@ -183,7 +191,7 @@ def _stages(costs: StageCosts, node_type: str) -> list[StagePlan]:
             window=int(times.window[stage]),
             recompute=bool(times.recompute[stage]),
             live_sections=int(costs.live[stage]) or None,
-            node_type=node_type,
+            node_type=node_types[stage],
         )
         for stage, (first, end) in enumerate(zip(costs.boundaries, ends, strict=True))
     ]

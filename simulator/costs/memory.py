@@ -172,6 +172,22 @@ class StageMemory:
             more = np.where(live == size, taken[begin, end] + window * stored[begin, end], more)
         return np.maximum(self.tables[2][begin, end], more)
 
+    def peak_bytes(
+        self,
+        begin: Ints,
+        end: Ints,
+        window: Ints,
+        recompute: npt.NDArray[np.bool_],
+        live: Ints | int,
+        more: Ints | int = 0,
+    ) -> Ints:
+        """Return the stages' memory at their peak with allocator and context; ``more``: bytes of further tensors."""
+        return self.whole_bytes(self.device_bytes(begin, end, window, recompute, live) + more)
+
+    def within(self, peak_bytes: Ints, begin: Ints, device_bytes: int) -> bool:  # noqa: ARG002 (of several types)
+        """Whether each stage, whose first section is in ``begin``, fits on its device."""
+        return bool((peak_bytes <= device_bytes).all())
+
     def group_tables(self, size: int) -> tuple[Ints, Ints]:
         """Return ``base`` and ``each`` of every run of sections, [K + 1, K + 1], with groups of this size."""
         if size not in self._groups:

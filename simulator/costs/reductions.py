@@ -26,7 +26,7 @@ import numpy.typing as npt
 from morph.contract.plan import reduction_rounds
 from morph.contract.profile import Profile
 from simulator.engine.times import Ints
-from simulator.inputs.transfer import AllReduce, SlowestAllReduce
+from simulator.inputs.transfer import AnyAllReduce, SlowestAllReduce
 
 Floats = npt.NDArray[np.float64]
 
@@ -50,7 +50,7 @@ class Reductions:
     begin: Ints
     sum_bytes: Floats
     tied: tuple[tuple[tuple[int, ...], float], ...]
-    all_reduce: AllReduce | SlowestAllReduce
+    all_reduce: AnyAllReduce
     _behind: dict[int, Ints] = field(default_factory=dict)
     _tied_ns: dict[int, tuple[tuple[tuple[int, ...], int], ...]] = field(default_factory=dict)
 
@@ -69,7 +69,7 @@ class Reductions:
         """Return AR, over a ring of D, of the bytes still to be reduced when each section's backward ends: int64[K]."""
         if num_replicas not in self._behind:
             sizes = self.sum_bytes[1:] - self.sum_bytes[self.first]
-            self._behind[num_replicas] = _unchanging(self.all_reduce.times_ns(num_replicas, sizes))
+            self._behind[num_replicas] = _unchanging(self.all_reduce.by_section_ns(num_replicas, sizes))
         return self._behind[num_replicas]
 
     def tied_ns(self, num_replicas: int) -> tuple[tuple[tuple[int, ...], int], ...]:
@@ -100,7 +100,7 @@ def _unchanging(values: Ints) -> Ints:
 
 
 def reductions(
-    own_sum_bytes: Floats, shared: tuple[ReducedUnit, ...], begin: Ints, all_reduce: AllReduce | SlowestAllReduce
+    own_sum_bytes: Floats, shared: tuple[ReducedUnit, ...], begin: Ints, all_reduce: AnyAllReduce
 ) -> Reductions:
     """Return the reductions of stages with these first sections.
 

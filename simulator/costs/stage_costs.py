@@ -22,7 +22,7 @@ from simulator.engine.times import Ints, StageTimes
 from simulator.inputs.jitter import MeanJitter
 from simulator.inputs.layout import Layout, lone_workers
 from simulator.inputs.request import MemoryRules
-from simulator.inputs.transfer import AllReduce, Curve, send_curve, whole_ns
+from simulator.inputs.transfer import AllReduce, AnyAllReduce, Curve, send_curve, whole_ns
 
 Floats = npt.NDArray[np.float64]
 _MOST_MICRO_BATCHES = 2**20
@@ -94,7 +94,7 @@ class SectionCosts:
         self.own_reduced_sum_bytes = np.concatenate([np.zeros(1), np.cumsum(own)])
         self.shared_units = tuple(unit for unit in units if len(unit.sections) > 1)
         self._check_sums()
-        self._all_reduces: dict[int, AllReduce] = {}
+        self._all_reduces: dict[int, AnyAllReduce] = {}
         self._mean_jitters: dict[tuple[int, int], MeanJitter] = {}
 
     def _check_sums(self) -> None:
@@ -135,7 +135,7 @@ class SectionCosts:
             )
         return self._memory[key]
 
-    def all_reduce(self, in_flight: int) -> AllReduce:
+    def all_reduce(self, in_flight: int) -> AnyAllReduce:
         """Return AR(D) when this many all-reduces share one machine's network."""
         if in_flight not in self._all_reduces:
             self._all_reduces[in_flight] = AllReduce(self.profile, in_flight)
@@ -200,8 +200,8 @@ class StageCosts:
     @cached_property
     def memory_bytes(self) -> Ints:
         """Bytes on each stage's device, including allocator and context: int64[P]."""
-        found = self.memory.device_bytes(*self.spans, self.times.window, self.times.recompute, self.live)
-        return self.memory.whole_bytes(found + sum(self.redundant_parts.values()))
+        more = sum(self.redundant_parts.values())
+        return self.memory.peak_bytes(*self.spans, self.times.window, self.times.recompute, self.live, more)
 
     @cached_property
     def redundant_parts(self) -> dict[str, Ints]:
@@ -212,8 +212,7 @@ class StageCosts:
     def followed_bytes(self) -> int:
         """Bytes on the fullest stage's device if each stage's state is also kept by another worker."""
         memory = self.sections.memory(single=self.single, follows=True)
-        taken = memory.device_bytes(*self.spans, self.times.window, self.times.recompute, self.live)
-        return int(memory.whole_bytes(taken).max())
+        return int(memory.peak_bytes(*self.spans, self.times.window, self.times.recompute, self.live).max())
 
     @cached_property
     def host_bytes(self) -> Ints:
@@ -249,7 +248,7 @@ class StageCosts:
 
     def fits(self, memory_bytes: int) -> bool:
         """Whether every stage fits on a device with so many bytes of memory, and in host memory."""
-        return self.peak_bytes <= memory_bytes and self._fits_host
+        return self.memory.within(self.memory_bytes, self.spans[0], memory_bytes) and self._fits_host
 
     @cached_property
     def _fits_host(self) -> bool:

@@ -95,6 +95,10 @@ class AllReduce:
         times = np.where(sizes_bytes > 0, self._positive(ring_size, sizes_bytes), 0.0)
         return whole_ns(times, "an all-reduce")
 
+    def by_section_ns(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
+        """Return the times of sizes that belong to sections: [..., K]."""
+        return self.times_ns(ring_size, sizes_bytes.ravel()).reshape(sizes_bytes.shape)
+
     def _positive(self, ring_size: int, sizes: Floats) -> Floats:
         if not self._curves:
             return 2 * (ring_size - 1) * self._send(sizes / ring_size)
@@ -117,12 +121,38 @@ class AllReduce:
 class SlowestAllReduce:
     """AR(D, S) of a ring over several types of node: that of the slowest type."""
 
-    each: tuple[AllReduce | SlowestAllReduce, ...]
+    each: tuple[AnyAllReduce, ...]
 
     def times_ns(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
         """See :class:`AllReduce`."""
         times: npt.NDArray[np.int64] = np.max([one.times_ns(ring_size, sizes_bytes) for one in self.each], axis=0)
         return times
+
+    def by_section_ns(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
+        """See :class:`AllReduce`."""
+        times: npt.NDArray[np.int64] = np.max([one.by_section_ns(ring_size, sizes_bytes) for one in self.each], axis=0)
+        return times
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedAllReduce:
+    """AR(D, S) of pipelines whose sections are on several types of node: of a section, that of its type."""
+
+    each: tuple[AnyAllReduce, ...]
+    type_of: npt.NDArray[np.int64]
+
+    def times_ns(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
+        """Return the times on the slowest type, of rings over several sections."""
+        return SlowestAllReduce(self.each).times_ns(ring_size, sizes_bytes)
+
+    def by_section_ns(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
+        """See :class:`AllReduce`."""
+        every = np.stack([one.by_section_ns(ring_size, sizes_bytes) for one in self.each])
+        times: npt.NDArray[np.int64] = np.moveaxis(every, -1, 1)[self.type_of, np.arange(len(self.type_of))].T
+        return times
+
+
+AnyAllReduce = AllReduce | SlowestAllReduce | JoinedAllReduce
 
 
 def _growing(curve: Curve) -> Curve:

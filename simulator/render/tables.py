@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from itertools import groupby, pairwise
 
 from rich.table import Table
@@ -37,7 +38,7 @@ def shape_lines(profile: Profile, simulation: Simulation) -> list[str]:
         f"expected: [bold]{expected.examples_per_s:.4g} examples/s[/bold], {time_text(expected.mini_batch_s)} per "
         f"mini-batch (lower bound for these stages: {time_text(expected.lower_bound_s)})",
         *([_jitter_line(simulation.jitter)] if simulation.jitter else []),
-        *(_kind_lines(simulation) if len(simulation.kinds) > 1 else []),
+        *(_kind_lines(simulation) if len(simulation.kinds) > 1 or len(set(simulation.kinds[0].type_of_stage)) > 1 else []),
         *([_node_line(plan)] if plan.placement else []),
         f"where a worker's time goes: {spent}",
         *([_groups_line(plan)] if any(stage.live_sections for stage in plan.stages) else []),
@@ -60,9 +61,17 @@ def _kind_lines(simulation: Simulation) -> list[str]:
     """Return a line for each kind of pipeline with its share of the work."""
     return [
         f"{counted(kind.outcome.shape[1], 'pipeline')} of {counted(kind.outcome.shape[0], 'stage')}"
-        f"{f' on {kind.node_type}' if kind.node_type else ''}: {_shares_text(kind.outcome.counts)} micro-batches each"
+        f"{_types_text(kind.type_of_stage)}: {_shares_text(kind.outcome.counts)} micro-batches each"
         for kind in simulation.kinds
     ]
+
+
+def _types_text(types: Sequence[str]) -> str:
+    """Return where the stages of a pipeline are: `` on v100``, `` (3 on v100, then 3 on t4)``."""
+    runs = [(name or "the profile's own type", len(list(of_type))) for name, of_type in groupby(types)]
+    if len(runs) > 1:
+        return f" ({', then '.join(f'{number} on {name}' for name, number in runs)})"
+    return f" on {types[0]}" if types[0] else ""
 
 
 def _jitter_line(spread: Spread) -> str:
@@ -119,9 +128,9 @@ def stage_table(profile: Profile, simulation: Simulation) -> Table:
     """Return a table of stages with their sections, parameters, times, window and memory."""
     held = sum(section.parameter_bytes for section in profile.sections)
     workers = [
-        (kind.outcome.costs, stage, kind.node_type)
+        (kind.outcome.costs, stage, node_type)
         for kind in simulation.kinds
-        for stage in range(kind.outcome.shape[0])
+        for stage, node_type in enumerate(kind.type_of_stage)
     ]
     typed = any(node_type for _, _, node_type in workers)
     unit_bytes = sum(unit.parameter_bytes for unit in profile.units) or held

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from morph.contract import ranges
 from morph.contract.errors import PlanError
 from morph.contract.plan import PipelineKind, Plan, StagePlan
 from morph.contract.profile import Profile
 from simulator.costs.answer import SimulatedKind, Simulation, deal, describe, describe_kinds
+from simulator.costs.joined_sections import JoinedSections
 from simulator.costs.outcome import EngineName, Kind, Outcome, ShapeSimulator, engine_of, together
-from simulator.costs.stage_costs import StageCosts, stage_costs
+from simulator.costs.stage_costs import SectionCosts, StageCosts, stage_costs
 from simulator.inputs.conditions import Conditions, check_slow, check_slow_of_plan, of_pool_type
 from simulator.inputs.layout import Layout, lay_out, placed
 from simulator.inputs.placement import Placement, node_sizes
@@ -119,7 +122,7 @@ def simulate_plan(
     request = replace(request, **more)
     on_nodes = bool(plan.placement) and request.compute_slots is None
     conditions = request.conditions(plan.node_sizes if on_nodes else None)
-    if len(plan.pipeline_kinds) > 1:
+    if len(plan.pipeline_kinds) > 1 or any(len(_types(plan, replica)) > 1 for replica in range(plan.num_replicas)):
         _check_unequal(conditions)
     check_slow_of_plan(conditions.slow, plan)
     total = num_micro_batches(profile, plan.micro_batch_size)
@@ -132,14 +135,16 @@ def simulate_plan(
             slow=tuple((s, None if d is None else d - replica, factor) for s, d, factor in slow),
             compute_slots=_slots(conditions.compute_slots, kind, plan),
         )
-        measured = request.on_its_host(of_pool_type(profile, stages[0].node_type))
+        types = _types(plan, replica)
+        on_types = [request.on_its_host(of_pool_type(profile, name)) for name in types]
+        measured = on_types[0]
         _check_shape(measured, [each.first_section for each in stages], None, plan.num_replicas, total)
         layout = (
             placed(measured.contention, nodes[number], nodes if len(nodes) > 1 else ())
             if on_nodes
             else lay_out(measured.contention, kind.num_stages, kind.num_replicas, here)
         )
-        costs = _costs_as_planned(measured, plan, stages, request, layout)
+        costs = _costs_as_planned(dict(zip(types, on_types, strict=True)), plan, stages, request, layout)
         kinds.append(Kind(ShapeSimulator(here, engine_of(engine)), costs, kind.micro_batches))
         stage, replica = stage + kind.num_stages, replica + kind.num_replicas
     if len(kinds) == 1:
@@ -150,8 +155,8 @@ def simulate_plan(
     first = itertools.accumulate((kind.num_stages for kind in plan.pipeline_kinds), initial=0)
     return describe_kinds(
         [
-            SimulatedKind(outcome, kind.simulator, plan.stages[start].node_type)
-            for outcome, kind, start in zip(outcomes, kinds, first, strict=False)
+            SimulatedKind(outcome, kind.simulator, tuple(stage.node_type for stage in plan.stages[start:end]))
+            for outcome, kind, (start, end) in zip(outcomes, kinds, itertools.pairwise(first), strict=True)
         ]
     )
 
@@ -164,18 +169,25 @@ def _nodes(plan: Plan) -> list[Placement]:
     ]
 
 
+def _types(plan: Plan, replica: int) -> list[str]:
+    """Return the types of GPU of one pipeline, in the order of its stages."""
+    return list(dict.fromkeys(plan.stages[stage].node_type for stage in plan.stages_of(replica)))
+
+
 def _costs_as_planned(
-    profile: Profile, plan: Plan, stages: Sequence[StagePlan], request: PlanRequest, layout: Layout
+    profiles: Mapping[str, Profile], plan: Plan, stages: Sequence[StagePlan], request: PlanRequest, layout: Layout
 ) -> StageCosts:
-    """Return the costs of the stages of one kind of pipeline."""
-    recompute = any(stage.recompute for stage in stages)
-    setting = Setting(profile, plan.micro_batch_size, recompute, (plan.schedule,), None, request.memory_rules)
+    """Return the costs of the stages of one kind of pipeline; ``profiles``: by type of node."""
+    recompute, m, rules = any(stage.recompute for stage in stages), plan.micro_batch_size, request.memory_rules
+    on_types = [SectionCosts(each, m, recompute=recompute, rules=rules) for each in profiles.values()]
+    sections = on_types[0]
+    if len(on_types) > 1:
+        places = [list(profiles).index(stage.node_type) for stage in stages]
+        sections = JoinedSections(on_types, np.repeat(places, [len(stage.sections) for stage in stages]))
     windows = tuple(stage.window for stage in stages)
     live = tuple((stage.live_sections or len(stage.sections)) * stage.recompute for stage in stages)
     boundaries = tuple(stage.first_section for stage in stages)
-    return stage_costs(
-        setting.sections, boundaries, windows, plan.schedule, layout, single=plan.num_replicas == 1, live=live
-    )
+    return stage_costs(sections, boundaries, windows, plan.schedule, layout, single=plan.num_replicas == 1, live=live)
 
 
 def _slots(slots: int | None, kind: PipelineKind, plan: Plan) -> int | None:
@@ -195,7 +207,7 @@ def _check_unequal(conditions: Conditions) -> None:
     for field, (value, plain) in given.items():
         if value != plain:
             raise PlanError(
-                "is simulated for equal pipelines", field=field, value=value, allowed=f"{plain} for this plan"
+                "is simulated for equal pipelines on one type of GPU", field=field, value=value, allowed=f"{plain} for this plan"
             )
 
 

@@ -300,7 +300,7 @@ class Mixes:
             costs = pipelines.costs(depth, max(counts), mix.stages)
             assert costs is not None, "a mix that does not fit"
             kinds.append(Kind(pipelines.sweep.shape_simulator, costs, counts))
-            names.append(pipelines.node_type)
+            names.append(pipelines.node_types)
         return [
             SimulatedKind(outcome, kind.simulator, name)
             for outcome, kind, name in zip(together(kinds), kinds, names, strict=True)
@@ -517,10 +517,13 @@ class Search:
         for kind, (depths, number) in enumerate(zip(self.depths, self.gpus, strict=True)):
             yield depths, gains[self.ends[kind] : self.ends[kind + 1]], number
 
-    def most(self, time_ns: float, without: frozenset[Group]) -> tuple[int, Chosen]:
-        """The most micro-batches in so much time, and the pipelines that do them."""
+    def most(
+        self, time_ns: float, without: frozenset[Group], gpus: tuple[int, ...] | None = None
+    ) -> tuple[int, Chosen]:
+        """The most micro-batches in so much time, and the pipelines that do them; ``gpus``: on fewer than all."""
         done, chosen = 0, Counter[Group]()
         for kind, (depths, gains, number) in enumerate(self._parts(self.gains(time_ns, without))):
+            number = number if gpus is None else gpus[kind]  # noqa: PLW2901 (of all)
             best, taken = _knapsack(depths, gains, number)
             done += int(best[number])
             while number > 0:

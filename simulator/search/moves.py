@@ -70,7 +70,7 @@ def _exposed_ns(costs: StageCosts, cuts: Ints, num_replicas: int, conditions: Co
     first = np.maximum.accumulate(np.where(is_first, every, 0), axis=1)
     sums = np.where(stays, reduced.sum_bytes, sections.own_reduced_sum_bytes)
     sizes = sums[:, 1:] - sums[rows, first]
-    exposed = reduced.all_reduce.times_ns(num_replicas, sizes.ravel()).reshape(sizes.shape)
+    exposed = reduced.all_reduce.by_section_ns(num_replicas, sizes)
     if conditions.all_reduce != "late":
         sums = sections.backward_sum_ns + sections.forward_sum_ns * sections.grouped  # complete sooner with groups
         exposed = exposed - (sums[:-1] - sums[first])

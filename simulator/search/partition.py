@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from morph.contract.plan import Schedule
 from simulator.costs.memory import StageMemory
@@ -19,19 +20,29 @@ from simulator.engine.compilation import compiled, entry
 from simulator.engine.schedules import recomputes, stage_windows
 from simulator.engine.times import Ints
 
+Floats = npt.NDArray[np.float64]
 _NEVER = 2**62
 
 
 @dataclass(frozen=True)
 class PartitionTable:
-    """The best partition for each P in 1..K.
+    """The best partition for each P in 1..K, of all sections and of those from each section on.
 
-    ``bottleneck_ns[P]`` is the slowest stage's time, or 2**62 where no partition fits in memory; entry 0 is
-    unused.
+    Attributes:
+        worst_ns: The slowest stage's time, or 2**62 where no partition fits in memory: [P, first section].
+        squares: Sums of squared times: [P, first section].
+        choice: End of the first stage: [P, first section].
     """
 
-    bottleneck_ns: Ints
-    _choice: Ints
+    worst_ns: Ints
+    squares: Floats
+    choice: Ints
+
+    @property
+    def bottleneck_ns(self) -> Ints:
+        """The slowest stage's time by P, or 2**62 where no partition fits in memory; entry 0 is unused."""
+        bottleneck: Ints = self.worst_ns[:, 0]
+        return bottleneck
 
     def fits(self, num_stages: int) -> bool:
         """Whether P stages fit in memory."""
@@ -42,7 +53,7 @@ class PartitionTable:
         first, starts = 0, []
         for left in range(num_stages, 0, -1):
             starts.append(first)
-            first = int(self._choice[left, first])
+            first = int(self.choice[left, first])
         return tuple(starts)
 
 
@@ -54,6 +65,7 @@ def partition_table(
     slope: int = 1,
     memory_bytes: int | None = None,
     single: bool = True,
+    behind: tuple[PartitionTable, int] | None = None,
 ) -> PartitionTable:
     """Return the best partitions for every P.
 
@@ -64,10 +76,11 @@ def partition_table(
         slope: See :func:`simulator.engine.schedules.stage_windows`.
         memory_bytes: Memory per device; None: no limit.
         single: Whether there is only one replica.
+        behind: The last stages, so many, are those of another table, for example on another type of node.
     """
     memory = costs.memory(single=single)
     limit = None if memory_bytes is None else memory.usable_bytes(memory_bytes)
-    return PartitionTable(*_tabulated(costs, schedule, num_micro_batches, slope, limit, memory))
+    return _tabulated(costs, schedule, num_micro_batches, slope, limit, memory, behind=behind)
 
 
 def frugal_table(
@@ -75,7 +88,7 @@ def frugal_table(
 ) -> PartitionTable:
     """Return the partitions whose fullest stage needs least memory; this table's ``bottleneck_ns`` are bytes."""
     memory = costs.memory(single=single)
-    return PartitionTable(*_tabulated(costs, schedule, num_micro_batches, slope, None, memory, by_memory=True))
+    return _tabulated(costs, schedule, num_micro_batches, slope, None, memory, by_memory=True)
 
 
 def least_bytes(
@@ -95,8 +108,10 @@ def least_host_bytes(costs: SectionCosts, *, single: bool) -> Ints:
     nothing, none = np.zeros(costs.num_sections + 1, np.int64), np.zeros(costs.num_sections + 1, np.bool_)
     sums = costs.forward_sum_ns, costs.backward_sum_ns
     no_groups = np.zeros((0, *table.shape), np.int64)
-    tables = (table, table, table)
-    return _tabulate(*sums, tables, nothing[1:], nothing, nothing, none, _NEVER - 1, True, no_groups, no_groups)[0]  # type: ignore[no-any-return]
+    found, tables = _empty(costs.num_sections), (table, table, table)
+    rows = found.worst_ns, found.squares, found.choice
+    _fill(1, *rows, *sums, tables, nothing[1:], nothing, nothing, none, _NEVER - 1, True, no_groups, no_groups)
+    return found.bottleneck_ns
 
 
 def bounds_ns(costs: SectionCosts, schedule: Schedule, num_micro_batches: int, link_ns: int) -> Ints:
@@ -147,6 +162,14 @@ def _bound(work, last, both, link):  # type: ignore[no-untyped-def]
     return bounds
 
 
+def _empty(num_sections: int) -> PartitionTable:
+    """Return the table of no stages, which have no sections."""
+    shape = num_sections + 1, num_sections + 1
+    found = PartitionTable(np.full(shape, _NEVER), np.zeros(shape), np.zeros(shape, np.int64))
+    found.worst_ns[0, num_sections] = 0
+    return found
+
+
 def _tabulated(
     costs: SectionCosts,
     schedule: Schedule,
@@ -156,11 +179,21 @@ def _tabulated(
     memory: StageMemory,
     *,
     by_memory: bool = False,
-) -> tuple[Ints, Ints]:
+    behind: tuple[PartitionTable, int] | None = None,
+) -> PartitionTable:
     deepest = costs.num_sections
     windows = np.array((0, *stage_windows(schedule, deepest, num_micro_batches, slope)[::-1]), np.int64)
     again = np.array((False, *recomputes(schedule, deepest, costs.recompute)[::-1]), np.bool_)
-    best, choice = _tabulate(
+    found, known = _empty(deepest), 0
+    if behind is not None:
+        table, known = behind
+        found.worst_ns[known], found.squares[known] = table.worst_ns[known], table.squares[known]
+        found.choice[: known + 1] = table.choice[: known + 1]
+    _fill(
+        known + 1,
+        found.worst_ns,
+        found.squares,
+        found.choice,
         costs.forward_sum_ns,
         costs.backward_sum_ns,
         memory.tables if usable is None and not by_memory else memory.limited_tables,
@@ -172,23 +205,20 @@ def _tabulated(
         by_memory,
         *memory.all_group_tables,
     )
-    return best, choice
+    return found
 
 
 @entry
 @compiled
-def _tabulate(forward, backward, tables, stored, activations, windows, again, limit, by_memory, group_base, group_each):  # type: ignore[no-untyped-def] # noqa: PLR0913
-    """Return (best[left] from section 0, choice[left, first] = end of the first stage).
+def _fill(lowest, worst, squares, choice, forward, backward, tables, stored, activations, windows, again, limit, by_memory, group_base, group_each):  # type: ignore[no-untyped-def] # noqa: PLR0913
+    """Fill in, from a number of stages left on, the best bottleneck of the sections from each one on.
 
-    A stage that does not fit is recomputed in groups, if it fits with any.
+    ``choice[left, first]`` is the end of the first stage. A stage that does not fit is recomputed in groups, if it fits
+    with any.
     """
     base_again, base_kept, floor = tables
-    num_sections, deepest, num_sizes = len(stored), len(windows) - 1, len(group_base)
-    worst = np.full((deepest + 1, num_sections + 1), np.int64(_NEVER))
-    squares = np.zeros((deepest + 1, num_sections + 1))
-    choice = np.zeros((deepest + 1, num_sections + 1), np.int64)
-    worst[0, num_sections] = 0
-    for left in range(1, deepest + 1):
+    num_sections, num_sizes = len(stored), len(group_base)
+    for left in range(lowest, len(windows)):
         window = windows[left]
         for first in range(num_sections - left, -1, -1):
             last_end = num_sections - left + 1
@@ -220,4 +250,3 @@ def _tabulate(forward, backward, tables, stored, activations, windows, again, li
                 better = bottleneck < worst[left, first]
                 if better or (bottleneck == worst[left, first] and total < squares[left, first]):
                     worst[left, first], squares[left, first], choice[left, first] = bottleneck, total, end
-    return worst[:, 0].copy(), choice

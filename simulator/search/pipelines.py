@@ -52,6 +52,11 @@ class Pipelines:
         self._costs: dict[tuple[int, int, bool], StageCosts | None] = {}
         self._ended: dict[tuple[int, int, bool], Ended] = {}
 
+    @property
+    def node_types(self) -> tuple[str, ...]:
+        """The type of each stage's workers, or one for all stages."""
+        return (self.node_type,)
+
     @cached_property
     def numbers(self) -> tuple[int, ...]:
         """Of micro-batches, for which bounds are worked out."""

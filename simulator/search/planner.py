@@ -251,7 +251,7 @@ def _plan_pool(profile: Profile, request: PlanRequest, pool: Pool, num_runners_u
     prices = _prices(request, pool)
     if nodes:
         ranked = pools.equal(gpus, 1 + num_runners_up)
-        best_of_type = {each.node_type: each for each in reversed(ranked)}.values()
+        best_of_type = {each.node_types: each for each in reversed(ranked)}.values()
         outcomes = [each.outcome for each in sorted(best_of_type, key=lambda each: each.mini_batch_ns) if each.outcome]
         unequal = unequal_on_nodes(profile, request, nodes, pool.types, outcomes)
     elif prices is None:

@@ -1,8 +1,9 @@
-"""The best plan for GPUs of one or several types: equal pipelines on one of them, or unequal ones on all.
+"""The best plan for GPUs of one or several types: equal pipelines on one of them, unequal ones, or ones over two types.
 
 Equal pipelines on one type are asked of its :class:`Sweep`. Mixes are then looked for with the micro-batch sizes that
 suit those, and replace them where they take 0.1 % less. A mix of all GPUs is not always the best: those of fewer GPUs
-that might be as fast are looked at too, so that no GPU makes a plan slower.
+that might be as fast are looked at too, so that no GPU makes a plan slower. Mixes with pipelines that are on two types
+(:mod:`simulator.search.two_types`) replace others where they take 0.1 % less, too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from simulator.inputs.request import PlanRequest
 from simulator.search.mixes import Mix, Mixes, Search
 from simulator.search.pipelines import Pipelines
 from simulator.search.sweep import Sweep
+from simulator.search.two_types import TwoTypes
 
 WORTH = 0.999
 """Of the time of equal pipelines what unequal ones may take at most to replace them."""
@@ -38,20 +40,31 @@ _HOPEFUL = 1.01
 """What is estimated may be so much faster."""
 _SLOWER, _LENGTHS, _CHEAP = 16.0, 24, 6
 """How much longer mini-batches may be that cost less, how many lengths are looked at, and how many GPUs of those."""
+_TINY, _CROSSING_SIZES, _BUSY = 8, 2, 0.98
+"""Of pipelines over two types: GPUs up to which several micro-batch sizes are looked at, how many of these, and the share
+of many GPUs at work above which none are looked at."""
 _SUBSETS = {True: 16, False: 2}
 """Of fewer GPUs, numbers that are looked at: where there are few, and where there are many."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """One answer: equal pipelines of a type, or a mix."""
+    """One answer: equal pipelines, of a type or over two (``node_types``: of each stage, or one for all), or a mix."""
 
     mini_batch_ns: int
     workers: tuple[int, ...]
-    node_type: str = ""
+    node_types: tuple[str, ...] = ("",)
     outcome: Outcome | None = None
     mix: Mix | None = None
     mixes: Mixes | None = None
+
+    @property
+    def micro_batch_size(self) -> int:
+        """The m of all pipelines."""
+        if self.outcome is not None:
+            return self.outcome.costs.sections.micro_batch_size
+        assert self.mixes is not None, "a mix of nothing"
+        return self.mixes.types[0].settings[0].sections.micro_batch_size
 
     @property
     def num_kinds(self) -> int:
@@ -135,6 +148,7 @@ class Pools:
             for each in self.sweeps
         ]
         self._mixes: dict[tuple[int, Schedule], Mixes] = {}
+        self._two_types: dict[tuple[int, Schedule], TwoTypes] = {}
 
     def equal(self, gpus: Sequence[int], count: int = 1, below_ns: float = math.inf) -> list[Found]:
         """The fastest equal pipelines on each type alone, best first; none that take longer than ``below_ns``.
@@ -160,6 +174,50 @@ class Pools:
         Raises:
             PlanError: the job fits on none of them.
         """
+        found, refused = list[Found](), None
+        try:
+            found = self._of_one_type_each(gpus, count)
+        except PlanError as error:
+            refused = error
+        crossing = self.crossing(tuple(gpus), found[0] if found else None)
+        if refused is not None and crossing is None:
+            raise refused
+        return ([crossing] if crossing else []) + found[: count - 1 if crossing else count]
+
+    def crossing(self, gpus: tuple[int, ...], best: Found | None, sizes: Sequence[int] = ()) -> Found | None:
+        """The fastest mix with pipelines over two types that surpasses the best one without; None: there is none.
+
+        ``sizes``: micro-batch sizes, in place of those that seem best.
+        """
+        if sum(number > 0 for number in gpus) < 2:
+            return None
+        below_ns = math.inf if best is None else best.mini_batch_ns * WORTH
+        if best is not None and sum(gpus) > _MANY and sum(best.workers) >= _BUSY * sum(gpus):
+            return None  # not enough to gain for how long so many GPUs take to look at
+        schedule = self.request.schedule or "varuna"
+        answer: Found | None = None
+        for size in sizes or self._crossing_sizes(gpus, best, schedule):
+            two_types = self._two_types_of(size, schedule)
+            found = two_types.best(gpus, below_ns)
+            if found is not None:
+                below_ns, mixes = found.mini_batch_ns, None if found.mix is None else two_types.joint
+                answer = Found(found.mini_batch_ns, found.workers, found.node_types, found.outcome, found.mix, mixes)
+        return answer
+
+    def _crossing_sizes(self, gpus: tuple[int, ...], best: Found | None, schedule: Schedule) -> list[int]:
+        """Micro-batch sizes for pipelines over two types: that of the best answer, or those that seem best."""
+        if best is not None and sum(gpus) > _TINY:
+            return [best.micro_batch_size] if best.micro_batch_size in self.sizes() else []
+        times_ns = {size: self._two_types_of(size, schedule).least_ns(gpus) for size in self.sizes()}
+        return sorted((size for size in times_ns if times_ns[size] < math.inf), key=times_ns.__getitem__)[:_CROSSING_SIZES]
+
+    def _two_types_of(self, micro_batch_size: int, schedule: Schedule) -> TwoTypes:
+        key = micro_batch_size, schedule
+        if key not in self._two_types:
+            self._two_types[key] = TwoTypes(self.mixes(*key), self.of_size(micro_batch_size))
+        return self._two_types[key]
+
+    def _of_one_type_each(self, gpus: Sequence[int], count: int) -> list[Found]:
         mixes = self.unequal(gpus)
         below_ns = mixes[0].mini_batch_ns / WORTH if mixes else math.inf
         equal = self.equal(gpus, count, below_ns)
@@ -172,7 +230,7 @@ class Pools:
         """Equal pipelines of a type as an answer."""
         workers = [0] * len(self.names)
         workers[place] = outcome.shape[0] * outcome.shape[1]
-        return Found(outcome.mini_batch_ns, tuple(workers), self.names[place], outcome)
+        return Found(outcome.mini_batch_ns, tuple(workers), (self.names[place],), outcome)
 
     def unequal(self, gpus: Sequence[int], equal: Sequence[Found] = ()) -> list[Found]:
         """The fastest mixes on these GPUs, or fewer, best first, that surpass the best equal pipelines."""
@@ -227,19 +285,43 @@ class Pools:
             gpus: Of each type, at most; what is not used is not paid.
             equal: The cheapest equal pipelines, best first, on whose micro-batch size mixes go.
             usd_per_h: Price of a GPU of each type.
+
+        Raises:
+            PlanError: the job fits on none of them.
         """
 
         def cost(found: Found) -> float:
             return found.mini_batch_ns * float(np.dot(found.workers, usd_per_h))
 
-        best, below = None, cost(equal[0]) * WORTH
+        best, below = None, cost(equal[0]) * WORTH if equal else math.inf
         for size, schedule in self._promising(tuple(gpus), equal, math.inf):
             mixes = self.mixes(size, schedule)
             for subset in _cheap_subsets(mixes, tuple(gpus), usd_per_h):
                 for mix in mixes.best(subset):
                     if cost(found := self._of_mix(mix, mixes)) < below:
                         best, below = found, cost(found)
+        crossing = self._cheapest_crossing(tuple(gpus), best or (equal[0] if equal else None), usd_per_h)
+        if crossing is not None and cost(crossing) < below * (WORTH if best else 1):
+            return crossing
+        if best is None and not equal:
+            raise self._too_small(gpus)
         return best
+
+    def _cheapest_crossing(
+        self, gpus: tuple[int, ...], best: Found | None, usd_per_h: Sequence[float]
+    ) -> Found | None:
+        """The cheapest mix with pipelines over two types, of those that may cost less than the best answer."""
+        found, below = None, math.inf
+        if best is not None:
+            below = best.mini_batch_ns * float(np.dot(best.workers, usd_per_h)) * WORTH
+        schedule = self.request.schedule or "varuna"
+        for size in self._crossing_sizes(gpus, best, schedule) if sum(number > 0 for number in gpus) > 1 else ():
+            for least, subset in self._two_types_of(size, schedule).cheap(gpus, usd_per_h):
+                crossing = self.crossing(subset, None, [size]) if least < below else None
+                if crossing is not None:
+                    usd = crossing.mini_batch_ns * float(np.dot(crossing.workers, usd_per_h))
+                    found, below = (crossing, usd) if usd < below else (found, below)
+        return found
 
     def table(
         self, most: Sequence[int], micro_batch_size: int, equal: Sequence[Mapping[int, Outcome]]
@@ -261,16 +343,21 @@ class Pools:
             ]
             fewer = [(*gpus[:place], number - 1, *gpus[place + 1 :]) for place, number in enumerate(gpus) if number]
             known = [least[each] for each in fewer if each in least]
-            if alone:
-                best = min(alone, key=lambda each: (each.mini_batch_ns, sum(each.workers)))
+            best = min(alone, key=lambda each: (each.mini_batch_ns, sum(each.workers)), default=None)
+            if best is not None:
                 below = min([best.mini_batch_ns * WORTH, *(each.mini_batch_ns for each in known)])
                 for mix in mixes.best(gpus, below)[:1] if sum(gpus) > 1 else ():
                     if mix.mini_batch_ns < below:
                         known.append(self._of_mix(mix, mixes))
-                if known:
-                    least[gpus] = min(known, key=lambda each: each.mini_batch_ns)
-                is_worth = known and least[gpus].mini_batch_ns < best.mini_batch_ns * WORTH
-                yield gpus, least[gpus] if is_worth else best
+            fastest = min([*known, *alone], key=lambda each: each.mini_batch_ns, default=None)
+            crossing = self.crossing(gpus, fastest, [micro_batch_size])
+            known += [crossing] if crossing else []
+            if known:
+                least[gpus] = min(known, key=lambda each: each.mini_batch_ns)
+            if best is not None and not (known and least[gpus].mini_batch_ns < best.mini_batch_ns * WORTH):
+                yield gpus, best
+            elif known:
+                yield gpus, least[gpus]
 
     def _of_mix(self, mix: Mix, mixes: Mixes) -> Found:
         workers = tuple(mix.workers.get(place, 0) for place in range(len(self.names)))
@@ -310,8 +397,8 @@ class Pools:
     def described(self, found: Found) -> Simulation:
         """The whole answer."""
         if found.outcome is not None:
-            sweep = self.sweeps[self.names.index(found.node_type)]
-            return describe_kinds([SimulatedKind(found.outcome, sweep.shape_simulator, found.node_type)])
+            simulator = self.sweeps[self.names.index(found.node_types[0])].shape_simulator
+            return describe_kinds([SimulatedKind(found.outcome, simulator, found.node_types)])
         assert found.mix is not None, "neither equal nor a mix"
         assert found.mixes is not None, "a mix of nothing"
         return describe_kinds(found.mixes.described(found.mix))
@@ -329,11 +416,15 @@ class Pools:
             return refused[0][2]
         ways = [f"{name}={fewest}" for name, fewest, _ in refused if fewest is not None]
         pool = Pool.of(dict(zip(self.names, gpus, strict=True)))
+        schedule = self.request.schedule or "varuna"
+        both = [self._two_types_of(size, schedule).fewest(gpus) for size in self.sizes()]
+        if enough := min((each for each in both if each), key=sum, default=None):
+            ways.append(str(Pool.of(dict(zip(self.names, enough, strict=True)))))
         why = "; ".join(
             f"on {name}, {str(error).split('; allowed')[0].rsplit(': ', 1)[-1]}" for name, _, error in refused
         )
         return PlanError(
-            f"the job fits on no type of these GPUs alone ({why})",
+            f"the job fits on no type of these GPUs alone, nor in pipelines over two of them ({why})",
             field="pool",
             value=str(pool),
             allowed=", or ".join(ways) or "devices with more memory",

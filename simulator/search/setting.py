@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from copy import copy
 from operator import le
 from typing import NamedTuple
@@ -78,6 +79,14 @@ class Setting:
         self._reduces: dict[tuple[bool, int], int] = {}
         self._unlimited: Setting | None = None
         self._stages: dict[tuple[object, ...], StageCosts] = {}
+
+    def sections_at(self, boundaries: Sequence[int]) -> SectionCosts:  # noqa: ARG002 (of several types)
+        """Return what the sections cost where stages begin at these."""
+        return self.sections
+
+    def by_sections(self, cuts: Ints) -> Iterator[tuple[SectionCosts, slice | npt.NDArray[np.bool_]]]:
+        """Yield what sections cost with the cuts, rows of [M, P], where they cost that."""
+        yield self.sections, slice(0, len(cuts))
 
     def under(self, schedule: Schedule) -> Setting:
         """Return this setting with only one schedule."""
@@ -224,12 +233,12 @@ class Setting:
         if costs is None:
             live: tuple[int, ...] = ()
             if self.grouped and self.memory_bytes is not None:
-                usable = self.sections.memory(single=single).usable_bytes(self.memory_bytes)
+                usable = self.sections_at(boundaries).memory(single=single).usable_bytes(self.memory_bytes)
                 live = self._live(schedule, windows, boundaries, usable, single=single)
             alike = (boundaries, where, single, schedule == "gpipe", live)
             if alike not in self._stages:
                 self._stages[alike] = stage_costs(
-                    self.sections, boundaries, windows, schedule, layout, single=single, live=live
+                    self.sections_at(boundaries), boundaries, windows, schedule, layout, single=single, live=live
                 )
             costs = self._stages[key] = self._stages[alike].with_windows(schedule, windows)
         return costs if self.memory_bytes is None or costs.fits(self.memory_bytes) else None
@@ -239,7 +248,7 @@ class Setting:
     ) -> tuple[int, ...]:
         """Return the number of sections that each stage recomputes together to fit in so many bytes; 0: all."""
         again = np.array(recomputes(schedule, len(boundaries), self.sections.recompute), np.bool_)
-        memory, where = self.sections.memory(single=single), spans(boundaries, self.sections.num_sections)
+        memory, where = self.sections_at(boundaries).memory(single=single), spans(boundaries, self.sections.num_sections)
         return tuple(memory.fitting_sizes(*where, np.array(windows, np.int64), again, usable).tolist())
 
     def holds_even(self, rule: Rule, depth: int, most: int) -> bool:
@@ -273,7 +282,7 @@ class Setting:
             return True
         depth, key = len(boundaries), (rule.schedule == "gpipe", self.single(most), boundaries)
         if key not in self._room:
-            memory = self.sections.memory(single=self.single(most))
+            memory = self.sections_at(boundaries).memory(single=self.single(most))
             begin, end = spans(boundaries, self.sections.num_sections)
             again = np.array(recomputes(rule.schedule, depth, self.sections.recompute), np.bool_)
             usable = memory.usable_bytes(self.memory_bytes)

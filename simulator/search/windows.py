@@ -287,7 +287,7 @@ class Trial:
         if self._few:
             windows = np.full(self.depth, self.most)
             if self.setting.memory_bytes is not None:
-                sections, single = self.setting.sections, len(self.counts) == 1
+                sections, single = self.setting.sections_at(moved), len(self.counts) == 1
                 memory, again = sections.memory(single=single), costs.times.recompute
                 usable = memory.usable_bytes(self.setting.memory_bytes)
                 rooms = memory.most_windows(*spans(moved, sections.num_sections), again, usable)
@@ -300,9 +300,13 @@ class Trial:
         """Return the neighbouring cuts, and a lower bound of each."""
         rows = self._few and self.depth <= _SHALLOW
         cuts = neighbours(costs.boundaries, self.setting.sections.num_sections, rows=rows)
-        return cuts, moved_bounds_ns(
-            costs, cuts, self.counts, self.setting.memory_bytes, self.shape_simulator.conditions
-        )
+        bounds = np.zeros(len(cuts), np.int64)
+        for sections, here in self.setting.by_sections(cuts):
+            there = costs if sections is costs.sections else replace(costs, sections=sections)
+            bounds[here] = moved_bounds_ns(
+                there, cuts[here], self.counts, self.setting.memory_bytes, self.shape_simulator.conditions
+            )
+        return cuts, bounds
 
 
 def _slopes(needed: int, most: int) -> Iterator[int]:

@@ -345,3 +345,54 @@ def test_who_dies_where_and_when_changes_no_bit_and_loses_nothing_that_somebody_
     assert kills[0].done == [str(case) for case in cases]
     assert weights == alone.at(newest)
     print(f"{kills[0].num_fallbacks} fallbacks, run again: {kills[0].redone}")
+
+
+def on_types(plan: Plan, types: str, examples_per_s: float) -> Plan:
+    """The plan with a type for each stage, "f" or "s"."""
+    stages = tuple(stage.model_copy(update={"node_type": of}) for stage, of in zip(plan.stages, types, strict=True))
+    expected = plan.expected.model_copy(update={"examples_per_s": examples_per_s, "peak_memory_bytes": 0})
+    return plan.model_copy(update={"stages": stages, "expected": expected})
+
+
+def test_losses_of_either_type_re_shape_pipelines_over_two_types_and_change_no_bit(
+    crew: ManagedCrew, alone: Alone, tmp_path: Path
+) -> None:
+    """Workers are where the plan wants their type, before and after."""
+    job = crew.job
+    shapes = (("3x1+2x1", "ffssf"), ("4x1", "sfff"), ("3x1", "fsf"))
+    plans = [on_types(job.plan(shape), types, 10.0 - place) for place, (shape, types) in enumerate(shapes)]
+    config = ControllerConfig(
+        fingerprint=job.fingerprint,
+        plans={plan.pool: plan for plan in plans},
+        units=job.units,
+        unit_bytes=dict.fromkeys(job.units, UNIT_BYTES),
+        num_steps=9,
+        policy=Policy(checkpoint_every_steps=CHECKPOINT_EVERY, redundancy="salvage"),
+        expected_nodes=5,
+    )
+    facts = RunFacts(
+        job=JOB,
+        fingerprint=job.fingerprint,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        batch_size=job.batch_size,
+        num_sections=NUM_SECTIONS,
+    )
+    left, formed = {3: "s", 6: "f"}, list[str]()
+
+    def watch(observed: Observed) -> None:
+        state = observed.decision.state
+        if state.phase is not Phase.TRAINING or state.plan is None:
+            return
+        types = [state.workers[slot.worker].facts.node_type for slot in state.slots]
+        assert types == [state.plan.stages[slot.stage].node_type for slot in state.slots]
+        formed.extend([state.plan.shape] if formed[-1:] != [state.plan.shape] else [])
+        if state.version in left:
+            victim = state.slots[types.index(left.pop(state.version))].worker
+            crew.arm(Fault(worker=victim, phase="before_commit", step=state.version + 1))
+
+    with RunDir(tmp_path / "run", facts) as run_dir:
+        finish = crew.run(config, run_dir, lambda _: watch, types="fffss")
+        assert finish.outcome == "finished", finish.sentence
+        weights = {entry.unit: entry.sha256 for entry in read_manifest(run_dir.checkpoint_url, 9).units}
+    assert formed == [plan.shape for plan in plans]
+    assert weights == alone.at(9)

@@ -53,7 +53,7 @@ def mix(
         given.append(Kind(ShapeSimulator(conditions, engine_of(engine)), costs, tuple(counts)))
     return describe_kinds(
         [
-            SimulatedKind(outcome, kind.simulator, node_type)
+            SimulatedKind(outcome, kind.simulator, (node_type,))
             for outcome, kind, (_, _, node_type) in zip(together(given), given, kinds, strict=True)
         ]
     )

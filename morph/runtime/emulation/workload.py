@@ -213,10 +213,12 @@ class EmulatedWorkload:
         kind = "activation" if boundary == slot.stage else "gradient"
         section = plan.stages[boundary].end_section - 1
         same_node = bool(plan.placement) and len(set(plan.placement[slot.replica][boundary : boundary + 2])) == 1
-        links = self._device.intra_node if same_node else self._device.inter_node
-        message = (links.activation if kind == "activation" else links.gradient)[section]
+        ends = [self._emulated.of_type(plan.stages[stage].node_type) for stage in (boundary, boundary + 1)]
+        links = [device.intra_node if same_node else device.inter_node for device in ends]
+        messages = [getattr(each, kind)[section] for each in links]  # between two types as on the slower one
+        message, wire_s = max(messages, key=lambda each: each.median_s), max(each.wire_s for each in messages)
         times_s = jitter.times_s(kind, {section: message}, micro_batches)
-        return HostLink(OutgoingLink(channel, self._clock, iter(times_s.tolist()), message.wire_s))
+        return HostLink(OutgoingLink(channel, self._clock, iter(times_s.tolist()), wire_s))
 
 
 def stage_memory(device: EmulatedDevice, groups: Sequence[range]) -> DeviceMemory:

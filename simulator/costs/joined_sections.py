@@ -1,0 +1,160 @@
+"""Sections of one pipeline on several types of node: each section has the times, links and memory of its own type.
+
+A message between two types takes as long as on the slower of them. A ring has members of one section, so that it takes
+the all-reduce of that section's type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from simulator.costs.memory import NEVER, Parts, StageMemory, running_sums
+from simulator.costs.stage_costs import LinkCosts, SectionCosts
+from simulator.engine.times import Ints
+from simulator.inputs.transfer import AnyAllReduce, JoinedAllReduce
+
+Flags = npt.NDArray[np.bool_]
+_SUMS = ("forward_sum_ns", "backward_sum_ns", "optimizer_sum_ns")
+
+
+class JoinedSections(SectionCosts):
+    """Sections of which each is on one of several types of node.
+
+    Args:
+        of_types: The sections on each type, at one m and under the same rules.
+        type_of: The place in ``of_types`` of each section: int64[K].
+        limits: Memory of a device of each type; None: no limit.
+    """
+
+    def __init__(
+        self, of_types: Sequence[SectionCosts], type_of: Ints, limits: Sequence[int | None] | None = None
+    ) -> None:
+        vars(self).update(vars(of_types[0]))  # sizes and bytes are the same on all types
+        self.of_types, self.type_of = tuple(of_types), type_of
+        self.grouped = any(each.grouped for each in of_types)
+        self.limits = tuple(limits or [None] * len(of_types))
+        for name in _SUMS:
+            every = np.stack([np.diff(getattr(each, name)) for each in of_types])
+            setattr(self, name, running_sums(every[type_of, np.arange(len(type_of))]))
+        self.inter_node, self.intra_node = (self._links(name) for name in ("inter_node", "intra_node"))
+        self._memory, self._all_reduces, self._mean_jitters = {}, {}, {}
+
+    def _links(self, name: str) -> LinkCosts:
+        """Return the times behind each section; between two types those of the slower one."""
+        links = copy(getattr(self, name))
+        behind = np.append(self.type_of[1:], self.type_of[-1])
+        for field in vars(links):
+            every = np.stack([getattr(getattr(each, name), field) for each in self.of_types])
+            where = np.arange(self.num_sections)
+            setattr(links, field, np.maximum(every[self.type_of, where], every[behind, where]))
+        return links
+
+    def memory(self, *, single: bool, follows: bool = False) -> StageMemory:
+        """See :meth:`SectionCosts.memory`."""
+        key = single, follows
+        if key not in self._memory:
+            every = [each.memory(single=single, follows=follows) for each in self.of_types]
+            self._memory[key] = JoinedMemory(every, self.type_of, self.limits)
+        return self._memory[key]
+
+    def all_reduce(self, in_flight: int) -> AnyAllReduce:
+        """See :meth:`SectionCosts.all_reduce`."""
+        if in_flight not in self._all_reduces:
+            every = tuple(each.all_reduce(in_flight) for each in self.of_types)
+            self._all_reduces[in_flight] = JoinedAllReduce(every, self.type_of)
+        return self._all_reduces[in_flight]
+
+
+class JoinedMemory(StageMemory):
+    """Memory of stages that lie on the type of their first section; see :class:`JoinedSections`.
+
+    Limits of the types take the place of one limit for all.
+    """
+
+    def __init__(self, of_types: Sequence[StageMemory], type_of: Ints, limits: Sequence[int | None]) -> None:
+        first = of_types[0]
+        self.of_types, self._type_of, self._limits = tuple(of_types), type_of, tuple(limits)
+        self.rules, self.single, self.activations = first.rules, first.single, first.activations
+        self.group_sizes = max((each.group_sizes for each in of_types), key=len)
+        self.apart = any(each.apart for each in of_types)
+
+    @cached_property
+    def _usable(self) -> tuple[int, ...]:
+        """Bytes for tensors on a device of each type."""
+        limits = zip(self.of_types, self._limits, strict=True)
+        return tuple(NEVER - 1 if limit is None else each.usable_bytes(limit) for each, limit in limits)
+
+    def _chosen(self, begin: Ints, found: Callable[[int, StageMemory], Any]) -> Any:
+        """Return of what is found for all types that of the type of each stage."""
+        every = np.stack(np.broadcast_arrays(begin, *(found(*each) for each in enumerate(self.of_types)))[1:])
+        return np.take_along_axis(every, self._type_of[np.broadcast_to(begin, every.shape[1:])][None], 0)[0]
+
+    def _of_one(self, begin: Ints) -> StageMemory:
+        """Return the memory of the only stage."""
+        return self.of_types[int(self._type_of[begin].item())]
+
+    def device_bytes(
+        self, begin: Ints, end: Ints, window: Ints, recompute: Flags, live: Ints | int = 0
+    ) -> Ints:
+        """See :meth:`StageMemory.device_bytes`."""
+        found: Ints = self._chosen(begin, lambda _, each: each.device_bytes(begin, end, window, recompute, live))
+        return found
+
+    def peak_bytes(
+        self, begin: Ints, end: Ints, window: Ints, recompute: Flags, live: Ints | int, more: Ints | int = 0
+    ) -> Ints:
+        """See :meth:`StageMemory.peak_bytes`."""
+        found: Ints = self._chosen(begin, lambda _, each: each.peak_bytes(begin, end, window, recompute, live, more))
+        return found
+
+    def within(self, peak_bytes: Ints, begin: Ints, device_bytes: int) -> bool:  # noqa: ARG002
+        """See :meth:`StageMemory.within`."""
+        limits = np.array([NEVER if limit is None else limit for limit in self._limits], np.int64)
+        return bool((peak_bytes <= limits[self._type_of[begin]]).all())
+
+    def fitting_sizes(self, begin: Ints, end: Ints, window: Ints, recompute: Flags, usable: int) -> Ints:  # noqa: ARG002
+        """See :meth:`StageMemory.fitting_sizes`."""
+        sizes: Ints = self._chosen(
+            begin, lambda place, each: each.fitting_sizes(begin, end, window, recompute, self._usable[place])
+        )
+        return sizes
+
+    def most_windows(
+        self, begin: Ints, end: Ints, recompute: Flags | bool, usable: int, *, grouped: bool = True  # noqa: ARG002
+    ) -> Ints:
+        """See :meth:`StageMemory.most_windows`."""
+        most: Ints = self._chosen(
+            begin, lambda place, each: each.most_windows(begin, end, recompute, self._usable[place], grouped=grouped)
+        )
+        return most
+
+    def host_bytes(self, begin: Ints, end: Ints) -> Ints:
+        """See :meth:`StageMemory.host_bytes`."""
+        found: Ints = self._chosen(begin, lambda _, each: each.host_bytes(begin, end))
+        return found
+
+    def host_parts(self, begin: Ints, end: Ints) -> Parts:
+        """Return the parts of the host memory of one stage."""
+        return self._of_one(begin).host_parts(begin, end)
+
+    def moments(
+        self, begin: Ints, end: Ints, window: Ints, recompute: Flags, live: Ints | int = 0
+    ) -> Mapping[str, Parts]:
+        """Return the parts of one stage's memory by moment."""
+        return self._of_one(begin).moments(begin, end, window, recompute, live)
+
+    def fits_host(self, begin: Ints, end: Ints) -> bool:
+        """See :meth:`StageMemory.fits_host`."""
+        own = self._type_of[begin]
+        places = ((each, own == place) for place, each in enumerate(self.of_types))
+        return all(each.fits_host(begin[here], end[here]) for each, here in places)
+
+    def usable_bytes(self, device_bytes: int) -> int:
+        """Return the limit itself, in the place of which methods take those of the types."""
+        return device_bytes

@@ -1,0 +1,518 @@
+"""Pipelines whose first stages are on GPUs of one type, and whose last stages are on GPUs of another.
+
+Such pipelines use a model's memory where no type alone has enough of it, and GPUs that pipelines of one type leave
+idle. They are cut by the same dynamic programming: stages behind the border have the times and memory of the second
+type. How many stages are on each type is decided by a knapsack over both types, first by bounds: where these gain
+nothing over the pipelines of one type, nothing is played.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import permutations
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from morph.contract.plan import Schedule
+from simulator.costs.answer import deal
+from simulator.costs.joined_sections import JoinedSections
+from simulator.costs.memory import NEVER
+from simulator.costs.outcome import Outcome
+from simulator.costs.stage_costs import SectionCosts
+from simulator.engine.compilation import compiled, entry
+from simulator.engine.times import Ints
+from simulator.search.mixes import Chosen, Mix, Mixes, Search
+from simulator.search.partition import PartitionTable, partition_table
+from simulator.search.pipelines import Pipelines
+from simulator.search.setting import Rule, Setting
+from simulator.search.sweep import Sweep
+from simulator.search.windows import Trial
+
+_TINY, _LOOKED_AT, _FINALS = 8, {True: 24, False: 6}, {True: 6, False: 2}
+"""Mixes that are played, and of these those that are played with the stages that suit them best: of tiny pools, and others."""
+_DENSE = 64
+"""So many splits are looked at where there are many GPUs: those with most micro-batches for the speed of their GPUs."""
+_MANY_PLACES = 2_500
+_HOPE = 0.5
+"""What is played is taken to surpass its bound by so much of the least that was seen of one type."""
+_SLOWER, _LENGTHS, _CHEAP = 16.0, 12, 3
+"""How much longer mini-batches may be that cost less, how many lengths are looked at, and how many GPUs of those."""
+_DOUBT = 1.02
+_NEAR = 1e-3
+_ROUNDS = 60
+
+
+class Split(NamedTuple):
+    """Places of two types of node, and the number of stages on each, first stages first."""
+
+    first: int
+    second: int
+    num_first: int
+    num_second: int
+
+    @property
+    def depth(self) -> int:
+        """P."""
+        return self.num_first + self.num_second
+
+
+class Border:
+    """Cuts of pipelines that begin on one type of node and end on another: one m, with recompute or without.
+
+    Args:
+        first: The setting of the first stages.
+        second: That of the last stages.
+    """
+
+    def __init__(self, first: Setting, second: Setting) -> None:
+        self.settings = first, second
+        self.num_sections = first.sections.num_sections
+        self._tables: dict[tuple[object, ...], PartitionTable] = {}
+        self._sections: dict[int, JoinedSections] = {}
+
+    def sections_at(self, border: int) -> JoinedSections:
+        """Return what the sections cost where those from ``border`` on are on the second type."""
+        if border not in self._sections:
+            behind = (np.arange(self.num_sections) >= border).astype(np.int64)
+            limits = [setting.memory_bytes for setting in self.settings]
+            self._sections[border] = JoinedSections([each.sections for each in self.settings], behind, limits)
+        return self._sections[border]
+
+    def even(self, schedule: Schedule, num_second: int) -> PartitionTable:
+        """Return the most even cuts without a memory limit, with so many stages on the second type."""
+        again = schedule == "gpipe" and self.settings[0].sections.recompute
+        return self._table(Rule("gpipe" if again else "varuna", 1), 1, True, num_second, limited=False)
+
+    def tight(self, rule: Rule, most: int, num_second: int) -> PartitionTable:
+        """Return the most even cuts that fit in memory, with so many stages on the second type."""
+        single = self.settings[0].single(most)
+        if rule.schedule == "gpipe":
+            return self._table(Rule("gpipe", 1), -(-most // rule.slope), single, num_second, limited=True)
+        number = min(most, rule.slope * (self.num_sections - 1) + 1)
+        return self._table(Rule("varuna", rule.slope), number, single, num_second, limited=True)
+
+    def _table(self, rule: Rule, number: int, single: bool, num_second: int, *, limited: bool) -> PartitionTable:
+        key = rule, number, single, num_second, limited
+        if key not in self._tables:
+            setting = self.settings[num_second == 0]
+            behind = None
+            if num_second:
+                behind = self._table(rule, number, single, 0, limited=limited), num_second
+            self._tables[key] = partition_table(
+                setting.sections,
+                rule.schedule,
+                num_micro_batches=number,
+                slope=rule.slope,
+                memory_bytes=setting.memory_bytes if limited else None,
+                single=single,
+                behind=behind,
+            )
+        return self._tables[key]
+
+    @cached_property
+    def fill_ns(self) -> int:
+        """A micro-batch takes no less than this to pass all sections forward and backward, but for messages."""
+        each = [np.diff(one.sections.forward_sum_ns + one.sections.backward_sum_ns) for one in self.settings]
+        return int(np.minimum(*each).sum()) + self.settings[0].sections.commit_ns
+
+    def bottleneck_ns(self, schedule: Schedule, most: int, num_first: int, num_second: int) -> Ints:
+        """Return the time of the slowest stage, by stages on the first and second type: [first + 1, second + 1].
+
+        2**62 where they do not fit in memory.
+        """
+        found = np.full((num_first + 1, num_second + 1), NEVER)
+        has_limit = any(setting.memory_bytes is not None for setting in self.settings)
+        rule = Rule(schedule, most if schedule == "gpipe" else 1)
+        for behind in range(1, min(num_second, self.num_sections - 1) + 1):
+            table = self.tight(rule, most, behind) if has_limit else self.even(schedule, behind)
+            deepest = min(num_first, self.num_sections - behind)
+            found[1 : deepest + 1, behind] = table.bottleneck_ns[behind + 1 : behind + deepest + 1]
+        return found
+
+
+class SplitSetting(Setting):
+    """A setting of pipelines that begin on one type of node and end on another, with fixed numbers of stages on each.
+
+    Args:
+        border: Their cuts.
+        split: The numbers of stages.
+    """
+
+    def __init__(self, border: Border, split: Split) -> None:
+        vars(self).update(vars(border.settings[0]))
+        self.border, self.split = border, split
+        self.sections = border.sections_at(split.num_first)
+        self.grouped = self.sections.grouped
+        limits = [setting.memory_bytes for setting in border.settings]
+        self.memory_bytes = max((limit for limit in limits if limit is not None), default=None)
+        self._room, self._cuts, self._stages, self._unlimited = {}, {}, {}, None
+
+    def sections_at(self, boundaries: Sequence[int]) -> SectionCosts:
+        """See :meth:`Setting.sections_at`."""
+        return self.border.sections_at(int(boundaries[self.split.num_first]))
+
+    def by_sections(self, cuts: Ints) -> Iterator[tuple[SectionCosts, slice | npt.NDArray[np.bool_]]]:
+        """See :meth:`Setting.by_sections`."""
+        for border in np.unique(cuts[:, self.split.num_first]).tolist():
+            yield self.border.sections_at(border), cuts[:, self.split.num_first] == border
+
+    def bound_ns(self, depth: int, most: int) -> int:
+        """See :meth:`Setting.bound_ns`."""
+        slowest = self.border.even(self.schedules[0], self.split.num_second).bottleneck_ns[depth]
+        return (most - 1) * int(slowest) + self.border.fill_ns
+
+    def has_room(self, rule: Rule, depth: int, most: int) -> bool:
+        """See :meth:`Setting.has_room`."""
+        return self.memory_bytes is None or self.cut(rule, depth, most) is not None
+
+    def _most_even(self, schedule: Schedule, depth: int) -> tuple[int, ...]:
+        return self.border.even(schedule, self.split.num_second).boundaries(depth)
+
+    def _tight_cut(self, rule: Rule, depth: int, most: int) -> tuple[int, ...] | None:
+        table = self.border.tight(rule, most, self.split.num_second)
+        return table.boundaries(depth) if table.fits(depth) else None
+
+
+class SplitPipelines(Pipelines):
+    """Pipelines that begin on one type of node and end on another, with fixed numbers of stages on each.
+
+    Args:
+        first: Pipelines of the first type.
+        second: Those of the second type.
+        settings: Of such pipelines.
+        split: The numbers of stages.
+    """
+
+    def __init__(self, first: Pipelines, second: Pipelines, settings: Sequence[SplitSetting], split: Split) -> None:
+        self.sweep, self.schedule, self.total = first.sweep, first.schedule, first.total
+        self.settings = tuple(setting.under(first.schedule) for setting in settings)
+        self._types = (first.node_type,) * split.num_first + (second.node_type,) * split.num_second
+        self._costs, self._ended = {}, {}
+
+    @property
+    def node_types(self) -> tuple[str, ...]:
+        """See :attr:`Pipelines.node_types`."""
+        return self._types
+
+
+@entry
+@compiled
+def _most_on_both(first, second, gains, alone, others):  # type: ignore[no-untyped-def]
+    """Most micro-batches on each number of GPUs of two types, and the place of the split taken last; -1: none.
+
+    ``gains`` of a pipeline with ``first`` and ``second`` stages on them; ``alone`` and ``others``: of pipelines of one
+    type, by number of GPUs.
+    """
+    best = np.zeros((len(alone), len(others)), np.int64)
+    taken = np.full(best.shape, -1)
+    for i in range(len(alone)):
+        for j in range(len(others)):
+            best[i, j] = alone[i] + others[j]
+            for place in range(len(gains)):
+                a, b = first[place], second[place]
+                if a <= i and b <= j and gains[place] + best[i - a, j - b] > best[i, j]:
+                    best[i, j], taken[i, j] = gains[place] + best[i - a, j - b], place
+    return best, taken
+
+
+class Splits:
+    """Of two types of node in one order: bounds of pipelines for all numbers of stages."""
+
+    def __init__(self, borders: Sequence[Border], schedule: Schedule, total: int, most: tuple[int, int]) -> None:
+        self.total = total
+        beside = max(1, total - 1)
+        self.slowest_ns = np.stack([each.bottleneck_ns(schedule, beside, *most) for each in borders]).astype(np.float64)
+        self.fill_ns = np.array([each.fill_ns for each in borders], np.float64)[:, None, None]
+        self.fits = (self.slowest_ns < NEVER).any(axis=0)
+
+    def gains(self, time_ns: float) -> Ints:
+        """Return the micro-batches in so much time, at most: [first + 1, second + 1]."""
+        number = np.floor((time_ns - self.fill_ns) / self.slowest_ns) + 1
+        found: Ints = np.clip(np.where(self.slowest_ns < NEVER, number, 0), 0, self.total).max(axis=0).astype(np.int64)
+        return found
+
+
+@dataclass(frozen=True)
+class SplitFound:
+    """Pipelines over two types that were simulated: a mix, or equal ones alone, of these types by stage."""
+
+    mini_batch_ns: int
+    workers: tuple[int, ...]
+    mix: Mix | None = None
+    outcome: Outcome | None = None
+    node_types: tuple[str, ...] = ()
+
+
+class TwoTypes:
+    """The search for one micro-batch size and schedule.
+
+    Args:
+        mixes: Mixes of pipelines of one type each.
+        sweeps: Of each type, with this micro-batch size.
+    """
+
+    def __init__(self, mixes: Mixes, sweeps: Sequence[Sweep]) -> None:
+        self.mixes, self.sweeps, self.total = mixes, tuple(sweeps), mixes.total
+        self.schedule = mixes.types[0].schedule
+        self.joint = Mixes(mixes.types, mixes.most_replicas)
+        self._borders: dict[tuple[int, int], list[Border]] = {}
+        self._splits: dict[tuple[int, int], tuple[tuple[int, int], Splits]] = {}
+        self._kinds: dict[Split, int] = {}
+        self._settings: dict[Split, list[SplitSetting]] = {}
+        self._alone: dict[tuple[Split, int], Outcome | None] = {}
+
+    def best(self, gpus: tuple[int, ...], below_ns: float) -> SplitFound | None:
+        """Return the fastest mix with such pipelines on these GPUs that takes less than ``below_ns``; None: none."""
+        hopeful = self._hopeful(gpus, below_ns)
+        if not hopeful:
+            return None
+        is_tiny = sum(gpus) <= _TINY
+        rough = []
+        for splits, others in hopeful[: _LOOKED_AT[is_tiny]]:
+            chosen = self._chosen(splits, others)
+            if len(chosen) == 1:
+                rough.append((self._alone_ns(*next(iter(splits.items()))), splits, others))
+            elif (known := self.joint.settled(chosen, "rough", thorough=is_tiny)) is not None:
+                rough.append((float(known[0]), splits, others))
+        rough.sort(key=lambda each: each[0])
+        best: SplitFound | None = None
+        for time_ns, splits, others in rough[: _FINALS[is_tiny]]:
+            least = min(below_ns, math.inf if best is None else best.mini_batch_ns)
+            if time_ns < least * _DOUBT:
+                found = self._settled(splits, others, thorough=is_tiny)
+                if found is not None and found.mini_batch_ns < least:
+                    best = found
+        return best
+
+    def least_ns(self, gpus: tuple[int, ...]) -> float:
+        """Return about what the best such mix takes; inf: there is none."""
+        return min((self._least_time(pair, gpus, math.inf) for pair in self._pairs(gpus)), default=math.inf)
+
+    def cheap(self, gpus: tuple[int, ...], usd_per_h: Sequence[float]) -> list[tuple[float, tuple[int, ...]]]:
+        """Return GPUs of two types that may make examples for fewest dollars, with their nanoseconds times USD per hour.
+
+        Of mini-batches of several lengths the cheapest.
+        """
+        found: dict[tuple[int, ...], float] = {}
+        for pair in self._pairs(gpus):
+            only = tuple(number if kind in pair else 0 for kind, number in enumerate(gpus))
+            shortest_ns = self._least_time(pair, only, math.inf)
+            for time_ns in np.geomspace(shortest_ns, shortest_ns * _SLOWER, _LENGTHS) if shortest_ns < math.inf else ():
+                done = self.mixes.search(only).done(time_ns)
+                gained = self._gains(pair, only, time_ns)[:3]
+                best, _ = _most_on_both(*gained, *(done[kind] for kind in pair))
+                prices = np.add.outer(*(np.arange(gpus[kind] + 1) * usd_per_h[kind] for kind in pair))
+                ends = np.unravel_index(np.where(best >= self.total, prices, math.inf).argmin(), prices.shape)
+                numbers = dict(zip(pair, map(int, ends), strict=True))
+                subset = tuple(numbers.get(kind, 0) for kind in range(len(gpus)))
+                found[subset] = min(found.get(subset, math.inf), time_ns * float(np.dot(subset, usd_per_h)))
+        return sorted((usd, subset) for subset, usd in found.items())[:_CHEAP]
+
+    def fewest(self, gpus: Sequence[int]) -> tuple[int, ...] | None:
+        """Return the numbers of GPUs on which such a pipeline fits that need fewest GPUs more than these; None: none."""
+        deepest = self.sweeps[0].num_sections
+        found = []
+        for i, j in permutations(range(len(gpus)), 2):
+            if gpus[i] and gpus[j]:
+                for a, b in np.argwhere(self._splits_of(i, j, (deepest, deepest)).fits).tolist():
+                    missing = max(0, a - gpus[i]) + max(0, b - gpus[j])
+                    found.append((missing, a + b, self._workers({Split(i, j, a, b): 1}, ())))
+        return min(found)[2] if found else None
+
+    # ---- what there is to gain, by bounds ----
+
+    def _pairs(self, gpus: Sequence[int]) -> list[tuple[int, int]]:
+        there = [kind for kind, number in enumerate(gpus) if number]
+        return [(i, j) for i in there for j in there if i < j]
+
+    def _splits_of(self, i: int, j: int, most: tuple[int, int]) -> Splits:
+        """Return the bounds of pipelines from type i to type j with up to so many stages on each."""
+        known = self._splits.get((i, j))
+        if known is None or known[0][0] < most[0] or known[0][1] < most[1]:
+            most = most if known is None else (max(most[0], known[0][0]), max(most[1], known[0][1]))
+            splits = Splits(self._borders_of(i, j), self.schedule, self.total, most)
+            known = self._splits[i, j] = most, splits
+        return known[1]
+
+    def _borders_of(self, i: int, j: int) -> list[Border]:
+        if (i, j) not in self._borders:
+            found = {}
+            for first in self.sweeps[i].settings:
+                for second in self.sweeps[j].settings:
+                    if first.sections.recompute == second.sections.recompute:
+                        found[first.sections.recompute, first.grouped or second.grouped] = Border(first, second)
+            self._borders[i, j] = list(found.values())
+        return self._borders[i, j]
+
+    def _gains(self, pair: tuple[int, int], gpus: Sequence[int], time_ns: float) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return of all splits on these GPUs that gain anything: stages on each type, micro-batches, and the order."""
+        (i, j), deepest = pair, self.sweeps[0].num_sections - 1
+        most = min(gpus[i], deepest), min(gpus[j], deepest)
+        search = self.mixes.search(tuple(gpus))
+        played = [float(search.ratios[search.place[group]]) for group in search.lines]
+        time_ns /= 1 + _HOPE * (min(played, default=1.0) - 1)
+        there = self._splits_of(i, j, most).gains(time_ns)[: most[0] + 1, : most[1] + 1]
+        back = self._splits_of(j, i, most[::-1]).gains(time_ns)[: most[1] + 1, : most[0] + 1].T
+        gains, order = np.maximum(there, back), (back > there).astype(np.int64)
+        first, second = np.nonzero(gains)
+        if gpus[i] * gpus[j] > _MANY_PLACES and len(first) > _DENSE:
+            speeds = [1 / sweep.settings[0].sections.backward_sum_ns[-1] for sweep in (self.sweeps[i], self.sweeps[j])]
+            density = gains[first, second] / (first * speeds[0] + second * speeds[1])
+            kept = np.sort(np.argsort(-density, kind="stable")[:_DENSE])
+            first, second = first[kept], second[kept]
+        return first, second, gains[first, second], order[first, second]
+
+    def _done(self, pair: tuple[int, int], gpus: Sequence[int], time_ns: float) -> int:
+        """Return the most micro-batches in so much time, as far as is known."""
+        done, (first, second, gains, _) = self.mixes.search(tuple(gpus)).done(time_ns), self._gains(pair, gpus, time_ns)
+        others = sum(int(each[-1]) for kind, each in enumerate(done) if kind not in pair)
+        best, _ = _most_on_both(first, second, gains, done[pair[0]], done[pair[1]])
+        return int(best[-1, -1]) + others
+
+    def _least_time(self, pair: tuple[int, int], gpus: tuple[int, ...], below_ns: float) -> float:
+        """Return the least time in which all micro-batches are done, as far as is known; inf where it is not below."""
+        high = below_ns
+        if high == math.inf:
+            high = float(self._splits_of(*pair, (1, 1)).fill_ns.min())
+            for _ in range(_ROUNDS):
+                if self._done(pair, gpus, high) >= self.total:
+                    break
+                high *= 2
+            else:
+                return math.inf
+        elif self._done(pair, gpus, high) < self.total:
+            return math.inf
+        low = high / 2
+        while self._done(pair, gpus, low) >= self.total:
+            low, high = low / 2, low
+        while high - low > _NEAR * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._done(pair, gpus, middle) >= self.total else (middle, high)
+        return high
+
+    def _hopeful(self, gpus: tuple[int, ...], below_ns: float) -> list[tuple[dict[Split, int], Chosen]]:
+        """Return mixes that may take less than so much, the most promising first."""
+        found: list[tuple[int, int, dict[Split, int], Chosen]] = []
+        for pair in self._pairs(gpus):
+            time_ns = self._least_time(pair, gpus, below_ns)
+            if time_ns == math.inf:
+                continue
+            search = self.mixes.search(gpus)
+            gained, done = self._gains(pair, gpus, time_ns), search.done(time_ns)
+            for splits in self._ways(pair, gpus, gained, done):
+                used = self._workers(splits, ())
+                left = tuple(number - taken for number, taken in zip(gpus, used, strict=True))
+                num_done, others = search.most(time_ns, frozenset(), left)
+                places = {(a, b): gain for a, b, gain in zip(*(each.tolist() for each in gained[:3]), strict=True)}
+                for split, number in splits.items():
+                    ends = (split.num_first, split.num_second)
+                    num_done += number * places[ends if split.first == pair[0] else ends[::-1]]
+                others = self._without_spare(others, search, time_ns, num_done - self.total)
+                if sum(splits.values()) + sum(number for _, number in others) <= self.mixes.most_replicas:
+                    found.append((-num_done, len(splits) + len(others), splits, others))
+        return [(splits, others) for _, _, splits, others in sorted(found, key=lambda each: each[:2])]
+
+    @staticmethod
+    def _without_spare(others: Chosen, search: Search, time_ns: float, spare: int) -> Chosen:
+        """Return these pipelines without those that the others can do without."""
+        gains, kept = search.gains(time_ns), []
+        for group, number in others:
+            gain = int(gains[search.place[group]])
+            drop = min(number, max(0, spare) // gain) if gain else number
+            spare -= drop * gain
+            kept.append((group, number - drop))
+        return tuple((group, number) for group, number in kept if number)
+
+    def _ways(
+        self, pair: tuple[int, int], gpus: tuple[int, ...], gained: tuple[Ints, Ints, Ints, Ints], done: Sequence[Ints]
+    ) -> Iterator[dict[Split, int]]:
+        """Yield pipelines over both types: those of the best mix, and equal ones with which others do most."""
+        (i, j), (first, second, gains, order) = pair, gained
+
+        def split(place: int) -> Split:
+            ends = int(first[place]), int(second[place])
+            return Split(j, i, *ends[::-1]) if order[place] else Split(i, j, *ends)
+
+        _, taken = _most_on_both(first, second, gains, done[i], done[j])
+        chosen, left = Counter[Split](), [gpus[i], gpus[j]]
+        while (place := int(taken[left[0], left[1]])) >= 0:
+            chosen[split(place)] += 1
+            left = [left[0] - int(first[place]), left[1] - int(second[place])]
+        if chosen:
+            yield dict(chosen)
+        worth = []
+        for place in range(len(first)):
+            a, b = int(first[place]), int(second[place])
+            for number in range(1, min(gpus[i] // a, gpus[j] // b) + 1):
+                whole = number * int(gains[place]) + int(done[i][gpus[i] - number * a] + done[j][gpus[j] - number * b])
+                worth.append((-whole, number, place))
+        nearest = sorted(worth)[: _LOOKED_AT[sum(gpus) <= _TINY]]
+        yield from (each for _, number, place in nearest if (each := {split(place): number}) != chosen)
+
+    # ---- what was hoped for, simulated ----
+
+    def _chosen(self, splits: Mapping[Split, int], others: Chosen) -> Chosen:
+        own = [((self._kind(split), split.depth), number) for split, number in splits.items()]
+        return (*others, *own)
+
+    def _kind(self, split: Split) -> int:
+        """Return the place of such pipelines among the types of ``joint``."""
+        if split not in self._kinds:
+            first, second = (self.mixes.types[kind] for kind in split[:2])
+            self._kinds[split] = len(self.joint.types)
+            self.joint.types += (SplitPipelines(first, second, self._settings_of(split), split),)
+        return self._kinds[split]
+
+    def _settings_of(self, split: Split) -> list[SplitSetting]:
+        if split not in self._settings:
+            self._settings[split] = [SplitSetting(each, split) for each in self._borders_of(split.first, split.second)]
+        return self._settings[split]
+
+    def _alone_ns(self, split: Split, number: int) -> float:
+        outcome = self._equal(split, number)
+        return math.inf if outcome is None else outcome.mini_batch_ns
+
+    def _equal(self, split: Split, number: int) -> Outcome | None:
+        """Return the best of so many equal pipelines and no others; None where they do not fit."""
+        if (split, number) not in self._alone:
+            best: Outcome | None = None
+            simulator, counts = self.sweeps[split.first].shape_simulator, deal(self.total, number)
+            layout = self.sweeps[split.first].layouts((split.depth, number))[0]
+            for setting in sorted(self._settings_of(split), key=lambda each: each.bound_ns(split.depth, counts[0])):
+                least = NEVER if best is None else best.mini_batch_ns
+                if setting.bound_ns(split.depth, counts[0]) < least and setting.fits(split.depth, counts[0]):
+                    found = Trial(setting, simulator, layout, split.depth, counts).best()
+                    best = found if found.mini_batch_ns < least else best
+            self._alone[split, number] = best
+        return self._alone[split, number]
+
+    def _settled(self, splits: dict[Split, int], others: Chosen, *, thorough: bool) -> SplitFound | None:
+        chosen, workers = self._chosen(splits, others), self._workers(splits, others)
+        if len(chosen) == 1:
+            (split, number), *_ = splits.items()
+            outcome = self._equal(split, number)
+            types = self.joint.types[self._kind(split)].node_types
+            return None if outcome is None else SplitFound(outcome.mini_batch_ns, workers, None, outcome, types)
+        found = []
+        for stages in ("even", "best"):
+            exact = self.joint.settled(chosen, stages, thorough=thorough)
+            if exact is not None:
+                found.append(self.joint.mix(chosen, stages, *exact))
+        best = min(found, key=lambda mix: mix.mini_batch_ns, default=None)
+        return None if best is None else SplitFound(best.mini_batch_ns, workers, best)
+
+    def _workers(self, splits: Mapping[Split, int], others: Chosen) -> tuple[int, ...]:
+        """Return the GPUs of each type."""
+        used = [0] * len(self.sweeps)
+        for split, number in splits.items():
+            used[split.first] += number * split.num_first
+            used[split.second] += number * split.num_second
+        for (kind, depth), number in others:
+            used[kind] += depth * number
+        return tuple(used)
