@@ -69,11 +69,9 @@ class Pipelines:
     @cached_property
     def bounds_ns(self) -> Ints:
         """No pipeline of P stages is faster, for each of ``numbers``: int64[numbers, K + 1]."""
-        found = np.full((len(self.numbers), self.sweep.num_sections + 1), NEVER)
-        for setting in self.settings:
-            for place, number in enumerate(self.numbers):
-                fitting = setting.fitting(min(number, max(1, self.total - 1)))  # beside others
-                found[place, fitting] = np.minimum(found[place, fitting], setting.bounds_ns(number)[fitting])
+        found = np.min(
+            [[setting.within_ns(number, beside=True) for number in self.numbers] for setting in self.settings], axis=0
+        )
         bound: Ints = np.maximum.accumulate(found, axis=0)
         return bound
 
@@ -105,11 +103,10 @@ class Pipelines:
         counts = (number,) * max(2, round(self.total / number))
         best: tuple[StageCosts, int] | None = None
         layout = self.sweep.layouts((depth, len(counts)))[0]
-        for setting in sorted(self.settings, key=lambda each: (each.bound_ns(depth, number), each.grouped)):
-            if best is not None and setting.bound_ns(depth, number) >= best[1]:
-                continue
-            if not setting.fits(depth, number):
-                continue
+        bounds_ns = {setting: setting.least_ns(depth, number) for setting in self.settings}
+        for setting in sorted(self.settings, key=lambda each: (bounds_ns[each], each.grouped)):
+            if bounds_ns[setting] >= (NEVER if best is None else best[1]):
+                break
             trial = Trial(setting, self.sweep.shape_simulator, layout, depth, counts, moves=not quick, quick=quick)
             if setting.grouped and best is not None and self._beats_groups(trial, best[1]):
                 continue
