@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -79,22 +80,30 @@ class Measured:
         """Return the answers of the workers with which a step was decided, and not those of an attempt before."""
         return [entry for entry in self.prepared[step] if entry[2].generation == self.generations[step]]
 
-    @property
-    def turn_s(self) -> float:
-        """The median time from a decision until the last worker of the first stage has begun the next step.
+    def commit_s(self, optimizer_s: Mapping[int, float]) -> float:
+        """The median over steps of the manager's round trip: from a decision to the start of the next step.
 
-        It includes the manager's round trip, and the optimizer step of that stage.
+        Args:
+            optimizer_s: The time of the optimizer step in each first stage of a pipeline; it comes before the start.
         """
         turns = []
         for step in self.counted_steps:
-            begun = [time_s - answer.times.step_s for time_s, stage, answer in self._answers(step) if stage == 0]
+            begun = [
+                time_s - answer.times.step_s - optimizer_s[stage]
+                for time_s, stage, answer in self._answers(step)
+                if stage in optimizer_s
+            ]
             turns.append(max(begun) - self.decided_s[step - 1])
-        return statistics.median(turns)
+        return max(0.0, statistics.median(turns))
 
     @property
     def late_s(self) -> float:
-        """The longest delay of a task's end, which shows how far behind the host was."""
-        return max(answer.times.late_s for step in self.counted_steps for _, _, answer in self._answers(step))
+        """By how much the busy host delayed a step, until its last worker answered: the median."""
+        late_s = []
+        for step in self.counted_steps:
+            answers = [(time_s, answer.times.late_s) for time_s, _, answer in self._answers(step)]
+            late_s.append(max(time_s for time_s, _ in answers) - max(time_s - late_s for time_s, late_s in answers))
+        return statistics.median(late_s)
 
     def parts_s(self) -> dict[str, float]:
         """Return seconds per worker and step by kind of work, averaged over workers and the steps that count."""

@@ -35,8 +35,7 @@ from simulator.inputs.transfer import bandwidth_bytes_per_s
 # The result of a rehearsal, beside the simulator's expectation.
 
 
-BUSY_SHARE_AT_MOST = 0.85
-OTHERS_SHARE_AT_MOST = 0.25
+LATE_SHARE_AT_MOST = 0.01
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Rehearsed:
         mini_batches_s: The time of every step that counts.
         commit_s: The real manager's measured round trip; it replaces the profile's in ``expected_s``.
         parts_s: Seconds per worker and step by kind of work.
-        late_s: The longest delay of a task on the host.
+        late_s: By how much the busy host delayed a step; the median.
         busy_share: The busy share of this machine's cores while the steps that count ran.
         others_share: Likewise, the share that other work than the rehearsal took.
     """
@@ -79,7 +78,7 @@ class Rehearsed:
     @property
     def host_too_busy(self) -> bool:
         """Whether this machine's cores were so busy that they limited the measured times."""
-        return self.busy_share > BUSY_SHARE_AT_MOST or self.others_share > OTHERS_SHARE_AT_MOST
+        return self.late_s > LATE_SHARE_AT_MOST * self.measured_s
 
     @property
     def error(self) -> float:
@@ -205,11 +204,14 @@ def _run(
 
 
 def _rehearsed(planned: Planned, measured: Measured, load: Load) -> Rehearsed:
-    first_stage_optimizer_s = float(planned.simulation.costs.optimizer_ns[0]) / 1e9
+    optimizer_s, stage = {}, 0
+    for kind in planned.simulation.kinds:
+        optimizer_s[stage] = float(kind.outcome.costs.optimizer_ns[0]) / 1e9
+        stage += kind.outcome.shape[0]
     return Rehearsed(
         planned=planned,
         mini_batches_s=measured.mini_batches_s,
-        commit_s=max(0.0, measured.turn_s - first_stage_optimizer_s),
+        commit_s=measured.commit_s(optimizer_s),
         parts_s=measured.parts_s(),
         late_s=measured.late_s,
         busy_share=load.busy_share,
@@ -294,6 +296,7 @@ def controller_config_of(planned: Planned) -> ControllerConfig:
     units, trace = known_units(planned.profile), planned.spec.trace
     policy = Policy(
         checkpoint_every_steps=NEVER_STEPS if trace is None else None,
+        redundancy="off" if trace is None else "auto",  # no VM is lost, and simulations of one shape have no followers
         heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
         takeover_patience_s=0,  # a rehearsal is never resumed
     )

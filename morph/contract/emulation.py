@@ -19,7 +19,7 @@ Seconds = Annotated[float, Field(strict=True, ge=0)]
 Factor = Annotated[float, Field(strict=True, gt=0)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 
-HEADER_NUMBERS = 4
+HEADER_NUMBERS = 5
 """float64 numbers at the head of every emulated message."""
 
 

@@ -89,7 +89,9 @@ class ComputeTimes(Value):
     wait_s: float = Field(ge=0, description="idle within the step")
     step_s: float = Field(ge=0, description="whole step, from its start to the reduced gradients")
     late_s: float = Field(
-        default=0.0, ge=0, description="for an emulated device: largest delay of a task because the host was busy"
+        default=0.0,
+        ge=0,
+        description="for an emulated device: by how much busy hosts delayed the end of its step",
     )
 
 

@@ -108,6 +108,7 @@ class Simulation:
         """One row per task: replica, stage, task, micro_batch, start_s, end_s; without jitter.
 
         Tasks are forward, recompute, backward, all_reduce, commit and optimizer; the last three have micro_batch -1.
+        Time 0 is when the first worker begins; a slower type of node begins, and ends its optimizer step, later.
         """
         import pandas as pd
 
@@ -118,7 +119,10 @@ class Simulation:
             outcome, simulator = kind.outcome, kind.shape_simulator
             played = simulator.played(outcome.costs, outcome.counts, keep_times=True)
             frame = timeline_frame(outcome.costs, outcome.counts, simulator.conditions, played, outcome.after)
-            frames.append(frame.assign(stage=frame["stage"] + first_stage, replica=frame["replica"] + first_replica))
+            numbered = {"stage": frame["stage"] + first_stage, "replica": frame["replica"] + first_replica}
+            begin_s = outcome.after.begin_ns / 1e9
+            times_s = {} if not begin_s else {name: frame[name] + begin_s for name in ("start_s", "end_s")}
+            frames.append(frame.assign(**numbered, **times_s))
             first_stage, first_replica = first_stage + outcome.shape[0], first_replica + outcome.shape[1]
         return frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
 

@@ -20,7 +20,8 @@ class Finish:
     ``ready_ns[k]``: when the gradients that section k completes may be reduced; ``last_ready_ns[s]``: when the last
     gradients of stage s may; ``reduced_ns[s]``: when the gradients that only stage s holds are reduced. ``tied``:
     (stages, start, duration) of each ring that spans stages; ``prepared_ns``: when every worker has its gradients.
-    ``rings``: those of pipelines of several kinds.
+    ``rings``: those of pipelines of several kinds. ``begin_ns``: how much later these pipelines begin than those of
+    the kind that begins first.
     """
 
     ready_ns: Ints
@@ -31,6 +32,7 @@ class Finish:
     optimizer_ns: int
     mini_batch_ns: int
     rings: Rings | None = None
+    begin_ns: int = 0
 
     @property
     def exposed_ns(self) -> Ints:
@@ -117,8 +119,9 @@ def finish_together(
 ) -> tuple[Finish, ...]:
     """Reduce, commit and apply once pipelines of several kinds are through.
 
-    Pipelines do not interact before. A ring begins when the last backward of all pipelines has passed its span, and its
-    members have completed the rings before it. Workers have devices of their own.
+    Pipelines do not interact before. Those of each kind begin once its own optimizer steps are done, without waiting
+    for slower types of node. A ring begins when the last backward of all pipelines has passed its span, and its members
+    have completed the rings before it. Workers have devices of their own.
 
     Args:
         kinds: The end of each kind's pipelines.
@@ -127,12 +130,18 @@ def finish_together(
         num_replicas: Number of pipelines of each kind; ``kinds`` may contain only one of equal replicas.
 
     Returns:
-        The end for each kind; they differ only in their stages' reductions.
+        The end for each kind, counted from the start of its own pipelines.
     """
     spans = rings.spans
-    ready = np.max([kind.ready_ns() for kind in kinds], axis=0)
+    steps = [
+        optimizer_ns(kind.costs, number, each)
+        for kind, each, number in zip(kinds, conditions, num_replicas, strict=True)
+    ]
+    begins = [step - min(steps) for step in steps]
+    ready = np.max([kind.ready_ns() + begin for kind, begin in zip(kinds, begins, strict=True)], axis=0)
     if any(each.all_reduce == "late" for each in conditions):
-        ready = np.full(len(ready), max(int(kind.last_backward_ns.max()) for kind in kinds))
+        last = max(int(kind.last_backward_ns.max()) + begin for kind, begin in zip(kinds, begins, strict=True))
+        ready = np.full(len(ready), last)
     ends, waits = spans.latest(ready + rings.behind_ns), np.zeros(len(spans.begin), np.int64)
     for span, before in rings.waits_for:
         waits[span] = max(ends[other] for other in before)
@@ -143,24 +152,22 @@ def finish_together(
         for link, stages in zip(free, holders, strict=True):
             link[list(stages)] = begin + duration
         tied.append((holders, begin, duration))
-    prepared = max(*(kind.redone_ns for kind in kinds), *(int(link.max()) for link in free))
-    slowest = max(
-        optimizer_ns(kind.costs, number, each)
-        for kind, each, number in zip(kinds, conditions, num_replicas, strict=True)
-    )
+    redone = [kind.redone_ns + begin for kind, begin in zip(kinds, begins, strict=True) if kind.redone_ns]
+    prepared = max([*redone, *(int(link.max()) for link in free)])
     begun = np.maximum(ready, waits[spans.stage])
     return tuple(
         Finish(
-            ready_ns=begun,
-            last_ready_ns=kind.costs.reduced.latest(ready),
-            reduced_ns=ends[last],
-            tied=tuple((holders[place], begin, duration) for holders, begin, duration in tied),
-            prepared_ns=prepared,
-            optimizer_ns=slowest,
+            ready_ns=begun - begin,
+            last_ready_ns=kind.costs.reduced.latest(ready) - begin,
+            reduced_ns=ends[last] - begin,
+            tied=tuple((holders[place], start - begin, duration) for holders, start, duration in tied),
+            prepared_ns=prepared - begin,
+            optimizer_ns=step,
             rings=rings,
-            mini_batch_ns=prepared + kind.costs.sections.commit_ns + slowest,
+            mini_batch_ns=prepared + kind.costs.sections.commit_ns + min(steps),
+            begin_ns=begin,
         )
-        for place, (kind, last) in enumerate(zip(kinds, rings.last_of, strict=True))
+        for place, (kind, last, step, begin) in enumerate(zip(kinds, rings.last_of, steps, begins, strict=True))
     )
 
 

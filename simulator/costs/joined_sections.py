@@ -47,7 +47,7 @@ class JoinedSections(SectionCosts):
 
     def _links(self, name: str) -> LinkCosts:
         """Return the times behind each section; between two types those of the slower one."""
-        links = copy(getattr(self, name))
+        links: LinkCosts = copy(getattr(self, name))
         behind = np.append(self.type_of[1:], self.type_of[-1])
         for field in vars(links):
             every = np.stack([getattr(getattr(each, name), field) for each in self.of_types])
@@ -99,9 +99,7 @@ class JoinedMemory(StageMemory):
         """Return the memory of the only stage."""
         return self.of_types[int(self._type_of[begin].item())]
 
-    def device_bytes(
-        self, begin: Ints, end: Ints, window: Ints, recompute: Flags, live: Ints | int = 0
-    ) -> Ints:
+    def device_bytes(self, begin: Ints, end: Ints, window: Ints, recompute: Flags, live: Ints | int = 0) -> Ints:
         """See :meth:`StageMemory.device_bytes`."""
         found: Ints = self._chosen(begin, lambda _, each: each.device_bytes(begin, end, window, recompute, live))
         return found
@@ -126,7 +124,13 @@ class JoinedMemory(StageMemory):
         return sizes
 
     def most_windows(
-        self, begin: Ints, end: Ints, recompute: Flags | bool, usable: int, *, grouped: bool = True  # noqa: ARG002
+        self,
+        begin: Ints,
+        end: Ints,
+        recompute: Flags | bool,
+        usable: int,  # noqa: ARG002
+        *,
+        grouped: bool = True,
     ) -> Ints:
         """See :meth:`StageMemory.most_windows`."""
         most: Ints = self._chosen(

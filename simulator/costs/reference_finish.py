@@ -1,4 +1,4 @@
-"""The end of a mini-batch as SimPy processes: reductions beside the last backwards, commit barrier, optimizer step.
+"""The end of a mini-batch as SimPy processes: optimizer step, reductions beside the last backwards, commit barrier.
 
 The other half of the reference engine (:mod:`simulator.engine.reference`): it simulates step by step, to the
 nanosecond, what :func:`simulator.costs.finish.finish` computes by formulas.
@@ -43,26 +43,30 @@ def finish_together(
     """See :func:`simulator.costs.finish.finish_together`."""
     end = _End(kinds, rings, conditions, num_replicas)
     end.env.run()
-    commit_ns = kinds[0].costs.sections.commit_ns
+    first_ns = min(end.begun_at_ns)
     return tuple(
         Finish(
-            ready_ns=end.begun_ns,
-            last_ready_ns=kind.costs.reduced.latest(end.ready_ns),
-            reduced_ns=end.reduced_ns[place],
-            tied=tuple((holders[place], begin, duration) for holders, begin, duration in sorted(end.tied)),
-            prepared_ns=end.prepared_ns,
-            optimizer_ns=int(end.env.now) - end.prepared_ns - commit_ns,
+            ready_ns=end.begun_ns - at_ns,
+            last_ready_ns=kind.costs.reduced.latest(end.ready_ns) - at_ns,
+            reduced_ns=end.reduced_ns[place] - at_ns,
+            tied=tuple((holders[place], begin - at_ns, duration) for holders, begin, duration in sorted(end.tied)),
+            prepared_ns=end.prepared_ns - at_ns,
+            optimizer_ns=at_ns,
             mini_batch_ns=int(end.env.now),
             rings=rings,
+            begin_ns=at_ns - first_ns,
         )
-        for place, kind in enumerate(kinds)
+        for place, (kind, at_ns) in enumerate(zip(kinds, end.begun_at_ns, strict=True))
     )
 
 
 class _End:
-    """``passed[k]``: for each worker, the event that its last backward has passed section k, whose ring may then begin.
+    """From one decision to the next: each kind of pipelines begins when its optimizer steps are done.
 
-    ``waited_ns[g]`` is when the last member of the ring of span g has finished the rings before it.
+    ``passed[k]``: for each worker, the event that its last backward has passed section k, whose ring may then begin.
+
+    ``waited_ns[g]`` is when the last member of the ring of span g has finished the rings before it, ``begun_at_ns``
+    when the pipelines of each kind begin.
     """
 
     def __init__(
@@ -78,14 +82,17 @@ class _End:
         self.tied: list[tuple[tuple[tuple[int, ...], ...], int, int]] = []
         self.prepared_ns = 0
         self.late = any(each.all_reduce == "late" for each in conditions)
-        self.ended = simpy.AllOf(
-            self.env, [self.env.timeout(int(ns)) for kind in kinds for ns in kind.last_backward_ns.flat]
-        )
-        for kind in kinds:
+        self.begun_at_ns = [0] * len(kinds)
+        begun = [self.env.process(self.step(place)) for place in range(len(kinds))]
+        ended_ns = [kind.last_backward_ns.flat for kind in kinds]
+        ended = [self.after(at, int(ns)) for at, of in zip(begun, ended_ns, strict=True) for ns in of]
+        self.ended = simpy.AllOf(self.env, ended)
+        self.redone = [self.after(at, kind.redone_ns) for at, kind in zip(begun, kinds, strict=True) if kind.redone_ns]
+        for kind, start in zip(kinds, begun, strict=True):
             instants_ns = kind.last_backward_ns[kind.costs.reduced.stage] - kind.to_come_ns
             for first, end in zip(*(span.tolist() for span in kind.costs.spans), strict=True):
                 for replica in range(kind.last_backward_ns.shape[1]):
-                    self.env.process(self.backward(range(first, end), instants_ns[:, replica].tolist()))
+                    self.env.process(self.backward(start, range(first, end), instants_ns[:, replica].tolist()))
         self.env.process(self.close())
 
     @property
@@ -93,16 +100,36 @@ class _End:
         """When each section's reduction could begin (ns)."""
         return np.maximum(self.ready_ns, self.waited_ns[self.rings.spans.stage])
 
-    def backward(self, sections: range, instants_ns: Sequence[int]) -> Acting:
+    def step(self, place: int) -> Acting:
+        """The optimizer steps of the mini-batch before: the slowest of a kind, or all on as many cores as there are."""
+        kind, conditions = self.kinds[place], self.conditions[place]
+        steps_ns = optimizer_steps_ns(kind.costs, self.num_replicas[place], conditions).flatten().tolist()
+        slots = conditions.compute_slots
+        least_ns = 0 if slots is None else -(-sum(steps_ns) // slots)
+        yield simpy.AllOf(self.env, [self.env.timeout(ns) for ns in (*steps_ns, least_ns)])
+        self.begun_at_ns[place] = int(self.env.now)
+
+    def after(self, start: simpy.Event, delay_ns: int) -> simpy.Event:
+        """An event some time after another one."""
+
+        def wait() -> Acting:
+            yield start
+            yield self.env.timeout(delay_ns)
+
+        return self.env.process(wait())
+
+    def backward(self, start: simpy.Event, sections: range, instants_ns: Sequence[int]) -> Acting:
         """The last backward of a worker goes through its sections, from the last one to the first."""
         events = {section: self.env.event() for section in sections}
         for section, event in events.items():
             self.passed[section].append(event)
+        yield start
+        start_ns = int(self.env.now)
         for section in reversed(sections):
             if self.late:
                 yield self.ended
             else:
-                yield self.env.timeout(instants_ns[section] - int(self.env.now))
+                yield self.env.timeout(start_ns + instants_ns[section] - int(self.env.now))
             events[section].succeed()
             self.ready_ns[section] = int(self.env.now)
 
@@ -130,7 +157,7 @@ class _End:
         yield self.env.timeout(duration_ns)
 
     def close(self) -> Acting:
-        """The commit barrier waits for all workers, and the slowest optimizer step ends the mini-batch."""
+        """The commit barrier waits for all workers; the next mini-batch begins with their optimizer steps."""
         through: dict[tuple[int, int], simpy.Event] = {}
         for span in self.rings.order:
             members = [(place, int(stages[span])) for place, stages in enumerate(self.rings.holders)]
@@ -144,16 +171,9 @@ class _End:
         prepared = list(through.values())
         if slots is not None and slots < sum(kind.last_backward_ns.size for kind in self.kinds):
             prepared.append(self.env.process(self.reduce_on(slots)))
-        yield simpy.AllOf(self.env, [*prepared, *(self.env.timeout(kind.redone_ns) for kind in self.kinds)])
+        yield simpy.AllOf(self.env, [*prepared, *self.redone])
         self.prepared_ns = int(self.env.now)
         yield self.env.timeout(self.kinds[0].costs.sections.commit_ns)
-        steps_ns = [
-            int(ns)
-            for kind, number, each in zip(self.kinds, self.num_replicas, self.conditions, strict=True)
-            for ns in optimizer_steps_ns(kind.costs, number, each).flat
-        ]
-        least_ns = 0 if slots is None else -(-sum(steps_ns) // slots)
-        yield simpy.AllOf(self.env, [self.env.timeout(ns) for ns in (*steps_ns, least_ns)])
 
     def reduce_on(self, slots: int) -> Acting:
         """With fewer cores than workers, each member of a ring takes one core, and all share the cores evenly."""

@@ -38,7 +38,11 @@ def shape_lines(profile: Profile, simulation: Simulation) -> list[str]:
         f"expected: [bold]{expected.examples_per_s:.4g} examples/s[/bold], {time_text(expected.mini_batch_s)} per "
         f"mini-batch (lower bound for these stages: {time_text(expected.lower_bound_s)})",
         *([_jitter_line(simulation.jitter)] if simulation.jitter else []),
-        *(_kind_lines(simulation) if len(simulation.kinds) > 1 or len(set(simulation.kinds[0].type_of_stage)) > 1 else []),
+        *(
+            _kind_lines(simulation)
+            if len(simulation.kinds) > 1 or len(set(simulation.kinds[0].type_of_stage)) > 1
+            else []
+        ),
         *([_node_line(plan)] if plan.placement else []),
         f"where a worker's time goes: {spent}",
         *([_groups_line(plan)] if any(stage.live_sections for stage in plan.stages) else []),

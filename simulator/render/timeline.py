@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pandas as pd
 
@@ -43,10 +45,18 @@ def draw_timeline(simulation: Simulation, path: Path, max_replicas: int = 4) -> 
         f"{plan.shape.replace('x', ' x ')}, {plan.schedule}: {time_text(plan.expected.mini_batch_s)} "
         f"per mini-batch, {plan.expected.examples_per_s:.4g} examples/s{shown}"
     )
-    draw_boxes(frame[frame["replica"] < replicas], plan.num_replicas > 1, title, path, PlanError)
+    types = {stage: each.node_type for stage, each in enumerate(plan.stages) if each.node_type}
+    draw_boxes(frame[frame["replica"] < replicas], plan.num_replicas > 1, title, path, PlanError, types)
 
 
-def draw_boxes(frame: pd.DataFrame, name_replicas: bool, title: str, path: Path, error: type[InputError]) -> None:
+def draw_boxes(
+    frame: pd.DataFrame,
+    name_replicas: bool,
+    title: str,
+    path: Path,
+    error: type[InputError],
+    types: Mapping[int, str] = MappingProxyType({}),
+) -> None:
     """Write a PNG: a row for each replica and stage, with coloured tasks and their numbers where these fit.
 
     Args:
@@ -55,13 +65,17 @@ def draw_boxes(frame: pd.DataFrame, name_replicas: bool, title: str, path: Path,
         title: The title of the picture.
         path: The file.
         error: Raised, naming the file, if it cannot be written.
+        types: Types of GPU by stage, for the labels of rows.
     """
     end_s = float(frame["end_s"].max())
     factor, unit = next(((f, u) for f, u in _UNITS if end_s * f >= 1), _UNITS[-1])
     places = sorted(set(zip(frame["replica"], frame["stage"], strict=True)))
     groups = sorted({replica for replica, _ in places})
     row_of = {place: number + 0.4 * groups.index(place[0]) for number, place in enumerate(places)}
-    names = [f"replica {d}  stage {s}" if name_replicas else f"stage {s}" for d, s in places]
+    names = [
+        f"{f'replica {d}  ' if name_replicas else ''}stage {s}{f'  {types[s]}' if s in types else ''}"
+        for d, s in places
+    ]
     points_per_s = _WIDTH_INCHES * 72 * 0.9 / end_s
     height = 1.6 + min(14.0, 0.42 * len(places) + 0.15 * len(groups))
     with picture(path, error, (_WIDTH_INCHES, height)) as (_, axes):

@@ -207,7 +207,10 @@ def _check_unequal(conditions: Conditions) -> None:
     for field, (value, plain) in given.items():
         if value != plain:
             raise PlanError(
-                "is simulated for equal pipelines on one type of GPU", field=field, value=value, allowed=f"{plain} for this plan"
+                "is simulated for equal pipelines on one type of GPU",
+                field=field,
+                value=value,
+                allowed=f"{plain} for this plan",
             )
 
 

@@ -523,7 +523,7 @@ class Search:
         """The most micro-batches in so much time, and the pipelines that do them; ``gpus``: on fewer than all."""
         done, chosen = 0, Counter[Group]()
         for kind, (depths, gains, number) in enumerate(self._parts(self.gains(time_ns, without))):
-            number = number if gpus is None else gpus[kind]  # noqa: PLW2901 (of all)
+            number = number if gpus is None else gpus[kind]
             best, taken = _knapsack(depths, gains, number)
             done += int(best[number])
             while number > 0:

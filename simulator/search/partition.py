@@ -110,7 +110,7 @@ def least_host_bytes(costs: SectionCosts, *, single: bool) -> Ints:
     no_groups = np.zeros((0, *table.shape), np.int64)
     found, tables = _empty(costs.num_sections), (table, table, table)
     rows = found.worst_ns, found.squares, found.choice
-    _fill(1, *rows, *sums, tables, nothing[1:], nothing, nothing, none, _NEVER - 1, True, no_groups, no_groups)
+    _fill(1, rows, sums, tables, nothing[1:], nothing, nothing, none, _NEVER - 1, True, (no_groups, no_groups))
     return found.bottleneck_ns
 
 
@@ -191,11 +191,8 @@ def _tabulated(
         found.choice[: known + 1] = table.choice[: known + 1]
     _fill(
         known + 1,
-        found.worst_ns,
-        found.squares,
-        found.choice,
-        costs.forward_sum_ns,
-        costs.backward_sum_ns,
+        (found.worst_ns, found.squares, found.choice),
+        (costs.forward_sum_ns, costs.backward_sum_ns),
         memory.tables if usable is None and not by_memory else memory.limited_tables,
         memory.stored,
         memory.activations,
@@ -203,19 +200,22 @@ def _tabulated(
         again,
         _NEVER - 1 if usable is None else usable,
         by_memory,
-        *memory.all_group_tables,
+        memory.all_group_tables,
     )
     return found
 
 
 @entry
 @compiled
-def _fill(lowest, worst, squares, choice, forward, backward, tables, stored, activations, windows, again, limit, by_memory, group_base, group_each):  # type: ignore[no-untyped-def] # noqa: PLR0913
+def _fill(lowest, best, sums, tables, stored, activations, windows, again, limit, by_memory, groups):  # type: ignore[no-untyped-def] # noqa: PLR0913
     """Fill in, from a number of stages left on, the best bottleneck of the sections from each one on.
 
     ``choice[left, first]`` is the end of the first stage. A stage that does not fit is recomputed in groups, if it fits
     with any.
     """
+    worst, squares, choice = best
+    forward, backward = sums
+    group_base, group_each = groups
     base_again, base_kept, floor = tables
     num_sections, num_sizes = len(stored), len(group_base)
     for left in range(lowest, len(windows)):

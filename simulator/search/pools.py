@@ -40,9 +40,9 @@ _HOPEFUL = 1.01
 """What is estimated may be so much faster."""
 _SLOWER, _LENGTHS, _CHEAP = 16.0, 24, 6
 """How much longer mini-batches may be that cost less, how many lengths are looked at, and how many GPUs of those."""
-_TINY, _CROSSING_SIZES, _BUSY = 8, 2, 0.98
-"""Of pipelines over two types: GPUs up to which several micro-batch sizes are looked at, how many of these, and the share
-of many GPUs at work above which none are looked at."""
+_TINY, _CROSSING_SIZES, _CROSSED, _BUSY = 8, 2, 128, 0.98
+"""Of pipelines over two types: GPUs up to which several micro-batch sizes are looked at, and how many of these; on more
+GPUs than the third number none are looked at where so many of them are at work."""
 _SUBSETS = {True: 16, False: 2}
 """Of fewer GPUs, numbers that are looked at: where there are few, and where there are many."""
 
@@ -192,13 +192,13 @@ class Pools:
         if sum(number > 0 for number in gpus) < 2:
             return None
         below_ns = math.inf if best is None else best.mini_batch_ns * WORTH
-        if best is not None and sum(gpus) > _MANY and sum(best.workers) >= _BUSY * sum(gpus):
+        if best is not None and sum(gpus) > _CROSSED and sum(best.workers) >= _BUSY * sum(gpus):
             return None  # not enough to gain for how long so many GPUs take to look at
         schedule = self.request.schedule or "varuna"
         answer: Found | None = None
         for size in sizes or self._crossing_sizes(gpus, best, schedule):
             two_types = self._two_types_of(size, schedule)
-            found = two_types.best(gpus, below_ns)
+            found = two_types.best(gpus, below_ns, quick=bool(sizes))
             if found is not None:
                 below_ns, mixes = found.mini_batch_ns, None if found.mix is None else two_types.joint
                 answer = Found(found.mini_batch_ns, found.workers, found.node_types, found.outcome, found.mix, mixes)
@@ -209,7 +209,9 @@ class Pools:
         if best is not None and sum(gpus) > _TINY:
             return [best.micro_batch_size] if best.micro_batch_size in self.sizes() else []
         times_ns = {size: self._two_types_of(size, schedule).least_ns(gpus) for size in self.sizes()}
-        return sorted((size for size in times_ns if times_ns[size] < math.inf), key=times_ns.__getitem__)[:_CROSSING_SIZES]
+        return sorted((size for size in times_ns if times_ns[size] < math.inf), key=times_ns.__getitem__)[
+            :_CROSSING_SIZES
+        ]
 
     def _two_types_of(self, micro_batch_size: int, schedule: Schedule) -> TwoTypes:
         key = micro_batch_size, schedule
@@ -307,9 +309,7 @@ class Pools:
             raise self._too_small(gpus)
         return best
 
-    def _cheapest_crossing(
-        self, gpus: tuple[int, ...], best: Found | None, usd_per_h: Sequence[float]
-    ) -> Found | None:
+    def _cheapest_crossing(self, gpus: tuple[int, ...], best: Found | None, usd_per_h: Sequence[float]) -> Found | None:
         """The cheapest mix with pipelines over two types, of those that may cost less than the best answer."""
         found, below = None, math.inf
         if best is not None:
@@ -416,15 +416,15 @@ class Pools:
             return refused[0][2]
         ways = [f"{name}={fewest}" for name, fewest, _ in refused if fewest is not None]
         pool = Pool.of(dict(zip(self.names, gpus, strict=True)))
-        schedule = self.request.schedule or "varuna"
-        both = [self._two_types_of(size, schedule).fewest(gpus) for size in self.sizes()]
+        crosses, schedule = self.request.num_gpus_per_node is None, self.request.schedule or "varuna"
+        both = [self._two_types_of(size, schedule).fewest(gpus) for size in self.sizes() if crosses]
         if enough := min((each for each in both if each), key=sum, default=None):
             ways.append(str(Pool.of(dict(zip(self.names, enough, strict=True)))))
         why = "; ".join(
             f"on {name}, {str(error).split('; allowed')[0].rsplit(': ', 1)[-1]}" for name, _, error in refused
         )
         return PlanError(
-            f"the job fits on no type of these GPUs alone, nor in pipelines over two of them ({why})",
+            f"the job fits on no type of these GPUs alone{', nor in pipelines over two of them' * crosses} ({why})",
             field="pool",
             value=str(pool),
             allowed=", or ".join(ways) or "devices with more memory",

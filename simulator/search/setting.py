@@ -264,7 +264,10 @@ class Setting:
     ) -> tuple[int, ...]:
         """Return the number of sections that each stage recomputes together to fit in so many bytes; 0: all."""
         again = np.array(recomputes(schedule, len(boundaries), self.sections.recompute), np.bool_)
-        memory, where = self.sections_at(boundaries).memory(single=single), spans(boundaries, self.sections.num_sections)
+        memory, where = (
+            self.sections_at(boundaries).memory(single=single),
+            spans(boundaries, self.sections.num_sections),
+        )
         return tuple(memory.fitting_sizes(*where, np.array(windows, np.int64), again, usable).tolist())
 
     def holds_even(self, rule: Rule, depth: int, most: int) -> bool:

@@ -34,16 +34,22 @@ from simulator.search.setting import Rule, Setting
 from simulator.search.sweep import Sweep
 from simulator.search.windows import Trial
 
-_TINY, _LOOKED_AT, _FINALS = 8, {True: 24, False: 6}, {True: 6, False: 2}
-"""Mixes that are played, and of these those that are played with the stages that suit them best: of tiny pools, and others."""
+_TINY = 8
+"""On so few GPUs more mixes are looked at."""
+_LOOKED_AT, _FINALS, _DOUBT = {True: 24, False: 3}, {True: 24, False: 2}, {True: 1.2, False: 1.02}
+"""Mixes that are played, in both orders, of these those that are played with the stages that suit them best, and how
+much longer than the best these may seem to take: of tiny pools, and others."""
 _DENSE = 64
 """So many splits are looked at where there are many GPUs: those with most micro-batches for the speed of their GPUs."""
 _MANY_PLACES = 2_500
+_HOPEFUL = {True: 1.05, False: 1.0}
+"""What bounds and lines say may be so much longer than what is surpassed: of tiny pools, and others."""
 _HOPE = 0.5
 """What is played is taken to surpass its bound by so much of the least that was seen of one type."""
 _SLOWER, _LENGTHS, _CHEAP = 16.0, 12, 3
 """How much longer mini-batches may be that cost less, how many lengths are looked at, and how many GPUs of those."""
-_DOUBT = 1.02
+_LONG = 8
+"""With so many micro-batches for each stage, three windows are enough to know about what pipelines take."""
 _NEAR = 1e-3
 _ROUNDS = 60
 
@@ -233,7 +239,7 @@ class Splits:
         beside = max(1, total - 1)
         self.slowest_ns = np.stack([each.bottleneck_ns(schedule, beside, *most) for each in borders]).astype(np.float64)
         self.fill_ns = np.array([each.fill_ns for each in borders], np.float64)[:, None, None]
-        self.fits = (self.slowest_ns < NEVER).any(axis=0)
+        self.fits = np.any(self.slowest_ns < NEVER, axis=0)
 
     def gains(self, time_ns: float) -> Ints:
         """Return the micro-batches in so much time, at most: [first + 1, second + 1]."""
@@ -269,26 +275,29 @@ class TwoTypes:
         self._splits: dict[tuple[int, int], tuple[tuple[int, int], Splits]] = {}
         self._kinds: dict[Split, int] = {}
         self._settings: dict[Split, list[SplitSetting]] = {}
+        self._rough: dict[tuple[Split, int], dict[SplitSetting, int]] = {}
         self._alone: dict[tuple[Split, int], Outcome | None] = {}
 
-    def best(self, gpus: tuple[int, ...], below_ns: float) -> SplitFound | None:
-        """Return the fastest mix with such pipelines on these GPUs that takes less than ``below_ns``; None: none."""
-        hopeful = self._hopeful(gpus, below_ns)
-        if not hopeful:
-            return None
+    def best(self, gpus: tuple[int, ...], below_ns: float, *, quick: bool = False) -> SplitFound | None:
+        """Return the fastest mix with such pipelines on these GPUs that takes less than ``below_ns``; None: none.
+
+        ``quick``: only what seems best is played.
+        """
         is_tiny = sum(gpus) <= _TINY
-        rough = []
-        for splits, others in hopeful[: _LOOKED_AT[is_tiny]]:
-            chosen = self._chosen(splits, others)
+        hopeful, rough = self._hopeful(gpus, below_ns * _HOPEFUL[is_tiny]), []
+        num_ways, num_finals = (2, 1) if quick and not is_tiny else (_LOOKED_AT[is_tiny], _FINALS[is_tiny])
+        for splits, others in [each for way in hopeful[:num_ways] for each in self._near(*way, is_tiny)]:
+            chosen = self.chosen(splits, others)
             if len(chosen) == 1:
-                rough.append((self._alone_ns(*next(iter(splits.items()))), splits, others))
+                times_ns = self._rough_ns(*next(iter(splits.items()))).values()
+                rough.append((min(times_ns, default=math.inf), splits, others))
             elif (known := self.joint.settled(chosen, "rough", thorough=is_tiny)) is not None:
                 rough.append((float(known[0]), splits, others))
         rough.sort(key=lambda each: each[0])
         best: SplitFound | None = None
-        for time_ns, splits, others in rough[: _FINALS[is_tiny]]:
+        for time_ns, splits, others in rough[:num_finals]:
             least = min(below_ns, math.inf if best is None else best.mini_batch_ns)
-            if time_ns < least * _DOUBT:
+            if time_ns < least * _DOUBT[is_tiny]:
                 found = self._settled(splits, others, thorough=is_tiny)
                 if found is not None and found.mini_batch_ns < least:
                     best = found
@@ -299,9 +308,9 @@ class TwoTypes:
         return min((self._least_time(pair, gpus, math.inf) for pair in self._pairs(gpus)), default=math.inf)
 
     def cheap(self, gpus: tuple[int, ...], usd_per_h: Sequence[float]) -> list[tuple[float, tuple[int, ...]]]:
-        """Return GPUs of two types that may make examples for fewest dollars, with their nanoseconds times USD per hour.
+        """Return GPUs of two types that may make examples for fewest dollars, of mini-batches of several lengths.
 
-        Of mini-batches of several lengths the cheapest.
+        With each its nanoseconds times USD per hour.
         """
         found: dict[tuple[int, ...], float] = {}
         for pair in self._pairs(gpus):
@@ -319,14 +328,14 @@ class TwoTypes:
         return sorted((usd, subset) for subset, usd in found.items())[:_CHEAP]
 
     def fewest(self, gpus: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the numbers of GPUs on which such a pipeline fits that need fewest GPUs more than these; None: none."""
+        """Return the GPUs, the fewest more than these, on which such a pipeline fits; None: it fits on none."""
         deepest = self.sweeps[0].num_sections
         found = []
         for i, j in permutations(range(len(gpus)), 2):
             if gpus[i] and gpus[j]:
                 for a, b in np.argwhere(self._splits_of(i, j, (deepest, deepest)).fits).tolist():
                     missing = max(0, a - gpus[i]) + max(0, b - gpus[j])
-                    found.append((missing, a + b, self._workers({Split(i, j, a, b): 1}, ())))
+                    found.append((missing, a + b, self.gpus_of({Split(i, j, a, b): 1}, ())))
         return min(found)[2] if found else None
 
     # ---- what there is to gain, by bounds ----
@@ -410,7 +419,7 @@ class TwoTypes:
             search = self.mixes.search(gpus)
             gained, done = self._gains(pair, gpus, time_ns), search.done(time_ns)
             for splits in self._ways(pair, gpus, gained, done):
-                used = self._workers(splits, ())
+                used = self.gpus_of(splits, ())
                 left = tuple(number - taken for number, taken in zip(gpus, used, strict=True))
                 num_done, others = search.most(time_ns, frozenset(), left)
                 places = {(a, b): gain for a, b, gain in zip(*(each.tolist() for each in gained[:3]), strict=True)}
@@ -421,6 +430,20 @@ class TwoTypes:
                 if sum(splits.values()) + sum(number for _, number in others) <= self.mixes.most_replicas:
                     found.append((-num_done, len(splits) + len(others), splits, others))
         return [(splits, others) for _, _, splits, others in sorted(found, key=lambda each: each[:2])]
+
+    def _near(
+        self, splits: dict[Split, int], others: Chosen, is_tiny: bool
+    ) -> Iterator[tuple[dict[Split, int], Chosen]]:
+        """Yield this mix, in the other order too, and of tiny pools without one pipeline, or all, of one type."""
+        back = {Split(j, i, b, a): number for (i, j, a, b), number in splits.items()}
+        has_room = all(bool(np.asarray(self._splits_of(i, j, (a, b)).fits)[a, b]) for i, j, a, b in back)
+        for ordered in (splits, back) if has_room else (splits,):
+            yield ordered, others
+            if is_tiny and others:
+                yield ordered, ()
+                for place in range(len(others) if len(others) > 1 or others[0][1] > 1 else 0):
+                    (group, number), rest = others[place], others[:place] + others[place + 1 :]
+                    yield ordered, tuple(sorted((*rest, (group, number - 1)))) if number > 1 else rest
 
     @staticmethod
     def _without_spare(others: Chosen, search: Search, time_ns: float, spare: int) -> Chosen:
@@ -461,7 +484,8 @@ class TwoTypes:
 
     # ---- what was hoped for, simulated ----
 
-    def _chosen(self, splits: Mapping[Split, int], others: Chosen) -> Chosen:
+    def chosen(self, splits: Mapping[Split, int], others: Chosen) -> Chosen:
+        """Return pipelines of all kinds as ``joint`` numbers them."""
         own = [((self._kind(split), split.depth), number) for split, number in splits.items()]
         return (*others, *own)
 
@@ -478,29 +502,45 @@ class TwoTypes:
             self._settings[split] = [SplitSetting(each, split) for each in self._borders_of(split.first, split.second)]
         return self._settings[split]
 
-    def _alone_ns(self, split: Split, number: int) -> float:
-        outcome = self._equal(split, number)
-        return math.inf if outcome is None else outcome.mini_batch_ns
+    def _rough_ns(self, split: Split, number: int) -> dict[SplitSetting, int]:
+        """Return about what so many equal pipelines take alone, in the settings in which they fit and may be best."""
+        key = split, number
+        if key not in self._rough:
+            found: dict[SplitSetting, int] = {}
+            counts = deal(self.total, number)
+            for setting in sorted(self._settings_of(split), key=lambda each: each.bound_ns(split.depth, counts[0])):
+                least = min(found.values(), default=NEVER)
+                if setting.bound_ns(split.depth, counts[0]) < least and setting.fits(split.depth, counts[0]):
+                    is_long = counts[0] > _LONG * split.depth
+                    trial = self._trial(setting.under(self.schedule), split, counts, quick=is_long)
+                    if not (setting.grouped and found and trial.roomy):
+                        found[setting] = trial.planned[1]
+            self._rough[key] = found
+        return self._rough[key]
 
-    def _equal(self, split: Split, number: int) -> Outcome | None:
+    def _trial(self, setting: Setting, split: Split, counts: tuple[int, ...], *, quick: bool) -> Trial:
+        sweep = self.sweeps[split.first]
+        layout = sweep.layouts((split.depth, len(counts)))[0]
+        return Trial(setting, sweep.shape_simulator, layout, split.depth, counts, moves=not quick, quick=quick)
+
+    def equal(self, split: Split, number: int) -> Outcome | None:
         """Return the best of so many equal pipelines and no others; None where they do not fit."""
         if (split, number) not in self._alone:
-            best: Outcome | None = None
-            simulator, counts = self.sweeps[split.first].shape_simulator, deal(self.total, number)
-            layout = self.sweeps[split.first].layouts((split.depth, number))[0]
-            for setting in sorted(self._settings_of(split), key=lambda each: each.bound_ns(split.depth, counts[0])):
-                least = NEVER if best is None else best.mini_batch_ns
-                if setting.bound_ns(split.depth, counts[0]) < least and setting.fits(split.depth, counts[0]):
-                    found = Trial(setting, simulator, layout, split.depth, counts).best()
-                    best = found if found.mini_batch_ns < least else best
-            self._alone[split, number] = best
+            rough_ns, counts = self._rough_ns(split, number), deal(self.total, number)
+            least = min(rough_ns.values(), default=NEVER)
+            outcomes = [
+                self._trial(setting, split, counts, quick=False).best()
+                for setting, time_ns in rough_ns.items()
+                if time_ns <= least * _DOUBT[False]
+            ]
+            self._alone[split, number] = min(outcomes, key=lambda each: each.mini_batch_ns, default=None)
         return self._alone[split, number]
 
     def _settled(self, splits: dict[Split, int], others: Chosen, *, thorough: bool) -> SplitFound | None:
-        chosen, workers = self._chosen(splits, others), self._workers(splits, others)
+        chosen, workers = self.chosen(splits, others), self.gpus_of(splits, others)
         if len(chosen) == 1:
             (split, number), *_ = splits.items()
-            outcome = self._equal(split, number)
+            outcome = self.equal(split, number)
             types = self.joint.types[self._kind(split)].node_types
             return None if outcome is None else SplitFound(outcome.mini_batch_ns, workers, None, outcome, types)
         found = []
@@ -511,7 +551,7 @@ class TwoTypes:
         best = min(found, key=lambda mix: mix.mini_batch_ns, default=None)
         return None if best is None else SplitFound(best.mini_batch_ns, workers, best)
 
-    def _workers(self, splits: Mapping[Split, int], others: Chosen) -> tuple[int, ...]:
+    def gpus_of(self, splits: Mapping[Split, int], others: Chosen) -> tuple[int, ...]:
         """Return the GPUs of each type."""
         used = [0] * len(self.sweeps)
         for split, number in splits.items():

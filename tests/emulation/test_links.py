@@ -76,7 +76,7 @@ def test_an_early_message_is_held_back_until_it_is_due() -> None:
     clock = DeviceClock(0.02, time.now, time.sleep)
     tensor = message()
     transfer = IncomingLink(channel, clock, alarm, Interrupt(1)).transfer(tensor)
-    stamp(tensor, 101.0)
+    stamp(tensor, 101.0, late_s=0.5)
     channel.transfers[0].done, channel.transfers[0].done_at_s = True, 100.0
     assert not transfer.done
     assert not transfer.done
@@ -85,6 +85,7 @@ def test_an_early_message_is_held_back_until_it_is_due() -> None:
     assert transfer.done
     assert transfer.done_at_s == pytest.approx(101.0)
     assert clock.begin() == pytest.approx(101.0)
+    assert clock.late_s == pytest.approx(0.5)
 
 
 def test_a_units_state_travels_by_its_unscaled_bytes() -> None:
@@ -122,5 +123,5 @@ def test_a_head_tells_a_message_that_went_astray() -> None:
 
 
 def test_a_message_holds_its_head_however_small_it_is_scaled() -> None:
-    assert border(0).shape == (4,)
+    assert border(0).shape == (5,)
     assert border(1_000_000).num_bytes == 1_000_000

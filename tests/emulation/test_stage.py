@@ -214,7 +214,7 @@ def test_oversleeping_does_not_add_up() -> None:
     for _ in range(100):
         clock.end(clock.begin(), 0.1)
     assert time.now_s == pytest.approx(110.005)
-    assert clock.late_s == pytest.approx(0.005)
+    assert clock.late_s == 0.0
 
 
 def test_work_done_within_a_task_is_part_of_its_time() -> None:
@@ -232,8 +232,10 @@ def test_only_a_small_delay_of_the_host_is_forgiven() -> None:
     clock.end(clock.begin(), 1.0)
     time.now_s += 0.015
     assert clock.begin() == pytest.approx(101.0)
+    assert clock.late_s == 0.0
     time.now_s += 0.010
     assert clock.begin() == pytest.approx(101.025)
+    assert clock.late_s == pytest.approx(0.025)
 
 
 def test_nothing_is_forgiven_where_nothing_is_to_be() -> None:
@@ -260,6 +262,23 @@ def test_an_early_arrival_does_not_move_a_task_before_its_predecessor() -> None:
     clock.arrived(100.7)
     time.now_s += 0.002
     assert clock.begin() == pytest.approx(101.0)
+
+
+def test_a_task_is_as_late_as_what_it_waited_for() -> None:
+    time = FakeTime()
+    clock = clock_of(time, forgiven_s=0.02)
+    clock.end(clock.begin(), 1.0)
+    time.now_s = 102.0
+    clock.arrived(102.0, late_s=0.4)
+    clock.end(clock.begin(), 1.0)
+    assert clock.late_s == pytest.approx(0.4), "without delays, it would have begun at 101.6"
+    time.now_s += 0.1
+    clock.end(clock.begin(), 1.0)
+    assert clock.late_s == pytest.approx(0.5)
+    clock.arrived(time.now_s + 0.3, late_s=0.2)
+    time.now_s += 0.3
+    clock.begin()
+    assert clock.late_s == pytest.approx(0.2), "waiting hides what is less late"
 
 
 def test_after_a_rest_a_task_begins_when_the_worker_comes_to_it() -> None:
@@ -384,10 +403,10 @@ def test_what_is_left_of_a_reduction_is_what_the_simulator_expects(device: Emula
 
 
 class MeetingRing:
-    """A ring whose other member is ready at ``others_s``."""
+    """A ring whose other member is ready at ``others_s``, and would be ``late_s`` earlier but for its busy host."""
 
-    def __init__(self, *others_s: float) -> None:
-        self._others = torch.tensor(others_s, dtype=torch.float64)
+    def __init__(self, *others_s: float, late_s: float = 0.0) -> None:
+        self._others = torch.tensor([others_s, [ready_s - late_s for ready_s in others_s]], dtype=torch.float64)
 
     def reduce(self, tensor: torch.Tensor, _op: object) -> MeetingRing:
         torch.maximum(tensor, self._others, out=tensor)
@@ -405,7 +424,7 @@ class MeetingRing:
 def test_a_ring_is_through_when_the_slowest_suffix_is(others_s: tuple[float, ...], through_s: float) -> None:
     """Sections 1 and 0, of which 3 and 0.5 s are left when all have passed them; this worker did at 6 and 10 s."""
     ring = EmulatedRing(MeetingRing(*others_s), {1: 3.0, 0: 0.5})  # type: ignore[arg-type]
-    assert run_rings([ring], 10.0, {1: 6.0, 0: 10.0}) == pytest.approx(through_s)
+    assert run_rings([ring], 10.0, {1: 6.0, 0: 10.0}) == pytest.approx((through_s, through_s))
 
 
 def rings_with(*met: tuple[float, dict[int | None, float]]) -> list[EmulatedRing]:
@@ -414,13 +433,20 @@ def rings_with(*met: tuple[float, dict[int | None, float]]) -> list[EmulatedRing
 
 
 def test_rings_across_stages_wait_for_the_whole_stage() -> None:
-    assert run_rings(rings_with((4.0, {None: 2.0})), 5.0, {0: 1.0}) == pytest.approx(7.0)
-    assert run_rings(rings_with((4.0, {0: 2.0})), float("-inf"), {}) == pytest.approx(6.0)
+    assert run_rings(rings_with((4.0, {None: 2.0})), 5.0, {0: 1.0}) == pytest.approx((7.0, 7.0))
+    assert run_rings(rings_with((4.0, {0: 2.0})), float("-inf"), {}) == pytest.approx((6.0, 6.0))
 
 
 def test_a_link_carries_one_ring_after_the_other() -> None:
     """With different cuts a stage is in several rings, of which the second waits for the first, not for compute."""
     rings = rings_with((4.0, {1: 3.0}), (0.0, {0: 1.0}))
-    assert run_rings(rings, 6.0, {1: 2.0, 0: 6.0}) == pytest.approx(8.0)
-    assert run_rings(rings, 9.0, {1: 2.0, 0: 9.0}) == pytest.approx(10.0)
-    assert run_rings(rings_with((4.0, {1: 3.0}), (0.0, {None: 1.0})), 9.0, {1: 2.0}) == pytest.approx(10.0)
+    assert run_rings(rings, 6.0, {1: 2.0, 0: 6.0}) == pytest.approx((8.0, 8.0))
+    assert run_rings(rings, 9.0, {1: 2.0, 0: 9.0}) == pytest.approx((10.0, 10.0))
+    assert run_rings(rings_with((4.0, {1: 3.0}), (0.0, {None: 1.0})), 9.0, {1: 2.0}) == pytest.approx((10.0, 10.0))
+
+
+def test_a_ring_says_when_it_would_be_through_without_delays_by_busy_hosts() -> None:
+    left_s: dict[int | None, float] = {1: 3.0, 0: 0.5}
+    ring = EmulatedRing(MeetingRing(9.0, 9.5, late_s=2.0), left_s)  # type: ignore[arg-type]
+    assert run_rings([ring], 10.0, {1: 6.0, 0: 10.0}, late_s=1.0) == pytest.approx((12.0, 10.0))
+    assert run_rings([ring], 10.0, {1: 6.0, 0: 10.0}, late_s=0.0) == pytest.approx((12.0, 10.5))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 from simulated_job import SIZES, UNITS
 from test_jumping import EXACT, PLANS
 
 from manager.controller.state.events import Event
 from manager.controller.state.state import Decision
-from manager.simulation.spot.cluster import SpotCluster
+from manager.simulation.spot.cluster import SpotCluster, without_cycles
 from manager.simulation.spot.job import SpotJob
 
 
@@ -42,3 +44,17 @@ def spared(aborted_s: float) -> int:
 
 def test_work_done_until_a_worker_aborts_need_not_be_repeated() -> None:
     assert 0 < spared(aborted_s=0.0) < spared(aborted_s=0.5)
+
+
+def test_decisions_form_no_cycles_of_objects() -> None:
+    """Else each would keep the state before it until the collector runs, which a replay does without."""
+    job = SpotJob(name="job", batch_size=8, plans=PLANS, units=UNITS, unit_bytes=SIZES)
+    cluster = SpotCluster(job, num_steps=10**6, num_expected=4)
+    names = [cluster.vm_came() for _ in range(4)]
+    with without_cycles():
+        gc.collect()
+        cluster.play(60.0)
+        cluster.vm_taken(names[-1])
+        cluster.play(120.0)
+        assert cluster.num_decisions > 10
+        assert gc.collect() < cluster.num_decisions

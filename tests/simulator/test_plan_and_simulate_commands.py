@@ -42,6 +42,24 @@ def test_plan_prints_the_best_shape_and_runners_up_and_writes_the_plan(profile: 
     assert list(tmp_path.glob("*.partial")) == []
 
 
+def test_plan_and_simulate_say_where_the_stages_of_a_pipeline_over_two_types_are(tmp_path: Path) -> None:
+    path, file = tmp_path / "profile.json", tmp_path / "plan.json"
+    large = synthetic_profile(num_sections=6, parameter_bytes=40_000_000, batch_size=16, micro_batch_size=1)
+    environment = large.environment.model_copy(update={"device_memory_bytes": 2**30})
+    large = with_type(large.model_copy(update={"environment": environment}), "slow", 2.0, 2**30)
+    path.write_text(large.model_dump_json())
+    planned = _run("plan", path, "--pool", "synthetic=2,slow=4", "-o", file)
+    drawn = _run("simulate", path, "--plan", file, "--png", tmp_path / "timeline.png")
+    told = ["4 on slow, then 2 on synthetic", "2 on synthetic, then 4 on slow"]
+    if load_plan(file).stages[0].node_type == "synthetic":
+        told.reverse()
+    for output in (planned, drawn):
+        assert f"1 pipeline of 6 stages ({told[0]}): 16 micro-batches each" in output
+    refused = CliRunner().invoke(app, ["plan", str(path), "--pool", "synthetic=1,slow=1"])
+    assert isinstance(refused.exception, PlanError)
+    assert "allowed: slow=6, or synthetic=6, or slow=" in str(refused.exception)
+
+
 def test_plan_prints_json_for_programs(profile: Path) -> None:
     answer = json.loads(_run("plan", profile, "--gpus", 6, "--json"))
     assert Plan.model_validate(answer["best"]) == plan(synthetic_profile(tied=True), num_gpus=6).best
@@ -123,7 +141,7 @@ def test_a_range_is_answered_as_table_csv_and_picture(profile: Path, tmp_path: P
     output = _run("plan", profile, "--gpus", "2..5", "--price", 0.9, "--csv", csv, "--png", png)
     table = pandas.read_csv(csv)
     assert table["num_gpus"].tolist() == [2, 3, 4, 5]
-    plans = plan_table(synthetic_profile(tied=True), 5)
+    plans = plan_table(synthetic_profile(tied=True), 5, unequal=True)
     assert table["examples_per_s"].tolist() == pytest.approx(
         [plans[gpus].expected.examples_per_s for gpus in range(2, 6)]
     )

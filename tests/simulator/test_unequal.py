@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, permutations, product
 from typing import Literal
 
@@ -24,6 +24,7 @@ from simulator import (
     synthetic_profile,
 )
 from simulator.costs.answer import SimulatedKind, deal, describe_kinds
+from simulator.costs.joined_sections import JoinedSections
 from simulator.costs.outcome import EngineName, Kind, ShapeSimulator, engine_of, together
 from simulator.costs.stage_costs import SectionCosts, stage_costs
 from simulator.engine.schedules import stage_windows
@@ -34,39 +35,51 @@ from simulator.inputs.synthetic import with_type
 from simulator.search.mixes import Chosen, Mixes, Search
 from simulator.search.pipelines import Stages
 from simulator.search.pools import WORTH, Pools, cheapest_enough
+from simulator.search.two_types import Split, TwoTypes
 from tests.seeds import each_seed
 from tests.simulator.test_reductions import random_job
 
 
+def sections_of(profile: Profile, cuts: Sequence[int], types: Sequence[str]) -> SectionCosts:
+    """Of stages on one type of node, or each on its own."""
+    if len(set(types)) == 1:
+        return SectionCosts(of_pool_type(profile, types[0]), 1)
+    names = list(dict.fromkeys(types))
+    lengths = np.diff([*cuts, profile.num_sections])
+    places = np.repeat([names.index(name) for name in types], lengths)
+    return JoinedSections([SectionCosts(of_pool_type(profile, name), 1) for name in names], places)
+
+
 def mix(
     profile: Profile,
-    kinds: Sequence[tuple[Sequence[int], Sequence[int], str]],
+    kinds: Sequence[tuple[Sequence[int], Sequence[int], Sequence[str]]],
     conditions: Conditions = Conditions(),  # noqa: B008 (frozen)
     engine: EngineName = "compiled",
 ) -> Simulation:
-    """Of (first sections, micro-batches of each pipeline, type of node) for each kind."""
+    """Of (first sections, micro-batches of each pipeline, type of node of each stage) for each kind."""
     given = []
-    for cuts, counts, node_type in kinds:
-        sections = SectionCosts(of_pool_type(profile, node_type), 1)
+    for cuts, counts, types in kinds:
+        sections = sections_of(profile, cuts, types)
         windows = stage_windows("varuna", len(cuts), max(counts), 1)
         costs = stage_costs(sections, cuts, windows, "varuna", single=len(kinds) == 1 == len(counts))
         given.append(Kind(ShapeSimulator(conditions, engine_of(engine)), costs, tuple(counts)))
     return describe_kinds(
         [
-            SimulatedKind(outcome, kind.simulator, (node_type,))
-            for outcome, kind, (_, _, node_type) in zip(together(given), given, kinds, strict=True)
+            SimulatedKind(outcome, kind.simulator, tuple(types))
+            for outcome, kind, (_, _, types) in zip(together(given), given, kinds, strict=True)
         ]
     )
 
 
-def random_mix(rng: np.random.Generator, num_sections: int = 6) -> list[tuple[list[int], tuple[int, ...], str]]:
-    """Two or three kinds of pipelines of two types."""
+def random_mix(rng: np.random.Generator, num_sections: int = 6) -> list[tuple[list[int], tuple[int, ...], list[str]]]:
+    """Two or three kinds of pipelines on two types, or with stages on either."""
     found = []
     for _ in range(int(rng.integers(2, 4))):
         depth = int(rng.integers(1, num_sections))
         cuts = sorted(rng.choice(np.arange(1, num_sections), depth - 1, replace=False).tolist())
         counts = tuple(int(value) for value in rng.integers(1, 5, int(rng.integers(1, 3))))
-        found.append(([0, *cuts], counts, str(rng.choice(["", "t4"]))))
+        types = rng.choice(["", "t4"], depth if rng.integers(2) else 1).tolist()
+        found.append(([0, *cuts], counts, types * (depth // len(types))))
     return found
 
 
@@ -83,8 +96,10 @@ def test_equal_pipelines_told_as_kinds_take_as_long(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_job(rng)
     ((cuts, _, _), *_), counts = random_mix(rng), deal(profile.job.batch_size, int(rng.integers(2, 4)))
+    types = [""] * len(cuts)
     whole, parted = (
-        mix(profile, kinds) for kinds in ([(cuts, counts, "")], [(cuts, counts[:1], ""), (cuts, counts[1:], "")])
+        mix(profile, kinds)
+        for kinds in ([(cuts, counts, types)], [(cuts, counts[:1], types), (cuts, counts[1:], types)])
     )
     same = simulate(profile, boundaries=cuts, num_replicas=len(counts), window_slope=1)
     assert same.plan.expected == whole.plan.expected
@@ -107,18 +122,33 @@ def test_unequal_plans_are_simulated_as_they_stand(seed: int) -> None:
     assert again.expected.lower_bound_s <= again.expected.mini_batch_s
     assert sum(again.breakdown_s.values()) == pytest.approx(again.expected.mini_batch_s)
     assert sum(again.expected.parts_s.values()) == pytest.approx(again.expected.mini_batch_s)
-    ends = again.timeline.groupby("task")["end_s"].max()
-    assert ends["optimizer"] <= again.expected.mini_batch_s + 1e-12
-    assert ends["commit"] == pytest.approx(
-        again.expected.mini_batch_s - again.kinds[0].outcome.after.optimizer_ns / 1e9
-    )
-    workers = again.timeline[["replica", "stage"]].drop_duplicates()
-    assert len(workers) == again.plan.num_workers
+    tasks = again.timeline.groupby(["stage", "replica", "task"])
+    begins_s, ends_s = tasks["start_s"].min().unstack(), tasks["end_s"].max().unstack()
+    assert len(begins_s) == again.plan.num_workers
+    assert begins_s["forward"].min() == 0
+    assert (ends_s["optimizer"] <= again.expected.mini_batch_s + begins_s["forward"] + 1e-12).all(), "begins again then"
+    first_s = min(kind.outcome.after.optimizer_ns for kind in again.kinds) / 1e9
+    assert ends_s["commit"].to_numpy() == pytest.approx(again.expected.mini_batch_s - first_s)
+
+
+@pytest.mark.parametrize("engine", ["compiled", "reference"])
+def test_no_worker_waits_for_the_optimizer_step_of_a_slower_type(engine: EngineName) -> None:
+    """Optimizer steps take 0.4 and 0.8 s, a micro-batch 0.6 and 1.2 s; with one each on T4s, V100s are through last."""
+    profile = synthetic_profile(num_sections=4, forward_s=0.05, overhead_s=0, optimizer_step_s=0.1, latency_s=0)
+    profile = with_type(profile, "t4", 2.0)
+    fast = ([0], (4,), [""])
+    fast_s, slow_s = (mix(profile, [kind]).expected.mini_batch_s for kind in (fast, ([0], (2,), ["t4"])))
+    assert (fast_s, slow_s) == pytest.approx((2.8, 3.2), rel=1e-3)
+    lightly, evenly = (mix(profile, [fast, ([0], (number,), ["t4"])], engine=engine) for number in (1, 2))
+    assert lightly.expected.mini_batch_s == pytest.approx(fast_s, abs=0.02)
+    assert evenly.expected.mini_batch_s == pytest.approx(slow_s, abs=0.02)
+    begins_s = evenly.timeline.groupby("replica")["start_s"].min().tolist()
+    assert begins_s == pytest.approx([0, 0.4])
 
 
 def test_slow_workers_of_an_unequal_plan_are_those_of_its_stages() -> None:
     profile = synthetic_profile(num_sections=4, batch_size=6, micro_batch_size=1)
-    plan = mix(profile, [([0, 2], (2,), ""), ([0], (2, 2), "")]).plan
+    plan = mix(profile, [([0, 2], (2,), ["", ""]), ([0], (2, 2), [""])]).plan
     alone = simulate_plan(profile, plan).expected.mini_batch_s
     assert simulate_plan(profile, plan, slow={1: 1.5}).expected.mini_batch_s == alone  # not the slowest pipeline's
     assert simulate_plan(profile, plan, slow={2: 1.5}).expected.mini_batch_s > 1.2 * alone
@@ -145,21 +175,70 @@ def random_pool(rng: np.random.Generator) -> tuple[Profile, dict[str, int]]:
     counts = {"": int(rng.integers(1, 5)), "t4": int(rng.integers(1, 4))}
     if rng.integers(3) == 0:
         counts = {"": int(rng.integers(3, 8))}
-    return with_type(profile, "t4", float(rng.uniform(1.2, 3))), counts
+    slower, limit = float(rng.uniform(1.2, 3)), None
+    if len(counts) > 1 and rng.integers(2):  # a model that few GPUs hold
+        stages = np.zeros(1, np.int64), np.array([count]), np.ones(1, np.int64), np.ones(1, np.bool_)
+        limit = int(rng.uniform(0.4, 1.1) * int(SectionCosts(profile, 1).memory(single=True).device_bytes(*stages)[0]))
+        environment = profile.environment.model_copy(update={"device_memory_bytes": limit})
+        profile = profile.model_copy(update={"environment": environment})
+    return with_type(profile, "t4", slower, limit), counts
+
+
+def splits_of(gpus: Sequence[int], num_sections: int) -> list[Split]:
+    """Every pipeline over two types that these GPUs can form."""
+    return [
+        Split(i, j, a, b)
+        for i, j in permutations(range(len(gpus)), 2)
+        for a, b in product(range(1, gpus[i] + 1), range(1, gpus[j] + 1))
+        if a + b <= num_sections
+    ]
 
 
 def fastest_of_all(pools: Pools, gpus: Sequence[int]) -> int:
-    """Of every multiset of pipelines with every share, and of equal pipelines on one type."""
-    mixes, best = pools.mixes(1, "varuna"), pools.equal(gpus)[0].mini_batch_ns
-    search = Search(mixes, tuple(gpus))
-    for chosen in search.all_mixes():
-        numbers = [number for _, number in chosen]
-        if sum(numbers) <= mixes.total:
-            for totals in product(*(range(number, mixes.total + 1) for number in numbers[:-1])):
-                last = mixes.total - sum(totals)
-                if last >= numbers[-1]:
-                    best = min(best, mixes.exact_ns(chosen, (*totals, last)))
+    """Of every multiset of pipelines, on one type or over two, with every share, and of equal pipelines on one type."""
+    two_types = TwoTypes(pools.mixes(1, "varuna"), pools.of_size(1))
+    joint, best = (
+        two_types.joint,
+        min((each.mini_batch_ns for each in pools.equal(gpus, below_ns=2.0**62)), default=2**62),
+    )
+    for splits in multisets(splits_of(gpus, pools.sweeps[0].num_sections), tuple(gpus), two_types):
+        left = tuple(number - used for number, used in zip(gpus, two_types.gpus_of(splits, ()), strict=True))
+        others = (
+            [*Search(two_types.mixes, left).all_mixes(), *alone_on(two_types.mixes, left)]
+            if splits
+            else (Search(two_types.mixes, left).all_mixes())
+        )
+        for other in others:
+            chosen = two_types.chosen(splits, other)
+            numbers = [number for _, number in chosen]
+            if sum(numbers) == 1:
+                outcome = two_types.equal(*next(iter(splits.items())))
+                best = min(best, best if outcome is None else outcome.mini_batch_ns)
+            elif sum(numbers) <= joint.total:
+                for totals in product(*(range(number, joint.total + 1) for number in numbers[:-1])):
+                    last = joint.total - sum(totals)
+                    if last >= numbers[-1]:
+                        best = min(best, joint.exact_ns(chosen, (*totals, last)))
     return best
+
+
+def multisets(splits: Sequence[Split], gpus: tuple[int, ...], two_types: TwoTypes) -> Iterator[dict[Split, int]]:
+    """Of such pipelines, the empty one too, that fit on these GPUs side by side."""
+    if not splits:
+        yield {}
+        return
+    first, *others = splits
+    for number in range(sum(gpus) // first.depth + 1):
+        here = {first: number} if number else {}
+        left = tuple(has - used for has, used in zip(gpus, two_types.gpus_of(here, ()), strict=True))
+        if min(left) >= 0:
+            yield from (here | rest for rest in multisets(others, left, two_types))
+
+
+def alone_on(mixes: Mixes, gpus: tuple[int, ...]) -> Iterator[Chosen]:
+    """No pipeline, or one of one type."""
+    yield ()
+    yield from (((group, 1),) for group in Search(mixes, gpus).groups)
 
 
 @pytest.mark.slow
@@ -213,12 +292,18 @@ def test_no_gpu_and_no_type_of_gpu_makes_a_plan_slower(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile, counts = random_pool(rng)
     table = pool_plan_table(profile, counts)
+    if Pool.of(counts) not in table:
+        with pytest.raises(PlanError, match=r"fits on no type|does not fit"):
+            plan(profile, pool=counts)
+        return
     whole = table[Pool.of(counts)].expected.mini_batch_s
     assert whole * WORTH <= min(plan.expected.mini_batch_s for plan in table.values())
     for pool, found in table.items():
         assert Pool.counting(pool_of(found)).fits_in(pool)
         alone = plan(profile, pool=pool, schedule=found.schedule).best.expected.mini_batch_s
         assert alone * WORTH <= found.expected.mini_batch_s, pool
+    roomy = profile.environment.model_copy(update={"device_memory_bytes": None})
+    profile = profile.model_copy(update={"environment": roomy})
     numbers = plan_table(profile, 6, unequal=True)
     times = [each.expected.mini_batch_s for each in numbers.values()]
     assert all(more * WORTH <= fewer for fewer, more in pairwise(times))
@@ -239,8 +324,9 @@ def test_a_second_type_of_gpus_trains_as_much_more_as_it_can() -> None:
     alone = plan(profile, pool={"": 4}).best.expected.examples_per_s
     both = plan(profile, pool={"": 4, "t4": 4}).best
     assert both.expected.examples_per_s > 1.4 * alone
-    fast, slow = (kind.micro_batches[0] / kind.num_stages for kind in both.pipeline_kinds)
-    assert 1.8 < fast / slow < 2.2, "shares go by speed"
+    for replica, share in enumerate(both.micro_batches_per_replica):
+        speed = sum(0.5 if both.stages[stage].node_type == "t4" else 1.0 for stage in both.stages_of(replica))
+        assert share / 256 == pytest.approx(speed / 6, rel=0.1), "shares go by speed"
     assert simulate_plan(profile, both).plan == both
     cheap = plan(profile, pool={"": 4, "t4": 4}, objective="usd_per_example", usd_per_gpu_hour={"": 1.0, "t4": 0.1})
     assert set(pool_of(cheap.best)) == {"t4"}
@@ -260,6 +346,56 @@ def test_memory_is_that_of_each_type() -> None:
         plan(small, pool={"t4": 1, "k80": 1})
     with pytest.raises(PlanError, match="is not a type of this profile"):
         plan(profile, pool={"a100": 1})
+
+
+def test_stages_cost_what_they_do_on_their_own_type() -> None:
+    """But for messages between two types, which take as long as on the slower one, and memory for reductions."""
+    profile = with_type(synthetic_profile(num_sections=6, batch_size=8, micro_batch_size=1), "t4", 2.5, 2**31)
+    slow = synthetic_profile(num_sections=6, batch_size=8, micro_batch_size=1, latency_s=0.02).inter_node
+    environment = profile.node_types[0].environment.model_copy(
+        update={"context_bytes": 10**8, "allocator_permille": 50}
+    )
+    other = profile.node_types[0].model_copy(update={"inter_node": slow, "environment": environment})
+    profile = profile.model_copy(update={"node_types": (other,), "all_reduce": ()})
+    cuts, types = (0, 1, 3, 4), ["", "t4", "t4", ""]
+    joined, *alone = (
+        stage_costs(sections_of(profile, cuts, each), cuts, (4, 3, 2, 1), "varuna", single=False)
+        for each in (types, [""] * 4, ["t4"] * 4)
+    )
+    own = [alone[name == "t4"] for name in types]
+    for stage, costs in enumerate(own):
+        for field in ("forward_ns", "recompute_ns", "backward_ns"):
+            assert getattr(joined.times, field)[stage] == getattr(costs.times, field)[stage]
+        assert joined.memory_bytes[stage] == costs.memory_bytes[stage]
+        assert joined.memory_parts(stage) == costs.memory_parts(stage)
+        assert joined.optimizer_ns[stage] == costs.optimizer_ns[stage]
+        behind = own[min(stage + 1, 3)]
+        slower = max(costs.times.activation_ns[stage], behind.times.activation_ns[stage])
+        assert joined.times.activation_ns[stage] == slower
+        ends = [*cuts[1:], 6]
+        in_stage = slice(cuts[stage], ends[stage])
+        assert (joined.reduced.behind_ns(3)[in_stage] == costs.reduced.behind_ns(3)[in_stage]).all()
+    assert alone[0].times.activation_ns[0] < joined.times.activation_ns[0] == alone[1].times.activation_ns[0]
+
+
+def test_a_model_that_fits_on_neither_type_alone_is_trained_on_both_and_a_refusal_says_so() -> None:
+    profile = synthetic_profile(num_sections=6, parameter_bytes=40_000_000, batch_size=16, micro_batch_size=1)
+    environment = profile.environment.model_copy(update={"device_memory_bytes": 2**30})
+    profile = with_type(profile.model_copy(update={"environment": environment}), "t4", 2.0, 2**30)
+    needed = next(number for number in range(2, 7) if number in plan_table(profile, 6))
+    pool = {"": needed - 1, "t4": 1}
+    found = plan(profile, pool=pool).best
+    assert (found.pool, found.shape) == (Pool.of(pool), f"{needed}x1")
+    assert simulate_plan(profile, found).plan == found
+    assert pool_plan_table(profile, pool)[Pool.of(pool)].expected == found.expected
+    with pytest.raises(PlanError, match=r"fits on no type .*, nor in pipelines over two") as refused:
+        plan(profile, pool={"": 1, "t4": needed - 2})
+    named = str(refused.value).split("or ")[-1]
+    assert plan(profile, pool=Pool.parse(named)).best.pool == Pool.parse(named)
+    cheap = plan(profile, pool=pool, objective="usd_per_example", usd_per_gpu_hour={"": 1.0, "t4": 0.1})
+    assert cheap.best.pool == Pool.of(pool)
+    with pytest.raises(PlanError, match="on one type of GPU"):
+        simulate_plan(profile, found, jitter_seed=1)
 
 
 def random_nodes(rng: np.random.Generator, most: int) -> tuple[int, ...]:

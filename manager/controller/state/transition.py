@@ -76,25 +76,29 @@ class WorkerFields(TypedDict, total=False):
 
 
 class SliceChange(Generic[Fields]):
-    """Replaces some fields of one slice of a transition's state.
+    """A method of a transition that replaces some fields of one slice of its state.
 
     Args:
-        transition: The transition.
         path: Names of the fields that lead from the state to the slice.
         kind: The slice's class, whose constructor defines the fields and their types.
     """
 
-    def __init__(self, transition: Transition, path: str, kind: Callable[Fields, object]) -> None:  # noqa: ARG002 (for its type)
-        self._transition, self._path = transition, path.split(".")
+    def __init__(self, path: str, kind: Callable[Fields, object]) -> None:  # noqa: ARG002 (for its type)
+        self._path = path.split(".")
 
-    def __call__(self, *args: Fields.args, **fields: Fields.kwargs) -> None:
-        """Replace these fields."""
-        assert not args, "fields are given by name"
-        owners = list(accumulate(self._path, getattr, initial=self._transition.state))
-        replaced = owners.pop().model_copy(update=fields)
-        for name, owner in zip(reversed(self._path), reversed(owners), strict=True):
-            replaced = owner.model_copy(update={name: replaced})
-        self._transition.state = replaced
+    def __get__(self, transition: Transition, owner: type[Transition]) -> Callable[Fields, None]:
+        """Bind it, and keep nothing: a cycle of objects would keep each decision's state."""
+
+        def change(*args: Fields.args, **fields: Fields.kwargs) -> None:
+            """Replace these fields."""
+            assert not args, "fields are given by name"
+            owners = list(accumulate(self._path, getattr, initial=transition.state))
+            replaced = owners.pop().model_copy(update=fields)
+            for name, one in zip(reversed(self._path), reversed(owners), strict=True):
+                replaced = one.model_copy(update={name: replaced})
+            transition.state = replaced
+
+        return change
 
 
 class Transition:
@@ -104,18 +108,19 @@ class Transition:
     not change.
     """
 
+    change_step = SliceChange("step", StepProgress)
+    change_saving = SliceChange("saving", Saving)
+    change_save_times = SliceChange("saving.save_times", SaveTimes)
+    change_waits = SliceChange("waits", Waits)
+    change_provisioning = SliceChange("provisioning", Provisioning)
+    change_measured = SliceChange("measured", Measured)
+
     def __init__(self, state: ControllerState, now_s: float) -> None:
         self.state, self.now_s = state, now_s
         self.actions: list[Action] = []
         self.code: ReasonCode | None = None
         self._sentences: list[str] = []
         self._known: dict[Callable[..., Any], tuple[tuple[object, ...], Any]] = {}
-        self.change_step = SliceChange(self, "step", StepProgress)
-        self.change_saving = SliceChange(self, "saving", Saving)
-        self.change_save_times = SliceChange(self, "saving.save_times", SaveTimes)
-        self.change_waits = SliceChange(self, "waits", Waits)
-        self.change_provisioning = SliceChange(self, "provisioning", Provisioning)
-        self.change_measured = SliceChange(self, "measured", Measured)
 
     def say(self, code: ReasonCode, sentence: str, *actions: Action) -> None:
         """Set the reason of the decision. A reason that reports lost work is kept, unless the run ends."""

@@ -11,7 +11,7 @@ import simpy
 from manager.accounting.account import Part
 from manager.controller.state.events import NodeFacts
 from manager.simulation.policies.membership import ON_DEMAND, end_of, nothing_paid, usd_of
-from manager.simulation.spot.cluster import SpotCluster
+from manager.simulation.spot.cluster import SpotCluster, without_cycles
 from manager.simulation.spot.job import SpotJob
 from manager.simulation.spot.outcome import Outcome
 from manager.simulation.spot.run_end import SpotPrices, Until
@@ -77,17 +77,8 @@ def play_morph(
         lives.setdefault(change.event.node_id, []).append((change, due))
     for of_one in lives.values():
         cluster.env.process(live(of_one))
-    end_s = end_of(until, trace)
-    while cluster.finish is None and cluster.now_s < end_s:
-        cluster.play(min(end_s, cluster.now_s + LOOK_EVERY_S))
-        done = [cluster.now_s / end_s]
-        if until.kind == "usd":
-            done.append(_usd(cluster) / until.amount)
-        elif until.num_steps:
-            done.append(cluster.state.version / until.num_steps)
-        told(min(1.0, max(done)))
-        if until.kind == "usd" and done[-1] >= 1:
-            break
+    with without_cycles():
+        _play(cluster, until, end_of(until, trace), told)
     account = cluster.account
     changes = sum(before.shape != after.shape for before, after in pairwise(cluster.moments))
     return Outcome(
@@ -138,6 +129,19 @@ def play_mix(
     mixed = trace.model_copy(update={"events": tuple(events)})
     outcome = play_morph(job, mixed, until=until, seed=seed, prices=prices, name=name, told=told)
     return replace(outcome, policy=f"mix-{round(100 * on_demand_share)}")
+
+
+def _play(cluster: SpotCluster, until: Until, end_s: float, told: Callable[[float], None]) -> None:
+    while cluster.finish is None and cluster.now_s < end_s:
+        cluster.play(min(end_s, cluster.now_s + LOOK_EVERY_S))
+        done = [cluster.now_s / end_s]
+        if until.kind == "usd":
+            done.append(_usd(cluster) / until.amount)
+        elif until.num_steps:
+            done.append(cluster.state.version / until.num_steps)
+        told(min(1.0, max(done)))
+        if until.kind == "usd" and done[-1] >= 1:
+            break
 
 
 def _usd(cluster: SpotCluster) -> float:

@@ -144,7 +144,7 @@ class SpotCluster:
     def play(self, until_s: float = math.inf) -> None:
         """Play until this time, or until the run has ended."""
         self._until_s = until_s
-        with _without_cycles():
+        with without_cycles():
             while self.finish is None and math.inf > min(self.env.peek(), self._wake_s) <= until_s:
                 if self._wake_s < self.env.peek():
                     self._timeout_at(self._wake_s).callbacks.append(lambda _: self.tell(()))
@@ -294,8 +294,8 @@ def _raise_as_it_is(process: simpy.Event) -> None:
 
 
 @contextlib.contextmanager
-def _without_cycles() -> Iterator[None]:
-    """Turn off the search for cycles of objects: values hardly form any, and the search takes longer than deciding."""
+def without_cycles() -> Iterator[None]:
+    """Turn off the search for cycles of objects: decisions form none, and the search takes longer than deciding."""
     enabled = gc.isenabled()
     gc.disable()
     try:

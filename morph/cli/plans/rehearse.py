@@ -201,8 +201,8 @@ def _tell(rehearsed: Rehearsed) -> None:
     console.print(_parts_table(rehearsed))
     console.print(
         f"commit: {time_text(rehearsed.commit_s)}, the real manager's round trip as measured here; cores "
-        f"{rehearsed.busy_share:.0%} busy, {rehearsed.others_share:.0%} with other work; tasks late by up to "
-        f"{time_text(rehearsed.late_s)}",
+        f"{rehearsed.busy_share:.0%} busy, {rehearsed.others_share:.0%} with other work; they "
+        f"delayed a step by {time_text(rehearsed.late_s)}",
         soft_wrap=True,
     )
     _warn_if_busy(rehearsed)

@@ -87,7 +87,7 @@ class DeviceClock:
         self._forgiven_s = forgiven_s
         self._now = now
         self._sleep = sleep
-        self._arrival_s = NEVER_S
+        self._arrival_s = self._undelayed_arrival_s = NEVER_S
         self.slowness = 1.0
         """Factor of all times on this device."""
         self.free_s = NEVER_S
@@ -95,33 +95,36 @@ class DeviceClock:
         self.took_s = 0.0
         """Duration of the last task by this clock, however late the worker started it."""
         self.late_s = 0.0
-        """Largest delay of a task's real end after its end by this clock, since ``rest``."""
+        """By how much busy hosts have delayed the last task, since ``rest``: this one, and those that sent to it."""
 
     def now(self) -> float:
         """The present time."""
         return self._now()
 
-    def arrived(self, at_s: float) -> None:
-        """Record the arrival of an input: a task that waited for it begins at that moment."""
+    def arrived(self, at_s: float, late_s: float = 0.0) -> None:
+        """Record the arrival of an input, which busy hosts delayed: a task that waited for it begins at that moment."""
         self._arrival_s = max(self._arrival_s, at_s)
+        self._undelayed_arrival_s = max(self._undelayed_arrival_s, at_s - late_s)
 
     def rest(self) -> None:
         """Mark the device as idle: the next task begins when the worker starts it."""
-        self._arrival_s = self.free_s = NEVER_S
+        self._arrival_s = self._undelayed_arrival_s = self.free_s = NEVER_S
         self.late_s = 0.0
 
     def begin(self) -> float:
         """Return the moment from which a task that the worker begins now occupies the device."""
         now_s = self._now()
         could_s = max(self.free_s, self._arrival_s)
-        return could_s if now_s - could_s <= self._forgiven_s else now_s
+        begun_s = could_s if now_s - could_s <= self._forgiven_s else now_s
+        undelayed_s = max(self.free_s - self.late_s, self._undelayed_arrival_s)
+        self.late_s = begun_s - undelayed_s if undelayed_s > NEVER_S else 0.0
+        return begun_s
 
     def end(self, begun_s: float, duration_s: float) -> None:
         """Block until a task that began at a moment has taken its duration times ``slowness``."""
         self.took_s = duration_s * self.slowness
         end_s = begun_s + self.took_s
         self.wait_until(end_s)
-        self.late_s = max(self.late_s, self._now() - end_s)
         self.free_s = end_s
 
     def wait_until(self, moment_s: float) -> None:

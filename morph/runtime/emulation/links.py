@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from morph.runtime.emulation.clock import NEVER_S, Alarm, DeviceClock
-from morph.runtime.emulation.message import due_s, stamp
+from morph.runtime.emulation.message import due_s, late_s, stamp
 from morph.runtime.groups.channels import Carrier, Transfer
 from morph.runtime.groups.interrupt import Interrupt
 
@@ -41,7 +41,7 @@ class OutgoingLink:
         self._wire_free_s = max(self._wire_free_s, self._clock.free_s) + self._wire_s
         latency_s = max(0.0, next(self._times_s) - self._wire_s)
         self._due_s = max(self._due_s, self._wire_free_s + latency_s)
-        stamp(tensor, self._due_s)
+        stamp(tensor, self._due_s, self._clock.late_s)
         return self._channel.transfer(tensor)
 
 
@@ -57,7 +57,11 @@ class IncomingLink:
     def transfer(self, tensor: Tensor) -> Transfer:
         """Start receiving; done when the message has really arrived and is due."""
         real = self._channel.transfer(tensor)
-        return HeldBack(real, lambda: due_s(tensor), self._clock, self._alarm, self._interrupt, self._clock.arrived)
+
+        def arrived(at_s: float) -> None:
+            self._clock.arrived(at_s, late_s(tensor))
+
+        return HeldBack(real, lambda: due_s(tensor), self._clock, self._alarm, self._interrupt, arrived)
 
 
 class IncomingState:

@@ -32,26 +32,31 @@ def border(real_bytes: int) -> BoundaryTensor:
 
 def write_head(message: Tensor, head: Head) -> None:
     """Put a head on a message."""
-    message[1:HEADER_NUMBERS] = torch.tensor([head.step, head.micro_batch, head.value], dtype=torch.float64)
+    message[2:HEADER_NUMBERS] = torch.tensor([head.step, head.micro_batch, head.value], dtype=torch.float64)
 
 
 def read_head(message: Tensor, step: int, micro_batch: int) -> float:
     """Return the value of a message that must belong to this step and micro-batch."""
-    found_step, found_micro_batch, value = message[1:HEADER_NUMBERS].tolist()
+    found_step, found_micro_batch, value = message[2:HEADER_NUMBERS].tolist()
     assert (found_step, found_micro_batch) == (step, micro_batch), (
         f"a message of step {found_step:g}, micro-batch {found_micro_batch:g} came for {step}, {micro_batch}"
     )
     return float(value)
 
 
-def stamp(message: Tensor, due_s: float) -> None:
-    """Set the due time of a message."""
-    message[0] = due_s
+def stamp(message: Tensor, due_s: float, late_s: float = 0.0) -> None:
+    """Set the due time of a message, and by how much busy hosts have delayed it."""
+    message[0], message[1] = due_s, late_s
 
 
 def due_s(message: Tensor) -> float:
     """Return the due time of a message."""
     return float(message[0])
+
+
+def late_s(message: Tensor) -> float:
+    """Return by how much busy hosts have delayed a message."""
+    return float(message[1])
 
 
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -34,31 +34,44 @@ class EmulatedRing:
     ring: Ring
     left_s: Mapping[int | None, float]
 
-    def run(self, ready_s: Sequence[float]) -> float:
+    def run(self, ready_s: Sequence[Sequence[float]]) -> list[float]:
         """Meet the other members; returns when this ring is done. Raises as ``Interrupt.wait_for``.
 
         Args:
-            ready_s: When this worker can begin each of the parts of ``left_s``.
+            ready_s: When this worker can begin each of the parts of ``left_s``; a row for each answer wanted.
         """
         begin = torch.tensor(ready_s, dtype=torch.float64)
         self.ring.reduce(begin, dist.ReduceOp.MAX).wait("the other members of an emulated all-reduce")
-        begin_s: list[float] = begin.tolist()
-        return max(start_s + after_s for start_s, after_s in zip(begin_s, self.left_s.values(), strict=True))
+        rows: list[list[float]] = begin.tolist()
+        parts_s = self.left_s.values()
+        return [max(start_s + after_s for start_s, after_s in zip(row, parts_s, strict=True)) for row in rows]
 
 
-def run_rings(rings: Sequence[EmulatedRing], free_s: float, passed_s: Mapping[int, float]) -> float:
-    """Run a worker's rings one after the other; returns when the last is done. Raises as ``Interrupt.wait_for``.
+def run_rings(
+    rings: Sequence[EmulatedRing], free_s: float, passed_s: Mapping[int, float], late_s: float = 0.0
+) -> tuple[float, float]:
+    """Run a worker's rings one after the other. Raises as ``Interrupt.wait_for``.
 
     Args:
         rings: As ``rings_of`` returns them.
         free_s: End of this worker's last task.
         passed_s: End of its last backward through each section; missing for sections without one.
+        late_s: By how much busy hosts delayed that task.
+
+    Returns:
+        When the last ring is done, and when it would be if busy hosts had delayed no member's tasks.
     """
-    link_free_s = -math.inf
+    link_free_s, delays_s = [-math.inf, -math.inf], (0.0, late_s)
     for ring in rings:
         passed = [free_s if section is None else passed_s.get(section, free_s) for section in ring.left_s]
-        link_free_s = ring.run([max(ready_s, link_free_s) for ready_s in passed])
-    return max(free_s, link_free_s)
+        link_free_s = ring.run(
+            [
+                [max(ready_s - delay_s, begin_s) for ready_s in passed]
+                for delay_s, begin_s in zip(delays_s, link_free_s, strict=True)
+            ]
+        )
+    done_s, undelayed_s = (max(free_s - delay, end) for delay, end in zip(delays_s, link_free_s, strict=True))
+    return done_s, undelayed_s
 
 
 def rings_of(current: Generation, device: EmulatedDevice) -> list[EmulatedRing]:

@@ -95,6 +95,7 @@ class EmulatedWorkload:
 
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
         assert current.slot is not None
+        self._clock.rest()  # its first task does not begin when the optimizer's step ended, before the order came
         self._clock.slowness = slowness(self._device, current.plan, current.slot) * faults.slowness
         plan = current.plan.stages[current.slot.stage]
         jitter = JitterDraw(
@@ -128,10 +129,12 @@ class EmulatedWorkload:
         stopwatch = executor.stopwatch
         finish_reduction(sums, stopwatch)
         start = stopwatch.mark()
-        free_s = run_rings(rings_of(current, self._device), free_s, self._ends_s)
+        rings = rings_of(current, self._device)
+        free_s, undelayed_s = run_rings(rings, free_s, self._ends_s, self._clock.late_s)
         self._clock.wait_until(free_s)
         stopwatch.stood("reduce", start)
-        stopwatch.late_s = max(self._clock.late_s, 0.0)
+        if undelayed_s > NEVER_S:  # it had a task, or a ring
+            stopwatch.late_s = max(0.0, self._clock.now() - undelayed_s)
         self._clock.rest()
 
     def probe(

@@ -66,7 +66,7 @@ class Stopwatch:
         self.in_groups = False
         """Whether backwards include further recomputes; ``finished`` gets times without these."""
         self.late_s = 0.0
-        """For an emulated device: largest delay of a task's end in the step, because the host was busy."""
+        """For an emulated device: by how much busy hosts delayed the end of its step."""
         self.device_took_s: Callable[[], float] | None = None
         """For an emulated device: duration of the last task by its own clock, which a busy host does not affect."""
         self._begun: dict[int | None, tuple[float, float, float | None]] = {}
