@@ -1,10 +1,10 @@
-"""Which pipelines side by side train fastest: of what depths, on which types of node, with how many micro-batches each.
+"""Which pipelines side by side train fastest: their depths, types of node and numbers of micro-batches.
 
-In a given time each pipeline is through with so many micro-batches; so the question is which pipelines do most in that
-time on the GPUs that there are, which is a knapsack for each type of node, and in what least time that is enough. Most
-depths are known by a bound alone at first. Those that the best answer has are then played, until it has no others.
-What comes near it is played as a whole, with whole micro-batches and the rings that all pipelines form. Pipelines that
-are cut alike form fewest rings, so that they are looked at in any case.
+In a given time each pipeline finishes some number of micro-batches. Which pipelines finish most on the GPUs of one type
+is a knapsack; the answer is the least time in which all types together finish the mini-batch. At first only a bound is
+known for most depths. The depths in the best answer are simulated, until all depths of the best answer have been. Mixes
+with nearly the least time are then simulated as a whole, with whole micro-batches and the rings that all pipelines
+form. Pipelines that are cut alike form the fewest rings, so they are always among these mixes.
 """
 
 from __future__ import annotations
@@ -28,43 +28,45 @@ from simulator.search.pipelines import NEVER, Line, Pipelines, Stages, anchor
 
 Floats = npt.NDArray[np.float64]
 Group = tuple[int, int]
-"""Equal pipelines: number of their type of node, depth."""
+"""A kind of equal pipelines: the number of their type of node, and their depth."""
 Chosen = tuple[tuple[Group, int], ...]
-"""How many pipelines of each kind, in their order."""
+"""The number of pipelines of each kind, in the order of the kinds."""
 _HOPE = 0.5
-"""What is played of other depths is taken to surpass its bound by so much of the least that was seen, at best."""
+"""The time of a depth that has not been simulated is assumed to exceed its bound, relatively, by at least this fraction
+of the least excess among simulated depths."""
 _NEIGHBOUR_HOPE, _STEP = 0.85, 6
-"""The same where depths not further apart than this have been played on both sides."""
+"""The same fraction for a depth between two simulated ones that are at most ``_STEP`` apart."""
 _ROUGHLY = 1.2
-"""By how much the first bound is short of the answer, about."""
+"""The answer is about this many times as long as the first bound."""
 _NEAR = 1e-4
 _ROUNDS = 40
 _PLAYED, _FEW = {True: 24, False: 8}, 12
 _ALIKE = 4
-"""So many mixes of pipelines of one depth are looked at in any case."""
+"""This many mixes of pipelines of one depth are always simulated."""
 _EXACT: tuple[Stages, ...] = ("even", "best")
 _FINALS = {True: 24, False: 4}
-"""Of these, so many are looked at with the stages that suit them best: of tiny pools, and others."""
+"""The number of mixes that are simulated with the stages that suit them best, for tiny pools and for others."""
 _PLAYS, _FAR = 3, 1.5
-"""So often each kind is played, with numbers of micro-batches that are so many times as large as another one."""
+"""Each kind is simulated at most ``_PLAYS`` times, with numbers of micro-batches at least a factor ``_FAR`` apart."""
 _POINTS = 3 * _PLAYS
-"""Of a kind that was played: at most so many times are known."""
+"""The most points that the line of a simulated kind has."""
 _GUESSED = 6
-"""So many kinds are played before a search is given up by what is guessed of others."""
+"""This many kinds are simulated before a search may end because of guesses about the others."""
 _TINY = 8
-"""On so few GPUs all mixes are looked at."""
+"""With at most this many GPUs, all mixes are considered."""
 _LARGE = 64
-"""On more GPUs, where one depth matters less, a few depths are played first and others guessed by those around."""
+"""With more GPUs than this, where a single depth matters less, a few depths are simulated first and the times of the
+others are guessed from their neighbours."""
 _DOUBT = {True: 1.03, False: 1.02}
-"""Mixes that would take so much longer, as far as is known, are looked at all the same: of tiny pools, and others."""
+"""Mixes whose estimated time is at most this many times the best time are simulated, for tiny pools and for others."""
 _CHANGES = 2
-"""Of the number of replicas, by which reducing takes longer, after which it is left at that."""
+"""The number of replicas, on which the times of reductions depend, is corrected at most this often in a search."""
 
 
 @entry
 @compiled
 def _gains(time_ns, numbers, times_ns, total):  # type: ignore[no-untyped-def]
-    """Whole micro-batches of each kind in so much time: linear between those of which times are known, and beyond."""
+    """Return the whole micro-batches of each kind in this time (ns): linear between known points and beyond them."""
     last, num_kinds = len(numbers) - 1, numbers.shape[1]
     found = np.zeros(num_kinds, np.int64)
     for kind in range(num_kinds):
@@ -84,7 +86,7 @@ def _number(time_ns, numbers, times_ns, at, kind):  # type: ignore[no-untyped-de
 @entry
 @compiled
 def _least_ns(numbers, times_ns, counts, total, low, high):  # type: ignore[no-untyped-def]
-    """In which so many pipelines are through with all micro-batches, parts of one counted too."""
+    """Return the least time (ns) in which these pipelines finish all micro-batches, fractions counted."""
     last = len(numbers) - 1
     while high - low > _NEAR / 100 * high:
         middle, done = (low + high) / 2, 0.0
@@ -103,7 +105,7 @@ def _least_ns(numbers, times_ns, counts, total, low, high):  # type: ignore[no-u
 @entry
 @compiled
 def _knapsack(sizes, gains, most):  # type: ignore[no-untyped-def]
-    """Most gain on each number of GPUs, and the place of the kind taken last; -1: one GPU is left idle."""
+    """Return the most gain on each number of GPUs, and the place of the kind taken last; -1: one GPU stays idle."""
     best = np.zeros(most + 1, np.int64)
     taken = np.full(most + 1, -1)
     for number in range(1, most + 1):
@@ -120,7 +122,7 @@ def _knapsack(sizes, gains, most):  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class Mix:
-    """Pipelines with their micro-batches: of each kind the larger shares first."""
+    """Pipelines with their micro-batches; within each kind the larger shares come first."""
 
     shares: tuple[tuple[Group, tuple[int, ...]], ...]
     mini_batch_ns: int
@@ -128,7 +130,7 @@ class Mix:
 
     @property
     def workers(self) -> dict[int, int]:
-        """By number of a type of node."""
+        """The number of workers by the number of their type of node."""
         used: Counter[int] = Counter()
         for (kind, depth), counts in self.shares:
             used[kind] += depth * len(counts)
@@ -136,11 +138,11 @@ class Mix:
 
 
 class Mixes:
-    """Mixes of the pipelines of some types of node: one m, one schedule.
+    """Mixes of pipelines on some types of node, with one micro-batch size and one schedule.
 
     Args:
-        types: Pipelines of each type of node.
-        most_replicas: D at most.
+        types: The pipelines of each type of node.
+        most_replicas: The largest D.
     """
 
     def __init__(self, types: Sequence[Pipelines], most_replicas: int | None = None) -> None:
@@ -154,20 +156,20 @@ class Mixes:
         self.lines: dict[tuple[Group, int, frozenset[int]], Line] = {}
 
     def best(self, gpus: tuple[int, ...], below_ns: float = math.inf) -> list[Mix]:
-        """The fastest that are found on all of these GPUs, a number of each type; none where none may take less."""
+        """Return the fastest mixes on these GPUs of each type, best first; none if none may be below ``below_ns``."""
         known = self._found.get(gpus)
         if known is None or (not known[1] and known[0] < below_ns):
             known = self._found[gpus] = below_ns, self._search(gpus, below_ns)
         return known[1]
 
     def search(self, gpus: tuple[int, ...]) -> Search:
-        """The search on these GPUs, with what it has found out so far."""
+        """Return the search on these numbers of GPUs of each type, which keeps what it has learnt."""
         if gpus not in self._searches:
             self._searches[gpus] = Search(self, gpus)
         return self._searches[gpus]
 
     def _search(self, gpus: tuple[int, ...], below_ns: float) -> list[Mix]:
-        """Mixes that seem promising are settled with stages that are found quickly, the best of them with the best."""
+        """Settle promising mixes with stages that are found quickly, then the best of them with the best stages."""
         search = self.search(gpus)
         num_finals = _FINALS[search.is_tiny]
         rough = {
@@ -185,17 +187,17 @@ class Mixes:
 
     @staticmethod
     def mix(chosen: Chosen, stages: Stages, mini_batch_ns: int, totals: tuple[int, ...]) -> Mix:
-        """These pipelines with the micro-batches of each kind dealt to them."""
+        """Return these pipelines with the micro-batches of each kind dealt to them."""
         dealt = ((group, deal(total, number)) for (group, number), total in zip(chosen, totals, strict=True))
         return Mix(tuple(dealt), mini_batch_ns, stages)
 
     def settled(self, chosen: Chosen, stages: Stages, *, thorough: bool) -> tuple[int, tuple[int, ...]] | None:
-        """How long these pipelines take with the micro-batches of each kind that suit them; None where they do not fit.
+        """Return the time (ns) of these pipelines with the best micro-batches of each kind; None if they do not fit.
 
         Args:
             chosen: Pipelines.
             stages: See :meth:`Pipelines.costs`.
-            thorough: Whether micro-batches are moved between any two kinds, else only from those that are last.
+            thorough: Whether micro-batches are moved between any two kinds, or only away from the kind that ends last.
         """
         key = chosen, stages, thorough
         if key not in self._settled:
@@ -223,7 +225,7 @@ class Mixes:
         return None if best_ns >= NEVER else (best_ns, shares)
 
     def _shares(self, chosen: Mapping[Group, int], num_replicas: int) -> tuple[int, ...] | None:
-        """Micro-batches of each kind, so that the slowest pipeline is as fast as can be, if none waits for others."""
+        """Return micro-batches of each kind that make the slowest pipeline fastest if none waits for others."""
         known: dict[Group, dict[int, int]] = {group: {} for group in chosen}
 
         def play(group: Group, number: int) -> None:
@@ -249,7 +251,7 @@ class Mixes:
     def _whole(
         self, chosen: Mapping[Group, int], level: Mapping[Group, int], known: Mapping[Group, Mapping[int, int]]
     ) -> tuple[int, ...] | None:
-        """Deal what is left, or too much, to the pipelines that are through first, or last."""
+        """Return totals of each kind: missing micro-batches go to the first pipelines to end, others leave the last."""
         lines = {group: Line(known[group].items()) for group in chosen}
         totals = {group: level[group] * number for group, number in chosen.items()}
         while (left := self.total - sum(totals.values())) != 0:
@@ -267,11 +269,11 @@ class Mixes:
         return tuple(totals[group] for group in chosen)
 
     def exact_ns(self, chosen: Chosen, totals: tuple[int, ...]) -> int:
-        """The whole mini-batch."""
+        """Return the time (ns) of the whole mini-batch with the best stages."""
         return self.played(chosen, totals, "best")[0]
 
     def played(self, chosen: Chosen, totals: tuple[int, ...], stages: Stages) -> tuple[int, int]:
-        """The whole mini-batch, and the place of the kind whose backwards are the last to end."""
+        """Return the time (ns) of the whole mini-batch, and the place of the kind whose last backward ends last."""
         ended, numbers = [], []
         for ((kind, depth), number), total in zip(chosen, totals, strict=True):
             pipelines, most = self.types[kind], -(-total // number)
@@ -293,7 +295,7 @@ class Mixes:
         return time_ns, last_ns.index(max(last_ns))
 
     def described(self, mix: Mix) -> list[SimulatedKind]:
-        """The mix as the parts of an answer."""
+        """Return the kinds of this mix, simulated together, as parts of an answer."""
         kinds, names = [], []
         for (kind, depth), counts in mix.shares:
             pipelines = self.types[kind]
@@ -316,7 +318,7 @@ def _growing(times_ns: Mapping[int, int]) -> dict[int, int]:
 
 
 def _shifted(chosen: Chosen, totals: tuple[int, ...], givers: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """With the last micro-batch of the busiest pipelines of one kind given to another kind."""
+    """Yield totals where the last micro-batch of the busiest pipelines of one kind goes to another kind."""
     for place, other in product(givers, range(len(totals))):
         number = chosen[place][1]
         step = (totals[place] - 1) % number + 1
@@ -328,7 +330,7 @@ def _shifted(chosen: Chosen, totals: tuple[int, ...], givers: Sequence[int]) -> 
 
 
 def least_time_ns(total: int, lines: Sequence[tuple[Line, int]]) -> float:
-    """In which so many pipelines are through with all micro-batches, parts of one counted too."""
+    """Return the least time (ns) in which these pipelines finish all micro-batches, fractions counted."""
     high = float(max(line.time_ns(total) for line, _ in lines))
     if high >= NEVER:
         return NEVER
@@ -338,7 +340,7 @@ def least_time_ns(total: int, lines: Sequence[tuple[Line, int]]) -> float:
 
 
 def _columns(lines: Sequence[Line], least: int = 2) -> tuple[Floats, Floats]:
-    """Micro-batches and times of each, as many of all: [points, lines]; what is missing goes on as before."""
+    """Return the micro-batches and times (ns) of lines: float64[points, lines]; shorter lines are extrapolated."""
     num_points = max(least, *(len(line.numbers) for line in lines))
     numbers, times_ns = np.zeros((2, num_points, len(lines)))
     for place, line in enumerate(lines):
@@ -347,16 +349,16 @@ def _columns(lines: Sequence[Line], least: int = 2) -> tuple[Floats, Floats]:
 
 
 class Search:
-    """The search for one number of GPUs of each type. What it finds depends on nothing but these.
+    """The search for one number of GPUs of each type; its answer depends on these numbers only.
 
-    ``limited``: to what fits into memory; else only ``least_ns`` means anything.
+    ``limited``: whether bounds respect the memory limit; if not, only ``least_ns`` may be used.
     """
 
     def __init__(self, mixes: Mixes, gpus: tuple[int, ...], *, limited: bool = True) -> None:
         self.mixes, self.gpus, self.total = mixes, gpus, mixes.total
         self.lines: dict[Group, Line] = {}
         self.played: dict[Group, frozenset[int]] = {}
-        """For which numbers of micro-batches: anchors."""
+        """The numbers of micro-batches (see ``anchor``) with which each kind has been simulated."""
         found = [each.bounds_ns if limited else each.free_bounds_ns for each in mixes.types]
         self.depths = [np.flatnonzero(each[0, : number + 1] < NEVER) for each, number in zip(found, gpus, strict=True)]
         self.groups = [(kind, depth) for kind, depths in enumerate(self.depths) for depth in depths.tolist()]
@@ -377,7 +379,7 @@ class Search:
         self.num_replicas = 2
 
     def promising(self, below_ns: float) -> Iterator[Chosen]:
-        """Mixes that may be the fastest, and take less than so much."""
+        """Yield mixes that may be the fastest and take less than ``below_ns``."""
         first = self.solve(frozenset(), below_ns=below_ns)
         if first is None or not first[1]:
             return
@@ -408,9 +410,9 @@ class Search:
     def solve(
         self, without: frozenset[Group], least_ns: float = 0.0, below_ns: float = math.inf
     ) -> tuple[float, Chosen] | None:
-        """The least time and the mix, but for some kinds, as far as is known when all of its kinds have been played.
+        """Return the least estimated time (ns) and its mix, once all kinds of that mix have been simulated.
 
-        None where it is not below this.
+        None if the time is not below ``below_ns``. ``without``: kinds that are left out.
         """
         changes = 0
         self.sketch_ns()
@@ -435,7 +437,7 @@ class Search:
                 self.play(group, time_ns)
 
     def sketch_ns(self) -> float:
-        """The same as ``least_ns``, and on many GPUs by what some of the depths take."""
+        """Return ``least_ns``; with many GPUs, after some of the depths have been simulated."""
         if not self.lines and self.is_large:
             rough_ns = self.least_ns()
             for place in range(0, len(self.groups), _STEP):
@@ -443,7 +445,7 @@ class Search:
         return self.least_ns()
 
     def is_far(self, group: Group, time_ns: float) -> bool:
-        """Whether a kind would have far more, or fewer, micro-batches than it was played with."""
+        """Return whether a kind would have far more, or far fewer, micro-batches than it was simulated with."""
         number = self._anchor(self.lines[group].number(time_ns))
         played = self.played[group]
         return len(played) < _PLAYS and all(max(number, each) > _FAR * min(number, each) for each in played)
@@ -452,7 +454,7 @@ class Search:
         return min(anchor(max(1, int(min(number, self.total)))), max(1, self.total - 1))
 
     def play(self, group: Group, time_ns: float) -> None:
-        """Replace what is taken of a kind by what a pipeline takes with about as many micro-batches."""
+        """Simulate a pipeline of this kind with about as many micro-batches as it does in this time (ns)."""
         if group in self.lines:
             number = self.lines[group].number(time_ns)
         else:
@@ -462,7 +464,7 @@ class Search:
         self.replace(group)
 
     def replace(self, group: Group) -> None:
-        """Put what was played in the place of what was guessed."""
+        """Put the simulated times of a kind in the place of guessed ones."""
         place, numbers = self.place[group], self.played[group]
         line = self.lines[group] = self.line_of(group, self.num_replicas)
         self.numbers[:, place], self.times_ns[:, place] = line.points(len(self.bounds))
@@ -473,7 +475,7 @@ class Search:
             self._hope(group[0])
 
     def _hope(self, kind: int) -> None:
-        """Guess what pipelines of other depths take, by those of the next depths that were played."""
+        """Guess the times of depths from the nearest depths that have been simulated."""
         first, end = self.ends[kind], self.ends[kind + 1]
         is_known = np.array([other in self.lines for other in self.groups[first:end]], np.bool_)
         known, others = np.flatnonzero(is_known), np.flatnonzero(~is_known)
@@ -487,7 +489,7 @@ class Search:
         self.times_ns[:, first:end][:, others] = self.bounds[:, first:end][:, others] * hoped
 
     def line_of(self, group: Group, num_replicas: int) -> Line:
-        """What a kind takes that has been played, one of D pipelines."""
+        """Return the times of a simulated kind as one of D pipelines."""
         key = group, num_replicas, self.played[group]
         if key not in self.mixes.lines:
             depth, alone_ns = group[1], self.mixes.types[group[0]].alone_ns
@@ -520,7 +522,7 @@ class Search:
     def most(
         self, time_ns: float, without: frozenset[Group], gpus: tuple[int, ...] | None = None
     ) -> tuple[int, Chosen]:
-        """The most micro-batches in so much time, and the pipelines that do them; ``gpus``: on fewer than all."""
+        """Return the most micro-batches in this time (ns), and their pipelines; ``gpus``: numbers in place of all."""
         done, chosen = 0, Counter[Group]()
         for kind, (depths, gains, number) in enumerate(self._parts(self.gains(time_ns, without))):
             number = number if gpus is None else gpus[kind]
@@ -536,12 +538,12 @@ class Search:
         return done, tuple(sorted(chosen.items()))
 
     def least_ns(self) -> float:
-        """No pipelines on these GPUs are faster, side by side, but for what is known better; inf: none fit."""
+        """Return a lower bound (ns) for any mix on these GPUs, as far as is known; inf if none fits."""
         found = self.least_time(frozenset(), 0.0)
         return math.inf if found is None else found[0] * (1 - _NEAR)
 
     def least_time(self, without: frozenset[Group], least_ns: float) -> tuple[float, Chosen] | None:
-        """The least time in which some pipelines are through with all micro-batches."""
+        """Return the least time (ns) in which some pipelines finish all micro-batches, and these pipelines."""
         high = max(least_ns, float(self.times_ns.min(initial=NEVER)))
         if high >= NEVER:
             return None
@@ -563,7 +565,7 @@ class Search:
         return high, self.needed(chosen, high)
 
     def needed(self, chosen: Chosen, time_ns: float) -> Chosen:
-        """Without pipelines that the others can do without."""
+        """Return the mix without pipelines that are not needed to finish in this time (ns)."""
         gains = self.gains(time_ns)
         number_of = {group: int(gains[self.place[group]]) for group, _ in chosen}
         spare, kept = sum(number_of[group] * number for group, number in chosen) - self.total, dict(chosen)
@@ -574,7 +576,7 @@ class Search:
         return tuple((group, number) for group, number in sorted(kept.items()) if number)
 
     def time_ns(self, chosen: Chosen) -> float:
-        """What these pipelines take, as far as is known."""
+        """Return the estimated time (ns) of these pipelines."""
         num_replicas = sum(number for _, number in chosen)
         lines = [
             (self.line_of(group, num_replicas) if group in self.played else self.line(group), number)
@@ -583,14 +585,14 @@ class Search:
         return least_time_ns(self.total, lines)
 
     def line(self, group: Group) -> Line:
-        """What is known of a kind, or taken to be so."""
+        """Return the known or guessed times of a kind."""
         if group in self.lines:
             return self.lines[group]
         place = self.place[group]
         return Line(zip(map(int, self.numbers[:, place]), map(int, self.times_ns[:, place]), strict=True))
 
     def of_one_depth(self, time_ns: float) -> Iterator[Chosen]:
-        """Mixes with one depth for each type."""
+        """Yield mixes with one depth for each type."""
         ways: list[list[tuple[tuple[Group, int], ...]]] = []
         for kind, (depths, gains, number) in enumerate(self._parts(self.gains(time_ns))):
             best = np.argsort(-gains * (number // np.maximum(1, depths)), kind="stable")[:3]
@@ -598,7 +600,7 @@ class Search:
         yield from (tuple(chain.from_iterable(each)) for each in product(*(way or [()] for way in ways)))
 
     def alike(self) -> Iterator[Chosen]:
-        """Mixes with one depth for all types: those that are cut alike need fewest rings."""
+        """Yield mixes with one depth for all types; pipelines that are cut alike need the fewest rings."""
         for depth in sorted({depth for _, depth in self.groups}):
             yield tuple(
                 ((kind, depth), number // depth)
@@ -607,7 +609,7 @@ class Search:
             )
 
     def all_mixes(self) -> Iterator[Chosen]:
-        """Every mix of two pipelines or more."""
+        """Yield every mix of two or more pipelines."""
 
         def of_type(kind: int, left: int, place: int) -> Iterator[Chosen]:
             depths = self.depths[kind]
@@ -625,7 +627,7 @@ class Search:
                 yield chosen
 
     def moved(self, chosen: Chosen) -> Iterator[Chosen]:
-        """Mixes with a stage moved from one pipeline to another of the same type, or one pipeline less."""
+        """Yield mixes with a stage moved to another pipeline of the same type, or with one pipeline fewer."""
         kept = dict(chosen)
         for (kind, depth), (other, deep) in product(kept, kept):
             if kind != other or (depth == deep and kept[kind, depth] < 2):

@@ -1,7 +1,7 @@
 """How long one pipeline of each depth takes for any number of micro-batches, on one type of node.
 
-Nearly linear in the micro-batches; so a few are played, and others lie between. Windows and cuts are chosen for a few
-numbers (``anchor``) alone, as the planner does for equal pipelines that have so many each.
+The time is nearly linear in the number of micro-batches, so a few numbers are simulated and others are interpolated.
+Windows and cuts are chosen for a few numbers only (see ``anchor``), as the planner chooses them for equal pipelines.
 """
 
 from __future__ import annotations
@@ -23,13 +23,20 @@ from simulator.search.windows import Trial
 
 NEVER = 2**62
 Stages = Literal["rough", "even", "best"]
-"""Of a pipeline: the most even ones under the best of three windows, as planned or as they run, or the best of all."""
+"""How well the stages of a pipeline suit it.
+
+"rough": the most even cut with the best of three windows, timed as planned; "even": the same, timed as it runs; "best":
+the best cut and windows that the search finds.
+"""
 _EXACT = 12
-"""Up to so many micro-batches each number has windows of its own."""
+"""Up to this number of micro-batches, windows are chosen for each number separately."""
 
 
 def anchor(num_micro_batches: int) -> int:
-    """The number of micro-batches that windows are chosen for: the same, or the next of four for each doubling."""
+    """Return the number of micro-batches for which windows are chosen: the same number if it is small.
+
+    Larger numbers are rounded up to one of four for each doubling.
+    """
     if num_micro_batches <= _EXACT:
         return num_micro_batches
     step = 1 << ((num_micro_batches - 1).bit_length() - 3)
@@ -37,12 +44,12 @@ def anchor(num_micro_batches: int) -> int:
 
 
 class Pipelines:
-    """Of one type of node, one m and one schedule.
+    """Pipelines on one type of node, with one micro-batch size and one schedule.
 
     Args:
-        sweep: The job on that type, of one m.
-        schedule: Of all pipelines.
-        node_type: Its name.
+        sweep: Shapes of the job on this type of node, with one micro-batch size.
+        schedule: The schedule of all pipelines.
+        node_type: The name of the type.
     """
 
     def __init__(self, sweep: Sweep, schedule: Schedule, node_type: str) -> None:
@@ -59,7 +66,7 @@ class Pipelines:
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
-        """Of micro-batches, for which bounds are worked out."""
+        """The numbers of micro-batches for which bounds are computed, growing; the last one is all of them."""
         found, number = [], 1
         while number < self.total:
             found.append(number)
@@ -68,18 +75,19 @@ class Pipelines:
 
     @cached_property
     def bounds_ns(self) -> Ints:
-        """No pipeline of P stages is faster, for each of ``numbers``: int64[numbers, K + 1]."""
-        found = np.full((len(self.numbers), self.sweep.num_sections + 1), NEVER)
-        for setting in self.settings:
-            for place, number in enumerate(self.numbers):
-                fitting = setting.fitting(min(number, max(1, self.total - 1)))  # beside others
-                found[place, fitting] = np.minimum(found[place, fitting], setting.bounds_ns(number)[fitting])
+        """The least time (ns) of a pipeline of P stages within memory, for each of ``numbers``: int64[numbers, K + 1].
+
+        2**62 where no P stages fit.
+        """
+        found = np.min(
+            [[setting.within_ns(number, beside=True) for number in self.numbers] for setting in self.settings], axis=0
+        )
         bound: Ints = np.maximum.accumulate(found, axis=0)
         return bound
 
     @cached_property
     def free_bounds_ns(self) -> Ints:
-        """The same if memory had no limit, which is known at once."""
+        """The same bounds without a memory limit, which are computed much faster: int64[numbers, K + 1]."""
         found = np.array(
             [
                 np.min([setting.bounds_ns(number) for setting in self.settings if not setting.grouped], axis=0)
@@ -91,10 +99,11 @@ class Pipelines:
         return found
 
     def costs(self, depth: int, num_micro_batches: int, stages: Stages) -> StageCosts | None:
-        """Stages of one pipeline with so many micro-batches; None where it does not fit.
+        """Return the stages of one pipeline with this many micro-batches; None if no P stages fit in memory.
 
-        The best ones are those that are so as planned: what it is like to share links is seen of the whole mix. To find
-        them takes most of the time. Of several types the most even ones may be better, which are cut alike.
+        The best stages are chosen by their planned time; shared links are only simulated for a whole mix. Finding the
+        best stages takes most of the time of a search. On several types of node the most even stages may be better,
+        because all types are then cut alike.
         """
         key = depth, min(anchor(num_micro_batches), max(1, self.total - 1)), stages != "best"
         if key not in self._costs:
@@ -105,11 +114,10 @@ class Pipelines:
         counts = (number,) * max(2, round(self.total / number))
         best: tuple[StageCosts, int] | None = None
         layout = self.sweep.layouts((depth, len(counts)))[0]
-        for setting in sorted(self.settings, key=lambda each: (each.bound_ns(depth, number), each.grouped)):
-            if best is not None and setting.bound_ns(depth, number) >= best[1]:
-                continue
-            if not setting.fits(depth, number):
-                continue
+        bounds_ns = {setting: setting.least_ns(depth, number) for setting in self.settings}
+        for setting in sorted(self.settings, key=lambda each: (bounds_ns[each], each.grouped)):
+            if bounds_ns[setting] >= (NEVER if best is None else best[1]):
+                break
             trial = Trial(setting, self.sweep.shape_simulator, layout, depth, counts, moves=not quick, quick=quick)
             if setting.grouped and best is not None and self._beats_groups(trial, best[1]):
                 continue
@@ -120,11 +128,14 @@ class Pipelines:
 
     @staticmethod
     def _beats_groups(trial: Trial, best_ns: int) -> bool:
-        """Whether whole stages, which fit too, are as good as those that run their sections again in groups."""
+        """Return whether stages that recompute all sections at once, and fit, are as fast as those with groups."""
         return trial.roomy if trial.quick else trial.closest_ns * 101 >= best_ns * 100
 
     def ended(self, depth: int, number: int, most: int, stages: Stages) -> Ended | None:
-        """How one pipeline ends that has so many micro-batches, the busiest of its kind ``most``."""
+        """Return the end of one pipeline with ``number`` micro-batches, the busiest of whose kind has ``most``.
+
+        None if it does not fit in memory.
+        """
         costs = self.costs(depth, most, stages)
         if costs is None:
             return None
@@ -135,9 +146,10 @@ class Pipelines:
         return self._ended[key]
 
     def alone_ns(self, depth: int, number: int, num_replicas: int, most: int | None = None) -> int:
-        """About what a mini-batch takes of D pipelines with so many micro-batches; ``NEVER`` where it does not fit.
+        """Return the approximate time (ns) of a mini-batch of D equal pipelines with ``number`` micro-batches each.
 
-        ``most``: of how many the stages are that it has; None: of the same number.
+        ``NEVER`` if they do not fit in memory. ``most``: the number of micro-batches for which the stages are chosen;
+        None: ``number``.
         """
         ended = self.ended(depth, number, most or number, "rough")
         return NEVER if ended is None else self._through_ns(ended, num_replicas)
@@ -152,7 +164,7 @@ class Pipelines:
 
 
 class Line:
-    """Times of a pipeline by its micro-batches, as far as some are known: linear between them and beyond."""
+    """The time (ns) of a pipeline as a function of its micro-batches: linear between known points and beyond them."""
 
     def __init__(self, times_ns: Iterable[tuple[int, int]]) -> None:
         points = sorted(times_ns)
@@ -160,7 +172,7 @@ class Line:
         self.times_ns = [time_ns for _, time_ns in points]
 
     def number(self, time_ns: float) -> float:
-        """Micro-batches in so much time."""
+        """Return how many micro-batches are done in this time (ns)."""
         place = bisect_left(self.times_ns, time_ns)
         if len(self.numbers) == 1:
             return self.numbers[0] * time_ns / self.times_ns[0]
@@ -168,7 +180,7 @@ class Line:
         return max(0.0, low + (time_ns - early) * (high - low) / max(1, late - early))
 
     def time_ns(self, number: int) -> float:
-        """The time of so many micro-batches."""
+        """Return the time (ns) of this many micro-batches."""
         place = bisect_left(self.numbers, number)
         if len(self.numbers) == 1:
             return self.times_ns[0] * number / self.numbers[0]
@@ -176,7 +188,7 @@ class Line:
         return early + (number - low) * (late - early) / (high - low)
 
     def points(self, count: int) -> tuple[list[float], list[float]]:
-        """So many numbers of micro-batches and their times: those that are known, and more in line with the last."""
+        """Return ``count`` numbers of micro-batches and their times (ns): the known points, then extrapolated ones."""
         numbers, times_ns = [*map(float, self.numbers)], [*map(float, self.times_ns)]
         if len(numbers) == 1:
             numbers, times_ns = [0.0, *numbers], [0.0, *times_ns]

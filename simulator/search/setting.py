@@ -76,6 +76,7 @@ class Setting:
         self._cuts: dict[tuple[Rule, int, int], tuple[int, ...] | None] = {}
         self._alike: dict[bool, Ints] = {}
         self._bounds: dict[int, Ints] = {}
+        self._within: dict[tuple[int, bool], Ints] = {}
         self._reduces: dict[tuple[bool, int], int] = {}
         self._unlimited: Setting | None = None
         self._stages: dict[tuple[object, ...], StageCosts] = {}
@@ -91,7 +92,7 @@ class Setting:
     def under(self, schedule: Schedule) -> Setting:
         """Return this setting with only one schedule."""
         other = copy(self)
-        other.schedules, other._bounds, other._unlimited = (schedule,), {}, None
+        other.schedules, other._bounds, other._within, other._unlimited = (schedule,), {}, {}, None
         return other
 
     def without_stages(self) -> Setting:
@@ -135,16 +136,31 @@ class Setting:
         """Whether P stages fit in memory with some cut, if the busiest replica has ``most`` micro-batches."""
         return self.memory_bytes is None or any(self.has_room(rule, depth, most) for rule in self._frugal(most))
 
+    def within_ns(self, most: int, *, beside: bool = False) -> Ints:
+        """Return the lower bound for every P over the cuts that fit in memory, 2**62 where none does: int64[K + 1].
+
+        The slowest stage is busy with each micro-batch. The slowest stage of the most even cut is fastest with the
+        windows that need least memory. ``beside``: there are other replicas, whatever ``most`` is.
+        """
+        if (most, beside) not in self._within:
+            free, held = self.bounds_ns(most), min(most, max(1, self.num_micro_batches - 1)) if beside else most
+            found = np.full(len(free), NEVER) if self.memory_bytes is not None else free.copy()
+            for rule in () if self.memory_bytes is None else self._frugal(held):
+                slowest = self._tight_table(rule, held).bottleneck_ns
+                fits = slowest < NEVER
+                busy = most * slowest[fits] + self.sections.commit_ns
+                found[fits] = np.minimum(found[fits], np.maximum(free[fits], busy))
+            found[0] = NEVER
+            self._within[most, beside] = found
+        return self._within[most, beside]
+
+    def least_ns(self, depth: int, most: int) -> int:
+        """Return the lower bound for P stages over the cuts that fit in memory; 2**62 where none does."""
+        return int(self.within_ns(most)[depth])
+
     def fitting(self, most: int) -> npt.NDArray[np.bool_]:
         """Of which P stages fit in memory somehow: bool[K + 1]."""
-        found = np.full(self.sections.num_sections + 1, self.memory_bytes is None)
-        for rule in () if self.memory_bytes is None else self._frugal(most):
-            if rule.schedule == "gpipe":
-                found |= -(-most // rule.slope) <= self._widest_alike(self.single(most))
-            else:
-                found |= self._tight_table(rule, most).bottleneck_ns < NEVER
-        found[0] = False
-        return found
+        return self.within_ns(most) < NEVER
 
     def least_bytes(self, depth: int, most: int) -> int:
         """Return the least memory per device that P stages need."""
@@ -265,6 +281,7 @@ class Setting:
         if self._unlimited is None:
             self._unlimited = copy(self)
             self._unlimited.memory_bytes, self._unlimited._cuts, self._unlimited._tight = None, {}, {}
+            self._unlimited._within = {}
             self._unlimited._stages = {} if self.grouped else self._stages
         return self._unlimited
 

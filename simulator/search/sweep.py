@@ -32,11 +32,11 @@ from simulator.search.windows import Trial
 Flags = npt.NDArray[np.bool_]
 _ROUGH, _EVEN, _REDUCED, _BOUND, _PLANNED, _KNOWN = range(6)
 _SLACK = 0.99
-"""What was planned is hardly ever too slow by more: cores and links that are shared make it slower."""
+"""A run is hardly ever faster than this fraction of its planned time; shared cores and links make it slower."""
 
 
 class Case(NamedTuple):
-    """A shape in one of the settings, by number, and in one of the places that it can have."""
+    """A shape, the number of its setting, and the number of its layout."""
 
     shape: Shape
     setting: int
@@ -48,11 +48,11 @@ class Sweep:
 
     Args:
         profile: What calibration measured.
-        request: What is asked: schedule, memory, m, recompute.
+        request: The limits of the search: schedule, memory, m, recompute.
         conditions: Where and how the shapes run.
 
     Raises:
-        PlanError: no memory, an m that cannot be, or redundant computation.
+        PlanError: the memory or m is not possible, or the request has redundant computation.
     """
 
     def __init__(self, profile: Profile, request: PlanRequest, conditions: Conditions) -> None:
@@ -88,7 +88,7 @@ class Sweep:
         self._forget()
 
     def by_micro_batch_size(self) -> list[Sweep]:
-        """One sweep for each m, growing."""
+        """Return one sweep for each m, growing."""
         found = []
         for m in sorted({setting.sections.micro_batch_size for setting in self.settings}):
             other = copy(self)
@@ -122,7 +122,7 @@ class Sweep:
         return other
 
     def without_memory_limit(self) -> Sweep:
-        """The same sweep on devices with as much memory as it takes."""
+        """The same sweep without a memory limit."""
         other = copy(self)
         other.memory_bytes = None
         other.settings = tuple(setting.without_memory_limit() for setting in self.settings if not setting.grouped)
@@ -137,7 +137,7 @@ class Sweep:
             if setting.sections.recompute and grouped.grouped and not setting.grouped
             if setting.sections.micro_batch_size == grouped.sections.micro_batch_size
         }
-        """By the number of a setting with recompute that of the one whose stages run their sections again in groups."""
+        """Maps the number of a setting with recompute to the number of the same setting with recompute groups."""
         vars(self).pop("_fitting", None)
         self._whole = {other: number for number, other in self._in_groups.items()}
         self._layouts: dict[Shape, list[Layout]] = {}
@@ -154,7 +154,7 @@ class Sweep:
         return replicas <= setting.num_micro_batches and setting.fits(depth, -(-setting.num_micro_batches // replicas))
 
     def replicas(self, most: int) -> list[int]:
-        """Every D up to ``most``, growing, but for those that are no faster than a smaller one; see ``_with_fewer``."""
+        """Return every D up to ``most`` that may be faster than all smaller ones, growing; see ``_with_fewer``."""
         if self.shape_simulator.conditions.uneven:
             return list(range(1, most + 1))
         found = set()
@@ -172,7 +172,7 @@ class Sweep:
         num_replicas: int | None = None,
         most_replicas: int | None = None,
     ) -> tuple[int, ...]:
-        """Every P that fits on this many GPUs, with a given D or with any up to ``most_replicas``."""
+        """Return every P that fits on this many GPUs with the given D, or with any D up to ``most_replicas``."""
         largest = min(self.num_sections, num_gpus // (num_replicas or 1))
         if self.memory_bytes is None:
             return tuple(range(1, largest + 1)) if wanted is None else (wanted,) * (wanted <= largest)
@@ -203,7 +203,10 @@ class Sweep:
 
     @cached_property
     def _fitting(self) -> Flags:
-        """Of which P a replica fits that is alone, and beside others with the most and the fewest micro-batches."""
+        """Whether P stages fit: as a lone replica, then beside others with most and with fewest micro-batches.
+
+        bool[3, K + 1].
+        """
         found = np.zeros((3, self.num_sections + 1), np.bool_)
         for setting in self.settings:
             total = setting.num_micro_batches
@@ -235,10 +238,10 @@ class Sweep:
         most_replicas: int | None = None,
         below_s: float = math.inf,
     ) -> list[Outcome]:
-        """The ``count`` fastest on this many GPUs, best first, each P with the D that suits it best, and no other.
+        """Return the ``count`` fastest outcomes on this many GPUs, best first, each P only with its best D.
 
-        Fewer replicas are looked at only while their computing alone might be as fast, and none that take longer than
-        ``below_s``.
+        Fewer replicas are considered only while their computation alone might be as fast. Outcomes that take longer
+        than ``below_s`` seconds are left out.
         """
         most = min(self.total, most_replicas or self.total)
         shapes = [(depth, min(num_gpus // depth, most)) for depth in depths]
@@ -257,7 +260,7 @@ class Sweep:
         return self._ranked(shapes, count, objective, fewer=False, below=below)
 
     def bounds_s(self, shapes: Sequence[Shape], enough_s: float, *, planned: bool, fewer: bool) -> float:
-        """No shape of these is faster, nor than ``enough_s``: by the bound for any cut, or as ``planned``."""
+        """Return a lower bound (s) for all of these shapes, at most ``enough_s``: for any cut, or as ``planned``."""
         for cost_s, known, _ in self._taken(shapes, None, [], fewer=fewer):
             if not planned or known >= _PLANNED or cost_s >= enough_s:
                 return min(cost_s, enough_s)
@@ -285,7 +288,7 @@ class Sweep:
     def _taken(  # noqa: C901 (a search whose bounds are looked at in turn)
         self, shapes: Iterable[Shape], objective: Objective | None, found: Sequence[Outcome], *, fewer: bool
     ) -> Iterator[tuple[float, int, Case]]:
-        """The most promising case, its cost and how well that is known, again and again; without shapes ``found``."""
+        """Yield the most promising case, its cost, and how well it is known, but none of shapes ``found``."""
         aim = objective or Fastest(self.profile.job.batch_size)
         heap: list[tuple[float, int, int, Case]] = []
 
@@ -330,12 +333,12 @@ class Sweep:
                 push(case, self._outcome(case).mini_batch_ns, _KNOWN)
 
     def _beside(self, case: Case) -> Iterator[Case]:
-        """The same with stages that run their sections again in groups where they do not fit; none where all do."""
+        """Yield the same shape with recompute groups, unless all stages of the case fit without them."""
         if case.setting in self._in_groups and not self._trial(case).roomy:
             yield case._replace(setting=self._in_groups[case.setting])
 
     def _may_gain(self, case: Case) -> bool:
-        """Whether a shape may be more than 1 % faster in groups than with whole stages; True of one without groups."""
+        """Return whether recompute groups may make a shape more than 1 % faster; True for a case without groups."""
         whole, conditions = self._whole.get(case.setting), self.shape_simulator.conditions
         if (
             whole is None
@@ -382,7 +385,7 @@ class Sweep:
         return depth, same if same < replicas else _fewest_as_busy(total, replicas - 1)
 
     def _even_ns(self, setting: Setting, shape: Shape) -> int:
-        """No cut is faster; of times that are drawn less is known."""
+        """Return a lower bound (ns) for all cuts; with jitter it is only the commit."""
         if self.shape_simulator.conditions.jitter_seed is not None:
             return setting.sections.commit_ns
         return setting.bound_ns(shape[0], -(-setting.num_micro_batches // shape[1]))
@@ -394,7 +397,7 @@ class Sweep:
         return self._bounds[case]
 
     def _planned_ns(self, case: Case) -> float:
-        """As planned; where windows are judged under the conditions, no more is known than the bound."""
+        """Return the planned time (ns), or the bound where windows are judged under the conditions of the run."""
         if self.shape_simulator.conditions.uneven:
             return self._bound_ns(case)
         return max(self._bound_ns(case), _SLACK * self._trial(case).likely_ns())

@@ -173,6 +173,10 @@ class SplitSetting(Setting):
         slowest = self.border.even(self.schedules[0], self.split.num_second).bottleneck_ns[depth]
         return (most - 1) * int(slowest) + self.border.fill_ns
 
+    def least_ns(self, depth: int, most: int) -> int:
+        """See :meth:`Setting.least_ns`."""
+        return self.bound_ns(depth, most) if self.fits(depth, most) else NEVER
+
     def has_room(self, rule: Rule, depth: int, most: int) -> bool:
         """See :meth:`Setting.has_room`."""
         return self.memory_bytes is None or self.cut(rule, depth, most) is not None

@@ -20,16 +20,18 @@ from simulator.costs.answer import bound_ns, deal
 from simulator.costs.bounds import lower_bound_ns, pipe_of
 from simulator.costs.finish import finish
 from simulator.costs.memory import spans
+from simulator.costs.outcome import ShapeSimulator
 from simulator.costs.stage_costs import SectionCosts, stage_costs
 from simulator.engine.local_loop import play
 from simulator.engine.mini_batch import run_pipeline
 from simulator.engine.schedules import fixed_order, recomputes, stage_windows
 from simulator.engine.times import StageTimes
 from simulator.inputs.conditions import Conditions
+from simulator.inputs.layout import lone_workers
 from simulator.search.moves import moved_bounds_ns
 from simulator.search.moves import neighbours as moved_cuts
 from simulator.search.partition import bounds_ns
-from simulator.search.setting import SCHEDULES, Setting
+from simulator.search.setting import SCHEDULES, Rule, Setting
 from tests.grids import IS_LONG
 from tests.seeds import each_seed
 
@@ -285,6 +287,24 @@ def test_no_cut_beats_the_bound_with_its_first_stages_reduction(seed: int) -> No
             costs = stage_costs(setting.sections, (0, *rest), [counts[0]] * depth, "varuna")
             bound = setting.bound_ns(depth, counts[0]) + setting.first_reduce_ns(depth, replicas)
             assert bound <= bound_ns(costs, counts, Conditions())
+
+
+@each_seed(20)
+def test_no_cut_that_fits_beats_the_bound_within_memory(seed: int) -> None:
+    num_sections, rng = 2 + seed % 4, np.random.default_rng(seed)
+    profile = random_profile(seed, num_sections, 12)
+    for recompute, grouped in ((True, False), (True, True), (False, False)):
+        free = Setting(profile, 1, recompute, SCHEDULES, None, grouped=grouped)
+        memory_bytes = int(free.least_bytes(num_sections, 12) * rng.uniform(1, 2))
+        setting = Setting(profile, 1, recompute, SCHEDULES, memory_bytes, grouped=grouped)
+        for depth, most in product(range(1, num_sections + 1), (2, 3, 6, 12)):
+            layout, simulator = lone_workers(depth), ShapeSimulator(Conditions())
+            for schedule, slope in product(SCHEDULES, (1, 2)):
+                for rest in combinations(range(1, num_sections), depth - 1):
+                    costs = setting.stages(Rule(schedule, slope), most, layout, (0, *rest))
+                    if costs is not None:
+                        counts = (most,) * (12 // most)
+                        assert setting.least_ns(depth, most) <= simulator.planned(costs, counts).mini_batch_ns
 
 
 @pytest.mark.parametrize("recompute", [True, False])
