@@ -43,7 +43,7 @@ from morph.contract.cluster import LocalVms
 from morph.contract.errors import CheckpointDamaged, CheckpointError, ClusterLost, RunDirError
 from morph.contract.messages import JobCode
 from morph.contract.pool import several_types
-from morph.contract.profile import other_links
+from morph.contract.profile import other_device, other_links
 from morph.words import counted
 
 Show = Callable[[LiveRun], AbstractContextManager[Observer]]
@@ -141,7 +141,8 @@ class ManagedRun:
         self._planned = cache(run.config)  # once, as planning for many VMs takes time; not if a run is taken over
         if self._is_new:
             vms = run.cluster.vms
-            for sentence in other_links(run.profile, vms.links, vms.rings) if vms.device == "cuda" else ():
+            links = other_links(run.profile, vms.links, vms.rings) if vms.device == "cuda" else ()
+            for sentence in (*other_device(run.profile, vms.device), *links):
                 _tell(f"warning: {sentence}")
             if types := [*self._planned().type_compute_s]:
                 _tell(f"warning: {several_types(types)}")

@@ -341,6 +341,22 @@ def _longer(times: dict[int, Timing], factor: float) -> dict[int, Timing]:
     return {m: timing.longer(factor) for m, timing in times.items()}
 
 
+def other_device(profile: Profile, device: str) -> tuple[str, ...]:
+    """Return a sentence if a run's workers compute on GPUs, and the profile has only times that a CPU took.
+
+    Args:
+        profile: The measurements.
+        device: ``vms.device`` of the run.
+    """
+    environments = (profile.environment, *(known.environment for known in profile.node_types))
+    if device != "cuda" or any(each.host_memory_bytes is not None for each in environments):
+        return ()
+    return (
+        f"the profile has the times of a CPU ({profile.environment.device}), but vms.device is cuda: plans expect "
+        "these times; calibrate on such a GPU with --device cuda",
+    )
+
+
 def other_links(profile: Profile, links: LinkSetting, rings: RingSetting) -> tuple[str, ...]:
     """Return a sentence for each difference between a run's links or rings and the measured ones.
 

@@ -13,7 +13,7 @@ import pytest
 
 from calibrate.links import peer
 from calibrate.links.network import NetworkMeasurement, NetworkSpec, PeerSpec, Place, measurement, num_peers
-from morph.contract.profile import other_links
+from morph.contract.profile import other_device, other_links
 from morph.runtime.device import link_choice, nccl, staging
 from morph.runtime.device.mailboxes import MailRoom
 from morph.runtime.device.rings import RingStream
@@ -138,3 +138,13 @@ def test_plans_remark_on_links_other_than_those_measured() -> None:
     )
     assert rings.startswith("reductions were measured over gloo, but vms.rings is nccl: plans assume that they are")
     assert "faster than in fact; calibrate with --rings gloo" in other_links(fast, "ipc", "gloo")[0]
+
+
+def test_a_run_on_gpus_remarks_on_a_profile_with_the_times_of_a_cpu() -> None:
+    on_cpu = synthetic_profile()
+    apart = on_cpu.environment.model_copy(update={"host_memory_bytes": 2**40})
+    on_gpu = on_cpu.model_copy(update={"environment": apart})
+    assert other_device(on_gpu, "cuda") == other_device(on_cpu, "cpu") == ()
+    (sentence,) = other_device(on_cpu, "cuda")
+    assert sentence.startswith(f"the profile has the times of a CPU ({on_cpu.environment.device}), but vms.device is")
+    assert sentence.endswith("calibrate on such a GPU with --device cuda")
