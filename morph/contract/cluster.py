@@ -198,7 +198,10 @@ class ProvidedVms(Value):
         "absent: any free ports",
     )
     tls: bool = Field(default=False, description=TLS)
-    lonely_s: Seconds = Field(default=900.0, description="a VM that has no manager for so long ends itself")
+    lonely_s: Seconds = Field(
+        default=900.0,
+        description="a VM that has no manager for so long ends itself",
+    )
     shared_storage: bool = Field(
         default=False,
         description="every VM sees this machine's folders under the same paths: checkpoints may be stored there",
@@ -378,7 +381,7 @@ class Policy(Value):
     )
     takeover_patience_s: Annotated[float, ranges.PATIENCE_S.field] = Field(
         default=60.0,
-        description="how long workers outlive a manager that is killed, for the next one to take over; 0: not at all. "
+        description="how long workers and local VMs outlive a manager that is killed, for the next one; 0: not at all. "
         "A provider's VMs live for vms.lonely_s",
     )
     objective: Literal["throughput", "dollars"] = Field(
