@@ -89,7 +89,10 @@ class PlanRequest:
         overlap: "full": a worker computes while its messages are sent, as Morph's do; "none": it does nothing else
             while it sends or receives, as in frameworks with blocking sends (DeepSpeed), for comparisons with these.
         objective: "examples_per_s", "usd_per_example" or "progress" (see :mod:`simulator.search.objectives`).
-        usd_per_gpu_hour: Price, USD: one for all nodes, by GPUs per node, or of a pool by type; for "usd_per_example".
+        usd_per_gpu_hour: Price, USD: one for all nodes, by GPUs per node, or of a pool by type; for "usd_per_example"
+            and for a budget.
+        budget_usd_per_h: What all GPUs in use may cost together, USD per hour; only for :func:`plan`, without nodes of
+            several GPUs.
         revocations_per_hour: How often a node is revoked; for "progress".
         pause_s: How long a morph stops training, seconds; for "progress".
         replacement_s: Seconds from the revocation of a node until its replacement is in use; for "progress".
@@ -122,6 +125,7 @@ class PlanRequest:
     overlap: OverlapName = "full"
     objective: ObjectiveName = "examples_per_s"
     usd_per_gpu_hour: Price | None = None
+    budget_usd_per_h: float | None = None
     revocations_per_hour: float | None = None
     pause_s: float = 1.0
     replacement_s: float = 120.0
@@ -133,6 +137,17 @@ class PlanRequest:
         needed = _NEEDS[self.objective]
         if needed is not None and getattr(self, needed) is None:
             raise PlanError(f"is missing; the objective {self.objective} needs it", field=needed, allowed="a number")
+        if self.budget_usd_per_h is not None:
+            ranges.USD_PER_HOUR_AT_MOST.check("budget_usd_per_h", self.budget_usd_per_h)
+            if self.usd_per_gpu_hour is None:
+                raise PlanError("is missing; a budget needs it", field="usd_per_gpu_hour", allowed="a number")
+            if self.objective == "progress" or self.num_gpus_per_node is not None:
+                raise PlanError(
+                    "is not possible here",
+                    field="budget_usd_per_h",
+                    value=self.budget_usd_per_h,
+                    allowed="a number or a pool of GPUs that are nodes of their own, by examples per second or dollar",
+                )
 
     @property
     def memory_rules(self) -> MemoryRules:

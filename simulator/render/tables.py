@@ -128,6 +128,16 @@ def leftover_line(choice: PlanChoice) -> str:
     return f"{idle}: {', '.join(shown)}"
 
 
+def price_line(choice: PlanChoice) -> list[str]:
+    """Return the line about the price of the GPUs in use; none where it is not known."""
+    if choice.usd_per_h is None:
+        return []
+    pool = choice.best.pool
+    used = str(pool) if any(pool.types) else counted(choice.best.num_workers, "GPU")
+    usd = choice.usd_per_h / 3.6 / choice.best.expected.examples_per_s
+    return [f"{used} for ${choice.usd_per_h:.4g} an hour: ${usd:.3g} for 1,000 examples"]
+
+
 def stage_table(profile: Profile, simulation: Simulation) -> Table:
     """Return a table of stages with their sections, parameters, times, window and memory."""
     held = sum(section.parameter_bytes for section in profile.sections)

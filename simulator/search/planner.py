@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import math
 import operator
@@ -135,7 +136,7 @@ class PlanChoice:
     ``simulations`` has the explanation, time breakdown and timeline of ``best`` and of each of the ``runners_up``, in
     their order; ``values`` what the objective makes of each: examples per second, dollars per example, or examples per
     second with pauses. ``num_shapes`` counts the shapes looked at; those whose lower bound was beaten already were not
-    simulated.
+    simulated. ``usd_per_h``: the price of the GPUs that ``best`` uses, if each is a node of its own and has a price.
     """
 
     simulations: tuple[Simulation, ...]
@@ -143,6 +144,7 @@ class PlanChoice:
     objective: ObjectiveName
     num_gpus: int
     num_shapes: int
+    usd_per_h: float | None = None
 
     @property
     def best(self) -> Plan:
@@ -200,8 +202,11 @@ def plan(
     """
     request = replace(request, **more)
     ranges.RUNNERS_UP.check("num_runners_up", num_runners_up)
-    if pool is not None:
-        return _plan_pool(profile, request, pool if isinstance(pool, Pool) else Pool.of(pool), num_runners_up)
+    of_types = pool if pool is None or isinstance(pool, Pool) else Pool.of(pool)
+    if request.budget_usd_per_h is not None:
+        return _within_budget(profile, request, num_gpus, of_types, num_runners_up)
+    if of_types is not None:
+        return _plan_pool(profile, request, of_types, num_runners_up)
     if num_gpus is not None:
         ranges.GPUS.check("num_gpus", num_gpus)
     sizes = request.nodes(num_gpus)
@@ -236,19 +241,59 @@ def plan(
         objective=objective,
         num_gpus=gpus,
         num_shapes=sum(count for _, count in shapes) if fastest else len(shapes),
+        usd_per_h=_usd_per_h_in_use(request, simulations[0].plan),
     )
 
 
-def _plan_pool(profile: Profile, request: PlanRequest, pool: Pool, num_runners_up: int) -> PlanChoice:
-    """The best plan for GPUs of several types.
+def _within_budget(
+    profile: Profile, request: PlanRequest, num_gpus: int | None, pool: Pool | None, num_runners_up: int
+) -> PlanChoice:
+    """The best plan of GPUs that cost no more than the budget together; the others are not bought.
+
+    Raises:
+        PlanError: no plan fits, or none within the budget; the message names one that would do.
+    """
+    budget, free = request.budget_usd_per_h or 0.0, replace(request, budget_usd_per_h=None)
+    if pool is None and num_gpus is None:
+        raise PlanError("is missing", field="num_gpus", allowed="a number, or a pool")
+    names = ("",) if pool is None else pool.types
+    gpus = tuple(num_gpus or 0 if pool is None else pool[name] for name in names)
+    prices, pools = _prices_of(request, names), Pools(profile, free, names)
+
+    def answer(numbers: Sequence[int]) -> PlanChoice:
+        if pool is None:
+            return plan(profile, free, num_gpus=numbers[0], num_runners_up=num_runners_up)
+        return _plan_pool(profile, free, Pool.of(dict(zip(names, numbers, strict=True))), num_runners_up, pools)
+
+    best, sign = answer(gpus), 1 if request.objective == "examples_per_s" else -1
+    most_usd = budget * (1 + 1e-9)
+    if (best.usd_per_h or 0.0) > most_usd:
+        found = []
+        for numbers in pools.affordable(gpus, prices, most_usd):
+            with contextlib.suppress(PlanError):  # the job does not fit on so few
+                found.append(answer(numbers))
+        if not found:
+            usd_per_h, enough = pools.cheapest_that_fits(gpus, prices)
+            on = counted(enough[0], "GPU") if pool is None else Pool.of(dict(zip(names, enough, strict=True)))
+            allowed = f"{usd_per_h:.4g} for {on}"
+            raise PlanError("is too small for this job", field="budget_usd_per_h", value=budget, allowed=allowed)
+        best = max(found, key=lambda choice: sign * choice.values[0])
+    return replace(best, num_gpus=sum(gpus))
+
+
+def _plan_pool(
+    profile: Profile, request: PlanRequest, pool: Pool, num_runners_up: int, pools: Pools | None = None
+) -> PlanChoice:
+    """The best plan for GPUs of several types; ``pools``: of these types and others, to share what they know.
 
     Raises:
         PlanError: no GPUs, or a request that a pool does not answer.
     """
     _check_pool(request, pool, on_nodes=True)
-    gpus, nodes = [pool[name] for name in pool.types], _nodes_of_types(request, pool)
-    pools, unequal = Pools(profile, request, pool.types, _sweeps_on(nodes, profile, request, pool)), None
-    prices = _prices(request, pool)
+    nodes, unequal = _nodes_of_types(request, pool), None
+    pools = pools or Pools(profile, request, pool.types, _sweeps_on(nodes, profile, request, pool))
+    gpus = [pool[name] for name in pools.names]
+    prices = None if request.objective == "examples_per_s" else _prices_of(request, pools.names)
     if nodes:
         ranked = pools.equal(gpus, 1 + num_runners_up)
         best_of_type = {each.node_types: each for each in reversed(ranked)}.values()
@@ -275,6 +320,7 @@ def _plan_pool(profile: Profile, request: PlanRequest, pool: Pool, num_runners_u
         objective=request.objective,
         num_gpus=pool.num_gpus,
         num_shapes=len(ranked),
+        usd_per_h=_usd_per_h_in_use(request, simulations[0].plan),
     )
 
 
@@ -420,21 +466,32 @@ def _fastest(sweep: Sweep, num_gpus: int, most_replicas: int | None) -> Outcome 
     return sweep.fastest(num_gpus, depths, 1, most_replicas)[0] if depths else None
 
 
-def _prices(request: PlanRequest, pool: Pool) -> list[float] | None:
-    """Dollars per GPU-hour of each type, for dollars per example; None for examples per second.
+def _prices_of(request: PlanRequest, names: Sequence[str]) -> list[float]:
+    """Dollars per GPU-hour of each type.
 
     Raises:
         PlanError: a type without a price.
     """
-    if request.objective != "usd_per_example":
-        return None
     price, field = request.usd_per_gpu_hour, "usd_per_gpu_hour"
-    by_type = dict(price.items()) if isinstance(price, Mapping) else dict.fromkeys(pool.types, price)
-    found = [float(by_type.get(name) or math.nan) for name in pool.types]
+    by_type = dict(price.items()) if isinstance(price, Mapping) else dict.fromkeys(names, price)
+    found = [float(by_type.get(name) or math.nan) for name in names]
     if any(each not in ranges.USD_PER_HOUR for each in found):
-        allowed = f"dollars per GPU-hour of each of {', '.join(pool.types)}"
+        allowed = f"dollars per GPU-hour of each of {', '.join(names)}" if any(names) else "dollars per GPU-hour"
         raise PlanError("is not a price of each type", field=field, value=price, allowed=allowed)
     return found
+
+
+def _usd_per_h_in_use(request: PlanRequest, best: Plan) -> float | None:
+    """Price per hour of the GPUs that a plan uses; None: not known, or of nodes of several GPUs."""
+    price = request.usd_per_gpu_hour
+    if price is None or request.num_gpus_per_node is not None:
+        return None
+    if not isinstance(price, Mapping):
+        return price * best.num_workers
+    by_type: dict[Any, float] = dict(price.items())
+    prices = [by_type.get(name) for name in best.pool.types]
+    known = [usd for usd in prices if usd is not None]
+    return sum(map(operator.mul, known, map(best.pool.__getitem__, best.pool.types))) if known == prices else None
 
 
 def _usd_per_h(price: float, shape: Shape) -> float:
@@ -445,7 +502,7 @@ def _cheapest_equal(pools: Pools, gpus: Sequence[int], prices: Sequence[float], 
     """The cheapest equal pipelines on each type alone, best first."""
     found = []
     for place, (sweep, number, price) in enumerate(zip(pools.sweeps, gpus, prices, strict=True)):
-        depths = sweep.depths(number)
+        depths = sweep.depths(number) if number else ()
         shapes = [
             (depth, replicas) for depth in depths for replicas in sweep.replicas(min(number // depth, sweep.total))
         ]

@@ -38,6 +38,8 @@ _NEAR = 1.01
 """Sizes are looked at too with which mixes are estimated to take so much longer than with the best one."""
 _HOPEFUL = 1.01
 """What is estimated may be so much faster."""
+_CHOICES = 16
+"""Choices of GPUs that are planned for a budget."""
 _SLOWER, _LENGTHS, _CHEAP = 16.0, 24, 6
 """How much longer mini-batches may be that cost less, how many lengths are looked at, and how many GPUs of those."""
 _TINY, _CROSSING_SIZES, _CROSSED, _BUSY = 8, 2, 128, 0.98
@@ -118,6 +120,26 @@ def cheapest_enough(done: Sequence[Ints], total: int, usd_per_h: Sequence[float]
         most, usd = most[order], usd[order]
         counts = np.column_stack([counts[first[order]], number[order]])
     return tuple(counts[-1].tolist()) if most[-1] >= total else None
+
+
+def maximal_within(gpus: Sequence[int], usd_per_h: Sequence[float], most_usd: float) -> Ints:
+    """Return every choice of GPUs to which the budget cannot add one: [number of choices, number of types].
+
+    Args:
+        gpus: How many of each type there are.
+        usd_per_h: Price of a GPU of each type.
+        most_usd: Price of all chosen GPUs together, at most.
+    """
+    *others, last = gpus
+    chosen = np.indices([number + 1 for number in others]).reshape(len(others), -1).T
+    left = most_usd - chosen @ np.array(usd_per_h[:-1])
+    chosen, left = chosen[left >= 0], left[left >= 0]
+    of_last = np.minimum(last, left // usd_per_h[-1]).astype(np.int64)
+    found = np.column_stack([chosen, of_last]).astype(np.int64)
+    left -= of_last * usd_per_h[-1]
+    full = (found == np.array(gpus)) | (left[:, None] < np.array(usd_per_h))
+    maximal: Ints = found[full.all(axis=1) & found.any(axis=1)]
+    return maximal
 
 
 class Pools:
@@ -308,6 +330,46 @@ class Pools:
         if best is None and not equal:
             raise self._too_small(gpus)
         return best
+
+    def affordable(self, gpus: Sequence[int], usd_per_h: Sequence[float], most_usd: float) -> list[tuple[int, ...]]:
+        """Return GPUs of each type that a budget pays for: all maximal choices if there are few, else promising ones.
+
+        Those are promising that do most micro-batches in the time in which any do enough, as far as mixes are
+        estimated.
+
+        Args:
+            gpus: How many of each type there are.
+            usd_per_h: Price of a GPU of each type.
+            most_usd: Price of all chosen GPUs together, at most.
+        """
+        choices = maximal_within(gpus, usd_per_h, most_usd)
+        if len(choices) > _CHOICES:
+            size, schedule = self._promising(tuple(gpus), (), math.inf)[0]
+            mixes = self.mixes(size, schedule)
+            search = mixes.search(tuple(gpus))
+            solved = search.solve(frozenset())
+            best = np.linspace(0, len(choices) - 1, _CHOICES).astype(np.int64)
+            for time_ns in () if solved is None else np.geomspace(solved[0], solved[0] * 16 * _SLOWER, 8 * _LENGTHS):
+                done = sum(each[choices[:, place]] for place, each in enumerate(search.done(time_ns)))
+                if np.max(done) >= mixes.total:
+                    best = np.argsort(-done, kind="stable")[:_CHOICES]
+                    break
+            choices = choices[best]
+        return [tuple(each) for each in choices.tolist()]
+
+    def cheapest_that_fits(self, gpus: Sequence[int], usd_per_h: Sequence[float]) -> tuple[float, tuple[int, ...]]:
+        """Return the least price per hour for which the job fits on some of these GPUs, and how many of each type."""
+        enough = []
+        for place, (sweep, number) in enumerate(zip(self.sweeps, gpus, strict=True)):
+            fewest = sweep.fewest_gpus()
+            if fewest is not None and fewest <= number:
+                enough.append(tuple(fewest * (each == place) for each in range(len(gpus))))
+        schedule = self.request.schedule or "varuna"
+        for size in self.sizes():
+            for needed in self._two_types_of(size, schedule).fitting(gpus):
+                if all(need <= number for need, number in zip(needed, gpus, strict=True)):
+                    enough.append(needed)
+        return min((float(np.dot(needed, usd_per_h)), needed) for needed in enough)
 
     def _cheapest_crossing(self, gpus: tuple[int, ...], best: Found | None, usd_per_h: Sequence[float]) -> Found | None:
         """The cheapest mix with pipelines over two types, of those that may cost less than the best answer."""

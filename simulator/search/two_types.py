@@ -329,14 +329,19 @@ class TwoTypes:
 
     def fewest(self, gpus: Sequence[int]) -> tuple[int, ...] | None:
         """Return the GPUs, the fewest more than these, on which such a pipeline fits; None: it fits on none."""
+
+        def missing(needed: tuple[int, ...]) -> int:
+            return sum(max(0, need - number) for need, number in zip(needed, gpus, strict=True))
+
+        return min(self.fitting(gpus), key=lambda needed: (missing(needed), sum(needed), needed), default=None)
+
+    def fitting(self, gpus: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """Yield the GPUs of each pipeline over two of these types that fits, also where GPUs for it are missing."""
         deepest = self.sweeps[0].num_sections
-        found = []
         for i, j in permutations(range(len(gpus)), 2):
             if gpus[i] and gpus[j]:
                 for a, b in np.argwhere(self._splits_of(i, j, (deepest, deepest)).fits).tolist():
-                    missing = max(0, a - gpus[i]) + max(0, b - gpus[j])
-                    found.append((missing, a + b, self.gpus_of({Split(i, j, a, b): 1}, ())))
-        return min(found)[2] if found else None
+                    yield self.gpus_of({Split(i, j, a, b): 1}, ())
 
     # ---- what there is to gain, by bounds ----
 

@@ -102,6 +102,10 @@ def plan_command(
             help="Dollars per GPU-hour, such as 0.9. Or by GPUs per node, 1:0.9,4:0.75, or by type, v100=0.9,t4=0.16.",
         ),
     ] = None,
+    budget_usd_per_h: Annotated[
+        float | None,
+        typer.Option("--budget", metavar="USD", help="Dollars an hour for all used GPUs (with --price)."),
+    ] = None,
     jitter_seed: JitterOption = None,
     settings: SettingsOption = None,
     as_json: JsonOption = False,
@@ -119,9 +123,8 @@ def plan_command(
       morph plan profile.json --gpus 128 --memory-gib 16 --json -o plan.json
       morph plan profile.json --nodes 16x1,4x4
       morph plan profile.json --pool v100=12,t4=12
+      morph plan p.json --pool v100=12,t4=12 --price v100=0.9,t4=0.16 --budget 8
       morph plan profile.json --gpus 16..128 --csv plans.csv --png plans.png
-      morph plan profile.json --gpus 16 --objective progress \\
-          --set revocations_per_hour=0.4
     """
     from morph.contract.profile import load_profile, other_links
     from simulator import plan
@@ -156,7 +159,8 @@ def plan_command(
     from simulator.render import tables
 
     console = wide_console(tables.WIDTH)
-    for line in (*tables.shape_lines(measured, choice.best_simulation), tables.leftover_line(choice)):
+    lines = [*tables.shape_lines(measured, choice.best_simulation), tables.leftover_line(choice)]
+    for line in [*lines, *tables.price_line(choice)]:
         console.print(line)
     console.print(tables.stage_table(measured, choice.best_simulation))
     for line in tables.memory_lines(choice.best_simulation):
@@ -190,7 +194,7 @@ def _numbers(given: dict[str, Any], gpus: str | None, aim: AimName) -> range | N
     given[f"--objective {aim}"] = aim
     if numbers is not None and len(numbers) > 1:
         given["--gpus A..B"] = gpus
-    single = ["-o", "--jitter-seed", "--objective dollars", "--objective progress"]
+    single = ["-o", "--budget", "--jitter-seed", "--objective dollars", "--objective progress"]
     refuse_together(given, "--gpus A..B", single, "it answers for one number of GPUs")
     for other, options in {
         "--gpus A..B": ("--csv", "--png"),
@@ -212,6 +216,7 @@ def _as_json(choice: PlanChoice) -> dict[str, object]:
     return {
         "num_gpus": choice.num_gpus,
         "num_idle": choice.num_idle,
+        "usd_per_h": choice.usd_per_h,
         "objective": choice.objective,
         "value": choice.values[0],
         "best": choice.best.model_dump(mode="json"),
