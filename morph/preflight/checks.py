@@ -39,7 +39,7 @@ class Needs(StrEnum):
 
     NOTHING = "no weights and no data, only names, shapes and settings"
     DATA = "some samples of the data"
-    MODEL = "one step of the model, without numbers if it is large"
+    MODEL = "one step of the model, on shapes alone if it is large"
     TRIALS = "the model's weights, run on samples"
 
 
