@@ -24,12 +24,12 @@ from tornado.netutil import bind_sockets
 from tornado.web import Application, RequestHandler
 
 from manager.dashboard.snapshot import metrics_text, snapshot
+from manager.journal.journal import patiently
 from manager.report.live import LiveRun
 from manager.report.picture import PARTS
-from manager.run_dir import PAGE
+from manager.run_dir import PAGE, write_in_run_dir
 from morph.contract.base import Value, read_json
 from morph.contract.errors import ClusterError, RunDirError
-from morph.contract.files import PRIVATE, write_whole
 from morph.link.listener import BACKLOG, HELLO_TIMEOUT_S, PendingCallers
 from morph.pictures import SOFT
 
@@ -68,12 +68,13 @@ def serving(run: LiveRun, run_dir: Path) -> Iterator[PageAddress]:
 
     Raises:
         ClusterError: the page cannot be served within ``START_TIMEOUT_S``.
+        RunDirError: its address cannot be written; while the disk is full, this waits.
     """
     server = _Server(run)
     server.start()
     path = run_dir / PAGE
     try:
-        write_whole(path, server.address.model_dump_json(), PRIVATE)
+        patiently(lambda: write_in_run_dir(path, server.address.model_dump_json()))
         yield server.address
     finally:
         with suppress(FileNotFoundError):

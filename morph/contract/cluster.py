@@ -378,7 +378,8 @@ class Policy(Value):
     )
     takeover_patience_s: Annotated[float, ranges.PATIENCE_S.field] = Field(
         default=60.0,
-        description="how long VMs and workers outlive a manager that is killed, for the next one; 0: not at all",
+        description="how long workers and local VMs outlive a manager that is killed, for the next one; 0: not at all. "
+        "A provider's VMs live for vms.lonely_s",
     )
     objective: Literal["throughput", "dollars"] = Field(
         default="throughput",

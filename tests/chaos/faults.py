@@ -184,9 +184,9 @@ def lock_journal(world: World, draw: random.Random) -> str:
 
 
 def fill_disk(world: World, draw: random.Random) -> str:
-    """Fill the disk, so that neither journal nor checkpoints can grow."""
+    """Fill the disk, so that neither journal nor checkpoints can grow; a command that just starts would refuse it."""
     seconds = draw.choice([2.0, 6.0])
-    if world.disk is None:
+    if world.disk is None or not world.workers():
         return ""
     try:
         until_s = time.monotonic() + seconds

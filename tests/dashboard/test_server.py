@@ -20,8 +20,10 @@ from simulated_cluster import played
 
 from manager.accounting.account import Part
 from manager.dashboard.server import PageAddress, read_address, serving
+from manager.journal import journal as patience
 from manager.run_dir import PAGE
 from morph.contract.errors import RunDirError
+from tests.small_disk import small_disk
 
 TIMEOUT_S = 20.0
 
@@ -182,3 +184,15 @@ def test_nothing_is_left_of_a_page_when_the_run_is_over(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(RunDirError, match="serves no page"):
         read_address(tmp_path)
+
+
+def test_a_full_disk_delays_the_page_and_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        disk.fill()
+        monkeypatch.setattr(patience.time, "sleep", lambda _pause_s: disk.free())
+        with serving(played(), disk.path) as address:
+            assert PageAddress.model_validate_json((disk.path / PAGE).read_text()) == address
+        assert not (disk.path / PAGE).exists()
+    assert f"the run pauses: {disk.path}" in caplog.text
