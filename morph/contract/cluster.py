@@ -198,10 +198,7 @@ class ProvidedVms(Value):
         "absent: any free ports",
     )
     tls: bool = Field(default=False, description=TLS)
-    lonely_s: Seconds = Field(
-        default=900.0,
-        description="a VM that has no manager for so long ends itself",
-    )
+    lonely_s: Seconds = Field(default=900.0, description="a VM that has no manager for so long ends itself")
     shared_storage: bool = Field(
         default=False,
         description="every VM sees this machine's folders under the same paths: checkpoints may be stored there",

@@ -499,16 +499,25 @@ def _usd_per_h(price: float, shape: Shape) -> float:
 
 
 def _cheapest_equal(pools: Pools, gpus: Sequence[int], prices: Sequence[float], count: int) -> list[Found]:
-    """The cheapest equal pipelines on each type alone, best first."""
-    found = []
+    """Return the ``count`` cheapest equal pipelines, each on one type, best first."""
+
+    def cost(found: Found) -> float:
+        usd_per_h: float = sum(map(operator.mul, found.workers, prices))
+        return found.mini_batch_ns * usd_per_h
+
+    found: list[Found] = []
     for place, (sweep, number, price) in enumerate(zip(pools.sweeps, gpus, prices, strict=True)):
         depths = sweep.depths(number) if number else ()
         shapes = [
             (depth, replicas) for depth in depths for replicas in sweep.replicas(min(number // depth, sweep.total))
         ]
         aim = Cheapest(sweep.profile.job.batch_size, partial(_usd_per_h, price))
-        found += [pools.of_outcome(place, outcome) for outcome in sweep.best(shapes, count, aim)]
-    return sorted(found, key=lambda each: each.mini_batch_ns * sum(map(operator.mul, each.workers, prices)))
+        below = math.inf  # what the cheapest of the types before cost
+        if len(found) == count:
+            below = cost(found[-1]) / 3600 / 1e9 / sweep.profile.job.batch_size
+        cheaper = [pools.of_outcome(place, outcome) for outcome in sweep.best(shapes, count, aim, below)]
+        found = sorted([*found, *cheaper], key=cost)[:count]
+    return found
 
 
 def _check_pool(request: PlanRequest, pool: Pool, *, on_nodes: bool) -> None:

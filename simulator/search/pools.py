@@ -112,7 +112,9 @@ def cheapest_enough(done: Sequence[Ints], total: int, usd_per_h: Sequence[float]
     """
     most, usd, counts = np.zeros(1, np.int64), np.zeros(1), np.zeros((1, 0), np.int64)
     for each, price in zip(done, usd_per_h, strict=True):
-        first, number = np.divmod(np.arange(len(most) * len(each)), len(each))
+        gaining = np.flatnonzero(np.diff(each, prepend=-1) > 0)  # other numbers cost more and do no more
+        first, place = np.divmod(np.arange(len(most) * len(gaining)), len(gaining))
+        number = gaining[place]
         most, usd = np.minimum(total, most[first] + each[number]), usd[first] + price * number
         order = np.lexsort((-most, usd))
         before = np.maximum.accumulate(np.concatenate([[-1], most[order][:-1]]))
