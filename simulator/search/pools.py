@@ -133,7 +133,7 @@ def maximal_within(gpus: Sequence[int], usd_per_h: Sequence[float], most_usd: fl
         most_usd: Price of all chosen GPUs together, at most.
     """
     *others, last = gpus
-    chosen = np.indices([number + 1 for number in others]).reshape(len(others), -1).T
+    chosen = np.array(list(product(*(range(number + 1) for number in others))), np.int64)
     left = most_usd - chosen @ np.array(usd_per_h[:-1])
     chosen, left = chosen[left >= 0], left[left >= 0]
     of_last = np.minimum(last, left // usd_per_h[-1]).astype(np.int64)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile, load_profile
-from simulator import plan, plan_frame, plan_table, simulate, synthetic_profile
+from simulator import PlanRequest, plan, plan_frame, plan_table, simulate, synthetic_profile
+from simulator.inputs.request import ObjectiveName
+from simulator.inputs.synthetic import with_type
 from simulator.search.objectives import MostProgress, Revocations, Shape, usd_per_h_of
 from simulator.search.windows import Trial
 from tests.grids import cells
@@ -224,3 +227,67 @@ def test_figures_that_an_objective_needs_are_asked_for(arguments: dict[str, obje
     with pytest.raises(PlanError) as caught:
         plan(_profile(), num_gpus=4, **arguments)  # type: ignore[arg-type]
     assert caught.value.field == field
+
+
+def _in_two_types(memory_bytes: int | None = None) -> Profile:
+    uneven = [0.01 + 0.002 * (section % 3) for section in range(6)]
+    return with_type(synthetic_profile(num_sections=6, batch_size=24, forward_s=uneven), "slow", 2.0, memory_bytes)
+
+
+@pytest.mark.parametrize("objective", ["examples_per_s", "usd_per_example"])
+def test_a_budget_buys_the_best_of_all_gpus_that_it_pays_for(objective: ObjectiveName) -> None:
+    profile, price, own = _in_two_types(), {"v100": 0.9, "slow": 0.4}, "v100"
+    profile = profile.model_copy(update={"environment": profile.environment.model_copy(update={"device": own})})
+    sign = 1 if objective == "examples_per_s" else -1
+    request = PlanRequest(unequal=True, usd_per_gpu_hour=price, objective=objective)
+    best = {
+        (fast, slow): plan(profile, request, pool={own: fast, "slow": slow}, num_runners_up=0).values[0] * sign
+        for fast in range(4)
+        for slow in range(4)
+        if fast + slow
+    }
+    last = -math.inf
+    for budget in (0.4, 1.3, 2.0, 3.1, 60.0):
+        choice = plan(profile, request, pool={own: 3, "slow": 3}, num_runners_up=0, budget_usd_per_h=budget)
+        assert choice.usd_per_h is not None
+        assert choice.usd_per_h == pytest.approx(sum(price[name] * choice.best.pool[name] for name in price))
+        assert choice.usd_per_h <= budget * 1.0001
+        paid = [best[gpus] for gpus in best if 0.9 * gpus[0] + 0.4 * gpus[1] <= budget]
+        assert sign * choice.values[0] >= max(paid) - 1e-3 * abs(max(paid))
+        assert sign * choice.values[0] >= last - 1e-3 * abs(last), "a larger budget made the answer worse"
+        last = sign * choice.values[0]
+
+
+def test_of_one_type_a_budget_bounds_the_number() -> None:
+    request = PlanRequest(unequal=True, usd_per_gpu_hour=0.5, budget_usd_per_h=1.6)
+    choice = plan(_in_two_types(), request, num_gpus=6)
+    assert (choice.best.num_workers, choice.num_idle, choice.usd_per_h) == (3, 3, 1.5)
+    alone = plan(_in_two_types(), PlanRequest(unequal=True), num_gpus=3)
+    assert choice.best.expected == alone.best.expected
+
+
+def test_a_budget_that_pays_for_too_few_gpus_is_refused_with_one_that_would_do() -> None:
+    profile = _in_two_types()
+    needed = plan(profile, num_gpus=1).best.expected.peak_memory_bytes
+    request = PlanRequest(memory_bytes=needed * 2 // 5, usd_per_gpu_hour=0.5, unequal=True)
+    with pytest.raises(
+        PlanError, match=r"budget_usd_per_h: is too small for this job .got 0.7.; allowed: .* for . GPUs"
+    ) as error:
+        plan(profile, request, num_gpus=6, budget_usd_per_h=0.7)
+    enough = float(str(error.value).split("allowed: ")[1].split(" ")[0])
+    assert plan(profile, request, num_gpus=6, budget_usd_per_h=enough).usd_per_h == enough
+    with pytest.raises(PlanError, match="budget_usd_per_h"):
+        plan(profile, request, num_gpus=6, budget_usd_per_h=enough - 0.01)
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"budget_usd_per_h": 0.0, "usd_per_gpu_hour": 1.0}, "budget_usd_per_h"),
+        ({"budget_usd_per_h": 2.0}, "usd_per_gpu_hour"),
+        ({"budget_usd_per_h": 2.0, "usd_per_gpu_hour": 1.0, "num_gpus_per_node": 2}, "budget_usd_per_h"),
+    ],
+)
+def test_budgets_that_nothing_can_answer_are_refused(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(PlanError, match=field):
+        plan(_in_two_types(), num_gpus=4, **given)

@@ -199,6 +199,7 @@ def _numbers(given: dict[str, Any], gpus: str | None, aim: AimName) -> range | N
     for other, options in {
         "--gpus A..B": ("--csv", "--png"),
         "--jitter-seed": ("--set num_draws",),
+        "--price": ("--budget",),
         "--objective progress": tuple(f"--set {name}" for name in _FOR_PROGRESS),
     }.items():
         for option in options:
