@@ -192,6 +192,8 @@ def _numbers(given: dict[str, Any], gpus: str | None, aim: AimName) -> range | N
     )
     numbers = None if gpus is None else gpu_range(gpus)
     given[f"--objective {aim}"] = aim
+    nodes = ["--nodes", "--gpus-per-node", "--objective progress"]
+    refuse_together(given, "--budget", nodes, "it buys single GPUs, for examples per second or dollar")
     if numbers is not None and len(numbers) > 1:
         given["--gpus A..B"] = gpus
     single = ["-o", "--budget", "--jitter-seed", "--objective dollars", "--objective progress"]
