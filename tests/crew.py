@@ -732,7 +732,7 @@ class ManagedCrew:
     def abort(self, worker: str, generation: int) -> None:
         self._control(worker, "abort", generation)
 
-    def ahead(self, worker: str, order: PreCopyOrder) -> None:
+    def pre_copy(self, worker: str, order: PreCopyOrder) -> None:
         self._control(worker, "ahead", order)
 
     def end(self, worker: str) -> None:

@@ -91,8 +91,8 @@ def decide(state: ControllerState, event: Event, now_s: float) -> Decision:
     Args:
         state: The controller's state, from ``initial_state`` or the last decision.
         event: What happened.
-        now_s: Wall-clock seconds at which the shell saw it. A clock that steps back lengthens waits by as much; one
-            that jumps ahead may make the controller give up workers that would have answered. Neither loses a step.
+        now_s: Seconds of the run's clock at which the driver saw it: seconds since 1970 at the session's start, and
+            monotonic from then on, so that setting the machine's clock changes no wait.
 
     Returns:
         The new state, the actions to carry out in order (after both are journalled), the reason, and the

@@ -48,13 +48,13 @@ CLIP_EPSILON = 1e-6
 """The same constant as in ``torch.nn.utils.clip_grad_norm_``."""
 
 MODEL = "model"
-"""The shelf holds a replica of ad-psgd for the others under this name."""
+"""The name under which a worker's shelf (:mod:`morph.elastic.shelf`) holds its model for others, with ad-psgd."""
 
 
 class Optimizer:
     """Wraps a ``torch.optim`` optimizer; ``step`` runs the loss, sums gradients over all workers and applies them.
 
-    The optimizer's gradients lie in memory that the next step reuses: copy what you want to keep of them.
+    Gradients are set only while the wrapped optimizer steps: read or copy them in its ``register_step_pre_hook``.
     Parameters may be frozen and thawed between two steps (``requires_grad``), and added to the optimizer, in the same
     way at all workers.
 

@@ -31,22 +31,23 @@ from simulator.search.sweep import Sweep
 from simulator.search.two_types import TwoTypes
 
 WORTH = 0.999
-"""Of the time of equal pipelines what unequal ones may take at most to replace them."""
+"""Unequal pipelines replace equal ones if they take at most this fraction of their time."""
 _SIZES, _MANY = 4, 64
-"""Of micro-batch sizes, those that are looked at because their bounds are least; one of more GPUs than that."""
+"""How many micro-batch sizes are looked at, those of the least bounds first; one, with more than ``_MANY`` GPUs."""
 _NEAR = 1.01
-"""Sizes are looked at too with which mixes are estimated to take so much longer than with the best one."""
+"""Sizes are looked at whose mixes are estimated to take at most this many times as long as the best size's."""
 _HOPEFUL = 1.01
-"""What is estimated may be so much faster."""
+"""An estimate may be too high by this factor."""
 _CHOICES = 16
 """Choices of GPUs that are planned for a budget."""
 _SLOWER, _LENGTHS, _CHEAP = 16.0, 24, 6
-"""How much longer mini-batches may be that cost less, how many lengths are looked at, and how many GPUs of those."""
+"""Cheaper mini-batches may be up to ``_SLOWER`` times as long; ``_LENGTHS`` lengths between are tried, and the
+``_CHEAP`` cheapest choices of GPUs are planned."""
 _TINY, _CROSSING_SIZES, _CROSSED, _BUSY = 8, 2, 128, 0.98
-"""Of pipelines over two types: GPUs up to which several micro-batch sizes are looked at, and how many of these; on more
-GPUs than the third number none are looked at where so many of them are at work."""
+"""For pipelines over two types, ``_CROSSING_SIZES`` micro-batch sizes are tried on at most ``_TINY`` GPUs, one on more.
+With more than ``_CROSSED`` GPUs no such pipelines are tried if the best plan uses at least ``_BUSY`` of the GPUs."""
 _SUBSETS = {True: 16, False: 2}
-"""Of fewer GPUs, numbers that are looked at: where there are few, and where there are many."""
+"""How many smaller choices of GPUs are tried: with at most ``_MANY`` GPUs (True), and with more."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def _cheap_subsets(mixes: Mixes, gpus: tuple[int, ...], usd_per_h: Sequence[floa
 def cheapest_enough(done: Sequence[Ints], total: int, usd_per_h: Sequence[float]) -> tuple[int, ...] | None:
     """The cheapest numbers of GPUs of each type that do so many micro-batches; None where all do fewer.
 
-    Of the numbers of some types those are kept that no others surpass at no higher price.
+    Types are added one by one. After each, a choice is dropped if another one does as much for the same price or less.
 
     Args:
         done: Of each type, what 0, 1, ... GPUs do.
@@ -178,7 +179,7 @@ class Pools:
         """The fastest equal pipelines on each type alone, best first; none that take longer than ``below_ns``.
 
         Raises:
-            PlanError: the job fits on none of them, if that is not known to be otherwise: there is a ``below_ns``.
+            PlanError: the job fits on none of them; not raised with a ``below_ns``, which shows that it fits somehow.
         """
         found = []
         for place, (sweep, number) in enumerate(zip(self.sweeps, gpus, strict=True)):

@@ -37,17 +37,17 @@ from simulator.search.windows import Trial
 _TINY = 8
 """On so few GPUs more mixes are looked at."""
 _LOOKED_AT, _FINALS, _DOUBT = {True: 24, False: 3}, {True: 24, False: 2}, {True: 1.2, False: 1.02}
-"""Mixes that are played, in both orders, of these those that are played with the stages that suit them best, and how
-much longer than the best these may seem to take: of tiny pools, and others."""
+"""For tiny pools (True) and others: how many mixes are simulated roughly, in both orders of types; how many of them
+exactly; and how many times as long as the best one a mix may seem to take to be among the latter."""
 _DENSE = 64
-"""So many splits are looked at where there are many GPUs: those with most micro-batches for the speed of their GPUs."""
+"""How many splits are tried with many GPUs: those with most micro-batches for the speed of their GPUs."""
 _MANY_PLACES = 2_500
 _HOPEFUL = {True: 1.05, False: 1.0}
-"""What bounds and lines say may be so much longer than what is surpassed: of tiny pools, and others."""
+"""A mix is tried if its estimate is at most this many times the time to surpass: for tiny pools (True), and others."""
 _HOPE = 0.5
-"""What is played is taken to surpass its bound by so much of the least that was seen of one type."""
+"""A simulated time is assumed to exceed its bound by this fraction of the least excess seen for one type."""
 _SLOWER, _LENGTHS, _CHEAP = 16.0, 12, 3
-"""How much longer mini-batches may be that cost less, how many lengths are looked at, and how many GPUs of those."""
+"""As in :mod:`simulator.search.pools`."""
 _LONG = 8
 """With so many micro-batches for each stage, three windows are enough to know about what pipelines take."""
 _NEAR = 1e-3

@@ -26,6 +26,7 @@ from simulator.search.moves import moved_bounds_ns, neighbours
 from simulator.search.setting import Rule, Setting
 
 _TOLERATED = 101
+"""Percent of the fastest time that smaller windows may take."""
 _FEW = 8
 _NEAREST, _HOPEFUL = 2, 103
 _FILL, _MANY = 8, 32

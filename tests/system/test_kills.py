@@ -93,7 +93,7 @@ def test_a_joining_worker_that_dies_while_it_is_taken_in_changes_nothing(tiny_jo
 
 
 def test_with_one_replica_kill_after_kill_loses_no_decided_step(tiny_job: TinyJob, tmp_path: Path) -> None:
-    """Workers of the first, the last and a middle stage are killed in turn, each once every follower is in step."""
+    """Workers of the first, the last and the first stage are killed in turn, each once every follower is in step."""
     pids: dict[str, int] = {}
     killed: list[str] = []
     stages = [0, 2, 0]
