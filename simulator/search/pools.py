@@ -347,16 +347,18 @@ class Pools:
         """
         choices = maximal_within(gpus, usd_per_h, most_usd)
         if len(choices) > _CHOICES:
-            size, schedule = self._promising(tuple(gpus), (), math.inf)[0]
-            mixes = self.mixes(size, schedule)
-            search = mixes.search(tuple(gpus))
-            solved = search.solve(frozenset())
             best = np.linspace(0, len(choices) - 1, _CHOICES).astype(np.int64)
-            for time_ns in () if solved is None else np.geomspace(solved[0], solved[0] * 16 * _SLOWER, 8 * _LENGTHS):
-                done = sum(each[choices[:, place]] for place, each in enumerate(search.done(time_ns)))
-                if np.max(done) >= mixes.total:
-                    best = np.argsort(-done, kind="stable")[:_CHOICES]
-                    break
+            for size, schedule in self._promising(tuple(gpus), (), math.inf)[:1]:  # none if no type alone is enough
+                mixes = self.mixes(size, schedule)
+                search = mixes.search(tuple(gpus))
+                solved = search.solve(frozenset())
+                for time_ns in (
+                    () if solved is None else np.geomspace(solved[0], solved[0] * 16 * _SLOWER, 8 * _LENGTHS)
+                ):
+                    done = sum(each[choices[:, place]] for place, each in enumerate(search.done(time_ns)))
+                    if np.max(done) >= mixes.total:
+                        best = np.argsort(-done, kind="stable")[:_CHOICES]
+                        break
             choices = choices[best]
         return [tuple(each) for each in choices.tolist()]
 
