@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,9 +19,10 @@ from morph.contract.errors import PlanError
 class Pool:
     """Counts of GPUs by type: ``t4=4,v100=12``; or ``8`` if there is only one type.
 
-    Required GPUs without a type may be of any type: ``8,t4=4`` fits in ``t4=12``. ``counts``: (type, count) in the
-    order of the names, none of them 0; made by ``of``, ``parse`` and ``counting``. ``pool["t4"]`` is 0 if there is
-    none. In JSON a pool is its text, also as a key of an object.
+    A type may name its zone, ``v100@us-east-1a=8``; see :func:`type_and_zone`. Required GPUs without a type may be of
+    any type: ``8,t4=4`` fits in ``t4=12``. ``counts``: (type, count) in the order of the names, none of them 0; made by
+    ``of``, ``parse`` and ``counting``. ``pool["t4"]`` is 0 if there is none. In JSON a pool is its text, also as a key
+    of an object.
     """
 
     EXAMPLE: ClassVar[str] = "a number of GPUs, or numbers by type such as v100=12,t4=4"
@@ -67,6 +68,15 @@ class Pool:
     def types(self) -> tuple[str, ...]:
         """The types in the pool, in the order of their names."""
         return tuple(name for name, _ in self.counts)
+
+    @property
+    def zones(self) -> tuple[str, ...]:
+        """The zones that the types name, in the order of their names; "" stands for types without a zone."""
+        return tuple(sorted({type_and_zone(name)[1] for name in self.types}))
+
+    def within(self, zones: Collection[str]) -> Pool:
+        """Return the GPUs in some of the zones."""
+        return Pool.of({name: count for name, count in self if type_and_zone(name)[1] in zones})
 
     @property
     def num_gpus(self) -> int:
@@ -118,9 +128,17 @@ class Pool:
             raise ValueError(str(error)) from error
 
 
+def type_and_zone(name: str) -> tuple[str, str]:
+    """Return the type of GPU and the zone in a name of a pool: ``v100`` and ``a`` of ``v100@a``. Both may be empty."""
+    node_type, _, zone = name.partition("@")
+    return node_type, zone
+
+
 def several_types(types: Iterable[str]) -> str:
-    """Return a sentence on the effect of several types of GPUs on a run."""
-    names = sorted(types)
+    """Return a sentence on the effect of several types of GPUs on a run; empty if there is only one, in any zones."""
+    names = sorted({type_and_zone(name)[0] for name in types})
+    if len(names) < 2:
+        return ""
     return (
         f"GPUs of {len(names)} types ({', '.join(names)}) round differently: weights are equal to the bit only where "
         "one type does all the work"

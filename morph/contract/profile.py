@@ -118,6 +118,15 @@ class LinkProfile(Value):
     activation: tuple[SendTime, ...] = Field(min_length=1, description="downstream direction")
     gradient: tuple[SendTime, ...] = Field(min_length=1, description="upstream direction")
 
+    @classmethod
+    def of(cls, latency_s: float, bytes_per_s: float) -> LinkProfile:
+        """Make a link, alike in both directions, from its latency and bandwidth."""
+        times = tuple(
+            SendTime(size_bytes=size, time=Timing(median_s=latency_s + size / bytes_per_s, mad_s=0.0, num_samples=1))
+            for size in (0, 2**30)
+        )
+        return cls(activation=times, gradient=times)
+
 
 class AllReduceTime(Value):
     """AR(D): time of one all-reduce of ``size_bytes`` over a ring of ``ring_size``, ``in_flight`` at once."""
@@ -173,6 +182,7 @@ class Environment(Value):
     )
     ring_bytes: Bytes = Field(default=0, description="device memory that NCCL takes for each ring of a worker")
     process_bytes: Bytes = Field(default=0, description="host memory of a worker before it holds any state")
+    zone: str = Field(default="", description="zone of the GPUs, where a plan tells zones apart")
     created: str = Field(description="ISO 8601, UTC")
 
 
@@ -202,6 +212,7 @@ class Profile(Value):
     units: tuple[UnitProfile, ...] = ()
     intra_node: LinkProfile
     inter_node: LinkProfile
+    between_zones: LinkProfile | None = Field(default=None, description="between nodes of two zones; None: inter_node")
     all_reduce: tuple[AllReduceTime, ...] = ()
     links: Literal["staged", "ipc"] = Field(
         default="staged", description="value of vms.links while messages within a node were measured"

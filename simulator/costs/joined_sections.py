@@ -1,7 +1,7 @@
 """Sections of one pipeline on several types of node: each section has the times, links and memory of its own type.
 
-A message between two types takes as long as on the slower of them. A ring has members of one section, so that it takes
-the all-reduce of that section's type.
+A message between two types takes as long as on the slower of them, or as between zones if that is longer. A ring has
+members of one section, so that it takes the all-reduce of that section's type.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from simulator.costs.memory import NEVER, Parts, StageMemory, running_sums
 from simulator.costs.stage_costs import LinkCosts, SectionCosts
 from simulator.engine.times import Ints
-from simulator.inputs.transfer import AnyAllReduce, JoinedAllReduce
+from simulator.inputs.transfer import AllReduce, JoinedAllReduce, OneAllReduce
 
 Flags = npt.NDArray[np.bool_]
 _SUMS = ("forward_sum_ns", "backward_sum_ns", "optimizer_sum_ns")
@@ -46,13 +46,18 @@ class JoinedSections(SectionCosts):
         self._memory, self._all_reduces, self._mean_jitters = {}, {}, {}
 
     def _links(self, name: str) -> LinkCosts:
-        """Return the times behind each section; between two types those of the slower one."""
+        """Return the times behind each section; between two types those of the slower one, or between zones."""
         links: LinkCosts = copy(getattr(self, name))
+        zones = np.array([each.profile.environment.zone for each in self.of_types])
         behind = np.append(self.type_of[1:], self.type_of[-1])
         for field in vars(links):
             every = np.stack([getattr(getattr(each, name), field) for each in self.of_types])
             where = np.arange(self.num_sections)
-            setattr(links, field, np.maximum(every[self.type_of, where], every[behind, where]))
+            times = np.maximum(every[self.type_of, where], every[behind, where])
+            if self.between_zones is not None:
+                crosses = zones[self.type_of] != zones[behind]
+                times = np.where(crosses, np.maximum(times, getattr(self.between_zones, field)), times)
+            setattr(links, field, times)
         return links
 
     def memory(self, *, single: bool, follows: bool = False) -> StageMemory:
@@ -63,10 +68,10 @@ class JoinedSections(SectionCosts):
             self._memory[key] = JoinedMemory(every, self.type_of, self.limits)
         return self._memory[key]
 
-    def all_reduce(self, in_flight: int) -> AnyAllReduce:
+    def all_reduce(self, in_flight: int) -> OneAllReduce:
         """See :meth:`SectionCosts.all_reduce`."""
         if in_flight not in self._all_reduces:
-            every = tuple(each.all_reduce(in_flight) for each in self.of_types)
+            every = tuple(AllReduce(each.profile, in_flight) for each in self.of_types)
             self._all_reduces[in_flight] = JoinedAllReduce(every, self.type_of)
         return self._all_reduces[in_flight]
 

@@ -181,7 +181,7 @@ def rings(kinds: Sequence[tuple[Reductions, int]], own_sum_bytes: Floats, shared
     """
     members = sum(number for _, number in kinds)
     begin = np.unique(np.concatenate([reduced.begin for reduced, _ in kinds]))
-    slowest = SlowestAllReduce(tuple({id(reduced.all_reduce): reduced.all_reduce for reduced, _ in kinds}.values()))
+    slowest = SlowestAllReduce.of(reduced.all_reduce for reduced, _ in kinds)
     spans = reductions(own_sum_bytes, shared, begin, slowest)
     behind = spans.behind_ns(members)
     holders = tuple(np.searchsorted(reduced.begin, begin, side="right") - 1 for reduced, _ in kinds)

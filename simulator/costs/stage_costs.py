@@ -22,7 +22,7 @@ from simulator.engine.times import Ints, StageTimes
 from simulator.inputs.jitter import MeanJitter
 from simulator.inputs.layout import Layout, lone_workers
 from simulator.inputs.request import MemoryRules
-from simulator.inputs.transfer import AllReduce, AnyAllReduce, Curve, send_curve, whole_ns
+from simulator.inputs.transfer import AllReduce, Curve, OneAllReduce, send_curve, whole_ns
 
 Floats = npt.NDArray[np.float64]
 _MOST_MICRO_BATCHES = 2**20
@@ -84,6 +84,8 @@ class SectionCosts:
         self.sent_bytes: Floats = np.array([m * section.output_bytes_per_sample for section in sections], np.float64)
         self.inter_node = LinkCosts(profile.inter_node, self.sent_bytes)
         self.intra_node = LinkCosts(profile.intra_node, self.sent_bytes)
+        zones = profile.between_zones
+        self.between_zones = None if zones is None else LinkCosts(zones, self.sent_bytes)
         self.rules = rules
         self._memory: dict[tuple[bool, bool], StageMemory] = {}
         units = reduced_units(profile)
@@ -94,7 +96,7 @@ class SectionCosts:
         self.own_reduced_sum_bytes = np.concatenate([np.zeros(1), np.cumsum(own)])
         self.shared_units = tuple(unit for unit in units if len(unit.sections) > 1)
         self._check_sums()
-        self._all_reduces: dict[int, AnyAllReduce] = {}
+        self._all_reduces: dict[int, OneAllReduce] = {}
         self._mean_jitters: dict[tuple[int, int], MeanJitter] = {}
 
     def _check_sums(self) -> None:
@@ -135,7 +137,7 @@ class SectionCosts:
             )
         return self._memory[key]
 
-    def all_reduce(self, in_flight: int) -> AnyAllReduce:
+    def all_reduce(self, in_flight: int) -> OneAllReduce:
         """Return AR(D) when this many all-reduces share one machine's network."""
         if in_flight not in self._all_reduces:
             self._all_reduces[in_flight] = AllReduce(self.profile, in_flight)

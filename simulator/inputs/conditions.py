@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from morph.contract import ranges
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
+from morph.contract.pool import type_and_zone
 from morph.contract.profile import Profile
 
 # The profile on one of its measured node types.
@@ -44,7 +45,7 @@ def of_node_type(profile: Profile, name: str | None) -> Profile:
 
 
 def of_pool_type(profile: Profile, name: str) -> Profile:
-    """Return the profile for the type of GPU with this name in a pool or plan.
+    """Return the profile for the type of GPU, and the zone, with this name in a pool or plan.
 
     The type on which the profile was measured has no name of its own. It matches any word of the device's name in the
     profile's environment: "v100" or "V100" for a "Tesla V100 16 GB".
@@ -52,6 +53,14 @@ def of_pool_type(profile: Profile, name: str) -> Profile:
     Raises:
         PlanError: the profile has no such type; names the known ones.
     """
+    node_type, zone = type_and_zone(name)
+    found = _of_type(profile, node_type)
+    if zone == found.environment.zone:
+        return found
+    return found.model_copy(update={"environment": found.environment.model_copy(update={"zone": zone})})
+
+
+def _of_type(profile: Profile, name: str) -> Profile:
     if any(entry.name == name for entry in profile.node_types):
         return of_node_type(profile, name)
     device = profile.environment.device

@@ -10,7 +10,7 @@ from morph.contract import ranges
 from morph.contract.cluster import LinkSetting, RingSetting
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
-from morph.contract.profile import Profile
+from morph.contract.profile import LinkProfile, Profile
 from simulator.inputs.conditions import (
     NUM_DRAWS,
     AllReduceStart,
@@ -91,6 +91,10 @@ class PlanRequest:
         objective: "examples_per_s", "usd_per_example" or "progress" (see :mod:`simulator.search.objectives`).
         usd_per_gpu_hour: Price, USD: one for all nodes, by GPUs per node, or of a pool by type; for "usd_per_example"
             and for a budget.
+        zone_gbit_per_s: Bandwidth between two zones of a pool, Gbit/s; None: that of the profile's links between zones,
+            or between nodes where it has none.
+        zone_latency_ms: Latency of these links, milliseconds, with ``zone_gbit_per_s``.
+        zone_usd_per_gb: Price of data from one zone to another, USD for 10^9 bytes.
         budget_usd_per_h: What all GPUs in use may cost together, USD per hour; only for :func:`plan`, without nodes of
             several GPUs.
         revocations_per_hour: How often a node is revoked; for "progress".
@@ -125,6 +129,9 @@ class PlanRequest:
     overlap: OverlapName = "full"
     objective: ObjectiveName = "examples_per_s"
     usd_per_gpu_hour: Price | None = None
+    zone_gbit_per_s: float | None = None
+    zone_latency_ms: float = 1.0
+    zone_usd_per_gb: float = 0.0
     budget_usd_per_h: float | None = None
     revocations_per_hour: float | None = None
     pause_s: float = 1.0
@@ -137,6 +144,7 @@ class PlanRequest:
         needed = _NEEDS[self.objective]
         if needed is not None and getattr(self, needed) is None:
             raise PlanError(f"is missing; the objective {self.objective} needs it", field=needed, allowed="a number")
+        ranges.USD_PER_GB.check("zone_usd_per_gb", self.zone_usd_per_gb)
         if self.budget_usd_per_h is not None:
             ranges.USD_PER_HOUR_AT_MOST.check("budget_usd_per_h", self.budget_usd_per_h)
             if self.usd_per_gpu_hour is None:
@@ -163,17 +171,22 @@ class PlanRequest:
             redundant_computation=self.redundant_computation,
         )
 
-    def on_its_host(self, profile: Profile) -> Profile:
-        """Return the profile with the requested host memory.
+    def applied_to(self, profile: Profile) -> Profile:
+        """Return the profile with the requested host memory and links between zones.
 
         Raises:
-            PlanError: the requested memory is not a size.
+            PlanError: the requested memory is not a size, or the bandwidth or latency is out of range.
         """
-        if self.host_memory_bytes is None:
-            return profile
-        ranges.MEMORY_BYTES.check("host_memory_bytes", self.host_memory_bytes)
-        environment = profile.environment.model_copy(update={"host_memory_bytes": self.host_memory_bytes})
-        return profile.model_copy(update={"environment": environment})
+        update: dict[str, object] = {}
+        if self.host_memory_bytes is not None:
+            ranges.MEMORY_BYTES.check("host_memory_bytes", self.host_memory_bytes)
+            memory = {"host_memory_bytes": self.host_memory_bytes}
+            update["environment"] = profile.environment.model_copy(update=memory)
+        if self.zone_gbit_per_s is not None:
+            ranges.GBIT_PER_S.check("zone_gbit_per_s", self.zone_gbit_per_s)
+            ranges.LATENCY_MS.check("zone_latency_ms", self.zone_latency_ms)
+            update["between_zones"] = LinkProfile.of(self.zone_latency_ms / 1e3, self.zone_gbit_per_s * 1e9 / 8)
+        return profile.model_copy(update=update) if update else profile
 
     def conditions(self, sizes: tuple[int, ...] | None) -> Conditions:
         """Return where and how shapes run; ``sizes``: GPUs of each node."""

@@ -15,7 +15,7 @@ the send times: 2 (D - 1) messages of S/D bytes. A larger size that was measured
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,6 +87,19 @@ class AllReduce:
             ring: _growing(Curve(list(sizes), list(sizes.values()))) for ring, sizes in sorted(points.items())
         }
         self._send = _growing(send_curve(profile.inter_node.activation))
+        link = profile.between_zones
+        self._between_zones = None if link is None else _growing(send_curve(link.activation))
+        self.zones: tuple[str, ...] = (profile.environment.zone,)
+
+    def over_zones(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
+        """Return the times of rings over several zones, as if every message went from one zone to another.
+
+        They are 0 where the profile has no links between zones.
+        """
+        if self._between_zones is None:
+            return np.zeros(sizes_bytes.shape, np.int64)
+        times = np.where(sizes_bytes > 0, _by_messages(self._between_zones, ring_size, sizes_bytes), 0.0)
+        return whole_ns(times, "an all-reduce")
 
     def times_ns(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
         """Return the time of an all-reduce of each size over a ring of ``ring_size``; 0 for one member or no bytes."""
@@ -101,7 +114,7 @@ class AllReduce:
 
     def _positive(self, ring_size: int, sizes: Floats) -> Floats:
         if not self._curves:
-            return 2 * (ring_size - 1) * self._send(sizes / ring_size)
+            return _by_messages(self._send, ring_size, sizes)
         rings = list(self._curves)
         if ring_size in self._curves:
             return self._curves[ring_size](sizes)
@@ -117,20 +130,39 @@ class AllReduce:
         return latency * (ring_size - 1) / (nearest - 1) + np.maximum(0.0, curve(sizes) - latency) * bandwidth_share
 
 
+def _by_messages(send: Curve, ring_size: int, sizes_bytes: Floats) -> Floats:
+    return 2 * (ring_size - 1) * send(sizes_bytes / ring_size)
+
+
 @dataclass(frozen=True)
 class SlowestAllReduce:
-    """AR(D, S) of a ring over several types of node: that of the slowest type."""
+    """AR(D, S) of a ring over several types of node and zones: that of the slowest type, or that between zones."""
 
-    each: tuple[AnyAllReduce, ...]
+    each: tuple[OneAllReduce, ...]
+
+    @classmethod
+    def of(cls, all_reduces: Iterable[AnyAllReduce]) -> SlowestAllReduce:
+        """Make it of some, each once."""
+        every: list[OneAllReduce] = []
+        for each in all_reduces:
+            every += each.each if isinstance(each, SlowestAllReduce) else (each,)
+        return cls(tuple({id(one): one for one in every}.values()))
 
     def times_ns(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
         """See :class:`AllReduce`."""
         times: npt.NDArray[np.int64] = np.max([one.times_ns(ring_size, sizes_bytes) for one in self.each], axis=0)
+        if len({zone for one in self.each for zone in one.zones}) > 1:
+            times = np.maximum(times, self.each[0].over_zones(ring_size, sizes_bytes))
         return times
 
     def by_section_ns(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
         """See :class:`AllReduce`."""
         times: npt.NDArray[np.int64] = np.max([one.by_section_ns(ring_size, sizes_bytes) for one in self.each], axis=0)
+        zones = np.array(np.broadcast_arrays(*(one.zones for one in self.each)))
+        crossing = (zones != zones[0]).any(axis=0)
+        if crossing.any():
+            over = self.each[0].over_zones(ring_size, sizes_bytes)
+            times = np.where(crossing, np.maximum(times, over), times)
         return times
 
 
@@ -138,8 +170,17 @@ class SlowestAllReduce:
 class JoinedAllReduce:
     """AR(D, S) of pipelines whose sections are on several types of node: of a section, that of its type."""
 
-    each: tuple[AnyAllReduce, ...]
+    each: tuple[AllReduce, ...]
     type_of: npt.NDArray[np.int64]
+
+    @property
+    def zones(self) -> tuple[str, ...]:
+        """The zone of each section."""
+        return tuple(self.each[place].zones[0] for place in self.type_of)
+
+    def over_zones(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
+        """See :class:`AllReduce`."""
+        return self.each[0].over_zones(ring_size, sizes_bytes)
 
     def times_ns(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
         """Return the times on the slowest type, of rings over several sections."""
@@ -152,7 +193,8 @@ class JoinedAllReduce:
         return times
 
 
-AnyAllReduce = AllReduce | SlowestAllReduce | JoinedAllReduce
+OneAllReduce = AllReduce | JoinedAllReduce
+AnyAllReduce = OneAllReduce | SlowestAllReduce
 
 
 def _growing(curve: Curve) -> Curve:

@@ -128,14 +128,18 @@ def leftover_line(choice: PlanChoice) -> str:
     return f"{idle}: {', '.join(shown)}"
 
 
-def price_line(choice: PlanChoice) -> list[str]:
-    """Return the line about the price of the GPUs in use; none where it is not known."""
-    if choice.usd_per_h is None:
-        return []
-    pool = choice.best.pool
-    used = str(pool) if any(pool.types) else counted(choice.best.num_workers, "GPU")
-    usd = choice.usd_per_h / 3.6 / choice.best.expected.examples_per_s
-    return [f"{used} for ${choice.usd_per_h:.4g} an hour: ${usd:.3g} for 1,000 examples"]
+def price_lines(choice: PlanChoice) -> list[str]:
+    """Return lines about data between zones and the price of the GPUs in use; none where there is nothing to say."""
+    lines = []
+    if choice.zone_bytes:
+        price = f", ${choice.zone_usd_per_h:.4g} an hour" * (choice.zone_usd_per_h > 0)
+        lines.append(f"{choice.zone_bytes / 1e9:.3g} GB of each mini-batch go from one zone to another{price}")
+    if choice.usd_per_h is not None:
+        pool = choice.best.pool
+        used = str(pool) if any(pool.types) else counted(choice.best.num_workers, "GPU")
+        usd = (choice.usd_per_h + choice.zone_usd_per_h) / 3.6 / choice.best.expected.examples_per_s
+        lines.append(f"{used} for ${choice.usd_per_h:.4g} an hour: ${usd:.3g} for 1,000 examples")
+    return lines
 
 
 def stage_table(profile: Profile, simulation: Simulation) -> Table:

@@ -55,7 +55,7 @@ def simulate(
     """
     played_by = engine_of(engine)
     request = replace(request, **more)
-    profile = request.on_its_host(profile)
+    profile = request.applied_to(profile)
     num_replicas = 1 if request.num_replicas is None else request.num_replicas
     ranges.check_counts(window_slope=window_slope)
     m = knee_micro_batch_size(profile, request.micro_batch_size)
@@ -136,7 +136,7 @@ def simulate_plan(
             compute_slots=_slots(conditions.compute_slots, kind, plan),
         )
         types = _types(plan, replica)
-        on_types = [request.on_its_host(of_pool_type(profile, name)) for name in types]
+        on_types = [request.applied_to(of_pool_type(profile, name)) for name in types]
         measured = on_types[0]
         _check_shape(measured, [each.first_section for each in stages], None, plan.num_replicas, total)
         layout = (

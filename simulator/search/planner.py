@@ -9,16 +9,18 @@ import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from morph.contract import ranges
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
-from morph.contract.pool import Pool
+from morph.contract.pool import Pool, type_and_zone
 from morph.contract.profile import Profile
 from morph.words import counted, time_text
 from simulator.costs.answer import Simulation, describe
 from simulator.costs.outcome import Outcome
+from simulator.costs.zone_traffic import bytes_between_zones
 from simulator.inputs.conditions import of_pool_type
 from simulator.inputs.placement import node_sizes
 from simulator.inputs.request import ObjectiveName, PlanRequest
@@ -127,6 +129,8 @@ def _fallback(sweep: Sweep, num_gpus: int, num_nodes: int) -> Callable[[int], fl
 
 NUM_RUNNERS_UP = 5
 _WORTH_SAYING = 0.01
+_ZONES = 3
+"""Of at most this many zones every choice is planned for; of more, all of them and each alone."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,7 @@ class PlanChoice:
     their order; ``values`` what the objective makes of each: examples per second, dollars per example, or examples per
     second with pauses. ``num_shapes`` counts the shapes looked at; those whose lower bound was beaten already were not
     simulated. ``usd_per_h``: the price of the GPUs that ``best`` uses, if each is a node of its own and has a price.
+    ``zone_bytes``: what a mini-batch of ``best`` sends from one zone to another; ``zone_usd_per_h``: the price of that.
     """
 
     simulations: tuple[Simulation, ...]
@@ -145,6 +150,8 @@ class PlanChoice:
     num_gpus: int
     num_shapes: int
     usd_per_h: float | None = None
+    zone_bytes: float = 0.0
+    zone_usd_per_h: float = 0.0
 
     @property
     def best(self) -> Plan:
@@ -206,7 +213,7 @@ def plan(
     if request.budget_usd_per_h is not None:
         return _within_budget(profile, request, num_gpus, of_types, num_runners_up)
     if of_types is not None:
-        return _plan_pool(profile, request, of_types, num_runners_up)
+        return _plan_zones(profile, request, of_types, num_runners_up)
     if num_gpus is not None:
         ranges.GPUS.check("num_gpus", num_gpus)
     sizes = request.nodes(num_gpus)
@@ -263,7 +270,7 @@ def _within_budget(
     def answer(numbers: Sequence[int]) -> PlanChoice:
         if pool is None:
             return plan(profile, free, num_gpus=numbers[0], num_runners_up=num_runners_up)
-        return _plan_pool(profile, free, Pool.of(dict(zip(names, numbers, strict=True))), num_runners_up, pools)
+        return _plan_zones(profile, free, Pool.of(dict(zip(names, numbers, strict=True))), num_runners_up, pools)
 
     best, sign = answer(gpus), 1 if request.objective == "examples_per_s" else -1
     most_usd = budget * (1 + 1e-9)
@@ -279,6 +286,26 @@ def _within_budget(
             raise PlanError("is too small for this job", field="budget_usd_per_h", value=budget, allowed=allowed)
         best = max(found, key=lambda choice: sign * choice.values[0])
     return replace(best, num_gpus=sum(gpus))
+
+
+def _plan_zones(
+    profile: Profile, request: PlanRequest, pool: Pool, num_runners_up: int, pools: Pools | None = None
+) -> PlanChoice:
+    """The best plan for a pool, or for its GPUs in only some of its zones where that is better; see ``_plan_pool``."""
+    zones, choices = pool.zones, [pool]
+    if len(zones) > 1 and (request.zone_usd_per_gb or request.applied_to(profile).between_zones is not None):
+        numbers = range(len(zones) - 1, 0, -1) if len(zones) <= _ZONES else (1,)
+        choices += [pool.within(some) for number in numbers for some in combinations(zones, number)]
+    found, refused = list[PlanChoice](), list[PlanError]()
+    for choice in choices:
+        try:
+            found.append(_plan_pool(profile, request, choice, num_runners_up, pools))
+        except PlanError as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    sign = 1 if request.objective == "examples_per_s" else -1
+    return replace(max(found, key=lambda choice: sign * choice.values[0]), num_gpus=pool.num_gpus)
 
 
 def _plan_pool(
@@ -311,7 +338,7 @@ def _plan_pool(
     if prices is not None:
         usd_per_h = [sum(map(operator.mul, each.workers, prices)) for each in ranked]
         values = [
-            usd / 3600 * simulation.expected.mini_batch_s / batch_size
+            (usd / 3600 * simulation.expected.mini_batch_s + _zone_usd(request, simulation)) / batch_size
             for usd, simulation in zip(usd_per_h, simulations, strict=True)
         ]
     return PlanChoice(
@@ -321,7 +348,14 @@ def _plan_pool(
         num_gpus=pool.num_gpus,
         num_shapes=len(ranked),
         usd_per_h=_usd_per_h_in_use(request, simulations[0].plan),
+        zone_bytes=bytes_between_zones(simulations[0].kinds),
+        zone_usd_per_h=_zone_usd(request, simulations[0]) * 3600 / simulations[0].expected.mini_batch_s,
     )
+
+
+def _zone_usd(request: PlanRequest, simulation: Simulation) -> float:
+    """The price of the data that a mini-batch sends from one zone to another, USD."""
+    return request.zone_usd_per_gb and request.zone_usd_per_gb / 1e9 * bytes_between_zones(simulation.kinds)
 
 
 def _nodes_of_types(request: PlanRequest, pool: Pool) -> list[tuple[int, ...]]:
@@ -473,8 +507,8 @@ def _prices_of(request: PlanRequest, names: Sequence[str]) -> list[float]:
         PlanError: a type without a price.
     """
     price, field = request.usd_per_gpu_hour, "usd_per_gpu_hour"
-    by_type = dict(price.items()) if isinstance(price, Mapping) else dict.fromkeys(names, price)
-    found = [float(by_type.get(name) or math.nan) for name in names]
+    by_type = dict[Any, float](price.items()) if isinstance(price, Mapping) else dict.fromkeys(names, price)
+    found = [float(by_type.get(name) or by_type.get(type_and_zone(name)[0]) or math.nan) for name in names]
     if any(each not in ranges.USD_PER_HOUR for each in found):
         allowed = f"dollars per GPU-hour of each of {', '.join(names)}" if any(names) else "dollars per GPU-hour"
         raise PlanError("is not a price of each type", field=field, value=price, allowed=allowed)
@@ -489,7 +523,7 @@ def _usd_per_h_in_use(request: PlanRequest, best: Plan) -> float | None:
     if not isinstance(price, Mapping):
         return price * best.num_workers
     by_type: dict[Any, float] = dict(price.items())
-    prices = [by_type.get(name) for name in best.pool.types]
+    prices = [by_type.get(name, by_type.get(type_and_zone(name)[0])) for name in best.pool.types]
     known = [usd for usd in prices if usd is not None]
     return sum(map(operator.mul, known, map(best.pool.__getitem__, best.pool.types))) if known == prices else None
 

@@ -22,6 +22,7 @@ from morph.contract.pool import Pool
 from morph.contract.profile import Profile
 from simulator.costs.answer import SimulatedKind, Simulation, describe_kinds
 from simulator.costs.outcome import Outcome
+from simulator.costs.zone_traffic import bytes_between_zones
 from simulator.engine.times import Ints
 from simulator.inputs.conditions import of_pool_type
 from simulator.inputs.request import PlanRequest
@@ -46,6 +47,7 @@ _SLOWER, _LENGTHS, _CHEAP = 16.0, 24, 6
 _TINY, _CROSSING_SIZES, _CROSSED, _BUSY = 8, 2, 128, 0.98
 """For pipelines over two types, ``_CROSSING_SIZES`` micro-batch sizes are tried on at most ``_TINY`` GPUs, one on more.
 With more than ``_CROSSED`` GPUs no such pipelines are tried if the best plan uses at least ``_BUSY`` of the GPUs."""
+_HOUR_NS = 3.6e12
 _SUBSETS = {True: 16, False: 2}
 """How many smaller choices of GPUs are tried: with at most ``_MANY`` GPUs (True), and with more."""
 
@@ -318,7 +320,7 @@ class Pools:
         """
 
         def cost(found: Found) -> float:
-            return found.mini_batch_ns * float(np.dot(found.workers, usd_per_h))
+            return found.mini_batch_ns * float(np.dot(found.workers, usd_per_h)) + self.zone_usd(found) * _HOUR_NS
 
         best, below = None, cost(equal[0]) * WORTH if equal else math.inf
         for size, schedule in self._promising(tuple(gpus), equal, math.inf):
@@ -380,13 +382,15 @@ class Pools:
         """The cheapest mix with pipelines over two types, of those that may cost less than the best answer."""
         found, below = None, math.inf
         if best is not None:
-            below = best.mini_batch_ns * float(np.dot(best.workers, usd_per_h)) * WORTH
+            below = best.mini_batch_ns * float(np.dot(best.workers, usd_per_h))
+            below = (below + self.zone_usd(best) * _HOUR_NS) * WORTH
         schedule = self.request.schedule or "varuna"
         for size in self._crossing_sizes(gpus, best, schedule) if sum(number > 0 for number in gpus) > 1 else ():
             for least, subset in self._two_types_of(size, schedule).cheap(gpus, usd_per_h):
                 crossing = self.crossing(subset, None, [size]) if least < below else None
                 if crossing is not None:
                     usd = crossing.mini_batch_ns * float(np.dot(crossing.workers, usd_per_h))
+                    usd += self.zone_usd(crossing) * _HOUR_NS
                     found, below = (crossing, usd) if usd < below else (found, below)
         return found
 
@@ -426,6 +430,11 @@ class Pools:
             elif known:
                 yield gpus, least[gpus]
 
+    def zone_usd(self, found: Found) -> float:
+        """Return the price (USD) of the data that one mini-batch of an answer sends from one zone to another."""
+        price = self.request.zone_usd_per_gb
+        return price and price / 1e9 * bytes_between_zones(self._kinds(found))
+
     def _of_mix(self, mix: Mix, mixes: Mixes) -> Found:
         workers = tuple(mix.workers.get(place, 0) for place in range(len(self.names)))
         return Found(mix.mini_batch_ns, workers, mix=mix, mixes=mixes)
@@ -463,12 +472,15 @@ class Pools:
 
     def described(self, found: Found) -> Simulation:
         """The whole answer."""
+        return describe_kinds(self._kinds(found))
+
+    def _kinds(self, found: Found) -> list[SimulatedKind]:
         if found.outcome is not None:
             simulator = self.sweeps[self.names.index(found.node_types[0])].shape_simulator
-            return describe_kinds([SimulatedKind(found.outcome, simulator, found.node_types)])
+            return [SimulatedKind(found.outcome, simulator, found.node_types)]
         assert found.mix is not None, "neither equal nor a mix"
         assert found.mixes is not None, "a mix of nothing"
-        return describe_kinds(found.mixes.described(found.mix))
+        return found.mixes.described(found.mix)
 
     def _too_small(self, gpus: Sequence[int]) -> PlanError:
         """Say which of the types would do with how many GPUs, and what takes most."""

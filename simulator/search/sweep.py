@@ -63,7 +63,7 @@ class Sweep:
                 value=request.redundant_computation,
                 allowed="off here; simulate() takes the others",
             )
-        self._request, profile, memory_bytes = request, request.on_its_host(profile), request.memory_bytes
+        self._request, profile, memory_bytes = request, request.applied_to(profile), request.memory_bytes
         if memory_bytes is None:
             memory_bytes = profile.environment.device_memory_bytes
         else:

@@ -160,7 +160,7 @@ def plan_command(
 
     console = wide_console(tables.WIDTH)
     lines = [*tables.shape_lines(measured, choice.best_simulation), tables.leftover_line(choice)]
-    for line in [*lines, *tables.price_line(choice)]:
+    for line in [*lines, *tables.price_lines(choice)]:
         console.print(line)
     console.print(tables.stage_table(measured, choice.best_simulation))
     for line in tables.memory_lines(choice.best_simulation):
@@ -220,6 +220,8 @@ def _as_json(choice: PlanChoice) -> dict[str, object]:
         "num_gpus": choice.num_gpus,
         "num_idle": choice.num_idle,
         "usd_per_h": choice.usd_per_h,
+        "zone_bytes": choice.zone_bytes,
+        "zone_usd_per_h": choice.zone_usd_per_h,
         "objective": choice.objective,
         "value": choice.values[0],
         "best": choice.best.model_dump(mode="json"),

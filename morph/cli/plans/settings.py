@@ -27,6 +27,9 @@ class Conditions(Value):
 class PlanSettings(Conditions):
     """The settings of ``morph plan``."""
 
+    zone_gbit_per_s: float | None = Field(None, description="bandwidth between zones; default: the profile's")
+    zone_latency_ms: float = Field(1.0, description="latency between zones, with zone_gbit_per_s")
+    zone_usd_per_gb: float = Field(0.0, description="dollars for 10^9 bytes from one zone to another")
     revocations_per_hour: float | None = Field(None, description="revocations of one node, for progress")
     pause_s: float = Field(1.0, description="pause of a change of shape, for progress")
     replacement_s: float = Field(120.0, description="time to replace a revoked node, for progress")
