@@ -32,6 +32,7 @@ from benchmarks.harness import head, machine, option, row
 from manager.rehearsal import Planned, RehearsalSpec, Rehearsed, plan_rehearsal, rehearse, run_facts
 from manager.rehearsal.device import FORGIVEN_S
 from manager.run_dir import RunDir
+from morph.contract.pool import Pool
 from morph.contract.profile import LinkProfile, Profile, SendTime, Timing
 from simulator import plan, synthetic_profile
 from simulator.inputs.synthetic import with_type
@@ -55,7 +56,7 @@ class Case:
     """One shape; ``links`` and ``tasks`` name those of the profile.
 
     ``pool``: in place of a shape, the plan for these GPUs in unequal pipelines; GPUs are of one type, or of two, of
-    which the slow one takes twice as long for a task.
+    which the slow one takes twice as long for a task. Between zones links are slow.
     """
 
     shape: str
@@ -113,6 +114,8 @@ CASES = (
     Case("pool", "of 5 fast and 7 slow, uneven sections", uneven=True, pool={OWN: 5, SLOW: 7}),
     Case("pool", "of 4 fast and 4 slow, slow links", links="slow", pool={OWN: 4, SLOW: 4}),
     Case("pool", "of 8 fast and 8 slow", pool={OWN: 8, SLOW: 8}),
+    Case("pool", "of 4 and 4 in two zones", pool={f"{OWN}@a": 4, f"{OWN}@b": 4}),
+    Case("pool", "of 3 fast and 6 slow in two zones", pool={f"{OWN}@a": 3, f"{SLOW}@b": 6}),
 )
 
 
@@ -146,7 +149,9 @@ def profile_of(case: Case) -> Profile:
             for section in profile.sections
         )
         profile = profile.model_copy(update={"sections": sections})
-    return with_type(profile, SLOW, 2.0) if SLOW in case.pool else profile
+    if len(Pool.of(case.pool).zones) > 1:
+        profile = profile.model_copy(update={"between_zones": LinkProfile.of(*LINKS["slow"])})
+    return with_type(profile, SLOW, 2.0) if any(name.startswith(SLOW) for name in case.pool) else profile
 
 
 def _jittery_link(link: LinkProfile) -> LinkProfile:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,9 +21,10 @@ from morph.contract.emulation import (
 )
 from morph.contract.profile import LinkProfile, Profile, SendTime, Timing, UnitProfile
 from simulator.costs.stage_costs import LinkCosts
+from simulator.engine.times import Ints
 from simulator.inputs.jitter import message_quantiles_ns
 from simulator.inputs.layout import slowdown
-from simulator.inputs.transfer import AllReduce, bandwidth_bytes_per_s
+from simulator.inputs.transfer import AllReduce, Floats, bandwidth_bytes_per_s
 
 FLOAT_BYTES = 4
 HEADER_BYTES = 8 * HEADER_NUMBERS
@@ -85,6 +86,7 @@ def emulated_device(
     """
     m = micro_batch_size
     reduce = AllReduce(profile, options.all_reduces_at_once)
+    rings = [ring for ring in sorted(set(ring_sizes)) if ring > 1]
     return EmulatedDevice(
         sections=tuple(
             EmulatedSection(
@@ -103,7 +105,11 @@ def emulated_device(
         units=_units(profile, options.state_scale),
         intra_node=_links(profile, profile.intra_node, m),
         inter_node=_links(profile, profile.inter_node, m),
-        all_reduce={ring: _reduce_curve(profile, reduce, ring) for ring in sorted(set(ring_sizes)) if ring > 1},
+        between_zones=None if profile.between_zones is None else _links(profile, profile.between_zones, m),
+        all_reduce={ring: _reduce_curve(profile, reduce.times_ns, ring) for ring in rings},
+        all_reduce_over_zones={
+            ring: _reduce_curve(profile, reduce.over_zones, ring) for ring in rings if profile.between_zones is not None
+        },
         state_s_per_byte=1 / (options.state_scale * bandwidth_bytes_per_s(profile.inter_node)),
         exact=profile.accumulator_bytes_per_parameter == 8,
         optimizer="adam" if any(section.optimizer_bytes for section in profile.sections) else "sgd",
@@ -174,11 +180,12 @@ def _message(times: Sequence[SendTime], size_bytes: float, total_ns: int, wire_n
     return Message(median_s=total_ns / 1e9, quantiles_s=quantiles_s, wire_s=wire_ns / 1e9)
 
 
-def _reduce_curve(profile: Profile, reduce: AllReduce, ring_size: int) -> Curve:
+def _reduce_curve(profile: Profile, times_ns: Callable[[int, Floats], Ints], ring_size: int) -> Curve:
     """Return AR(D) at every size at which its slope can change."""
-    sent = (*profile.inter_node.activation, *profile.inter_node.gradient)
+    links = (profile.inter_node, profile.between_zones or profile.inter_node)
+    sent = [entry for link in links for entry in (*link.activation, *link.gradient)]
     bends = {float(entry.size_bytes) for entry in profile.all_reduce}
     bends |= {float(entry.size_bytes * ring_size) for entry in sent}
     sizes = sorted({1.0, *(size for size in bends if size > 0), _FAR_BYTES})
-    times_ns = reduce.times_ns(ring_size, np.array(sizes))
-    return Curve(sizes_bytes=tuple(sizes), times_s=tuple(float(time_ns) / 1e9 for time_ns in times_ns))
+    found = times_ns(ring_size, np.array(sizes))
+    return Curve(sizes_bytes=tuple(sizes), times_s=tuple(float(time_ns) / 1e9 for time_ns in found))

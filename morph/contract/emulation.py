@@ -93,7 +93,11 @@ class EmulatedDevice(Value):
     units: tuple[EmulatedUnit, ...] = Field(min_length=1)
     intra_node: EmulatedLinks
     inter_node: EmulatedLinks
+    between_zones: EmulatedLinks | None = Field(default=None, description="None: as inter_node")
     all_reduce: dict[int, Curve] = Field(description="AR(D) over the reduced bytes, by ring size")
+    all_reduce_over_zones: dict[int, Curve] = Field(
+        default={}, description="AR(D) of members in several zones, where that takes longer"
+    )
     state_s_per_byte: Seconds = Field(
         default=0.0, description="time to receive a unit's state from a peer, by bytes really received"
     )
@@ -112,7 +116,7 @@ class EmulatedDevice(Value):
     @model_validator(mode="after")
     def _consistent(self) -> EmulatedDevice:
         borders = len(self.sections) - 1
-        for links in (self.intra_node, self.inter_node):
+        for links in (self.intra_node, self.inter_node, self.between_zones or self.inter_node):
             if len(links.activation) != borders or len(links.gradient) != borders:
                 raise ValueError(f"links need {borders} activation and gradient times")
         for name, device in self.node_types.items():

@@ -386,7 +386,7 @@ def test_an_update_is_really_made_and_takes_the_profiles_time(device: EmulatedDe
 
 
 def test_the_all_reduce_takes_what_the_profile_says_and_nothing_alone(device: EmulatedDevice) -> None:
-    alone, of_two, of_four = (all_reduce_s(device, ring, 1_000_000) for ring in (1, 2, 4))
+    alone, of_two, of_four = (all_reduce_s(device.all_reduce, ring, 1_000_000) for ring in (1, 2, 4))
     assert alone == 0.0
     assert of_two == pytest.approx(2 * (0.0002 + 1_000_000 / 2 / 1e9))
     assert of_four > of_two
@@ -399,7 +399,7 @@ def test_the_exposed_reduction_is_what_the_simulator_expects(device: EmulatedDev
     for unit in device.units:  # in one stage, the tied unit is complete with its first section
         num_bytes[min(unit.sections)] += unit.reduced_bytes
     expected_s = dict(enumerate((reduced.behind_ns(2) / 1e9).tolist()))
-    assert left_s(device, 2, num_bytes) == pytest.approx(expected_s, abs=2e-9)
+    assert left_s(device.all_reduce, 2, num_bytes) == pytest.approx(expected_s, abs=2e-9)
 
 
 class MeetingRing:

@@ -12,7 +12,7 @@ import pytest
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
 from morph.contract.pool import Pool
-from morph.contract.profile import Contention, Profile
+from morph.contract.profile import Contention, LinkProfile, Profile
 from simulator import (
     PlanRequest,
     Simulation,
@@ -71,14 +71,20 @@ def mix(
     )
 
 
+def over_zones(rng: np.random.Generator, profile: Profile) -> Profile:
+    """Return a profile with links between zones, which may be slower than those between nodes."""
+    link = LinkProfile.of(float(rng.choice([0.0, 0.002, 0.02])), float(rng.choice([1e7, 1e8])))
+    return profile.model_copy(update={"between_zones": link})
+
+
 def random_mix(rng: np.random.Generator, num_sections: int = 6) -> list[tuple[list[int], tuple[int, ...], list[str]]]:
-    """Return two or three kinds of pipelines on two types, or with stages on either."""
+    """Return two or three kinds of pipelines on two types in two zones, or with stages on any of these."""
     found = []
     for _ in range(int(rng.integers(2, 4))):
         depth = int(rng.integers(1, num_sections))
         cuts = sorted(rng.choice(np.arange(1, num_sections), depth - 1, replace=False).tolist())
         counts = tuple(int(value) for value in rng.integers(1, 5, int(rng.integers(1, 3))))
-        types = rng.choice(["", "t4"], depth if rng.integers(2) else 1).tolist()
+        types = rng.choice(["@a", "t4@a", "@b", "t4@b"], depth if rng.integers(2) else 1).tolist()
         found.append(([0, *cuts], counts, types * (depth // len(types))))
     return found
 
@@ -86,7 +92,7 @@ def random_mix(rng: np.random.Generator, num_sections: int = 6) -> list[tuple[li
 @each_seed(15, in_long=200)
 def test_mixes_take_as_long_as_in_the_reference_engine(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    profile, kinds = with_type(random_job(rng), "t4", 2.5), random_mix(rng)
+    profile, kinds = over_zones(rng, with_type(random_job(rng), "t4", 2.5)), random_mix(rng)
     conditions = Conditions(all_reduce="late" if rng.integers(4) == 0 else "overlapped")
     assert mix(profile, kinds, conditions).plan == mix(profile, kinds, conditions, "reference").plan
 
@@ -112,7 +118,7 @@ def test_equal_pipelines_given_as_kinds_take_as_long(seed: int) -> None:
 @each_seed(10)
 def test_unequal_plans_are_simulated_as_they_stand(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    profile, kinds = with_type(random_job(rng), "t4", 2.5), random_mix(rng)
+    profile, kinds = over_zones(rng, with_type(random_job(rng), "t4", 2.5)), random_mix(rng)
     profile = profile.model_copy(
         update={"job": profile.job.model_copy(update={"batch_size": sum(sum(counts) for _, counts, _ in kinds)})}
     )
@@ -159,7 +165,7 @@ def test_slow_workers_of_an_unequal_plan_are_those_of_its_stages() -> None:
 
 
 def random_pool(rng: np.random.Generator) -> tuple[Profile, dict[str, int]]:
-    """Draw a small job and a few GPUs of one or two types, few enough for a brute-force search."""
+    """Draw a small job and a few GPUs of one or two types or zones, few enough for a brute-force search."""
     count = int(rng.integers(2, 6))
     profile = synthetic_profile(
         num_sections=count,
@@ -181,6 +187,9 @@ def random_pool(rng: np.random.Generator) -> tuple[Profile, dict[str, int]]:
         limit = int(rng.uniform(0.4, 1.1) * int(SectionCosts(profile, 1).memory(single=True).device_bytes(*stages)[0]))
         environment = profile.environment.model_copy(update={"device_memory_bytes": limit})
         profile = profile.model_copy(update={"environment": environment})
+    if len(counts) > 1 and rng.integers(3) == 0:
+        of_zones = [("@a", "t4@b"), ("@a", "@b")][int(rng.integers(2))]
+        counts, profile = dict(zip(of_zones, counts.values(), strict=True)), over_zones(rng, profile)
     return with_type(profile, "t4", slower, limit), counts
 
 

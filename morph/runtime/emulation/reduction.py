@@ -18,9 +18,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from morph.contract.emulation import EmulatedDevice
+from morph.contract.emulation import Curve, EmulatedDevice
+from morph.contract.pool import type_and_zone
 from morph.runtime.groups.channels import Ring
 from morph.runtime.step.generation import Generation
+
+Curves = Mapping[int, Curve]
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,9 @@ def run_rings(
 def rings_of(current: Generation, device: EmulatedDevice) -> list[EmulatedRing]:
     """Return the rings of this worker, in an order that all workers share."""
     topology = current.topology
-    members = {spec.name: len(spec.members) for spec in topology.groups}
+    members = {spec.name: spec.members for spec in topology.groups}
+    types = {slot.worker: current.plan.stages[slot.stage].node_type for slot in current.order.slots}
+    zones = {worker: type_and_zone(node_type)[1] for worker, node_type in types.items()}
     num_bytes: dict[tuple[str, bool], dict[int | None, int]] = {}
     for unit in device.units:
         if unit.id in current.units:
@@ -89,7 +94,12 @@ def rings_of(current: Generation, device: EmulatedDevice) -> list[EmulatedRing]:
     for (name, _), parts in sorted(num_bytes.items(), key=partial(_turn, topology.rounds)):
         ring = current.groups.ring(name)
         if ring is not None:
-            rings.append(EmulatedRing(ring, left_s(device, members[name], parts)))
+            number = len(members[name])
+            left = left_s(device.all_reduce, number, parts)
+            if len({zones[member] for member in members[name]}) > 1:
+                over_zones = left_s(device.all_reduce_over_zones, number, parts)
+                left = {section: max(time_s, over_zones[section]) for section, time_s in left.items()}
+            rings.append(EmulatedRing(ring, left))
     return rings
 
 
@@ -102,17 +112,16 @@ def _turn(
     return is_split, 0 if is_split else rounds[last], -last, name
 
 
-def left_s(device: EmulatedDevice, ring_size: int, num_bytes: Mapping[int | None, int]) -> dict[int | None, float]:
+def left_s(curves: Curves, ring_size: int, num_bytes: Mapping[int | None, int]) -> dict[int | None, float]:
     """Return AR(D) of the gradients that each section and all sections before it complete."""
     sections = sorted(num_bytes, key=lambda section: -1 if section is None else section)
     totals = accumulate(num_bytes[section] for section in sections)
-    return {section: all_reduce_s(device, ring_size, total) for section, total in zip(sections, totals, strict=True)}
+    return {section: all_reduce_s(curves, ring_size, total) for section, total in zip(sections, totals, strict=True)}
 
 
-def all_reduce_s(device: EmulatedDevice, ring_size: int, num_bytes: int) -> float:
-    """AR(D) of so many bytes."""
-    curve: Mapping[int, object] = device.all_reduce
-    if ring_size not in curve or num_bytes == 0:
+def all_reduce_s(curves: Curves, ring_size: int, num_bytes: int) -> float:
+    """AR(D) of so many bytes; ``curves``: by D."""
+    if ring_size not in curves or num_bytes == 0:
         return 0.0
-    points = device.all_reduce[ring_size]
+    points = curves[ring_size]
     return float(np.interp(num_bytes, points.sizes_bytes, points.times_s))

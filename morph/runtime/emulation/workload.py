@@ -14,6 +14,7 @@ from morph.contract.emulation import EmulatedDevice
 from morph.contract.evaluation import EvaluationTotals, FinishedMetrics
 from morph.contract.messages import Evaluation, Slot, StepOrder, WorkerSetup
 from morph.contract.plan import Plan
+from morph.contract.pool import type_and_zone
 from morph.cutting.sections.section import BoundaryTensor, ParameterUnit
 from morph.runtime.device.links import HostLink
 from morph.runtime.emulation.clock import NEVER_S, Alarm, DeviceClock, JitterDraw
@@ -218,6 +219,8 @@ class EmulatedWorkload:
         same_node = bool(plan.placement) and len(set(plan.placement[slot.replica][boundary : boundary + 2])) == 1
         ends = [self._emulated.of_type(plan.stages[stage].node_type) for stage in (boundary, boundary + 1)]
         links = [device.intra_node if same_node else device.inter_node for device in ends]
+        zones = {type_and_zone(plan.stages[stage].node_type)[1] for stage in (boundary, boundary + 1)}
+        links += [ends[0].between_zones] if len(zones) > 1 and ends[0].between_zones is not None else []
         messages = [getattr(each, kind)[section] for each in links]  # between two types as on the slower one
         message, wire_s = max(messages, key=lambda each: each.median_s), max(each.wire_s for each in messages)
         times_s = jitter.times_s(kind, {section: message}, micro_batches)
