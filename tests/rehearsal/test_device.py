@@ -23,7 +23,7 @@ from morph.contract.emulation import EmulatedDevice
 from morph.contract.errors import PlanError
 from morph.contract.messages import Prepared, ReshapeOrder, Slot
 from morph.contract.plan import Plan
-from morph.contract.profile import Profile, Timing
+from morph.contract.profile import LinkProfile, Profile, Timing
 from morph.contract.timeline import ComputeTimes
 from morph.contract.trace import Trace, TraceEvent
 from simulator import simulate, synthetic_profile
@@ -58,6 +58,25 @@ def test_all_reduces_take_the_time_that_the_simulator_expects(profile: Profile) 
         curve = device.all_reduce[ring]
         ours = np.interp(sizes, curve.sizes_bytes, curve.times_s)
         assert ours == pytest.approx(reduce.times_ns(ring, sizes) / 1e9, rel=1e-5, abs=2e-9)
+
+
+def test_messages_and_all_reduces_between_zones_take_the_time_that_the_simulator_expects(profile: Profile) -> None:
+    zoned = profile.model_copy(update={"between_zones": LinkProfile.of(0.01, 1e7)})
+    device, costs, reduce = (
+        emulated_device(zoned, 4, RINGS, EmulationOptions()),
+        SectionCosts(zoned, 4),
+        AllReduce(zoned),
+    )
+    assert device.between_zones is not None
+    assert costs.between_zones is not None
+    expected_s = costs.between_zones.gradient_ns[:-1] / 1e9
+    assert [time.median_s for time in device.between_zones.gradient] == pytest.approx(expected_s.tolist(), rel=1e-6)
+    sizes = np.array([10.0, 1e6, 4e9])
+    for ring in RINGS:
+        curve = device.all_reduce_over_zones[ring]
+        ours = np.interp(sizes, curve.sizes_bytes, curve.times_s)
+        assert ours == pytest.approx(reduce.over_zones(ring, sizes) / 1e9, rel=1e-5, abs=2e-9)
+    assert emulated_device(profile, 4, RINGS, EmulationOptions()).all_reduce_over_zones == {}
 
 
 def test_every_byte_that_the_simulator_reduces_is_reduced(profile: Profile) -> None:

@@ -23,7 +23,7 @@ from manager.rehearsal.planning import Planned
 from manager.run_dir import RunDir
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.errors import ConfigError, TrainingStopped
-from morph.contract.profile import Timing
+from morph.contract.profile import LinkProfile, Timing
 from morph.contract.trace import Trace, TraceEvent
 from simulator import simulate_plan, synthetic_profile
 from simulator.inputs.synthetic import with_type
@@ -118,14 +118,16 @@ class Losses:
 
 
 AT = 3
+FAST, SLOW = "synthetic@a", "slow@b"
 
 
-def test_losses_of_either_type_re_shape_mixed_plans_and_change_no_bit(tmp_path: Path) -> None:
+def test_losses_of_either_type_and_zone_re_shape_mixed_plans_and_change_no_bit(tmp_path: Path) -> None:
     """A given plan takes at least the simulated time, and has the weights of equal pipelines on one type."""
-    profile = with_type(PROFILE, "slow", 2.0)
+    link = LinkProfile.of(0.002, 1e9)
+    profile = with_type(PROFILE, "slow", 2.0).model_copy(update={"between_zones": link})
     deep, shallow = (plan_rehearsal(spec_of(stages, 1)).plan for stages in (3, 2))
     slow = tuple(
-        stage.model_copy(update={"node_type": of}) for stage, of in zip(shallow.stages, ("", "slow"), strict=True)
+        stage.model_copy(update={"node_type": of}) for stage, of in zip(shallow.stages, ("", "slow@b"), strict=True)
     )
     plan = together([deep, shallow.model_copy(update={"stages": slow})])
     assert plan.shape == "3x1 + 2x1"
@@ -140,7 +142,7 @@ def test_losses_of_either_type_re_shape_mixed_plans_and_change_no_bit(tmp_path: 
     trace = Trace(
         events=tuple(
             TraceEvent(time_s=0, event="add", node_id=f"{name}{number}", instance_type=kind)
-            for name, kind in (("fast", "synthetic"), ("slow", "slow"))
+            for name, kind in (("fast", FAST), ("slow", SLOW))
             for number in range(3)
         )
     )
@@ -149,11 +151,11 @@ def test_losses_of_either_type_re_shape_mixed_plans_and_change_no_bit(tmp_path: 
     with RunDir(tmp_path / "changes", run_facts(planned)) as run_dir:
         changed = rehearse_changes(planned, run_dir, attend=Losses)
     assert [f"{shape} on {pool}" for _, shape, pool in changed.changes] == [
-        "2x1 + 4x1 on slow=3,synthetic=3",
-        "2x1 + 3x1 on slow=3,synthetic=2",
-        "4x1 on slow=2,synthetic=2",
+        f"2x1 + 4x1 on {SLOW}=3,{FAST}=3",
+        f"2x1 + 3x1 on {SLOW}=3,{FAST}=2",
+        f"4x1 on {SLOW}=2,{FAST}=2",
     ]
-    assert changed.lost == ("synthetic", "slow")
+    assert changed.lost == (FAST, SLOW)
     assert weights_of(tmp_path / "changes") == weights
     for one in changed.plans:
         assert one.measured_s > 0.9 * one.planned.simulation.expected.lower_bound_s, one.planned.plan.shape
