@@ -12,16 +12,18 @@ if TYPE_CHECKING:
     from calibrate.computing.compute import Progress
     from calibrate.writing.measure import calibrate
     from calibrate.writing.node_type import add_node_type
+    from calibrate.writing.zone_links import add_zone_links
     from morph.contract.profile import write_profile
 
 _LATER = {
     "Progress": "calibrate.computing.compute",
     "add_node_type": "calibrate.writing.node_type",
+    "add_zone_links": "calibrate.writing.zone_links",
     "calibrate": "calibrate.writing.measure",
     "write_profile": "morph.contract.profile",
 }
 
-__all__ = ["Progress", "add_node_type", "calibrate", "write_profile"]
+__all__ = ["Progress", "add_node_type", "add_zone_links", "calibrate", "write_profile"]
 
 
 def __getattr__(name: str) -> Any:

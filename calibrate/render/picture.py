@@ -72,6 +72,8 @@ def _draw_links(axes: Any, profile: Profile) -> None:
     links: dict[str, LinkProfile] = {"" if same else ", same node": profile.intra_node}
     if not same:
         links[", between nodes"] = profile.inter_node
+    if profile.between_zones is not None:
+        links[", between zones"] = profile.between_zones
     colours = iter(LINES)
     for where, link in links.items():
         for name, entries in (("activations", link.activation), ("gradients", link.gradient)):

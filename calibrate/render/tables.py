@@ -127,6 +127,7 @@ def link_table(profile: Profile) -> Table:
     """Send times by size, of each kind of link and direction."""
     same = profile.inter_node == profile.intra_node
     links = {"same node": profile.intra_node} | ({} if same else {"between nodes": profile.inter_node})
+    links |= {} if profile.between_zones is None else {"between zones": profile.between_zones}
     columns: dict[str, dict[int, str]] = {}
     for name, link in links.items():
         for kind, entries in (("activation", link.activation), ("gradient", link.gradient)):

@@ -59,3 +59,13 @@ def test_a_profile_says_between_which_nodes_its_links_were_measured(tmp_path: Pa
         assert profile.sources[field].startswith("measured between ")
         assert profile.sources[field].count("(127.0.0.1)") == 2
     assert profile.sources["commit"].startswith("stand-in: a barrier between processes on ")
+    with listening([], "127.0.0.1", token) as address:
+        options = ["--profile", str(output), "--samples", "5", "--peer", address, "--token-file", str(token)]
+        run(*COMMAND, "calibrate", JOB, "--between-zones", *options)
+    added = load_profile(output)
+    assert added.between_zones is not None
+    sizes = [[entry.size_bytes for entry in link.gradient] for link in (added.between_zones, profile.inter_node)]
+    assert sizes[0] == [size for size in sizes[1] if size]
+    assert added.sources["between_zones"].startswith("measured between ")
+    unchanged = {"between_zones": None, "sources": profile.sources}
+    assert added.model_copy(update=unchanged) == profile

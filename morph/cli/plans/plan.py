@@ -51,6 +51,10 @@ class AimName(StrEnum):
     PROGRESS = "progress"
 
 
+_NO_ZONE_LINKS = (
+    "links between zones were not measured: they are taken for links between nodes (--set zone_gbit_per_s, "
+    "or `morph calibrate --between-zones`)"
+)
 _FOR_PROGRESS = ("revocations_per_hour", "pause_s", "replacement_s", "revoked_together")
 _OBJECTIVES: dict[str, ObjectiveName] = {
     "examples": "examples_per_s",
@@ -76,7 +80,9 @@ def plan_command(
     pool: Annotated[
         str | None,
         typer.Option(
-            "--pool", metavar="TYPE=N,...", help="In place of --gpus: GPUs by type. For example v100=12,t4=12."
+            "--pool",
+            metavar="TYPE=N,...",
+            help="In place of --gpus: GPUs by type (or type@zone), such as v100=12,t4=12.",
         ),
     ] = None,
     num_gpus_per_node: GpusPerNodeOption = None,
@@ -147,7 +153,10 @@ def plan_command(
             return
         request = replace(request, objective=_OBJECTIVES[aim])
         choice = plan(measured, request, num_gpus=None if numbers is None else numbers[0], pool=on_types)
-    for sentence in other_links(measured, request.links, request.rings):
+    warnings = list(other_links(measured, request.links, request.rings))
+    if on_types is not None and len(on_types.zones) > 1 and request.applied_to(measured).between_zones is None:
+        warnings.append(_NO_ZONE_LINKS)
+    for sentence in warnings:
         print(f"warning: {sentence}", file=sys.stderr)
     if output is not None:
         write_output(output, choice.best.model_dump_json(indent=1) + "\n", PlanError)

@@ -32,6 +32,7 @@ CALIBRATE_HELP = """Measure a job on this machine: once, section by section, int
       morph calibrate configs/jobs/tiny_gpt.py:job -o profile.json
       morph calibrate job.py:job --add-node-type small --profile profile.json
       morph calibrate job.py:job --peer 10.0.0.2:7420 --token-file peer.token
+      morph calibrate job.py:job --between-zones --profile profile.json --peer b:7420
 """
 
 
@@ -101,13 +102,16 @@ def calibrate_command(
     node_type: Annotated[
         str | None, typer.Option("--add-node-type", metavar="NAME", help="Add this machine's type to --profile.")
     ] = None,
+    between_zones: Annotated[
+        bool, typer.Option("--between-zones", help="Add the links to a --peer in another zone.")
+    ] = False,
     profile: Annotated[
-        Path | None, typer.Option("--profile", help="With --add-node-type: the profile to add to.", show_default=False)
+        Path | None, typer.Option("--profile", help="The profile to which something is added.", show_default=False)
     ] = None,
 ) -> None:
     """Run the command; CALIBRATE_HELP is its help."""
     from morph.cli.reading.errors import places
-    from morph.contract.errors import ProfileError
+    from morph.contract.errors import ConfigError, ProfileError
     from morph.contract.files import check_output
     from morph.contract.profile import load_profile, write_profile
 
@@ -115,11 +119,13 @@ def calibrate_command(
         "--micro-batch": micro_batch,
         "--checkpoint-url": checkpoint_url,
         "--commit-round": commit_round,
-        "--peer": peer,
+        "--peer": None if between_zones else peer,
         "--links": links != LinkName.STAGED,
         "--rings": rings != RingName.GLOO,
     }
-    _check_options(node_type, profile, others)
+    _check_options(node_type, between_zones, profile, others)
+    if between_zones and peer is None:
+        raise ConfigError("needs a node in another zone", field="--between-zones", allowed="with --peer")
     other_node = _peer_address(peer, token_file)
     path = output or profile or DEFAULT_OUTPUT
     check_output(path, ProfileError)
@@ -128,11 +134,13 @@ def calibrate_command(
     begun_s = time.monotonic()
 
     def measure(told: Told) -> Profile:
-        from calibrate import add_node_type, calibrate
+        from calibrate import add_node_type, add_zone_links, calibrate
         from calibrate.links.network import Carriers
 
         if known is not None and node_type is not None:
             return add_node_type(known, job, node_type, num_samples=samples, device=device, progress=told)
+        if known is not None and other_node is not None:
+            return add_zone_links(known, other_node, num_samples=samples, device=device, progress=told)
         sizes = tuple(micro_batch) if micro_batch else None
         found = calibrate(
             job,
@@ -186,23 +194,28 @@ def _busy_note() -> str | None:
     return f"warning: this machine was busy (load {load:.1f} on {num_cores} cores): measured times may be too long"
 
 
-def _check_options(node_type: str | None, profile: Path | None, others: Mapping[str, object]) -> None:
+def _check_options(
+    node_type: str | None, between_zones: bool, profile: Path | None, others: Mapping[str, object]
+) -> None:
     from morph.contract.errors import ConfigError
 
     def refuse(field: str, message: str, value: object, allowed: str) -> None:
         raise ConfigError(message, source="morph calibrate", field=field, value=value, allowed=allowed)
 
-    if profile is not None and node_type is None:
-        refuse("--profile", "is used only with --add-node-type", str(profile), "with --add-node-type")
-    if node_type is None:
+    option, given = ("--between-zones", "") if between_zones else ("--add-node-type", node_type)
+    if given is None:
+        if profile is not None:
+            refuse("--profile", "is used only to add to it", str(profile), "with --add-node-type or --between-zones")
         return
-    if not node_type.strip():
-        refuse("--add-node-type", "is empty", node_type, "a name")
+    if between_zones and node_type is not None:
+        refuse("--add-node-type", "contradicts --between-zones", node_type, "one of the two")
+    if not between_zones and not given.strip():
+        refuse("--add-node-type", "is empty", given, "a name")
     if profile is None:
-        refuse("--add-node-type", "needs a profile to add to", node_type, "with --profile")
+        refuse(option, "needs a profile to add to", given or None, "with --profile")
     for field, value in others.items():
         if value:
-            refuse(field, "contradicts --add-node-type, which measures sizes of the profile", value, "one of the two")
+            refuse(field, f"contradicts {option}, which measures sizes of the profile", value, "one of the two")
 
 
 def _peer_address(peer: str | None, token_file: Path | None) -> PeerAddress | None:
