@@ -78,8 +78,8 @@ def summarise(report: RunReport, *, verbose: bool = False) -> str:
                 f"{expected}, measured {measured_ms:.0f} ms"
             )
     types = {name for shape in report.shapes if shape.num_steps and shape.pool for name in shape.pool.types}
-    if len(types) > 1:
-        lines.append(several_types(types))
+    if sentence := several_types(types):
+        lines.append(sentence)
     if report.correction is not None:
         lines.append(report.correction.sentence)
     pauses = [morph.pause_ms for morph in report.morphs if morph.pause_ms is not None]

@@ -144,8 +144,8 @@ class ManagedRun:
             links = other_links(run.profile, vms.links, vms.rings) if vms.device == "cuda" else ()
             for sentence in (*other_device(run.profile, vms.device), *links):
                 _tell(f"warning: {sentence}")
-            if types := [*self._planned().type_compute_s]:
-                _tell(f"warning: {several_types(types)}")
+            if sentence := several_types(self._planned().type_compute_s):
+                _tell(f"warning: {sentence}")
         self._facts = run.facts(self._planned)
 
     def carry_out(self) -> tuple[Finish, RunReport]:

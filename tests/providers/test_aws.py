@@ -57,6 +57,19 @@ def test_instances_are_made_in_the_cheapest_zone_and_removed_completely(ec2: Fak
     assert ec2.left() == NOTHING
 
 
+def test_a_type_that_names_its_zone_comes_in_no_other(ec2: FakeEc2, tmp_path: Path) -> None:
+    zones = sorted(ec2.subnets)[:2]
+    types = tuple(AwsType(name="g4dn.xlarge", node_type=f"t4@{zone}") for zone in zones)
+    provider = ec2.provider(tmp_path, spec=ec2.spec.model_copy(update={"types": types}))
+    for number, zone in enumerate(zones):
+        (made,) = provider.request(f"tiny-{number}", 1, node_type=f"t4@{zone}")
+        assert (made.zone, made.node_type) == (zone, f"t4@{zone}")
+    assert {(vm.zone, vm.node_type) for vm in provider.list()} == {(zone, f"t4@{zone}") for zone in zones}
+    elsewhere = {"name": "g4dn.xlarge", "node_type": "t4@mars-1a"}
+    with pytest.raises(ValidationError, match="types: no zone mars-1a, which a node_type names; allowed: us-west-2a"):
+        AwsSpec.model_validate({**SPEC.model_dump(), "types": [elsewhere]})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_request_is_completed_after_a_kill_at_any_call(ec2: FakeEc2, tmp_path: Path, after: bool) -> None:

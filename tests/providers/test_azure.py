@@ -56,6 +56,18 @@ def test_a_full_zone_is_followed_by_the_next_then_another_size(arm: FakeArm, tmp
     assert len(arm.machines) == 2
 
 
+def test_a_size_whose_type_names_a_zone_comes_in_no_other(arm: FakeArm, tmp_path: Path) -> None:
+    sizes = tuple(SPEC.sizes[1].model_copy(update={"node_type": f"k80@{zone}"}) for zone in ("3", "1"))
+    azure = provider(arm, tmp_path, spec=SPEC.model_copy(update={"sizes": sizes}))
+    for zone in ("1", "3"):
+        made = azure.request(f"in-{zone}", 2, node_type=f"k80@{zone}")
+        assert [(vm.zone, vm.node_type) for vm in made] == [(zone, f"k80@{zone}")] * 2
+    assert sorted(vm.node_type for vm in azure.list()) == ["k80@1", "k80@1", "k80@3", "k80@3"]
+    arm.shortages = {("Standard_NC6", "1"): "AllocationFailed"}
+    with pytest.raises(CapacityShort):
+        azure.request("more", 1, node_type="k80@1")
+
+
 def test_each_vm_has_its_sizes_price_from_its_creation_on(arm: FakeArm, tmp_path: Path) -> None:
     begin_s = time.time()
     cheap = provider(arm, tmp_path).request("a", 2)

@@ -105,6 +105,19 @@ def test_simulate_answers_for_a_plan_file_as_plan_did(tmp_path: Path) -> None:
     assert slowed["plan"]["expected"]["mini_batch_s"] > 1.5 * plan.expected.mini_batch_s
 
 
+def test_plan_says_what_goes_between_zones_and_simulate_knows_their_links(profile: Path, tmp_path: Path) -> None:
+    file, pool = tmp_path / "plan.json", ("--pool", "@a=2,@b=2", "--price", "0.9")
+    links = ("--set", "zone_gbit_per_s=1", "--set", "zone_latency_ms=5")
+    told = _run("plan", profile, *pool, *links, "--set", "zone_usd_per_gb=0.02", "-o", file)
+    assert "GB of each mini-batch go from one zone to another, $" in told
+    shown = json.loads(_run("simulate", profile, "--plan", file, *links, "--json"))
+    assert Plan.model_validate(shown["plan"]) == load_plan(file)
+    warned = CliRunner().invoke(app, ["plan", str(profile), *pool])
+    assert "warning: links between zones were not measured" in warned.stderr
+    with pytest.raises(PlanError, match=r"--set zone_gbit_per_s: is out of range \(got -1.0\)"):
+        _run("plan", profile, *pool, "--set", "zone_gbit_per_s=-1")
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [

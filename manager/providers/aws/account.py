@@ -132,7 +132,7 @@ class Account:
             usd_per_h=self._usd_per_h(size, zone),
             paid_since_s=since_s,
             num_devices=num_devices,
-            node_type=(known.node_type if (known := self._spec.type_of(size)) is not None else None) or "",
+            node_type=(known.node_type if (known := self._spec.type_of(size, zone)) is not None else None) or "",
         )
 
     def owns_template(self) -> bool | None:

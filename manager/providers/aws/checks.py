@@ -120,7 +120,7 @@ class Checks:
             )
         }
         for known in self._spec.types:
-            zones = [zone for zone in self._spec.subnets if (known.name, zone) in offers]
+            zones = [zone for zone in self._spec.subnets if (known.name, zone) in offers and known.may_be_in(zone)]
             yield Finding(bool(zones), f"{known.name} is offered in {', '.join(zones) or 'none of your zones'}")
 
     def _rights(self) -> Iterator[Finding]:

@@ -35,11 +35,12 @@ class Prices:
 
     def dearest(self, known: AwsType) -> float | None:
         """Return the dollars an hour of a type in its most expensive zone; None: not known."""
-        return max((self._remembered(known.name) or {}).values(), default=None)
+        prices = self._remembered(known.name) or {}
+        return max((price for zone, price in prices.items() if known.may_be_in(zone)), default=None)
 
     def of(self, size: str, zone: str) -> float | None:
         """Return the dollars an hour of a type in a zone; None: not known."""
-        known = self._spec.type_of(size)
+        known = self._spec.type_of(size, zone)
         if known is not None and known.usd_per_h is not None:
             return known.usd_per_h
         return (self._remembered(size) or {}).get(zone) if size else None

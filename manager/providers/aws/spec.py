@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from manager.providers.interface.cloud import DEVICES_TAG, Identity, Size, dearest, missing, of_type, turns
+from manager.providers.interface.cloud import DEVICES_TAG, Identity, Size, check_types, dearest, missing, of_type, turns
 from manager.providers.interface.provider import Price, vm_name
 from morph.contract.base import Value
 from morph.contract.cluster import UsdPerHourAtMost
@@ -58,8 +58,7 @@ class AwsSpec(Value):
 
     @model_validator(mode="after")
     def _types_of_all(self) -> AwsSpec:
-        if len({known.node_type is None for known in self.types}) > 1:
-            raise ValueError("types: some have a node_type, others do not")
+        check_types(self.types, self.subnets, "types")
         return self
 
     def of_type(self, node_type: str) -> AwsSpec:
@@ -76,9 +75,9 @@ class AwsSpec(Value):
         """The zones in which an instance may be."""
         return tuple(self.subnets)
 
-    def type_of(self, name: str) -> AwsType | None:
-        """Return the type with this name; None: there is none."""
-        return next((known for known in self.types if known.name == name), None)
+    def type_of(self, name: str, zone: str) -> AwsType | None:
+        """Return the type with this name in a zone; None: there is none."""
+        return next((known for known in self.types if known.name == name and known.may_be_in(zone)), None)
 
     def price(self, find: Callable[[AwsType], float | None]) -> Price | None:
         """Return the price of one hour of the most expensive type; see ``dearest``."""
@@ -149,7 +148,8 @@ def fleet_body(
     overrides = [
         {"InstanceType": known.name, "SubnetId": subnet, **limit, **({"Priority": float(rank)} if prioritized else {})}
         for rank, known in enumerate(types)
-        for subnet in spec.subnets.values()
+        for zone, subnet in spec.subnets.items()
+        if known.may_be_in(zone)
     ]
     market = "spot" if spec.spot else "on-demand"
     template = {"LaunchTemplateName": template_name(identity.run), "Version": version}

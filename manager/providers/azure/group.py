@@ -331,13 +331,15 @@ class Group:
     def _vm(self, machine: Any, answered: str | None, now_s: float) -> Vm:
         size = machine.hardware_profile.vm_size if machine.hardware_profile else ""
         size = str(getattr(size, "value", size) or "")  # an enumeration where the SDK knows the size
-        known = next((known for known in self._spec.sizes if known.name == size), None)
+        zone = (machine.zones or ["unknown"])[0]
+        sizes = [known for known in self._spec.sizes if known.name == size]
+        known = next((known for known in sizes if known.may_be_in(zone)), None)
         return Vm(
             name=machine.name,
             request=machine.tags.get(REQUEST_TAG, ""),
             provider=self._spec.provider,
             region=self._spec.location,
-            zone=(machine.zones or ["unknown"])[0],
+            zone=zone,
             size=size,
             usd_per_h=None if known is None else self._usd_per_h(known),
             paid_since_s=paid_since_s(machine.time_created, answered, now_s),

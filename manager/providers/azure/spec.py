@@ -13,6 +13,7 @@ from manager.providers.interface.cloud import (
     REQUEST_TAG,
     RUN_TAG,
     Size,
+    check_types,
     dearest,
     of_type,
     turns,
@@ -80,8 +81,7 @@ class AzureSpec(Value):
 
     @model_validator(mode="after")
     def _types_of_all(self) -> AzureSpec:
-        if len({size.node_type is None for size in self.sizes}) > 1:
-            raise ValueError("sizes: some have a node_type, others do not")
+        check_types(self.sizes, self.zones, "sizes")
         return self
 
     def of_type(self, node_type: str) -> AzureSpec:
@@ -93,7 +93,8 @@ class AzureSpec(Value):
         turn = index % max(1, len(self.zones))
         zones = (self.zones[turn:] + self.zones[:turn]) or (None,)
         sizes = sorted(self.sizes, key=lambda size: size.num_gpus)
-        return [(size, zone) for size in sizes if size.num_devices == num_devices for zone in zones]
+        sizes = [size for size in sizes if size.num_devices == num_devices]
+        return [(size, zone) for size in sizes for zone in zones if size.may_be_in(zone)]
 
 
 def scale_set_name(run: str) -> str:

@@ -24,6 +24,7 @@ from manager.providers.interface.provider import (
 )
 from morph.contract.base import Value
 from morph.contract.cluster import NodeType, UsdPerHour
+from morph.contract.pool import type_and_zone
 from morph.contract.vm_names import MAX_DEVICES
 
 RUN_TAG, JOB_TAG, REQUEST_TAG, DEVICES_TAG = "morph-run", "morph-job", "morph-request", "morph-devices"
@@ -76,6 +77,10 @@ class Size(Value):
         """Number of devices, each with a worker."""
         return max(1, self.num_gpus)
 
+    def may_be_in(self, zone: str | None) -> bool:
+        """Whether such a VM may be in a zone: a type that names its zone (``v100@us-east-1a``) is in no other."""
+        return type_and_zone(self.node_type or "")[1] in ("", zone)
+
 
 SizeT = TypeVar("SizeT", bound=Size)
 
@@ -83,6 +88,19 @@ SizeT = TypeVar("SizeT", bound=Size)
 def of_type(sizes: Iterable[SizeT], node_type: str) -> tuple[SizeT, ...]:
     """Return the sizes with GPUs of one type; empty: all."""
     return tuple(size for size in sizes if node_type in ("", size.node_type))
+
+
+def check_types(sizes: Iterable[Size], zones: Collection[str], field: str) -> None:
+    """Refuse types of GPUs that only some sizes have, and types in zones that the cloud file does not have.
+
+    Raises:
+        ValueError: naming the field and what is allowed.
+    """
+    types = {size.node_type for size in sizes}
+    if None in types and len(types) > 1:
+        raise ValueError(f"{field}: some have a node_type, others do not")
+    for zone in {type_and_zone(name or "")[1] for name in types} - {"", *zones}:
+        raise ValueError(f"{field}: no zone {zone}, which a node_type names; allowed: {', '.join(zones) or 'none'}")
 
 
 def dearest(sizes: Iterable[SizeT], find: Callable[[SizeT], float | None], listed: str) -> Price | None:

@@ -22,13 +22,13 @@ class Conditions(Value):
     links: Literal["staged", "ipc", "auto"] = Field("staged", description="links: the run's vms.links")
     rings: Literal["gloo", "nccl", "auto"] = Field("gloo", description="rings: the run's vms.rings")
     num_draws: int = Field(20, description="mini-batches drawn per shape, with --jitter-seed")
+    zone_gbit_per_s: float | None = Field(None, description="bandwidth between zones; default: the profile's")
+    zone_latency_ms: float = Field(1.0, description="latency between zones, with zone_gbit_per_s")
 
 
 class PlanSettings(Conditions):
     """The settings of ``morph plan``."""
 
-    zone_gbit_per_s: float | None = Field(None, description="bandwidth between zones; default: the profile's")
-    zone_latency_ms: float = Field(1.0, description="latency between zones, with zone_gbit_per_s")
     zone_usd_per_gb: float = Field(0.0, description="dollars for 10^9 bytes from one zone to another")
     revocations_per_hour: float | None = Field(None, description="revocations of one node, for progress")
     pause_s: float = Field(1.0, description="pause of a change of shape, for progress")
