@@ -158,7 +158,9 @@ def test_a_profile_of_another_job_is_refused_before_anything_is_measured(
     ("options", "problem"),
     [
         (["--add-node-type", "small"], "--add-node-type: needs a profile to add to (got 'small')"),
-        (["--profile", "{profile}"], "--profile: is used only with --add-node-type"),
+        (["--profile", "{profile}"], "--profile: is used only to add to it"),
+        (["--between-zones", "--profile", "{profile}"], "--between-zones: needs a node in another zone"),
+        (["--between-zones"], "--between-zones: needs a profile to add to"),
         (["--add-node-type", " ", "--profile", "{profile}"], "--add-node-type: is empty"),
         (["--add-node-type", "small", "--profile", "{profile}", "-m", "2"], "--micro-batch: contradicts"),
         (
