@@ -26,7 +26,8 @@ VariableNames = Annotated[
     tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...],
     Field(description="names of environment variables of the manager that workers get; no other secret is passed on"),
 ]
-NodeType = Annotated[str, Field(pattern=r"^[^\s,=]+$")]
+NODE_TYPE = re.compile(r"[^\s,=]+")
+NodeType = Annotated[str, Field(pattern=rf"^{NODE_TYPE.pattern}$")]
 """The name of a type of GPU in a profile or a pool."""
 RingSetting = Literal["auto", "gloo", "nccl"]
 Rings = Annotated[

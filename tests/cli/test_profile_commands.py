@@ -55,6 +55,43 @@ def shown(*arguments: object) -> str:
     return result.output
 
 
+def test_a_type_that_was_not_measured_is_scaled_and_every_plan_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(synthetic_profile(num_sections=4).model_dump_json(), encoding="utf-8")
+    known = load_profile(file)
+    for factor in ("3", "2"):  # the later one counts
+        added = CliRunner().invoke(
+            app, ["profile", "add-type", str(file), "t4", "--slower", factor, "--memory-gib", "15"]
+        )
+        assert added.exit_code == 0, added.output
+        assert f"t4: the profile's times, {factor} times as long (not measured)" in added.stdout
+    profile = load_profile(file)
+    (node_type,) = profile.node_types
+    assert node_type.environment.device_memory_bytes == 15 * 2**30
+    of_type = of_pool_type(profile, "t4")
+    for scaled, own in zip(of_type.sections, known.sections, strict=True):
+        assert scaled.backward[1].median_s == 2 * own.backward[1].median_s
+    assert "the profile's times, 2 times as long" in shown(file)
+    planned = CliRunner().invoke(app, ["plan", str(file), "--pool", "synthetic=1,t4=2"])
+    assert "warning: t4 was not measured: the profile's times, 2 times as long" in planned.stderr
+    alone = CliRunner().invoke(app, ["plan", str(file), "--gpus", "2"])
+    assert "was not measured" not in alone.stderr
+
+
+def test_a_measured_type_is_not_scaled_and_bad_values_are_named(path: Path) -> None:
+    before = path.read_text()
+    for arguments, problem in (
+        (("small", "--slower", "2"), "NAME: was measured (got 'small')"),
+        (("t4@a", "--slower", "2"), "NAME: is not a name of a type (got 't4@a')"),
+        (("t4", "--slower", "0"), "--slower: is out of range (got 0.0)"),
+        (("t4", "--slower", "2", "--memory-gib", "-1"), "--memory-gib: is out of range (got -1.0)"),
+    ):
+        refused = CliRunner().invoke(app, ["profile", "add-type", str(path), *arguments])
+        assert refused.exit_code == 2
+        assert problem in refused.stderr
+    assert path.read_text() == before
+
+
 def test_everything_that_was_measured_is_shown(path: Path) -> None:
     text = shown(path)
     assert "synthetic: 5 sections" in text

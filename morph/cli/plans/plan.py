@@ -35,11 +35,12 @@ from morph.cli.reading.options import (
 from morph.cli.reading.progress import COMPILED_ONCE, doing_if_long
 from morph.contract.errors import PlanError
 from morph.contract.files import check_output, write_output
-from morph.contract.pool import Pool
+from morph.contract.pool import Pool, type_and_zone
 from morph.yaml_files import read_settings
 
 if TYPE_CHECKING:
-    from simulator import PlanChoice
+    from morph.contract.profile import Profile
+    from simulator import PlanChoice, PlanRequest
     from simulator.inputs.request import ObjectiveName
 
 
@@ -82,7 +83,7 @@ def plan_command(
         typer.Option(
             "--pool",
             metavar="TYPE=N,...",
-            help="In place of --gpus: GPUs by type (or type@zone), such as v100=12,t4=12.",
+            help="In place of --gpus: GPUs by type, or type@zone.",
         ),
     ] = None,
     num_gpus_per_node: GpusPerNodeOption = None,
@@ -128,11 +129,10 @@ def plan_command(
       morph plan profile.json --gpus 6
       morph plan profile.json --gpus 128 --memory-gib 16 --json -o plan.json
       morph plan profile.json --nodes 16x1,4x4
-      morph plan profile.json --pool v100=12,t4=12
       morph plan p.json --pool v100=12,t4=12 --price v100=0.9,t4=0.16 --budget 8
       morph plan profile.json --gpus 16..128 --csv plans.csv --png plans.png
     """
-    from morph.contract.profile import load_profile, other_links
+    from morph.contract.profile import load_profile
     from simulator import plan
     from simulator.inputs.conditions import of_node_type
 
@@ -153,10 +153,7 @@ def plan_command(
             return
         request = replace(request, objective=_OBJECTIVES[aim])
         choice = plan(measured, request, num_gpus=None if numbers is None else numbers[0], pool=on_types)
-    warnings = list(other_links(measured, request.links, request.rings))
-    if on_types is not None and len(on_types.zones) > 1 and request.applied_to(measured).between_zones is None:
-        warnings.append(_NO_ZONE_LINKS)
-    for sentence in warnings:
+    for sentence in _warnings(measured, request, choice.best.pool if on_types is None else on_types):
         print(f"warning: {sentence}", file=sys.stderr)
     if output is not None:
         write_output(output, choice.best.model_dump_json(indent=1) + "\n", PlanError)
@@ -182,6 +179,20 @@ def plan_command(
         console.print(tables.ranking(choice))
     if output is not None:
         console.print(f"Wrote {output}.")
+
+
+def _warnings(profile: Profile, request: PlanRequest, pool: Pool) -> list[str]:
+    """Return what a plan for a pool takes for granted that was not measured."""
+    from morph.contract.profile import other_links
+
+    found = list(other_links(profile, request.links, request.rings))
+    if len(pool.zones) > 1 and request.applied_to(profile).between_zones is None:
+        found.append(_NO_ZONE_LINKS)
+    for node_type in {type_and_zone(name)[0]: None for name in pool.types}:
+        source = profile.sources.get(f"node_types.{node_type}")
+        if source is not None:
+            found.append(f"{node_type} was not measured: {source}")
+    return found
 
 
 def _numbers(given: dict[str, Any], gpus: str | None, aim: AimName) -> range | None:

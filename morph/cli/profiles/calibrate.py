@@ -32,7 +32,7 @@ CALIBRATE_HELP = """Measure a job on this machine: once, section by section, int
       morph calibrate configs/jobs/tiny_gpt.py:job -o profile.json
       morph calibrate job.py:job --add-node-type small --profile profile.json
       morph calibrate job.py:job --peer 10.0.0.2:7420 --token-file peer.token
-      morph calibrate job.py:job --between-zones --profile profile.json --peer b:7420
+      morph calibrate job.py:job --between-zones --profile p.json --peer b:7420
 """
 
 
