@@ -1,6 +1,7 @@
 """Morph's simulator compared with real runs of others: those in the artifact of Sailor (SOSP 2025).
 
-    python -m benchmarks sailor CHECKOUT
+    python -m benchmarks sailor CHECKOUT             # every run
+    python -m benchmarks sailor CHECKOUT --summary   # the mean and the worst error of each group of runs
 
 CHECKOUT is a checkout of github.com/eth-easl/sailor. It has times of each layer on each type of GPU, fitted links
 between them, and iteration times of DeepSpeed (1F1B, blocking sends, reductions after the backwards) that were really
@@ -29,7 +30,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.harness import head, row
+from benchmarks.harness import head, option, row
 from morph.contract.profile import Environment, JobFacts, LinkProfile, Profile, SectionProfile, SendTime, Timing
 from simulator import simulate
 
@@ -94,7 +95,7 @@ class Artifact:
         return size_bytes / 1e9 / float(max(found))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     """One measured configuration. ``workers[s][d]`` of stage s and replica d; ``doubt``: why it is not counted."""
 
@@ -279,19 +280,40 @@ _ENVIRONMENT = Environment(
 )
 
 
-def main(checkout: Annotated[Path, typer.Argument(help="of github.com/eth-easl/sailor")]) -> None:
+def show_runs(group: str, errors: Mapping[Run, tuple[float, ...]]) -> None:
+    """Print the errors of each run of a group, and their means over the runs that count."""
+    head(f"{group} | P x D, m, batch | measured s | Sailor's | ours | ours, sends overlapped")
+    for run, given in errors.items():
+        shape = f"{len(run.workers)}x{run.num_replicas}, {run.plan['mbs']}, {run.plan['gbs']}"
+        label = " ".join(filter(None, (run.name, _nodes(run), f"({run.doubt})" if run.doubt else "")))
+        row(label, shape, f"{run.measured_s:.3f}", *(f"{100 * error:+.1f} %" for error in given))
+    counted = [given for run, given in errors.items() if not run.doubt]
+    means = (f"{100 * statistics.mean(map(abs, each)):.1f} %" for each in zip(*counted, strict=True))
+    row(f"mean of {len(counted)}, without sign", "", "", *means)
+
+
+def main(
+    checkout: Annotated[Path, typer.Argument(help="of github.com/eth-easl/sailor")],
+    summary: Annotated[bool, option("print only the mean and the worst error of each group of runs")] = False,
+) -> None:
     artifact = Artifact(checkout)
-    measured = {group: runs(artifact, group) for group in GROUPS}
+    if summary:
+        head("group of runs | counted | Sailor's: mean, worst | ours | ours, sends overlapped")
     with their_simulator(artifact) as theirs:
-        for group, found in measured.items():
-            head(f"{group} | P x D, m, batch | measured s | Sailor's | ours | ours, sends overlapped")
-            errors: list[list[float]] = []
-            for run in found:
-                true_s, given_s = run.measured_s, (theirs(run), run.simulated_s("none"), run.simulated_s("full"))
-                shape = f"{len(run.workers)}x{run.num_replicas}, {run.plan['mbs']}, {run.plan['gbs']}"
-                label = " ".join(filter(None, (run.name, _nodes(run), f"({run.doubt})" if run.doubt else "")))
-                row(label, shape, f"{true_s:.3f}", *(f"{100 * (value / true_s - 1):+.1f} %" for value in given_s))
-                if not run.doubt:
-                    errors.append([abs(value / true_s - 1) for value in given_s])
-            means = (f"{100 * statistics.mean(each):.1f} %" for each in zip(*errors, strict=True))
-            row(f"mean of {len(errors)}, without sign", "", "", *means)
+        for group in GROUPS:
+            errors = {
+                run: tuple(
+                    value / run.measured_s - 1
+                    for value in (theirs(run), run.simulated_s("none"), run.simulated_s("full"))
+                )
+                for run in runs(artifact, group)
+            }
+            if not summary:
+                show_runs(group, errors)
+                continue
+            counted = [given for run, given in errors.items() if not run.doubt]
+            cells = (
+                f"{100 * statistics.mean(map(abs, each)):.1f} %, {100 * max(each, key=abs):+.1f} %"
+                for each in zip(*counted, strict=True)
+            )
+            row(group, len(counted), *cells)

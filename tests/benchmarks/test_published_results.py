@@ -215,3 +215,6 @@ def test_runs_of_sailor_are_simulated_with_the_times_of_each_node(
     assert cells[2:6] == ["2x2, 2, 40", "2.000", "+50.0 %", f"{100 * (expected_s / 2 - 1):+.1f} %"]
     assert len(lines) == 2 * len(GROUPS)
     assert "the same times as N4 D2" in lines[1]
+    main(tmp_path, summary=True)
+    *_, last = capsys.readouterr().out.splitlines()
+    assert [cell.strip() for cell in last.split("|")][2:5] == ["1", "50.0 %, +50.0 %", f"{cells[5][1:]}, {cells[5]}"]
