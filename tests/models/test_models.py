@@ -1,4 +1,4 @@
-"""Models as people write them: each equals the plain one, or a sentence refuses it (docs/reference/tested-models.md)."""
+"""Models as people write them: each equals the plain one, or is refused (docs/reference/tested-models.md)."""
 
 from __future__ import annotations
 
