@@ -1,7 +1,8 @@
 """Hooks of ``make docs``: the pages that are made of the code, and links to files outside of this folder.
 
 ``reference/command-line.md`` has the help of every command in full, ``reference/job-file.md`` lists every key of a job
-or cluster file. Neither is kept in the repository.
+or cluster file, ``reference/trainer-arguments.md`` says what becomes of each argument of a Trainer. None is kept in the
+repository.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pydantic import BaseModel
 
 from morph.cli.main import app
 from morph.contract.cluster import JobFile
+from morph.trainers.arguments import ARGUMENTS
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(((?:\.\./)+[^)\s#]+)(#[^)\s]*)?\)")
@@ -106,7 +108,33 @@ def _default(field: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-PAGES = {"reference/command-line.md": command_line, "reference/job-file.md": job_file}
+def trainer_arguments() -> Iterator[str]:
+    """The page of the arguments of a Trainer, grouped by what becomes of them."""
+    yield from (
+        "# Arguments of a Trainer",
+        "",
+        "The table says what becomes of each argument of the `Trainer` of transformers under",
+        "[`morph.hf.job`](../guides/trainer.md). An argument that the table does not list, for example one of a newer",
+        "transformers, is refused unless it has its default value.",
+        "",
+        "| Trainer argument | in Morph | how, why, or what instead |",
+        "|---|---|---|",
+    )
+    meanings = {"honoured": "honoured", "no effect": "no effect here", "refused": "refused unless it is the default"}
+    for how, meaning in meanings.items():
+        notes: dict[str, list[str]] = {}
+        for name, rule in ARGUMENTS.items():
+            if rule.how == how:
+                only = f"; only {', '.join(str(choice) for choice in rule.allowed)}" if rule.allowed else ""
+                notes.setdefault(rule.note + only, []).append(f"`{name}`")
+        yield from (f"| {', '.join(names)} | {meaning} | {_cell(note)} |" for note, names in notes.items())
+
+
+PAGES = {
+    "reference/command-line.md": command_line,
+    "reference/job-file.md": job_file,
+    "reference/trainer-arguments.md": trainer_arguments,
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -90,7 +90,7 @@ def _anchors(page: Path) -> set[str]:
 
 def test_every_link_of_the_pages_at_the_root_leads_somewhere() -> None:
     """Pages below docs are checked by ``make docs``, which generates some of them."""
-    generated = {"command-line.md", "job-file.md"}
+    generated = {"command-line.md", "job-file.md", "trainer-arguments.md"}
     for page in [page for page in pages() if page.parent == REPOSITORY]:
         for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
             found = page.parent / target if target else page
@@ -180,14 +180,14 @@ def test_each_message_that_troubleshooting_explains_is_in_the_code() -> None:
     texts = re.sub(r'"\s*f?"', "", "".join(sources))  # of a message in several literals, one
     wanted = [part.strip(" :,") for message in messages for part in re.split(r"\.\.\.|\S*\d\S*", message)]
     assert [part for part in wanted if len(part) > 4 and part not in texts] == []
-    assert len(messages) > 15
+    assert len(messages) > 10
 
 
 def test_the_python_in_the_documentation_is_python() -> None:
     sources = list(blocks("python"))
     for page, text in sources:
         compile(textwrap.dedent(text), page, "exec")
-    assert len(sources) > 30
+    assert len(sources) > 20
 
 
 if __name__ == "__main__":

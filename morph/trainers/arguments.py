@@ -181,20 +181,6 @@ def refusal(name: str, value: object, allowed: str) -> JobError:
     return JobError("cannot be honoured", source=SOURCE, field=name, value=str(shown), allowed=allowed)
 
 
-def table() -> str:
-    """Return the table of the guide, as Markdown."""
-    meanings = {"honoured": "honoured", "no effect": "no effect here", "refused": "refused unless it is the default"}
-    rows = ["| Trainer argument | in Morph | how, why, or what instead |", "|---|---|---|"]
-    for how, meaning in meanings.items():
-        notes: dict[str, list[str]] = {}
-        for name, rule in ARGUMENTS.items():
-            if rule.how == how:
-                only = f"; only {', '.join(str(choice) for choice in rule.allowed)}" if rule.allowed else ""
-                notes.setdefault(rule.note + only, []).append(f"`{name}`")
-        rows += [f"| {', '.join(names)} | {meaning} | {note} |" for note, names in notes.items()]
-    return "\n".join(rows)
-
-
 def _is_default(value: Any, field: Any) -> bool:
     """Whether an argument was not given; the Trainer may have turned a missing one into an empty or default value."""
     default = field.default if field.default_factory is MISSING else field.default_factory()

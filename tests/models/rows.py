@@ -1,4 +1,4 @@
-"""The table of models and jobs, by group; ``docs/guides/your-model.md`` shows it."""
+"""The table of models and jobs, by group; ``docs/reference/tested-models.md`` shows it."""
 
 from __future__ import annotations
 

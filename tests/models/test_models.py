@@ -1,4 +1,4 @@
-"""Models as people write them: each equals the plain one, or is refused in a sentence (docs/guides/your-model.md)."""
+"""Models as people write them: each equals the plain one, or is refused (docs/reference/tested-models.md)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.models.case import Case, check, parameters
 from tests.models.rows import BACKWARDS, GRADIENTS, GROUPS, LANGUAGE, LOSSES, SHAPES, STATE, VISION, rendered
 
-PAGE = Path(__file__).parents[2] / "docs/guides/your-model.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/tested-models.md"
 
 
 @pytest.mark.slow
@@ -20,7 +20,7 @@ def test_a_model_equals_the_plain_one_or_is_refused_in_one_sentence(case: Case) 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_the_docs_show_each_group_as_it_is_tested(group: str) -> None:
-    assert rendered(group) in PAGE.read_text(), f"docs/guides/your-model.md should have:\n\n{rendered(group)}"
+    assert rendered(group) in PAGE.read_text(), f"docs/reference/tested-models.md should have:\n\n{rendered(group)}"
 
 
 def test_there_are_sixty_cases_of_different_names() -> None:

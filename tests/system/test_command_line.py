@@ -150,9 +150,7 @@ class StandIn:
 def test_the_recipe_for_ray_tune_finds_the_rate_that_learns(
     calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = (
-        (ROOT / "docs/guides/training.md").read_text().split("## Sweeps")[1].split("```python\n")[1].split("```")[0]
-    )
+    recipe = (ROOT / "configs/ray_tune.py").read_text()
     (tmp_path / "sweep.py").write_text(recipe.replace('"200"', '"6"').replace("1e-4, 1e-3", "1e-9, 1e-2"))
     shutil.copy(JOB.split(":")[0], tmp_path / "neighbour.py")
     (tmp_path / "mine.py").write_text(

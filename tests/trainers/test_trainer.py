@@ -27,7 +27,7 @@ from morph.data.loader import order_of
 from morph.jobs.changes import require_same
 from morph.runtime.process.single import run_single
 from morph.runtime.workloads.job_workload import settings
-from morph.trainers.arguments import ARGUMENTS, table
+from morph.trainers.arguments import ARGUMENTS
 from tests.crew import ManagedCrew
 from tests.system.harness import cut_for_workers, load_tiny_job
 from tests.training.shapes import ShapesCrew, Trained, parameters_of
@@ -559,7 +559,3 @@ def test_a_worker_with_other_weights_is_not_the_runs(tmp_path: Path) -> None:
         trainer.model.layer.bias.add_(1)
     with pytest.raises(JobError, match="model: is not the setting that the run began with"):
         require_same(JobFacts(settings=settings(job, model)), began, "job.py:job")
-
-
-def test_the_guide_has_the_table() -> None:
-    assert table() in (ROOT / "docs/guides/trainer.md").read_text(encoding="utf-8")
