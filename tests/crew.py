@@ -118,8 +118,7 @@ def _num_copied(worker: Any, sender: str, step: int) -> int:
 
 
 def _data_workers(worker: Any) -> tuple[tuple[int, ...], int]:
-    """Wait until a worker's data workers can read; return their ids, and how many micro-batches it read without them.
-    """
+    """Wait until a worker's data workers can read; return their ids and the number of micro-batches it read itself."""
     workload = worker._workload
     found, loader = workload._data_workers, workload._loader
     if found is None:

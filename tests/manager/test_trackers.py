@@ -260,7 +260,7 @@ def callback(folder: Path, name: str, **fields: object) -> Watching:
 def test_a_callback_that_hangs_or_fails_is_reported_once_and_skipped(run: Path, folder: Path) -> None:
     said = watch(callback(folder, "Recorder", limit_s=2.0))
     name = f"note: callback {folder / 'callbacks.py'}:Recorder"
-    goes_on = "training goes on without that"
+    goes_on = "training continues"
     gave_up = "took more than 2 s, and was given up"
     assert said == [
         f"{name}: StepDone of step 3 {gave_up}; {goes_on}",

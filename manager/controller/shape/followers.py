@@ -130,9 +130,7 @@ def redundancy_of(
         saved = f" and save {gain:.2%}" if gain < 1 else "; without them losses undo all progress"
         why = f"followers cost {cost:.2%} of the time{saved}"
         if not fits:
-            why += (
-                "; but they do not fit on the devices, nor in host memory with one unit at a time on a device"
-            )
+            why += "; but they do not fit on the devices, nor in host memory with one unit at a time on a device"
     if not keeps:
         links = tuple(
             follow.model_copy(update={"units": (), "known": ()}) if follow.units else follow for follow in links

@@ -250,8 +250,7 @@ class _Dealing:
         return False
 
     def by_replica(self, firsts: Set[int]) -> list[list[int]]:
-        """Number the replicas in order of appearance, with neighbouring stages of a replica on one VM where possible.
-        """
+        """Number replicas in order of appearance, with neighbouring stages of a replica on one VM where possible."""
         stages: list[list[int]] = []
         before: list[int] = []
         for stage, workers in enumerate(self.at):
