@@ -139,7 +139,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_unless_it_was_named(run_dir: Pat
     code, said = morph("export", url, out, "--job", job)
     assert (code, f"wrote version {NUM_STEPS} to {out}" in said) == (0, True)
     assert f"{damaged.name}: the file differs from its manifest" in said
-    assert f"version {NUM_STEPS + 1} is passed over, and version {NUM_STEPS} is the newest whole version" in said
+    assert f"version {NUM_STEPS + 1} is skipped, and version {NUM_STEPS} is the newest whole version" in said
     assert morph("export", run_dir, tmp_path / "other.safetensors")[0] == 0
     assert out.read_bytes() == (tmp_path / "other.safetensors").read_bytes()
     code, said = morph("export", url, out, "--job", job, "--version", NUM_STEPS + 1, "--overwrite")
