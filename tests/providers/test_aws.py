@@ -461,7 +461,7 @@ def test_botocore_retries_throttled_calls_and_a_proxys_page_is_refused(endpoint:
 def test_a_run_that_is_over_asks_for_nothing_more(ec2: FakeEc2, tmp_path: Path) -> None:
     provider = ec2.provider(tmp_path)
     provider.stop()
-    with pytest.raises(Transient, match="not waited for any more"):
+    with pytest.raises(Transient, match="no longer waited for"):
         provider.request("a", 2)
     assert "CreateFleet" not in ec2.calls
     ec2.error_of_all = "UnfulfillableCapacity"
