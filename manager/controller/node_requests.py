@@ -242,7 +242,7 @@ def lost_booting(transition: Transition, event: WorkerLost) -> None:
             sentence = f"{event.worker} never appeared: {event.cause}"
             transition.say(ReasonCode.NODE_ABSENT, sentence, ReleaseNodes(nodes=(event.worker,)))
             return pause_requests(transition, request.granted[event.worker], num_absent=int(event.unfit))
-    return transition.say(ReasonCode.IGNORED, f"{event.worker} is not known, or was lost before")
+    return transition.say(ReasonCode.IGNORED, f"{event.worker} is unknown, or was lost before")
 
 
 def has_ended_requests(state: ControllerState) -> bool:

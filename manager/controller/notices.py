@@ -80,7 +80,7 @@ def on_notice_given(transition: Transition, event: NoticeGiven) -> None:
     entry = state.workers.get(event.worker)
     if entry is None:
         if not gives_back(transition, event) and not keeps(transition, event):
-            transition.say(ReasonCode.IGNORED, f"{event.worker} is not known, or was lost")
+            transition.say(ReasonCode.IGNORED, f"{event.worker} is unknown, or was lost")
         return None
     if event.notice and event.notice == entry.notice:
         if entry.node is NodeState.DRAINING:  # a repeated notice means that the acknowledgement did not arrive
