@@ -86,7 +86,7 @@ class Requests(Protocol):
     """Requests VMs from a provider; all methods return at once, and answers come back through the event queue."""
 
     def know(self, nodes: Collection[str]) -> None:
-        """Take note of the nodes that the controller knows, before its decision is carried out."""
+        """Record the nodes that the controller knows, before its decision is carried out."""
 
     def request(self, action: RequestNodes) -> None:
         """Ask for VMs."""
@@ -120,7 +120,7 @@ class Driver:
         event_queue: Brings events and facts.
         pool: Carries orders.
         journal: Gets every event and decision before its actions are carried out.
-        checkpoint_url: Where manifests go.
+        checkpoint_url: The URL to which manifests are written.
         observers: Called after each decision, in this thread.
         requests: Requests VMs; None: requests are only journalled.
         acknowledge: Tells a node that has a notice that it holds nothing of value; None: nodes are not told.
@@ -269,7 +269,7 @@ class Driver:
                 self._event_queue.put(Fact(name="not_carried_out", detail=action.model_dump_json()))
             case AcknowledgeNotice(worker=worker, notice=notice):
                 self._acknowledge(worker, notice)
-            case NoteCorrection() | NoteNextSave() | NoteBadStep():  # it is in the journal
+            case NoteCorrection() | NoteNextSave() | NoteBadStep():  # the journal has it
                 pass
             case Finish():
                 self._finish = action
