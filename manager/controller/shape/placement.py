@@ -124,14 +124,14 @@ def spread(
     """Choose the workers of each stage.
 
     A lost VM takes all of its workers with it. So the replicas of a stage go to different VMs, where that moves no
-    additional bytes; after that, pipelines are kept within VMs. Where each worker has a VM of its own, zones take the
-    place of VMs here, because VMs of one zone are often revoked together.
+    additional bytes; after that, pipelines are kept within VMs. If each worker has its own VM, zones take the place of
+    VMs here, because VMs of one zone are often revoked together.
 
     Args:
         workers: All workers in order of appearance.
         kinds: For each kind, the positions of the workers that hold the same units, in order.
         dealt: ``dealt[s][k]``: how many workers of kind k drive stage s.
-        zones: The workers' zones, where they are known.
+        zones: The workers' zones, if they are known.
         firsts: The first stages of pipelines.
         sections: The sections of each stage; stages of unequal pipelines may share some. If absent, no two stages share
             a section.
@@ -223,8 +223,7 @@ class _Dealing:
         return total
 
     def mend(self, stage: int, tried: set[int]) -> bool:
-        """Swap a worker of a stage at risk with one of its kind on another VM; returns whether no stage remains at
-        risk.
+        """Swap a worker of a stage at risk with one of its kind on another VM; return whether that ended the risk.
 
         The other worker's stage may be mended in the same way, each stage once (``tried``). If that fails, all swaps
         are undone.
