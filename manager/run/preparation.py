@@ -212,7 +212,9 @@ def mixed_config(
         timeline_step=timeline_step,
         section_compute_s=section_compute_s(profile, micro_batch_size),
         type_compute_s={name: section_compute_s(of, micro_batch_size) for name, of in profiles.items()},
-        offers=tuple(sorted(offers, key=lambda offer: offer.usd_per_h or 0.0)),  # of types that add nothing, the cheapest is requested
+        offers=tuple(
+            sorted(offers, key=lambda offer: offer.usd_per_h or 0.0)
+        ),  # if none adds speed, the first is taken
     )
 
 

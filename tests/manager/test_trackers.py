@@ -89,7 +89,7 @@ def test_incomplete_checkpoints_are_reported_once(run: Path, monkeypatch: pytest
         left = [entry for entry in entries if saved or '"kind":"manifest_written"' not in entry.payload_json]
         told = [one for entry in left for one in reader.take(entry) if isinstance(one, Trouble)]
         assert [one.kind for one in told] == ([] if saved or missed_saves > 4 else ["not_saved"])
-        assert all("(there is none), where one is due every" in one.sentence for one in told)
+        assert all("(there is none), but one is due every" in one.sentence for one in told)
 
 
 def watching(kind: str, run_dir: Path, **fields: object) -> Watching:
