@@ -288,7 +288,7 @@ def test_a_template_of_somebody_elses_is_left_alone(ec2: FakeEc2, tmp_path: Path
     name = "morph-tiny-1"
     ec2.real.create_launch_template(LaunchTemplateName=name, LaunchTemplateData={"ImageId": ec2.spec.image})
     provider = ec2.provider(tmp_path)
-    with pytest.raises(Misconfigured, match="launch template morph-tiny-1 is there without the tags of this run"):
+    with pytest.raises(Misconfigured, match="launch template morph-tiny-1 exists without the tags of this run"):
         provider.request("a", 1)
     provider.dismantle()
     assert ec2.left()["launch templates"] == [name]

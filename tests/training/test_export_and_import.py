@@ -369,7 +369,7 @@ def test_imported_frozen_weights_are_trained_over_and_kept_once(crew: ShapesCrew
     order = crew.crew.order("1x1", NAMES, restore="checkpoint", version=0)
     (answer,) = crew.crew.ask(taking_part(order), "reshape", order)
     assert isinstance(answer, Failed)
-    assert "was trained over other frozen weights: the folder 'frozen' beside the run's checkpoints" in answer.error
+    assert "was trained with other frozen weights: the folder 'frozen' beside the run's checkpoints" in answer.error
 
 
 def test_a_changed_job_begins_with_a_runs_weights_and_optimizer_state(run_dir: Path, tmp_path: Path) -> None:

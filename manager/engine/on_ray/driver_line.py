@@ -58,7 +58,7 @@ class DriverLine:
 
     @property
     def nodes(self) -> dict[str, str]:
-        """The workers that have nodes, with their addresses.
+        """Return the workers that have nodes, with their addresses.
 
         Raises:
             ClusterError: no driver is connected.

@@ -208,7 +208,7 @@ class EmulatedWorkload:
         boundary: int,
         micro_batches: Sequence[int],
     ) -> HostLink | None:
-        """Return the sending end over the border after stage ``boundary``, for gradients if it is the previous stage."""
+        """Return the sending end over the border after stage ``boundary``; from the later stage, it sends gradients."""
         if channel is None:
             return None
         slot, plan = current.slot, current.plan
