@@ -1,6 +1,6 @@
 """A run directory: one run's journal, checkpoints and facts; used by one manager at a time.
 
-The names below are all that a run leaves there by itself. Only its user can read it: files 0600, folders 0700.
+The names below are all files that a run itself leaves there. Only its user can read them: files 0600, folders 0700.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ RUN = "run.json"
 LOCK = "run.lock"
 """The file locked by the manager, with its process id and host. The manager touches it as a sign of life."""
 GOES_ON = "goes_on.json"
-"""Why, and until when, `morph run --forever` waits between two managers."""
+"""The reason for which, and the time until which, `morph run --forever` waits between two managers."""
 COMMAND = "command.json"
 """The run's request, so that the directory alone suffices to resume it."""
 JOURNAL = "journal.sqlite"
 ATTACHMENT = "attach.json"
-"""How the next manager takes over the VMs, while they live."""
+"""The data with which the next manager takes over the VMs, while they live."""
 VMS = "vms.json"
 """The names by which a provider knows the run's VMs."""
 PAGE = "page.json"
@@ -43,7 +43,7 @@ CODE = "code"
 """The job's files, packed, by their digest."""
 CHECKPOINTS = "checkpoints"
 LEASE = "lease.json"
-"""The name by which the run leases the place of checkpoints outside of its directory."""
+"""The name by which the run leases the storage of checkpoints outside of its directory."""
 DEVICES = "devices"
 """Files by which local VMs share CUDA devices."""
 RECOVERED = "recovered"
@@ -53,11 +53,12 @@ WORKERS_LOG = "workers.log"
 _POLL_S = 0.1
 LIFE_EVERY_S = 10.0
 SILENT_S = 60.0
-"""A manager without a sign of life for this time counts as silent, or as gone if its lock is not visible here."""
+"""Seconds. A manager without a sign of life for so long counts as silent, or as gone if its lock is not visible here.
+"""
 
 
 class RunFacts(Value):
-    """The identity that a run directory belongs to; a resume must agree."""
+    """The identity of the run in a run directory; a resume must agree."""
 
     schema_version: int = Field(default=1, ge=1, le=1)
     job: str = Field(description="path/to/file.py:name")
@@ -66,12 +67,12 @@ class RunFacts(Value):
     batch_size: int = Field(ge=1)
     num_sections: int = Field(ge=1)
     checkpoint_url: str | None = Field(default=None, description="absent: in the run directory")
-    code_sha256: str | None = Field(default=None, description="of the code it trains on; absent: it has yet to begin")
-    known_by: JobFacts = Field(default=JobFacts(), description="what the job, once it is loaded, must show")
+    code_sha256: str | None = Field(default=None, description="digest of its code; absent: it has yet to begin")
+    known_by: JobFacts = Field(default=JobFacts(), description="facts that the loaded job must match")
 
 
 def read_facts(path: Path) -> RunFacts:
-    """Read the identity that a run directory belongs to.
+    """Read the identity of the run in a run directory.
 
     Raises:
         RunDirError: it is not a run directory.
@@ -104,7 +105,7 @@ def check_free(path: Path) -> None:
     except OSError as error:
         raise RunDirError(f"cannot be read: {error.strerror}", source=where) from error
     others = {name for name in names if name != LOCK and not name.startswith(f".{RUN}.")}
-    if RUN not in names and others:  # these two exist while it is being claimed
+    if RUN not in names and others:  # these two exist while the directory is being claimed
         raise RunDirError("is not empty and is not a run directory", source=where, allowed="a new or empty directory")
 
 
@@ -112,7 +113,7 @@ def write_in_run_dir(path: Path, content: str | bytes) -> None:
     """Write a file of a run directory atomically, for its user alone.
 
     Raises:
-        RunDirStuck: it cannot be written now, because its disk is full or read-only.
+        RunDirStuck: the file cannot be written now, because the disk is full or read-only.
         RunDirError: the file cannot be written.
     """
     try:
@@ -134,7 +135,7 @@ def checkpoint_url(path: Path, facts: RunFacts) -> str:
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Let this process and its children meanwhile write files for their user alone: files 0600, folders 0700."""
+    """In the block, let this process and its children write files only for their user: files 0600, folders 0700."""
     before = os.umask(0o077)
     try:
         yield
@@ -153,7 +154,8 @@ class RunDir:
     """An opened run directory; a context manager that holds its lock, and within which new files are private.
 
     Raises:
-        RunDirError: in use by another process, not writable, not empty and not a run's, or of another job.
+        RunDirError: the directory is in use by another process, not writable, of another job, or not empty and not a
+            run's.
     """
 
     def __init__(self, path: Path, facts: RunFacts) -> None:
@@ -167,16 +169,16 @@ class RunDir:
 
     @property
     def checkpoint_url(self) -> str:
-        """Where the run's checkpoints are."""
+        """The URL of the run's checkpoints."""
         return checkpoint_url(self.path, self.facts)
 
     @property
     def journal_path(self) -> Path:
-        """The run's journal."""
+        """The path of the run's journal."""
         return self.path / JOURNAL
 
     def begin_with(self, facts: RunFacts) -> None:
-        """Write atomically which code and data the run trains on from now on.
+        """Write atomically the code and data on which the run trains from now on.
 
         Raises:
             RunDirError: the file cannot be written.
@@ -226,7 +228,7 @@ class RunDir:
         except OSError as error:
             lock_file.close()
             raise RunDirError(f"cannot be locked: {error.strerror}", source=str(self.path)) from error
-        with suppress(OSError):  # a full disk: it is locked even so, but others cannot see by whom
+        with suppress(OSError):  # a full disk: the directory is locked even so, but others cannot see by which process
             lock_file.truncate(0)
             os.write(lock_file.fileno(), f"{os.getpid()}\n{socket.gethostname()}\n".encode())
         self._lock_file = lock_file
@@ -234,7 +236,7 @@ class RunDir:
         threading.Thread(target=self._live, name="morph-sign-of-life", daemon=True).start()
 
     def _live(self) -> None:
-        """Give signs of life until the directory is closed. A disk that does not accept them is no reason to stop."""
+        """Give signs of life until the directory is closed. A disk that does not accept them does not end the run."""
         while not self._over.wait(LIFE_EVERY_S):
             with suppress(OSError):
                 os.utime(self.path / LOCK)
@@ -389,7 +391,7 @@ def wait_for_end(run_dir: Path, timeout_s: float) -> None:
     """Block until the run has no manager.
 
     Raises:
-        WaitTimeout: the run goes on for longer than ``timeout_s``.
+        WaitTimeout: the run continues for longer than ``timeout_s``.
     """
     until_s = time.monotonic() + timeout_s
     while holder_of(run_dir) is not None:

@@ -1,4 +1,4 @@
-"""Losses that are no mean over samples: a total and a weight, by which the whole mini-batch is divided once."""
+"""Losses that are not means over samples: a total, which is divided once by the weight of the whole mini-batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loss:
-    """What ``Job.loss`` may return instead of a mean over samples; metrics may be of this type too.
+    """A result of ``Job.loss`` instead of a mean over samples; metrics may be of this type too.
 
     The loss of a step is the sum of all totals divided by the sum of all weights, over the whole mini-batch, however it
     is cut into micro-batches and whatever the shape. So a mean over tokens, or one that weights classes, equals that of
@@ -21,7 +21,8 @@ class Loss:
 
     Attributes:
         total: The sum over everything that counts in this micro-batch, a scalar; 0 if nothing counts.
-        weight: How much counts, such as the number of tokens: a number or a scalar, at least 0. It has no gradient.
+        weight: The weight of everything that counts, such as the number of tokens: a number or a scalar, at least 0. It
+            has no gradient.
     """
 
     total: Tensor
@@ -45,10 +46,10 @@ class Sum:
 
 @dataclass(frozen=True)
 class PerSample:
-    """What an evaluation returns for each sample, such as predictions and labels, for ``Job.eval_metrics``.
+    """Values of an evaluation for each sample, such as predictions and labels, for ``Job.eval_metrics``.
 
     Attributes:
-        values: One row a sample, of shape [samples, ...]. It has no gradient, and training does not keep it.
+        values: One row per sample, of shape [samples, ...]. It has no gradient, and training does not keep it.
     """
 
     values: Tensor
@@ -67,7 +68,7 @@ def cross_entropy(
     Args:
         logits: Of shape (..., classes).
         labels: Class numbers, of shape (...); ``ignore_index`` for a label that does not count.
-        class_weights: Of shape (classes,): how much a label of each class counts. None: each counts one.
+        class_weights: Of shape (classes,): the weight of a label of each class. None: each has weight one.
         ignore_index: The label that does not count.
         label_smoothing: As in ``torch.nn.functional.cross_entropy``.
 
@@ -89,9 +90,9 @@ def cross_entropy(
 
 
 def values_of(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Take what a loss returned apart: the value whose gradient is taken, and what is told beside it by name.
+    """Split the result of a loss into the value whose gradient is taken, and further values by name.
 
-    A weight is told as one more value, named after what it belongs to; metrics and weights have no gradient.
+    A weight is a further value, named after the value to which it belongs; metrics and weights have no gradient.
     """
     loss, metrics = result if isinstance(result, tuple) else (result, {})
     told: dict[str, Tensor] = {}
@@ -111,7 +112,7 @@ def values_of(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def names_of(result: Any) -> tuple[str, ...]:
-    """Return the names of what a loss tells beside its value, in the order in which sections have them."""
+    """Return the names of a loss's further values, in the order in which sections have them."""
     loss, metrics = result if isinstance(result, tuple) else (result, {})
     weights = [name + WEIGHT for name, value in metrics.items() if isinstance(value, Loss)]
     kinds = {Sum: SUM, PerSample: SAMPLES}

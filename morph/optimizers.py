@@ -15,7 +15,7 @@ class Optimizers(Optimizer):
         parts: Pairs of parameters and a function that builds their optimizer; a part without parameters is left out.
 
     Attributes:
-        parts: The optimizers. Their groups and state are those of this one.
+        parts: The optimizers. Their groups and state are also those of the whole.
     """
 
     def __init__(self, *parts: tuple[Iterable[Parameter], Callable[[list[Parameter]], Optimizer]]) -> None:
@@ -25,7 +25,7 @@ class Optimizers(Optimizer):
             part.state = self.state
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override] # two overloads
-        """Have each part make its step."""
+        """Let each part make its step."""
         loss = None if closure is None else closure()
         for part in self.parts:
             part.step()
@@ -33,7 +33,7 @@ class Optimizers(Optimizer):
 
 
 def parts_of(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yield the optimizers that step: this one, or those of which it is made."""
+    """Yield the optimizers that step: this one, or its parts."""
     if isinstance(optimizer, Optimizers):
         for part in optimizer.parts:
             yield from parts_of(part)
@@ -42,5 +42,5 @@ def parts_of(optimizer: Optimizer) -> Iterator[Optimizer]:
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """The classes of the optimizers that step."""
+    """Return the classes of the optimizers that step."""
     return ", ".join(type(part).__name__ for part in parts_of(optimizer))

@@ -13,9 +13,9 @@ INK, QUIET = "#22303c", "#8795a1"
 BLUE, ORANGE, GREEN, VIOLET, RED, YELLOW = "#2f6db3", "#e08a1e", "#2e8b57", "#6a4c9c", "#c8372d", "#f2c14e"
 SKY, GREY, BROWN = "#9cc3e6", "#7a828c", "#4d3b2f"
 LINES = (BLUE, ORANGE, GREEN, VIOLET, RED, YELLOW, BROWN, GREY)
-"""Of lines and bars that are told apart."""
+"""Colours of lines and bars that must be told apart."""
 SOFT = ("#a6cee3", "#b2df8a", "#fdcf8e", "#d4bfe6", "#f7b6b2", "#9fd9cf", "#e6d98f", "#cfd6dd", "#f3bfe0", "#b9c7f0")
-"""Of areas that carry dark text."""
+"""Colours of areas with dark text."""
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def picture(path: Path, error: type[InputError], size: tuple[float, float], **pa
 
     Args:
         path: The file.
-        error: Raised if it cannot be written, naming it.
+        error: Raised if the file cannot be written; it names the file.
         size: Width and height in inches, 110 dots each.
         panels: Arguments of ``Figure.subplots``.
     """
@@ -39,7 +39,7 @@ def picture(path: Path, error: type[InputError], size: tuple[float, float], **pa
 
 
 def plain_axes(axes: Any, *, grid: str | None = None, without: tuple[str, ...] = ("top", "right")) -> None:
-    """Take lines away from axes, and put a light grid behind what is drawn."""
+    """Remove lines from axes, and put a light grid behind the drawing."""
     axes.spines[list(without)].set_visible(False)
     if grid is not None:
         axes.grid(axis=grid, which="major", linewidth=0.5, alpha=0.5)

@@ -1,4 +1,4 @@
-"""Tables for a terminal, or for wherever else the output goes."""
+"""Prints tables for a terminal or another output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 
 def wide_console(width: int) -> Console:
-    """A console whose tables fit: as wide as the terminal, and wide enough where there is none."""
+    """Return a console whose tables fit: as wide as the terminal, or wide enough without one."""
     console = Console()
     return console if console.is_terminal else Console(width=width)
 
@@ -19,14 +19,14 @@ def wide_console(width: int) -> Console:
 def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 0, light: bool = False
 ) -> Table:
-    """A table with one row for each of ``rows``.
+    """Return a table with one row for each of ``rows``.
 
     Args:
-        title: Above it.
-        columns: Their names; numbers stand at the right.
-        rows: Their cells.
-        left: So many of the first columns are text, at the left, and folded where they are long.
-        light: With no lines but one below the names.
+        title: The title above the table.
+        columns: The names of the columns; numbers are aligned to the right.
+        rows: The cells of the rows.
+        left: The number of first columns that are text, aligned to the left and folded if they are long.
+        light: Whether to draw no lines except one below the names.
     """
     look: dict[str, Any] = {"box": box.SIMPLE, "pad_edge": False, "collapse_padding": True} if light else {}
     made = Table(title=title, title_justify="left", **look)

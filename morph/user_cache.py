@@ -1,4 +1,4 @@
-"""Files that Morph keeps for one user between runs: private, proved by a digest, bounded, and never needed."""
+"""Files that Morph keeps for one user between runs: private, checked by a digest, of bounded size, and replaceable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import IO, BinaryIO, cast
 import xxhash
 
 MOST_BYTES = 256 << 20
-"""Of all files in one folder."""
+"""The largest size of all files in one folder, in bytes."""
 _LOCK = ".lock-"
 _NUM_LOCKS = 16
 _LOCK_S, _LOOK_S = 60.0, 0.02
@@ -25,17 +25,17 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_folder() -> Path:
-    """Return where this user's caches of Morph are."""
+    """Return the folder of this user's caches of Morph."""
     return _folder("MORPH_CACHE_DIR", "XDG_CACHE_HOME", "Library/Caches", ".cache")
 
 
 def data_folder() -> Path:
-    """Return where this user's data of Morph is that is of use beyond one run and that nothing could make again."""
+    """Return the folder of this user's data of Morph that is useful beyond one run and cannot be made again."""
     return _folder("MORPH_DATA_DIR", "XDG_DATA_HOME", "Library/Application Support", ".local/share")
 
 
 def _folder(own: str, general: str, on_a_mac: str, elsewhere: str) -> Path:
-    """The folder that one variable names, or one called morph in that of another, or in the usual one."""
+    """Return the folder that variable ``own`` names, or morph in that of ``general``, or in the usual folder."""
     if named := os.environ.get(own):
         return Path(named)
     common, usual = os.environ.get(general), on_a_mac if sys.platform == "darwin" else elsewhere
@@ -43,10 +43,10 @@ def _folder(own: str, general: str, on_a_mac: str, elsewhere: str) -> Path:
 
 
 def read_kept(folder: Path, name: str) -> bytes | None:
-    """Return what was kept under a name.
+    """Return the content that was kept under a name.
 
-    None where nothing was, where it cannot be read or is damaged, and where another user owns or could have written
-    the file or its folder.
+    None if there is none, if it cannot be read or is damaged, and if another user owns or could have written the file
+    or its folder.
     """
     with contextlib.suppress(OSError):
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -57,13 +57,14 @@ def read_kept(folder: Path, name: str) -> bytes | None:
             digest, content = file.read(hashlib.sha256().digest_size), file.read(MOST_BYTES)
         if hashlib.sha256(content).digest() == digest:
             with contextlib.suppress(OSError):
-                os.utime(folder / name)  # used: not among the oldest
+                os.utime(folder / name)  # it is in use, so it is not among the oldest
             return content
     return None
 
 
 def keep(folder: Path, name: str, content: bytes) -> None:
-    """Write a file whole or not at all, readable by this user alone, and remove the oldest where all are too long.
+    """Write a file whole or not at all, readable only by this user, and remove the oldest files if there are too many
+    bytes.
 
     A folder that cannot be written, or that others can write to, is left as it is.
     """
@@ -77,20 +78,20 @@ def keep(folder: Path, name: str, content: bytes) -> None:
 
 
 def open_kept(folder: Path, name: str, write: Callable[[BinaryIO], object], most_bytes: int) -> IO[bytes]:
-    """Open a file for reading; where there is none that is whole, it is written first, and the oldest are removed.
+    """Open a file for reading; if it is missing or damaged, it is written first, and the oldest files are removed.
 
     Its digest is in a file beside it.
 
-    Processes that want the same file wait for the one that writes it, for a minute at most: then they write it too.
+    Processes that open the same file wait for the one that writes it, but for a minute at most; then they write it too.
 
     Args:
-        folder: Where it is kept.
-        name: Under which name.
-        write: Writes its content.
-        most_bytes: Of all files in the folder. What is open stays readable when it is removed.
+        folder: The folder of the file.
+        name: The name of the file.
+        write: Writes the content.
+        most_bytes: The largest size of all files in the folder. An open file stays readable when it is removed.
 
     Raises:
-        OSError: it cannot be written, or another user could write to its folder.
+        OSError: the file cannot be written, or another user could write to its folder.
     """
     if not _made(folder):
         raise PermissionError(f"{folder} belongs to another user, or others may write to it")
@@ -112,7 +113,7 @@ def open_kept(folder: Path, name: str, write: Callable[[BinaryIO], object], most
 
 
 class _Proved:
-    """A file that is written, and a digest of it that grows with it."""
+    """A file that is being written, and a digest of its content so far."""
 
     def __init__(self, file: BinaryIO, proof: xxhash.xxh3_128) -> None:
         self._file, self._proof = file, proof
@@ -127,13 +128,13 @@ def _proof_of(path: Path) -> Path:
 
 
 def _opened(path: Path) -> IO[bytes] | None:
-    """Open a file with the content that was written; None where it is damaged or gone, or its digest is."""
+    """Open a file with the content that was written; None if the file or its digest is damaged or gone."""
     with contextlib.suppress(FileNotFoundError):
         file = path.open("rb")
         try:
             if hashlib.file_digest(file, xxhash.xxh3_128).digest() == _proof_of(path).read_bytes():
                 file.seek(0)
-                os.utime(file.fileno())  # used: not among the oldest
+                os.utime(file.fileno())  # it is in use, so it is not among the oldest
                 os.utime(_proof_of(path))
                 return file
         except BaseException:

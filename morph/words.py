@@ -1,4 +1,4 @@
-"""How numbers with units, kinds of sections and places in source code are written for a reader."""
+"""Writes numbers with units, kinds of sections and places in source code for a reader."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 
 def time_text(seconds: float) -> str:
-    """Three significant digits with a fitting unit."""
+    """Return three significant digits with a fitting unit."""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
@@ -21,18 +21,18 @@ def moment_text(time_s: float) -> str:
 
 
 def counted(count: int, one: str, more: str = "") -> str:
-    """Return ``1 worker``, ``2 workers``; with ``more`` where an s is not all that changes: ``1 worker is``."""
+    """Return ``1 worker``, ``2 workers``; with ``more`` if the plural needs more than an s: ``1 worker is``."""
     return f"{count} {one if count == 1 else more or one + 's'}"
 
 
 def numbers_told(numbers: Sequence[int], most: int = 24) -> str:
-    """Return ``3, 5, 8``; of many the first ones, and how many more there are."""
+    """Return ``3, 5, 8``; of many numbers, the first ones and how many more there are."""
     more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
     return ", ".join(map(str, numbers[:most])) + more
 
 
 def count_text(number: float) -> str:
-    """Three significant digits with K, M or B."""
+    """Return three significant digits with K, M or B."""
     for factor, unit in ((1e9, " B"), (1e6, " M"), (1e3, " K")):
         if number >= factor:
             return f"{number / factor:.3g}{unit}"

@@ -1,4 +1,4 @@
-"""Reading cluster and job files (YAML) into the contract's values, with errors a user can act on."""
+"""Reads cluster and job files (YAML) into the contract's values, with errors that help a user."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def load_job_file(path: Path, settings: Sequence[str] = ()) -> JobFile:
 
 
 def load_config(path: Path) -> ClusterConfig:
-    """Read either kind of file: what has a ``job`` is a job file.
+    """Read either kind of file: a file with ``job`` is a job file.
 
     Raises:
         ConfigError: see ``load_yaml``.
@@ -76,12 +76,12 @@ def load_yaml(path: Path, value_type: type[ValueT], settings: Sequence[str] = ()
 
     Args:
         path: The file.
-        value_type: What it describes.
-        settings: ``KEY=VALUE`` each, of ``--set``: they count in place of what the file says, or beside it.
+        value_type: The type that the file describes.
+        settings: ``KEY=VALUE`` each, from ``--set``; they replace or complete the values in the file.
 
     Raises:
-        ConfigError: naming file, dotted field, value and what is allowed, for a file that cannot be read or is not
-            YAML, for unknown or repeated keys, and for values of a wrong type or out of range.
+        ConfigError: the file cannot be read or is not YAML, has unknown or repeated keys, or values of a wrong type or
+            out of range. The error names file, dotted field, value and what is allowed.
     """
     return _validated(read_yaml(path), value_type, str(path), settings)
 
@@ -102,7 +102,7 @@ def _validated(data: Any, value_type: type[ValueT], source: str, settings: Seque
 
     given = _assign(settings, data)
     try:
-        # By way of JSON, so that strict types still take a mapping for a section.
+        # Through JSON, so that strict types still accept a mapping for a section.
         return value_type.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
         entry = error.errors(include_url=False)[0]
@@ -112,7 +112,7 @@ def _validated(data: Any, value_type: type[ValueT], source: str, settings: Seque
         _, node = _walk(parts[:-1] if unknown else parts, schema)
         allowed = None if node is None else _in_words(_resolved(node, schema))
         field, told = ".".join(_walk(parts, schema)[0]) or None, entry["msg"].removeprefix("Value error, ")
-        if entry["type"] == "union_tag_invalid":  # pydantic names the section, and the kinds in its own words
+        if entry["type"] == "union_tag_invalid":  # pydantic names the section, but describes the kinds in its own words
             field, value = f"{field}.kind", entry["ctx"]["tag"]
             tags = [tag.strip().strip("'") for tag in entry["ctx"]["expected_tags"].split(",")]
             allowed = " or ".join([*(tag for tag in tags if " " not in tag), *market_entry_points()])
@@ -131,7 +131,7 @@ def _assign(settings: Sequence[str], data: Any) -> set[str]:
     for text in settings:
         key, equals, written = text.partition("=")
         if not equals or not all(key.split(".")):
-            raise ConfigError("is no setting", field=SET, value=text, allowed="KEY=VALUE, as policy.redundancy=state")
+            raise ConfigError("is not a setting", field=SET, value=text, allowed="KEY=VALUE: policy.redundancy=state")
         if key in given:
             raise ConfigError("is set twice", field=f"{SET} {key}", value=written, allowed="each key once")
         given.add(key)
@@ -146,7 +146,7 @@ def _assign(settings: Sequence[str], data: Any) -> set[str]:
 
 
 def _plain(key: str, written: str) -> Any:
-    """Read a value as JSON, or a list or mapping as YAML; else it is text, also what YAML takes for more (30:0.5)."""
+    """Read a value as JSON, or a list or mapping as YAML; otherwise it is text, even if not for YAML (30:0.5)."""
     import yaml
 
     try:
@@ -164,12 +164,12 @@ def read_yaml(path: Path) -> Any:
     """Read a YAML file into plain values; an empty one is an empty mapping.
 
     Raises:
-        ConfigError: it cannot be read, is not YAML, or has a key that is no text or is given twice.
+        ConfigError: the file cannot be read, is not YAML, or has a key that is not text or is given twice.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """A safe loader that refuses a key given twice, of which YAML would drop one silently."""
+        """A safe loader that refuses a key given twice; YAML would drop one of them silently."""
 
     def mapping(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -197,9 +197,9 @@ def read_yaml(path: Path) -> Any:
 
 
 def _walk(parts: list[str], schema: dict[str, Any]) -> tuple[list[str], dict[str, Any] | None]:
-    """Follow a dotted field: as it stands in the file, and what the schema says of it; None: nothing.
+    """Follow a dotted field; return it as written in the file, and its schema, None if there is none.
 
-    The kinds of sections, which the validator puts in, do not stand in the file.
+    The kinds of sections, which the validator inserts, are not in the file.
     """
     node: dict[str, Any] | None = schema
     written = []
@@ -213,7 +213,7 @@ def _walk(parts: list[str], schema: dict[str, Any]) -> tuple[list[str], dict[str
 
 
 def _variant(node: dict[str, Any], kind: str, schema: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the section of this kind, where there are several."""
+    """Return the section of this kind, if there are several."""
     for option in node.get("oneOf", ()):
         found = _resolved(option, schema)
         if found.get("properties", {}).get("kind", {}).get("const") == kind:

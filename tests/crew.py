@@ -1,4 +1,4 @@
-"""Workers on this machine and their manager: order by order in ``Crew``, or the live driver in ``ManagedCrew``.
+"""Workers on this machine, managed order by order by ``Crew``, or by the live driver in ``ManagedCrew``.
 
 A worker lives in a process that is forked here, or in a thread of this one; there is no Ray and there are no VMs.
 """
@@ -66,7 +66,7 @@ from tests.system.harness import JOB, TinyJob
 from tests.waiting import ANSWER_S, poll_until
 
 FORKS = multiprocessing.get_context("forkserver")
-"""Imports a worker's modules once, so that members start at once; separate processes would import for seconds."""
+"""Imports a worker's modules once, so that members start without delay; separate processes would import for seconds."""
 FORKS.set_forkserver_preload(["tests.runtime.ready_to_fork"])
 LOOPBACK = "127.0.0.1"
 SETUP_S = 300.0
@@ -87,9 +87,9 @@ def _fixed(exponent: int, _num_contributions: int) -> int:
 
 
 def _arm(worker: Any, faults: tuple[Fault, ...], slow_s: float) -> None:
-    """Add faults to a worker; from now on it computes only while no copy of its sums is under way.
+    """Add faults to a worker, and let it compute only while no copy of its sums is under way.
 
-    ``slow_s``: instead, the time that each unit's state takes to a follower.
+    ``slow_s``: instead of that, transferring each unit's state to a follower takes this time.
     """
     plan, computes = worker._faults, threading.main_thread()
 
@@ -118,7 +118,7 @@ def _num_copied(worker: Any, sender: str, step: int) -> int:
 
 
 def _data_workers(worker: Any) -> tuple[tuple[int, ...], int]:
-    """Wait until a worker's data workers can read; return their ids, and how many micro-batches it has read itself."""
+    """Wait until a worker's data workers can read; return their ids and the number of micro-batches it read itself."""
     workload = worker._workload
     found, loader = workload._data_workers, workload._loader
     if found is None:
@@ -236,7 +236,7 @@ class Member:
             return _receive(self._control, f"{self.name}'s control lane", ANSWER_S)
 
     def stop(self) -> None:
-        """Stop the process like a machine that hangs: its connections stay open."""
+        """Stop the process as if its machine hung: its connections stay open."""
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGSTOP)
 
@@ -338,7 +338,7 @@ class Crew:
     ) -> None:
         """Begin anew with this job and checkpoint directory at version 0, without any state.
 
-        ``fields`` are further ones of the setup. ``names``: the workers that are set up; by default all.
+        ``fields``: further fields of the setup. ``names``: the workers that are set up; by default all.
         """
         fields = {"code": pack(job_path, collect(job_path))} | fields if "code" not in fields else fields
         fields |= {"job_path": job_path, "fingerprint": fingerprint, "checkpoint_url": str(directory)}
@@ -352,7 +352,7 @@ class Crew:
         self.begin()
 
     def begin(self) -> None:
-        """Forget every state: the next reshape makes it again from the job's seed."""
+        """Forget every state: the next reshape initialises it from the job's seed."""
         self.version = 0
         self.held: dict[str, frozenset[str]] = {}
         self.losses: list[float] = []
@@ -470,7 +470,7 @@ class Crew:
     def save(self, *, held: bool = False) -> Manifest:
         """Commit the decided version, and write each unit once.
 
-        ``held``: as after the end of the generation.
+        ``held``: save as if the generation had ended.
         """
         assert self.plan is not None
         self.generation += held

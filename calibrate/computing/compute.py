@@ -1,4 +1,4 @@
-"""Measure what a job computes: F_i(m), B_i(m) for growing m, what sections hold, and what ends a step."""
+"""Measures a job's compute times F_i(m) and B_i(m) for growing m, its sections' memory, and the end of a step."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def growing_sizes(batch_size: int) -> tuple[int, ...]:
 
 
 def checked_sizes(sizes: Sequence[int], batch_size: int) -> tuple[int, ...]:
-    """Return the sizes ascending.
+    """Return the sizes in ascending order.
 
     Raises:
-        JobError: when one does not divide M, or there is none.
+        JobError: a size does not divide M, or there is none.
     """
     for size in sizes:
         if size <= 0 or batch_size % size:
@@ -61,7 +61,7 @@ def still_improves(seconds_per_sample: Sequence[float]) -> bool:
 
 
 Progress = Callable[[str, float], None]
-"""Told what begins now, and the share of the work that is behind (0 to 1)."""
+"""Called with a description of what begins now and the share of the work that is done (0 to 1)."""
 
 _SECONDS_PER_SIZE = 6.0
 _SECONDS_PER_UNIT = 1.0
@@ -71,13 +71,13 @@ _OUT_OF_MEMORY = ("OutOfMemoryError", "DefaultCPUAllocator")
 
 @dataclass(frozen=True)
 class MeasuredSize:
-    """One micro-batch size.
+    """The measurements at one micro-batch size.
 
     Attributes:
-        model: Cut for it; for the longest bucket where lengths vary.
-        sections: Of each kind, by its signature there; times are means over micro-batches of all lengths, and memory is
-            that of the longest.
-        mix: Which share of micro-batches has each length.
+        model: The model cut for this size; if lengths vary, for the longest bucket.
+        sections: The measurement of each kind, by its signature in ``model``; times are means over micro-batches of all
+            lengths, and memory is that of the longest.
+        mix: The share of micro-batches that have each length.
     """
 
     model: CutModel
@@ -85,7 +85,7 @@ class MeasuredSize:
     mix: Mapping[int | None, float] = field(default_factory=lambda: {None: 1.0})
 
     def of(self, index: int) -> SectionMeasurement:
-        """The measurement of section ``index``."""
+        """Return the measurement of section ``index``."""
         return self.sections[self.model.sections[index].signature]
 
     def forward_s_per_sample(self) -> float:
@@ -94,13 +94,13 @@ class MeasuredSize:
         return total / self.model.micro_batch_size
 
     def heaviest(self) -> str:
-        """Signature of the kind that takes longest."""
+        """Return the signature of the kind that takes longest."""
         return max(self.sections, key=lambda kind: _task_s(self.sections[kind]))
 
 
 @dataclass(frozen=True)
 class Compute:
-    """Everything that depends on what a node computes with."""
+    """All measurements that depend on a node's device."""
 
     sizes: tuple[MeasuredSize, ...]
     units: dict[str, UnitMeasurement]
@@ -108,7 +108,7 @@ class Compute:
 
     @property
     def model(self) -> CutModel:
-        """Cut for the largest m."""
+        """Return the model cut for the largest m."""
         return self.sizes[-1].model
 
 
@@ -121,15 +121,15 @@ def measure_compute(
     num_samples: int,
     progress: Progress,
 ) -> Compute:
-    """Measure sections, optimizer steps, and what busy neighbours do to them.
+    """Measure sections, optimizer steps, and the slowdown by busy neighbours.
 
     Args:
         subject: The job.
-        sizes: m, ascending.
-        neighbours: Told the job; they rest until their cost is measured. None: it is not.
-        stop_early: End the sizes where nothing is gained, or where memory ends.
-        num_samples: Samples of each time, at most.
-        progress: Told at the start of each part; shares from 0.2 to 0.5.
+        sizes: Values of m, ascending.
+        neighbours: Processes that know the job and rest until their slowdown is measured; None: it is not measured.
+        stop_early: Stop at a size that gains nothing, or at the end of memory.
+        num_samples: The largest number of samples of each time.
+        progress: Called at the start of each part, with shares from 0.2 to 0.5.
 
     Raises:
         JobError: the first size does not fit into memory.

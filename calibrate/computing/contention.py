@@ -1,10 +1,10 @@
-"""Measure how much slower computing gets when several workers of a machine compute at once.
+"""Measures how much slower computing gets when several workers of a machine compute at once.
 
 Cores share caches, memory and clock; two of them may be threads of one core. So a stage beside busy neighbours takes
-longer than one alone, although it has a core of its own. Measured is the time of the heaviest kind of section in this
-process, alone and while 1, 2, ... helpers run the same, in turns: processor time, as of F and B, which the factor
-multiplies. On a machine that does nothing else it is the wall time; on a busy one, wall time would also count what
-others take, and a factor of 1.3 comes out as anything from 1.0 to 2.4.
+longer than one alone, although it has a core of its own. The heaviest kind of section is timed in this process, in
+turns alone and while 1, 2, ... helpers run the same. The time is processor time, as for F and B, which the factor
+multiplies. On an idle machine this equals wall time; on a busy one, wall time would include the share of others, so
+that a factor of 1.3 is measured as anything from 1.0 to 2.4.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from morph.contract.profile import Contention
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 7
 CLOSE = 0.01
-"""Rounds end when the ratios of most of them are as close as this to their median."""
+"""Rounds end when the ratios of most of them are at least this close to their median."""
 _WINDOW_S = 0.2
 _MIN_RUNS = 3
 _MAX_BUSY = 16
@@ -39,11 +39,11 @@ def busy_counts(num_cores: int, most: int = _MAX_BUSY) -> tuple[int, ...]:
 
 
 class Neighbours:
-    """Helpers that load the job while this process looks at it, and compute when they are told.
+    """Helpers that load the job while this process prepares it, and compute on request.
 
     Args:
-        crew: Of ``calibrate.computing.helper``, as many as there are cores, but for one, or more.
-        num_cores: Cores that this process may use; with one there is nothing to measure.
+        crew: Processes of ``calibrate.computing.helper``, at least one fewer than there are cores.
+        num_cores: The number of cores that this process may use; with one core there is nothing to measure.
     """
 
     def __init__(self, crew: Crew, num_cores: int) -> None:
@@ -52,7 +52,7 @@ class Neighbours:
         self._num_cores = num_cores
 
     def load(self, subject: Subject) -> None:
-        """Tell those that fit into memory the job, which this process has cut; returns at once."""
+        """Let as many helpers as fit into memory load the job, which this process has cut; returns at once."""
         if subject.device.type == "cpu":
             self.counts = busy_counts(self._num_cores, min(_MAX_BUSY, self.crew.size + 1, _processes_that_fit()))
         spec = {"job_path": subject.job_path, "num_sections": subject.num_sections, "device": "cpu"}
@@ -60,11 +60,11 @@ class Neighbours:
             self.crew.send(number, spec)
 
     def wait(self) -> None:
-        """Block until they have loaded it, and rest.
+        """Block until the helpers have loaded the job, and rest.
 
         Raises:
             ClusterError: a helper failed; gives the end of what it said.
-            WaitTimeout: a helper did not come.
+            WaitTimeout: a helper did not report in time.
         """
         self.crew.gather(self._told, "the processes that measure contention", _START_TIMEOUT_S)
 
@@ -76,13 +76,13 @@ class Neighbours:
 def measure_contention(
     subject: Subject, heaviest: str, micro_batch_size: int, neighbours: Neighbours
 ) -> tuple[Contention, ...]:
-    """Let helpers compute, more and more of them.
+    """Let more and more helpers compute; return the factors.
 
     Args:
-        subject: What they have loaded.
-        heaviest: Signature of the kind of section to run.
+        subject: The job that the helpers have loaded.
+        heaviest: The signature of the kind of section to run.
         micro_batch_size: m.
-        neighbours: Loaded, and at rest.
+        neighbours: Helpers that have loaded the job and rest.
 
     Raises:
         ClusterError: a helper failed; gives the end of what it said.
@@ -111,10 +111,11 @@ def measure_contention(
 def factors(
     counts: Sequence[int], alone: Callable[[], float], together: Callable[[int], float]
 ) -> tuple[Contention, ...]:
-    """Take the median ratio of time together to time alone over rounds in which all take turns, until it is known.
+    """Measure the median ratio of time together to time alone, in rounds of one turn each, until it is known well
+    enough.
 
     Args:
-        counts: How many compute at once.
+        counts: The numbers of processes that compute at once.
         alone: Measures the time of a task alone, in any unit.
         together: The same for this many at once.
     """
@@ -134,7 +135,7 @@ def _is_close(measured: Sequence[float]) -> bool:
 
 
 def _task_s(bench: Bench) -> float:
-    """Processor time of one forward and backward: the mean over a window of wall time."""
+    """Return the processor time of one forward and backward, the mean over a window of wall time."""
     clock = clock_of(bench.device)
     begun_s, spent_s, runs, start = time.perf_counter(), 0.0, 0, clock.mark()
     while runs < _MIN_RUNS or spent_s < _WINDOW_S:
@@ -145,5 +146,5 @@ def _task_s(bench: Bench) -> float:
 
 
 def _processes_that_fit() -> int:
-    """How many processes like this one half of the free memory holds, this one included."""
+    """Return how many processes like this one, including it, fit into half of the free memory."""
     return 1 + int(psutil.virtual_memory().available / 2 // psutil.Process().memory_info().rss)

@@ -1,11 +1,11 @@
 """A helper that runs sections of the job, or sends messages: ``python -m calibrate.computing.helper``.
 
-It is told the job first, unless it is only for messages, then what to do:
+It first gets the job, unless it is only for messages, and then its orders:
 
 - ``measure``: times and sizes of some kinds of sections at one m, on a device that no other helper measures on;
-- ``busy``: run a kind of section over and over until the next message, so that others see what that does to them;
-- ``rest``: say that nothing is under way any more;
-- anything else is for ``calibrate.links.peer``, and the last thing that it does.
+- ``busy``: run a kind of section over and over until the next message, so that others can measure the effect;
+- ``rest``: report that nothing is under way;
+- any other order is for ``calibrate.links.peer``, and is the last one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 
 if __name__ == "__main__":
-    gc.disable()  # until all is imported, which stays: to look through it again and again takes a sixth of that time
+    gc.disable()  # while importing: the imported objects stay, and scanning them repeatedly takes a sixth of the time
 
 import time
 from typing import Any
@@ -39,7 +39,7 @@ def _work(line: Line) -> None:
     if "job_path" not in spec:
         line.answer(measure(spec))
         return
-    with imported_once(spec["job_path"]):  # so that the cut is read that the process which started this one has made
+    with imported_once(spec["job_path"]):  # so that the cut made by the parent process is read
         _serve(load_subject(spec["job_path"], torch.device(spec["device"]), spec["num_sections"]), line)
 
 
@@ -81,5 +81,5 @@ def _keep_busy(bench: Bench, line: Line) -> None:
 
 
 if __name__ == "__main__":
-    prepare()  # for all that are forked
+    prepare()  # for all forked processes
     serve(_work)

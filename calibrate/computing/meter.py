@@ -1,4 +1,4 @@
-"""Where kinds of sections are measured: one after the other in this process, or side by side on several devices.
+"""Measures kinds of sections, one after the other in this process, or side by side on several devices.
 
 Varuna 4.3: kinds and micro-batch sizes are independent, so several GPUs measure them in parallel. The cores of a CPU
 slow each other (``calibrate.computing.contention``), so on a CPU nothing else runs while a section is measured.
@@ -21,7 +21,7 @@ from calibrate.timing.samples import Sampling
 from morph.cutting import CutModel, Section
 
 Measured = dict[str, SectionMeasurement]
-"""By signature of the kind."""
+"""Measurements by the signature of the kind."""
 
 _START_TIMEOUT_S = 600.0
 _MEASURE_TIMEOUT_S = 600.0
@@ -36,7 +36,7 @@ class Meter(Protocol):
 
 @contextmanager
 def meter_of(subject: Subject, devices: Sequence[torch.device]) -> Iterator[Meter]:
-    """Give what measures on these devices; with several, a helper process for each, ended afterwards.
+    """Yield a meter for these devices; with several, each has a helper process, which is ended afterwards.
 
     Raises:
         ClusterError, WaitTimeout: a helper did not come up.
@@ -55,7 +55,7 @@ def meter_of(subject: Subject, devices: Sequence[torch.device]) -> Iterator[Mete
 
 
 class InThisProcess:
-    """All kinds in turns, on the subject's device."""
+    """Measures all kinds in turns, on the subject's device."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
@@ -69,7 +69,7 @@ class InThisProcess:
 
 
 class SideBySide:
-    """Kinds are dealt to helpers, each with a device of its own."""
+    """Deals kinds to helpers, each of which has a device of its own."""
 
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
@@ -79,7 +79,7 @@ class SideBySide:
 
         Raises:
             ClusterError: a helper failed.
-            WaitTimeout: not done in time.
+            WaitTimeout: the helpers were not done in time.
         """
         dealt = deal(one_of_each(model), self._crew.size)
         for number, kinds in enumerate(dealt):
@@ -103,7 +103,7 @@ class SideBySide:
 
 
 def deal(kinds: Sequence[Section], num_hands: int) -> list[list[str]]:
-    """Deal kinds by signature so that hands are about equally full: the dearest first, to the emptiest hand.
+    """Deal kinds, by signature, so that hands are about equally full: the most expensive first, to the emptiest hand.
 
     Hands that would stay empty are left out.
     """

@@ -1,4 +1,4 @@
-"""Measure what ends a step for a parameter unit: sums to gradients, the optimizer's step, the next empty sums."""
+"""Measures the end of a step for a parameter unit: sums become gradients, the optimizer steps, new sums are made."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOCK_GRADIENT = 1e-3
 
 @dataclass(frozen=True)
 class UnitMeasurement:
-    """Of one parameter unit; bytes as in ``SectionProfile``."""
+    """Measurements of one parameter unit; bytes as in ``SectionProfile``."""
 
     step: Timing
     optimizer_bytes: int
@@ -106,7 +106,7 @@ def _measure(state: UnitState, job: Job, device: torch.device, sampling: Samplin
 
 
 def _finish(state: UnitState, sums: Accumulator, num_micro_batches: int, number: int) -> None:
-    """As a worker does before a step is decided."""
+    """Finish the sums, as a worker does before a step is decided."""
     state.reduced = sums.finish(num_micro_batches, number)
     norms_sq({state.unit.id: state})
 

@@ -1,4 +1,4 @@
-"""The most memory that a piece of work takes at once, beyond what was there before."""
+"""Measures the most memory that a piece of work takes at once, beyond that in use before."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     """Run ``work`` once and return its peak.
 
-    On CUDA, what the allocator handed out at most. On a CPU, the tensors that were alive at most; what a kernel takes
-    for itself while it runs is not seen.
+    On CUDA, this is the most that the allocator handed out. On a CPU, it is the most bytes of live tensors; memory that
+    a kernel takes for itself while it runs is not counted.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -33,7 +33,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
 
 
 def held_bytes(make: Callable[[], object], device: torch.device) -> int:
-    """Run ``make`` once and return the bytes of what it made that live as long as its result does."""
+    """Run ``make`` once and return the bytes of those tensors it made that live as long as its result."""
     if device.type == "cuda":
         before = int(torch.cuda.memory_allocated(device))
         made = make()
@@ -50,7 +50,7 @@ def held_bytes(make: Callable[[], object], device: torch.device) -> int:
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ships no types for it
     """Counts the bytes of the storages that operations make, for as long as they live.
 
-    ``now`` are those alive, ``peak`` the most there were. Storages from outside do not count.
+    ``now``: the bytes alive now; ``peak``: the most so far. Other storages do not count.
     """
 
     def __init__(self) -> None:

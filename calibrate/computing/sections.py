@@ -1,4 +1,4 @@
-"""Measure F_i(m) and B_i(m), and what a section holds: one section of each kind.
+"""Measures F_i(m) and B_i(m), and a section's memory, for one section of each kind.
 
 The kinds take turns, so that caches are as cold as in a stage that runs several sections.
 """
@@ -22,7 +22,7 @@ _WARM_UP = 2
 
 
 class SectionMeasurement(Value):
-    """What was measured of one kind of section at one m; bytes per sample are rounded up."""
+    """The measurements of one kind of section at one m; bytes per sample are rounded up."""
 
     forward: Timing
     backward: Timing
@@ -34,16 +34,16 @@ class SectionMeasurement(Value):
 def measure_benches(
     benches: Sequence[Bench], micro_batch_size: int, clock: Clock, sampling: Sampling
 ) -> dict[str, SectionMeasurement]:
-    """Measure each of the benches in turns; returns by signature.
+    """Measure the benches in turns; return measurements by signature.
 
     Args:
-        benches: One of each kind, on one device, set up for micro-batches of ``micro_batch_size``.
+        benches: One bench of each kind, on one device, set up for micro-batches of ``micro_batch_size``.
         micro_batch_size: m.
-        clock: The device's.
-        sampling: How many rounds.
+        clock: The device's clock.
+        sampling: The number of rounds.
     """
     for bench in benches:
-        bench.both()  # what is made once and for all is not held for a micro-batch
+        bench.both()  # tensors that are made once and for all do not belong to a micro-batch
     counted = [_counted(bench) for bench in benches]
     held = [held_bytes(partial(bench.forward, 0), bench.device) for bench in counted]
     peaks = [peak_bytes(bench.both, bench.device) for bench in counted]
@@ -61,7 +61,8 @@ def measure_benches(
 
 
 def _counted(bench: Bench) -> Bench:
-    """Return what to count the memory of: on a CPU, where tensors are counted by operation, the section uncompiled.
+    """Return the bench whose memory is counted: on a CPU, where tensors are counted by operation, the uncompiled
+    section.
 
     Compiled code makes its tensors without operations, and takes less memory, because it fuses them.
     """
@@ -71,7 +72,7 @@ def _counted(bench: Bench) -> Bench:
 
 
 def _sample(benches: Sequence[Bench], clock: Clock, sampling: Sampling) -> tuple[list[list[float]], list[list[float]]]:
-    """Seconds of each forward and each backward, by bench."""
+    """Return the seconds of each forward and each backward, by bench."""
     forward_s: list[list[float]] = [[] for _ in benches]
     backward_s: list[list[float]] = [[] for _ in benches]
     for _ in range(_WARM_UP):

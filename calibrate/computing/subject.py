@@ -1,4 +1,4 @@
-"""What is measured: a job, cut, on one device."""
+"""The subject of a measurement: a cut job on one device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Subject:
         return compiled(model) if self.job.compile else model
 
     def benches(self, model: CutModel, signatures: Container[str] | None = None) -> list[Bench]:
-        """Set up one section of each kind, or of these kinds."""
+        """Set up one section of each kind, or only of the given kinds."""
         loader = MicroBatchLoader.of(self.job, model.micro_batch_size)
         return [
             make_bench(self.job, section, self.loaded.initial, partial(loader.example, model.length), self.device)
@@ -47,11 +47,11 @@ class Subject:
 
 
 def load_subject(job_path: str, device: torch.device, num_sections: int | None = None) -> Subject:
-    """Load a job, which is exported when it is first cut; torch is set to the kernels that its workers take.
+    """Load a job, which is exported when it is first cut, and set torch to the kernels that workers use.
 
     Args:
         job_path: ``path/to/file.py:name``.
-        device: On which its sections run.
+        device: The device on which the sections run.
         num_sections: K; None: the job's.
 
     Raises:

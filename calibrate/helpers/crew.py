@@ -1,8 +1,8 @@
-"""Processes that help to measure: started, spoken to in JSON lines, and ended whatever happens.
+"""Helper processes for measuring: they receive messages as JSON lines, and are ended whatever happens.
 
-One process imports what they need, once, and forks them (``calibrate.helpers.helper_end``): to import torch takes
-longer than most of what they measure. A helper's standard input shows that this process lives: when it closes, because
-this process is done or was killed, the helper ends itself. Nothing is written to disk.
+One process imports their modules once, and forks them (``calibrate.helpers.helper_end``): importing torch takes longer
+than most of their measurements. A helper's standard input shows that this process lives: when it closes, because this
+process is done or was killed, the helper ends itself. Nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _END_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 1.0
 _KEPT_LINES = 50
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Until helpers are forked: not safe in a process with threads. They have what this process has."""
+"""Used until helpers are forked: forking is not safe with threads. Helpers get this process's own settings."""
 
 
 class Crew:
-    """Some helpers, numbered from 0; to be used as a context manager.
+    """A number of helpers, numbered from 0; used as a context manager.
 
     Args:
-        module: What each of them runs, ``python -m module``.
-        size: How many.
-        purpose: What they are for, for errors: ``measuring the network``.
+        module: The module that each helper runs, as ``python -m module``.
+        size: The number of helpers.
+        purpose: Their purpose, for error messages: ``measuring the network``.
     """
 
     def __init__(self, module: str, size: int, purpose: str) -> None:
@@ -61,20 +61,20 @@ class Crew:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Return the number of helpers."""
         return len(self._lines)
 
     def send(self, number: int, message: Message) -> None:
-        """Give a helper something to do; returns at once. If it is gone, ``gather`` will say so."""
+        """Send a helper a task; returns at once. If the helper is gone, ``gather`` raises an error."""
         with contextlib.suppress(BrokenPipeError):
             self._lines[number].write(json.dumps(message).encode() + b"\n")
 
     def gather(self, numbers: Iterable[int], what: str, timeout_s: float) -> dict[int, dict[str, Any]]:
-        """Block until each of these helpers has answered once.
+        """Block until each of these helpers has answered once, and return the answers.
 
         Raises:
-            ClusterError: a helper failed; gives the end of what it said.
-            WaitTimeout: not all within ``timeout_s``; says ``what`` was waited for.
+            ClusterError: a helper failed; the message ends with its last output.
+            WaitTimeout: not all answered within ``timeout_s``; the message names ``what`` was waited for.
         """
         missing, found = set(numbers), {}
         end_s = time.monotonic() + timeout_s
@@ -93,7 +93,7 @@ class Crew:
         with contextlib.ExitStack() as theirs:
             pipes = [self._open(number, theirs) for number in range(size)]
             told = {"pipes": pipes, "environment": {name: os.environ.get(name) for name in _ONE_THREAD}}
-            # a session of its own: Ctrl-C comes to this process alone, which then ends the helpers
+            # a session of its own: Ctrl-C reaches this process only, which then ends the helpers
             return subprocess.Popen(
                 [sys.executable, "-m", module, json.dumps(told)],
                 stdin=subprocess.PIPE,
@@ -105,7 +105,7 @@ class Crew:
             )
 
     def _open(self, number: int, theirs: contextlib.ExitStack) -> list[int]:
-        """Make a helper's standard input, output and error; returns its ends, which are closed with ``theirs``."""
+        """Make a helper's standard streams; return the helper's ends, which are closed together with ``theirs``."""
         (told, line), (answers, answer), (words, word) = (os.pipe() for _ in range(3))
         self._lines.append(os.fdopen(line, "wb", buffering=0))
         for descriptor in (told, answer, word):
@@ -125,7 +125,7 @@ class Crew:
         with stream:
             for line in stream:
                 self._answers.put((number, json.loads(line)))
-        listener.join(_END_TIMEOUT_S)  # so that its last words are known
+        listener.join(_END_TIMEOUT_S)  # so that its last output is known
         self._answers.put((number, None))
 
     def _last_words(self, number: int) -> str:

@@ -1,4 +1,4 @@
-"""A helper's end of the line to the process that measures (``calibrate.helpers.crew``), which forks it."""
+"""A helper's end of the line to the measuring process (``calibrate.helpers.crew``), which forks it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 class Line:
     """Messages come in on standard input, answers go out on what was standard output.
 
-    What the helper prints otherwise, the user's job included, goes to standard error. When the other end closes, this
-    process ends at once, whatever its other threads wait for.
+    Other output of the helper, including that of the user's job, goes to standard error. When the other end closes,
+    this process ends at once, whatever its other threads wait for.
     """
 
     def __init__(self) -> None:
@@ -28,12 +28,12 @@ class Line:
         threading.Thread(target=self._read, daemon=True).start()
 
     def next(self) -> dict[str, Any]:
-        """Block for the next message; the process ends if there will be none."""
+        """Block for the next message; the process ends if no message will come."""
         return self._messages.get()
 
     @property
     def waiting(self) -> bool:
-        """Whether a message has come that was not taken yet."""
+        """Whether a message that was not taken yet has come."""
         return not self._messages.empty()
 
     def answer(self, message: Mapping[str, Any]) -> None:
@@ -43,7 +43,7 @@ class Line:
 
     def _read(self) -> None:
         rest = b""
-        while chunk := os.read(0, 1 << 16):  # not through sys.stdin, whose lock would spoil the end of the process
+        while chunk := os.read(0, 1 << 16):  # not through sys.stdin, whose lock would block the end of the process
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
                 self._messages.put(json.loads(line))
@@ -51,15 +51,16 @@ class Line:
 
 
 def serve(work: Callable[[Line], None]) -> NoReturn:
-    """Fork the helpers and end them with the other end; each runs ``work`` and waits for its own. Ends the process.
+    """Fork the helpers and end them with the other end; each runs ``work`` and waits for its messages. Ends the
+    process.
 
-    Garbage is looked for from now on, but not among what was imported.
+    From now on garbage is collected, but not among imported objects.
     """
     gc.freeze()
     gc.enable()
     told = json.loads(sys.argv[1])
     helpers: list[int] = []
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until it is known who is to end with this process
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until the helpers to end are known
     try:
         for pipe in told["pipes"]:
             if not (pid := os.fork()):
@@ -100,11 +101,11 @@ def _help(work: Callable[[Line], None], own: list[int], told: Mapping[str, Any])
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # without waiting for gloo's threads
+        os._exit(1)  # this does not wait for gloo's threads
 
 
 def _close(pipes: list[list[int]]) -> None:
-    """What is open in another process is closed to nobody."""
+    """Close inherited pipes: while another process holds a pipe open, nobody sees its end."""
     for pipe in pipes:
         for descriptor in pipe:
             os.close(descriptor)

@@ -1,6 +1,6 @@
 """A connection over TLS between two nodes that share a secret, which itself never travels (``morph/link``).
 
-Messages are JSON: what to measure, and time stamps.
+Messages are JSON: descriptions of measurements, and time stamps.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ProvenConnection:
         """Send one message.
 
         Raises:
-            ClusterError: the other node is gone, or takes nothing for ``timeout_s``.
+            ClusterError: the other node is gone, or accepts nothing for ``timeout_s``.
         """
         try:
             self._link.send(json.dumps(message).encode(), timeout_s)
@@ -62,8 +62,8 @@ class ProvenConnection:
         """Block for the next message.
 
         Raises:
-            ClusterError: the other node is gone, or the message is not its own.
-            WaitTimeout: none within ``timeout_s``; says ``what`` was waited for.
+            ClusterError: the other node is gone, or did not send this message.
+            WaitTimeout: no message came within ``timeout_s``; the error names ``what`` was awaited.
         """
         try:
             return self._link.hear(timeout_s)
@@ -77,9 +77,9 @@ def call(host: str, port: int, token: str) -> ProvenConnection:
     """Connect to the node that listens.
 
     Raises:
-        ConfigError: it has another secret.
-        ClusterError: it cannot be reached, or something else listens there.
-        WaitTimeout: it does not answer.
+        ConfigError: the other node has another secret.
+        ClusterError: the other node cannot be reached, or another program listens there.
+        WaitTimeout: the other node does not answer.
     """
     what = f"the peer at {host}:{port}"
     try:
@@ -105,11 +105,11 @@ def call(host: str, port: int, token: str) -> ProvenConnection:
 
 
 def answer(connection: socket.socket, token: str) -> ProvenConnection:
-    """Let a node in that called, if it knows the secret; closes the connection if not.
+    """Let in a node that called, if it knows the secret; otherwise close the connection.
 
     Raises:
-        ClusterError: it does not know the secret, or is gone.
-        WaitTimeout: it does not speak.
+        ClusterError: the caller does not know the secret, or is gone.
+        WaitTimeout: the caller sends nothing.
     """
     proven = link.Session(connection, Wire(credential_of(token), listens=True))
     try:

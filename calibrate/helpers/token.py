@@ -19,16 +19,16 @@ def find_token(path: Path | None, from_environment: str | None, *, make: bool = 
 
     Args:
         path: A file that no other user may read; None: ask the environment.
-        from_environment: What ``MORPH_PEER_TOKEN`` holds.
-        make: Write a fresh secret where there is no such file.
+        from_environment: The value of ``MORPH_PEER_TOKEN``.
+        make: Write a new secret if there is no such file.
 
     Raises:
-        ConfigError: there is none, others can read it, or it is too short.
+        ConfigError: there is no secret, others can read it, or it is too short.
     """
     if path is None:
         if not from_environment:
             raise ConfigError(
-                "the other node must be told from strangers",
+                "the two nodes need a secret by which they know each other",
                 field="--token-file",
                 allowed=f"a file with a secret, the same on both nodes, or {TOKEN_VARIABLE} in the environment",
             )

@@ -1,4 +1,4 @@
-"""Measure messages, all-reduces and a barrier between processes, with the workers' own channels."""
+"""Measures messages, all-reduces and a barrier between processes, with the workers' own channels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_IN_FLIGHT = 8
 
 @dataclass(frozen=True)
 class NetworkMeasurement:
-    """Between processes of one machine, over loopback, or of two (``calibrate.links.two_nodes``)."""
+    """Measurements between processes of one machine, over loopback, or of two (``calibrate.links.two_nodes``)."""
 
     link: LinkProfile
     all_reduce: tuple[AllReduceTime, ...]
@@ -29,14 +29,14 @@ class NetworkMeasurement:
     links: Literal["staged", "ipc"] = "staged"
     rings: Literal["gloo", "nccl"] = "gloo"
     ring_bytes: int | None = None
-    """Of a device's memory, for each ring of NCCL; None: not measured."""
+    """Bytes of a device's memory for each ring of NCCL; None: not measured."""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """Why ``links`` or ``rings`` are not those that were requested."""
+    """The reasons why ``links`` or ``rings`` are not those that were requested."""
 
 
 @dataclass(frozen=True)
 class Carriers:
-    """What is to carry messages and reductions: as ``vms.links`` and ``vms.rings`` of the runs that are planned."""
+    """How messages and reductions are carried: as ``vms.links`` and ``vms.rings`` of the planned runs."""
 
     links: LinkSetting = "staged"
     rings: RingSetting = "gloo"
@@ -44,19 +44,19 @@ class Carriers:
 
 @dataclass(frozen=True)
 class NetworkSpec:
-    """What to measure.
+    """A description of the measurements.
 
     Args:
         message_sizes: Bytes of each message; both directions are measured.
         reduced_sizes: Bytes of each all-reduce; empty: only messages.
         ring_sizes: D of each all-reduce, 2 or more.
         in_flight: How many all-reduces are under way at once, each over a ring of its own between the same processes.
-        element: ``int64`` or ``float32``, what is summed.
-        devices: Where messages begin and end, in turns: what stages compute on.
-        links: As ``vms.links``; where ipc cannot be, messages are staged.
-        rings: As ``vms.rings``; where no ring can be NCCL's, gloo reduces.
-        most: Samples of everything, at most.
-        budget_s: No further sample of one message or one all-reduce after this.
+        element: The type that is summed, ``int64`` or ``float32``.
+        devices: The devices on which messages begin and end, in turns; stages compute on these.
+        links: As ``vms.links``; messages are staged if ipc is impossible.
+        rings: As ``vms.rings``; gloo reduces if NCCL is impossible.
+        most: The largest number of samples of each time.
+        budget_s: The time after which no further sample of a message size or an all-reduce is taken.
     """
 
     message_sizes: tuple[int, ...]
@@ -73,7 +73,7 @@ class NetworkSpec:
     def reductions(self) -> tuple[tuple[int, int, int], ...]:
         """Ring sizes, bytes and numbers in flight of all-reduces, in order.
 
-        Several at once are measured over the smallest and the largest ring: plans take those between in proportion.
+        Several at once are measured over the smallest and the largest ring: plans interpolate between these.
         """
         ends = (min(self.ring_sizes), max(self.ring_sizes)) if self.ring_sizes else ()
         return tuple(
@@ -96,16 +96,16 @@ def growing_in_flight(num_slots: int) -> tuple[int, ...]:
 
 
 def measure_network(spec: NetworkSpec, helpers: Crew | None = None) -> NetworkMeasurement:
-    """Let processes measure.
+    """Let processes make the measurements.
 
     Args:
-        spec: What.
-        helpers: At least ``num_peers``, of ``calibrate.computing.helper``, which measure nothing afterwards. None: such
-            are started, and ended, whatever happens.
+        spec: The measurements.
+        helpers: At least ``num_peers`` processes of ``calibrate.computing.helper``, which measure nothing afterwards.
+            None: such processes are started, and always ended.
 
     Raises:
         ClusterError: a process failed; gives the end of what it said.
-        WaitTimeout: not done within ``WAIT_S``.
+        WaitTimeout: the measurements were not done within ``WAIT_S``.
     """
     store = StoreHost(_HOST)
     ranks = range(num_peers(spec))
@@ -118,13 +118,13 @@ def measure_network(spec: NetworkSpec, helpers: Crew | None = None) -> NetworkMe
 
 
 def num_peers(spec: NetworkSpec) -> int:
-    """How many processes a measurement needs."""
+    """Return how many processes a measurement needs."""
     return max(2, *spec.ring_sizes) if spec.reduced_sizes else 2
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process meets the others, and where it listens."""
+    """The addresses at which a process meets the others and at which it listens."""
 
     store_host: str
     store_port: int
@@ -134,7 +134,7 @@ class Place:
 
 @dataclass(frozen=True)
 class PeerSpec:
-    """What one process does."""
+    """The task of one process."""
 
     rank: int
     device: str
@@ -143,14 +143,14 @@ class PeerSpec:
 
 
 def peer_message(spec: NetworkSpec, place: Place, rank: int) -> dict[str, Any]:
-    """What one process is told: a ``PeerSpec`` as plain values."""
+    """Return the message to one process: a ``PeerSpec`` as plain values."""
     return asdict(PeerSpec(rank, spec.devices[rank % len(spec.devices)], place, spec))
 
 
 def measurement(spec: NetworkSpec, results: Sequence[Mapping[str, Any]]) -> NetworkMeasurement:
-    """Put together what the processes answered, by rank, on one clock.
+    """Combine the answers of the processes, by rank, on one clock.
 
-    Reductions of one kind alone: NCCL's where there are any, which a device makes one after the other.
+    Only reductions of one kind are used: NCCL's if there are any, which a device makes one after the other.
     """
     kinds = [result["devices"] for result in results]
     over_nccl = [ring for ring in spec.ring_sizes if ring in kinds[0]["nccl"]]
@@ -202,7 +202,7 @@ def _all_reduces(results: Sequence[Mapping[str, Any]], spec: NetworkSpec) -> tup
 
 
 def _spans(members: Sequence[Sequence[tuple[int, int]]]) -> list[float]:
-    """Seconds from the last member's start to the last member's end, for each sample of (start, end) in ns."""
+    """Return seconds from the last member's start to the last member's end, for each sample of (start, end) in ns."""
     return [
         (max(end for _, end in sample) - max(start for start, _ in sample)) / 1e9
         for sample in zip(*members, strict=True)

@@ -1,8 +1,8 @@
 """One of the processes between which messages and reductions are measured: ``python -m calibrate.links.peer``.
 
-Is told what to measure (``links.network``), answers with time stamps. These are ``time.monotonic_ns``: one clock
-for all processes of a machine. Between two machines, clocks are compared again and again meanwhile
-(``calibrate.timing.two_clocks``).
+It receives a description of the measurements (``links.network``) and answers with time stamps. These are from
+``time.monotonic_ns``, one clock for all processes of a machine. The clocks of two machines are compared again and again
+meanwhile (``calibrate.timing.two_clocks``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 
 if __name__ == "__main__":
-    gc.disable()  # until all is imported, which stays: to look through it again and again takes a sixth of that time
+    gc.disable()  # while importing: the imported objects stay, and scanning them repeatedly takes a sixth of the time
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +43,7 @@ from morph.runtime.step.links import Receiver, Sender
 _WARM_UP = 2
 _TIMEOUT_S = 60.0
 _MEET_TIMEOUT_S = 280.0
-"""Until the last process is there: importing torch from a cold or distant disk takes minutes."""
+"""Seconds to wait for the last process: importing torch from a cold or distant disk takes minutes."""
 _BATCH = 10
 _ELEMENTS = {"int64": torch.int64, "float32": torch.float32}
 _CLOCK_BYTES = 8
@@ -54,7 +54,7 @@ Spans = list[tuple[int, int]]
 
 
 class Peer:
-    """The measurements of one process, in the same order in all of them."""
+    """The measurements of one process; all processes make them in the same order."""
 
     def __init__(self, spec: PeerSpec) -> None:
         self._rank, self._place, self._spec = spec.rank, spec.place, spec.network
@@ -67,7 +67,7 @@ class Peer:
         self._sampling = Sampling(budget_s=self._spec.budget_s, most=self._spec.most, within=ROUGHLY_WITHIN)
 
     def run(self) -> dict[str, Any]:
-        """Measure everything; returns time stamps by what was done."""
+        """Make all measurements; return the time stamps by measurement."""
         result: dict[str, Any] = {"activation": {}, "gradient": {}, "all_reduce": {}, "clock": []}
         at_once: dict[int, int] = {}
         for size, _, count in self._spec.reductions():
@@ -120,15 +120,15 @@ class Peer:
         return store
 
     def _rings(self, specs: Sequence[GroupSpec]) -> list[Ring]:
-        """Through host memory; those that this process is in."""
+        """Return this process's rings through host memory."""
         return [ring for spec in specs if self._name in spec.members and (ring := self._groups.ring(spec.name))]
 
     def _channel(self, edge: GroupSpec) -> Channel | None:
-        """Begins with the edge's first member."""
+        """Return the channel of an edge, from its first member."""
         return self._groups.channel(edge.name, edge.members[0]) if self._name in edge.members else None
 
     def _mailboxes(self, edges: Sequence[GroupSpec]) -> tuple[dict[str, Link], list[str]]:
-        """The links that keep messages on devices, by their edges' names, and why others do not."""
+        """Return the links that keep messages on devices, by their edges' names, and the reasons why others do not."""
         room = room_for(self._spec.links, self._device) if self._name in edges[0].members else None
         if room is None:
             is_asked = self._spec.links != "staged"
@@ -137,14 +137,14 @@ class Peer:
         return self._interrupt.call(lambda: forming.links(self._open_store), "mailboxes"), forming.refused
 
     def _on_devices(self, specs: Sequence[GroupSpec]) -> CommunicatorSet | None:
-        """Those of its rings that NCCL reduces, where it is asked for."""
+        """Return this process's rings that NCCL reduces, if it is requested."""
         setting: RingSetting = "gloo" if self._spec.rings == "gloo" else "auto"
         return communicators(setting, self._device, specs, self._name, self._interrupt, self._open_store)
 
     def _reductions(self, votes_over: Ring, rings: Sequence[Ring], size: int) -> Spans:
-        """Reduce sums of so many bytes over each ring at once, after a barrier; returns (start, end) of each sample.
+        """Reduce sums of this many bytes over each ring at once, after a barrier; return (start, end) of each sample.
 
-        They are reduced as a worker does. The barrier counts the members that want another sample, so that all stop
+        They are reduced as in a worker. The barrier counts the members that want another sample, so that all stop
         together.
         """
         accumulators = [self._accumulator(size // self._element.itemsize) for _ in rings]
@@ -174,12 +174,12 @@ class Peer:
 
 
 def _ring(size: int, number: int) -> GroupSpec:
-    """Even ranks first: they are on one node, odd ones on the other, so a ring crosses once in each direction."""
+    """Return a ring with even ranks first: they are on one node, odd ones on the other, so it crosses once each way."""
     return GroupSpec(f"ring{size}.{number}", tuple(map(str, (*range(0, size, 2), *range(1, size, 2)))))
 
 
 def _beside_torch_bytes(device: torch.device) -> int:
-    """What is taken of a CUDA device's memory, but for what torch's allocator has of it for this process."""
+    """Return the used bytes of a CUDA device's memory, except those that torch's allocator holds for this process."""
     if device.type != "cuda":
         return 0
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -187,7 +187,7 @@ def _beside_torch_bytes(device: torch.device) -> int:
 
 
 class _Messages:
-    """Sends one size forth and back, through a worker's sender and receiver."""
+    """Sends messages of one size there and back, through a worker's sender and receiver."""
 
     def __init__(
         self,
@@ -212,8 +212,8 @@ class _Messages:
     def measure(self, sampling: Sampling) -> tuple[Stamps, Stamps]:
         """Return stamps of the messages down and up: of sending on the sender, of receipt on the receiver.
 
-        Runs in batches, in which receives are posted ahead, as a stage does; the sender says with the last message of
-        a batch how many the next one has, none to end.
+        Messages go in batches, whose receives are posted ahead, as in a stage; with the last message of a batch the
+        sender says how many the next one has, or 0 to end.
         """
         begun_s = time.perf_counter()
 
@@ -229,9 +229,9 @@ class _Messages:
         return (self._sent, self._received) if self._begins else (self._received, self._sent)
 
     def _next_batch(self, sampling: Sampling, spent_s: float) -> int:
-        """How many messages are still wanted and fit into the budget, going by those so far, and at most a batch."""
+        """Return how many messages are still needed and fit into the budget, by those so far; at most a batch."""
         known_s = [(end - start) / 1e9 for start, end in zip(self._sent, self._received, strict=False)]
-        count = len(self._sent) + 1  # the one that is about to be sent
+        count = len(self._sent) + 1  # including the one that is about to be sent
         known_s = [*known_s, *([known_s[-1] if known_s else 0.0] * (count - len(known_s)))]
         if not sampling.wants_more([known_s], spent_s):
             return 0
@@ -277,5 +277,5 @@ def _work(line: Line) -> None:
 
 
 if __name__ == "__main__":
-    prepare()  # for all that are forked
+    prepare()  # for all forked processes
     serve(_work)

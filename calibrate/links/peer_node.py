@@ -1,7 +1,7 @@
-"""``morph calibrate-peer``: lend this node to a calibration that runs on another one, to measure the link between them.
+"""``morph calibrate-peer``: lends this node to a calibration on another node, to measure the link between the two.
 
-Whoever knows the secret can have messages and all-reduces of bounded size measured here, and nothing else. Everyone
-else is turned away, and the next caller is waited for.
+A caller that knows the secret can have messages and all-reduces of bounded size measured here, and nothing else. Other
+callers are turned away, and the node waits for the next one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FEW = Field(max_length=32)
 
 
 class Order(Value):
-    """What another node may ask for (``calibrate.links.network.NetworkSpec``, with bounds)."""
+    """The measurements that another node may request (``calibrate.links.network.NetworkSpec``, with bounds)."""
 
     message_sizes: Annotated[tuple[_Size, ...], _FEW]
     reduced_sizes: Annotated[tuple[_Size, ...], _FEW]
@@ -48,7 +48,7 @@ class Order(Value):
     budget_s: Annotated[float, Field(ge=0, le=60)]
 
     def spec(self) -> NetworkSpec:
-        """Say it for this node's devices."""
+        """Return the specification for this node's devices."""
         devices = tuple(str(device) for device in devices_of(self.devices[0]))
         return NetworkSpec(**{**self.model_dump(), "devices": devices})
 
@@ -58,12 +58,12 @@ class PeerNode:
 
     Args:
         host: Address to listen on.
-        port: 0: any free one.
+        port: Port to listen on; 0: any free one.
         token: The secret.
-        say: Told what happens, a line each.
+        say: Called with a line for each event.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: listening on the address failed.
     """
 
     def __init__(self, host: str, port: int, token: str, say: Say) -> None:
@@ -86,15 +86,16 @@ class PeerNode:
     def __exit__(self, *_: object) -> None:
         self._listener.stop()
         with suppress(Empty):
-            while True:  # who came too late
+            while True:  # callers that came too late
                 self._proven.get_nowait()[2].set()
         self._listener.close()
 
     def serve(self, wait_s: float) -> None:
-        """Turn other callers away until a node that knows the secret has had its link measured; one node at a time.
+        """Serve one node at a time, turning other callers away, until the link to a node that knows the secret was
+        measured.
 
         Raises:
-            WaitTimeout: none came within ``wait_s``, or none that got to the end.
+            WaitTimeout: no node came within ``wait_s``, or none finished.
         """
         end_s = time.monotonic() + wait_s
         while (left_s := end_s - time.monotonic()) > 0:
@@ -127,7 +128,7 @@ class PeerNode:
 
 
 def _lend(proven: ProvenConnection, wait_s: float) -> None:
-    """One calibration: hello, the order, the measurement, its results."""
+    """Serve one calibration: hello, the order, the measurement, its results."""
     try:
         Hello.model_validate(proven.receive("the other node to say what it runs", WAIT_S).get("hello"))
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""Measure the links between this node and another one, which runs ``morph calibrate-peer`` (``peer_node``).
+"""Measures the links between this node and another one, which runs ``morph calibrate-peer`` (``peer_node``).
 
-Half of the processes run here, half there: the even ranks and the odd ones. A ring of D of them crosses from node to
-node once and back once, so each direction of the link carries what one member of D nodes would send.
+The processes with even ranks run here, those with odd ranks there. A ring of D of them crosses from node to node once
+and back once, so each direction of the link carries what one member of D nodes would send.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LAST_WORDS_S = 5.0
 
 @dataclass(frozen=True)
 class PeerAddress:
-    """Where another node listens, and the secret it knows."""
+    """The address at which another node listens, and the secret that it shares."""
 
     host: str
     port: int
@@ -44,7 +44,7 @@ class PeerAddress:
 
 
 class Hello(Value):
-    """What each node says of itself first."""
+    """The description of itself that each node sends first."""
 
     name: str
     morph: str
@@ -53,17 +53,17 @@ class Hello(Value):
 
 
 def own_hello() -> Hello:
-    """Of this node."""
+    """Return this node's description."""
     return Hello(
         name=socket.gethostname(), morph=__version__, torch=torch.__version__, python=platform.python_version()
     )
 
 
 def parse_address(text: str, field: str) -> tuple[str, int]:
-    """``HOST:PORT``, an IPv6 address in brackets.
+    """Parse ``HOST:PORT``; an IPv6 address is in brackets.
 
     Raises:
-        ConfigError: something else.
+        ConfigError: it has another form.
     """
     host, _, port = text.strip().rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -73,7 +73,7 @@ def parse_address(text: str, field: str) -> tuple[str, int]:
 
 
 class OtherNode:
-    """The other node, from the first hello on; a context manager."""
+    """The connection to the other node; a context manager."""
 
     def __init__(self, address: PeerAddress) -> None:
         """Connect, and refuse a node that runs other software.
@@ -113,11 +113,11 @@ class OtherNode:
         self._connection.close()
 
     def measure(self, spec: NetworkSpec) -> NetworkMeasurement:
-        """Measure between the two nodes; blocks until done or ``WAIT_S``.
+        """Measure the links between the two nodes; blocks, at most for ``WAIT_S``.
 
         Raises:
-            ClusterError: a process failed, here or there; gives the end of what it said.
-            WaitTimeout: not done in time.
+            ClusterError: a process failed, here or there; the message ends with its last output.
+            WaitTimeout: the measurement did not end in time.
         """
         proven = self._connection
         here = proven.own_address
@@ -142,7 +142,7 @@ class OtherNode:
         return measurement(spec, on_one_clock([results[rank] for rank in ranks]))
 
     def _both_sides(self, error: Exception) -> Exception:
-        """The other node's reason, if it has one: processes here then fail only because of it."""
+        """Return the other node's error if it has one, because processes here then fail only as its consequence."""
         try:
             answer = self._connection.receive("last words", _LAST_WORDS_S)
         except (ClusterError, WaitTimeout):

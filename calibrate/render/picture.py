@@ -20,10 +20,10 @@ _MAX_KINDS = len(LINES)
 
 
 def draw_profile(profile: Profile, path: Path) -> None:
-    """Write a PNG with four plots. Lines are medians, bands the middle 90 % of the samples where they were kept.
+    """Write a PNG with four plots. Lines are medians, bands the middle 90 % of the samples if these were kept.
 
     Raises:
-        ProfileError: naming the file, if it cannot be written.
+        ProfileError: the file cannot be written; the error names it.
     """
     with picture(path, ProfileError, (14, 9.5), nrows=2, ncols=2) as (figure, ((forward, backward), (links, reduces))):
         _draw_compute(forward, profile, "forward, F(m)/m", lambda section: section.forward)
@@ -54,7 +54,7 @@ def _draw_compute(
 
 
 def _draw_bars(axes: Any, named: dict[str, dict[int, Timing]], m: int) -> None:
-    """One m: a bar for each kind, with the middle 90 % of its samples."""
+    """Draw, for one m, a bar for each kind, with the middle 90 % of its samples."""
     times = [by_size[m] for by_size in named.values()]
     medians = [time.median_s / m for time in times]
     low = [(time.median_s - _quantile(time, 0.05)) / m for time in times]
@@ -104,7 +104,7 @@ def _draw_all_reduces(axes: Any, profile: Profile) -> None:
 def _draw_line(
     axes: Any, places: Sequence[int], times: Sequence[Timing], look: dict[str, Any], *, per_sample: bool = False
 ) -> None:
-    """A line through the medians, and a band unless the line is broken; ``per_sample``: divided by the places."""
+    """Draw a line through the medians, and a band unless the line is broken; ``per_sample``: divide by the places."""
     shares = [1.0 / place if per_sample else 1.0 for place in places]
     medians = [time.median_s * share for time, share in zip(times, shares, strict=True)]
     axes.plot(places, medians, marker="o", markersize=4, linewidth=1.5, **look)

@@ -14,7 +14,7 @@ WIDTH = 132
 
 
 def spread_text(timing: Timing) -> str:
-    """Median and median absolute deviation, in a unit that fits the median."""
+    """Return the median and the median absolute deviation, in a unit that fits the median."""
     text = time_text(timing.median_s)
     number, unit = text.split()
     scale = timing.median_s / float(number) if timing.median_s and float(number) else 1.0
@@ -53,7 +53,7 @@ def places_text(sections: Sequence[SectionProfile]) -> str:
 
 
 def section_table(profile: Profile) -> Table:
-    """One row for each kind of section and each micro-batch size."""
+    """Return a table with one row for each kind of section and each micro-batch size."""
     rows: list[list[object]] = []
     for group in kinds_of(profile):
         first = group[0]
@@ -69,7 +69,7 @@ def section_table(profile: Profile) -> Table:
 
 
 def whole_model_lines(profile: Profile) -> list[str]:
-    """F(m)/m and B(m)/m of the whole model, and its tied weights."""
+    """Return lines with F(m)/m and B(m)/m of the whole model, and with its tied weights."""
     lines = []
     for m in profile.micro_batch_sizes:
         forward_s, backward_s = _whole_s(profile, m)
@@ -82,20 +82,20 @@ def whole_model_lines(profile: Profile) -> list[str]:
 
 
 def _whole_s(profile: Profile, m: int) -> tuple[float, float]:
-    """F(m) and B(m) of the whole model."""
+    """Return F(m) and B(m) of the whole model."""
     forward_s = sum(section.forward[m].median_s for section in profile.sections)
     return forward_s, sum(section.backward[m].median_s for section in profile.sections)
 
 
 def contention_text(entries: Sequence[Contention]) -> str:
-    """How much slower a task gets beside others."""
+    """Return how much slower a task is while others run on the same machine."""
     if not entries:
         return "not measured, or none"
     return ", ".join(f"{entry.num_busy} at once: x{entry.factor:.2f}" for entry in entries)
 
 
 def fact_table(profile: Profile) -> Table:
-    """Job, environment, and what is one number."""
+    """Return a table with the job, the environment, and everything that is a single number."""
     job, place = profile.job, profile.environment
     m = "the planner picks it" if job.micro_batch_size is None else str(job.micro_batch_size)
     rows = {
@@ -124,7 +124,7 @@ def fact_table(profile: Profile) -> Table:
 
 
 def link_table(profile: Profile) -> Table:
-    """Send times by size, of each kind of link and direction."""
+    """Return a table of send times by size, for each kind of link and each direction."""
     same = profile.inter_node == profile.intra_node
     links = {"same node": profile.intra_node} | ({} if same else {"between nodes": profile.inter_node})
     links |= {} if profile.between_zones is None else {"between zones": profile.between_zones}
@@ -138,7 +138,7 @@ def link_table(profile: Profile) -> Table:
 
 
 def all_reduce_table(profile: Profile) -> Table:
-    """AR by ring and size, one column for each number in flight."""
+    """Return a table of AR by ring and size, with one column for each number in flight."""
     counts = sorted({entry.in_flight for entry in profile.all_reduce})
     known = {(entry.ring_size, entry.size_bytes, entry.in_flight): entry.time for entry in profile.all_reduce}
     rows = []
@@ -149,7 +149,7 @@ def all_reduce_table(profile: Profile) -> Table:
 
 
 def node_type_table(profile: Profile) -> Table:
-    """What other types of node need for the whole model, beside the profile's own."""
+    """Return a table of the times for the whole model on the profile's own and on other types of node."""
     shown = {"(this profile)": profile} | {each.name: profile.for_node_type(each.name) for each in profile.node_types}
     rows: list[list[object]] = []
     for name, there in shown.items():
@@ -163,7 +163,7 @@ def node_type_table(profile: Profile) -> Table:
 
 
 def source_table(profile: Profile) -> Table:
-    """Where values come from that nobody measured here."""
+    """Return a table of the sources of values that were not measured here."""
     return table("not measured here", ("field", "source"), sorted(profile.sources.items()), left=2)
 
 

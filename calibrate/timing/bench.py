@@ -1,4 +1,4 @@
-"""One section with all it needs to run by itself: the worker's own code on mock inputs."""
+"""Runs one section by itself: the worker's own code on mock inputs."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ class Bench:
     device: torch.device
 
     def forward(self, sample: int) -> SectionRun:
-        """Seed and run, as a stage does."""
+        """Seed the generators and run forward, as a stage does."""
         seed_section(0, sample, 0, self.section.index)
         return run_section(self.section, self.inputs, self.batch, self.parameters, self.precision)
 
     def backward(self, run: SectionRun) -> None:
-        """Backward, adding gradients as a stage does."""
+        """Run backward, adding gradients as a stage does."""
         section_backward(self.section, run, self.output_gradients, self.parameters, self.accumulator.add)
 
     def both(self) -> None:
-        """One forward and one backward."""
+        """Run one forward and one backward."""
         self.backward(self.forward(0))
 
     def given_bytes(self) -> int:
-        """Bytes that must be kept to run the section again."""
+        """Return the bytes that must be kept to run the section again."""
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.inputs, *self.batch.values()))
 
 
@@ -84,7 +84,7 @@ def one_of_each(model: CutModel) -> list[Section]:
 
 
 def mock(spec: BoundaryTensor, generator: torch.Generator, scale: float) -> Tensor:
-    """Return a random tensor in place of what another section would send; integers are 0 or 1."""
+    """Return a random tensor in place of one from another section; integers are 0 or 1."""
     if spec.dtype.is_floating_point or spec.dtype.is_complex:
         return (torch.randn(spec.shape, generator=generator) * scale).to(spec.dtype)
     return torch.randint(0, 2, spec.shape, generator=generator).to(spec.dtype)

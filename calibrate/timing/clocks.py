@@ -1,8 +1,8 @@
-"""What times are read from: a thread's processor time on a CPU, events on a CUDA stream.
+"""The clocks of measurements: a thread's processor time on a CPU, events on a CUDA stream.
 
-On a CPU the time that another process has the core does not count, so a sample is what the work takes on a core of
-its own, with what such a core does to it: caches, clock, page faults, interrupts. On a GPU, which a worker has for
-itself, an event's time is the stream's own; work on the host between two events counts, as it does in training.
+On a CPU, time in which another process has the core does not count. So a sample is the time of the work on a core of
+its own, with that core's effects: caches, clock, page faults, interrupts. On a GPU, which a worker has for itself, an
+event's time is that of the stream; work on the host between two events counts, as it does in training.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Clock(Protocol):
     """Takes marks, cheaply, and reads them later."""
 
     def settle(self) -> None:
-        """Block until the device has done all that was asked of it."""
+        """Block until the device has done all requested work."""
 
     def mark(self) -> Mark:
-        """Return now, as the device sees it: behind everything asked of it so far."""
+        """Return the device's present moment: after all work requested so far."""
 
     def between_s(self, start: Mark, end: Mark) -> float:
         """Return the seconds between two marks. Call ``settle`` before."""
@@ -63,17 +63,18 @@ class CudaClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return the clock for what runs on a device."""
+    """Return the clock for work on a device."""
     return CudaClock(device) if device.type == "cuda" else CpuClock()
 
 
 def devices_of(kind: str) -> tuple[torch.device, ...]:
     """Return the devices of a kind on which kinds of sections are measured side by side.
 
-    The cores of a CPU share caches and memory, so they count as one device: side by side would spoil the times.
+    The cores of a CPU share caches and memory, so they count as one device: measuring side by side would distort the
+    times.
 
     Raises:
-        ConfigError: when this machine has no such device.
+        ConfigError: this machine has no such device.
     """
     if kind == "cuda":
         usable_device(kind, field="device")
@@ -82,18 +83,18 @@ def devices_of(kind: str) -> tuple[torch.device, ...]:
 
 
 def use_device(device: torch.device) -> None:
-    """Make a GPU this process's own, so that nothing that asks for no device opens a context on another one."""
+    """Make a GPU the default of this process, so that code without a device opens no context on another GPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def finish_work(device: torch.device) -> None:
-    """Block until a device has done all that was asked of it: a copy to a GPU may return before it is made."""
+    """Block until a device has done all requested work: a copy to a GPU may return before it is made."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Return what the allocator keeps for later: what was measured for one m is no use for the next."""
+    """Release memory that the allocator keeps: memory for one m is of no use for the next."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Where a profile is measured."""
+"""Describes the machine on which a profile is measured."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ import torch
 from morph.contract.profile import Environment
 
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Of control groups, versions 2 and 1."""
+"""Memory limits of control groups, versions 2 and 1."""
 
 
 CONTEXT_BYTES = 768 << 20
-"""Of a CUDA device's memory: its context with torch's kernels and cuBLAS workspaces. Stated, not measured."""
+"""Part of a CUDA device's memory: its context with torch's kernels and cuBLAS workspaces. Assumed, not measured."""
 ALLOCATOR_PERMILLE = 60
-"""What CUDA's caching allocator reserves beyond what tensors take, by rounding and gaps. Stated, not measured."""
+"""Memory that CUDA's caching allocator reserves beyond tensors, by rounding and gaps. Assumed, not measured."""
 RING_BYTES = 256 << 20
-"""Of a device's memory, for each ring of NCCL: 4 MiB (NCCL_BUFFSIZE) both ways on each of 32 channels. Measured with
-``--rings nccl``."""
+"""Part of a device's memory, for each ring of NCCL: 4 MiB (NCCL_BUFFSIZE) both ways on each of 32 channels. Measured
+with ``--rings nccl``.
+"""
 PROCESS_BYTES = 3 << 30
-"""Of host memory: a process that has loaded torch and CUDA's libraries. Stated, not measured."""
+"""Host memory of a process that has loaded torch and CUDA's libraries. Assumed, not measured."""
 
 
 def describe_environment(device: torch.device) -> Environment:
-    """Return versions, what computes, and the cores that this process may use."""
+    """Return the versions, the computing device, and the cores that this process may use."""
     apart = device.type == "cuda"
     return Environment(
         python=platform.python_version(),
@@ -50,14 +51,14 @@ def describe_environment(device: torch.device) -> Environment:
 
 
 def device_memory_bytes(device: torch.device) -> int:
-    """Return a device's memory; of a CPU, a worker's share of this machine's where every core has a worker."""
+    """Return a device's memory; for a CPU, a worker's share of this machine's memory if every core has a worker."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return machine_memory_bytes() // num_cores()
 
 
 def machine_memory_bytes(limits: Sequence[Path] = CONTAINER_LIMITS) -> int:
-    """Return the machine's memory, or what its container may have of it."""
+    """Return the machine's memory, or its container's limit."""
     least = int(psutil.virtual_memory().total)
     for path in limits:
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
@@ -66,7 +67,7 @@ def machine_memory_bytes(limits: Sequence[Path] = CONTAINER_LIMITS) -> int:
 
 
 def available_bytes(device: torch.device | None = None) -> int:
-    """Return the free memory of a device; None: of this machine, as far as its container may have it."""
+    """Return the free memory of a device; None: that of this machine, within its container's limit."""
     if device is not None and device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     used = int(psutil.Process().memory_info().rss)

@@ -1,4 +1,4 @@
-"""From repeated measurements to a robust centre and an honest spread, and when there are enough of them."""
+"""Reduces repeated measurements to a robust centre and an honest spread, and decides when there are enough of them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from morph.contract.profile import Timing
 NUM_QUANTILES = 17
 STABLE_WITHIN = 0.01
 ROUGHLY_WITHIN = 0.03
-"""For small parts of a step, and what waits for other processes, whose spread seldom lets a median be known better."""
+"""For small parts of a step, and for what waits for other processes: they vary more."""
 _NORMAL_95 = 1.96
 _DIGITS = 9
 
 
 def timing(samples_s: Sequence[float]) -> Timing:
-    """Summarise durations in seconds, at least one; nothing is thrown away. Rounded to nanoseconds."""
+    """Summarise durations in seconds, at least one; no outlier is discarded. Rounded to nanoseconds."""
     centre = median(samples_s)
     spread = median(abs(sample - centre) for sample in samples_s)
     levels = np.quantile(np.asarray(samples_s, np.float64), np.linspace(0.0, 1.0, NUM_QUANTILES)).tolist()
@@ -36,7 +36,7 @@ def timing(samples_s: Sequence[float]) -> Timing:
 
 
 def sum_of(parts: Sequence[Timing]) -> Timing:
-    """Summarise things done one after the other; spreads add as those of independent measurements do."""
+    """Summarise parts that are run one after the other; their spreads add as those of independent measurements do."""
     centre = sum(part.median_s for part in parts)
     has_quantiles = bool(parts) and all(len(part.quantiles_s) == NUM_QUANTILES for part in parts)
     quantiles = [_sum_at(parts, centre, level) for level in range(NUM_QUANTILES)] if has_quantiles else []
@@ -50,9 +50,9 @@ def sum_of(parts: Sequence[Timing]) -> Timing:
 
 
 def mean_of(parts: Sequence[tuple[float, Timing]]) -> Timing:
-    """Summarise what is now one thing, now another, by the share of each: the mean, and the mean of the spreads.
+    """Summarise alternatives, each weighted by its share: the mean of their medians, and the mean of their spreads.
 
-    That things take unequally long is no spread of either, and is left out.
+    The difference between the alternatives is not a spread of either, so it is not counted.
     """
     if len(parts) == 1:
         return parts[0][1]
@@ -81,10 +81,10 @@ def _rounded(seconds: float) -> float:
 
 
 def is_stable(measured: Sequence[Sequence[float]], within: float = STABLE_WITHIN) -> bool:
-    """Whether the sum of medians is known to within a share of itself.
+    """Return whether the error of the sum of medians is within a share of that sum.
 
-    A median's error is the half width of its 95 % interval, from order statistics; those of several add up as errors of
-    independent measurements do.
+    A median's error is the half width of its 95 % interval, from order statistics; the errors of several add up as
+    those of independent measurements do.
     """
     return math.hypot(*map(_half_width, measured)) <= within * sum(map(median, measured))
 
@@ -98,14 +98,14 @@ def _half_width(samples: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How often one thing is measured: until the median is stable, within bounds.
+    """Decides how often something is measured: until the median is stable, within bounds.
 
     Args:
-        budget_s: No further sample after this, once there are ``least``.
-        most: Samples at most.
-        least: Samples in any case (``most`` if that is less).
-        enough: From here on a stable median is enough; before, the spread is not known.
-        within: How well the sum of the medians is to be known, as a share of it.
+        budget_s: No sample begins after this time, once there are ``least``.
+        most: The largest number of samples.
+        least: The smallest number of samples (``most`` if that is less).
+        enough: From this number on, a stable median is enough; with fewer samples, the spread is not known.
+        within: The largest error of the sum of the medians, as a share of it.
     """
 
     budget_s: float
@@ -115,10 +115,10 @@ class Sampling:
     within: float = STABLE_WITHIN
 
     def wants_more(self, measured: Sequence[Sequence[float]], spent_s: float) -> bool:
-        """Whether to go on.
+        """Return whether another sample is needed.
 
         Args:
-            measured: The samples so far of each thing that is measured in turns, equally many of each.
+            measured: The samples so far, equally many for each of the things that are measured in turn.
             spent_s: Time since the first.
         """
         count = len(measured[0])
@@ -133,7 +133,7 @@ class Sampling:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Keep Python's collector out of the measurements."""
+    """Keep Python's garbage collector out of the measurements."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

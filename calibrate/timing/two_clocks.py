@@ -1,8 +1,8 @@
-"""Bring the time stamps of two machines to one clock. Pure.
+"""Converts the time stamps of two machines to one clock. Pure.
 
-Short messages go forth and back between two processes again and again. The quickest of each direction took
-``d + offset`` and ``d - offset`` by the two clocks, so half of their difference is the offset, wrong by at most half of
-what the two directions of a short message differ in. Between two such comparisons clocks drift evenly.
+Short messages go forth and back between two processes again and again. The quickest of each direction took ``d +
+offset`` and ``d - offset`` by the two clocks, so half of their difference is the offset. Its error is at most half of
+the difference between the two directions' true times. Between two such comparisons, clocks are assumed to drift evenly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 
 Stamps = Sequence[int]
 Exchange = tuple[Stamps, Stamps]
-"""Of the messages down and up: on the first process sent and received, on the second received and sent."""
+"""Stamps of a message there and of one back: on the first process sent and received, on the second received and sent.
+"""
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,13 @@ class TwoClocks:
     def on_first(self, stamp_ns: int) -> int:
         """Return a stamp of the second clock as the first would have shown it."""
         first_ns = self.offsets_ns[0]
-        away_ns = [offset - first_ns for offset in self.offsets_ns]  # small numbers, which a float holds exactly enough
+        away_ns = [offset - first_ns for offset in self.offsets_ns]  # small numbers, so that a float is precise enough
         drift_ns = float(np.interp(stamp_ns - self.base_ns, self.times_ns, away_ns))
         return stamp_ns - int(first_ns) - round(drift_ns)
 
 
 def compare(first: Sequence[Exchange], second: Sequence[Exchange]) -> TwoClocks:
-    """Work out the offsets from what the two processes noted; at least one exchange."""
+    """Compute the offsets from the stamps of the two processes, for at least one exchange."""
     base_ns = second[0][0][0]
     times_ns, offsets_ns = [], []
     for (sent, got_back), (received, sent_back) in zip(first, second, strict=True):

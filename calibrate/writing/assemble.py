@@ -1,4 +1,4 @@
-"""Put a profile together from what was measured. Pure."""
+"""Assembles a profile from measurements. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STAND_IN = "stand-in: a barrier between {}, not the manager's round with its wo
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """Within this node, and between two: names the ``nodes`` then."""
+    """Measurements within this node and, if there are any, between two nodes, which ``nodes`` names."""
 
     inside: NetworkMeasurement
     between: NetworkMeasurement | None = None
@@ -37,18 +37,18 @@ class MeasuredLinks:
 
 
 def accumulator_bytes(job: Job) -> int:
-    """Bytes of a parameter's sum of gradients."""
+    """Return the bytes of an element of a sum of gradients."""
     return 8 if job.accumulation == "exact" else 4
 
 
 def parameter_bytes(model: CutModel, names: Sequence[str]) -> int:
-    """Bytes of some parameters and buffers."""
+    """Return the bytes of some parameters and buffers."""
     specs = model.specs
     return sum(prod(specs[name][0]) * specs[name][1].itemsize for name in names)
 
 
 def state_bytes(compute: Compute) -> int:
-    """Bytes of a whole checkpoint: parameters and optimizer state."""
+    """Return the bytes of a whole checkpoint: parameters and optimizer state."""
     model, units = compute.model, compute.units
     parameters = sum(parameter_bytes(model, unit.names) for unit in model.units)
     return parameters + sum(unit.optimizer_bytes for unit in units.values())
@@ -61,14 +61,14 @@ def assemble_profile(
     network: MeasuredLinks,
     storage: StorageSpeeds,
 ) -> Profile:
-    """Put a whole profile together.
+    """Assemble a whole profile.
 
     Args:
-        job: The user's.
-        environment: Where it was measured.
-        compute: Of sections and units.
-        network: Within this node, and to another one where there was one.
-        storage: Of checkpoints.
+        job: The measured job.
+        environment: The machine and software on which it was measured.
+        compute: Measurements of sections and units.
+        network: Measurements within this node and, if there was another, between the two.
+        storage: Measurements of checkpoints.
     """
     model = compute.model
     links = network.between or network.inside
@@ -81,7 +81,7 @@ def assemble_profile(
             batch_size=job.batch_size,
             micro_batch_size=job.micro_batch_size,
             num_parameters=sum(
-                prod(shape) * (2 if dtype.is_complex else 1)  # as many numbers are summed
+                prod(shape) * (2 if dtype.is_complex else 1)  # a complex number is summed as two
                 for shape, dtype in model.parameter_specs.values()
             ),
         ),
@@ -135,7 +135,7 @@ def _sources_of_times(size: MeasuredSize) -> dict[str, str]:
 
 
 def assemble_node_type(name: str, environment: Environment, compute: Compute) -> NodeTypeProfile:
-    """Put together what differs on another type of node, without links."""
+    """Assemble the part of a profile that differs on another type of node, without links."""
     sections = compute.model.sections
     return NodeTypeProfile(
         name=name,
@@ -164,7 +164,7 @@ def _optimizer_step(compute: Compute, section: Section) -> Timing:
 
 
 def _mean_message_bytes(size: MeasuredSize, index: int) -> int:
-    """Of the messages behind a section, over micro-batches of all lengths."""
+    """Return the mean bytes of the messages after a section, over micro-batches of all lengths."""
     sent = {length: size.model.at(length).sections[index].outputs for length in size.mix}
     return round(sum(share * sum(spec.num_bytes for spec in sent[length]) for length, share in size.mix.items()))
 

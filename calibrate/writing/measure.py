@@ -1,4 +1,4 @@
-"""Measure one job and write down its profile (Varuna 4.3; docs/how-it-works/calibration.md)."""
+"""Measures one job and makes its profile (Varuna 4.3; docs/how-it-works/calibration.md)."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def calibrate(
     progress: Progress | None = None,
     check: Callable[[Subject], object] | None = None,
 ) -> Profile:
-    """Measure a job on this machine; nothing depends on the number of GPUs it will get.
+    """Measure a job on this machine; nothing depends on the number of GPUs that the job will get.
 
     Args:
         job_path: ``path/to/file.py:name``.
         micro_batch_sizes: Sizes m to measure. None: the job's own m if it is fixed, else 1, 2, 4, ... until
             F(m)/m improves by less than 3 % or one section of the next size would fill half of the free memory.
-        num_samples: Samples of each time, at most; at least 5, and fewer than this once the median is stable.
+        num_samples: The largest number of samples of each time, at least 5; fewer are taken once the median is stable.
         device: ``cpu`` (one thread) or ``cuda``.
-        checkpoint_url: Any fsspec URL to measure uploads to; what is written there is removed.
-        peer: Another node, where ``morph calibrate-peer`` listens, to measure the links to. None: links between
+        checkpoint_url: An fsspec URL to which uploads are measured; written files are removed.
+        peer: Another node, on which ``morph calibrate-peer`` listens, to which links are measured. None: links between
             nodes repeat those within this one.
-        carriers: Of messages and reductions, where the devices can.
+        carriers: The carriers of messages and reductions, if the devices support them.
         progress: Called at the start of each part.
-        check: Called with the exported job before anything is measured; may refuse it.
+        check: Called with the exported job before anything is measured; it may refuse the job.
 
     Raises:
         JobError, ExportError: the job cannot be measured.
@@ -105,7 +105,7 @@ def calibrate(
 
 @contextmanager
 def started_helpers(devices: Sequence[torch.device]) -> Iterator[Neighbours]:
-    """Start the processes that compute beside this one, and then send messages; they import while it loads the job."""
+    """Start the processes that compute beside this one, and later send messages; they import while it loads the job."""
     num_slots = _num_slots(devices)
     busy = busy_counts(num_cores())[-1:] if devices[0].type == "cpu" else ()
     size = max(*growing_rings(num_slots), *(count - 1 for count in busy))
@@ -132,7 +132,7 @@ def silent(what: str, share: float) -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute with one thread meanwhile; afterwards its kernels are those of before, too."""
+    """Let torch compute with one thread in the block; afterwards threads and kernels are as before."""
     before, kernels = torch.get_num_threads(), kernels_now()
     torch.set_num_threads(1)
     try:
@@ -151,7 +151,7 @@ def _sizes(job: Job, wanted: Sequence[int] | None) -> tuple[tuple[int, ...], boo
 
 
 def network_spec(job: Job, compute: Compute, devices: Sequence[torch.device], num_samples: int) -> NetworkSpec:
-    """Say what the network is to be measured for: what the job sends and reduces, and sizes around it."""
+    """Return what to measure of the network: the sizes that the job sends and reduces, and sizes around these."""
     sent = {
         sum(spec.num_bytes for spec in section.outputs)
         for entry in compute.sizes

@@ -1,4 +1,4 @@
-"""Add another type of node to a profile: only what depends on the node is measured, all else stays as it is."""
+"""Adds another type of node to a profile: only what depends on the node is measured, all else stays as it is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from morph.contract.profile import LinkProfile, NodeTypeProfile, Profile, SendTi
 from morph.jobs.files import imported_once
 
 LINK_DIFFERS = 0.2
-"""Links of another node are kept when a median differs by more than this share, and by more than the spreads."""
+"""Links of another node are kept if a median differs by more than this share, and by more than the spreads."""
 
 
 def add_node_type(
@@ -28,13 +28,13 @@ def add_node_type(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Profile:
-    """Measure the job on this machine as a type of node of its own; one of that name is replaced.
+    """Measure the job on this machine as another type of node, replacing an earlier type of that name.
 
     Args:
-        profile: What ``calibrate`` made of the same job, on any machine.
+        profile: The profile that ``calibrate`` made of the same job, on any machine.
         job_path: ``path/to/file.py:name``.
-        name: Of the type.
-        num_samples: Samples of each time, at most.
+        name: The name of the type.
+        num_samples: The largest number of samples of each time.
         device: ``cpu`` or ``cuda``.
         progress: Called at the start of each part.
 
@@ -72,7 +72,7 @@ def add_node_type(
 
 
 def with_node_type(profile: Profile, added: NodeTypeProfile, link: LinkProfile) -> Profile:
-    """Return the profile with a type of node more, or replaced; its links are kept where they differ.
+    """Return the profile with the type of node added or replaced; the type's links are kept if they differ.
 
     ``inter_node`` follows only in a profile whose own ``inter_node`` repeats ``intra_node``.
     """
@@ -88,7 +88,7 @@ def with_node_type(profile: Profile, added: NodeTypeProfile, link: LinkProfile) 
 
 
 def links_differ(known: LinkProfile, measured: LinkProfile) -> bool:
-    """Whether any message takes clearly another time, in either direction."""
+    """Return whether the time of any message clearly differs, in either direction."""
     return _differ(known.activation, measured.activation) or _differ(known.gradient, measured.gradient)
 
 

@@ -1,4 +1,4 @@
-"""Write the profile's JSON schema: ``python -m calibrate.writing.schema docs/reference/profile.schema.json``."""
+"""Writes the profile's JSON schema: ``python -m calibrate.writing.schema docs/reference/profile.schema.json``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure how fast state leaves a worker: device to host memory, host to disk, disk to the checkpoint storage."""
+"""Measures how fast state leaves a worker: device to host memory, host to disk, disk to the checkpoint storage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _COPIES = 7
 
 @dataclass(frozen=True)
 class StorageSpeeds:
-    """As in the profile; None: not measured."""
+    """Speeds as in the profile; None: not measured."""
 
     write_bytes_per_s: float
     upload_bytes_per_s: float | None
@@ -44,10 +44,10 @@ def measure_checkpoint_speed(state_bytes: int) -> float:
 
 
 def measure_upload_speed(url: str, state_bytes: int) -> float:
-    """Return bytes per second of writing such a file below a URL; what was written is removed.
+    """Return bytes per second of writing such a file below a URL; the file is removed.
 
     Raises:
-        ConfigError: when it cannot be written.
+        ConfigError: the file cannot be written.
     """
     below = f"{url.rstrip('/')}/morph-calibration-{uuid.uuid4().hex[:12]}"
     with _named(url):
@@ -61,7 +61,7 @@ def check_upload_url(url: str) -> None:
     """Write a few bytes below a URL and remove them, before anything is measured.
 
     Raises:
-        ConfigError: naming the URL, when that fails.
+        ConfigError: this failed; the error names the URL.
     """
     below = f"{url.rstrip('/')}/morph-calibration-{uuid.uuid4().hex[:12]}"
     with _named(url):
@@ -90,7 +90,7 @@ def _write_speed(url: str, state_bytes: int) -> float:
 
 
 def _speed(move: Callable[[], int], most: int) -> float:
-    """Median speed of ``move``, which returns how many bytes it moved; not begun again after a few seconds."""
+    """Return the median speed of ``move``, which returns how many bytes it moved and is repeated for a few seconds."""
     speeds: list[float] = []
     end_s = time.perf_counter() + _BUDGET_S
     while len(speeds) < most and (not speeds or time.perf_counter() < end_s):
@@ -119,7 +119,7 @@ def _named(url: str) -> Iterator[None]:
 
 
 def _remove(url: str) -> None:
-    with contextlib.suppress(Exception):  # what was measured counts, or the error that ended it
+    with contextlib.suppress(Exception):  # the measurement counts, or the error that ended it
         filesystem, path = fsspec.core.url_to_fs(url)
         filesystem.rm(path, recursive=True)
 
@@ -130,7 +130,7 @@ _END_TIMEOUT_S = 30.0
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Give a folder and remove it afterwards; if this process is killed, a guard process removes it.
+    """Yield a folder and remove it afterwards; if this process is killed, a guard process removes it.
 
     The guard waits for its standard input to close, in a session of its own, so that Ctrl-C does not end it.
     """

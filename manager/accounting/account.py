@@ -1,4 +1,4 @@
-"""The uses of a run's time and their cost, as integers, so that the parts add up to the whole exactly."""
+"""Counts the uses of a run's time and their cost as integers, so that the parts add up to the whole exactly."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from morph.contract.base import Value
 
 
 class Part(StrEnum):
-    """The uses of a node's time, from when it begins to cost money (or appears, if VMs are not requested) to its end.
+    """The uses of a node's time, from the moment at which it begins to cost money (or appears, if VMs are not
+    requested) to its end.
 
     ``COMPUTE``: forward, recompute and backward of steps that count. ``BUBBLE``: the rest of those steps: waiting for
-    messages, reducing, the manager's round. ``LOST``: steps that were given up or lost their result, and attempts that
+    messages, reducing, the manager's round. ``LOST``: steps that were abandoned or lost their result, and attempts that
     overflowed. ``MORPH``: forming another shape. ``CHECKPOINT``: the last commit and its files, after training has
     ended. ``WAITING``: ready while no shape is formed. ``WARMING``: booting, and until its worker is ready. ``SPARE``:
     ready and without a place, or without a worker on a VM whose other workers live. ``UNMANAGED``: all time after the
@@ -33,7 +34,7 @@ class Part(StrEnum):
 
 
 class Bill(Value):
-    """The cost of a run, by part, in units of which ``UNITS_PER_USD`` are a dollar. ``total`` is summed separately."""
+    """The cost of a run by part; ``UNITS_PER_USD`` of its units are a dollar. ``total`` is summed separately."""
 
     parts: dict[Part, int]
     total: int = Field(ge=0)
@@ -84,7 +85,7 @@ class Account(Value):
     def bill(self, prices: Prices | None = None) -> Bill | None:
         """Return the price paid; None if no price is known, neither the VMs' own nor the user's.
 
-        If the user gives none, VMs without their own price are charged the highest known price.
+        If the user gives no price, VMs without their own price are charged the highest known price.
         """
         total = self.total.paid(prices, self.dearest)
         parts = {part: spent.paid(prices, self.dearest) for part, spent in self.parts.items()}

@@ -38,7 +38,7 @@ _UNFORMED = (Phase.STARTING, Phase.WAITING, Phase.HOLDING, Phase.RESTING)
 
 @dataclass(slots=True)
 class Stretch:
-    """Decided steps from ``first`` up to ``end`` that can still be lost, between two versions that were to be saved."""
+    """Decided steps from ``first`` up to ``end`` that can still be lost, between two versions with ordered saves."""
 
     first: int
     end: int
@@ -48,13 +48,13 @@ class Stretch:
 
 @dataclass
 class Ledger:
-    """Reads a journal's lines. Call ``advance`` with each line's time before its content is taken in.
+    """Reads a journal's lines. Call ``advance`` with each line's time before its content is processed.
 
-    A clock that was set back stands still until it has caught up. ``since_ns``: for each node that costs money, the
+    If a clock was set back, no time counts until it has caught up. ``since_ns``: for each node that costs money, the
     time from which its present rate applies; ``rates``: the rate per nanosecond; ``unheard``: nodes whose price is not
     known yet; ``idle``: nodes that are gone while others of their VM live, which is paid in full until the last one
     goes; ``waiting``: nodes that wait in their market's queue, and their later price; ``outlives_ns``: how long nodes
-    outlive a killed manager. ``given_up``: the time of given-up attempts of the present step; ``kept``: the part of it
+    outlive a killed manager. ``given_up``: the time of abandoned attempts at the present step; ``kept``: the part of it
     whose results the next shape uses, which counts as computing, while the rest is lost. ``settled``: the steps that a
     loss of everything would lose, in order; a run goes back only to a saved version, so steps are summed from one save
     to the next. ``save_at``: where the last save began.
@@ -97,7 +97,7 @@ class Ledger:
         return total
 
     def begin_session(self, time_s: float) -> None:
-        """Note that a manager begins with its own nodes; a killed manager's nodes outlived it by their patience."""
+        """Record that a manager begins with its own nodes; a killed manager's nodes outlived it by their patience."""
         self.outlived(time_s)
         self.end_session()
         self.now_ns = max(self.now_ns, _ns(time_s))
@@ -105,14 +105,14 @@ class Ledger:
         self.settled.clear()
 
     def end_session(self) -> None:
-        """Note that every node is gone."""
+        """Record that every node is gone."""
         self.waiting.clear()
         self._give_up_step()
         self._keep_nothing()
         self._gone(list(self.since_ns))
 
     def outlived(self, time_s: float) -> None:
-        """Book the time that nodes outlived a killed manager: until now, and for their patience at most."""
+        """Book the time that nodes outlived a killed manager: until now, but at most for their patience."""
         self.unmanaged(min(time_s, (self.now_ns + self.outlives_ns) / NS_PER_S))
 
     def unmanaged(self, time_s: float) -> None:
@@ -139,7 +139,7 @@ class Ledger:
             self.parts[_OF_MEMBERS[self.phase]] += members * passed_ns
 
     def take(self, event: Event, record: DecisionRecord, decided: Collection[Prepared] | Prepared = ()) -> None:
-        """Take in an event and its decision.
+        """Process an event and its decision.
 
         ``decided``: every member's answer, if the event decided a step; or one answer that stands for each member.
         """
@@ -194,7 +194,7 @@ class Ledger:
                 self.saved(version)
 
     def saved(self, version: int) -> None:
-        """Note that steps before a version can no longer be lost."""
+        """Record that steps before a version can no longer be lost."""
         self._part_at(version)
         self.settled = [stretch for stretch in self.settled if stretch.first >= version]
 
@@ -222,9 +222,9 @@ class Ledger:
         self._warming += rate
 
     def _priced(self, node: WorkerId, paid: Paid) -> None:
-        """Note a grant that comes after its node appeared; the node's cost until now is booked.
+        """Record a grant that comes after its node appeared; the node's cost until now is booked.
 
-        Its time since its worker was ready stays without its own price.
+        The node's time since its worker was ready stays without its own price.
         """
         self.unheard.discard(node)
         appeared_ns, old, new = self.since_ns[node], self.rates[node], rate_of(paid)
@@ -245,7 +245,7 @@ class Ledger:
         self.rates[node] = new
 
     def _back(self, node: WorkerId, paid: Paid | None) -> None:
-        """Note that a node is back whose VM was paid for all along: its worker is set up as a spare."""
+        """Record that a node is back whose VM was paid for all along: its worker is set up as a spare."""
         if paid is not None and node in self.unheard:
             self._noted(paid)
             self._priced(node, paid)
@@ -253,7 +253,7 @@ class Ledger:
         self._idle -= self.rates[node]
 
     def _gone(self, nodes: Collection[WorkerId]) -> None:
-        """Note that nodes are gone or given up; each costs money until the last one of its VM is gone."""
+        """Record that nodes are gone or given up; each costs money until the last node of its VM is gone."""
         for node in nodes:
             self.waiting.pop(node, None)
         left = set(nodes) & (self.since_ns.keys() - self.idle)
@@ -279,7 +279,7 @@ class Ledger:
             self.unheard.discard(node)
 
     def settle(self, decided: Collection[Prepared] | Prepared) -> None:
-        """Note that one or many equal steps are decided: their time was computing, as members report, and bubble."""
+        """Record that one or many equal steps are decided: their time was computing, as members report, and bubble."""
         longest_ns = self.open.node_ns // max(1, len(self.members))
         if isinstance(decided, Prepared):
             step, compute = decided.step, self._members * min(longest_ns, _compute_ns(decided))
@@ -296,7 +296,7 @@ class Ledger:
         self.open = self.kept = self.given_up = NOTHING
 
     def settle_all(self, first: int, end: int, compute_ns: int) -> None:
-        """Note that many steps are decided, for which only the sum of their slowest members' times is known."""
+        """Record that many steps are decided of which only the sum of the slowest members' times is known."""
         compute = (self._members * compute_ns).at_most(self.open)
         bubble = self.open - compute
         self.parts[Part.COMPUTE] += compute
@@ -328,7 +328,7 @@ class Ledger:
                 self.settled[number : number + 1] = [Stretch(whole.first, version, compute, bubble), behind]
 
     def _keep(self, order: ReshapeOrder) -> None:
-        """Note that a shape uses some micro-batches of the given-up step: their time was computing."""
+        """Record that a shape uses some micro-batches of the abandoned step: their time was computing."""
         kept = NOTHING
         if order.salvage is not None and self.given_up.node_ns:
             total = order.plan.num_micro_batches
@@ -340,13 +340,13 @@ class Ledger:
         self.kept = kept
 
     def _keep_nothing(self) -> None:
-        """Note that no shape uses the given-up step: all of it was lost."""
+        """Record that no shape uses the abandoned step: all of it was lost."""
         self.parts[Part.COMPUTE] -= self.kept
         self.parts[Part.LOST] += self.kept
         self.kept = self.given_up = NOTHING
 
     def _set_back(self, version: int) -> None:
-        """Note that steps from ``version`` on are lost."""
+        """Record that steps from ``version`` on are lost."""
         self._part_at(version)
         for lost in [stretch for stretch in self.settled if stretch.first >= version]:
             self.parts[Part.COMPUTE] -= lost.compute
@@ -361,7 +361,7 @@ class Ledger:
 
 
 def _saved_at(action: Action) -> int | None:
-    """Return the version that an order makes a worker write."""
+    """Return the version that an order lets a worker write."""
     if isinstance(action, SendStep):
         return action.order.step if action.order.checkpoint_units else None
     return action.order.version if isinstance(action, SendCommit) and action.order.checkpoint_units else None

@@ -1,4 +1,4 @@
-"""Node-time and its cost, in whole numbers, so that parts add up to their whole exactly, in dollars too."""
+"""Counts node-time and its cost in whole numbers, so that parts add up to their whole exactly, also in dollars."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Spent:
     """An amount of node-time.
 
     ``node_ns``: nanoseconds of nodes. ``vm_ns``: nanoseconds of VM shares, where one of k nodes has a k-th of the VM.
-    ``unpriced_ns``: the part of them without a known price. ``cost``: the cost of the others, see ``UNITS_PER_USD``.
+    ``unpriced_ns``: the part of these without a known price. ``cost``: the cost of the other part, see
+    ``UNITS_PER_USD``.
     """
 
     node_ns: int = 0
@@ -49,7 +50,7 @@ class Spent:
         return Spent(self.node_ns * times, self.vm_ns * times, self.unpriced_ns * times, self.cost * times)
 
     def part(self, counter: int, denominator: int) -> Spent:
-        """Return this share of it, rounded down."""
+        """Return this share of the amount, rounded down."""
         return Spent(
             self.node_ns * counter // denominator,
             self.vm_ns * counter // denominator,
@@ -58,7 +59,7 @@ class Spent:
         )
 
     def at_most(self, whole: Spent) -> Spent:
-        """Return this amount, each field limited to that of the whole that it is a part of."""
+        """Return this amount, with each field limited to that of a whole of which it is a part."""
         return Spent(
             min(self.node_ns, whole.node_ns),
             min(self.vm_ns, whole.vm_ns),

@@ -1,4 +1,4 @@
-"""How a worker's answer to an order changes the state."""
+"""Changes the state by a worker's answer to an order."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ NOTED: Mapping[Phase, tuple[type[Answer], ...]] = defaultdict(
         Phase.ABORTING: (Aborted, Reshaped, Prepared, Committed),
     },
 )
-"""By phase, the kinds of answers that decide nothing until the last of them has come."""
+"""The kinds of answers, by phase, that decide nothing until the last of them has come."""
 
 
 def on_worker_answered(transition: Transition, event: WorkerAnswered) -> None:
-    """Handle an answer to the setup or to the outstanding order; ignore late, repeated and unknown senders' answers."""
+    """Handle an answer to the setup or the outstanding order; ignore late and repeated ones, and unknown senders."""
     state = transition.state
     step = state.step
     entry = state.workers.get(event.worker)
     if entry is None:
-        return transition.say(ReasonCode.IGNORED, f"{event.worker} is not known, or was lost")
+        return transition.say(ReasonCode.IGNORED, f"{event.worker} is unknown, or was lost")
     if not entry.ready:
         return _set_up(transition, event.worker, event.answer)
     if step.order is None or event.worker not in step.awaited or not _fits(event.answer, step.order):
@@ -69,7 +69,7 @@ def on_worker_answered(transition: Transition, event: WorkerAnswered) -> None:
 def note_answers(transition: Transition, answers: Mapping[WorkerId, Answer]) -> Sequence[WorkerAnswered]:
     """Record answers of many workers that arrived together; returns those that must still be handled one by one.
 
-    These are the last awaited answer, which triggers a decision, or all answers where each may trigger one.
+    These are the last awaited answer, which triggers a decision, or all answers if each may trigger one.
     """
     state, order, noted = transition.state, transition.state.step.order, NOTED[transition.state.phase]
     step = state.step

@@ -1,4 +1,4 @@
-"""Bounds on every wait: when the next wait expires, and what the controller does then."""
+"""Bounds every wait: computes when the next wait expires, and acts when it does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from morph.words import counted
 
 
 def wake_at_s(state: ControllerState) -> float | None:
-    """Return a time (seconds) no later than the end of the first wait; None only when the run is over.
+    """Return a time (seconds) no later than the end of the first wait; None only if the run is over.
 
     Finding the first wait for a node means looking at every node, so the state keeps a lower bound, which each ``Tick``
     updates.
@@ -73,7 +73,7 @@ def on_tick(transition: Transition, event: Tick) -> None:
         dissolve(transition)
     elif _cannot_tell(transition.state, late):
         transition.say(
-            ReasonCode.ABORTING, f"{counted(len(late), 'worker')} did not answer: it is not known which of them hang"
+            ReasonCode.ABORTING, f"{counted(len(late), 'worker')} did not answer; which of them hang is not known"
         )
         dissolve(transition)
     elif late:
@@ -92,7 +92,7 @@ def on_tick(transition: Transition, event: Tick) -> None:
 
 
 def on_nobody_heard(transition: Transition, event: NobodyHeard) -> None:
-    """Extend the waits for workers by the time in which none of them could answer."""
+    """Extend the waits for workers by the time in which no worker could answer."""
 
     def later(since_s: float | None) -> float | None:
         return None if since_s is None else min(since_s + event.lasted_s, transition.now_s)
@@ -173,7 +173,7 @@ def _cannot_tell(state: ControllerState, late: Mapping[WorkerId, str]) -> bool:
 
 
 def _late_workers(state: ControllerState, now_s: float) -> dict[WorkerId, str]:
-    """Return the workers that are overdue, each with the sentence that says what it failed to do."""
+    """Return the workers that are overdue, each with a sentence on its failure."""
     saving = state.saving
     late, limit_s = {}, setup_bound_s(state)
     for worker, entry in state.workers.items():
@@ -189,7 +189,7 @@ def _late_workers(state: ControllerState, now_s: float) -> dict[WorkerId, str]:
 
 
 def _look_after_nodes(transition: Transition) -> None:
-    """Take back workers that outlived their notice, probe slow ones, resend requests, and set the next look."""
+    """Take back workers that outlived their notice, probe slow ones, resend requests, and schedule the next check."""
     for worker, entry in transition.state.workers.items():
         if worker not in transition.state.workers:
             continue

@@ -116,7 +116,7 @@ def decide(state: ControllerState, event: Event, now_s: float) -> Decision:
 
 
 def _take_all(transition: Transition, events: Sequence[Single | AnsweredAlike]) -> bool:
-    """Handle events one after the other, answers of many workers at once; returns whether all are answers."""
+    """Handle events one after the other, but answers of many workers at once; return whether all events are answers."""
     for run in _runs(events):
         for each in note_answers(transition, run) if isinstance(run, dict) else (run,):
             handler = TRANSITIONS.get((transition.state.phase, type(each)))
@@ -270,4 +270,4 @@ _ROWS: tuple[tuple[type[Single], tuple[Phase, ...], Handler], ...] = (
 TRANSITIONS: Mapping[tuple[Phase, type[Single]], Handler] = MappingProxyType(
     {(phase, event_type): handler for event_type, phases, handler in _ROWS for phase in phases}
 )
-"""The handler by (phase, event type). A missing pair is impossible: before the first generation nothing is written."""
+"""The handler by (phase, event type). A missing pair cannot happen: nothing is written before the first generation."""

@@ -1,4 +1,4 @@
-"""When a run ends, or rests without VMs, because the VMs that it pays for achieve nothing.
+"""Decides when a run ends, or rests without VMs, because the VMs that it pays for achieve nothing.
 
 Either workers repeatedly fail their setup in the same way, or VMs are paid for too long while no step is trained.
 """
@@ -26,7 +26,7 @@ _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 def note_failed_setup(transition: Transition, worker: WorkerId, host: str, answer: Failed) -> str:
-    """Record that a worker on this machine could not be set up; returns the sentence that says so."""
+    """Record that a worker on this machine could not be set up; return the sentence on it."""
     known, way = transition.state.provisioning.failed_setups, _way_of(answer)
     before = known if known is not None and known.way == way else None
     sentence = f"{worker} could not be set up: {answer.error}"
@@ -73,7 +73,7 @@ def note_idle(transition: Transition) -> None:
 
 
 def idle_until_s(state: ControllerState) -> float | None:
-    """Return when (seconds) idle VMs reach the limit, if nothing changes; None: they do not."""
+    """Return when (seconds) idle VMs reach the limit, if nothing changes; None if they never do."""
     left_s, num_vms = _idle_left_s(state), _num_vms(state)
     if state.waits.idle_at_s is None or left_s is None or left_s <= 0 or not num_vms:
         return None

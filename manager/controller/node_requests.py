@@ -1,4 +1,4 @@
-"""Requesting missing VMs from a provider: each attempt has a new name, and pauses grow with each refusal."""
+"""Requests missing VMs from a provider: each attempt has a new name, and pauses grow with each refusal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def keeps(transition: Transition, event: NoticeGiven) -> bool:
 
 
 def notice_of(state: ControllerState, node: WorkerId, now_s: float) -> NoticeGiven | None:
-    """Return the kept notice of a node that has appeared since; None: there is none, or it has become void."""
+    """Return the kept notice of a node that has appeared since then; None: there is none, or it has become void."""
     entry = state.provisioning.kept_notices.get(node)
     if entry is None or now_s >= entry.taken_s + state.config.policy.rules.requests.notice_grace_s:
         return None
@@ -42,7 +42,7 @@ def notice_of(state: ControllerState, node: WorkerId, now_s: float) -> NoticeGiv
 
 
 def forget_kept(transition: Transition, *nodes: WorkerId) -> None:
-    """Forget the notices of these nodes, and of all nodes that cannot appear any more.
+    """Forget the notices of these nodes, and of all nodes that can no longer appear.
 
     A node can appear while a request is open that its VM could answer, or while other workers of its VM have appeared.
     """
@@ -67,7 +67,7 @@ def is_awaited(state: ControllerState) -> bool:
 
 MAX_SENT = 8
 WEIGHED = (1, 2, 3, 4, 6, 8, 12, 16)
-"""At most so many GPUs of one type are considered together when the type to request is chosen."""
+"""Numbers of GPUs of one type that are considered together when the type to request is chosen."""
 COUNTED = (NodeState.WARMING, NodeState.READY, NodeState.SUSPECT)
 ENDING = (Phase.COMMITTING, Phase.SEALING, Phase.ENDED)
 
@@ -89,7 +89,7 @@ def request_missing(transition: Transition) -> None:
     if missing <= 0 or has_ended_requests(state):
         return
     until_s = partly_lost_until_s(state, now_s)
-    if until_s is not None:  # else two lost workers of one VM would each be replaced by a VM
+    if until_s is not None:  # otherwise two lost workers of one VM would each be replaced by a VM
         transition.wake_by(until_s)
         return
     if provisioning.next_request_s is not None and now_s < provisioning.next_request_s:
@@ -113,7 +113,7 @@ def request_missing(transition: Transition) -> None:
 
 
 def types_wanted(state: ControllerState, missing: int, now_s: float) -> dict[str, int]:
-    """Return how many GPUs of each type to request; fewer than ``missing`` where types were refused a moment ago.
+    """Return how many GPUs of each type to request; fewer than ``missing`` if types were refused recently.
 
     Types are chosen one GPU after the other, by the largest gain in speed, or in speed per dollar. Because a GPU may
     be useful only together with others of its type, the average gain of several at once is considered. GPUs that were
@@ -181,7 +181,7 @@ def on_nodes_started(transition: Transition, event: NodesStarted) -> None:
     request = transition.state.provisioning.requests.get(event.request)
     begun = [node for node in event.nodes if request is not None and node in request.waiting]
     if request is None or not begun:
-        return transition.say(ReasonCode.IGNORED, f"nobody waits for {', '.join(event.nodes)}")
+        return transition.say(ReasonCode.IGNORED, f"nothing waits for {', '.join(event.nodes)}")
     facts = {node: event.facts[node] for node in begun if node in event.facts}
     update = {
         "granted": request.granted | dict.fromkeys(begun, transition.now_s),
@@ -216,7 +216,7 @@ def note_appeared(transition: Transition, event: NodeAppeared) -> NodeFacts:
             return _typed(event.facts or request.facts.get(event.node), request)
     named = requests.get(event.request) if event.request is not None else None
     if event.request is not None and named is not None and named.count:
-        # noted by name: it may be lost before its grant is reported
+        # recorded by name: it may be lost before its grant is reported
         update = {"count": named.count - 1, "appeared": named.appeared | {event.node}}
         keep_request(transition, event.request, named.model_copy(update=update))
         return _typed(event.facts, named)
@@ -242,7 +242,7 @@ def lost_booting(transition: Transition, event: WorkerLost) -> None:
             sentence = f"{event.worker} never appeared: {event.cause}"
             transition.say(ReasonCode.NODE_ABSENT, sentence, ReleaseNodes(nodes=(event.worker,)))
             return pause_requests(transition, request.granted[event.worker], num_absent=int(event.unfit))
-    return transition.say(ReasonCode.IGNORED, f"{event.worker} is not known, or was lost before")
+    return transition.say(ReasonCode.IGNORED, f"{event.worker} is unknown, or was lost before")
 
 
 def has_ended_requests(state: ControllerState) -> bool:
@@ -251,7 +251,7 @@ def has_ended_requests(state: ControllerState) -> bool:
 
 
 def why_requests_ended(state: ControllerState) -> str:
-    """Return the sentence for ``has_ended_requests``, with what the user should look at."""
+    """Return the sentence for ``has_ended_requests``, with advice for the user."""
     return (
         f"{state.provisioning.num_absent} times in a row VMs were granted and none of them joined: "
         "no further one is requested; look at the log of such a VM's first boot, at what vms.environment installs, "
@@ -266,9 +266,9 @@ def nothing_comes(state: ControllerState) -> bool:
 
 
 def pause_requests(transition: Transition, since_s: float, num_absent: int = 0) -> None:
-    """Put off the next request when several VMs in a row are lost before their workers are ready.
+    """Postpone the next request if several VMs in a row are lost before their workers are ready.
 
-    ``since_s``: when the VM that was lost now was granted, or appeared; ``num_absent``: 1 if no usable VM appeared.
+    ``since_s``: when the VM that is now lost was granted, or appeared; ``num_absent``: 1 if no usable VM appeared.
     """
     state, now_s = transition.state, transition.now_s
     provisioning = state.provisioning
@@ -347,7 +347,7 @@ def _repeat_request(transition: Transition, name: RequestId) -> None:
 
 
 def _refuse(transition: Transition, why: str, node_type: str, retry_s: float | None = None) -> None:
-    """Pause requests, for at most ``retry_s`` where the provider gives it; with several types, only of this type."""
+    """Pause requests, for at most ``retry_s`` if the provider gives it; with several types, only of this type."""
     state, now_s = transition.state, transition.now_s
     rules, provisioning = state.config.policy.rules.requests, state.provisioning
     before = provisioning.refused[node_type].num if node_type in provisioning.refused else 0

@@ -1,4 +1,4 @@
-"""Notices: a VM with a notice is drained at the next step boundary, and used again if it was not revoked."""
+"""Handles notices: a VM with a notice is drained at the next step boundary, and used again if it was not revoked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from manager.controller.steps.save_timing import step_outlasts
 from morph.contract.messages import WorkerId
 from morph.contract.vm_names import beside, vm_of
 
-# Acknowledging a notice, which lets the provider take the VM: only once nothing of value is left on it.
+# Acknowledging a notice lets the provider take the VM, so this is done only once nothing of value is left on it.
 
 
 ROUTINE = frozenset(
@@ -32,7 +32,7 @@ ROUTINE = frozenset(
         ReasonCode.UNITS_NOTED,
     }
 )
-"""Codes that an acknowledged notice overrides as the code of the decision."""
+"""Codes of decisions that are replaced by that of an acknowledged notice."""
 
 
 def acknowledge(transition: Transition) -> None:
@@ -62,10 +62,10 @@ def _is_free_with_its_vm(state: ControllerState, worker: WorkerId) -> bool:
 
 
 def _is_free(state: ControllerState, worker: WorkerId) -> bool:
-    """Whether a worker is not a member, has no order, serves no peer, and holds nothing that exists nowhere else.
+    """Whether a worker is not a member, has no order, serves no peer, and holds no state that exists nowhere else.
 
     Its state counts as obsolete once a step is decided without it: by then the members have what they need. A
-    checkpoint's unit that it still has to write is of value, too.
+    checkpoint's unit that it still has to write also counts.
     """
     if worker in state.member_units or worker in state.step.awaited or state.workers[worker].holds:
         return False
@@ -80,7 +80,7 @@ def on_notice_given(transition: Transition, event: NoticeGiven) -> None:
     entry = state.workers.get(event.worker)
     if entry is None:
         if not gives_back(transition, event) and not keeps(transition, event):
-            transition.say(ReasonCode.IGNORED, f"{event.worker} is not known, or was lost")
+            transition.say(ReasonCode.IGNORED, f"{event.worker} is unknown, or was lost")
         return None
     if event.notice and event.notice == entry.notice:
         if entry.node is NodeState.DRAINING:  # a repeated notice means that the acknowledgement did not arrive
@@ -102,7 +102,7 @@ def on_notice_given(transition: Transition, event: NoticeGiven) -> None:
 
 
 def on_notice_withdrawn(transition: Transition, event: NoticeWithdrawn) -> None:
-    """Take back a worker whose VM stays, as its provider now says."""
+    """Take back a worker whose VM stays, because its provider has withdrawn the notice."""
     forget_kept(transition, event.worker)
     entry = transition.state.workers.get(event.worker)
     if entry is None or entry.node is not NodeState.DRAINING:

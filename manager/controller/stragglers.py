@@ -1,4 +1,4 @@
-"""Slow members: found by their compute times, over several windows of micro-batches."""
+"""Finds slow members by their compute times over several windows of micro-batches."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from morph.words import counted
 NORMAL_MAD = 1.4826  # the median absolute deviation of a normal distribution, times this, is its standard deviation
 MEDIAN_ERROR = 1.2533  # standard error of a normal sample's median over that of its mean
 PEERS = 3
-"""This many workers suffice to estimate the spread by chance."""
+"""The number of workers from which the spread by chance can be estimated."""
 SMALL_SAMPLE = {3: 1.495, 4: 1.363, 5: 1.206, 6: 1.2, 7: 1.14, 8: 1.129, 9: 1.107}
 """Factors that correct the median absolute deviation of few values (Croux and Rousseeuw 1992)."""
 
 
 class Usual(NamedTuple):
-    """How the present workers compare with the profile: the median of their ratios to it, and the robust spread."""
+    """How the present workers compare with the profile: the median of their ratios to it, and its robust spread."""
 
     ratio: float
     spread: float
@@ -55,7 +55,7 @@ class Expected(NamedTuple):
 class Judgement(NamedTuple):
     """``ratio``: the time as a multiple of the expected ``healthy_s``. ``by_sums``: judged over many windows.
 
-    A worker that is neither slow nor well is in between, and nothing changes.
+    Nothing changes for a worker that is neither slow nor well.
     """
 
     ratio: float
@@ -74,7 +74,7 @@ def spread(values: Sequence[float]) -> float:
 def error_of_median(samples_s: Sequence[float]) -> float:
     """Return the standard error (seconds) of the median of these samples, from their own spread.
 
-    Times of micro-batches vary on machines with shared cores, where a window says less.
+    On machines with shared cores, times of micro-batches vary and a window says less.
     """
     return MEDIAN_ERROR * spread(samples_s) / math.sqrt(len(samples_s))
 
@@ -88,10 +88,10 @@ def judge(
     """Judge workers that do the same work by the median compute time (seconds) of each over a window of micro-batches.
 
     Three or more workers are compared with their median; to be slow, a worker must also lie some robust deviations
-    (median absolute deviation) above it. Of two, the slower one is compared with the faster one, because nothing makes
-    a device faster than it is. A single worker is compared with ``expected``, and must also lie some of its deviations
-    above it; without ``expected`` it is not judged. In every case the excess must also be some standard errors of the
-    two medians (``errors_s``) that are compared.
+    (median absolute deviation) above it. The slower of two is compared with the faster, because nothing makes a device
+    faster than it is. A single worker is compared with ``expected``, and must also lie some deviations above it;
+    without ``expected`` it is not judged. In every case the excess must also be some standard errors of the two medians
+    (``errors_s``) that are compared.
     """
     values = sorted(medians_s.values())
     spread_s = measure_error_s = 0.0
@@ -115,7 +115,8 @@ def judge(
 
 
 def usual(ratios: Sequence[float]) -> Usual | None:
-    """Return how workers compare with the profile, from the ratio of each one's time to it; None: too few to tell.
+    """Return how workers compare with the profile, from the ratio of each one's time to it; None if there are too few
+    to tell.
 
     A slowdown of all workers (a lower clock, contention that was not profiled) is not one worker's fault, and if the
     ratios differ widely, the profile is not to be trusted. One or two workers cannot show whether a worker or the
@@ -159,7 +160,7 @@ def learn(transition: Transition, event: ComputeTimesSeen) -> None:
 
 PAST_WINDOWS = 12
 SUMS_EXCESS = 10 / 3
-"""A worker is slow by its sums above this multiple of the excess in ``StutterRules.ratio``."""
+"""A worker is slow by its sums if its excess is above this multiple of that in ``StutterRules.ratio``."""
 
 
 def on_compute_times(transition: Transition, event: ComputeTimesSeen) -> None:
@@ -226,8 +227,8 @@ def _close_windows(transition: Transition) -> list[int]:
 def _judged(state: ControllerState, stages: Sequence[int], usual: Usual | None) -> dict[WorkerId, Judgement]:
     """Judge every worker of these stages by its last window.
 
-    Where there are too few peers to estimate the spread by chance, it comes from each worker's own earlier windows,
-    before it grew slow.
+    If there are too few peers to estimate the spread by chance, the spread of each worker's own earlier windows, from
+    before it grew slow, is used.
     """
     assert state.plan is not None, "no shape is formed"
     members, rules = members_by_stage(state), state.config.policy.rules.stutter
@@ -301,7 +302,7 @@ def _take_judgement(transition: Transition, worker: WorkerId, judgement: Judgeme
         pace = entry.pace.model_copy(update={"slowdown": judgement.ratio})
         transition.change_node(worker, NodeEvent.SLOW, pace=pace)
         sentence = (
-            f"{worker} takes {judgement.ratio:.2f} times as long as it should, {entry.pace.streak} windows in a row"
+            f"{worker} takes {judgement.ratio:.2f} times as long as it should, in {entry.pace.streak} windows in a row"
         )
         transition.say(ReasonCode.WORKER_SLOW, sentence)
     if entry.node is NodeState.SUSPECT and entry.pace.streak <= -windows:
@@ -357,8 +358,8 @@ def usual_now(state: ControllerState, of: Callable[[Pace], float | None] = _last
 def healthy_now_s(state: ControllerState, yardstick: Yardstick) -> float:
     """Return the time (seconds) that a healthy worker takes now for the work at which a worker was slow.
 
-    It is the time that the worker was compared with then, scaled by how members compare with the profile now and then.
-    If healthy members do the same work and all take longer, it is the time of the fastest of them.
+    It is the time with which the worker was compared then, scaled by the change since then in how members compare with
+    the profile. If healthy members do the same work and all take longer, it is the time of the fastest of them.
     """
     healthy_s, now = yardstick.healthy_s, usual_now(state)
     if now is not None and yardstick.usual is not None:
@@ -403,7 +404,7 @@ def on_worker_probed(transition: Transition, event: WorkerProbed) -> None:
     eligible_s = now_s + wait_s if wait_s else None
     transition.change_node(event.worker, NodeEvent.WELL, probation=None, pace=Pace(), eligible_s=eligible_s)
     return transition.say(
-        ReasonCode.WORKER_WELL, f"{event.worker} is well again, by {counted(rules.probe_passes, 'probe')}"
+        ReasonCode.WORKER_WELL, f"{event.worker} is well again: it passed {counted(rules.probe_passes, 'probe')}"
     )
 
 

@@ -28,7 +28,7 @@ from morph.words import counted
 
 
 def on_manager_resumed(transition: Transition, event: ManagerResumed) -> None:
-    """Repeat unanswered orders, end unknown workers, and lose the workers that are gone.
+    """Repeat unanswered orders, end unknown workers, and handle the loss of workers that are gone.
 
     Every wait restarts, because no worker could be heard meanwhile. A worker answers a completed order again, and
     continues one that it is working on.
@@ -60,7 +60,7 @@ def on_manager_resumed(transition: Transition, event: ManagerResumed) -> None:
 
 
 def on_manager_resumed_after_end(transition: Transition, event: ManagerResumed) -> None:
-    """The run was over: issue its ``Finish`` again."""
+    """Handle that the run was over: issue its ``Finish`` again."""
     del event
     assert transition.state.finish is not None, "ended without an outcome"
     transition.say(ReasonCode.MANAGER_RESUMED, "the run had ended already", transition.state.finish)

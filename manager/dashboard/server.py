@@ -1,8 +1,8 @@
-"""Serves a run's page on loopback to clients with the token.
+"""Serves a run's page on loopback to clients that have the token.
 
 ``/`` is the empty page: it has no data of the run, and reads the token from the address after the ``#``, which browsers
-do not send. ``/api/run`` and ``/metrics`` require it as a bearer token, and refuse other hosts and origins, so that no
-other site can send requests through the user's browser. The page is read-only.
+do not send. ``/api/run`` and ``/metrics`` require the token as a bearer token, and refuse other hosts and origins, so
+that no other site can send requests through the user's browser. The page is read-only.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; conn
 
 
 class PageAddress(Value):
-    """The address of a run's page; the file that holds it is readable by its owner alone."""
+    """The address of a run's page; only its owner can read the file that holds it."""
 
     url: str
     token: str = Field(repr=False)
 
     @property
     def with_token(self) -> str:
-        """The address to open."""
+        """The address to open in a browser."""
         return f"{self.url}#{self.token}"
 
 
@@ -64,7 +64,7 @@ def read_address(run_dir: Path) -> PageAddress:
 
 @contextmanager
 def serving(run: LiveRun, run_dir: Path) -> Iterator[PageAddress]:
-    """Serve a run's page while the context is open, from its own thread; nothing is left of it afterwards.
+    """Serve a run's page while the context is open, from its own thread; nothing remains afterwards.
 
     Raises:
         ClusterError: the page cannot be served within ``START_TIMEOUT_S``.
@@ -129,7 +129,7 @@ class _Server:
 
 
 class _Bounded(HTTPServer):
-    """A server whose connections all stay pending, as each request has a token: any may be closed between requests."""
+    """A server whose connections all stay pending, because requests have tokens: any may be closed between requests."""
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         super().initialize(*args, **kwargs)

@@ -20,7 +20,7 @@ UNREADABLE = (
     x509.DuplicateExtension,
     x509.UnsupportedGeneralNameType,
 )
-"""The errors that ``cryptography`` raises for bytes that are not a request, or are an odd one."""
+"""The errors that ``cryptography`` raises for bytes that are not a request, or not an ordinary one."""
 
 
 class RequestRefused(MorphError):
@@ -60,10 +60,10 @@ def requested_key(pem: str, node: str, address: str) -> PublicKey:
     if not signed:
         raise RequestRefused("the signing request is not signed with its own key")
     if request.subject != name_of(node):
-        raise RequestRefused(f"the signing request is for another name than {node}")
+        raise RequestRefused(f"the signing request is for a name other than {node}")
     wanted = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
     if extensions != [wanted]:
-        raise RequestRefused(f"the signing request is for something else than the address {address} it comes from")
+        raise RequestRefused(f"the signing request is for something other than {address}, from which it comes")
     return key
 
 

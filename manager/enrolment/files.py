@@ -1,4 +1,4 @@
-"""Files of certificates, readable by their owner alone, and Ray's settings for them. Needs no ``cryptography``."""
+"""Files of certificates, which only their owner can read, and Ray's settings for them. Needs no ``cryptography``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Certificates:
 
     @classmethod
     def below(cls, directory: Path) -> Certificates:
-        """Return where the files are, or will be."""
+        """Return the paths at which the files are, or will be."""
         return cls(*(directory / name for name in FILES))
 
     @property

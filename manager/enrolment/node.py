@@ -1,10 +1,11 @@
-"""Runs on a VM before its Ray node: gets a certificate from the manager, then becomes the node, which uses it.
+"""Runs on a VM before its Ray node: gets a certificate from the manager, then becomes the node, which uses the
+certificate.
 
 ``python -m manager.enrolment.node --manager HOST:PORT --node NAME --secret-file PATH --authority PATH --directory PATH
 --patience-s S [--address IP] -- COMMAND...``
 
-The key is made here, a new one for each start, and never leaves the VM. COMMAND gets ``--node-ip-address``: the address
-that the certificate is for.
+The key is made here, a new one for each start, and never leaves the VM. COMMAND gets ``--node-ip-address`` with the
+address in the certificate.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Granted:
-    """A certificate in PEM, and the address that it is for."""
+    """A certificate in PEM, and its address."""
 
     certificate: str
     address: str
@@ -55,7 +56,7 @@ def ask(place: Place, make_request: MakeRequest) -> Granted:
     """Request a certificate once.
 
     Raises:
-        OSError: the manager cannot be reached, is slow, or the answering process cannot prove to be the manager.
+        OSError: the manager cannot be reached or is slow, or the answering process cannot prove that it is the manager.
         NotEnrolled: the manager refuses.
     """
     with called(place.manager, place.secret, place.node, ERRAND, source=place.source) as session:
@@ -68,7 +69,7 @@ def ask(place: Place, make_request: MakeRequest) -> Granted:
 
 
 def ask_for_long(place: Place, make_request: MakeRequest, patience_s: float, retry_s: float = RETRY_S) -> Granted:
-    """Repeat the request until there is an answer, for this number of seconds and one more try.
+    """Repeat the request until there is an answer, for this number of seconds and one more attempt.
 
     Raises:
         NotEnrolled: no answer came, or the manager refuses.
@@ -86,7 +87,7 @@ def ask_for_long(place: Place, make_request: MakeRequest, patience_s: float, ret
 
 
 def enrol(place: Place, authority: Path, directory: Path, patience_s: float) -> tuple[Certificates, str]:
-    """Get a certificate for a new key; returns the paths of both, and the address that the certificate is for.
+    """Get a certificate for a new key; return the paths of both, and the certificate's address.
 
     Raises:
         NotEnrolled: there is no certificate.

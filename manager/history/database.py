@@ -18,7 +18,7 @@ FILE_NAME = "history.sqlite"
 SCHEMA = 1
 BUSY_S = 2.0
 MOST_LIVES = 50_000
-"""With more VMs, those that ended longest ago are removed: about 25 MB."""
+"""The largest number of VMs, about 25 MB; beyond it, VMs that ended longest ago are removed."""
 KIND = ("provider", "size", "region", "zone")
 
 _SCHEMA = """
@@ -52,7 +52,7 @@ def history_path() -> Path:
 
 
 def keep_lives(path: Path, run: str, lives: Sequence[Life]) -> None:
-    """Store the lives of a run's VMs in one transaction, in place of earlier entries for the same VMs.
+    """Store the lives of a run's VMs in one transaction, replacing earlier entries for the same VMs.
 
     Waits at most ``BUSY_S`` for another writer.
 
@@ -108,8 +108,8 @@ def _opened(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
     try:
         if mode == "rwc":
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with suppress(FileExistsError):  # not opened here: a close would end our locks on it
-                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))  # for its user alone
+            with suppress(FileExistsError):  # an existing file is not opened here: closing it would end our locks on it
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))  # only for its user
         uri = f"{path.absolute().as_uri()}?mode={mode}"
         connection = sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None)
         try:

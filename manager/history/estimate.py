@@ -1,12 +1,12 @@
-"""Estimates what to expect of the next VM of a kind, from the lives of earlier VMs. Pure.
+"""Estimates the life of the next VM of a kind, from the lives of earlier VMs. Pure.
 
 The kinds are nested: zone in region in size in provider. The estimate of the loss rate begins with published traces (a
 Gamma prior) and proceeds from the widest kind to the narrowest. Each step adds the lives of this kind that are not of
-the next narrower one, and limits the weight of all that is known so far to the prior's, which reflects how much kinds
-differ in the traces. So a zone with many lives follows its own losses, a zone with few follows its region's, and no
-life counts twice. Shares are estimated in the same way (Beta); times are medians of the narrowest kind with ``ENOUGH``
-of them. Losses of several VMs at once are not independent: losses and hours are both divided by the mean number of VMs
-lost together.
+the next narrower kind, and limits the weight of everything known so far to that of the prior, which reflects how much
+kinds differ in the traces. So a zone with many lives follows its own losses, a zone with few follows its region's, and
+no life counts twice. Shares are estimated in the same way (Beta); times are medians of the narrowest kind with
+``ENOUGH`` of them. Losses of several VMs at once are not independent: losses and hours are both divided by the mean
+number of VMs lost together.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from morph.contract.base import Value
 
 PRIOR = ExpectedLosses()
 WEIGHT_LOSSES = 3.9
-"""The weight of the prior's ``bulk_share``, by its spread among traces; ``WEIGHT_EVENTS``: of its ``bulk_fraction``."""
+"""The weight of the prior's ``bulk_share``, by its spread among traces; ``WEIGHT_EVENTS``: of ``bulk_fraction``."""
 WEIGHT_EVENTS = 4.9
 MOST_WEIGHT_VM_H = 100.0
-"""The greatest weight of the estimate in a run, so that an unusual day soon shows in the run's own estimate."""
+"""The largest weight of the estimate in a run, so that an unusual day soon shows in the run's own estimate."""
 ENOUGH = 5
 INTERVAL = 0.9
 
@@ -49,7 +49,7 @@ class Estimate(Value):
     """The estimate for a kind of VM, and the amount of data behind it.
 
     ``low_per_vm_h`` to ``high_per_vm_h``: the rate is in this interval with a probability of ``INTERVAL``. ``num_...``:
-    the number of observations of the narrowest kind that each figure used; 0: the prior alone. ``lead_s``: None: no
+    the number of observations of the narrowest kind that each figure used; 0: only the prior. ``lead_s``: None if no
     notice was ever given.
     """
 
@@ -67,7 +67,7 @@ class KindSeen(Value):
 
     facts: NodeFacts
     seen: Seen
-    mean_lifetime_h: float | None = Field(description="of VM-hours to losses; None: none was lost")
+    mean_lifetime_h: float | None = Field(description="VM-hours over losses; None: no VM was lost")
     lead_s: float | None
     allocation_s: float | None
     preparation_s: float | None
@@ -160,7 +160,7 @@ def kinds(lives: Sequence[Life]) -> tuple[KindSeen, ...]:
 
 
 def gamma_quantile(probability: float, shape: float) -> float:
-    """Return the quantile of a Gamma distribution with scale 1, to a millionth of it; 0 where the shape is 0."""
+    """Return the quantile of a Gamma distribution with scale 1, to a millionth of it; 0 if the shape is 0."""
     if shape <= 0:
         return 0.0
     low, high = 0.0, shape + 1.0
@@ -186,7 +186,7 @@ def _gamma_below(x: float, shape: float) -> float:
 
 
 def _depth(one: NodeFacts, requested: NodeFacts) -> int:
-    """Return how many of provider, size, region and zone match, from the left; an empty size, region or zone is any."""
+    """Return how many of provider, size, region and zone match, from the left; an empty one means any."""
     if one.provider != requested.provider:
         return 0
     depth = 0

@@ -46,20 +46,20 @@ from morph.contract.messages import WorkerReady
 from morph.contract.vm_names import vm_of
 
 TOGETHER_S = 10.0
-"""Losses within this time are one event: some show by a closed connection, others by silence."""
+"""Seconds. Losses within this time are one event: some are noticed by a closed connection, others by silence."""
 OF_LIVES = "life"
 """The key of this reader's state in a cut, and the kind of the records of finished lives."""
 
 
 class Ending(StrEnum):
-    """How the life of a VM ended, as far as its journal tells.
+    """How the life of a VM ended, as far as its journal shows.
 
     ``REVOKED``: its provider took it, or was about to after a valid notice, or all of its workers were lost at once
     after they had been ready. The crash of a worker on a VM with one device counts as such a loss too: its state is
-    equally lost, and a journal does not distinguish the two. ``FAILED``: lost before any of its workers was ready and
-    without a notice, so that its own start may be the cause. ``INJECTED``: preempted on purpose, by ``morph inject``.
-    ``GIVEN_BACK``: the manager ended the VM, or its worker because of an error. ``RUN_OVER``: it would have lived on.
-    Only the first is a loss.
+    equally lost, and a journal does not distinguish the two. ``FAILED``: it was lost without a notice and before any of
+    its workers was ready, so that its own start may be the cause. ``INJECTED``: preempted on purpose, by ``morph
+    inject``. ``GIVEN_BACK``: the manager ended the VM, or its worker because of an error. ``RUN_OVER``: the VM would
+    have lived on. Only ``REVOKED`` counts as a loss.
     """
 
     REVOKED = "revoked"
@@ -72,9 +72,9 @@ class Ending(StrEnum):
 class Life(Value):
     """One VM of one run. Times are seconds of the run's clock, which counts from 1970.
 
-    ``begun_s``: when it was granted or up, whichever was reported first. ``lead_s``: the lead of the notice before its
-    loss; None: there was none. ``lost_with``: the number of VMs lost together with it, including itself, 0 if it was
-    not lost; ``lost_of``: the number of VMs that the run had.
+    ``begun_s``: when it was granted or up, whichever was reported first. ``lead_s``: the lead time of the notice before
+    its loss; None: there was no notice. ``lost_with``: the number of VMs lost together with it, including itself, 0 if
+    it was not lost; ``lost_of``: the number of VMs that the run had.
     """
 
     vm: str
@@ -103,12 +103,12 @@ class Life(Value):
 
     @property
     def allocation_s(self) -> float | None:
-        """The time from the request until the VM was up; None: it never was, or was not requested."""
+        """The time from the request until the VM was up; None: the VM never was up, or was not requested."""
         return _between(self.asked_s, self.appeared_s)
 
     @property
     def preparation_s(self) -> float | None:
-        """The time from when the VM was up to its first ready worker; None: there was none."""
+        """The time from when the VM was up to its first ready worker; None: no worker was ready."""
         return _between(self.appeared_s, self.ready_s)
 
 
@@ -125,7 +125,7 @@ def lives_of(entries: Iterable[Entry]) -> tuple[Life, ...]:
 
 
 def lives_in(journal: Journal) -> tuple[Life, ...]:
-    """Return the same for a journal.
+    """Return the lives of all VMs in a journal.
 
     Raises:
         RunDirError: the journal cannot be read.
@@ -174,7 +174,7 @@ class _Open:
 
 @dataclass
 class LivesReader:
-    """The state of a reader. ``over``: lives that ended since it was last emptied.
+    """The state of a reader. ``over``: lives that ended since this list was last emptied.
 
     ``gone_s``: during a take-over, the end of VMs that did not outlive the manager's absence.
     """
@@ -191,7 +191,7 @@ class LivesReader:
     gone_s: float | None = None
 
     def take_line(self, line: Line) -> None:
-        """Take in the content of a line."""
+        """Process the content of a line."""
         time_s = max(line.time_s, self.last_s)
         match line.says:
             case ControllerConfig() as config:
@@ -205,7 +205,7 @@ class LivesReader:
 
     @classmethod
     def at(cls, journal: Journal, head: Head | None) -> LivesReader:
-        """Return the reader in its state after the last condensed line; without one, at the beginning."""
+        """Return the reader in its state after the last condensed line, or at the beginning if there is none."""
         if head is not None and head.version == VERSION:
             return _STATE.validate_json(head.states[OF_LIVES])
         reader = cls()
@@ -226,7 +226,7 @@ class LivesReader:
         self.grace_s = config.policy.rules.requests.notice_grace_s
 
     def end_all(self, time_s: float) -> None:
-        """Note that the run, or its session, is over, and its VMs with it."""
+        """Record that the run, or its session, is over, and with it all VMs."""
         for vm in list(self.open):
             self._end(vm, time_s, Ending.RUN_OVER)
         for remembered in (self.asked_s, self.early, self.killed, self.injected):
@@ -313,7 +313,7 @@ class LivesReader:
         return time_s <= sum(notice) + self.grace_s
 
     def _gone(self, workers: Iterable[str], time_s: float, ending: Ending) -> None:
-        """Note that a worker is gone; its VM is gone with the last of its workers."""
+        """Record that a worker is gone; its VM is gone with the last of its workers."""
         for worker in workers:
             vm = self.open.get(vm_of(worker))
             if vm is not None:
@@ -354,7 +354,7 @@ _STATE = TypeAdapter(LivesReader)
 
 
 def _taken_s(life: Life) -> float:
-    """Return when a VM was taken, or would have been: VMs with a notice are left at different boundaries before."""
+    """Return when a VM was or would have been taken: VMs with a notice are left at different boundaries before that."""
     if life.noticed_s is None or life.lead_s is None:
         return life.ended_s
     return max(life.ended_s, life.noticed_s + life.lead_s)

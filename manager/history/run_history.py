@@ -1,4 +1,4 @@
-"""What one run adds to the user's history of VMs and reads from it. Failures are reported once; the run goes on."""
+"""Adds one run's lives to the user's history of VMs, and reads it. Failures are reported once; the run continues."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RunHistory:
             self._say(f"the lives of this run's VMs are not stored: {path} was written by another version of Morph")
 
     def expected(self, facts: NodeFacts) -> ExpectedLosses:
-        """Return the expected losses of VMs of this kind, as far as the run knows their kind beforehand."""
+        """Return the expected losses of VMs of this kind, as far as the run knows the kind in advance."""
         try:
             return estimate(kept_lives(history_path(), {"provider": facts.provider}), facts).expected
         except HistoryError as error:

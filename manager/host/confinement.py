@@ -1,10 +1,11 @@
-"""Confines a process: limits its use of files, the network and other processes. Only Linux can.
+"""Confines a process: limits its use of files, the network and other processes. Linux only.
 
 A holder of Ray's token can make Ray's head node run code on the manager's machine, and pickles from VMs are read in the
 process that is Ray's driver. So both processes confine themselves before they communicate. In a mount namespace they
 see the programs of the system and of Python, and their own folder, but no files of the user and no Unix sockets of
 services. Landlock lets them write only in that folder, keeps them from inspecting or signalling outside processes, and
-closes ports below 1024, where the metadata services of clouds answer. All that they start is confined too, irrevocably.
+closes ports below 1024, where the metadata services of clouds answer. All processes that they start are confined too,
+irrevocably.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Confined:
 
     @property
     def lacks(self) -> str:
-        """The missing parts, for a user; empty: none."""
+        """The missing parts, in words for a user; empty if none is missing."""
         missing = [
             *([] if self.hides_files else ["user namespaces"]),
             *([] if self.landlock else ["Landlock"]),
@@ -95,8 +96,8 @@ def confine(*, reads: Iterable[str | Path], writes: Sequence[str | Path]) -> Con
     """Confine this single-threaded process, and all that it starts from now on, as far as this machine allows.
 
     Args:
-        reads: Files and folders that may be read and executed, beside ``SYSTEM`` and ``of_python``.
-        writes: Folders in which everything is allowed. Paths that do not exist are left out of both.
+        reads: Files and folders that may be read and executed, in addition to ``SYSTEM`` and ``of_python``.
+        writes: Folders in which everything is allowed. Missing paths are left out of both arguments.
 
     Raises:
         OSError: a step that the machine allows failed.
@@ -188,7 +189,7 @@ def _allow(ruleset: int, path: Path, rights: int) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Drop root's capabilities, of which one suffices to read the memory of every other process."""
+    """Drop root's capabilities: one of them suffices to read the memory of every other process."""
     for capability in range(_MOST_CAPABILITIES):
         _libc.prctl(_DROP_FROM_BOUND, capability, 0, 0, 0)  # it fails for capabilities that are unknown or not held
     header, none = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()

@@ -1,4 +1,4 @@
-"""The CUDA devices of this machine, listed without opening one, and their division among local VMs."""
+"""Lists the CUDA devices of this machine without opening one, and divides them among local VMs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def cuda_devices(
         ask_parts: Returns the output of ``nvidia-smi -L``, for names of MIG instances.
 
     Raises:
-        ConfigError: there is no device, or none of those named.
+        ConfigError: there is no device, or none of the named ones.
     """
     try:
         lines = [tuple(cell.strip() for cell in line.split(",")) for line in ask().splitlines() if line.strip()]
@@ -67,14 +67,14 @@ def cuda_devices(
 
 
 def device_share_bytes(devices: Sequence[CudaDevice], num_vms: int) -> int:
-    """Return each VM's share of its device's memory: for the smallest device, with the most VMs that any device has."""
+    """Return each VM's share of its device's memory: that on the smallest device, with the largest number of VMs."""
     return min(device.memory_bytes for device in devices) // -(-num_vms // len(devices))
 
 
 def device_slots(devices: Sequence[CudaDevice], num_vms: int, folder: Path) -> tuple[str, ...]:
     """Return a file for each VM: a process that locks one has a share of the device in the file's name.
 
-    They are in the order in which to try them, so that VMs are spread evenly.
+    A VM tries the files in this order, so that VMs are spread evenly.
     """
     rounds = -(-num_vms // len(devices))
     return tuple(str(folder / f"{share}" / device.uuid) for share in range(rounds) for device in devices)

@@ -1,8 +1,8 @@
-"""The known and harmless part of the manager's environment, which its local VMs and all processes of Ray get.
+"""Selects the known, harmless part of the manager's environment, which its local VMs and all processes of Ray get.
 
-Credentials are in environments under any name, so only listed variables are passed on. Variables that are listed by a
-prefix are not passed on if their name hints at a secret. The user names what else a job needs (``vms.pass_variables``);
-only the workers get that, with their setup.
+A credential may have any name in an environment, so only listed variables are passed on. Variables that are listed by a
+prefix are not passed on if their name hints at a secret. The user names further variables that a job needs
+(``vms.pass_variables``); only workers get these, with their setup.
 """
 
 from __future__ import annotations

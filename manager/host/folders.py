@@ -1,12 +1,12 @@
-"""Folders for a run's sockets and secrets, below the folder for temporary files.
+"""Makes folders for a run's sockets and secrets, below the folder for temporary files.
 
-A socket's path has 107 characters at most. If the path of the folder for temporary files is too long, as batch systems
-may set it, a folder that every machine has is used instead.
+A socket's path has 107 characters at most. If the path of the folder for temporary files is too long, as some batch
+systems set it, a folder that every machine has is used instead.
 
 The manager and the process that owns its VMs each hold a folder by a shared lock on a file in it. The one that lives
 longer removes it. A folder without a holder was left by processes that were killed together: the next command of the
-same user removes it, once no process has a file in it open. Ray's agents, which outlive a killed node by minutes while
-they try to report its end, are ended, because they would make the folder again, without a lock.
+same user removes it, once no process has a file in it open. Ray's agents outlive a killed node by minutes while they
+try to report its end. They are ended, because they would make the folder again, without a lock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOCK = "held"
 OWN_SOCKET = "control_socket"
 """The longest name of Morph's own sockets in a folder."""
 RAYS_SOCKET = "ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.10000"
-"""The same for Ray, whose sessions are named by time and process."""
+"""The longest name of Ray's sockets; its sessions are named by time and process."""
 _SOCKET_BYTES = 107
 _SHORT = ("/tmp", "/var/tmp")
 _held: dict[Path, int] = {}
@@ -95,13 +95,13 @@ def remove(folder: Path) -> None:
 
 
 def remove_at_exit(folder: Path) -> None:
-    """When this process exits in order, remove its folder and other folders without a holder."""
+    """When this process exits normally, remove its folder and other folders without a holder."""
     atexit.register(sweep)  # called last
     atexit.register(remove, folder)
 
 
 def _places() -> tuple[str, ...]:
-    """Return where folders may be, the user's choice first."""
+    """Return the places where folders may be, the user's choice first."""
     return tuple(dict.fromkeys((tempfile.gettempdir(), *_SHORT)))
 
 

@@ -1,6 +1,6 @@
-"""One HTTP exchange over the standard library, without proxies or redirects, and with a bound on its whole time.
+"""Makes one HTTP exchange with the standard library, without proxies or redirects, and with a bound on its whole time.
 
-A cloud's metadata service must be asked without a proxy, and a redirect from it is no answer.
+A cloud's metadata service must be asked without a proxy, and a redirect from it is not an answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHUNK_BYTES = 65536
 
 
 class HttpFailed(MorphError):
-    """No complete answer came: refused, dropped, too slow or too long."""
+    """No complete answer came: the request was refused or dropped, or the answer was too slow or too long."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class HttpAnswer:
 
     @property
     def retry_after_s(self) -> float | None:
-        """The wait that the server asks for; None if it does not."""
+        """The wait for which the server asks; None if it asks for none."""
         text = self.headers.get("retry-after", "").strip()
         if text.isdigit():
             return float(text)
@@ -81,7 +81,7 @@ def fetch(
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:
         connection.request(method, target, body=body, headers=dict(headers or {}))
-        sock = connection.sock  # the connection drops it if the answer says that it closes
+        sock = connection.sock  # the connection drops the socket if the answer announces its end
         _bound(sock, until_s)
         response = connection.getresponse()
         received = bytearray()
@@ -109,7 +109,7 @@ def _bound(sock: socket.socket, until_s: float) -> None:
     left_s = until_s - time.monotonic()
     if left_s <= 0:
         raise TimeoutError
-    if sock.fileno() >= 0:  # else the whole answer has come
+    if sock.fileno() >= 0:  # otherwise the whole answer has come
         sock.settimeout(left_s)
 
 

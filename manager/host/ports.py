@@ -1,9 +1,10 @@
 """The ports of a run on a provider's VMs, if the user fixes them for a firewall.
 
 They are a block of ``NUM_PORTS`` from ``vms.first_port`` on, the same on each VM and on the manager's machine.
-Connections for tensors between workers (gloo, NCCL, pre-copied units) are not in it: the kernel chooses their ports.
+Connections for tensors between workers (gloo, NCCL, pre-copied units) do not use the block: the kernel chooses their
+ports.
 
-The module also has the names that the manager shares with the process of the local Ray nodes.
+The module also has names that the manager shares with the process of the local Ray nodes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FIRST_OF_RAY, FIRST_OF_WORKERS = 10, 20
 class Ports:
     """The ports of a run.
 
-    ``first``: the first port of the block; with 0 nothing is fixed, and all ports are 0.
+    ``first``: the first port of the block; if it is 0, no port is fixed, and all are 0.
     """
 
     first: int = 0
@@ -66,7 +67,7 @@ class Ports:
         return [f"{names[name]}={port}" for name, port in self.of_node().items()]
 
     def of_manager(self) -> list[int]:
-        """Return the ports that must be free on the manager's machine, without Ray's workers'; none if not fixed."""
+        """Return the fixed ports that must be free on the manager's machine, except those of Ray's workers."""
         node = {name: port for name, port in self.of_node().items() if name in RAY_PORTS}
         return [self.head, self.notices, self.store, self.workers, *node.values()] if self.first else []
 

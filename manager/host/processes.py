@@ -1,4 +1,4 @@
-"""Checks whether processes run, and waits for killed ones, also for those with another parent.
+"""Checks whether processes run, and waits for killed processes, even if they have another parent.
 
 ``psutil.wait_procs`` raises FileNotFoundError if a process is being reaped at that very moment (``pidfd_open``, Linux
 6.15 and later), and then does not wait for the others.
@@ -24,7 +24,7 @@ def runs(pid: int) -> bool:
 
 
 def wait_gone(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Wait until every process has ended (a zombie has); after ``timeout_s`` return those that have not."""
+    """Wait until every process has ended (as a zombie has); after ``timeout_s``, return those that have not."""
     left, until_s = list(processes), time.monotonic() + timeout_s
     while left := [process for process in left if lives(process)]:
         if time.monotonic() >= until_s:
@@ -34,9 +34,9 @@ def wait_gone(processes: Iterable[psutil.Process], timeout_s: float) -> list[psu
 
 
 def session_of(leader: psutil.Process) -> list[psutil.Process]:
-    """Return all processes of the session that one began, itself first, even if it ended and left orphans."""
+    """Return all processes of the session that ``leader`` began, itself first, even if it ended and left orphans."""
     if psutil.pid_exists(leader.pid) and not leader.is_running():
-        return []  # another process has the number, which is impossible while any of the session lives
+        return []  # another process has this number, which is impossible while any process of the session lives
     members = [process for process in psutil.process_iter() if _session_id(process.pid) == leader.pid]
     return sorted(members, key=lambda process: process.pid != leader.pid)
 

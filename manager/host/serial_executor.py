@@ -16,8 +16,8 @@ class SerialExecutor:
 
     Args:
         name: The name of the thread.
-        failed: Called with a task's error; the next task runs even so.
-        idle: Called if no task was put for ``idle_every_s``; None: nothing.
+        failed: Called with a task's error; the next task still runs.
+        idle: Called if no task was put for ``idle_every_s``; None: nothing is called.
         idle_every_s: The interval in seconds; None: never.
     """
 

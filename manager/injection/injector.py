@@ -1,6 +1,6 @@
 """The injector: preempts VMs of a running run according to a model of lives, until the run ends.
 
-It sends requests to the run's manager from another process on its machine. The manager's socket is beside the one at
+It sends requests to the run's manager from another process on its machine. The manager's socket is next to the one at
 which a successor would find the VMs, and answers only its own user and root.
 """
 
@@ -23,7 +23,7 @@ from morph.words import moment_text
 
 POLL_S = 0.25
 ANSWER_TIMEOUT_S = 120.0
-"""The time-out of an answer, longer than a provider needs for a call."""
+"""The time-out of an answer in seconds, longer than a provider needs for a call."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Injection:
 def ask(run_dir: Path, requested: PreemptionRequest) -> PreemptionAnswer | None:
     """Send a request, and wait at most ``ANSWER_TIMEOUT_S`` for the answer; None: the manager does not answer now.
 
-    It does not answer while it starts, and while the run resumes from a checkpoint.
+    The manager does not answer while it starts, and while the run resumes from a checkpoint.
 
     Raises:
         NotRunning: the run has no manager.
@@ -62,7 +62,7 @@ def ask(run_dir: Path, requested: PreemptionRequest) -> PreemptionAnswer | None:
         try:
             connection.connect(str(address))
             if process_of(connection) != holder:
-                return None  # not the manager's, but left by a killed one
+                return None  # the socket is not the manager's, but was left by a killed one
             tell(connection, **requested.model_dump())
             answer, _ = hear(connection)
         except PermissionError as error:
@@ -73,7 +73,7 @@ def ask(run_dir: Path, requested: PreemptionRequest) -> PreemptionAnswer | None:
 
 
 def first_answer(run_dir: Path, requested: PreemptionRequest, told: Callable[[str], None]) -> PreemptionAnswer:
-    """Send a request once the manager answers; blocks as long as the run starts or pauses.
+    """Send a request once the manager answers; blocks while the run starts or pauses.
 
     Raises:
         NotRunning: the run has no manager.
@@ -98,7 +98,7 @@ def inject(
     Args:
         run_dir: The directory of a running run.
         injection: How VMs are preempted.
-        make_lives: Makes the model that says which VMs are taken when, given its first moment on the run's clock.
+        make_lives: Makes the model that determines when VMs are taken, given its first moment on the run's clock.
         told: Called with a line for each VM that is taken or spared.
 
     Raises:
@@ -143,7 +143,7 @@ def planned_line(taken: Change, now_s: float) -> str:
 
 
 def _over(run_dir: Path) -> str:
-    """Return why a run has no manager; if the successor's file still exists, the manager was killed."""
+    """Return why a run has no manager; if the file for a successor still exists, the manager was killed."""
     if (run_dir / ATTACHMENT).exists():
         return "the run's manager was killed: once another one continues the run, this command can be given again"
     return "the run has ended"

@@ -21,9 +21,9 @@ WHOLE = frozenset({"sequence", "step", "generation", "num_attempts", "skipped"})
 VERSION = 1
 """The version of the readers' states; raise it whenever these change. A cut of another version is condensed again."""
 ACCOUNT = "account"
-"""The key in a cut of the cost so far, which only the lines themselves could give."""
+"""The key, in a cut, of the cost so far, which could otherwise be computed only from the lines."""
 SEQUENCE = "sequence"
-"""The column that every block has: the line that decided each step."""
+"""The column that every block has: the number of the line that decided each step."""
 NUM_AT_LEVEL = (512, 16_384)
 """The number of steps in a level's blocks that become one block of the next, so that blocks are few and none is big."""
 TABLES = (
@@ -109,7 +109,7 @@ class Keeper(Protocol):
         """Return everything up to the last line, condensed."""
 
     def forget(self) -> None:
-        """Note that the last cut is written."""
+        """Record that the last cut is written."""
 
 
 def state_json(state: ControllerState) -> str:
@@ -160,10 +160,10 @@ def proven(data: bytes, digest: bytes, source: str) -> bytes:
     """Return the bytes that were read, if they equal those that were written.
 
     Raises:
-        RunDirError: they differ.
+        RunDirError: the bytes differ.
     """
     if digest_of(data) != digest:
-        raise RunDirError("is damaged: a part of it is not as it was written", source=source)
+        raise RunDirError("is damaged: a part of it differs from what was written", source=source)
     return data
 
 

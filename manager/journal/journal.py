@@ -53,7 +53,8 @@ Result = TypeVar("Result")
 
 
 def patiently(attempt: Callable[[], Result], limit_s: float = LIMIT_S) -> Result:
-    """Retry an action until the run directory allows it; reports once that it waits, and once that it goes on. Blocks.
+    """Retry an action until the run directory allows it; blocks, and reports once that it waits and once that it
+    continues.
 
     Raises:
         RunDirStuck: the action does not succeed within ``limit_s``.
@@ -67,7 +68,7 @@ def patiently(attempt: Callable[[], Result], limit_s: float = LIMIT_S) -> Result
             if time.monotonic() - begin_s >= limit_s:
                 raise
             if not told:
-                log.warning("the run pauses: %s; it goes on when that has passed (Ctrl-C twice ends it now)", error)
+                log.warning("the run pauses: %s; it continues once that is resolved (Ctrl-C twice ends it now)", error)
             told = True
             time.sleep(next(pauses))
         else:
@@ -97,7 +98,7 @@ _TABLES = (
 LAYOUT = 2
 """The number of the file's layout. A file with an older layout has only lines until a manager condenses them."""
 AT_ONCE = 2048
-"""The number of lines read at once if all would be too many."""
+"""The largest number of lines to read at once."""
 SNAPSHOT_EVERY = 1000
 """The number of decisions from one snapshot of the state to the next, and from one cut to the next."""
 _HAS_TABLE = "SELECT 1 FROM sqlite_master WHERE name = ?"
@@ -114,9 +115,9 @@ class Journal:
     """An open journal. Threads may share it. One process writes; others may read meanwhile.
 
     A line survives a crash of the process once the call returns; after a loss of power, lines up to the last checkpoint
-    of the write-ahead log are there. Waits for another writer are bounded by ``WRITER_BUSY_S``. Beside the lines, the
-    journal stores the state after one of the last decisions, so that a new manager replays few of them, however long
-    the run is.
+    of the write-ahead log remain. Waits for another writer are bounded by ``WRITER_BUSY_S``. Beside the lines, the
+    journal stores the state after one of the last decisions, so that a new manager replays few lines, however long the
+    run is.
 
     With a ``keeper`` the lines are condensed now and then, in one transaction: readers find each line either as it was
     or condensed, never both or neither, whenever the writer is killed.
@@ -229,7 +230,7 @@ class Journal:
     def _leave_out(self, error: Exception) -> None:
         """Go on without a keeper that failed with any error: there are more lines than necessary, but none is lost.
 
-        Ending the run would not help: it could not be resumed, as the next manager would read the same lines.
+        Ending the run would not help: the run could not be resumed, because the next manager would read the same lines.
         """
         log.warning("the run's journal is no longer condensed, and grows: %s: %s", type(error).__name__, error)
         self.keeper = None
@@ -240,11 +241,11 @@ class Journal:
         state: ControllerState | None = None,
         tell: Callable[[int, int], None] = lambda *_: None,
     ) -> None:
-        """Condense lines from now on, and first all existing lines, a few at a time.
+        """Condense all existing lines, a few at a time, and further lines from now on.
 
         Args:
             keeper: Makes a keeper for this journal, which continues after the condensed part.
-            state: The controller's state after the last line, if a manager continues from it; None: no manager does.
+            state: The controller's state after the last line, if a manager continues from it; None if no manager does.
             tell: Called now and then with the last condensed line and the last line of all.
 
         Raises:
@@ -311,7 +312,7 @@ class Journal:
             after: The line.
             kinds: The kinds of records to return.
             rows: The rows of the columns to return.
-            most: The maximum number of lines that are not condensed; the first are returned.
+            most: The largest number of uncondensed lines to return; these are the first ones.
 
         Raises:
             RunDirError: the file cannot be read, or is damaged.

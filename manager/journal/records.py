@@ -25,7 +25,7 @@ PREEMPTION_FAILED = "preemption_failed"
 """A VM should have been preempted on purpose, but was not."""
 TRACE_PLAYED = "trace_played"
 TOOK_OVER = "took_over"
-"""Another manager continues with the nodes; there was no manager since the line before."""
+"""Another manager continues with the nodes; there was no manager since the previous line."""
 OUTLIVES = "outlives"
 """``detail``: the seconds for which the nodes outlive a killed manager."""
 DIED_WITH_MANAGER = "died_with_manager"
@@ -56,7 +56,8 @@ class Fact(Value):
 class TraceMoment(Value):
     """The position in a trace: the detail of a fact ``TRACE_PLAYED``.
 
-    ``num_played``: the number of played events. ``clock_s``: the trace's time then; it has advanced since if ``runs``.
+    ``num_played``: the number of played events. ``clock_s``: the trace's time at that moment. ``runs``: the trace has
+    continued since.
     """
 
     num_played: int = 0
@@ -119,7 +120,7 @@ class LineReader:
         self._event: Event | None = None
 
     def line(self, entry: Entry) -> Line | None:
-        """Read one line; None: it is an event, or a decision whose event was not read.
+        """Read one line; None for an event, or for a decision whose event was not read.
 
         Raises:
             RunDirError: another version of Morph wrote it.

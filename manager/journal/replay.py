@@ -61,7 +61,7 @@ def _facts(journal: Journal) -> list[tuple[float, Fact]]:
 
 
 def _snapshot(journal: Journal) -> tuple[ControllerState | None, int]:
-    """Return where to begin: a state, and the line after which it was saved."""
+    """Return the state with which to begin, and the line after which it was saved."""
     config, snapshot = journal.last_config(), journal.snapshot()
     if config is None:
         return None, 0

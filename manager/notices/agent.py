@@ -37,7 +37,7 @@ GROUP_GRACE_S = 10.0
 
 
 def sources_of(name: str, folder: Path = Path()) -> list[NoticeSource]:
-    """Return the sources to poll on a cloud; none for one without notices. ``folder``: the node's own."""
+    """Return the sources to poll on a cloud; none for a cloud without notices. ``folder``: the node's folder."""
     metadata = AwsMetadata()
     known: dict[str, list[NoticeSource]] = {
         "azure": [AzureNotices()],
@@ -58,11 +58,11 @@ class Agent:
         address: The manager's address.
         node: This VM's name.
         secret: The nodes' credential.
-        sources: What to poll.
-        lonely_s: Without the manager for this long, ``end`` is called, again and again.
+        sources: The sources to poll.
+        lonely_s: Seconds without the manager after which ``end`` is called, again and again.
         end: Ends this VM.
-        every_s: The time between two polls, and between two tries to connect.
-        num_devices: The number of this VM's devices, with a worker each.
+        every_s: The time between two polls, and between two attempts to connect.
+        num_devices: The number of this VM's devices, each of which has a worker.
         stay: Called while the manager answers, so that the VM's watchdog lets it live on.
     """
 
@@ -111,7 +111,7 @@ class Agent:
             watch.close()
 
     def _talk(self, session: Session) -> float:
-        """Report everything to the manager until it is gone; returns when it last answered, on the monotonic clock."""
+        """Report everything to the manager until it is gone; return when it last answered, on the monotonic clock."""
         heard_s = time.monotonic()
         told: Told | None = None
         reader = threading.Thread(target=self._listen, args=(session,), name="morph-agent-listen", daemon=True)
@@ -132,7 +132,7 @@ class Agent:
                     self._stay()
         except OSError:
             if told is not None:
-                self._news.put(told)  # it may not have arrived
+                self._news.put(told)  # the report may not have arrived
         finally:
             session.close()
             reader.join(2 * BEAT_S)
@@ -158,7 +158,7 @@ class Agent:
             self._news.put(told)
 
     def _still_standing(self) -> list[Given]:
-        """Return valid notices, with leads counted from now; waiting reports that are no longer true are dropped."""
+        """Return valid notices, with lead times from now on; waiting reports that are no longer true are dropped."""
         with self._lock:
             now_s = time.monotonic()
             waiting = [self._news.get() for _ in range(self._news.qsize())]
@@ -179,9 +179,10 @@ def _message(told: Told) -> dict[str, object]:
 
 
 def end_group(folder: Path, grace_s: float = GROUP_GRACE_S) -> None:
-    """End this process group, a node on a host that lives on; processes still running after ``grace_s`` are killed.
+    """End this process group, a node on a host that lives on; processes that still run after ``grace_s`` are killed.
 
-    ``folder``: the node's, of which only its log is kept; its ``elsewhere`` names another folder to be removed with it.
+    ``folder``: the node's folder, of which only the log is kept; the file ``elsewhere`` in it names another folder to
+    remove.
     """
     named = folder / "elsewhere"
     elsewhere = named.read_text(encoding="utf-8") if named.exists() else ""

@@ -44,10 +44,10 @@ class AwsMetadata:
         """Return the answer; None if there is none (404).
 
         Raises:
-            NoticeUnavailable: no usable answer.
+            NoticeUnavailable: there was no usable answer.
         """
         answer = self._call("GET", path, {"X-aws-ec2-metadata-token": self._current_token()})
-        if answer.status == 401:  # the token is refused, though it should still be valid
+        if answer.status == 401:  # the token is refused, although it should still be valid
             self._forget_token()
             answer = self._call("GET", path, {"X-aws-ec2-metadata-token": self._current_token()})
         return None if answer.status == 404 else checked(answer, path)

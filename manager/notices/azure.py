@@ -12,7 +12,7 @@ from manager.notices.source import NoticeUnavailable, Standing, checked, json_of
 EVENTS_PATH = "/metadata/scheduledevents?api-version=2020-07-01"
 NAME_PATH = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 FIRST_TIMEOUT_S = 150.0
-"""The first call switches the service on for this VM, which takes up to two minutes."""
+"""Seconds. The first call switches the service on for this VM, which takes up to two minutes."""
 TIMEOUT_S = 10.0
 
 
@@ -21,7 +21,7 @@ class AzureNotices:
 
     Args:
         metadata_url: The URL of the metadata service.
-        first_timeout_s: The bound of a call until one was answered.
+        first_timeout_s: The bound of a call until the first answer.
         timeout_s: The bound of every other call.
     """
 
@@ -56,7 +56,7 @@ class AzureNotices:
         return tuple(_standing(event, answer) for event in self._events)
 
     def acknowledge(self, notice: str) -> None:
-        """See ``NoticeSource``; it posts StartRequests."""
+        """See ``NoticeSource``: this posts StartRequests."""
         body = json.dumps({"StartRequests": [{"EventId": notice}]}).encode()
         checked(self._call(EVENTS_PATH, body=body), "StartRequests")
 
@@ -82,6 +82,6 @@ def _standing(event: dict[str, Any], answer: HttpAnswer) -> Standing:
     name = event.get("EventId")
     if not isinstance(name, str) or not name:
         raise NoticeUnavailable("scheduled events: a Preempt event has no EventId")
-    not_before = event.get("NotBefore")  # empty once it has started
+    not_before = event.get("NotBefore")  # empty once the event has started
     at_s = http_date_s(not_before) if isinstance(not_before, str) else None
     return Standing(notice=name, lead_s=0.0 if at_s is None else lead_s(at_s, answer))

@@ -1,7 +1,7 @@
 """How a node calls its manager, over TLS with the nodes' credential (``morph.link``); messages are JSON objects.
 
 A node's agent keeps its connection. It sends ``Told`` values and beats; the manager sends ``left`` messages, and
-``heard`` for each message of the agent. On an errand a node makes one request, and hangs up::
+``heard`` for each message of the agent. A connection for an errand carries one request and its answer::
 
     {"kind": "wheel"}                            answered by the bytes of Morph's wheel, as one message
     {"kind": "lock"}                             answered by what pip is to install there, in the same way
@@ -38,7 +38,7 @@ def called(
     timeout_s: float = CONNECT_TIMEOUT_S,
     source: str = "",
 ) -> Iterator[Session]:
-    """Call the manager; hangs up at the end.
+    """Call the manager; the connection closes with the context.
 
     Args:
         manager: The manager's address.

@@ -1,6 +1,6 @@
-"""How a VM ends itself: on Azure by its managed identity, because a VM that is only switched off still costs money.
+"""Ends this VM: on Azure by its managed identity, because a VM that is only switched off still costs money.
 
-It first asks Azure whose VM this is: this program may have been copied with the disk of one of Morph's VMs.
+It first asks Azure whether the VM is Morph's: this program may have been copied with the disk of a VM of Morph.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUM_AGAIN, AGAIN_S = 4, 30.0
 def end_vm(
     cloud: str, node: str, management_url: str = MANAGEMENT_URL, pause: Callable[[float], object] = time.sleep
 ) -> None:
-    """End this VM as its cloud requires, or switch it off, which some clouds go on billing.
+    """End this VM as its cloud requires, or switch it off; some clouds still bill a VM that is off.
 
     On Azure a VM that is not ``node``, or not Morph's, lives on. Azure is asked a few times before the VM is switched
     off, because a VM that is off cannot ask. ``pause``: waits some seconds.
@@ -56,7 +56,7 @@ def end_on_azure(node: str, metadata_url: str = METADATA_URL, management_url: st
         management_url: The URL of the resource manager.
 
     Returns:
-        Whether Azure accepted; False without an identity or permission, or if Azure does not say whose VM this is;
+        Whether Azure accepted; False without an identity or permission, or if Azure does not describe this VM;
         None: the VM is not the node, or has no tags of Morph, and no deletion was requested.
     """
     headers = {"Metadata": "true"}

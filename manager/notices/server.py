@@ -22,7 +22,7 @@ SEND_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class CallingNode:
-    """The caller, as it names itself, with the nodes' credential; ``address``: where it calls from."""
+    """The caller, as it names itself, with the nodes' credential; ``address``: the address from which it calls."""
 
     node: str
     num_devices: int
@@ -35,7 +35,7 @@ class VmServer(ABC):
     Args:
         secret: The nodes' credential is derived from it; callers without that credential are refused.
         host: Address to listen on.
-        port: 0: any free one.
+        port: Port to listen on; 0: any free one.
         files: The files that nodes may request, by name; a function that makes one is called in the node's thread.
     """
 
@@ -52,7 +52,7 @@ class VmServer(ABC):
 
     @abstractmethod
     def _take(self, caller: CallingNode, message: dict[str, Any]) -> dict[str, Any]:
-        """Handle one message; return the content of the answer beside ``heard``. A ValueError ends the session."""
+        """Handle one message; return the answer's content besides ``heard``. A ValueError ends the session."""
 
     def _serve(self, caller: Caller) -> None:
         """Serve one node, until it is gone or silent; an agent connects again if it can."""

@@ -1,4 +1,4 @@
-"""Slurm: the signals that the shell of a job's step notes, and the time limit, which is known beforehand.
+"""Slurm: the signals that the shell of a job's step records, and the time limit, which is known in advance.
 
 Slurm sends SIGTERM to the steps of a preempted job, ``GraceTime`` of its partition before it kills them, or USR2 if the
 user asked for that (``signal_s``). The shell (``manager/providers/slurm/spec.py``) writes the moment to ``notice`` in
@@ -20,10 +20,10 @@ SIGNALLED, TIME_LIMIT = "slurm: signalled", "slurm: time limit"
 
 
 class SlurmLimits(Value):
-    """What a job knows about its end.
+    """The known facts about a job's end.
 
-    ``grace_s``: the time from the signal to the kill; ``ahead_s``: how long before its time limit it gets a notice;
-    ``ends_s``: the time limit, in seconds since 1970; None: there is none, or Slurm did not report it.
+    ``grace_s``: the time from the signal to the kill; ``ahead_s``: how long before its time limit the job gets a
+    notice; ``ends_s``: the time limit, in seconds since 1970; None: there is none, or Slurm did not report it.
     """
 
     grace_s: float = Field(ge=0)

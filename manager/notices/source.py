@@ -1,4 +1,4 @@
-"""The interface of all sources of notices, which read what a cloud's metadata service says about this VM."""
+"""The interface of all sources of notices. A source reads a cloud's metadata service about this VM."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class NoticeUnavailable(MorphError):
     """A metadata service gave no usable answer; earlier notices still hold. Ask again later.
 
     Args:
-        sentence: What the service did instead.
-        retry_after_s: The wait that it asks for.
+        sentence: A sentence on the service's behaviour.
+        retry_after_s: The wait for which it asks.
     """
 
     def __init__(self, sentence: str, retry_after_s: float | None = None) -> None:
@@ -29,8 +29,8 @@ class NoticeUnavailable(MorphError):
 class Standing(Value):
     """A valid notice. ``lead_s`` counts from the answer that brought it."""
 
-    notice: str = Field(min_length=1, description="the provider's name for it")
-    lead_s: float | None = Field(ge=0, description="until the VM is taken; None: not known")
+    notice: str = Field(min_length=1, description="the provider's name for the notice")
+    lead_s: float | None = Field(ge=0, description="seconds until the VM is taken; None: not known")
     certain: bool = Field(default=True, description="False: a recommendation, long before or without a revocation")
 
 
@@ -45,14 +45,15 @@ class NoticeSource(Protocol):
         """Return every valid notice of this VM; blocks for a bounded time.
 
         Raises:
-            NoticeUnavailable: no usable answer.
+            NoticeUnavailable: there was no usable answer.
         """
 
     def acknowledge(self, notice: str) -> None:
-        """Let the revocation begin early, as nothing of value is left here. Does nothing if the cloud cannot do so.
+        """Let the revocation begin early, because nothing of value is left here. Does nothing if the cloud has no such
+        call.
 
         Raises:
-            NoticeUnavailable: the service did not accept it.
+            NoticeUnavailable: the service did not accept the acknowledgement.
         """
 
 
@@ -60,7 +61,7 @@ def checked(answer: HttpAnswer, what: str) -> HttpAnswer:
     """Return an answer with status 200.
 
     Raises:
-        NoticeUnavailable: any other status.
+        NoticeUnavailable: the status is another one.
     """
     if answer.status != 200:
         raise NoticeUnavailable(f"{what}: status {answer.status}", answer.retry_after_s)

@@ -17,7 +17,7 @@ JOIN_TIMEOUT_S = 2.0
 
 
 class Given(Value):
-    """A new notice. ``lead_s`` counts from now."""
+    """A new notice. ``lead_s`` counts from the report."""
 
     notice: Shown
     lead_s: float | None
@@ -42,13 +42,13 @@ Told = Given | Withdrawn | Trouble
 
 
 class NoticeWatch:
-    """Polls one source in its own thread. Errors are reported, and polling goes on.
+    """Polls one source in its own thread. Errors are reported, and polling continues.
 
     Args:
         source: The source to poll.
         tell: Called in that thread.
-        every_s: The time between polls; it grows with consecutive errors, up to ``ERROR_WAIT_MAX_S`` or what the
-            service asks for.
+        every_s: The time between polls; it grows with consecutive errors, up to ``ERROR_WAIT_MAX_S`` or the time for
+            which the service asks.
     """
 
     def __init__(self, source: NoticeSource, tell: Callable[[Told], None], every_s: float = EVERY_S) -> None:
@@ -75,7 +75,7 @@ class NoticeWatch:
             self._thread.join(JOIN_TIMEOUT_S)
 
     def left(self, notice: str) -> None:
-        """Note that nothing of value is left on this VM: the next poll acknowledges the notice."""
+        """Record that nothing of value is left on this VM: the next poll acknowledges the notice."""
         with self._lock:
             self._left.add(notice)
 

@@ -34,7 +34,7 @@ def aws_spec(spec: AwsSpec, image: str | None, usd_per_h: float | None) -> AwsSp
     """Return the spec with the image and the price in the cluster file, if given; the result is validated.
 
     Raises:
-        ConfigError: the image in the cluster file is not one of AWS's.
+        ConfigError: the image in the cluster file is not an AWS image.
     """
     if image is not None and not image.startswith("ami-"):
         raise ConfigError("is not an AWS image", field="vms.environment.image", value=image, allowed="ami-...")

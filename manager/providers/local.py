@@ -17,7 +17,7 @@ class Fleet(Protocol):
         """Request a VM, for the request ``answers`` if given; returns its id."""
 
     def release(self, *nodes: str) -> None:
-        """End VMs; those that are gone already are ignored."""
+        """End VMs; VMs that are already gone are ignored."""
 
 
 class LocalProvider:
@@ -25,7 +25,7 @@ class LocalProvider:
 
     Args:
         fleet: Boots VMs.
-        max_vms: The most VMs at a time on this machine.
+        max_vms: The largest number of VMs at a time on this machine.
         usd_per_h: The assumed price of one VM; None: not known.
         inherited: VMs that another manager requested and that the fleet has, or is about to boot.
     """

@@ -37,8 +37,8 @@ class EmulationOptions:
     """How a profile is emulated.
 
     ``message_scale`` and ``state_scale`` shrink the messages and state that are really sent and held; times and counted
-    memory stay. ``all_reduces_at_once`` share a node's link, ``workers_per_node`` its shared caches and memory.
-    ``forgiven_s``: see ``EmulatedDevice``.
+    memory stay. ``all_reduces_at_once``: the number that share a node's link. ``workers_per_node``: the number that
+    share its caches and memory. ``forgiven_s``: see ``EmulatedDevice``.
     """
 
     message_scale: float = 1.0
@@ -76,10 +76,10 @@ def _stretched(value: object, factor: float) -> object:
 def emulated_device(
     profile: Profile, micro_batch_size: int, ring_sizes: Sequence[int], options: EmulationOptions
 ) -> EmulatedDevice:
-    """Return all that a worker needs to emulate one device of the profile's kind.
+    """Return the description from which a worker emulates one device of the profile's kind.
 
     Args:
-        profile: Its times are used as they are (see ``stretched``).
+        profile: The profile, whose times are used as they are (see ``stretched``).
         micro_batch_size: m; must be one of the measured sizes.
         ring_sizes: The numbers of members that all-reduces may have.
         options: See ``EmulationOptions``.
@@ -138,7 +138,7 @@ def _duration(timing: Timing) -> Duration:
 
 
 def _units(profile: Profile, state_scale: float) -> tuple[EmulatedUnit, ...]:
-    """Return units with their share of the sections' optimizer steps: a section's first own unit takes its time."""
+    """Return units with their share of the sections' optimizer steps: a section's first own unit takes it all."""
     units = known_units(profile)
     optimizer_s = dict.fromkeys((unit.id for unit in units), 0.0)
     for section in profile.sections:

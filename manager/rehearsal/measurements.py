@@ -33,7 +33,7 @@ class Measured:
 
     ``decided_s[t]`` is the time when step t was decided, by generation ``generations[t]`` of workers, which run
     ``plans[generation]``. ``prepared[t]`` has (time, stage, answer) of its workers. ``only``: the plan whose steps
-    count; None: steps of every plan do.
+    count; None: steps of every plan count.
     """
 
     decided_s: list[float] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Measured:
             self.decided_s.append(observed.time_s)
 
     def by_plan(self) -> list[Measured]:
-        """Return the same measurements for each plan of which a step counts, in the order of the plans' first steps."""
+        """Return these measurements for each plan with a counted step, in the order of the plans' first steps."""
         ran = {self._work(step): self.plans[self.generations[step]] for step in self.counted_steps}
         return [replace(self, only=plan) for plan in ran.values()]
 
@@ -98,7 +98,7 @@ class Measured:
 
     @property
     def late_s(self) -> float:
-        """By how much the busy host delayed a step, until its last worker answered: the median."""
+        """The median delay of a step by the busy host, up to the answer of its last worker."""
         late_s = []
         for step in self.counted_steps:
             answers = [(time_s, answer.times.late_s) for time_s, _, answer in self._answers(step)]
@@ -121,11 +121,11 @@ class _Counters:
 
 
 class Load:
-    """An observer of the driver; reads the machine's counters when ``first`` and when ``last`` is decided.
+    """An observer of the driver that reads the machine's counters when ``first`` and when ``last`` are decided.
 
     Attributes:
         busy_share: The busy share of all cores, with any work.
-        others_share: The share of all cores that other work than the rehearsal took.
+        others_share: The share of all cores that was taken by work other than the rehearsal.
     """
 
     def __init__(self, first: int, last: int) -> None:

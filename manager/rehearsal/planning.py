@@ -22,17 +22,17 @@ from simulator.inputs.conditions import check_made_for, of_pool_type
 from simulator.search.micro_batch import knee_micro_batch_size
 
 TASK_CPU_S = 0.003
-"""The CPU time of one task of the executor with its messages, beside many other processes.
+"""The CPU seconds of one task of the executor with its messages, among many other processes.
 
 It was measured with 4 to 36 workers on two cores: 2.5 to 4.5 ms, mostly waiting for memory that other processes have
 displaced from the caches; 1 ms if nothing else runs.
 """
 
 ADD_CPU_S = 0.00015
-"""The CPU time of adding one section's gradient to its sum, measured likewise."""
+"""The CPU seconds of adding one section's gradient to its sum, measured likewise."""
 
 REDUCE_CPU_S = 0.00035
-"""The CPU time of reducing one unit, for each member and each of the members to which it sends.
+"""The CPU seconds of reducing one unit, for each member and each of the members to which it sends.
 
 It was measured with rings of 7 to 16 workers on two cores: 0.31 to 0.47 ms, for the unit's three operations together.
 """
@@ -41,13 +41,13 @@ BUSY_SHARE = 0.35
 """The largest share of the cores that workers should keep busy: beyond it they wait for each other."""
 
 REDUCE_BUSY_SHARE = 0.5
-"""Likewise while the last backward runs, during which everything is reduced."""
+"""The same share while the last backward runs, during which everything is reduced."""
 
 MESSAGE_BYTES_PER_S = 100e6
-"""The limit for all messages together."""
+"""The limit for all messages together, in bytes per second."""
 
 STATE_BYTES = 128 * 1024
-"""The parameters of the whole model, the same in every shape, so that final weights can be compared."""
+"""Bytes of the whole model's parameters, the same in every shape, so that final weights can be compared."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Scales:
 
 
 def choose_scales(spec: RehearsalSpec, plan: Plan, num_cores: int) -> Scales:
-    """Return the given scales; for the others, return those that suit the plan, whose times are the profile's."""
+    """Return the given scales, and suitable values for the others; the plan's times are the profile's."""
     tasks = sum(
         len(plan.orders[count][stage])
         for replica, count in enumerate(plan.micro_batches_per_replica)
@@ -139,7 +139,7 @@ class Planned:
 
 
 def plan_rehearsal(spec: RehearsalSpec) -> Planned:
-    """Check and plan.
+    """Check and plan a rehearsal.
 
     Raises:
         InputError: a value is wrong; the error names it.
@@ -167,7 +167,7 @@ def _plans_for(spec: RehearsalSpec, trace: Trace, profile: Profile) -> dict[Pool
     """Plan for every number or pool of VMs that the trace may have at one time.
 
     Raises:
-        PlanError: Not even all VMs together can run the job.
+        PlanError: not even all VMs together can run the job.
     """
     own = {each.name for each in fields(PlanRequest)}
     given = {name: getattr(spec, name) for name in own} | {"num_replicas": None, "unequal": True}
@@ -178,7 +178,7 @@ def _plans_for(spec: RehearsalSpec, trace: Trace, profile: Profile) -> dict[Pool
         plans = by_need(pool_plan_table(profile, most, request).values())
     else:
         plans = by_need(plan_table(profile, spec.num_workers, request).values())
-    return plans or by_need([best_plan(profile, request, pool=most).best])  # this raises, and says why none fits
+    return plans or by_need([best_plan(profile, request, pool=most).best])  # raises an error on why none fits
 
 
 def _first_of(spec: RehearsalSpec, trace: Trace, plans: dict[Pool, Plan]) -> Plan:
@@ -213,7 +213,9 @@ def _with_batch(spec: RehearsalSpec) -> RehearsalSpec:
 
 
 def plan_shape(spec: RehearsalSpec, profile: Profile, plan: Plan | None = None) -> Simulation:
-    """Simulate a plan of the rehearsal on this profile: the given plan, else the spec's, else one of its shape."""
+    """Simulate a plan of the rehearsal on this profile: the given plan, else the spec's plan, else one of the spec's
+    shape.
+    """
     share_links, num_draws = spec.network == "namespaces", WARM_UP_STEPS + spec.steps
     plan = plan or spec.plan
     if plan is not None:

@@ -44,12 +44,12 @@ class Rehearsed:
 
     Attributes:
         planned: The rehearsal, with this plan's simulation.
-        mini_batches_s: The time of every step that counts.
+        mini_batches_s: The time of every counted step.
         commit_s: The real manager's measured round trip; it replaces the profile's in ``expected_s``.
         parts_s: Seconds per worker and step by kind of work.
-        late_s: By how much the busy host delayed a step; the median.
-        busy_share: The busy share of this machine's cores while the steps that count ran.
-        others_share: Likewise, the share that other work than the rehearsal took.
+        late_s: The median delay of a step by the busy host.
+        busy_share: The busy share of this machine's cores during the counted steps.
+        others_share: Likewise, the share taken by work other than the rehearsal.
     """
 
     planned: Planned
@@ -91,9 +91,9 @@ class Rehearsal:
     """The result of a rehearsal with changes of VMs.
 
     Attributes:
-        plans: One for each plan of which a step counted: it followed a step with the same workers.
+        plans: One for each plan with a counted step, which is a step that followed another with the same workers.
         changes: (version, shape, pool) of every generation of workers that trained.
-        lost: Types of the lost workers, in order; "" where all are alike.
+        lost: Types of the lost workers, in order; "" if all workers are of one type.
         num_left: Events of the trace that the run's end left unplayed.
     """
 
@@ -118,7 +118,7 @@ def rehearse(
 
     Args:
         planned: The result of ``plan_rehearsal``.
-        run_dir: Opened, and held by the caller until this returns.
+        run_dir: The run directory, which the caller has opened and holds until this returns.
         observe: Called after each decision.
         temporary: Remove the run directory if this process is killed.
 
@@ -138,7 +138,7 @@ def rehearse_changes(
     temporary: bool = False,
     attend: Callable[[VmFleet], Observer] | None = None,
 ) -> Rehearsal:
-    """Rehearse while VMs come and are lost as the trace says; ``attend``: see ``run_session``.
+    """Rehearse while VMs come and go as in the trace; ``attend``: see ``run_session``.
 
     Raises:
         TrainingStopped: The run does not come to its end, or too few VMs are left for it.

@@ -32,18 +32,18 @@ class RehearsalSpec(PlanRequest):
         profile: The profile as measured.
         num_stages: P; or ``boundaries``.
         num_hosts: The number of hosts.
-        workers_per_host: How many workers share a host; neighbouring stages come together where they can.
-        steps: Mini-batches that count; one more runs before them.
+        workers_per_host: How many workers share a host; neighbouring stages share one if possible.
+        steps: The number of counted mini-batches; one more runs before them.
         boundaries: First section of each stage; None: balanced.
-        plan: A plan to rehearse in place of a shape: its pipelines may be unequal, and on nodes of several types.
-        trace: Instead: VMs that come and are lost, one worker each. The manager chooses a plan whenever they change.
-            Where the profile has several types of node, a VM's instance type names its type.
+        plan: A plan to rehearse instead of a shape: its pipelines may be unequal, and on nodes of several types.
+        trace: A trace of VMs that come and are lost, instead of a shape, with one worker each. The manager chooses a
+            plan whenever they change. If the profile has several types of node, a VM's instance type names its type.
         window_slope: See ``simulator.simulate``.
-        batch_size: M in samples, in place of the job's; a multiple of the m that the job's own M gives.
+        batch_size: M in samples, instead of the job's; a multiple of the m that the job's own M gives.
         time_scale: The factor for every time; None: the factor that this machine's cores need.
-        message_scale: The real size of messages over the profile's; None: as much as this machine can carry.
+        message_scale: The real size of messages over the profile's; None: as large as this machine can carry.
         state_scale: The real size of parameters over the profile's; None: small.
-        network: How hosts are joined.
+        network: How hosts are connected.
         forgiven_s: See ``EmulatedDevice``; None: the default.
     """
 
@@ -74,7 +74,7 @@ class RehearsalSpec(PlanRequest):
 
     @property
     def num_workers(self) -> int:
-        """P * D, or the number of workers of the plan, or the most VMs that the trace has at once."""
+        """P * D, the number of workers of the plan, or the largest number of VMs that the trace has at once."""
         if self.trace is not None:
             return self.trace.max_nodes
         if self.plan is not None:
@@ -91,7 +91,7 @@ class RehearsalSpec(PlanRequest):
         """Refuse impossible rehearsals that the simulator would not refuse.
 
         Raises:
-            PlanError: An option is wrong; the error names it, its value and what is allowed.
+            PlanError: an option is wrong; the error names it, its value and what is allowed.
         """
         if self.batch_size is not None:
             ranges.BATCH.check("batch_size", self.batch_size)

@@ -1,4 +1,4 @@
-"""Follows what a manager writes into its journal and condenses it; see docs/decisions/0031."""
+"""Follows the lines that a manager writes into its journal, and condenses them; see docs/decisions/0031."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from manager.report.steps import Step, columns_of
 from morph.contract.messages import Committed, Prepared
 
 LONG = 100_000
-"""With more lines than this, progress of condensing is reported."""
+"""The number of lines above which progress of condensing is reported."""
 _SAVES = frozenset({ReasonCode.COMMIT_STARTED, ReasonCode.CHECKPOINT_SEALED, ReasonCode.CHECKPOINT_COMPLETE})
 _OF_STEPS = (SendStep, SendCommit, NoteNextSave, NoteCorrection, WriteManifest)
 
@@ -61,7 +61,7 @@ class Condenser:
         return not self.run.prepared or not self._trains
 
     def take(self, line: Line) -> None:
-        """Take in a line that was written."""
+        """Process a line that was written."""
         was_open, num_decided = self.run.morphs.open is not None, self.run.num_decided
         self.run.take_line(line)
         self.lives.take_line(line)
@@ -107,7 +107,7 @@ class Condenser:
         )
 
     def forget(self) -> None:
-        """Note that the last cut is written."""
+        """Record that the last cut is written."""
         for told in (self.run.told, self._over, self._told):
             told.clear()
         self._kept.clear()
@@ -117,10 +117,10 @@ class Condenser:
 def condense_all(path: Path, tell: Callable[[str], None]) -> None:
     """Condense a journal before a run is resumed with it, and report progress if that takes long.
 
-    Where there is no journal yet, none is made: the run may still be refused.
+    If there is no journal yet, none is made: the run may still be refused.
 
     Raises:
-        RunDirError: the journal cannot be opened, or not written now.
+        RunDirError: the journal cannot be opened, or cannot be written now.
     """
     tenths = 0
 
@@ -142,7 +142,7 @@ def is_kept(event: Event, record: DecisionRecord, *, changes: bool) -> bool:
     Args:
         event: The event.
         record: The decision.
-        changes: The shape is being changed.
+        changes: Whether the shape is being changed.
     """
     code = record.reason.code
     if isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared) and event.answer.timeline is not None:

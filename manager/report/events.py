@@ -1,4 +1,4 @@
-"""A journal as lines for people and programs."""
+"""Turns a journal into lines for people and programs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ INNER_FACTS = frozenset(
 class Told(Value):
     """One thing that happened. ``code``: a reason's, a milestone's or a fact's name.
 
-    ``inner``: about the manager's work, not the run's outcome; ``routine``: inner, and happening all the time.
+    ``inner``: it is about the manager's work, not the run's outcome; ``routine``: it is inner, and happens all the
+    time.
     """
 
     sequence: int
@@ -94,7 +95,7 @@ class Told(Value):
 
 @dataclass
 class EventReader:
-    """A reader that can continue where it stopped. ``over``: the run has ended, as far as it was read."""
+    """A reader that can continue where it stopped. ``over``: the last line read says that the run has ended."""
 
     sequence: int = 0
     over: bool = False

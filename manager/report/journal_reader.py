@@ -75,14 +75,14 @@ from morph.contract.messages import Committed, Prepared, WorkerReady
 from morph.contract.plan import kinds_in
 from morph.contract.timeline import StepTimeline
 
-# The timelines that the workers of a run recorded, from its journal.
+# Reads the timelines that the workers of a run recorded from its journal.
 
 
 _MARK = '"timeline":{'
 
 
 def read_timelines(run_dir: Path) -> dict[int, tuple[StepTimeline, ...]]:
-    """Return timelines by step, one for each worker, of the last time that every worker completed the step.
+    """Return timelines by step, one for each worker, from the last time that every worker completed the step.
 
     Raises:
         RunDirError: the directory holds no journal.
@@ -92,7 +92,7 @@ def read_timelines(run_dir: Path) -> dict[int, tuple[StepTimeline, ...]]:
 
 
 def timelines_of(entries: Iterable[Entry]) -> dict[int, tuple[StepTimeline, ...]]:
-    """Return the same from the lines of a journal."""
+    """Return timelines by step, as ``read_timelines`` does, from the lines of a journal."""
     gathered: dict[tuple[int, int, int], dict[tuple[int, int], StepTimeline]] = {}
     found: dict[int, tuple[StepTimeline, ...]] = {}
     for entry in entries:
@@ -137,7 +137,7 @@ RECORDS: dict[str, type[Record]] = {
     "trouble": Trouble,
     "over": RunOver,
 }
-"""The types of records that lines are condensed into, beside decided steps, by the name in the journal."""
+"""The types of records, besides decided steps, into which lines are condensed, by the name in the journal."""
 NAMES = {kind: name for name, kind in RECORDS.items()}
 OF_RUN = "run"
 """The key of the run reader's state in a cut."""
@@ -169,7 +169,7 @@ def report_in(path: Path, source: str) -> RunReport:
 
 
 def read_ledger(run_dir: Path) -> Ledger:
-    """Return the account of a run's sessions so far; for a run that has not begun, the account is empty.
+    """Return the account of a run's sessions so far; the account of a run that has not begun is empty.
 
     Raises:
         RunDirError: the journal cannot be read.
@@ -186,12 +186,12 @@ def read_ledger(run_dir: Path) -> Ledger:
 
 
 def ledger_now(run_dir: Path, now_s: float, *, lives_on: bool) -> Ledger:
-    """Return the account of all sessions of a run until now; an empty one for a run that has not begun.
+    """Return the account of all sessions of a run until now; the account of a run that has not begun is empty.
 
     Args:
         run_dir: The run's directory.
-        now_s: On the run's clock.
-        lives_on: The nodes of the last session still live, and are booked up to now.
+        now_s: The present time on the run's clock.
+        lives_on: Whether the nodes of the last session still live; if so, they are booked up to now.
 
     Raises:
         RunDirError: the journal cannot be read.
@@ -283,7 +283,7 @@ class RunReader:
 
     @classmethod
     def at(cls, journal: Journal, head: Head | None) -> RunReader:
-        """Return the reader in its state after the last condensed line; without one, at the beginning."""
+        """Return the reader in its state after the last condensed line, or at the beginning if there is none."""
         if head is None:
             return cls()
         if head.version == VERSION:
@@ -583,7 +583,7 @@ class RunReader:
             self.last_loss = loss if self.last_loss is None or loss[0] >= self.last_loss[0] else self.last_loss
 
     def _set_back(self, version: int) -> None:
-        """Note that steps from ``version`` on will be run again."""
+        """Record that steps from ``version`` on will be run again."""
         if version < self.version and self.first_step is not None:
             self.num_redone += max(0, self.version - max(version, self.first_step))
             self._tell(SetBack(num_decided=self.num_decided, version=version))
@@ -604,7 +604,7 @@ _STATE = TypeAdapter(RunReader)
 
 
 def _facts(record: DecisionRecord) -> Decision | None:
-    """Return what a decision tells the workers about the step that it decides."""
+    """Return what a decision tells workers about the step that it decides."""
     if record.reshape is not None:
         return record.reshape.decided
     orders = [action.order for action in record.actions if isinstance(action, SendStep | SendCommit)]

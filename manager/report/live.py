@@ -1,4 +1,4 @@
-"""The present state of a run, gathered from decisions, as the terminal and the page show it."""
+"""Gathers the present state of a run from decisions, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOLD = frozenset(
         ReasonCode.CHECKPOINT_COMPLETE,
     }
 )
-"""Decisions that get a line with ``--verbose``, beside those that every user sees as they are."""
+"""Decisions that get a line with ``--verbose``, in addition to those that every user sees."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Happened:
 
 @dataclass
 class LiveRun:
-    """The present state of a run. Times are seconds as the shell stamped them.
+    """The present state of a run. Times are in seconds, as stamped by the shell.
 
-    ``num_steps``: None if open-ended. ``start_s``: the time of the first decision. ``version``: the one that the run
-    continues from; ``trouble``: why workers cannot be set up now; ``saved_version``: the newest complete checkpoint.
-    ``metrics`` and ``learning_rates``: of the last decided step. ``ledger``: the account of earlier sessions;
-    ``takes_over``: the last of them was a manager's whose nodes live on. ``shapes``: each shape (None: no shape) with
-    the time of its beginning. ``counts``: the number of nodes, at each change.
+    ``num_steps``: None if open-ended. ``start_s``: the time of the first decision. ``version``: the version from which
+    the run continues; ``trouble``: why workers cannot be set up now; ``saved_version``: the newest complete checkpoint.
+    ``metrics``, ``learning_rates``: those of the last decided step. ``ledger``: the account of earlier sessions;
+    ``takes_over``: whether the nodes of the last of these live on. ``shapes``: each shape (None: no shape) with the
+    time of its beginning. ``counts``: the number of nodes, at each change.
     """
 
     job: str
@@ -100,9 +100,10 @@ class LiveRun:
     def take(
         self, time_s: float, event: Event, decision: Decision, facts: Iterable[tuple[float, Fact]] = ()
     ) -> tuple[Happened, ...]:
-        """Take in one decision; returns what is worth reporting. Other threads read while they hold ``lock``.
+        """Process one decision; return the reports worth making. Other threads read while they hold ``lock``.
 
-        ``facts``: the shell's since the decision before, with their times: a pause begins with the kill of a VM.
+        ``facts``: the shell's facts since the previous decision, with their times: a pause begins with the kill of a
+        VM.
         """
         with self.lock:
             for at_s, fact in facts:

@@ -23,7 +23,7 @@ MOST_EVALUATIONS = 100
 class EvaluationReader:
     """Combines workers' answers into evaluations; if one is run again, the newest counts.
 
-    It keeps the last ``MOST_EVALUATIONS``.
+    The last ``MOST_EVALUATIONS`` evaluations are kept.
     """
 
     _shares: dict[int, list[Evaluation]] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class EvaluationReader:
     _complete: dict[int, EvaluationRecord] = field(default_factory=dict)
 
     def take(self, answer: Prepared | Committed) -> EvaluationRecord | None:
-        """Take one worker's answer; returns the evaluation that it completes, with the job's own metrics."""
+        """Add one worker's answer; return the evaluation that it completes, with the job's own metrics."""
         finished, share = answer.finished, answer.evaluation
         completed = None
         if finished is not None and finished.version in self._unfinished:
@@ -56,7 +56,7 @@ class EvaluationReader:
         return self.note(record)
 
     def note(self, record: EvaluationRecord) -> EvaluationRecord:
-        """Take in a complete evaluation."""
+        """Add a complete evaluation."""
         self._complete[record.version] = record
         if len(self._complete) > MOST_EVALUATIONS:
             del self._complete[min(self._complete)]
@@ -72,7 +72,7 @@ MOST_POINTS = 512
 
 @dataclass
 class Series:
-    """Points (time in s, value), evenly thinned: each time there are too many, every other one is dropped.
+    """Points (time in s, value), evenly thinned: whenever there are too many, every other point is dropped.
 
     The newest point is always kept.
     """

@@ -1,4 +1,4 @@
-"""What a user should know about a run: its shapes, their changes and their cost, but not the protocol."""
+"""Selects events of a run for the user: its shapes, their changes and costs, but not the protocol."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ AS_SAID = frozenset(
         ReasonCode.FAILED,
     }
 )
-"""Decisions that a user sees as they are. A save is included only after storage refused earlier ones."""
+"""Decisions that a user sees unchanged. A save is included only after storage refused earlier ones."""
 
 
 class Milestone(NamedTuple):
@@ -58,11 +58,11 @@ class Milestones:
     _storage_refused: bool = False
 
     def begin_session(self, version: int) -> None:
-        """Note that a manager starts from a version, without a shape."""
+        """Record that a manager starts from a version, without a shape."""
         self.morphs.end_session(version)
 
     def take_over(self, state: ControllerState) -> None:
-        """Note that a manager continues from a state whose decisions were not read here."""
+        """Record that a manager continues from a state whose decisions were not read here."""
         self.begin_session(state.version)
         if state.plan is not None and state.slots:
             self.morphs.go_on(state.plan.shape, [slot.worker for slot in state.slots])
@@ -70,7 +70,7 @@ class Milestones:
     def take(
         self, config: ControllerConfig, event: Event, record: DecisionRecord, time_s: float
     ) -> tuple[Milestone, ...]:
-        """Take in one decision; returns its milestones for a user."""
+        """Process one decision; return its milestones for a user."""
         reader, told = self.morphs, []
         shape, phase, version = reader.shape, reader.phase, reader.version
         reader.over.clear()
@@ -78,7 +78,7 @@ class Milestones:
         for morph in reader.over:
             told.append(Milestone("morph", morph_line(morph)))
         gone = lost_by(event, record)
-        is_told = record.reason.code is ReasonCode.SETUP_FAILED  # a worker that did not train yet
+        is_told = record.reason.code is ReasonCode.SETUP_FAILED  # the worker did not train yet
         if gone and not is_told and (reader.open is None or not set(gone) <= set(reader.open.lost_workers)):
             trains = reader.shape is not None and reader.open is None and record.phase is not Phase.ENDED
             goes_on = f"; {reader.shape} goes on" if trains else ""
@@ -128,7 +128,7 @@ class Milestones:
 
 
 def morph_line(morph: MorphRecord) -> str:
-    """Return why the shape changed, from which to which, how long it took (with the next step), and its cost."""
+    """Return why the shape changed, the shapes before and after, the change's time (with the next step), its cost."""
     parts = [
         f"{_named(names)} {word}{_injected(names, map(vm_of, morph.injected))}"
         for names, word in ((morph.lost_workers, "lost"), (morph.joined, "joined"), (morph.left, "left"))

@@ -48,11 +48,11 @@ def morph_trace(entries: Iterable[Entry], morph: MorphRecord) -> MorphTrace:
 
     Args:
         entries: The whole journal.
-        morph: One of the report's changes.
+        morph: One of the changes in the report.
     """
     began_s = morph.detected_at_s if morph.killed_at_s is None else min(morph.killed_at_s, morph.detected_at_s)
     collected, begins, ends = _Spans(began_s), False, False
-    for entry in entries:  # by place, not by time: a clock that is set back gives earlier lines the same times
+    for entry in entries:  # by place, not by time: if a clock is set back, earlier lines have the same times
         begins = begins or entry.time_s == began_s
         if ends and entry.time_s != morph.resumed_at_s:
             break
@@ -85,7 +85,7 @@ def chrome_trace(trace: MorphTrace) -> dict[str, Any]:
 
 @dataclass
 class _Spans:
-    """``since_s``: for each worker, the order that it has not answered, and when it got it."""
+    """``since_s``: for each worker, the order that it has not answered, and when the worker got it."""
 
     began_s: float
     spans: list[MorphSpan] = field(default_factory=list)

@@ -24,7 +24,7 @@ class MorphReader:
     """The open morph, and the finished ones.
 
     ``killed_s``: when the shell killed each VM. ``injected``: VMs preempted on purpose. ``version``: the last decided
-    one.
+    version.
     """
 
     killed_s: dict[str, float] = field(default_factory=dict)
@@ -39,11 +39,11 @@ class MorphReader:
     members_before: tuple[str, ...] = ()
 
     def all(self) -> tuple[MorphRecord, ...]:
-        """Return every morph, one that is still open last."""
+        """Return every morph; a morph that is still open is the last."""
         return (*self.over, *((self._whole(self.open),) if self.open else ()))
 
     def take_fact(self, fact: Fact, time_s: float) -> None:
-        """Take in what the shell knows about a VM's end."""
+        """Process a fact from the shell about a VM's end."""
         if fact.worker is None:
             return
         if fact.name == VM_KILLED:
@@ -54,17 +54,17 @@ class MorphReader:
             self.injected.discard(fact.worker)
 
     def end_session(self, version: int) -> None:
-        """Note that the run was resumed in a new process, from a version: no morph of the old one is open."""
+        """Record that the run was resumed in a new process, from a version: no morph of the old process is open."""
         self._close()
         self.injected.clear()  # VMs of a later session may have the same names
         self.shape, self.phase, self.generation, self.members, self.version = None, Phase.STARTING, 0, (), version
 
     def go_on(self, shape: str, members: Sequence[str]) -> None:
-        """Note that a shape trains that was formed before the first line that is read here."""
+        """Record that a shape trains that was formed before the first line read here."""
         self.shape, self.members, self.phase = shape, tuple(members), Phase.TRAINING
 
     def take(self, config: ControllerConfig, event: Event, record: DecisionRecord, time_s: float) -> None:
-        """Take in a decision and the event that led to it."""
+        """Process a decision and the event that led to it."""
         answer = event.answer if isinstance(event, WorkerAnswered) else None
         if isinstance(answer, Reshaped):
             self._reshaped(answer)
@@ -75,13 +75,13 @@ class MorphReader:
         self.version = record.version
 
     def _resumed(self, time_s: float) -> None:
-        """Note that a step is decided: the open morph, if any, is over."""
+        """Record that a step is decided: the open morph, if any, is over."""
         if self.open is not None and self.open.reformed_at_s is not None:
             self._change(resumed_at_s=time_s)
             self._close()
 
     def _reshaped(self, answer: Reshaped) -> None:
-        """Note how long one member took, if it is of the present generation."""
+        """Record how long one member took, if it is in the present generation."""
         if self.open is not None and answer.generation == self.generation:
             self._change(
                 groups_s=max(self.open.groups_s, answer.groups_s),

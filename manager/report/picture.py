@@ -75,7 +75,7 @@ PARTS = {
 }
 """The colour and meaning of each use of VMs' time."""
 MOST_STEPS = 4000
-"""The number of steps drawn of a longer run, evenly chosen."""
+"""The number of steps, evenly chosen, that are drawn of a longer run."""
 LABEL_ROWS = 3
 MOST_METRICS = 12
 LABEL_WIDTH_PX = 66

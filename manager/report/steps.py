@@ -1,4 +1,4 @@
-"""The decided steps of a run, as columns, so that two million of them are read in a second."""
+"""The decided steps of a run in columns, so that two million steps are read in a second."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StepRecord(Value):
     duration_s: float = Field(description="order to decision, overflow attempts included")
     compute_s: float = Field(description="longest step_s that a member reported")
     loss: float | None = Field(description="mean over micro-batches, in their order; None: not a number")
-    metrics: dict[str, float] = Field(default_factory=dict, description="likewise; only those that are numbers")
+    metrics: dict[str, float] = Field(default_factory=dict, description="means, likewise; only those that are numbers")
     weight: float | None = Field(default=None, description="sum of its losses' weights; None: losses are means")
     learning_rates: tuple[float, float] | None = Field(default=None, description="lowest and highest; None: unknown")
     gradient_norm: float | None = Field(default=None, description="before clipping; None: not requested by the job")
@@ -69,13 +69,13 @@ class Cost:
 
     @classmethod
     def of(cls, ledger: Ledger) -> Cost:
-        """Return the cost that is booked now."""
+        """Return the cost that the ledger has booked so far."""
         total, share_h = ledger.total(), SHARES * NS_PER_S * 3600
         dearest = np.nan if ledger.dearest is None else ledger.dearest / NS_PER_S
         return cls(total.vm_ns / share_h, total.unpriced_ns / share_h, total.cost / UNITS_PER_USD, dearest)
 
     def dollars(self, prices: Prices | None) -> float | None:
-        """Return the cost in dollars, as ``Account.bill`` has it; None if no price is known."""
+        """Return the cost in dollars, computed as in ``Account.bill``; None if no price is known."""
         given = None if prices is None else prices.paid_usd_per_h
         if given is not None and prices is not None and prices.for_all:
             return self.vm_h * given
@@ -164,7 +164,7 @@ class Condensed:
 
 
 class Steps(Sequence[StepRecord]):
-    """Every decided step, in the order of decision, including those that were run again later, which are marked.
+    """Every decided step, in the order of decision, including those that were run again later.
 
     Args:
         condensed: The condensed steps.
@@ -283,7 +283,7 @@ class Steps(Sequence[StepRecord]):
             if record.step <= before.step
         ]
         lost = [record.step for record in records[backs[-1].num_decided if backs else 0 :] if record.redone_later]
-        if lost:  # and not run again yet
+        if lost:  # the step was not run again yet
             backs.append(SetBack(num_decided=len(records), version=min(lost)))
         unknown = Cost(np.nan, np.nan, np.nan, np.nan)
         return cls(newer=[Step(0, record, unknown) for record in records], set_backs=backs)

@@ -1,4 +1,4 @@
-"""A report as a few lines of text."""
+"""Summarises a report in a few lines of text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def with_its_manager(report: RunReport, run_dir: Path) -> RunReport:
     now_s = time.time()
     waits = read_json(run_dir / GOES_ON, GoesOn, RunDirError) if (run_dir / GOES_ON).is_file() else None
     if waits is not None and waits.again_s + SILENT_S >= now_s and holder_of(run_dir) is None:
-        sentence = f"{waits.sentence}; it goes on at {moment_text(waits.again_s)} UTC (--forever)"
+        sentence = f"{waits.sentence}; it continues at {moment_text(waits.again_s)} UTC (--forever)"
         return report.model_copy(update={"outcome": "unmanaged", "sentence": sentence})
     if report.outcome != "running":
         return report

@@ -1,4 +1,4 @@
-"""Values of a report. Times are wall-clock seconds as the shell stamped them; durations are seconds unless named."""
+"""The values of a report. Times are the shell's wall-clock times; durations are seconds unless named otherwise."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ShapeSpan(Value):
     generation: int
     shape: str = Field(description='"PxD"')
     num_workers: int
-    pool: Pool | None = Field(default=None, description="its GPUs, if they have several types")
+    pool: Pool | None = Field(default=None, description="its GPUs, if they are of several types")
     batch_size: int
     start_s: float
     end_s: float | None
@@ -80,24 +80,24 @@ class SourceSum(Value):
 
 
 class MorphRecord(Value):
-    """One morph, from losing a generation, or leaving it on purpose, to the next decided step, with all attempts."""
+    """One morph, from the loss of a generation, or its planned end, to the next decided step, with all attempts."""
 
     planned: bool = Field(description="at a step boundary, for newcomers")
     cause: str
     lost_workers: tuple[WorkerId, ...]
-    joined: tuple[WorkerId, ...] = Field(default=(), description="in the new generation, but not in the old one")
+    joined: tuple[WorkerId, ...] = Field(default=(), description="members of the new generation, not of the old one")
     left: tuple[WorkerId, ...] = Field(default=(), description="not lost, but not in the new generation")
-    injected: tuple[WorkerId, ...] = Field(default=(), description="lost or left because of `morph inject`")
-    killed_at_s: float | None = Field(description="first kill of its VMs, if the shell noted it")
+    injected: tuple[WorkerId, ...] = Field(default=(), description="workers lost or left because of `morph inject`")
+    killed_at_s: float | None = Field(description="first kill of its VMs, if the shell recorded it")
     detected_at_s: float
     reformed_at_s: float | None = Field(description="first order of the new generation")
     resumed_at_s: float | None = Field(description="next decided step; None: the run ended before")
     num_generations: int = Field(description="generations formed until one trained")
     from_shape: str
     to_shape: str | None
-    version: int = Field(description="the decided version when it began")
+    version: int = Field(description="the decided version at its beginning")
     steps_redone: int
-    sources: dict[SourceKind, SourceSum] = Field(description="of the new generation")
+    sources: dict[SourceKind, SourceSum] = Field(description="sources of the new generation")
     groups_s: float = Field(description="longest of its members")
     state_s: float = Field(description="longest of its members")
     received_bytes: int
@@ -109,7 +109,7 @@ class MorphRecord(Value):
 
     @property
     def _began_s(self) -> float:
-        """The time of the kill, unless training had stopped before, because of newcomers or of another loss."""
+        """The time of the kill, unless training had stopped before because of newcomers or another loss."""
         return self.detected_at_s if self.killed_at_s is None else min(self.killed_at_s, self.detected_at_s)
 
 
@@ -121,7 +121,7 @@ class VmCount(Value):
 
 
 class SessionBegun(Value):
-    """A record: a manager began from this version; ``saved``: the checkpoint that it comes from."""
+    """A record: a manager began from this version; ``saved``: the checkpoint from which it began."""
 
     version: int
     saved: int | None
@@ -171,12 +171,12 @@ class RunReport(Value):
     evaluations: tuple[EvaluationRecord, ...] = ()
     account: Account
     vms: tuple[VmCount, ...]
-    correction: Correction | None = Field(default=None, description="of the profile, as learned in the last session")
+    correction: Correction | None = Field(default=None, description="correction to the profile, from the last session")
     next_save: NextSave | None = Field(default=None, description="as last known; None: the run is over, or none is due")
 
     @property
     def losses(self) -> dict[int, float]:
-        """The loss by step, of the last run of each step."""
+        """The loss by step, from the last run of each step."""
         steps, losses = self.steps.column("step").tolist(), self.steps.column("loss").tolist()
         return {step: loss for step, loss in zip(steps, losses, strict=True) if loss == loss}
 

@@ -1,4 +1,4 @@
-"""Find checkpoints where a user says they are: in a run directory, a folder or at a URL."""
+"""Finds checkpoints in the place that a user names: a run directory, a folder or a URL."""
 
 from __future__ import annotations
 
@@ -69,8 +69,7 @@ def target_url(given: str) -> str:
 def with_newest(stored: Stored, use: Callable[[Manifest], Used]) -> tuple[Manifest, Used]:
     """Use the newest complete checkpoint; say on standard error which newer ones are skipped, and why.
 
-    If ``use`` finds damage that only reading shows, it is called again with the newest checkpoint whose bytes are all
-    right.
+    If ``use`` finds damage that only reading shows, it is called again with the newest checkpoint without wrong bytes.
 
     Raises:
         InputError: there is no checkpoint.

@@ -30,12 +30,12 @@ class Cloud:
 
     @property
     def market(self) -> Market:
-        """The market that the VMs come from."""
+        """The market from which the VMs come."""
         return market_of(self.vms.market)
 
     @property
     def most_devices(self) -> int:
-        """Devices of one VM."""
+        """The largest number of devices of one VM."""
         return self.market.most_devices(self.described)
 
     @property
@@ -44,7 +44,7 @@ class Cloud:
         return self.market.vm_kind(self.described)
 
     def offers(self) -> tuple[Offer, ...]:
-        """GPUs that may come, if the file names their types; empty if all are alike. May query a price list."""
+        """Return the possible GPUs, if the file names their types; empty if all are alike. May query a price list."""
         return self.market.offers(self.described, self.vms)
 
     def price(self) -> Price | None:
@@ -54,12 +54,12 @@ class Cloud:
         return self.market.price(self.described, self.path)
 
     def providing(self, name: RunName, run_dir: Path) -> Providing:
-        """Return how the provider of a run is opened."""
+        """Return how to open the provider of a run."""
         return self.market.providing(self.described, self.vms, self.path, name, run_dir)
 
 
 def check_address(cloud: Cloud, source: str) -> None:
-    """Refuse an address that this machine does not have, and a loopback address where a host is another machine.
+    """Refuse an address that this machine does not have, and a loopback address if a host is another machine.
 
     Raises:
         ConfigError: the address is refused; the error names the cluster file.

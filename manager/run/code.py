@@ -1,4 +1,4 @@
-"""The code and data that a run trains on: those that it began with, unless the user chooses others."""
+"""Manages the code and data of a run: those with which it began, unless the user chooses others."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SAME_JOB = "; for the same job under another name: --if-changed accept"
 class CheckedJob:
     """The result of checking a job.
 
-    ``facts``: what identifies the job. ``cut``: makes the cut for workers, given a micro-batch size; None: each worker
-    has to export the model.
+    ``facts``: the facts that identify the job. ``cut``: makes the cut for workers, given a micro-batch size; None: each
+    worker has to export the model.
     """
 
     facts: JobFacts
@@ -47,9 +47,9 @@ class RunCode:
         job_path: path/to/file.py:name.
         profile: The profile that the job must fit.
         files: The job's files as they are now.
-        if_changed: What to do if the files differ from those that the run began with.
+        if_changed: What to do if the files differ from those with which the run began.
         check_job: Loads torch and the job.
-        unpack: True if the run's workers do not see this machine's folders.
+        unpack: Whether the run's workers do not see this machine's folders.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RunCode:
         self._kept: JobCode | None = None
         self._accepted = ""
         self.cut: HandedCut | None = None
-        """What workers are given; known once the run's code is settled."""
+        """The cut that workers get; known once the run's code is settled."""
 
     def check(self) -> None:
         """Check the job, which loads torch, and name the imported code that the snapshot does not contain.
@@ -107,10 +107,11 @@ class RunCode:
         return known["dataset"].num_samples
 
     def of(self, run_dir: RunDir) -> JobCode:
-        """Return the code that a run trains on, as far as it is known without loading the job.
+        """Return the code of a run, as far as it is known without loading the job.
 
         Raises:
-            RunDirError: the stored code is damaged, or the code was changed since and the user has not said what to do.
+            RunDirError: the stored code is damaged, or the code was changed since then and the user has not said what
+                to do.
         """
         sha256 = run_dir.facts.code_sha256
         if sha256 is None:
@@ -139,11 +140,11 @@ class RunCode:
         return code
 
     def begin(self, run_dir: RunDir) -> JobCode:
-        """Check the job, unless it was checked before, and store the code that the run trains on from now on.
+        """Check the job, unless it was checked before, and store the code of the run from now on.
 
         Raises:
-            InputError: the job is not valid, is another job, or its settings or data differ from those that the run
-                began with.
+            InputError: the job is not valid, is another job, or its settings or data differ from those with which the
+                run began.
             RunDirError: the directory cannot be written.
         """
         if self._checked is None:
@@ -169,7 +170,7 @@ class RunCode:
         keep(run_dir.path, code, self.cut)
         if (code.sha256, found) != (began.code_sha256, began.known_by):
             run_dir.begin_with(began.model_copy(update={"code_sha256": code.sha256, "known_by": found}))
-        self._checked = None  # frees the exported model
+        self._checked = None  # this frees the exported model
         return code
 
     def _tell_accepted(self, differing: str, settings: Mapping[str, str]) -> None:
@@ -199,7 +200,7 @@ class RunCode:
 
     @property
     def files(self) -> JobFiles:
-        """The code that the run trains on, once it has begun."""
+        """The code of the run, once it has begun."""
         return self._files
 
     @property
@@ -208,7 +209,7 @@ class RunCode:
 
 
 def keep(run_dir: Path, code: JobCode, cut: HandedCut | None = None) -> None:
-    """Store the code in the run directory under its digest, atomically and readable by the user alone.
+    """Store the code in the run directory under its digest, atomically and readable only by the user.
 
     The cut is stored beside the code, for a manager that takes over and gives it to new workers.
 
@@ -246,7 +247,7 @@ def kept(run_dir: Path, sha256: str, job_path: str, *, unpack: bool = False) -> 
 
 
 def kept_cut(run_dir: Path, code_sha256: str) -> HandedCut | None:
-    """Read the cut stored beside this code, or None if there is none. A worker detects whether it is damaged."""
+    """Read the cut stored beside this code, or None if there is none. A worker detects a damaged cut."""
     with suppress(OSError):
         content = (run_dir / CODE / f"{code_sha256}{_CUT}").read_bytes()
         return HandedCut(sha256=hashlib.sha256(content).hexdigest(), content=content)

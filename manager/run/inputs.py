@@ -1,4 +1,4 @@
-"""The inputs of a run: its request, and everything that the request names, read."""
+"""The inputs of a run: its request, and the content of everything that the request names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from simulator.inputs.conditions import of_pool_type
 class PreparedRun:
     """A run's request with all its files read and its paths resolved.
 
-    ``request``: includes the options of a job file; the job file may also be its cluster file (see ``in_file``).
+    ``request``: the request with the options of a job file, which may also be its cluster file (see ``in_file``).
     ``asked``: the request as given, to be stored; None: nothing is stored. ``job_files``: the job's files as they are
     now. ``trace``: None: the VMs come at the start. ``stop_with_trace``: see :class:`manager.run.session.RunSpec`.
     """
@@ -53,12 +53,12 @@ class PreparedRun:
 
     @property
     def events(self) -> Trace:
-        """How the VMs come and go."""
+        """The trace by which the VMs come and go."""
         return self.trace or constant_trace(self.cluster.vms)
 
     @property
     def places(self) -> dict[str, tuple[str, str]]:
-        """Where the planner's values are set, for errors."""
+        """The places where the planner's values are set, for errors."""
         source, short = str(self.request.cluster), {"pipeline_depth": "-P", "num_replicas": "-D"}
         return {
             "memory_bytes": (source, "vms.memory_bytes"),
@@ -76,7 +76,7 @@ class PreparedRun:
 
     @property
     def identity(self) -> dict[str, str]:
-        """The settings that a manager which takes over must be started with too, by the user's names."""
+        """The settings that must be the same for a manager that takes over, by the user's names."""
         request = self.request
         return {
             "JOB": absolute_job(request.job),
@@ -93,7 +93,7 @@ class PreparedRun:
 
     @property
     def vm_kind(self) -> NodeFacts:
-        """What is known of the VMs beforehand: what they have in common."""
+        """The known facts about the VMs: those that they have in common."""
         return NodeFacts(provider="local") if self.cloud is None else self.cloud.vm_kind
 
     def config(self) -> ControllerConfig:
@@ -123,7 +123,7 @@ class PreparedRun:
         return () if self.cloud is None else self.cloud.offers()
 
     def facts(self, planned: Callable[[], ControllerConfig]) -> RunFacts:
-        """Return the identity that the run directory belongs to; plans are made only if the planner chooses m.
+        """Return the identity of the run directory; plans are made only if the planner chooses m.
 
         Raises:
             InputError: see ``config``.

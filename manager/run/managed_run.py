@@ -1,4 +1,4 @@
-"""A managed job from its request to its end: checked, run or taken over."""
+"""Runs a managed job from its request to its end: checks it, then runs it or takes its run over."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def managed_run(
         check_job: Loads the job and compares it with the profile.
         show: Shows the run while it goes on.
         if_changed: What to do if the job is not the one that the run began with.
-        take_over: Take over the place of the checkpoints from another manager, which may still run.
+        take_over: Take the checkpoints' storage over from another manager, which may still run.
         forever: Another manager follows this one, unless the user or a limit ends it.
 
     Raises:
-        InputError: before anything is started or written.
-        CheckpointError: before anything is started or written: storage does not answer, and the run is new.
+        InputError: the run cannot begin; nothing was started or written.
+        CheckpointError: storage does not answer, and the run is new; nothing was started or written.
         TrainingStopped: the cluster or training failed.
     """
     with ExitStack() as ending:
@@ -85,8 +85,7 @@ def managed_run(
 class ManagedRun:
     """One run under this manager. It is checked and planned when it is made; ``carry_out`` trains.
 
-    Storage and the job are checked and shapes planned at once, unless a run that may still live has to be looked for
-    first.
+    Storage and the job are checked and shapes planned at once, unless it must first look for a run that may still live.
 
     A session is the work of one group of VMs and workers, from their start to their end; ``run_until_it_ends`` begins
     another session if the machines are lost.
@@ -119,7 +118,7 @@ class ManagedRun:
         self._lease: Lease | None = None
         self._forever = forever
         self._is_new = not is_run(run.run_dir)
-        self._wait = partial(patiently, limit_s=0.0 if self._is_new else LIMIT_S)  # for the disk of a resumed run
+        self._wait = partial(patiently, limit_s=0.0 if self._is_new else LIMIT_S)  # a resumed run waits for its disk
         unpack = run.cloud is not None
         self._trained = RunCode(run.request.job, run.profile, run.job_files, if_changed, check_job, unpack=unpack)
         self._prices = run.prices()
@@ -129,7 +128,7 @@ class ManagedRun:
         self._providing: Providing | None = None
         self._code: JobCode | None = None
         if self._is_new and run.request.checkpoint_url is not None:
-            # first: the job takes longer, and files left after a wrong key would be in the way
+            # this is first because the job takes longer, and because files left after a wrong key would be in the way
             if not take_over:
                 Lease(run.request.checkpoint_url, this_process("", run.run_dir)).check_free()
             find_whole(run.request.checkpoint_url)
@@ -165,7 +164,7 @@ class ManagedRun:
                 self._history.take_in(opened.path)
 
     def _take_lease(self, opened: RunDir) -> None:
-        """Keep other managers from writing checkpoints there, unless it is in the run directory, which is locked."""
+        """Lease the storage of the checkpoints, unless it is in the run directory, which is locked."""
         url = opened.facts.checkpoint_url
         if url is None:
             return
@@ -271,7 +270,7 @@ class ManagedRun:
             return session.run_session(spec, opened, observer)
 
     def _newest_checkpoint(self, opened: RunDir) -> Manifest | None:
-        """Find the checkpoint to resume from, checking only file sizes; a worker that loads it finds other damage."""
+        """Find the checkpoint to resume from, checking only file sizes; workers that load it find other damage."""
         try:
             manifest, passed_over = newest_whole(opened.checkpoint_url)
         except CheckpointDamaged:
@@ -339,7 +338,7 @@ def _begin_machines(run: PreparedRun, ending: ExitStack) -> list[OpenMachines]:
 
 
 def _leave_recovery(run: PreparedRun, opened: RunDir, trained: RunCode) -> None:
-    """Store beside the checkpoints what another machine needs to resume the run; the run goes on if that fails."""
+    """Store beside the checkpoints what another machine needs to resume the run; the run continues if that fails."""
     limit_s = run.cluster.policy.rules.checkpoints.file_limit_s(0)
     try:
         recovery = recovery_of(run, opened.facts, trained.files)

@@ -1,4 +1,4 @@
-"""Where VMs come from: one ``Market`` for each kind that a cluster file can name, in one registry.
+"""The sources of VMs: a registry with one ``Market`` for each kind that a cluster file can name.
 
 Another package adds its own as an entry point of the group ``morph.markets``, whose name is the kind::
 
@@ -6,7 +6,7 @@ Another package adds its own as an entry point of the group ``morph.markets``, w
     moon = "morph_moon.market:MoonMarket"
 
 For such a kind, ``vms`` of a cluster file has the fields of all providers; the market's own fields are in the file that
-``vms.cloud`` names, which ``described`` reads.
+``vms.cloud`` names, and ``described`` is its type.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOCK_NAME = "requirements.lock"
 
 
 class Market(ABC):
-    """One kind of VMs. In every call, ``described`` is of the market's own type and was checked."""
+    """One kind of VMs. In every call, ``described`` has the market's own type and was checked."""
 
     described: type[Value]
     """The content of the file that ``vms.cloud`` names."""
@@ -60,7 +60,7 @@ class Market(ABC):
         """
         try:
             missing = any(find_spec(module) is None for module in self.needs)
-        except ModuleNotFoundError:  # of the package that the market is in
+        except ModuleNotFoundError:  # a module of the market's package
             missing = True
         if missing:
             raise ConfigError(
@@ -71,21 +71,21 @@ class Market(ABC):
             )
 
     mark: str = ""
-    """A field that files of this market alone have, by which a file's kind is known."""
+    """A field that only files of this market have, by which they are recognised."""
 
     kind: str = ""
-    """Its name in the registry."""
+    """The market's name in the registry."""
 
     @abstractmethod
     def most_devices(self, described: Any) -> int:
-        """Return the maximum number of devices of a VM."""
+        """Return the largest number of devices of a VM."""
 
     @abstractmethod
     def vm_kind(self, described: Any) -> NodeFacts:
         """Return the description that all VMs of a run share."""
 
     def offers(self, _described: Any, _vms: ProvidedVms) -> tuple[Offer, ...]:
-        """Return the GPUs that may come, if the file names types; empty if all are alike. May query a price list."""
+        """Return the possible GPUs, if the file names types; empty if all are alike. May query a price list."""
         return ()
 
     @abstractmethod
@@ -93,12 +93,12 @@ class Market(ABC):
         """Return the price of one VM, if the cluster file does not set it; may query a price list."""
 
     def elsewhere(self, _described: Any) -> str:
-        """Name a machine of the market that cannot reach a loopback address; empty: there is none."""
+        """Name a machine of the market that cannot reach this machine's loopback address; empty: there is none."""
         return "every VM"
 
     @abstractmethod
     def providing(self, described: Any, vms: ProvidedVms, path: Path, name: RunName, run_dir: Path) -> Providing:
-        """Return how the provider of a run is opened. ``path``: the file that ``described`` was read from."""
+        """Return how to open the provider of a run. ``path``: the file from which ``described`` was read."""
 
     def findings(self, _described: Any, _count: int) -> Iterator[Finding]:
         """Check whether a run with ``count`` devices would get its VMs; queries the cloud, and changes nothing there.
@@ -109,10 +109,10 @@ class Market(ABC):
         raise ConfigError("cloud files of this kind have no checks", field="--kind", value=self.kind, allowed="aws")
 
     def policy(self, _described: Any) -> dict[str, Any]:
-        """Return the least rights that the manager's user must have.
+        """Return the minimal permissions of the manager's user.
 
         Raises:
-            ConfigError: this kind needs no rights.
+            ConfigError: this kind needs no permissions.
         """
         raise ConfigError("cloud files of this kind have no policy", field="--kind", value=self.kind, allowed="aws")
 
@@ -127,7 +127,7 @@ class Market(ABC):
 
     @abstractmethod
     def end_run(self, described: Any, path: Path, run: str, job: str, told: Callable[[str], None]) -> tuple[Vm, ...]:
-        """End what a run left behind, found by the names of the run and its job alone; returns the VMs that existed.
+        """End what a run left behind, found only by the names of the run and its job; return the VMs that existed.
 
         Raises:
             ProviderError: nothing of the run exists, or some of it could not be ended; the error names it.
@@ -211,7 +211,7 @@ class AwsMarket(Market):
         return described.price(self._price_of(described))
 
     def _price_of(self, described: AwsSpec) -> Callable[[AwsType], float | None]:
-        """Return a function for the price of a type for which the user gives none."""
+        """Return a function for the price of a type if the user gives none."""
         if all(known.usd_per_h is not None for known in described.types):
             return lambda known: known.usd_per_h
         self.check("the cloud file")
@@ -315,7 +315,7 @@ def _offers(sizes: Iterable[SizeT], find: Callable[[SizeT], float | None]) -> tu
 
 
 def _dearest(prices: Sequence[float | None]) -> float | None:
-    """Any of them may come; None if one of them is unknown."""
+    """Return the highest price, because any of these may come; None if a price is unknown."""
     known = [price for price in prices if price is not None]
     return max(known) if len(known) == len(prices) else None
 
@@ -327,7 +327,7 @@ class SlurmMarket(Market):
     mark = "partition"
 
     def check(self, source: str) -> None:
-        """See ``Market``: Slurm's own programs."""
+        """See ``Market``: this one needs Slurm's own programs."""
         if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
             raise ConfigError(
                 f"needs Slurm's programs, and {missing[0]} is not on the PATH of this machine",
@@ -405,7 +405,7 @@ def market_of(kind: str) -> Market:
         raise ConfigError(f"cannot be loaded: {error}", field="vms.kind", value=kind) from error
     if not isinstance(found, Market):
         raise ConfigError(
-            "cannot be used: what is registered under this name is no Market", field="vms.kind", value=kind
+            "cannot be used: the object registered under this name is not a Market", field="vms.kind", value=kind
         )
     found.kind = kind
     return found

@@ -1,4 +1,4 @@
-"""Prepare what the controller starts with, plans and a checkpoint, from a profile and a cluster file."""
+"""Prepares the controller's configuration, with plans and a checkpoint, from a profile and a cluster file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from simulator.inputs.request import RedundancyName
 from simulator.inputs.transfer import bandwidth_bytes_per_s
 
 _ANY_BYTES = int(ranges.MEMORY_BYTES.high)
-"""Memory of a host about which nothing is known."""
+"""The memory, in bytes, of a host about which nothing is known."""
 
 
 def constant_trace(vms: Vms) -> Trace:
@@ -73,10 +73,10 @@ def memory_of(
     """Return the memory of one worker, for the planner: as set in the cluster file, else a share of this machine's.
 
     Args:
-        vms: From the cluster file.
-        profile: Has the host memory of a provider's VMs.
-        num_vms: The maximum at one time; None: as set in the cluster file.
-        devices: Lists this machine's CUDA devices, if local VMs use them.
+        vms: The VMs of the cluster file.
+        profile: The profile, which has the host memory of a provider's VMs.
+        num_vms: The largest number of VMs at one time; None: as set in the cluster file.
+        devices: A function that lists this machine's CUDA devices, if local VMs use them.
 
     Raises:
         ConfigError: local VMs are set to use CUDA devices, and there are none.
@@ -107,12 +107,13 @@ def controller_config(
     """Plan for every number of workers that the trace or ``vms.keep`` can bring, and gather what the controller needs.
 
     ``request``, with ``more`` of its fields, has: P of every shape (the run waits while there are fewer workers); the
-    maximum D (fewer workers make fewer pipelines, others stand by); m of all plans, as a resumed run has it; schedule
-    and recompute. ``num_beyond``: how many more workers may come if the last VM has several devices. ``timeline_step``:
-    the step of which workers record a timeline. ``devices``: lists CUDA devices, if local VMs use them.
+    largest D (fewer workers form fewer pipelines, further ones stand by); m of all plans, which a resumed run keeps;
+    schedule and recompute. ``num_beyond``: how many more workers may come if the last VM has several devices.
+    ``timeline_step``: the step of which workers record a timeline. ``devices``: a function that lists CUDA devices, if
+    local VMs use them.
 
     Raises:
-        PlanError: not even the trace's largest number of VMs can run the job or reach what is requested.
+        PlanError: not even the trace's largest number of VMs can run the job, or can form the requested shape.
     """
     max_nodes = max(trace.max_nodes, vms.keep or 0)
     memory = memory_of(vms, profile, num_vms=max_nodes, devices=devices)
@@ -128,7 +129,7 @@ def controller_config(
     most, request = requested.num_replicas, replace(requested, num_replicas=None)
     plans = plan_table(profile, max_nodes, request, most_replicas=most, unequal=True)
     if not plans or most is not None:
-        # raises if there is no such shape, and says what is allowed
+        # raises an error, which says what is allowed, if there is no such shape
         plan(profile, request, num_gpus=max_nodes, num_replicas=most)
     if not plans:
         raise PlanError("no plan fits", field="num_vms", value=max_nodes)
@@ -170,9 +171,9 @@ def mixed_config(
     timeline_step: int | None = None,
     num_beyond: int = 0,
 ) -> ControllerConfig:
-    """Do the same as ``controller_config`` for GPUs of several types: plan for every pool of them.
+    """Return the configuration, as ``controller_config`` does, for GPUs of several types: plan for every pool of them.
 
-    Each type has the memory that the profile gives, if it does so for all types; else that of the cluster file.
+    Each type has the memory that the profile gives, if it gives it for all types; else that of the cluster file.
 
     Raises:
         PlanError: a type is not in the profile, or no pool can run the job.
@@ -211,17 +212,19 @@ def mixed_config(
         timeline_step=timeline_step,
         section_compute_s=section_compute_s(profile, micro_batch_size),
         type_compute_s={name: section_compute_s(of, micro_batch_size) for name, of in profiles.items()},
-        offers=tuple(sorted(offers, key=lambda offer: offer.usd_per_h or 0.0)),  # the first of those that add nothing
+        offers=tuple(
+            sorted(offers, key=lambda offer: offer.usd_per_h or 0.0)
+        ),  # if none adds speed, the first is taken
     )
 
 
 def most_of_types(traces: Iterable[Trace], node_types: Mapping[str, str], field: str) -> Pool:
-    """Return the maximum number of VMs of each GPU type that traces have at one time.
+    """Return the largest number of VMs of each GPU type that traces have at one time.
 
     Args:
         traces: The traces.
         node_types: Types by instance type.
-        field: Where the types are set, for errors.
+        field: The field that sets the types, for errors.
 
     Raises:
         TraceError: a trace has VMs of another instance type.
@@ -291,7 +294,7 @@ def redundancy_line(
     memory_bytes: int | None,
     host_memory_bytes: int | None = None,
 ) -> str:
-    """Say how a run of this plan protects itself against losses at its beginning, and why, as its journal will.
+    """Return how a run of this plan protects itself against losses at its beginning, and why, in its journal's words.
 
     The losses are those expected when nothing is known about the VMs.
     """

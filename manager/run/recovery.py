@@ -5,7 +5,7 @@ trace, the identity of the run directory, and a digest of each file of the job's
 the free text of a cluster file (``vms.environment.setup`` and ``packages``) is left out.
 
 Nothing that is read from storage is executed or decides where credentials go. The job comes from this machine and must
-be the one that the run began with; the user says which VMs a provider brings and what runs on them as root.
+be the one that the run began with; the user chooses the provider's VMs and what runs on them as root.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Recovery(Value):
     code: dict[str, str]
     profile: Profile
     cluster: ClusterConfig
-    cloud: dict[str, Any] | None = Field(default=None, description="what vms.cloud named")
-    trace: str | None = Field(default=None, description="text of the file")
+    cloud: dict[str, Any] | None = Field(default=None, description="the content of the file that vms.cloud names")
+    trace: str | None = Field(default=None, description="text of the trace file")
 
     @field_validator("code")
     @classmethod
@@ -103,7 +103,7 @@ _FREE_TEXT = frozenset({"setup", "packages"})
 
 
 def write_recovery(url: str, recovery: Recovery) -> None:
-    """Store it atomically beside the checkpoints, in place of an older one.
+    """Store it atomically beside the checkpoints, replacing an older one.
 
     Raises:
         CheckpointError: storage does not accept it.
@@ -117,7 +117,7 @@ def read_recovery(url: str) -> Recovery:
     """Read what a run stored beside its checkpoints.
 
     Raises:
-        RunDirError: nothing is stored there, or it is not what a run writes.
+        RunDirError: nothing is stored there, or something that no run wrote.
         CheckpointError: storage does not answer.
     """
     where = f"{url.rstrip('/')}/{RECOVERY}"
@@ -163,7 +163,7 @@ def recover(
     if cluster is None and isinstance(recovery.cluster.vms, ProvidedVms):
         raise ConfigError(
             "is not given, and the run's VMs were a provider's: which VMs are paid for, what runs on them as root and "
-            "where credentials go is not taken from storage",
+            "where credentials go must not come from storage",
             field="--cluster",
             allowed=f"a cluster file (YAML); {url.rstrip('/')}/{RECOVERY} shows what the run had",
         )
@@ -172,7 +172,7 @@ def recover(
     known = {"job": absolute_job(job), "checkpoint_url": url, "code_sha256": code and code.sha256}
     facts = recovery.facts.model_copy(update=known)
     target = run_dir.resolve()
-    # made under another name and then renamed, so that an incomplete one never looks like a run
+    # made under another name and then renamed, so that an incomplete directory never looks like a run
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
     try:
         with RunDir(partial, facts):
@@ -206,7 +206,7 @@ def _inputs(recovery: Recovery) -> dict[str, str]:
 
 
 def _same_files(recovery: Recovery, job: str, if_changed: IfChanged) -> JobFiles | None:
-    """Return the job's files if they are as the run began with them; None: they differ, and the user accepts that."""
+    """Return the job's files if they are as when the run began; None: they differ, and the user accepts that."""
     path = Path(split_job(job)[0])
     if not path.is_file():
         raise JobError("no such file", source=str(path), field="--job", allowed="path/to/file.py:name")
@@ -225,7 +225,7 @@ def _same_files(recovery: Recovery, job: str, if_changed: IfChanged) -> JobFiles
 
 
 def is_stored(source: str) -> bool:
-    """Return whether a user names checkpoints, not a run directory."""
+    """Return whether the user named checkpoints and not a run directory."""
     return "://" in source or (not is_run(Path(source)) and (Path(source) / RECOVERY).is_file())
 
 
@@ -239,7 +239,7 @@ def recovered(
     the same command made earlier is used again.
 
     Raises:
-        InputError: what is stored, or what is given, is not enough to resume the run.
+        InputError: the stored values and the arguments are not enough to resume the run.
         CheckpointError: storage does not answer, or no checkpoint is complete.
     """
     stored = stored_at(source)

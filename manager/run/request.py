@@ -29,9 +29,9 @@ class IfChanged(StrEnum):
 
 
 class RunRequest(Value):
-    """The options of ``morph run`` that decide what is run, by their names on the command line. None: not given.
+    """The options of ``morph run`` that determine the run, by their names on the command line. None: not given.
 
-    A job file sets some of them; ``job`` is then that file, until it is read.
+    A job file sets some of these options; ``job`` is then that file, until it is read.
     """
 
     job: str = Field(description="path/to/file.py:name, or a job file")
@@ -75,7 +75,7 @@ class KeptRequest(Value):
 
 
 def keep_request(run_dir: Path, request: RunRequest, files: tuple[Path, ...]) -> None:
-    """Write a run's request atomically, in place of an older one.
+    """Write a run's request atomically, replacing an older one.
 
     Args:
         run_dir: The run's directory, held by the caller.
@@ -99,7 +99,7 @@ def kept_request(run_dir: Path) -> RunRequest:
     path = run_dir / COMMAND
     if not path.exists():
         raise RunDirError(
-            f"has no {COMMAND}, so that what it was started with is not known",
+            f"has no {COMMAND}, so the command that started it is not known",
             source=str(run_dir),
             allowed="the morph run command that it was started with",
         )
@@ -123,11 +123,11 @@ def kept_request(run_dir: Path) -> RunRequest:
 
 
 def run_dir_of(request: RunRequest, run_dir: Path | None) -> Path | None:
-    """Return the directory of a requested run, reading no more of its files than that needs.
+    """Return the directory of a requested run, reading no more of its files than necessary.
 
     Args:
         request: The request as given; paths are relative to the working directory.
-        run_dir: Instead of the job's own.
+        run_dir: A directory instead of the job's own.
 
     Returns:
         None: something is missing; ``resolution.prepare`` reports it.
@@ -150,13 +150,13 @@ def run_dir_of(request: RunRequest, run_dir: Path | None) -> Path | None:
 
 
 def short_path(path: Path) -> Path:
-    """Return a path as a user would type it: from the working directory where it lies below, and without ``..``."""
+    """Return a path as a user would type it: relative to the working directory if it is below, and without ``..``."""
     path = Path(os.path.normpath(path))
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def folder_of(profile: Profile, path: Path) -> Path:
-    """Return the run directory where none is given.
+    """Return the run directory if the user gives none.
 
     A profile may come from elsewhere, so it must not name a folder outside of runs.
     """

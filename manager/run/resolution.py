@@ -1,4 +1,4 @@
-"""Read and check all inputs of a run, from the options of ``morph run`` or from a job file."""
+"""Reads and checks all inputs of a run, from the options of ``morph run`` or from a job file."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from morph.yaml_files import load_cluster, load_job_file, load_yaml
 
 
 def prepare(request: RunRequest, run_dir: Path | None) -> PreparedRun:
-    """Read a run's request, and check all that can be checked without loading the job.
+    """Read a run's request, and check everything that can be checked without loading the job.
 
     Args:
         request: The request as given; paths are relative to the working directory.
-        run_dir: Instead of the job's own.
+        run_dir: A directory instead of the job's own.
 
     Raises:
         InputError: a file is wrong, or an option is missing.
@@ -42,7 +42,7 @@ def prepare(request: RunRequest, run_dir: Path | None) -> PreparedRun:
         check_address(run.cloud, source)
     if trace is not None and vms.keep is not None:
         raise ConfigError(
-            "the trace decides which VMs come and go",
+            "the trace determines which VMs come and go",
             source=source,
             field="vms.keep",
             value=vms.keep,
@@ -69,10 +69,10 @@ def resolve(request: RunRequest, path: Path, file: JobFile, run_dir: Path | None
     """Resolve the paths in a job file against its folder.
 
     Args:
-        request: Has the other options.
+        request: The request, which has the other options.
         path: The job file.
         file: Its content.
-        run_dir: Instead of the job file's own.
+        run_dir: A directory instead of the job file's own.
 
     Raises:
         ConfigError: the code file does not exist, or the batch is not the profile's.

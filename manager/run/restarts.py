@@ -1,4 +1,4 @@
-"""Restart a run whose cluster was lost, or that rests without VMs: with growing pauses, up to a limit."""
+"""Restarts a run whose cluster was lost, or that rests without VMs, with growing pauses, up to a limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESTS = Backoff(first_s=60.0, most_s=3600.0)
 
 
 class Restarts:
-    """Counts the tries since a step was last decided. It observes every session.
+    """Counts the attempts since a step was last decided. It observes every session.
 
     Args:
         give_up_after_s: The run ends if no step is decided for this time after the cluster was lost.
@@ -43,15 +43,15 @@ class Restarts:
         self._goes_on = self.has_run = False
 
     def begin_at(self, version: int) -> None:
-        """Note that a session begins at this version; above 0 a cluster was up before, so a lost one is tried again."""
+        """Record that a session begins at this version; above 0 a cluster was up before, so a lost one is replaced."""
         self._goes_on = version > 0
 
     def __call__(self, observed: Observed) -> None:
-        """Note a decision; a new step resets the count of tries."""
+        """Record a decision; a new step resets the count of attempts."""
         self.has_run = True
         state = observed.decision.state
         version = state.version
-        if state.failing is None or not state.failing.final:  # which stops the run as well
+        if state.failing is None or not state.failing.final:  # a final error stops the run as well
             self._stopping = state.stop_reason is not None
         if self._version is not None and version > self._version:
             self._since_s, self._num_tries = None, 0
@@ -69,11 +69,11 @@ class Restarts:
         return RESTS.pause_s(self._num_rests - 1)
 
     def pause_s(self, error: ClusterError) -> float:
-        """Return how long to wait before the next try; the first follows at once.
+        """Return how long to wait before the next attempt; the first follows at once.
 
         Raises:
-            ClusterError: ``error`` itself, if the run never had a cluster or was stopping anyway; or one that says that
-                the limit is reached.
+            ClusterError: ``error`` itself, if the run never had a cluster or was stopping anyway; or an error that says
+                that the limit is reached.
         """
         never_up = not (self._num_tries or self._goes_on or isinstance(error, ClusterLost))
         if self._stopping or never_up:

@@ -1,4 +1,4 @@
-"""One session of a managed run: start the cluster, drive the controller, end everything."""
+"""Runs one session of a managed run: starts the cluster, drives the controller, ends everything."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def take_over(found: FoundRun, machines: Machines, replayer: TraceReplayer, driv
 
     The order matters: VMs must be known before the controller decides about them. New events wait in the event queue.
     As always, decisions are journalled before they are carried out: if this manager is killed here too, the next one
-    takes over from the same journal and repeats the actions without a result.
+    takes over from the same journal, and repeats the actions that have no result.
     """
     workers, up = found.state.workers, machines.up()
     reached = machines.pool.attach([worker for worker, entry in workers.items() if entry.ready])
@@ -65,17 +65,17 @@ TOO_FEW_LEFT = "too few VMs are left, and the trace brings no more"
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What to run, and on which machines. All of it was checked before.
+    """A description of a run and its machines. All of it was checked before.
 
     ``stop_with_trace``: the run ends, saved and resumable, some steps after the trace's last event. ``patient_trace``:
-    the trace's clock stands still while a VM boots or its worker warms up, so that the history does not depend on how
-    fast this machine starts processes. ``emulation``: the workers take these times instead of training the job.
+    the trace's clock pauses while a VM boots or its worker warms up, so that the history does not depend on how fast
+    this machine starts processes. ``emulation``: the workers take these times instead of training the job.
     ``machines``: where the workers run; None: as the cluster file says. ``providing``: opens the provider, if one
     brings the VMs. ``code``: the files from which every worker loads the job; None, in experiments: the files at
-    ``job_path``. ``cut``: the cut model given to every worker; None: each worker exports the job. ``facts``: for the
-    journal. ``played``: the position in the trace, in a session that follows a lost cluster. ``command``: what the user
-    requested; a manager that takes over must be given the same. ``variables``: environment variables for the workers
-    only. ``lease``: of the checkpoints, if others could write there.
+    ``job_path``. ``cut``: the cut model given to every worker; None: each worker exports the job. ``facts``: facts for
+    the journal. ``played``: the position in the trace, in a session that follows a lost cluster. ``command``: the
+    user's request; a manager that takes over must get the same one. ``variables``: environment variables for the
+    workers only. ``lease``: the lease of the checkpoints, if others could write there.
     """
 
     job_path: str
@@ -113,15 +113,15 @@ def run_session(
         spec: What to run.
         run_dir: Opened, and held by the caller until this returns.
         observer: Called after each decision.
-        attend: For experiments: makes one more observer, which may request VMs and revoke them.
+        attend: Makes one more observer for experiments, which may request and revoke VMs.
         found: The run that a killed manager left, to be continued. Its configuration applies, not the spec's.
 
     Raises:
-        ClusterError: Ray, or what the workers run under instead, does not start.
+        ClusterError: Ray, or its replacement, does not start.
         ClusterLost: the session's machines are lost; nothing of the session is left running.
-        TakeoverFailed: the run that was found cannot be continued after all; nothing of it is left running.
+        TakeoverFailed: the run that was found cannot be continued; nothing of it is left running.
         CheckpointsTaken: another manager has taken over the checkpoints.
-        KeyboardInterrupt: a second such signal arrived; everything is ended even so.
+        KeyboardInterrupt: a second such signal arrived; even so, everything was ended.
     """
     ending = ExitStack()  # closes what was opened, in reverse
     session: Session | None = None
@@ -199,7 +199,7 @@ class Session:
             self._event_queue.put(fact)
 
     def begin(self) -> None:
-        """Write what another manager must know to take over."""
+        """Write the file with which another manager can take over."""
         spec, clock = self._spec, self._clock
         vms = spec.cluster.vms
         outlives_s = vms.lonely_s if isinstance(vms, ProvidedVms) else spec.config.policy.takeover_patience_s
@@ -212,7 +212,7 @@ class Session:
             self.replayer.resume((), ())
 
     def start_vms(self) -> None:
-        """Let VMs come and go: as the trace says, as a provider brings them, or as they are requested."""
+        """Let VMs come and go: as in the trace, as a provider brings them, or as they are requested."""
         self.machines.vms.settle()
         self.replayer.start()
         provided, provisioning = self.machines.provided, self._provisioning
@@ -225,7 +225,7 @@ class Session:
         self._event_queue.put(Tick())  # without an event, the first VMs would not be requested
 
     def hurry(self) -> None:
-        """For a signal handler: while the session closes, stop waiting for what cannot be ended now."""
+        """While the session closes, stop waiting for VMs and processes that do not end; for a signal handler."""
         if self._provisioning is not None:
             self._provisioning.hurry()
 
@@ -321,7 +321,7 @@ class Session:
 
 
 def with_resumed_trace(spec: RunSpec, run_dir: RunDir) -> RunSpec:
-    """Return a spec that continues the trace where it stood when the cluster was lost, with the VMs of that time."""
+    """Return a spec that continues the trace from where it was when the cluster was lost, with the VMs of that time."""
     with Journal.open(run_dir.journal_path, read_only=True) as journal:
         moment = trace_moment(journal)
     up: set[str] = set()

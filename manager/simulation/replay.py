@@ -38,14 +38,17 @@ class Play(Protocol):
 
 
 POLICIES: Mapping[str, tuple[Play, str]] = {
-    "morph": (play_morph, "Morph in place: the shape changes between two steps, and state comes from who is left"),
+    "morph": (
+        play_morph,
+        "Morph in place: the shape changes between steps, and state comes from the remaining workers",
+    ),
     "morph-salvage": (
         partial(play_morph, redundancy="salvage"),
         "Morph, with a second holder for state and partial sums that only one VM has, even if it does not pay",
     ),
     "morph-state": (
         partial(play_morph, redundancy="state"),
-        "Morph, with a second holder for state that only one VM has; a given-up step is repeated",
+        "Morph, with a second holder for state that only one VM has; an abandoned step is repeated",
     ),
     "morph-off": (partial(play_morph, redundancy="off"), "Morph without second holders: lost steps are repeated"),
     "restart": (play_restart, "every loss restarts the job from a checkpoint, saved at the interval of least cost"),
@@ -56,7 +59,7 @@ POLICIES: Mapping[str, tuple[Play, str]] = {
     "restart-100": (partial(play_restart, every_steps=100), "the same, saved every 100 steps"),
     "drop": (
         partial(play_pipelines, redundant=None),
-        "a pipeline that lost a VM stands still, the others train on with fewer samples",
+        "a pipeline that lost a VM pauses, the others train on with fewer samples",
     ),
     "bamboo": (
         partial(play_pipelines, redundant="eflb"),
@@ -73,16 +76,16 @@ POLICIES: Mapping[str, tuple[Play, str]] = {
 COMPARED = tuple(name for name in POLICIES if not name.startswith("morph-"))
 """All policies except those that measure the worth of one part of Morph."""
 _QUICK = 0.02
-"""The time to play a policy without the controller, as a share of one with it."""
+"""The time to play a policy without the controller, as a share of the time with it."""
 BOUND = "ideal"
 OTHER_BATCHES = ("drop", "bamboo", "bamboo-lflb")
-"""These policies train with smaller batches while pipelines are missing, which was not requested, even if fast."""
+"""Policies that train with smaller batches than requested while pipelines are missing, however fast they are."""
 MOST = {"restart": 10**9, "mix": 99}
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What to play: policies by name, and traces by name, each with a seed, which also draws numbers between bounds."""
+    """Policies and traces to play, by name; each trace has a seed, which also draws numbers between bounds."""
 
     job: SpotJob | OneVmJob
     policies: tuple[str, ...]
@@ -93,7 +96,7 @@ class Replay:
     def run(self, num_processes: int, told: Callable[[float], None] = lambda _share: None) -> list[Outcome]:
         """Play everything; ``told`` is called with the growing share of the work that is done.
 
-        All policies are played on one trace after another. Outcomes are in order of policies, then traces.
+        All policies are played on one trace after another. Outcomes are ordered by policy, then by trace.
         """
         cases = [(policy, case) for case in self.traces for policy in self.policies]
         weights = [1.0 if by_controller(policy) else _QUICK for policy, _ in cases]
@@ -116,7 +119,7 @@ class Replay:
     def play(
         self, policy: str, name: str, seed: int, trace: Trace, told: Callable[[float], None] | None = None
     ) -> Outcome:
-        """Play one policy on one trace; ``told``: called with the share of it that is played."""
+        """Play one policy on one trace; ``told``: called with the share of the trace that is played."""
         job = self.job if isinstance(self.job, SpotJob) else self.job.drawn(seed)
         more: dict[str, Any] = {"told": told} if told is not None and by_controller(policy) else {}
         return play_of(policy)(job, trace, until=self.until, seed=seed, prices=self.prices, name=name, **more)
@@ -149,7 +152,7 @@ def play_of(policy: str) -> Play:
 
 
 def policies_of(text: str) -> tuple[str, ...]:
-    """Read names with commas, "compared" or "all".
+    """Read names separated by commas, "compared" or "all".
 
     Raises:
         ConfigError: a policy does not exist; the error names it.
@@ -161,7 +164,7 @@ def policies_of(text: str) -> tuple[str, ...]:
             play_of(name)
         except KeyError:
             allowed = f"compared, all, or of {', '.join(POLICIES)}; restart-N for N steps, mix-N for N % on demand"
-            raise ConfigError("is no policy", field="--policy", value=name, allowed=allowed) from None
+            raise ConfigError("is not a policy", field="--policy", value=name, allowed=allowed) from None
     return tuple(dict.fromkeys(names))
 
 
@@ -176,7 +179,7 @@ def types_of(text: str, gpus_per_vm: int, policies: Sequence[str]) -> dict[str, 
         instance_type, _, node_type = (each.strip() for each in part.partition("="))
         if not instance_type or not node_type or instance_type in found:
             allowed = "each instance type once, as p3.2xlarge=v100,g4dn.xlarge=t4"
-            raise ConfigError("are no types", field=field, value=text, allowed=allowed)
+            raise ConfigError("are not types", field=field, value=text, allowed=allowed)
         found[instance_type] = node_type
     if gpus_per_vm > 1:
         raise ConfigError("is for VMs with one GPU", field=field, value=text, allowed="without --gpus-per-vm")
@@ -216,7 +219,7 @@ def frame_of(outcomes: Sequence[Outcome]) -> pd.DataFrame:
 
 
 def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
-    """Return the mean, and its 95 % interval (bootstrap); for a single value only that."""
+    """Return the mean and its 95 % interval (bootstrap); for a single value, only the value."""
     array = np.asarray(values, dtype=float)
     if len(array) < 2:
         return float(array.mean()), float(array.mean()), float(array.mean())

@@ -2,8 +2,8 @@
 
 ``python -m manager.spot.agent --manager HOST:PORT --node NAME --secret-file PATH [--uid N]``
 
-Its messages are described in ``manager.spot.provider_vms``. If the launcher is away it tries again, and the script
-trains on; ``manager.notices.agent`` ends the VM if the launcher stays away for long.
+Its messages are described in ``manager.spot.provider_vms``. If the launcher is away, the agent tries again while the
+script trains on; ``manager.notices.agent`` ends the VM if the launcher stays away for long.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class VmAgent:
         node: This VM's name.
         secret: The VMs' credential.
         folder: An empty folder, for the script's code and messages.
-        uid: The user that the script runs as; 0: this process's user.
+        uid: The user as which the script runs; 0: this process's user.
     """
 
     def __init__(self, manager: str, node: str, secret: str, folder: Path, uid: int = 0) -> None:
@@ -57,7 +57,7 @@ class VmAgent:
         self._save = 0
 
     def run(self) -> None:
-        """Serve until this process is ended, and the script with it."""
+        """Serve until this process is ended, which also ends the script."""
         try:
             self._talk()
         finally:

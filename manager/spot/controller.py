@@ -25,11 +25,11 @@ from morph.contract.waits import cheapest_interval_s
 
 PRIOR, REQUESTS = ExpectedLosses(), RequestRules()
 FIRST_SAVE_S, MARGIN_S = 1.0, 1.0
-"""The assumed stall of a save before one was observed; and the time that a notice must leave beyond its save."""
+"""Seconds: the assumed stall of a save before one was observed; the time that a notice must leave beyond its save."""
 FIRST_AFTER_S = 30.0
-"""The training time before the first save, which shows the cost of saves."""
+"""The seconds of training before the first save, which shows the cost of saves."""
 STAYS_S = 60.0
-"""A VM that still exists this long after its announced end stays: notices may be withdrawn, or be mere advice."""
+"""Seconds. A VM that still exists this long after its announced end stays: notices may be withdrawn or mere advice."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Saved:
-    """The script saved, by an order's number; ``seconds``: the time without training; None: no save was ordered."""
+    """The script has saved, by order ``number``; ``seconds``: the time without training; None: no save was ordered."""
 
     number: int
     seconds: float | None

@@ -26,7 +26,7 @@ from morph.link.proof import new_secret
 
 
 def open_local(job: SpotJob, command: Sequence[str], root: Path, code: Path | None, lives: Lives | None) -> Launcher:
-    """Return the launcher of a job on VMs of this machine, or on this machine (without ``code``)."""
+    """Return the launcher of a job on local VMs, or on this machine itself (without ``code``)."""
     machines = LocalMachines(root, code)
     num_vms = job.num_vms if code is not None else 1
     provider = LocalProvider(machines, max_vms=2 * num_vms if code is not None else 1)
@@ -40,7 +40,7 @@ def open_provided(
 
     Raises:
         ClusterError: Morph is not installed here in a form that VMs can get.
-        ConfigError: the code is too large, the address cannot be listened on, or a variable to be passed on is not set.
+        ConfigError: the code is too large, listening on the address failed, or a variable to be passed on is not set.
     """
     vms, name, wheel = cloud.vms, name_of(root, job.name), make_wheel()
     providing, secret = cloud.providing(name, root), new_secret()

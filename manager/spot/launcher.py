@@ -96,7 +96,7 @@ class Machines(Protocol):
 class Source:
     """The source of VMs, on which ``Machines`` run the script.
 
-    ``num_devices``: the devices of a group of VMs together. ``least_vms``: the smallest number of VMs that have them.
+    ``num_devices``: the number of devices in a group of VMs. ``least_vms``: the smallest number of VMs that have them.
     """
 
     provider: Provider
@@ -109,7 +109,7 @@ class Source:
 class Outcome:
     """``num_vms``: the number of VMs, or groups of VMs, that ran the script.
 
-    ``reasons``: of all decisions, with the seconds since the beginning.
+    ``reasons``: the reasons for all decisions, with the seconds since the beginning.
     """
 
     code: int
@@ -121,11 +121,11 @@ class Launcher:
     """Runs one job to its end.
 
     Args:
-        job: What to do.
+        job: The values of the spot job.
         command: The script's command.
         source: Brings the VMs.
         machines: Closed by ``run``.
-        lives: Sets when VMs are taken on purpose; each life begins at the script's start on the VM.
+        lives: Determines when VMs are taken on purpose; each life begins at the script's start on the VM.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Launcher:
         self._reasons: list[tuple[float, str]] = []
 
     def run(self) -> Outcome:
-        """Block until the script ends; no VM outlives this.
+        """Block until the script ends; no VM outlives this call.
 
         Raises:
             ProviderError: further requests are useless, or a VM could not be ended.
@@ -184,7 +184,7 @@ class Launcher:
         """End everything that is left."""
         for watch in watches:
             watch.close()
-        log.info("ending what is left of the run's VMs")  # which takes minutes if they are deleted
+        log.info("ending what is left of the run's VMs")  # deleting them takes minutes
         self._provisioning.close()
         self._machines.close()
         if (price := self._source.provider.price()) is not None:

@@ -1,4 +1,4 @@
-"""Local VMs for scripts: a process group, and a folder as its disk, which is removed with the VM."""
+"""Local VMs for scripts: each is a process group, with a folder as its disk, which is removed with the VM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LocalMachines:
     """Boots and ends local VMs: a ``Fleet`` of ``manager.providers.local``, and the launcher's ``Machines``.
 
     Args:
-        root: The folder of their disks.
+        root: The folder for the VMs' disks.
         code: The folder that each VM gets a copy of; None: scripts run in the launcher's working directory.
     """
 

@@ -7,7 +7,7 @@ The agent calls as described in ``manager.notices.call``, under the name NODE/sc
 
 The answer states the desired state, not an action, so a lost answer does no harm. ``kept``: the bytes from which the VM
 continues. START is null until the script should run, and again once it should end. L changes whenever the VM's agent is
-restarted, which forgets its script.
+restarted, because a new agent does not know the script.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ log = logging.getLogger("morph.spot")
 
 SUFFIX = "/script"
 SILENT_S = 60.0
-"""A VM that has called before and is silent for this long is lost."""
+"""Seconds. A VM that has called before and is silent for this time is lost."""
 BOOT_S = 1800.0
-"""A VM that has not called after this time is lost."""
+"""Seconds. A VM that has not called after this time is lost."""
 
 
 @dataclass
@@ -61,10 +61,10 @@ class ProvidedMachines(VmServer):
     """``Machines`` of the launcher.
 
     Args:
-        secret: Shared with the VMs.
+        secret: The secret that is shared with the VMs.
         host, port: The address to listen on.
-        files: The files that booting VMs get here.
-        code: A zip file of the script's folder, which they get too.
+        files: The files that booting VMs fetch here.
+        code: A zip file of the script's folder, which they fetch too.
         handed_on: The variables that the script gets.
     """
 

@@ -22,7 +22,7 @@ PORT = 29400
 
 
 def variables(rank: int, size: int, host: str, port: int = PORT) -> dict[str, str]:
-    """Return what torch.distributed, accelerate and Lightning read about a group of VMs; nothing for a single VM."""
+    """Return variables in which torch.distributed, accelerate and Lightning find a group of VMs; none for one VM."""
     if size == 1:
         return {}
     where = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
@@ -30,14 +30,15 @@ def variables(rank: int, size: int, host: str, port: int = PORT) -> dict[str, st
 
 
 class ScriptProcess:
-    """One script, from its start to its end; on Linux it ends with the thread that starts it, even if that is killed.
+    """One script, from its start to its end; on Linux it ends with the thread that starts it, even if the thread is
+    killed.
 
     Args:
         folder: The folder of the messages.
         command: The script's command.
-        storage: The place of backups.
-        cwd: Its working directory; None: that of this process.
-        environment: Variables beside those of this process.
+        storage: The URL or path of backups.
+        cwd: The script's working directory; None: that of this process.
+        environment: Variables in addition to those of this process.
         options: Further options of ``Popen``.
 
     Raises:
@@ -71,11 +72,11 @@ class ScriptProcess:
         return self._process.poll()
 
     def said(self, offset: int, most_bytes: int = -1) -> bytes:
-        """Return its messages from this byte on."""
+        """Return the script's messages from this byte on."""
         return read_from(self._folder / EVENTS, offset, most_bytes)
 
     def end(self) -> None:
-        """End the script at once, with all that it started."""
+        """End the script at once, with all processes that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(END_TIMEOUT_S)

@@ -27,7 +27,7 @@ class SpotJob(Value):
     """One script on one spot VM at a time, or on one group of them."""
 
     name: str = Field(default="spot", pattern=r"^[a-z0-9-]{1,24}$", description="prefix of the VMs' names")
-    storage: str = Field(min_length=1, description="where backups go: a URL or a path")
+    storage: str = Field(min_length=1, description="place of backups: a URL or a path")
     vms: str = Field(
         default="local",
         min_length=1,

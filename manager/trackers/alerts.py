@@ -40,13 +40,13 @@ AlertKind = Literal[
 HTTP_S, COMMAND_S = 5.0, 15.0
 TRY_AFTER_S = (0.0, 1.0, 2.0)
 AGAIN_S = 3600.0
-"""The same kind of trouble is reported again after this time; trouble that is older when it is read is not reported."""
+"""Seconds after which trouble of the same kind is reported again; trouble that is older than this is not reported."""
 AT_MOST = 20
-"""The maximum number of alerts in ``AGAIN_S``."""
+"""The largest number of alerts in ``AGAIN_S``."""
 
 
 class Alerts:
-    """A ``Sink`` that reports trouble; it notes what it has reported in ``RUN_DIR/trackers/notify.json``.
+    """A ``Sink`` that reports trouble; what it has reported is stored in ``RUN_DIR/trackers/notify.json``.
 
     Args:
         run_dir: The run's directory.
@@ -96,7 +96,7 @@ class Alerts:
             self._stopped = False
             self._look_at_budget(happening)
         elif isinstance(happening, Trouble) and is_new:
-            if not (self._is_down and happening.kind == "setup_failed"):  # which is known not to pass
+            if not (self._is_down and happening.kind == "setup_failed"):  # this trouble is known to last
                 self._alert(happening.kind, happening.sentence)
         elif isinstance(happening, RunEnded):
             self._ended(happening, is_new=is_new)
@@ -145,7 +145,7 @@ class Alerts:
         self._alert("budget", f"{step.dollars:.2f} of {most:g} dollars are spent (vms.limits.budget_usd)", budget=True)
 
     def _alert(self, kind: AlertKind, sentence: str, **noted: object) -> None:
-        """Send an alert, unless the same or too many were sent lately; note it first, so that it is sent once."""
+        """Send an alert, unless the same one or too many were sent lately; store it first, so that it is sent once."""
         now_s = self._clock()
         told = [(name, at_s) for name, at_s in self._noted.known.get("told", []) if now_s - at_s < AGAIN_S]
         repeats = any(name == kind for name, _ in told) and kind in ("setup_failed", "bad_step", "not_saved")
@@ -157,7 +157,7 @@ class Alerts:
             self._deliver(self.payload(kind, sentence, now_s))
 
     def payload(self, kind: AlertKind, sentence: str, now_s: float) -> dict[str, object]:
-        """Return the JSON that is posted and read by the command. ``text``: all in one sentence, for chat services."""
+        """Return the JSON for webhook and command. ``text`` has the whole alert in one sentence, for chat services."""
         return {
             "schema_version": 1,
             "kind": kind,
@@ -183,7 +183,7 @@ class Alerts:
 
 
 def _post(url: str, content: bytes) -> str:
-    """Post it, with retries where they may help; return the error, without the URL, which is a secret."""
+    """Post an alert, with retries if they may help; return the error without the URL, which is secret."""
     wrong = ""
     for pause_s in TRY_AFTER_S:
         time.sleep(pause_s)
@@ -203,7 +203,7 @@ def _post(url: str, content: bytes) -> str:
 
 
 def _run(command: tuple[str, ...], content: bytes) -> str:
-    """Start the command and wait for its end; return the error. The command is ended with all that it has started."""
+    """Run the command and return its error. At the end, all processes that it has started are ended too."""
     try:
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=sys.stderr, stderr=sys.stderr, start_new_session=True

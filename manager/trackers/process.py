@@ -42,8 +42,8 @@ TRACKERS: Mapping[str, Callable[[Path, str], Sink]] = {
 
 
 class Watching(Value):
-    """What one process is to do. ``target``: the callback, file.py:name; ``limit_s``: of one call; ``notify``: alerts.
-    ``forever``: another manager follows where this one ends.
+    """The task of one process. ``target``: the callback, file.py:name; ``limit_s``: the time limit of one call;
+    ``notify``: alerts. ``forever``: whether another manager follows when this one ends.
 
     ``variables``: further environment variables, only for the process that reads checkpoints.
     """
@@ -135,7 +135,7 @@ def follow(watching: Watching, sink: Sink) -> None:
             watchdog.end()
             if is_over:
                 break
-            is_over = bool(select.select([sys.stdin], [], [], POLL_S)[0])  # nothing but its end can come
+            is_over = bool(select.select([sys.stdin], [], [], POLL_S)[0])  # only its end can come
         watchdog.begin("its end")
         if isinstance(sink, Alerts) and not sys.stdin.readline():
             sink.manager_gone()

@@ -32,16 +32,17 @@ from morph.contract.happenings import (
 
 _KINDS = ("session", "shape", "morph", "evaluation", "saved", "trouble", "over")
 _SHORTEST_S = 60.0
-"""A shorter interval between checkpoints counts as this, so that a slightly late save is not reported as missed."""
+"""Seconds. A shorter interval between checkpoints counts as this, so that a slightly late save is not called missed."""
 
 
 class HappeningsReader:
-    """Reads a journal from the run's first line, and then on from where it stopped, so that each event comes once.
+    """Reads a journal from the run's first line, and each time continues where it stopped, so that each event comes
+    once.
 
     Args:
-        checkpoint_url: Where the run's checkpoints are.
-        prices: The prices that apply to its VMs.
-        missed_saves: After this number of intervals without a complete checkpoint, that is reported.
+        checkpoint_url: The URL of the run's checkpoints.
+        prices: The prices that apply to the run's VMs.
+        missed_saves: The number of intervals without a complete checkpoint after which this is reported.
     """
 
     def __init__(self, checkpoint_url: str, prices: Prices | None = None, missed_saves: int = 3) -> None:
@@ -54,7 +55,7 @@ class HappeningsReader:
         self._begun = self._over = False
 
     def new(self, journal: Journal, most: int = -1) -> Iterator[tuple[int, list[Happening]]]:
-        """Read on to the end; yields the events of each line, with its number.
+        """Read on to the end; yield the events of each line, with the line's number.
 
         Args:
             journal: The run's journal.
@@ -78,7 +79,7 @@ class HappeningsReader:
                 return
 
     def take(self, entry: Entry) -> Iterator[Happening]:
-        """Take in one line; yields its events."""
+        """Process one line; yield its events."""
         self._reader.take(entry)
         self._after = entry.sequence
         told = list(self._reader.told)
@@ -135,7 +136,7 @@ class HappeningsReader:
         self._is_missed = True  # reported once, until a save is complete
         saved = "there is none" if not self._saved else f"version {self._saved} is the last"
         sentence = (
-            f"no checkpoint was completed in {unsaved_s:.0f} s of training ({saved}), where one is due every "
+            f"no checkpoint was completed in {unsaved_s:.0f} s of training ({saved}), but one is due every "
             f"{due.interval_s:.3g} s"
         )
         yield Trouble(step=self._version, time_s=time_s, kind="not_saved", sentence=sentence)

@@ -1,6 +1,6 @@
-"""The receivers of a run's events: TensorBoard, Weights & Biases, MLflow, and a user's callback.
+"""Sends a run's events to TensorBoard, Weights & Biases, MLflow, or a user's callback.
 
-Each runs in its own process and imports its library only there.
+Each sink runs in its own process, and imports its library only there.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ class Sink(Protocol):
     """A receiver of events, in their order."""
 
     def open(self) -> Told:
-        """Get ready; returns what an earlier process has received."""
+        """Get ready; return what an earlier process has received."""
 
     def tell(self, happening: Happening) -> None:
         """Receive one event."""
 
     def flush(self) -> None:
-        """Note that no more events come for now."""
+        """Handle that no more events come for now."""
 
     def close(self) -> None:
-        """Note that the session is over."""
+        """Handle that the session is over."""
 
 
 def numbers_of(happening: Happening) -> dict[str, float]:
@@ -103,7 +103,7 @@ class TensorBoard:
         self._folder = run_dir / "tensorboard"
 
     def open(self) -> Told:
-        """See ``Sink.open``; it reads its own files."""
+        """See ``Sink.open``: this reads its own files."""
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -167,7 +167,7 @@ class WeightsAndBiases:
         self._told = Told()
 
     def open(self) -> Told:
-        """See ``Sink.open``; it asks W&B, or, offline, reads its own note."""
+        """See ``Sink.open``: this asks W&B or, offline, reads its own file."""
         import wandb
 
         run_id = self._noted.known.get("id") or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
@@ -214,7 +214,7 @@ class MlFlow:
         self._waiting: list[Any] = []
 
     def open(self) -> Told:
-        """See ``Sink.open``; it asks MLflow."""
+        """See ``Sink.open``: this asks MLflow."""
         if not os.environ.get("MLFLOW_TRACKING_URI"):
             os.environ["MLFLOW_TRACKING_URI"] = (self._run_dir / "mlflow").absolute().as_uri()
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -263,7 +263,7 @@ class MlFlow:
 class Callback:
     """A user's object whose methods are called. A method that fails is reported once, and the next one is called.
 
-    A note that is written before each call prevents the same call in a later process.
+    A record that is written before each call prevents the same call in a later process.
     """
 
     def __init__(self, run_dir: Path, target: str, number: int) -> None:
@@ -286,7 +286,7 @@ class Callback:
         return Told()
 
     def begin(self, sequence: int) -> bool:
-        """Return whether the calls for a line of the journal were not begun before, and note them as begun."""
+        """Return whether the calls for a line of the journal were not begun before, and record them as begun."""
         if sequence <= int(self._noted.known.get("sequence", 0)):
             return False
         self._noted.note(sequence=sequence)
@@ -317,7 +317,7 @@ class Callback:
 
 
 class CallbackFailed(Exception):
-    """A method of a callback failed; later ones are called even so."""
+    """A method of a callback failed; later methods are still called."""
 
 
 def _text(error: BaseException) -> str:

@@ -1,6 +1,6 @@
 """Starts the processes of trackers and callbacks, reports each of their errors once, and ends them in time.
 
-Training never waits for them, because they read the journal by themselves. A process that is gone, or that ended itself
+Training never waits for them, because they read the journal by themselves. A process that died, or that ended itself
 because it hung, is restarted a few times. At the end of a run each has ``END_S`` to report the rest.
 """
 
@@ -23,7 +23,7 @@ END_S, SAMPLES_END_S = 20.0, 120.0
 MOST_STARTS = 5
 LIMIT_OF_A_CALL_S = 60.0
 OWN_VARIABLES = {"wandb": ("WANDB_", "NETRC"), "mlflow": ("MLFLOW_",)}
-"""The prefixes of a tracker's own variables, credentials included, which it gets beside the harmless ones."""
+"""The prefixes of a tracker's own variables, credentials included, which it gets in addition to harmless ones."""
 
 
 def environment_of(kind: str, environment: Mapping[str, str]) -> dict[str, str]:
@@ -92,7 +92,7 @@ class _Watcher(threading.Thread):
                 self._tell_end(self._process)
 
     def join(self, deadline_s: float | None = None) -> None:
-        """Wait for its end, and kill it if the time is up."""
+        """Wait for the process to end, and kill it if the time is up."""
         super().join(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
         if self.is_alive():
             self._say(f"note: {self._name} did not end in time and is killed; the run itself is not affected")
@@ -150,4 +150,4 @@ class _Watcher(threading.Thread):
     def _tell_once(self, sentence: str) -> None:
         if sentence and sentence not in self._told:
             self._told.add(sentence)
-            self._say(f"note: {self._name}: {sentence}; training goes on without that")
+            self._say(f"note: {self._name}: {sentence}; training continues")

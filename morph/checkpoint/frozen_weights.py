@@ -1,7 +1,7 @@
 """Frozen weights that ``morph import`` gave to a run: stored once for the run, beside its checkpoints.
 
 They are a checkpoint of their own, ``frozen/v00000000`` below the run's, with one file per tensor, so that a worker
-reads only those of its own sections. Checkpoints of steps do not include them; each states their digest.
+reads only those of its own sections. Checkpoints of steps do not include them, but each has their digest.
 """
 
 from __future__ import annotations

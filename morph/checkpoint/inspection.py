@@ -21,7 +21,7 @@ class State(StrEnum):
     """The state of a stored version.
 
     INCOMPLETE: it has no manifest, because it is being written, or its writing was interrupted. DAMAGED: it differs
-    from its manifest, or was set aside because it did.
+    from its manifest, or was set aside because it differed.
     """
 
     WHOLE = "whole"
@@ -41,11 +41,11 @@ class VersionStatus(Value):
     size_bytes: int = Field(description="size of all files in its folder")
     saved_s: float | None = Field(default=None, description="wall-clock seconds (epoch); None: not known")
     where: str
-    problem: str = Field(default="", description="a sentence that names the file, where it is damaged")
+    problem: str = Field(default="", description="a sentence that names the file, if it is damaged")
 
 
 def inspect_versions(url: str, versions: tuple[int, ...] = (), *, every_byte: bool) -> Iterator[VersionStatus]:
-    """Yield a report on each version, ascending; on all that are stored if none is named.
+    """Yield a report on each version, ascending; on all stored versions if none is named.
 
     Args:
         url: The URL of the checkpoints.
@@ -106,7 +106,7 @@ def _is_there(where: str, name: str) -> bool:
 
 
 def _written_s(where: str) -> float | None:
-    """Return when a file was written, in epoch seconds, according to storage; None if storage does not say."""
+    """Return when a file was written, in epoch seconds, according to storage; None if storage does not report it."""
     filesystem, path = fsspec.core.url_to_fs(where)
     try:
         return float(filesystem.modified(path).timestamp())

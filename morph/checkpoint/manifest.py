@@ -24,12 +24,12 @@ from morph.contract.errors import CheckpointDamaged
 
 MANIFEST = "manifest.json"
 ALIGNMENT = 64
-"""Alignment of torch's own memory in bytes, so that results do not depend on where a tensor came from."""
+"""Alignment of torch's own memory in bytes, so that results do not depend on a tensor's origin."""
 DEVICE_ALIGNMENT = 512
 """Alignment of torch's allocator on a device in bytes; libraries choose kernels by alignments up to 256."""
 PIECE_BYTES = 1 << 22
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
-"""Protocols where a file appears whole or not at all, when its upload is complete, without folders and renaming."""
+"""Protocols of storage without folders and renaming, in which a file appears only when its upload is complete."""
 
 
 def version_url(url: str, version: int) -> str:
@@ -57,7 +57,7 @@ def write_atomically(url: str, *parts: bytes | memoryview) -> None:
                 os.fsync(out.fileno())
         filesystem.mv(temporary, path)
     except BaseException:
-        with contextlib.suppress(Exception):  # leave nothing behind on a full disk
+        with contextlib.suppress(Exception):  # a full disk: leave nothing behind
             filesystem.rm_file(temporary)
         raise
     if local:
@@ -93,7 +93,7 @@ def read_manifest(url: str, version: int, name: str = MANIFEST) -> Manifest:
     """Return one version's manifest; ``name``: the name of the file, if it is not ``manifest.json``.
 
     Raises:
-        CheckpointDamaged: it is missing, or is not a manifest of that version.
+        CheckpointDamaged: the file is missing, or is not a manifest of that version.
         CheckpointError: it cannot be read.
     """
     where = f"{version_url(url, version)}/{name}"
@@ -116,7 +116,7 @@ def read_manifest(url: str, version: int, name: str = MANIFEST) -> Manifest:
 
 
 class Hash(Protocol):
-    """The part of a hashlib object that is used here."""
+    """The used part of a hashlib object."""
 
     def update(self, data: memoryview, /) -> None:
         """Add bytes to the hash."""
@@ -132,7 +132,7 @@ def read_file(url: str, version: int, entry: UnitFile, *, sha256: bool = False) 
         url: The URL of the checkpoints.
         version: The version of the file.
         entry: The file's entry in the manifest.
-        sha256: Whether to check by SHA-256, although the quicker checksum finds any damage too.
+        sha256: Whether to check by SHA-256, although the quicker checksum also finds any damage.
 
     Raises:
         CheckpointDamaged: the file is missing or differs.
@@ -203,7 +203,7 @@ def _list_complete(url: str) -> tuple[int, ...]:
 
 
 def version_folders(filesystem: fsspec.AbstractFileSystem, path: str) -> dict[int, str]:
-    """Return the folders of versions, complete or not, ascending; other files and folders there are ignored."""
+    """Return the folders of versions, complete or not, ascending; other files and folders are ignored."""
     filesystem.invalidate_cache()  # workers write there too
     found = {}
     with contextlib.suppress(FileNotFoundError):

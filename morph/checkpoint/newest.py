@@ -30,16 +30,16 @@ LimitOf = Callable[[int], float]
 def newest_whole(
     url: str, *, every_byte: bool = False, limit_s: LimitOf | None = None, at_most: int | None = None
 ) -> tuple[Manifest | None, tuple[str, ...]]:
-    """Return the newest whole checkpoint, None if there is none at all; and a sentence for each damaged one.
+    """Return the newest whole checkpoint (None if there is no checkpoint), and a sentence for each damaged one.
 
     Damaged ones are set aside once an older one is found whole: otherwise they would count as newer ones when the
-    oldest are deleted. If none is whole, nothing is changed.
+    oldest are deleted. If no checkpoint is whole, nothing is changed.
 
     Args:
         url: The URL of the run's checkpoints.
-        every_byte: Whether to read all of each; otherwise it is enough that every file exists with its size, and a
-            worker that loads one finds other damage.
-        limit_s: Returns the time limit in seconds to read a file of so many bytes (0: a listing); None: no limit.
+        every_byte: Whether to read every byte; otherwise it is enough that every file exists with its size, and other
+            damage is found by the worker that loads it.
+        limit_s: Returns the time limit in seconds for reading a file of this many bytes (0: a listing); None: no limit.
         at_most: Newer versions than this are ignored.
 
     Raises:
@@ -55,7 +55,7 @@ def newest_whole(
 def find_whole(
     url: str, *, every_byte: bool = False, limit_s: LimitOf | None = None, at_most: int | None = None
 ) -> tuple[Manifest | None, Mapping[int, CheckpointDamaged]]:
-    """Return the newest whole checkpoint as ``newest_whole`` does, and the error of each newer one by version.
+    """Return the newest whole checkpoint as ``newest_whole`` does, and the error of each newer checkpoint by version.
 
     Nothing is changed.
     """
@@ -80,7 +80,7 @@ def told_of(manifest: Manifest | None, damaged: Mapping[int, CheckpointDamaged])
     """Return a sentence for each damaged checkpoint: that it is skipped, and which version is used instead."""
     found = None if manifest is None else manifest.version
     return tuple(
-        f"{error}; version {passed} is passed over, and version {found} is the newest whole version"
+        f"{error}; version {passed} is skipped, and version {found} is the newest whole version"
         for passed, error in damaged.items()
     )
 
@@ -101,7 +101,7 @@ def check_files(url: str, manifest: Manifest, *, every_byte: bool, limit_s: Limi
         if size_bytes is None:
             raise CheckpointDamaged(f"{where}/{unit.file}: the file is missing")
         if size_bytes != unit.size_bytes:
-            raise CheckpointDamaged(f"{where}/{unit.file}: it has {size_bytes} bytes, its manifest {unit.size_bytes}")
+            raise CheckpointDamaged(f"{where}/{unit.file}: {size_bytes} bytes, but {unit.size_bytes} by its manifest")
     if every_byte:
         for unit in manifest.units:
             _within_limit(where, limit_s, partial(read_file, url, manifest.version, unit, sha256=True), unit.size_bytes)
@@ -118,7 +118,7 @@ def _set_aside(url: str, version: int) -> None:
     try:
         filesystem, path = fsspec.core.url_to_fs(f"{where}/{MANIFEST}")
         data = b""
-        with suppress(CheckpointDamaged):  # this is not a file, so there is nothing to keep
+        with suppress(CheckpointDamaged):  # the version has no manifest file, so there is nothing to keep
             data = read_whole(filesystem, path)
         write_atomically(f"{where}/{SET_ASIDE}", data)
         filesystem.rm_file(path)

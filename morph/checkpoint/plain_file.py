@@ -26,7 +26,8 @@ class PlainFile:
     """An opened file, or all files of a folder; entries are read when they are requested. Nothing in it is executed.
 
     Raises:
-        InputError: it is missing, unreadable, or not a safetensors file; or two files have an entry of the same name.
+        InputError: the file is missing, unreadable, or not a safetensors file; or two files have an entry of the same
+            name.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Decides which versions stay and which are deleted, apart from deleting them."""
+"""Decides which versions stay, and deletes the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def keep(url: str, version: int) -> None:
     """Keep a complete version, so that it is never deleted as an old one.
 
     Raises:
-        CheckpointError: it was deleted meanwhile, or storage cannot be written.
+        CheckpointError: the version was deleted meanwhile, or storage cannot be written.
     """
     where = version_url(url, version)
     with writing(f"{where}/{KEPT}"):
@@ -112,10 +112,10 @@ def superfluous(
     """Return the versions to delete, ascending. Nothing is deleted before ``keep_newest`` newer ones are complete.
 
     Versions that a user keeps stay, complete or not, and do not count among the newest, so keeping one costs no other
-    its place. The best one stays, and so do the first complete version of each span of ``keep_every_steps`` steps, the
+    its place. The best version stays. So do the first complete version of each span of ``keep_every_steps`` steps, the
     newest that ``back_steps`` divides, to which the run returns after a bad step, and those that are ``spared``.
-    Incomplete versions, and those set aside, are deleted with the ones that are older than the newest; newer ones may
-    still be being written.
+    Incomplete versions, and those set aside, are deleted if they are older than the newest; newer ones may still be
+    under way.
     """
     found = sorted(versions, key=lambda stored: stored.version)
     complete = [stored.version for stored in found if stored.complete]

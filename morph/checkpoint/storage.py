@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def is_local(url: str) -> bool:
-    """Whether a URL is in this machine's file system, which has no short failures as a network has."""
+    """Whether a URL is in this machine's file system, which has no short failures, unlike a network."""
     return _is_local(fsspec.core.url_to_fs(url)[0])
 
 
@@ -37,7 +37,7 @@ def read_whole(filesystem: Any, path: str) -> bytes:
 
 
 def open_file(path: str) -> io.FileIO:
-    """Open a file of this machine, unless it is one that would never end, which anyone who can write there may create.
+    """Open a file of this machine, unless reading it might never end: others who can write there may have created it.
 
     Raises:
         CheckpointDamaged: it is a named pipe, a device or similar.
@@ -53,7 +53,7 @@ def open_file(path: str) -> io.FileIO:
 def bounded(call: Callable[[], T], limit_s: float, what: str, *, spent_s: float = 0.0) -> T:
     """Return the result of ``call``, or raise its error; give up after ``limit_s``, less ``spent_s``.
 
-    Some kinds of storage keep no time limit: a network file system that is gone blocks for good. The thread of a call
+    Some kinds of storage know no time limit: a network file system that is gone blocks for ever. The thread of a call
     that was given up is left behind, and ends with the call.
 
     Raises:

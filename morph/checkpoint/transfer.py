@@ -23,7 +23,7 @@ from morph.contract.errors import CheckpointDamaged, InputError
 def copy_version(url: str, manifest: Manifest, target_url: str) -> bool:
     """Copy a version, file by file, and the recovery file of its run; return False if the version is already there.
 
-    An interrupted copy is not a checkpoint, and the same call begins it again.
+    An interrupted copy is not a checkpoint; calling this again restarts it.
 
     Raises:
         InputError: the target has other checkpoints, with which these must not be mixed.

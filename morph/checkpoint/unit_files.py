@@ -1,4 +1,4 @@
-"""One unit's state as a safetensors file, checked byte for byte on load. Nothing is unpickled."""
+"""Stores one unit's state as a safetensors file, every byte of which is checked on load. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ DTYPES = {
 """Types by the names that safetensors gives them."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 AS_REALS = "complex"
-"""Key in the metadata: names of complex tensors that safetensors lacks, written with a last dimension of 2."""
+"""Key in the metadata for the names of complex tensors, which safetensors lacks: they have a last dimension of 2."""
 
 
 def layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
     """Return the safetensors header for these tensors, and the order of their bytes after it.
 
-    In contrast to the library's files, large tensors come first, so that each can be used in place once all are in
-    memory: first those that a device could use there, then those that a processor could.
+    Unlike in the library's files, large tensors come first, so that each can be used in place once all are in memory:
+    first those aligned for a device, then those aligned for a processor.
     """
     header: dict[str, Any] = {}
     end = 0
@@ -95,7 +95,7 @@ def from_payload(payload: bytes | memoryview) -> dict[str, Tensor]:
 
 
 def views(header: bytes) -> tuple[list[tuple[int, int]], Callable[[Tensor], dict[str, Tensor]]]:
-    """Return begin and end of each tensor after a header, and a function that makes tensors of the bytes there."""
+    """Return begin and end of each tensor after a header, and a function that makes tensors of these bytes."""
     entries = json.loads(header)
     as_reals = json.loads(entries.pop("__metadata__", {}).get(AS_REALS, "[]"))
     offsets = sorted((int(first), int(end)) for entry in entries.values() for first, end in (entry["data_offsets"],))

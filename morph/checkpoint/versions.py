@@ -1,7 +1,7 @@
 """Lists the folder of each version, and deletes a version so that half of it is never a checkpoint.
 
-Beside its files and its manifest a version may have markers, which need no change of the manifest: a file ``kept``,
-which a user puts there, and a file ``best``, with the metric by which it is the best.
+Besides its files and its manifest, a version may have markers, which need no change of the manifest: a file ``kept``,
+which a user puts there, and a file ``best``, with the metric by which the version is the best.
 ``manifest.damaged.json`` is the manifest of a version that was skipped as damaged.
 """
 
@@ -18,7 +18,7 @@ from morph.checkpoint.storage import read_whole, reading
 from morph.contract.errors import CheckpointDamaged
 
 SET_ASIDE = "manifest.damaged.json"
-"""Name of the manifest of a skipped version, which then is not a checkpoint, but loses no byte."""
+"""The name of the manifest of a skipped version: the version is then not a checkpoint, but loses no byte."""
 KEPT = "kept"
 BEST = "best"
 RECOVERY = "run/recovery.json"
@@ -34,12 +34,12 @@ class StoredVersion:
 
     @property
     def complete(self) -> bool:
-        """Whether it is a checkpoint, judging by its manifest alone."""
+        """Whether it is a checkpoint, judging only by its manifest."""
         return MANIFEST in self.files
 
     @property
     def set_aside(self) -> bool:
-        """Whether it was skipped as damaged, and has not been written again since."""
+        """Whether it was skipped as damaged, and has not been written again since then."""
         return SET_ASIDE in self.files and not self.complete
 
     @property
@@ -90,7 +90,7 @@ def delete_version(url: str, version: int, *, even_kept: bool = False) -> bool:
             if data is not None:
                 write_atomically(f"{where}/{MANIFEST}", data)
             return False
-        filesystem.rm_file(marker)  # after a crash below, nobody keeps the remaining files
+        filesystem.rm_file(marker)  # after a crash below, the remaining files are not kept
     with contextlib.suppress(FileNotFoundError):  # an object store has no empty folders
         filesystem.rm(folder, recursive=True)
     return True

@@ -62,7 +62,7 @@ app = typer.Typer(
 
 
 class _OnceEach(logging.Filter):
-    """Lets a library log each message only once: with a wrong key, some fill the screen at each retry."""
+    """Lets a library log each message only once: some libraries fill the screen with retries after a wrong key."""
 
     def __init__(self) -> None:
         super().__init__()

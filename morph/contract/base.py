@@ -1,4 +1,4 @@
-"""Base of the contract's values, and reading one from a JSON file with errors a user can act on."""
+"""The base of the contract's values, and functions that read one from a JSON file with errors for a user."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Value(BaseModel):
 
     @classmethod
     def each(cls, name: str, values: Iterable[Any], **shared: Any) -> list[Self]:
-        """Make many instances that differ in one field, of checked values: faster still. Not for input."""
+        """Make many instances of checked values that differ in one field, even faster. Never use it for input."""
         like = cls.model_construct(**{name: None}, **shared)
         fields, given = like.__dict__, like.__pydantic_fields_set__
         return [_made(cls, {**fields, name: value}, given) for value in values]
@@ -81,7 +81,7 @@ def _given(kind: type[Value], *names: str) -> tuple[dict[str, Any], Sequence[tup
 
 
 def first_problem(error: ValidationError) -> tuple[str, str, object]:
-    """Return (dotted field, what is wrong, offending value) of a validation error's first entry."""
+    """Return (dotted field, problem, offending value) of a validation error's first entry."""
     entry = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in entry["loc"])
     return field, entry["msg"].removeprefix("Value error, "), entry["input"]
@@ -91,7 +91,7 @@ def read_text(path: Path, error_type: type[InputError], encoding: str = "utf-8")
     """Read a text file; ends of lines become ``\\n``.
 
     Raises:
-        InputError: of type ``error_type``, if the file cannot be read or is not UTF-8.
+        InputError: the file cannot be read or is not UTF-8; the error is of type ``error_type``.
     """
     try:
         return path.read_text(encoding=encoding)
@@ -105,7 +105,7 @@ def read_json(path: Path, value_type: type[ValueT], error_type: type[InputError]
     """Read one contract value from a JSON file.
 
     Raises:
-        InputError: of type ``error_type``, if the file is missing, is not JSON, or breaks the schema.
+        InputError: the file is missing, is not JSON, or breaks the schema; the error is of type ``error_type``.
     """
     text = read_text(path, error_type)
     try:

@@ -45,7 +45,7 @@ class Manifest(Value):
     judged: Judged = Field(
         default=Judged(),
         exclude_if=lambda given: given == Judged(),
-        description="outcome of the evaluations before it, from which a run that continues from here continues too",
+        description="outcome of the earlier evaluations, which a run that resumes from here continues",
     )
     losses: LossTrend = Field(
         default=LossTrend(),
@@ -58,5 +58,5 @@ class Manifest(Value):
 
     @property
     def size_bytes(self) -> int:
-        """Size of all files together."""
+        """The size of all files together."""
         return sum(unit.size_bytes for unit in self.units)

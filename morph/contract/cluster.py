@@ -34,7 +34,7 @@ Rings = Annotated[
     RingSetting,
     Field(
         description="how gradients of CUDA devices are reduced: gloo, through host memory; nccl, on the devices, one "
-        "for each worker; auto: nccl if possible, else gloo. nccl never ran on a device yet"
+        "for each worker; auto: nccl if possible, else gloo. nccl has never run on a device yet"
     ),
 ]
 LinkSetting = Literal["auto", "ipc", "staged"]
@@ -43,7 +43,7 @@ Links = Annotated[
     Field(
         description="how tensors of CUDA devices travel between stages: staged, through host memory; ipc, from device "
         "to device between workers of one machine, and staged between machines; auto: ipc if possible, else staged. "
-        "ipc never ran on a device yet"
+        "ipc has never run on a device yet"
     ),
 ]
 MAILBOX_SLOTS = 4
@@ -54,9 +54,9 @@ RING_PIECES, RING_PIECE_BYTES = 2, 128 << 20
 NUM_PORTS = 100
 """Number of ports in the block that begins at ``ProvidedVms.first_port``."""
 JOB_UID = 50505
-"""Default number of the VM user that runs the job's code; no image has a user of this number."""
+"""Default number of the VM user that runs the job's code; no known image has a user with this number."""
 EPHEMERAL = 32768
-"""From this port on Linux assigns ports by itself, unless net.ipv4.ip_local_port_range says otherwise."""
+"""The first port that Linux assigns to connections by itself, unless net.ipv4.ip_local_port_range says otherwise."""
 
 
 KIND = (
@@ -79,7 +79,7 @@ class Limits(Value):
     )
     idle_vm_h: Annotated[float, ranges.POLICY_SECONDS.field] = Field(
         default=24.0,
-        description="most VM-hours paid while no step is trained; then policy.when_stuck says what is done",
+        description="most VM-hours paid while no step is trained; then policy.when_stuck applies",
     )
 
 
@@ -96,7 +96,7 @@ class LocalVms(Value):
     )
     node_types: dict[NodeType, Annotated[int, Field(ge=1, le=64)]] = Field(
         default={},
-        description="number of VMs by type of GPU in the profile, in place of num_vms, to try a mixed pool on this "
+        description="number of VMs by type of GPU in the profile, instead of num_vms, to try a mixed pool on this "
         "machine; the instance type of a trace's VM is its type here",
     )
     memory_bytes: Memory | None = Field(
@@ -110,7 +110,7 @@ class LocalVms(Value):
     tls: bool = Field(default=False, description=TLS)
     pass_variables: VariableNames = ()
     keep: Annotated[int, Field(ge=1, le=64)] | None = Field(
-        default=None, description="request so many VMs, and another for each lost one; absent: num_vms, once"
+        default=None, description="request this many VMs, and another for each lost one; absent: num_vms, once"
     )
     usd_per_h: UsdPerHour | None = Field(default=None, description="assumed price of one VM")
     on_demand_usd_per_h: UsdPerHour | None = Field(
@@ -181,7 +181,7 @@ class ProvidedVms(Value):
 
     cloud: str = Field(min_length=1, description="file that describes the VMs: a cloud file, or a file of hosts")
     keep: Annotated[int, Field(ge=1, le=1000)] = Field(
-        description="request VMs with so many workers together, and replace each lost one; a VM with four GPUs "
+        description="request VMs with this many workers in total, and replace each lost one; a VM with four GPUs "
         "brings four"
     )
     memory_bytes: Memory = Field(description="memory of one device")
@@ -199,7 +199,7 @@ class ProvidedVms(Value):
         "absent: any free ports",
     )
     tls: bool = Field(default=False, description=TLS)
-    lonely_s: Seconds = Field(default=900.0, description="a VM that has no manager for so long ends itself")
+    lonely_s: Seconds = Field(default=900.0, description="a VM that has had no manager for this long ends itself")
     shared_storage: bool = Field(
         default=False,
         description="every VM sees this machine's folders under the same paths: checkpoints may be stored there",
@@ -238,7 +238,7 @@ class ProvidedVms(Value):
 
 
 class CloudVms(ProvidedVms):
-    """VMs that are made from an image, and whose first boot Morph gives."""
+    """VMs that are made from an image, and whose first boot Morph scripts."""
 
     job_uid: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
         default=None,
@@ -401,7 +401,7 @@ class Policy(Value):
 
 
 class Notify(Value):
-    """When an alert is sent about a run that needs attention, and to whom."""
+    """When and to whom an alert is sent about a run that needs attention."""
 
     webhook: str | None = Field(
         default=None,
@@ -414,12 +414,12 @@ class Notify(Value):
         default=(), description="program and arguments; it is started for each alert and reads it on standard input"
     )
     stopped_min: Annotated[float, Field(gt=0, le=10_000)] = Field(
-        default=15.0, description="alert if no step was decided for so many minutes"
+        default=15.0, description="alert if no step was decided for this many minutes"
     )
     budget_share: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.8, description="alert at this share of vms.limits.budget_usd"
     )
-    missed_saves: Count = Field(default=3, description="alert if no checkpoint was completed for so many intervals")
+    missed_saves: Count = Field(default=3, description="alert if no checkpoint was completed for this many intervals")
 
     @model_validator(mode="after")
     def _somebody(self) -> Self:
@@ -487,7 +487,7 @@ class JobPart(Value):
     @model_validator(mode="after")
     def _one_length(self) -> JobPart:
         if self.epochs is not None and "steps" in self.model_fields_set:
-            raise ValueError("epochs: the length is given in steps, too; give one of the two")
+            raise ValueError("epochs: the length is given in steps as well; give one of the two")
         return self
 
 

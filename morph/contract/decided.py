@@ -21,7 +21,7 @@ MIN_LOSS_SCALE_EXPONENT = -20
 
 
 class LossScale(Value):
-    """The loss is multiplied by ``2**exponent`` before its backward; gradients are divided by it, which is exact.
+    """The loss is multiplied by ``2**exponent`` before its backward, and gradients are divided by it; both are exact.
 
     The rules are those of ``torch.amp.GradScaler``: halve when a gradient is not finite (and skip the step), double
     after ``growth_steps`` good steps in a row.
@@ -37,10 +37,10 @@ class LossScale(Value):
         return math.ldexp(1.0, self.exponent)
 
     def after(self, *, skipped: bool) -> LossScale:
-        """The scale of the next step.
+        """Return the scale of the next step.
 
         Raises:
-            TrainingStopped: if there is no smaller scale to try.
+            TrainingStopped: there is no smaller scale to try.
         """
         if skipped:
             if self.exponent <= MIN_LOSS_SCALE_EXPONENT:
@@ -81,7 +81,7 @@ class Decided(Value):
         """Return the loss scale of the next step; a step in which all weights were 0 does not change it.
 
         Raises:
-            TrainingStopped: if there is no smaller scale to try.
+            TrainingStopped: there is no smaller scale to try.
         """
         if scale is None or self.gradient_factor == 0 or self.bad_loss:
             return scale
@@ -89,16 +89,16 @@ class Decided(Value):
 
 
 _MOST = 1e100
-"""Larger losses count as this in means, so that their squares stay finite."""
+"""Larger losses count as this value in means, so that their squares stay finite."""
 _LEAST_SHARE = 1e-3
-"""Least deviation, as a share of the mean; else a slight rise after nearly equal losses would be bad."""
+"""The least deviation, as a share of the mean; without it, a slight rise after nearly equal losses would be bad."""
 
 
 class LossTrend(Value):
     """Statistics of the losses up to a version; they depend only on its steps, not on shapes and history.
 
-    ``mean`` and ``variance`` decay: a loss counts for ``1/window``, the first losses for more. ``num_bad``: bad steps
-    since a version that ``LossRules.back_steps`` divides.
+    ``mean`` and ``variance`` decay: each loss has the weight ``1/window``, and the first losses more. ``num_bad``: bad
+    steps since the last version that is a multiple of ``LossRules.back_steps``.
     """
 
     num: int = Field(default=0, ge=0)
@@ -107,7 +107,7 @@ class LossTrend(Value):
     num_bad: int = Field(default=0, ge=0)
 
     def why_bad(self, losses: Mapping[int, float], weights: Mapping[int, float], rules: LossRules) -> str:
-        """Return a sentence about what is wrong with a step of these losses by micro-batch, or an empty text."""
+        """Return a sentence on why a step with these losses of micro-batches is bad; empty if it is not."""
         broken = sorted(number for number, loss in losses.items() if not math.isfinite(loss))
         if broken:
             return (
@@ -126,7 +126,7 @@ class LossTrend(Value):
     def after(
         self, version: int, losses: Mapping[int, float], weights: Mapping[int, float], rules: LossRules, *, bad: bool
     ) -> LossTrend:
-        """Return the statistics of ``version``, to which the step of these losses leads."""
+        """Return the statistics of ``version``, which the step with these losses leads to."""
         num_bad = 0 if version % rules.back_steps == 0 else self.num_bad + bad
         loss = None if bad or rules.deviations is None else _mean_of(losses, weights)
         if loss is None:
@@ -161,8 +161,8 @@ def decided_step(
         weights: Per member, weights of losses by micro-batch; each micro-batch at least once, or none at all.
 
     Raises:
-        TrainingStopped: if two members hold different gradients of a unit, no member reported a unit, or the sum of
-            the weights is negative.
+        TrainingStopped: two members hold different gradients of a unit, no member reported a unit, or the sum of the
+            weights is negative.
     """
     if any(non_finite):
         return Decided(version=version, skipped=True)

@@ -1,4 +1,4 @@
-"""The emulated device: times and sizes that a worker takes from a profile instead of computing and sending.
+"""The emulated device: times and sizes from a profile, which a worker uses instead of computing and sending.
 
 The manager makes it for one micro-batch size (``manager.rehearsal.device``). Times are seconds of the rehearsal's own
 clock, sizes bytes. Sizes named ``real_`` are those of the tensors that the emulation moves and keeps; every other size
@@ -20,7 +20,7 @@ Factor = Annotated[float, Field(strict=True, gt=0)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 
 HEADER_NUMBERS = 5
-"""float64 numbers at the head of every emulated message."""
+"""The number of float64 values at the head of every emulated message."""
 
 
 class Duration(Value):
@@ -39,8 +39,8 @@ class EmulatedSection(Value):
         strict=True, ge=8 * HEADER_NUMBERS, description="size of the tensor that crosses the next cut-point"
     )
     held_bytes: Bytes = Field(description="parameters, optimizer state and accumulated gradients")
-    input_bytes: Bytes = Field(description="input kept of one micro-batch for the recompute")
-    activation_bytes: Bytes = Field(description="kept of one micro-batch between forward and backward")
+    input_bytes: Bytes = Field(description="input of one micro-batch, kept for the recompute")
+    activation_bytes: Bytes = Field(description="tensors of one micro-batch, kept between forward and backward")
     extra_bytes: Bytes = Field(default=0, description="further memory while one of its tasks runs")
 
 
@@ -61,7 +61,7 @@ class Message(Duration):
 
 
 class EmulatedLinks(Value):
-    """Messages over one kind of link, by the section in front of the cut-point."""
+    """Messages over one kind of link, by the section before the cut-point."""
 
     activation: tuple[Message, ...]
     gradient: tuple[Message, ...]
@@ -110,7 +110,7 @@ class EmulatedDevice(Value):
     memory_bytes: Count | None = Field(default=None, description="memory of the device; None: no limit")
     forgiven_s: Seconds = 0.0
     node_types: dict[str, EmulatedDevice] = Field(
-        default={}, description="devices of other types, by the type that a stage names; the same units and sizes"
+        default={}, description="devices of other types, by the type that a stage names; units and sizes are the same"
     )
 
     @model_validator(mode="after")

@@ -28,7 +28,7 @@ import re
 
 
 class MorphError(Exception):
-    """Root of everything that Morph raises on purpose."""
+    """The root of all errors that Morph raises on purpose."""
 
 
 class InputError(MorphError):
@@ -122,7 +122,7 @@ class NonFiniteGradient(TrainingStopped):
 
 
 class CheckpointError(TrainingStopped):
-    """A checkpoint cannot be read; it may be intact or not."""
+    """A checkpoint cannot be read; it may be intact."""
 
 
 class CheckpointDamaged(CheckpointError):
@@ -130,7 +130,7 @@ class CheckpointDamaged(CheckpointError):
 
 
 class CheckpointsTaken(TrainingStopped):
-    """Another manager has taken over the place of the run's checkpoints."""
+    """Another manager has taken over the storage of the run's checkpoints."""
 
 
 class ClusterError(TrainingStopped):

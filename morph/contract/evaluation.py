@@ -1,4 +1,4 @@
-"""Evaluations: when one is due, its metrics over all samples, the best version, and the early end of training."""
+"""Evaluations: their schedule, their metrics over all samples, the best version, and the early end of training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_SAMPLE_BYTES = 16 * 2**20
 
 
 class BestRule(Value):
-    """Rule for the best evaluated version, and the number of worse ones in a row that ends training (``Job.best``)."""
+    """Rules for the best evaluated version, and for the end of training after several worse ones (``Job.best``)."""
 
     metric: str = "loss"
     mode: Literal["min", "max"] = "min"
@@ -28,13 +28,13 @@ class BestRule(Value):
 
 
 class EvaluationSize(Value):
-    """When a job is evaluated, on how many micro-batches of training's size, and with which consequences.
+    """The times of a job's evaluations, their number of micro-batches of training's size, and their consequences.
 
     ``finishes``: the job computes metrics of the whole evaluation (``Job.eval_metrics``).
     """
 
     every_steps: int | None = Field(default=None, ge=1)
-    every_samples: int | None = Field(default=None, ge=1, description="steps of training, in so many epochs")
+    every_samples: int | None = Field(default=None, ge=1, description="training samples between two evaluations")
     batch_size: int = Field(default=1, ge=1)
     num_micro_batches: int = Field(ge=1)
     best: BestRule | None = None

@@ -12,7 +12,7 @@ from pathlib import Path
 from morph.contract.errors import InputError
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
-"""Errors of a disk that is full or read-only: these pass."""
+"""Errors of a disk that is full or read-only, which may pass."""
 PRIVATE = 0o600
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
@@ -26,7 +26,7 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
         mode: Permissions of the file, before the umask.
 
     Raises:
-        OSError: if the file cannot be written; then nothing is changed and nothing is left behind.
+        OSError: the file cannot be written; nothing was changed or left behind.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     data = content.encode() if isinstance(content, str) else content
@@ -44,7 +44,7 @@ def check_output(path: Path, error_type: type[InputError]) -> None:
     """Refuse a file that cannot be written, before there is anything to write.
 
     Raises:
-        InputError: of type ``error_type``; it names the path.
+        InputError: the error is of type ``error_type`` and names the path.
     """
     if path.is_dir():
         raise error_type("cannot be written: it is a folder", source=str(path), allowed="a file name")
@@ -60,7 +60,7 @@ def write_output(path: Path, content: str | bytes, error_type: type[InputError])
     """Write a file that the user requested, completely or not at all.
 
     Raises:
-        InputError: of type ``error_type``, if the file cannot be written; it names the file.
+        InputError: the file cannot be written; the error is of type ``error_type`` and names the file.
     """
     check_output(path, error_type)
     try:

@@ -16,7 +16,7 @@ class StepDone(Value):
     """A step is decided. Seconds, examples and tokens are those of this step alone."""
 
     step: int = Field(ge=1)
-    time_s: float = Field(description="when, in seconds since 1970")
+    time_s: float = Field(description="seconds since 1970")
     loss: float | None = Field(description="None: NaN")
     metrics: dict[str, float]
     gradient_norm: float | None

@@ -15,7 +15,7 @@ class SampleFacts(Value):
 
 
 class DataFacts(Value):
-    """A data set, as every worker of a run must find it."""
+    """A data set; every worker of a run must find the same."""
 
     num_samples: int = Field(ge=0)
     samples: tuple[SampleFacts, ...] = ()

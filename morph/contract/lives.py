@@ -1,8 +1,8 @@
-"""When VMs come, are warned and are taken: according to a trace, or at a rate. Pure.
+"""Determines when VMs come, are warned and are taken: according to a trace, or at a rate. Pure.
 
-``recorded`` brings its own VMs. ``Lifetimes`` and ``Removals`` take VMs that others bring. Their decisions are
-carried out in virtual time (``manager.simulation``), on local VMs (``manager.engine.local_vms.trace_replayer``), on all
-VMs of a running job, a provider's too (``manager.injection``), or on those of one script (``manager.spot``).
+``recorded`` brings its own VMs. ``Lifetimes`` and ``Removals`` take VMs that others bring. Their decisions are carried
+out in virtual time (``manager.simulation``), on local VMs (``manager.engine.local_vms.trace_replayer``), on all VMs of
+a running job, including a provider's (``manager.injection``), or on those of one script (``manager.spot``).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Lives(Protocol):
         Each VM is taken at most once.
 
         Args:
-            vms: The present VMs, each with the time since when it is present.
+            vms: The present VMs, each with the time at which it came.
             after_s: Beginning, not included.
             until_s: End, included.
         """
@@ -85,13 +85,13 @@ class Lives(Protocol):
 class Lifetimes:
     """Each VM lives for an exponential time: the preemption injector of Spotify (6.2.1, Eq. 6.1).
 
-    A lifetime counts from the VM's birth, or from ``start_s`` if it was there before; by Eq. 6.1 a VM's age makes no
+    A lifetime counts from the VM's birth, or from ``start_s`` if the VM is older; by Eq. 6.1 a VM's age makes no
     difference. A VM that is not taken at the end of its lifetime gets another lifetime.
 
     Args:
         life_s: ``by_name`` or ``InOrder``.
         start_s: The first moment.
-        end_s: The last one.
+        end_s: The last moment.
         notice_s: Time between the warning and the removal of a VM; 0: no warning.
     """
 
@@ -127,7 +127,7 @@ class Lifetimes:
 
 @dataclass(frozen=True)
 class Removals:
-    """Takes as many VMs at once as a trace does, at the trace's times; it brings none. The seed decides which.
+    """Takes as many VMs at once as a trace does, at the trace's times, but brings none. The seed selects the VMs.
 
     The trace's time 0 is ``start_s``.
     """

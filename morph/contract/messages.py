@@ -1,9 +1,8 @@
 """Orders from the manager to workers, and the workers' answers.
 
-A *version* counts the optimizer steps contained in a state: version v means steps 0..v-1 were
-applied. Step t starts from version t. The manager's journal decides commits: once every member
-reported ``Prepared(step=t)``, version t+1 is decided, and each worker applies it when the next
-order (a step, a reshape or a commit) names that version.
+A *version* counts the optimizer steps contained in a state: version v means steps 0..v-1 were applied. Step t starts
+from version t. The manager's journal decides commits: once every member has reported ``Prepared(step=t)``, version t+1
+is decided, and each worker applies it when the next order (a step, a reshape or a commit) names that version.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ class Fault(Value):
 
 
 class SlowSpell(Value):
-    """A scheduled fail-stutter, for tests and demonstrations: a worker's compute takes ``factor`` times as long.
+    """A scheduled fail-stutter, for tests and demonstrations: a worker takes ``factor`` times as long to compute.
 
-    It begins with step ``first_step`` and ends before step ``end_step``; None: it does not end. A probe belongs to the
-    last decided step when it was sent.
+    It begins with step ``first_step`` and ends before step ``end_step``; None: it does not end. A probe counts as part
+    of the last step that was decided before it was sent.
     """
 
     worker: str
@@ -70,10 +69,10 @@ class SlowSpell(Value):
 
 
 DEFAULT_LIMIT_S = 120.0
-"""Default bound of a wait for others in an order."""
+"""Default bound, in seconds, of a wait for others in an order."""
 
 MOST_CUT_BYTES = 8 * 1024 * 1024
-"""Most bytes of a compressed cut that workers get beside the job's code; a cut of 72 layers takes 160 kB."""
+"""Most bytes of a compressed cut that workers get with the job's code; a cut of 72 layers takes 160 kB."""
 
 WorkerId = str
 UnitId = str
@@ -89,7 +88,7 @@ class JobCode(Value):
     folder: str = Field(description="their folder on the manager's machine")
     sha256: str = Field(description="digest of the archive")
     archive: bytes = Field(repr=False)
-    unpack: bool = Field(default=False, description="the worker does not see that folder, and makes its own")
+    unpack: bool = Field(default=False, description="the worker does not see that folder, and unpacks its own copy")
 
 
 class HandedCut(Value):
@@ -112,7 +111,9 @@ class WorkerSetup(Value):
     num_sections: int = Field(ge=1)
     micro_batch_size: int = Field(ge=1)
     checkpoint_url: str = Field(description="fsspec URL or path of the run's checkpoint directory")
-    lease: str = Field(default="", description="name of the run's lease of that place; empty: only this run can use it")
+    lease: str = Field(
+        default="", description="name of the run's lease of its storage; empty: only this run can use it"
+    )
     store_host: str
     store_port: int = Field(ge=0, le=65535, description="port of the store; 0: none, the worker trains alone")
     listen_host: str = Field(description="address on which this worker accepts its peers")
@@ -146,10 +147,10 @@ class Slot(Value):
 class Source(Value):
     """The source from which one worker gets the state of one parameter unit in a reshape.
 
-    ``keep``: the worker holds it already; ``peer``: from the living worker ``peer``;
-    ``ahead``: pre-copied by the living worker ``peer``, which then sends the last steps' gradients;
-    ``checkpoint``: from the checkpoint of version ``ReshapeOrder.version``; if a ``peer`` is named, it reads and sends
-    the state, because this worker cannot read the storage; ``initial``: made from the job's seed.
+    ``keep``: the worker holds it already; ``peer``: from the living worker ``peer``; ``ahead``: pre-copied by the
+    living worker ``peer``, which then sends the last steps' gradients; ``checkpoint``: from the checkpoint of version
+    ``ReshapeOrder.version``; if a ``peer`` is named, that worker reads and sends the state, because this one cannot
+    read the storage; ``initial``: made from the job's seed.
     """
 
     worker: WorkerId
@@ -161,17 +162,17 @@ class Source(Value):
 class ReshapeOrder(Value):
     """Form generation ``generation`` with these slots, and bring every unit to ``version``.
 
-    A receiver that holds step ``version - 1`` prepared applies it first; it drops gradients of other steps.
-    It keeps every unit that it holds at ``version`` or has completely received until the first step or commit order of
-    this generation comes, so a reshape that fails loses nothing. A receiver without a slot is named as a ``peer`` in
-    ``sources``: it serves those units, joins no group, keeps its units and also answers.
-    ``decided`` is the decision about step ``version - 1``; absent after a return to a checkpoint.
-    ``ahead``: the number of the ``PreCopyOrder`` to which sources of kind "ahead" belong; other pre-copied state is
-    dropped. ``salvage``: the kept partial sums of the abandoned step from ``version``; other partial sums are dropped.
-    ``keep_sums``: a worker keeps its partial sums if a step is abandoned. ``follows``: workers that have a follower;
-    ``follow_in_host``: the follower keeps the state in host memory, and on its device only while it is updated.
-    ``copy_sums_every``: after so many micro-batches of its own a worker's partial sums go to its follower; 0: never.
-    ``limit_s``: bound of any wait for others in this generation; the manager gives the order up earlier.
+    A receiver that has prepared step ``version - 1`` applies it first, and drops gradients of other steps. Until the
+    first step or commit order of this generation comes, it keeps every unit that it holds at ``version`` or has
+    received completely, so a reshape that fails loses nothing. A receiver without a slot is named as a ``peer`` in
+    ``sources``: it serves those units, joins no group, keeps its units and also answers. ``decided`` is the decision
+    about step ``version - 1``; absent after a return to a checkpoint. ``ahead``: the number of the ``PreCopyOrder`` to
+    which sources of kind "ahead" belong; other pre-copied state is dropped. ``salvage``: the kept partial sums of the
+    abandoned step from ``version``; other partial sums are dropped. ``keep_sums``: a worker keeps its partial sums if a
+    step is abandoned. ``follows``: workers that have a follower; ``follow_in_host``: the follower keeps the state in
+    host memory, and on its device only while it is updated. ``copy_sums_every``: after each time this many of its
+    micro-batches, a worker's partial sums go to its follower; 0: never. ``limit_s``: bound of any wait for others in
+    this generation; the manager gives up the order earlier.
     """
 
     generation: int = Field(ge=1)
@@ -211,8 +212,8 @@ class PreCopyOrder(Value):
 
     A sender sends each unit's state once, at a version at which it begins a step, and from then on the reduced
     gradients of every decided step with the decision about it; the receiver applies them. The next reshape ends the
-    pre-copy. ``moves`` are the moves in which the worker takes part; none: drop pre-copied state. An order with a
-    smaller number than the last one is ignored; one with the same number makes the worker report again.
+    pre-copy. ``moves`` are the moves in which the worker takes part; without any, it drops pre-copied state. An order
+    with a smaller number than the last one is ignored; one with the same number makes the worker report again.
     """
 
     number: int = Field(ge=1)
@@ -222,10 +223,10 @@ class PreCopyOrder(Value):
 
 
 class PreCopyReport(Value):
-    """Progress of a ``PreCopyOrder`` on one worker; each report is complete and is sent after a change.
+    """The progress of a ``PreCopyOrder`` on one worker; each report is complete, and sent after a change.
 
-    ``following``: units that this worker has received and keeps at the decided version. ``error``: the
-    worker has given the order up; no report follows.
+    ``following``: units that this worker has received and keeps at the decided version. ``error``: the worker has given
+    up the order; no report follows.
     """
 
     number: int = Field(ge=1)
@@ -238,11 +239,10 @@ class StepOrder(Value):
     """Apply ``step`` as committed version first (if not yet applied), then run step ``step``.
 
     ``checkpoint_units``: units that this worker copies at version ``step`` and writes in the background, after its
-    remaining units of the versions ``earlier_checkpoints``; it drops other versions.
-    ``attempt`` grows when the same step is run again in the same generation after an overflow.
-    ``decided`` is the decision about step ``step - 1``, ``loss_scale`` the scale of this step.
-    ``record_timeline``: the answer carries a timeline of the step. ``evaluated``: an evaluation for which this worker
-    computes the job's metrics.
+    remaining units of the versions ``earlier_checkpoints``; it drops other versions. ``attempt`` grows when the same
+    step is run again in the same generation after an overflow. ``decided`` is the decision about step ``step - 1``,
+    ``loss_scale`` the scale of this step. ``record_timeline``: the answer includes a timeline of the step.
+    ``evaluated``: an evaluation for which this worker computes the job's metrics.
     """
 
     generation: int = Field(ge=1)
@@ -269,8 +269,8 @@ class StepOrder(Value):
 class CommitOrder(Value):
     """Apply the decided version without running another step; used at the end and before a pause.
 
-    ``held``: apply it to the state that the worker holds, because the generation has no other worker and was never
-    formed. ``evaluated``: as in ``StepOrder``; this version is not evaluated again.
+    ``held``: apply it to the state that the worker holds, because the generation was never formed and has no other
+    worker. ``evaluated``: as in ``StepOrder``; this version is not evaluated again.
     """
 
     generation: int = Field(ge=1)
@@ -285,8 +285,8 @@ class CommitOrder(Value):
 class ProbeOrder(Value):
     """Time a micro-batch's forward and backward on some sections, while the worker has no place in the shape.
 
-    ``healthy_s``: the time of a healthy worker. ``step``: the last decided step. ``by_sums``: the mean counts, for a
-    worker that pauses now and then; otherwise the median.
+    ``healthy_s``: the time of a healthy worker. ``step``: the last decided step. ``by_sums``: the mean counts, because
+    the worker pauses now and then; otherwise the median counts.
     """
 
     probe: int = Field(ge=1)
@@ -333,7 +333,7 @@ MARKS = (WEIGHT, SUM, SAMPLES)
 class MicroBatchLoss(Value):
     """Loss and metrics of one micro-batch: means over its samples, or totals; only last stages report them.
 
-    If ``metrics`` also has a weight of a value, that value is a total. With a loss scale, a loss may be infinite or
+    If ``metrics`` also has the weight of a value, that value is a total. With a loss scale, a loss may be infinite or
     NaN: its step is then skipped.
     """
 
@@ -360,7 +360,7 @@ def weights_of(losses: Iterable[MicroBatchLoss]) -> dict[int, float]:
 
 
 class Evaluation(Value):
-    """A last stage's share of an evaluation of the version that it held before the order's own work.
+    """The share of one last stage in an evaluation of the version that it held before the work of the order.
 
     ``finishes``: metrics of the whole evaluation follow, as ``finished`` of a later answer.
     """
@@ -384,7 +384,7 @@ class Prepared(Value):
     ``overflowed`` (exact accumulation): a gradient did not fit its fixed-point scale; the step must be run again, with
     scales that fit. ``unit_norms_sq``: squared 2-norm of the mean gradient of each unit that this worker holds, in
     float64 and a fixed order, so that all holders report equal bits; empty unless the job asks for the norm.
-    ``non_finite``: a gradient is NaN or infinite, and the job's loss scale allows to skip the step. ``followed``: the
+    ``non_finite``: a gradient is NaN or infinite, and the job's loss scale allows skipping the step. ``followed``: the
     follower of this worker's units has their state and these gradients. ``learning_rates``: lowest and highest of the
     parameter groups of its units in this step; None: their optimizers have no learning rate.
     """
@@ -421,7 +421,7 @@ class Committed(Value):
 class Aborted(Value):
     """The order was given up because the generation was aborted or a peer was lost.
 
-    ``peer_lost`` is true when this worker itself saw a connection fail. ``kept``: its partial sums of an
+    ``peer_lost`` is true when this worker itself saw a connection fail. ``kept``: the worker's partial sums of an
     undecided step.
     """
 
@@ -440,9 +440,9 @@ class Failed(Value):
     """The order failed and changed nothing.
 
     ``cause``: ``device``: the device, and with it the worker, is lost; ``memory``: memory of the device or the host ran
-    out; ``job``: the user's code failed and may work elsewhere or in another try; ``checkpoint``: it cannot be read or
-    is damaged; ``run``: no retry would help.
-    ``traceback``: the frames of the user's code; empty if there are none.
+    out; ``job``: the user's code failed, but may work elsewhere or in another attempt; ``checkpoint``: the checkpoint
+    cannot be read or is damaged; ``run``: no retry would help. ``traceback``: the frames of the user's code; empty if
+    there are none.
     """
 
     kind: Literal["failed"] = "failed"
@@ -464,13 +464,13 @@ class UnitWritten(Value):
     size_bytes: int = Field(ge=0)
     sha256: str
     xxh3_128: str | None = None
-    stall_s: float = Field(default=0.0, ge=0, description="time for which it kept training from the device")
+    stall_s: float = Field(default=0.0, ge=0, description="time for which writing it kept training from the device")
 
 
 class Probed(Value):
     """Answer to a probe.
 
-    ``slowdown``: the median time over the healthy time; None: an order came first, or ``error`` says why.
+    ``slowdown``: the median time over the healthy time; None if an order came first, or for the reason in ``error``.
     """
 
     kind: Literal["probed"] = "probed"
@@ -492,7 +492,7 @@ class Heartbeat(Value):
     checkpoint_error: Shown | None = None
     error_version: Version | None = Field(default=None, description="version of the checkpoint")
     ahead: PreCopyReport | None = None
-    notes: tuple[Shown, ...] = Field(default=(), description="sentence about its data workers, for the user")
+    notes: tuple[Shown, ...] = Field(default=(), description="sentences about its data workers, for the user")
 
 
 Answer = Annotated[WorkerReady | Reshaped | Prepared | Committed | Aborted | Failed, Field(discriminator="kind")]

@@ -20,7 +20,7 @@ from morph.contract.pool import Pool
 Schedule = Literal["varuna", "gpipe", "1f1b"]
 Count = Annotated[int, ranges.COUNT.field]
 CountKey = Annotated[int, Field(ge=1)]
-"""Convert a key, as JSON has only text for keys."""
+"""A number as a key; it is converted, because JSON has only text for keys."""
 Number = Annotated[int, Field(strict=True, ge=0)]
 Seconds = Annotated[float, Field(strict=True, ge=0)]
 
@@ -29,9 +29,9 @@ class StagePlan(Value):
     """Consecutive sections ``first_section .. end_section - 1`` on one worker.
 
     ``window`` is how many micro-batches may be in flight (forward started, backward not finished). ``live_sections``:
-    the number of sections whose activations a stage with recompute holds at once. It keeps the input of each group of
-    so many sections, counted from the end; the last group is recomputed in the task R, the others within B. None: all
-    are recomputed in R.
+    the number of sections whose activations a stage with recompute holds at once. The stage keeps the input of each
+    group of this many sections, counted from the end; the last group is recomputed in the task R, the others within B.
+    None: all sections are recomputed in R.
     """
 
     first_section: Number
@@ -70,7 +70,7 @@ class Expectation(Value):
     memory_moment: str = Field(default="", description="time of that peak, such as computing or reducing")
     memory_parts_bytes: dict[str, Number] = Field(default={}, description="parts of that peak")
     followed_memory_bytes: Number = Field(
-        default=0, description="peak_memory_bytes if another worker keeps each stage's state, too; 0: not computed"
+        default=0, description="peak_memory_bytes if each stage's state is kept by another worker too; 0: not computed"
     )
     host_memory_bytes: Number = Field(
         default=0, description="host memory of the fullest stage, if devices have their own memory"
@@ -89,12 +89,12 @@ class PipelineKind(Value):
 
     @property
     def num_replicas(self) -> int:
-        """Number of pipelines of this kind."""
+        """The number of pipelines of this kind."""
         return len(self.micro_batches)
 
     @property
     def longest_share(self) -> int:
-        """Micro-batches of the pipeline that has most."""
+        """The micro-batches of the pipeline that has most."""
         return max(self.micro_batches)
 
 
@@ -102,11 +102,11 @@ class Plan(Value):
     """Pipelines, each of which is a replica of the model, and their stages.
 
     ``stages`` has those of the first kind of pipeline, then those of the second, and so on: stage s is an index into
-    all of them, whatever its pipeline. Replicas are numbered in the order of their kinds, too.
+    all of them, whatever its pipeline. Replicas, too, are numbered in the order of their kinds.
 
-    ``orders[n][s]`` is stage s's static task order when its replica has n micro-batches: a string
-    over F (forward), R (recompute), B (backward); the k-th F is the replica's micro-batch k, and so
-    for R and B. A stage that does not recompute has no R. It is empty if no pipeline of its kind has n.
+    ``orders[n][s]`` is stage s's static task order when its replica has n micro-batches: a string over F (forward), R
+    (recompute), B (backward). The k-th F is that of the replica's micro-batch k, and so are the k-th R and B. A stage
+    that does not recompute has no R. The string is empty if no pipeline of the stage's kind has n micro-batches.
     """
 
     schema_version: Literal[1] = 1
@@ -205,7 +205,7 @@ class Plan(Value):
 
     @property
     def shape(self) -> str:
-        """``"PxD"``, or one for each kind of pipeline: ``"8x2 + 11x1"``."""
+        """``"PxD"``, or a term for each kind of pipeline: ``"8x2 + 11x1"``."""
         return " + ".join(f"{kind.num_stages}x{kind.num_replicas}" for kind in self.pipeline_kinds)
 
     @cached_property
@@ -275,7 +275,7 @@ class Plan(Value):
 
     @cached_property
     def micro_batches_per_replica(self) -> tuple[int, ...]:
-        """Number of micro-batches of each replica."""
+        """The number of micro-batches of each replica."""
         return tuple(count for kind in self.pipeline_kinds for count in kind.micro_batches)
 
     @cached_property
@@ -287,7 +287,7 @@ class Plan(Value):
         return range(self._share_ends[replica], self._share_ends[replica + 1])
 
     def share_of(self, replica: int, micro_batches: Sequence[int]) -> Sequence[int]:
-        """Return one replica's part of some micro-batches if only these run, in the proportion of a whole step."""
+        """Return one replica's part of some micro-batches if only these run: the same share as in a whole step."""
         if not self.kinds:
             share = shares(len(micro_batches), self.num_replicas)[replica]
             return micro_batches[share.start : share.stop]
@@ -299,7 +299,7 @@ class Plan(Value):
     def order_of(self, stage: int, num_micro_batches: int) -> str:
         """Return a stage's static task order for a number of micro-batches, at most those of a whole step.
 
-        If the plan has no order for that number, it is the order of a whole step without the tasks of the last
+        If the plan has no order for that number, the result is the order of a whole step without the tasks of the last
         micro-batches: each task still follows the tasks that it needs, and no more micro-batches are in flight.
         """
         known = self.orders.get(num_micro_batches)
@@ -337,7 +337,7 @@ def by_pool(plans: Mapping[int, Plan] | Mapping[Pool, Plan]) -> list[tuple[Pool,
 
 
 def by_need(plans: Iterable[Plan]) -> dict[Pool, Plan]:
-    """Return the fastest of some plans for each pool that one needs: a table of pools without what others say too."""
+    """Return the fastest of some plans for each pool that one of them needs, without redundant entries."""
     found: dict[Pool, Plan] = {}
     for plan in plans:
         known = found.get(plan.pool)
@@ -390,6 +390,6 @@ def load_plan(path: Path) -> Plan:
     """Read a plan file.
 
     Raises:
-        PlanError: if the file is invalid; it names the file and, if possible, the field.
+        PlanError: the file is invalid; the error names the file and, if possible, the field.
     """
     return read_json(path, Plan, PlanError)

@@ -42,10 +42,10 @@ class Pool:
 
     @classmethod
     def parse(cls, text: str, field: str = "pool", source: str | None = None) -> Pool:
-        """Read a pool's text; types stand in any order.
+        """Read a pool's text; types may be in any order.
 
         Raises:
-            PlanError: if the text is not a pool; it names ``field`` and the text.
+            PlanError: the text is not a pool; the error names ``field`` and the text.
         """
         counts: dict[str, int] = {}
         for part in text.split(","):
@@ -80,7 +80,7 @@ class Pool:
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs of all types."""
+        """The number of GPUs of all types."""
         return sum(count for _, count in self.counts)
 
     def fits_in(self, other: Pool) -> bool:

@@ -24,7 +24,7 @@ SCHEMA_VERSION = 1
 PositiveInt = Annotated[int, ranges.COUNT.field]
 MicroBatchSize = Annotated[int, ranges.MICRO_BATCH.field]
 MicroBatchKey = Annotated[int, Field(ge=ranges.MICRO_BATCH.low, le=ranges.MICRO_BATCH.high)]
-"""Convert a key, as JSON has only text for keys."""
+"""A number as a key; it is converted, because JSON has only text for keys."""
 Gpus = Annotated[int, Field(strict=True, ge=2, le=ranges.GPUS.high)]
 Index = Annotated[int, Field(strict=True, ge=0, lt=ranges.SECTIONS)]
 Bytes = Annotated[int, ranges.BYTES.field]
@@ -287,7 +287,7 @@ class Profile(Value):
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
-        """Every m that was measured, ascending."""
+        """All measured values of m, ascending."""
         return tuple(sorted(self.sections[0].forward))
 
     def corrected(
@@ -295,7 +295,7 @@ class Profile(Value):
     ) -> Profile:
         """Return the profile with each section's forward and backward longer by a factor for that section.
 
-        ``types``: likewise by node type; node types that are not in it stay.
+        ``types``: the factors by node type; other node types stay unchanged.
         """
         sections = tuple(
             section.model_copy(
@@ -320,7 +320,7 @@ class Profile(Value):
         """Return the profile for another type of node that was measured for it.
 
         Raises:
-            ProfileError: if there is no such node type.
+            ProfileError: there is no such node type.
         """
         found = next((node_type for node_type in self.node_types if node_type.name == name), None)
         if found is None:
@@ -353,7 +353,7 @@ def _longer(times: dict[int, Timing], factor: float) -> dict[int, Timing]:
 
 
 def other_device(profile: Profile, device: str) -> tuple[str, ...]:
-    """Return a sentence if a run's workers compute on GPUs, and the profile has only times that a CPU took.
+    """Return a sentence if a run's workers compute on GPUs, and the profile has only times of a CPU.
 
     Args:
         profile: The measurements.
@@ -408,7 +408,7 @@ def load_profile(path: Path) -> Profile:
     """Read a profile file.
 
     Raises:
-        ProfileError: if the file is invalid; it names the file and, if possible, the field.
+        ProfileError: the file is invalid; the error names the file and, if possible, the field.
     """
     try:
         return read_json(path, Profile, ProfileError)
@@ -424,14 +424,14 @@ def load_profile(path: Path) -> Profile:
 
 
 def write_profile(profile: Profile, path: Path, *, as_read: bool = False) -> None:
-    """Replace ``path`` by the profile, atomically.
+    """Replace ``path`` with the profile, atomically.
 
     Args:
         profile: The profile.
         path: The file.
-        as_read: Write no defaults for fields that were absent in the profile's own file.
+        as_read: Whether to write no defaults for fields that were absent in the profile's own file.
 
     Raises:
-        ProfileError: if the file cannot be written.
+        ProfileError: the file cannot be written.
     """
     write_output(path, profile.model_dump_json(indent=2, exclude_unset=as_read) + "\n", ProfileError)

@@ -51,7 +51,7 @@ class Range:
         """Refuse an argument that is out of range.
 
         Raises:
-            PlanError: if it is; the error names the argument.
+            PlanError: it is out of range; the error names the argument.
         """
         if value not in self:
             raise PlanError("is out of range", field=field, value=value, allowed=str(self))
@@ -61,7 +61,7 @@ def check_counts(**given: object) -> None:
     """Refuse arguments that are not counts; None is "not given".
 
     Raises:
-        PlanError: for the first of them.
+        PlanError: an argument is not a count; the error names the first such argument.
     """
     for field, value in given.items():
         if value is not None:

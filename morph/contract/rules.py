@@ -12,14 +12,14 @@ from morph.contract.waits import Backoff
 
 FILE_FLOOR_S = 600.0
 SLOWEST_BYTES_PER_S = 5e6
-"""Slower storage counts as storage that hangs."""
+"""Bytes per second below which storage counts as hanging."""
 
 Seconds = Annotated[float, ranges.POLICY_SECONDS.field]
 Count = Annotated[int, ranges.COUNT.field]
 
 
 class WaitRules(Value):
-    """When a change waits for a node that is about to be ready. Times in seconds."""
+    """Rules for changes that wait for a node that is about to be ready. Times in seconds."""
 
     morph_s: Seconds = Field(default=1.0, description="cost of a planned change, until one was measured")
     setup_s: Seconds = Field(default=5.0, description="time from a VM's boot to a ready worker, until measured")
@@ -67,15 +67,15 @@ class SetupRules(Value):
 
 
 class StutterRules(Value):
-    """When a worker counts as slow (Varuna, section 4.6), and when as healthy again. Times in seconds."""
+    """Rules by which a worker counts as slow (Varuna, section 4.6), or as healthy again. Times in seconds."""
 
     samples: Count = Field(default=8, description="micro-batches in one window")
     windows: Count = Field(default=3, description="windows in a row until a worker counts as slow or healthy")
     ratio: Annotated[float, Field(strict=True, gt=1, le=ranges.FACTOR.high)] = Field(
-        default=1.15, description="slow: so many times the expected time"
+        default=1.15, description="slow: this many times the expected time"
     )
     deviations: Annotated[float, ranges.DEVIATIONS.field] = Field(
-        default=4.0, description="slow: and so many deviations above the expected time"
+        default=4.0, description="slow: and this many deviations above the expected time"
     )
     probe_every_s: Seconds = Field(
         default=20.0, description="time to the next probe; doubled each time the worker is still slow"
@@ -86,7 +86,7 @@ class StutterRules(Value):
 
     @property
     def well_ratio(self) -> float:
-        """Below this factor a worker is healthy; between the two factors nothing changes."""
+        """The factor below which a worker is healthy; between the two factors nothing changes."""
         return 1 + (self.ratio - 1) / 2
 
 
@@ -94,8 +94,8 @@ class PreCopyRules(Value):
     """Pre-copy: sending state before a planned change, while training continues. Times in seconds.
 
     ``if_worth``: pre-copy if it is expected to shorten the change by ``min_saved_s``, if the gradients of a step travel
-    in less than a step, and if training in the old shape meanwhile costs less than is saved. ``always``: keep the stop
-    short, whatever the wait costs.
+    in less than a step, and if training in the old shape meanwhile costs less than this saves. ``always``: keep the
+    stop short, whatever the wait costs.
     """
 
     when: Literal["never", "if_worth", "always"] = Field(
@@ -115,7 +115,7 @@ class PreCopyRules(Value):
 
 
 class CheckpointRules(Value):
-    """When checkpoints are written besides the policy's, and which are retained.
+    """Rules for further checkpoints besides the policy's, and for those that are retained.
 
     Others are deleted once a newer one is safe; checkpoints that a user keeps are always retained.
     """
@@ -127,7 +127,7 @@ class CheckpointRules(Value):
     )
     keep_newest: Count = Field(default=2, description="number of the newest that are retained")
     keep_every_steps: Count | None = Field(
-        default=None, description="retain the first of each span of so many steps; absent: none"
+        default=None, description="retain the first of each span of this many steps; absent: none"
     )
     file_timeout_s: Seconds | None = Field(
         default=None,
@@ -146,21 +146,21 @@ class CheckpointRules(Value):
 
 
 class LossRules(Value):
-    """What happens after a step whose loss or gradients are not finite, or whose loss rises sharply."""
+    """Rules for a step whose loss or gradients are not finite, or whose loss rises sharply."""
 
     when_bad: Literal["stop", "skip", "go_back"] = Field(
         default="stop",
         description="stop: the version before it is saved, and the run ends; skip: the weights stay as they are; "
-        "go_back: they go back to those of the last version that back_steps divides. Then training continues with the "
+        "go_back: they go back to those of the last version that back_steps divides. Training continues with the "
         "samples of the step after it",
     )
     deviations: Annotated[float, ranges.DEVIATIONS.field] | None = Field(
         default=None,
-        description="a loss that is so many deviations (each at least 0.1 % of the mean) above the mean of earlier "
-        "losses is bad, too; absent: only losses that are not finite",
+        description="a loss that is this many deviations (each at least 0.1 % of the mean) above the mean of earlier "
+        "losses is also bad; absent: only losses that are not finite",
     )
     window: Annotated[int, Field(ge=2, le=100_000)] = Field(
-        default=100, description="steps in this mean; before so many steps, no loss is compared with it"
+        default=100, description="steps in this mean; the first losses, as many, are not compared with it"
     )
     back_steps: Count = Field(
         default=100, description="with go_back: steps between checkpoints to go back to; one of them is retained"

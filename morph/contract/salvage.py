@@ -1,9 +1,9 @@
-"""Second holders, and partial sums of an abandoned step, so that their micro-batches need not run again.
+"""Second holders of state, and partial sums of an abandoned step, whose micro-batches then need not run again.
 
 Sums of gradients are sums of integers (decision 0001), so the order, the worker and the shape in which a micro-batch
 was added do not matter, only that each was added once. A worker that abandons a step keeps its sums and reports their
-contents; the next shape runs the missing micro-batches (decision 0019). Sets of micro-batches are bit masks here, and
-spans where they travel.
+contents; the next shape runs the missing micro-batches (decision 0019). Sets of micro-batches are bit masks in memory
+and spans in messages.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Span = tuple[Number, Number]
 """Micro-batches ``first .. end - 1``."""
 
 LOSSES = "losses"
-"""Stands for a unit: losses and metrics of micro-batches, which belong to the last section."""
+"""The name that stands for a unit in sums of losses and metrics, which belong to the last section."""
 
 
 class Follow(Value):
     """A second holder on another VM: ``follower`` also holds the state of ``worker``.
 
-    ``units`` are kept up to date there: their state, and each step's reduced gradients before the step is decided. The
-    follower already has the units of ``known``. Without units it gets only partial sums.
+    ``units`` are kept up to date there, with each step's reduced gradients before the step is decided. The follower
+    already has the units of ``known``. Without units, the follower gets only partial sums.
     """
 
     worker: str
@@ -126,5 +126,5 @@ def partial_sum(unit: str, counted: dict[int, int]) -> PartialSum:
 
 def _counted(section: int, mask: int) -> Counted:
     counted = Counted.model_construct(section=section, micro_batches=spans_of(mask))
-    vars(counted)["mask"] = mask  # kept, so that it is computed once
+    vars(counted)["mask"] = mask  # cached, so that it is computed once
     return counted

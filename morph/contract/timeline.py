@@ -44,11 +44,11 @@ class Span(Value):
 
 
 class Peaks(Value):
-    """The most micro-batches that a stage held at once in one step.
+    """The largest numbers of micro-batches that a stage held at once in one step.
 
-    ``in_flight``: stored inputs and live graphs together, which the plan's window bounds; ``live_graphs``: those
-    with a graph for the backward; ``untaken_*``: arrived and not yet used; ``unsent_*``: handed to a link
-    and not yet gone.
+    ``in_flight``: stored inputs and live graphs together, which the plan's window bounds; ``live_graphs``: those with a
+    graph for the backward; ``untaken_*``: those that have arrived and are not yet used; ``unsent_*``: those that were
+    handed to a link and have not left yet.
     """
 
     in_flight: Count = 0
@@ -62,9 +62,8 @@ class Peaks(Value):
 class StepTimeline(Value):
     """One worker's timeline of one step.
 
-    ``start_ns`` is the wall clock (``time.time_ns``) at the step's start; spans count from there on a monotonic
-    clock. So timelines of several workers can be laid over each other as well as their machines' clocks agree;
-    on one machine, exactly.
+    ``start_ns`` is the wall clock (``time.time_ns``) at the step's start; spans count from there on a monotonic clock.
+    So timelines of several workers match as well as their machines' clocks agree; on one machine, exactly.
     """
 
     worker: str
@@ -91,7 +90,7 @@ class ComputeTimes(Value):
     late_s: float = Field(
         default=0.0,
         ge=0,
-        description="for an emulated device: by how much busy hosts delayed the end of its step",
+        description="for an emulated device: seconds by which busy hosts delayed the end of its step",
     )
 
 

@@ -20,11 +20,11 @@ class Backoff:
     factor: float = 2.0
 
     def pause_s(self, num_before: int) -> float:
-        """Return the pause after a failure that follows so many others in a row."""
+        """Return the pause after a failure that follows ``num_before`` others in a row."""
         return min(self.first_s * self.factor ** min(num_before, _MOST_GROWTHS), self.most_s)
 
     def pauses(self) -> Iterator[float]:
-        """Yield the pauses one after the other, without an end."""
+        """Yield the pauses one after the other, endlessly."""
         return map(self.pause_s, count())
 
 

@@ -1,4 +1,4 @@
-"""Makes the batch that a loss gets from items of a data set: a nest of tensors, which Morph handles as named entries.
+"""Makes a loss's batch from items of a data set: a nest of tensors, which Morph handles as named entries.
 
 An item, or the batch that ``collate_fn`` makes of several, may nest dicts, mappings such as ``BatchEncoding``, tuples,
 lists and dataclasses. Its tensors, arrays and numbers are *entries*, named by their path (``inputs.ids``, ``0.mask``);
@@ -101,7 +101,9 @@ class Flat:
 
 @dataclass
 class _Flattening:
-    """``numbers``: numbers are entries, not constants. ``lists``: so are lists of them, and other objects are text."""
+    """``numbers``: numbers are entries, not constants. ``lists``: lists of them are entries too, other objects are
+    text.
+    """
 
     where: str
     numbers: bool
@@ -202,7 +204,7 @@ class Recipe:
     shapes: Mapping[str, Shape] = field(default_factory=dict)
 
     def read(self, dataset: Any, places: Iterable[Place]) -> list[Any]:
-        """Return samples; what one draws from the global generators depends only on (seed, epoch, index)."""
+        """Return samples; the draws of each from the global generators depend only on (seed, epoch, index)."""
         samples, places = [], list(places)
         expect = getattr(dataset, "expect_samples", None)
         if expect is not None:
@@ -233,7 +235,7 @@ class Recipe:
     def nest(self, samples: Sequence[Any], places: Sequence[Place], field: str, length: int | None = None) -> Any:
         """Return one batch of samples, made as a ``DataLoader`` does; dataclasses are stacked too.
 
-        What ``collate_fn`` draws from the global generators depends only on the seed and the samples' places.
+        The draws of ``collate_fn`` from the global generators depend only on the seed and the samples' places.
 
         Raises:
             JobError: the samples cannot form a batch.
@@ -263,7 +265,7 @@ class Recipe:
             samples: The samples as they were read.
             places: The places of the samples.
             field: The name of the data set in errors.
-            keys: The wanted entries, if entries can be made separately; None: all.
+            keys: The requested entries, if entries can be made separately; None: all.
             length: The length to which samples are padded; None: the smallest bucket that holds them, if there are any.
 
         Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 
 if __name__ == "__main__":
-    gc.disable()  # until all is imported: collecting lasting objects again and again takes a sixth of the time
+    gc.disable()  # while importing: collecting lasting objects repeatedly takes a sixth of the time
 
 import json
 import mmap
@@ -67,7 +67,7 @@ def _hear(line: Connection, heard: queue.SimpleQueue[Message]) -> None:
         with suppress(EOFError, OSError):
             while True:
                 heard.put(json.loads(line.recv_bytes()))
-    finally:  # also if a message was not JSON
+    finally:  # also after a message that was not JSON
         os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""The evaluation data: the first samples of a data set of its own, in their order."""
+"""Loads the evaluation data: the first samples of a separate data set, in their order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from morph.data.prefetch import DataWorkers
 from morph.jobs.job import MapDataset
 
 EPOCH = -1
-"""An epoch that training never has; every evaluation draws alike, so that evaluations can be compared."""
+"""An epoch that training never has. All evaluations draw the same random numbers, so that they can be compared."""
 
 
 class EvaluationLoader:
@@ -29,7 +29,7 @@ class EvaluationLoader:
         seed: The job's seed.
         training_sample: A training sample, whose entries and shapes the evaluation data must have.
         micro_batch_size: m.
-        num_samples: The greatest number of samples to use; None: all.
+        num_samples: The largest number of samples to use; None: all.
         prefetcher: Reads expected micro-batches ahead.
         recipe: How micro-batches are made of samples; None: by stacking.
         lengths: The length of each sample, if lengths vary.
@@ -84,7 +84,7 @@ class EvaluationLoader:
             self._prefetcher.expect(batches, lambda _, micro_batch: self._micro_batches[micro_batch], over)
 
     def load(self, micro_batch: int, keys: Sequence[str]) -> dict[str, Tensor]:
-        """Return the wanted entries, each [micro_batch_size, ...].
+        """Return the requested entries, each [micro_batch_size, ...].
 
         Raises:
             JobError: a sample lacks an entry, or differs from those of training in shape or type.

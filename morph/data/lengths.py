@@ -1,4 +1,4 @@
-"""Samples whose lengths vary: they are assigned to micro-batches, and padded to one of a few declared lengths."""
+"""Assigns samples whose lengths vary to micro-batches, and pads them to one of a few declared lengths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from morph.contract.errors import wrong_job
 from morph.data.order import Place
 
 LABELS, IGNORED = "labels", -100
-"""Entries of this name are padded with the value that losses ignore, as in transformers."""
+"""Entries of this name are padded with this value, which losses ignore, as in transformers."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ def divided(
     """Divide the samples of a mini-batch, or of an evaluation, among micro-batches, and return these.
 
     With lengths, samples are sorted by length, and each micro-batch is as long as the smallest bucket that holds its
-    longest sample. Micro-batches are numbered so that any range of them, such as the range that a replica runs, has
-    short and long ones in similar proportion. The result depends only on the samples and ``size``, so it is the same
-    in every shape.
+    longest sample. Micro-batches are numbered so that any range of them, such as those that a replica runs, has short
+    and long ones in similar proportion. The result depends only on the samples and ``size``, so it is the same in every
+    shape.
 
     Args:
         places: The places of the samples, in the order of the data.
@@ -97,7 +97,7 @@ def examples(lengths: NDArray[np.int64], count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Shape:
-    """The form of one entry of a sample: its sizes; None for a size that equals the micro-batch's length."""
+    """The form of one entry of a sample: its sizes, with None for a size that equals the micro-batch's length."""
 
     sizes: tuple[int | None, ...]
     dtype: torch.dtype
@@ -129,7 +129,7 @@ def pad(entry: Tensor, shape: Shape, length: int, value: float, *, rows: bool, f
         field: The name of the entry in errors.
 
     Raises:
-        JobError: the entry is longer, or of another form.
+        JobError: the entry is longer, or has another form.
     """
     wanted = (*entry.shape[:1], *shape.at(length)) if rows else shape.at(length)
     fits = len(wanted) == entry.dim() and entry.dtype == shape.dtype
@@ -150,6 +150,6 @@ def pad(entry: Tensor, shape: Shape, length: int, value: float, *, rows: bool, f
 
 
 def padding_of(name: str, padding: Mapping[str, float]) -> float:
-    """Return the value that an entry is padded with."""
+    """Return the value with which an entry is padded."""
     default = IGNORED if name.rpartition(".")[2] == LABELS else 0
     return padding.get(name, default)

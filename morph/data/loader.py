@@ -93,9 +93,9 @@ class MicroBatchLoader:
 
         Args:
             places: Step and number of each micro-batch, in the order in which they will be loaded.
-            keys: The entries that will be wanted.
+            keys: The entries that will be needed.
             over: Returns whether the micro-batches are no longer needed.
-            window: How many are in use at once: each is loaded again before its backward.
+            window: How many micro-batches are in use at once: each is loaded again before its backward.
         """
         if self._prefetcher is None:
             return
@@ -106,7 +106,7 @@ class MicroBatchLoader:
         self._prefetcher.expect(batches, self._micro_batch, over)
 
     def load(self, step: int, micro_batch: int, keys: Iterable[str]) -> dict[str, Tensor]:
-        """Return the wanted entries, each [micro_batch_size, ...]. They are shared: do not write to them.
+        """Return the requested entries, each [micro_batch_size, ...]. They are shared: do not write to them.
 
         Raises:
             JobError: an item is not a dict of tensors, lacks a key, or differs in shape or dtype from item 0, for which
@@ -185,9 +185,9 @@ class MicroBatchLoader:
 
 
 def data_of(job: Job, field: DataField = "dataset") -> MapDataset:
-    """Return a job's data set, which is built on first use: that may mean reading or tokenising a corpus.
+    """Return a job's data set. It is built on first use, which may mean reading or tokenising a corpus.
 
-    What the code draws from the global generators while it builds the data set depends only on the job's seed.
+    Random numbers from the global generators during the building depend only on the job's seed.
     """
     built = job.__dict__.setdefault(_BUILT, {})
     if field not in built:
@@ -288,7 +288,7 @@ def order_of(job: Job) -> EpochOrder:
 
 
 def form_of(job: Job) -> Form:
-    """Return the form of a job's batches, in which a loss gets its batch, whatever entries Morph transfers."""
+    """Return the form in which a job's loss gets its batch, whatever entries Morph transfers."""
     built = job.__dict__.setdefault(_BUILT, {})
     if _FORM not in built:
         recipe = recipe_of(job)

@@ -1,10 +1,10 @@
-"""Sample order: a function of (seed, step) alone, so the same in every shape and after every restart.
+"""The order of samples: a function of (seed, step) alone, and therefore the same in every shape and after every
+restart.
 
 An epoch is a list of sample numbers that a *sampler* returns: ``sampler(dataset, seed, epoch)``, given as
 ``Job.sampler`` or to ``morph.elastic.batches``. Each step takes the next ``batch_size`` of them, and an epoch may end
 inside a step. ``shuffled`` is the default; ``weighted``, ``stratified`` and ``grouped`` make samplers. A data set may
-have an order of its own, ``sample_order(seed, epoch)``, in place of ``shuffled``, as a ``morph.data.streams.Stream``
-has.
+replace ``shuffled`` with an order of its own, ``sample_order(seed, epoch)``, as ``morph.data.streams.Stream`` does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OfDataSet = ArrayLike | Callable[[Any], ArrayLike]
 
 
 class Order(Protocol):
-    """Returns the samples of a step: the only method that loading needs of an order."""
+    """Returns the samples of a step; loading needs no other method."""
 
     def mini_batch(self, step: int) -> Sequence[Place]:
         """Return the places of the samples of one step, in order."""
@@ -54,7 +54,8 @@ class EpochOrder:
         """See ``Order``.
 
         Raises:
-            JobError: the sampler does not return numbers of samples, or not the same number of them in every epoch.
+            JobError: the sampler does not return numbers of samples, or returns more or fewer of them than in other
+                epochs.
         """
         if self._sampler is None:
             first, size = step * self._batch_size, len(self._dataset)
@@ -127,7 +128,7 @@ def sample_indices(
     Samples have global positions 0, 1, 2, ...; ``step`` covers positions ``step * batch_size`` onwards. Position g is
     the ``g % dataset_size``-th entry of a permutation drawn for epoch ``g // dataset_size``, so every sample comes
     exactly once per epoch, and an epoch may end inside a mini-batch. ``sample_order(seed, epoch)`` returns another
-    permutation, of which only the entries at an array of places are read.
+    permutation; only its entries at an array of places are read.
     """
     positions = np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64)
     epochs, offsets = np.divmod(positions, dataset_size)

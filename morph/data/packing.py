@@ -47,11 +47,11 @@ def packs(lengths: Sequence[int], length: int) -> list[list[int]]:
 
 
 class Packed:
-    """A data set of packed samples: dicts of the documents' entries, one behind the other, and ``position_ids``.
+    """A data set of packed samples: dicts of the documents' concatenated entries, and ``position_ids``.
 
-    Positions begin at 0 in each document, which shows transformers and :func:`document_mask` where it begins. The rest
-    of a sample is padded as one more document. The first entry of ``labels`` of each document is ignored, because it
-    would be predicted from the document before.
+    Positions begin at 0 in each document; so transformers and :func:`document_mask` find where it begins. The rest of a
+    sample is padded as one more document. The first entry of ``labels`` of each document is ignored, because it would
+    be predicted from the previous document.
 
     Args:
         dataset: A data set of documents: dicts of tensors, arrays or lists, each as long as the document.

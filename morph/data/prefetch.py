@@ -1,7 +1,7 @@
 """Micro-batches that data workers read before the training thread asks for them.
 
-The training thread itself reads what is not ready in time, for whatever reason: no data worker changes what a sample
-is, and a sample that fails fails again where the user sees it. Used by the training thread alone.
+The training thread itself reads every micro-batch that is not ready in time, for whatever reason: data workers do not
+change samples, and an error in a sample occurs again where the user sees it. Only the training thread uses this module.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from morph.words import counted
 log = logging.getLogger(__name__)
 
 Batch = tuple[int, int, tuple[str, ...]]
-"""Step, micro-batch, and the names of the wanted entries."""
+"""Step, micro-batch, and the names of the requested entries."""
 SamplesOf = Callable[[int, int], MicroBatch]
 """Returns the samples of a micro-batch, by step and number."""
 PATIENCE_S = 30.0
-"""A data worker that reads no sample for this long while one is awaited hangs; less than any bound on a step."""
+"""Seconds without a sample after which an awaited data worker counts as hanging; less than any bound on a step."""
 MOST_FAILURES = 8
-"""Failures of data workers after which the worker does without them for a while."""
+"""The number of failures of data workers after which the worker does without them for a while."""
 NUM_RESTORING = 32
-"""After this many micro-batches read in a row, earlier failures no longer count."""
+"""The number of micro-batches read in a row after which earlier failures no longer count."""
 WITHOUT = Backoff(first_s=60.0, most_s=3600.0)
 """How long a worker does without data workers that have failed too often."""
 _LOOK_S = 0.05
@@ -55,10 +55,10 @@ class DataWorkers:
     Args:
         count: The number of data workers.
         job_path: path/to/file.py:name, which each of them loads.
-        known: The facts that their data sets must show, by the job's fields.
+        known: The facts that their data sets must match, by the job's fields.
         pinned: Whether micro-batches go to pinned memory.
         patience_s: See ``PATIENCE_S``.
-        clock: Returns seconds that only grow.
+        clock: Returns monotonic seconds.
 
     ``notes``: sentences for the user, until they are fetched.
     """
@@ -106,7 +106,7 @@ class DataWorkers:
         Args:
             batches: The micro-batches that will be taken.
             samples_of: Returns the samples of a micro-batch.
-            over: Returns whether nothing is needed any more.
+            over: Returns whether the micro-batches are no longer needed.
         """
         self._wanted = dict.fromkeys(batches, samples_of)
         self._over = over
@@ -192,7 +192,7 @@ class DataWorkers:
         """Process messages of data workers; if there are none, wait for one for at most ``wait_s``."""
         while ready := wait([reader.line for reader in self._readers], wait_s):
             for reader in [reader for reader in self._readers if reader.line in ready]:
-                if reader not in self._readers:  # ended because of another one's message
+                if reader not in self._readers:  # it ended because of another data worker's message
                     continue
                 try:
                     self._take_in(reader, json.loads(reader.line.recv_bytes()))
@@ -201,7 +201,7 @@ class DataWorkers:
             wait_s = 0.0
 
     def _take_in(self, reader: _Reader, said: Mapping[str, Any]) -> None:
-        if "failed" in said:  # another one would fail, too
+        if "failed" in said:  # another one would fail too
             self._note(f"cannot use a data worker: {said['failed']}")
             self._end(reader)
         elif "ready" in said:
@@ -257,7 +257,7 @@ class _Reader:
         self.read: dict[Batch, tuple[int, Mapping[str, tuple[Sequence[int], Sequence[int]]]]] = {}
         self._slots: Slots | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
-        # memory without a name or file system: nothing is left of it, and the size of /dev/shm does not limit it
+        # memory without a name or file system leaves nothing behind, and is not limited by the size of /dev/shm
         self._memory_fd = os.memfd_create("morph-data-worker")
         self.line, theirs = Pipe()
         command = [sys.executable, "-m", "morph.data.data_worker", str(theirs.fileno()), str(self._memory_fd)]
@@ -273,11 +273,11 @@ class _Reader:
 
     @property
     def num_read(self) -> int:
-        """How many samples the process has read."""
+        """The number of samples that the process has read."""
         return 0 if self._slots is None else int(self._slots.num_read(self._memory))
 
     def begin(self, slots: Slots) -> None:
-        """Send the layout of the samples that are to be read.
+        """Send the layout of the samples to read.
 
         Raises:
             OSError: there is not enough memory.
@@ -337,7 +337,7 @@ class _Reader:
             self.process.wait(_END_S)
 
     def _say(self, message: Mapping[str, Any]) -> None:
-        with suppress(OSError):  # it has ended, as its connection will show
+        with suppress(OSError):  # the process has ended, as its connection will show
             self.line.send_bytes(json.dumps(message).encode())
 
 

@@ -1,4 +1,4 @@
-"""Global random generators for the user's code: seeded for each part of it, and restored afterwards.
+"""Seeds the global random generators for each part of the user's code, and restores them afterwards.
 
 Only the training thread may enter: the generators belong to the process, and no other thread of Morph draws from them.
 """
@@ -15,7 +15,7 @@ import torch
 from numpy.random import mtrand
 
 _NUMPY = np.random.MT19937(0)
-"""Creating a generator takes longer than reading many a sample."""
+"""A generator to reuse: creating one can take longer than reading a sample."""
 
 
 def seed_of(*key: object) -> int:
@@ -28,8 +28,8 @@ def seed_of(*key: object) -> int:
 def own_generators() -> Iterator[Callable[[int], None]]:
     """Give the block its own generator states; yields a function that seeds torch, ``numpy.random`` and ``random``.
 
-    numpy's generator is exchanged, not copied, because a copy takes longer than many a sample; a normal number that it
-    keeps for its next call is therefore drawn anew. Generators of CUDA devices are seeded, but not restored.
+    numpy's generator is exchanged, not copied, because a copy can take longer than reading a sample; so a normal number
+    that it has kept for its next call is drawn anew. Generators of CUDA devices are seeded, but not restored.
     """
     torch_state, python_state = torch.default_generator.get_state(), random.getstate()
     numpy_generator = mtrand.get_bit_generator()

@@ -1,8 +1,8 @@
-"""Samples in files that fsspec can open: the list of shards, the number of samples in each, and local copies.
+"""Reads samples in files that fsspec can open: lists shards, counts their samples, and keeps local copies.
 
-A shard is a part of a file that is read at once. The files are read through once to find where shards begin and how
-many samples they have; the result is kept as an index. Shards of local files are read in place; others are copied into
-the user's cache, one copy for all processes of a machine; the oldest copies are removed when there are too many.
+A shard is a part of a file that is read at once. All files are read once to find where shards begin and how many
+samples they have; the result is kept as an index. Shards of local files are read in place; others are copied into the
+user's cache, one copy for all processes of a machine; the oldest copies are removed when there are too many.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COPIED_AT_ONCE = 8 << 20
 _PACKED = {".tgz": "gzip", ".zstd": "zstd"}
 """Suffixes that fsspec does not know."""
 _MADE = ("mtime", "LastModified", "last_modified", "created", "updated", "ETag", "etag")
-"""The fields in which file systems give the version of a file."""
+"""The fields in which file systems report the version of a file."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ class ShardedFiles(ABC):
     Args:
         urls: A folder, file or pattern (``s3://bucket/c4/*.jsonl.gz``), or several of them, in any file system of
             fsspec. Files are taken in the order of their names.
-        index: A URL that all processes and machines can read, where the first to write keeps the index. None: each
-            machine makes its own, for which it reads all files once.
-        options: Options of the file system, as fsspec takes them.
-        cache: A folder for copies of shards. None: in the user's cache.
+        index: A URL that all processes and machines can read; the first process that has the index writes it there.
+            None: each machine makes its own, and reads all files once for it.
+        options: Options of the file system in fsspec.
+        cache: A folder for copies of shards. None: a folder in the user's cache.
         cache_bytes: The greatest size of all copies together.
         shard_bytes: The intended size of a shard. A compressed file is one shard.
 
@@ -189,7 +189,7 @@ class ShardedFiles(ABC):
             raise self._wrong(problem, "cache", str(self._cache), allowed, shard.file.name) from error
 
     def _told(self) -> list[str]:
-        """Return what else determines the content of a copy."""
+        """Return the settings that, besides the shard, determine the content of a copy."""
         return []
 
     def _found(self, urls: Sequence[str]) -> tuple[Any, list[File]]:
@@ -201,7 +201,7 @@ class ShardedFiles(ABC):
         for url in urls:
             its_fs, path = fsspec.core.url_to_fs(url, **self._options)
             if its_fs.protocol != fs.protocol:
-                raise self._wrong("is in another file system than the first", "urls", url, str(urls[0]))
+                raise self._wrong("is not in the file system of the first", "urls", url, str(urls[0]))
             before = len(found)
             try:
                 if "*" in path or "?" in path or "[" in path:
@@ -235,11 +235,11 @@ class ShardedFiles(ABC):
 
 
 class ScannedFiles(ShardedFiles):
-    """Files whose shards are found by reading the files through once; the result is kept as an index."""
+    """Files whose shards are found by reading the files once; the result is kept as an index."""
 
     @abstractmethod
     def _scan(self, file: File) -> Iterator[tuple[int, int, int]]:
-        """Read a file through; yield start, stop and number of samples of each shard."""
+        """Read a file; yield start, stop and number of samples of each shard."""
 
     def _shards(self, files: Sequence[File], index: str | None) -> list[Shard]:
         """Return the shards from the index of the files; the index is made and kept if there is none."""

@@ -54,7 +54,7 @@ class Jsonl(ScannedFiles):
 
 
 def _lines(content: bytes | memoryview) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return start and stop of every line that is not empty."""
+    """Return start and stop of every non-empty line."""
     symbols = np.frombuffer(content, np.uint8)
     stops = np.flatnonzero(symbols == _NEW_LINE)
     if len(symbols) and symbols[-1] != _NEW_LINE:
@@ -123,7 +123,7 @@ def _tar_samples(
     """
     key, start, stop, parts = None, 0, 0, dict[str, Any]()
     try:
-        archive = tarfile.open(fileobj=file, mode="r|" if size is None else "r:")  # noqa: SIM115 # the file is not its own
+        archive = tarfile.open(fileobj=file, mode="r|" if size is None else "r:")  # noqa: SIM115 # the archive does not own the file
         for member in archive:
             if until is not None and member.offset >= until:
                 break
@@ -143,7 +143,7 @@ def _tar_samples(
             parts[suffix] = member.offset_data, end
             stop = member.offset_data + -(-member.size // _BLOCK) * _BLOCK
             stop = stop if size is None else min(stop, size)
-            archive.members = []  # type: ignore[attr-defined]  # otherwise it keeps every member of a long archive
+            archive.members = []  # type: ignore[attr-defined]  # otherwise a long archive keeps every member
     except tarfile.TarError as error:
         raise JobError(f"is not a tar archive: {error}", source=name) from error
     if size is not None and size % _BLOCK:  # tarfile mistakes a truncated header for the end

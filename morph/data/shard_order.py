@@ -1,4 +1,4 @@
-"""The order of samples that lie in shards: random, but shards are read mostly one after the other."""
+"""Orders samples that lie in shards at random, but so that shards are read mostly one after the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _words(seed: int, key: tuple[int, ...], first: int, last: int) -> NDArray[np
 
 
 class ShardOrder:
-    """Orders for samples that lie in shards, which are read mostly one after the other.
+    """Makes random orders in which shards are read mostly one after the other.
 
     In each epoch the shards form a row, whose order is drawn. The sample at place i of the row gets the key
     ``i + d``, where d is drawn from ``0 .. window - 1``, and samples come in the order of their keys. So a sample comes
@@ -29,7 +29,7 @@ class ShardOrder:
     Args:
         sizes: The number of samples in each shard.
         window: The range of the drawn offsets; 1 leaves the samples of the row as they are.
-        shuffle_shards: Whether the order of shards is drawn; else shards keep their order.
+        shuffle_shards: Whether the order of shards is drawn; otherwise shards keep their order.
     """
 
     def __init__(self, sizes: Sequence[int], window: int, *, shuffle_shards: bool = True) -> None:
@@ -100,7 +100,7 @@ class ShardedEpoch:
 
         A key is less than ``window`` above its place, so at least ``key - window + 1`` and at most ``key`` samples have
         a smaller key: the sample that comes at g has a key of ``g .. g + window - 1``. Samples placed more than a
-        window before it all have smaller keys, and samples placed as far behind it all have larger ones.
+        window before it all have smaller keys, and samples placed as far after it all have larger ones.
         """
         if number not in self._stretches:
             first, last = number * self._length, min((number + 1) * self._length, len(self))

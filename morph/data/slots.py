@@ -1,4 +1,4 @@
-"""The memory that a worker shares with one of its data workers: requests, and the samples that were read."""
+"""The memory that a worker shares with one of its data workers, for samples that were read."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 NUM_SLOTS = 2
-"""Micro-batches that a data worker holds at once, read or requested: it begins one while another is awaited."""
+"""Number of micro-batches, read or requested, that a data worker holds at once: it begins one while another waits."""
 _ALIGNED = 64
 
 
 class Slots:
-    """How ``NUM_SLOTS`` micro-batches lie in a byte tensor, after a count of the samples read.
+    """The layout of ``NUM_SLOTS`` micro-batches in a byte tensor, after a count of the samples read.
 
     Args:
         micro_batch_size: m.
@@ -40,7 +40,7 @@ class Slots:
         self.num_bytes = _ALIGNED + NUM_SLOTS * self._slot_bytes
 
     def num_read(self, memory: Tensor) -> Tensor:
-        """Return a view of the number of samples that the data worker has read in its life, as int64 []."""
+        """Return a view of the number of samples that the data worker has read so far, as int64 []."""
         return memory[: torch.int64.itemsize].view(torch.int64)[0]
 
     def samples(self, memory: Tensor, slot: int) -> Tensor:

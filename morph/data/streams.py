@@ -1,4 +1,4 @@
-"""Data sets of samples in shards: any sample by its number, in an order that reads shards one after the other."""
+"""Data sets of samples in shards: any sample can be read by its number; the order reads shards one after the other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Samples = Sequence[Any]
 
 
 class Source(Protocol):
-    """The source of samples, in shards: everything that ``Stream`` needs of it.
+    """A source of samples in shards, as ``Stream`` uses it.
 
     A source whose shards must be fetched may have a ``prepare(shard)``, which another thread calls some time before
     ``open(shard)``. With ``in_order = True``, shards are opened only in their order.
@@ -41,7 +41,7 @@ class Source(Protocol):
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Return how many samples each shard has: the same wherever and whenever the source is made."""
+        """Return how many samples each shard has. The result is the same on every machine and at any time."""
         ...
 
     def open(self, shard: int) -> Samples:
@@ -59,7 +59,8 @@ class Stream:
     Args:
         source: ``Jsonl``, ``Tar``, ``Parquet``, ``Mds``, ``Rows``, ``Iterated``, or any other ``Source``.
         sample: Makes a sample, a dict of tensors, from an item of the source. None: an item is already a sample.
-        window: Shards of average size among which samples are shuffled; 0: samples of a shard stay in their order.
+        window: The number of shards of average size among whose samples these are shuffled; 0: samples of a shard keep
+            their order.
         shuffle: Whether the order of shards is drawn.
 
     Raises:
@@ -86,7 +87,7 @@ class Stream:
         self._prepared = deque[int](maxlen=4 * (window + _PREPARED_AHEAD))
         self._preparing: threading.Thread | None = None
         self.num_at_hand = next(size for size in sizes if size)
-        """How many of the first samples can be read at any time without reading much else, for inspection."""
+        """How many of the first samples can be read for inspection without reading much else."""
 
     def __len__(self) -> int:
         return len(self._order)
@@ -103,7 +104,7 @@ class Stream:
         return self._order(seed, epoch)
 
     def expect_samples(self, seed: int, places: Iterable[tuple[int, int]]) -> None:
-        """Fetch the shards that follow these samples, each an epoch and an index, in the background."""
+        """In the background, fetch the shards that follow these samples, each given as an epoch and an index."""
         prepare = getattr(self.source, "prepare", None)
         *_, (epoch, index) = ((-1, 0), *places)
         if prepare is None or epoch < 0 or (self._preparing is not None and self._preparing.is_alive()):
@@ -136,7 +137,7 @@ def _prepare(prepare: Callable[[int], object], shards: Iterable[int]) -> None:
 
 
 def reading_warning(dataset: Any, name: str) -> str | None:
-    """Return a warning if a data set can be read only from its beginning, which is slow; None if it need not be."""
+    """Return a warning if a data set can be read only from its beginning, which is slow; otherwise None."""
     if not isinstance(dataset, Stream) or not isinstance(dataset.source, Iterated):
         return None
     return (
@@ -180,8 +181,8 @@ class Iterated:
 
     Args:
         make: Returns a new iterable of the same samples each time it is called.
-        num_samples: How many of them make an epoch.
-        block_size: How many are read at once, and kept in memory.
+        num_samples: How many samples make an epoch.
+        block_size: How many samples are read at once, and kept in memory.
         bookmarks: A folder, in any file system of fsspec, for the states of an iterable that has ``state_dict`` and
             ``load_state_dict``, one per block: a process that begins in the middle reads from there. A state that
             does not lead back to the same samples is not used. None: reading always starts at the beginning.
@@ -219,7 +220,7 @@ class Iterated:
         return found
 
     def _go_near(self, shard: int) -> tuple[int, list[Any]]:
-        """Read a block, or an earlier one from which reading on reaches it; return its number and samples."""
+        """Read a block, or an earlier one if the block must be reached from there; return its number and samples."""
         marks, marked = self._bookmarks, None
         if marks is not None and (self._iterator is None or self._block != shard):
             marked = marks.last(shard, self._block if self._iterator is not None and self._block <= shard else 0)
@@ -241,12 +242,12 @@ class Iterated:
             seed_all(seed_of("block", block))
             made = self._make()
             if made is self._moved:
-                allowed = "a function that makes a new one at each call, where there are bookmarks"
+                allowed = "with bookmarks, a function that makes a new iterable at each call"
                 raise JobError("returns the same iterable again", source="Iterated", field="make", allowed=allowed)
             self._iterable = made
             if state is not None:
                 self._moved = made
-                made.load_state_dict(state)  # type: ignore[attr-defined]  # it returned this state
+                made.load_state_dict(state)  # type: ignore[attr-defined]  # the iterable returned this state
             self._iterator, self._block = iter(made), block
 
     def _read_block(self) -> tuple[int, list[Any]]:

@@ -1,7 +1,7 @@
-"""How a joiner gets the state while the others train: it gets a copy and applies the gradients of each later step.
+"""Lets a joiner get the state while the others train: it gets a copy and applies the gradients of each later step.
 
-The member that lets joiners in keeps both for as long as a joiner needs them. While models differ there are no common
-gradients to apply, so a joiner gets the state only when it enters the ring.
+The member that lets joiners in keeps copy and gradients for as long as a joiner needs them. While models differ there
+are no common gradients to apply, so a joiner gets the state only when it enters the ring.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from morph.elastic.shelf import Shelf
 from morph.elastic.state import TrainingState
 
 SNAPSHOT, STEP = "snapshot", "step/"
-"""Names on the shelf: the copy (empty if joiners are to enter without it), and the step after this many steps."""
+"""Names on the shelf: the copy (empty if joiners enter without it); and, with a number of steps, the next step."""
 MOST_STATES, LEAST_BOUND_BYTES = 2, 256 * 2**20
 """Limits of the kept steps: a multiple of the copy's size, or a number of bytes, whichever is more."""
 
 
 class CatchUpLog:
-    """The copy and the steps kept for joiners. Used by the training thread of the member that lets joiners in."""
+    """The copy and the steps kept for joiners. Only the training thread of the member that lets joiners in uses it."""
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf

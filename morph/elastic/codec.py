@@ -1,4 +1,4 @@
-"""Messages between members as JSON, with the addresses that the receiver may lack."""
+"""Encodes messages between members as JSON, with the addresses that the receiver may lack."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from morph.elastic.consensus.messages import Accept, Ballot, Excluded, Message, 
 
 
 class Address(NamedTuple):
-    """Where a member listens, and where its rendezvous store listens."""
+    """The addresses at which a member and its rendezvous store listen."""
 
     host: str
     port: int

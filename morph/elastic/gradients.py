@@ -26,10 +26,10 @@ from morph.runtime.state.accumulators import Reduced
 from morph.runtime.state.parts import Memory
 
 MOST_WORKERS = 4096
-"""With a loop's own batches each worker contributes once; exact sums leave room for this many workers."""
+"""Most workers: with a loop's own batches each contributes once, and exact sums leave room for these."""
 
 KEPT_BYTES = 31 * 2**20
-"""glibc gives freed memory back to the system above twice the largest block that it has mapped, at most 32 MiB."""
+"""glibc returns freed memory to the system above twice the largest block that it has mapped, at most 32 MiB."""
 
 
 class Try(NamedTuple):
@@ -48,7 +48,7 @@ class Gradients:
         accumulation: How gradients are summed: ``exact`` or ``fast``.
 
     Raises:
-        InputError: the model lies on several devices.
+        InputError: the model is on several devices.
     """
 
     def __init__(self, state: TrainingState, accumulation: Accumulation) -> None:
@@ -56,7 +56,7 @@ class Gradients:
         devices = {str(parameter.device): parameter.device for parameter in self._parameters.values()}
         if len(devices) > 1:
             found = " and ".join(sorted(devices))
-            raise InputError("lies on several devices", field="model", value=found, allowed="one device for all of it")
+            raise InputError("is on several devices", field="model", value=found, allowed="one device for all of it")
         self._device = next(iter(devices.values()), torch.device("cpu"))
         self._buckets: tuple[str, list[list[str]]] = ("", [])
         self.settings: Settings = {}
@@ -77,7 +77,7 @@ class Gradients:
         self._sums = None
 
     def release(self) -> None:
-        """Note that the step's gradients are applied: the next step may use their memory."""
+        """Record that the step's gradients are applied: the next step may use their memory."""
         assert self._sums is not None
         self._left = list(self._sums.memory.used.values())
 
@@ -91,7 +91,7 @@ class Gradients:
         kind = self._kind(num_shares + 1, self._state.summed if is_shared else self.settings["trained"])
         mine = [rank] if batch is None else shares_of(rank, size, num_shares, is_shared=is_shared)
         num_summed = len(mine) if not is_shared else size if batch is None else num_shares
-        # A member that left a ring may not know that a sum overflowed there: all begin with the scales before it.
+        # A member that left a ring may not know that a sum overflowed there: all begin with the earlier scales.
         scales = self.overflow[1] if self.overflow and self.overflow[0] is place else self._state.exponents
         self.num_shares = len(mine)
         buffers = {name: one.clone() for name, one in self._state.buffers().items()}
@@ -181,7 +181,7 @@ class Gradients:
                 one.copy_(buffers[name])
 
     def look_at_settings(self) -> None:
-        """Read the settings as the loop's own code has left them, and compute their digest.
+        """Read the settings that the loop's own code has left, and compute their digest.
 
         Raises:
             InputError: Morph cannot follow some of the settings.

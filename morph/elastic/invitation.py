@@ -1,4 +1,4 @@
-"""The environment by which ``morph elastic`` tells a process how to take part. Loads no torch."""
+"""The environment variables with which ``morph elastic`` invites a process. Loads no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Invitation:
-    """How this process takes part. Without ``join`` it founds a ring of ``num_founders``, alone if that is 1."""
+    """The part that this process takes. Without ``join``, it founds a ring of ``num_founders``, alone if that is 1."""
 
     listen_host: str = LOOPBACK
     listen_fd: int | None = None
@@ -34,7 +34,7 @@ class Invitation:
 
     @property
     def credential(self) -> str:
-        """The credential that this process shows to the job's other processes, and demands of them."""
+        """The credential that this process shows to the job's other processes, and demands from them."""
         from morph.link.authority import credential_of
 
         return credential_of(self.secret)

@@ -22,7 +22,7 @@ LOOK_EVERY_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The workers to start. ``join``: the address of a worker of the job whose ring they join or found.
+    """The workers to start. ``join``: the address of a worker of the job; the workers join or found its ring.
 
     ``num_founders``: how many workers begin together, on all machines; more may join later. ``is_open``: other machines
     know the secret, and their workers can join.
@@ -46,7 +46,7 @@ class Outcome:
 
     @property
     def code(self) -> int:
-        """0 if at least one worker finished: it has made up for the loss of the others."""
+        """0 if at least one worker finished: the workers that finish make up for the loss of others."""
         return 0 if 0 in self.codes.values() else 1
 
 

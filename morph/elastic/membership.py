@@ -40,7 +40,7 @@ from morph.runtime.groups.interrupt import Interrupt
 log = logging.getLogger("morph.elastic")
 
 NUM_SUCCESSORS = 3
-"""Connections that a member holds in advance: this many members may be lost at once before it must make a new one."""
+"""The number of connections that a member holds in advance; it makes new ones only if more members are lost at once."""
 CONSENSUS_TIMEOUT_S = 60.0
 MOST_FOUNDERS = 1024
 
@@ -61,8 +61,8 @@ class Place:
 class Door:
     """The joiners that the rendezvous waits for or has let in.
 
-    ``coming``: numbers of the joiners that are on the way in. ``ready``: those of them that may be let in now, and
-    their connections. ``caught_up``: those that have this member's steps, and need only the newest ones.
+    ``coming``: numbers of the joiners that are on the way in. ``ready``: the joiners that may be let in now, with their
+    connections. ``caught_up``: the joiners that have this member's steps, and need only the newest ones.
     """
 
     num_founders: int = 0
@@ -78,7 +78,7 @@ class Membership:
 
     Args:
         listening: A listening socket, which is closed with this object.
-        host: The address under which the others reach this member.
+        host: The address at which the others reach this member.
         store_port: The port of this process's rendezvous store.
         credential: The credential that follows from the job's secret.
         silence_s: A member that does not answer for this many seconds counts as lost.
@@ -107,7 +107,7 @@ class Membership:
         """Wait for the other founders, and begin with them.
 
         Raises:
-            WaitTimeout: they do not all arrive in time.
+            WaitTimeout: not all founders arrive in time.
         """
         with self._changed:
             self._door.num_founders = num_founders
@@ -149,10 +149,10 @@ class Membership:
         return self._state.me
 
     def place(self, after: Ballot | None = None, timeout_s: float = CONSENSUS_TIMEOUT_S) -> Place:
-        """Return this member's place in a ring, which is not that of the ballot ``after``; waits for it.
+        """Return this member's place in a ring other than that of the ballot ``after``; waits for it.
 
         Raises:
-            TrainingStopped: this member trains no more; the message says why.
+            TrainingStopped: this member no longer trains; the message says why.
             WaitTimeout: the members do not agree in time.
         """
 
@@ -213,7 +213,7 @@ class Membership:
             return self._door.caught_up.issuperset(numbers)
 
     def sponsor_left(self) -> None:
-        """Halt because the member that was to let this one in is gone; has no effect once this one is in."""
+        """Halt because the member that was to let this one in is gone; this has no effect once this one is in."""
         with self._changed:
             if self._state is not None and self._state.ring is None and self._halted is None:
                 self._halted = "the worker that was to let this one in is gone"
@@ -326,7 +326,7 @@ class Membership:
                     self._happen(Received(sender, message))
 
     def _meet(self, incoming: Incoming) -> None:
-        """Take in a process that wants to become a member."""
+        """Receive a process that wants to become a member."""
         host, port, store_port = json.loads(incoming.receive())
         address = Address(str(host), int(port), int(store_port))
         with self._changed:
@@ -360,7 +360,7 @@ class Membership:
                 self._door.ready[number] = incoming
                 if is_caught_up:
                     self._door.caught_up.add(number)
-            incoming.receive()  # the joiner sends nothing: this returns when it is gone
+            incoming.receive()  # the joiner sends nothing: the call returns when the joiner is gone
         finally:
             with self._changed:
                 self._door.ready.pop(number, None)

@@ -1,4 +1,4 @@
-"""Mini-batches whose samples and order do not depend on the workers: shares of a fixed size, dealt to the workers."""
+"""Mini-batches whose samples and order do not depend on the workers, which compute shares of a fixed size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from morph.data.streams import reading_warning
 
 MOST_SHARES = 32
 TRIAL_S = 1.0
-"""Processor time that the trial of the loss may take."""
+"""Seconds of processor time that the trial of the loss may take."""
 
 
 class BatchUser(Protocol):
@@ -24,7 +24,7 @@ class BatchUser(Protocol):
 
     @property
     def num_steps(self) -> int:
-        """How many steps the model has had."""
+        """The number of steps that the model has had."""
 
     def settled_steps(self) -> int:
         """Return how many steps the model has had, once this worker is in a ring and has its state."""
@@ -33,14 +33,14 @@ class BatchUser(Protocol):
         """Set the batch of the next step."""
 
     def finish(self) -> None:
-        """Leave the job in good order after the last step."""
+        """Leave the job properly after the last step."""
 
 
 _users: list[BatchUser] = []
 
 
 def use_batches_with(user: BatchUser) -> None:
-    """Make this optimizer the one that loops over ``batches`` in this process belong to from now on."""
+    """From now on, use this optimizer for all loops over ``batches`` in this process."""
     _users.append(user)
 
 
@@ -69,7 +69,7 @@ class Batch:
     def share(self, index: int) -> Any:
         """Load a share's samples, collated as a ``DataLoader`` would.
 
-        What a sample draws from the global generators depends only on (seed, epoch, sample).
+        A sample's draws from the global generators depend only on (seed, epoch, sample).
         """
         given = self.batches
         if self._shares is None:
@@ -152,10 +152,11 @@ def batches(
         global_batch: Samples per step, over all workers.
         seed: Seeds the order of samples, the draws of samples, and the draws of the model (dropout).
         share_size: Samples that are computed at once. It affects the result, so it does not depend on the number of
-            workers; each computes any number of shares of a step. None: the smallest size that makes at most 32 shares.
+            workers; each worker computes any number of shares of a step. None: the smallest size that makes at most 32
+            shares.
         num_steps: The number of steps in all; None: one pass over the data.
-        collate_fn: Makes a batch of a list of samples, as in a ``DataLoader``; None: the default of ``DataLoader``. Its
-            draws from the global generators are seeded by its samples.
+        collate_fn: Makes a batch of a list of samples, as in a ``DataLoader``; None: the default of ``DataLoader``. The
+            global generators are seeded for it by its samples.
         sampler: ``sampler(dataset, seed, epoch)`` returns an epoch's samples in order: see ``morph.data.order``.
         lengths: ``lengths(dataset)`` returns the length of each sample, if lengths vary. A share has samples of
             similar length.
@@ -170,12 +171,12 @@ def batches(
 
 
 def loss_warnings(batches: Batches, model: nn.Module, loss_of: Callable[[Any], Any]) -> tuple[str, ...]:
-    """Return warnings where the loss differs from the mean over samples that Morph takes it for, as ``morph run`` does.
+    """Return the warnings of ``morph run`` about a loss that is not a mean over samples, as Morph assumes.
 
-    Warns also of the cost of reading the data, if it can be read only from its beginning.
+    A further warning is about the cost of reading data that can be read only from its beginning.
 
-    Calls ``loss_of`` several times without gradients, with different samples of the data set. Returns nothing if that
-    fails, or if samples cannot be told apart: the step calls ``loss_of`` next, and reports what is wrong.
+    Calls ``loss_of`` several times without gradients, with different samples of the data set. Returns nothing if a call
+    fails, or if samples cannot be told apart: the step calls ``loss_of`` next, and reports the error.
     """
     from morph.preflight.mean_loss import LossTrial, mean_warnings  # imported only where it is needed
 

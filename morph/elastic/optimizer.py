@@ -1,4 +1,4 @@
-"""The optimizer of a loop that Morph does not run: each step is applied by all workers, or by none."""
+"""The optimizer of an elastic loop: each step is applied by all workers or by none."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Optimizer:
             another's, and never waits for it. ``auto``: s-sgd, but ad-psgd while the network is the bottleneck.
         lr_scheduler: The optimizer's schedule, or a function that makes it from the optimizer. Morph steps it after
             each step (the loop must not), and workers share its state.
-        clip_grad_norm: Largest 2-norm of all gradients together, as they are applied; ``math.inf`` only measures it.
+        clip_grad_norm: Largest 2-norm of all gradients together, as applied; ``math.inf`` only measures the norm.
 
     Raises:
         InputError: an argument has a value that is not allowed.
@@ -112,12 +112,12 @@ class Optimizer:
 
     @property
     def num_steps(self) -> int:
-        """How many steps the model has had."""
+        """The number of steps that the model has had."""
         return self._state.num_steps
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are now."""
+        """The present number of workers."""
         return len(self._participation.place.ring.members)
 
     @property
@@ -147,9 +147,9 @@ class Optimizer:
         self._batch = batch
 
     def finish(self) -> None:
-        """Leave the job in good order after the last step, with the mean of all models if they differ.
+        """Leave the job properly after the last step, with the mean of all models if they differ.
 
-        The end of ``batches``, or of the process, does so too.
+        The end of ``batches``, or of the process, also does this.
         """
         self._participation.finish()
 
@@ -159,7 +159,7 @@ class Optimizer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Leave in good order; leave at once if the block raised anything except ``SystemExit`` with code 0."""
+        """Leave properly, but leave at once if the block raised anything except ``SystemExit`` with code 0."""
         if isinstance(error, SystemExit):
             self._participation.will_exit(error)
         if error is None or (isinstance(error, SystemExit) and not error.code):
@@ -168,13 +168,13 @@ class Optimizer:
             self._participation.close()
 
     def step(self, loss_of: Callable[[Any], Tensor | Loss]) -> float:
-        """Do one step together with all other workers; the attempt is repeated when workers are lost.
+        """Do one step together with all other workers; the attempt is repeated if workers are lost.
 
         Args:
             loss_of: Returns the mean loss of a share of the batch, or a :class:`morph.Loss`: totals of all shares are
-                divided by the sum of all weights, and a step in which nothing has a weight changes no parameter. It may
-                be called several times, or not at all. In a loop with batches of its own it is called with None, once
-                for each attempt.
+                divided by the sum of all weights, and a step without any weight changes no parameter. It may be called
+                several times, or not at all. In a loop with batches of its own it is called with None, once for each
+                attempt.
 
         Returns:
             The mean loss, the same at every worker; under ``ad-psgd`` this worker's own. NaN if nothing has a weight.
@@ -182,7 +182,7 @@ class Optimizer:
         Raises:
             InputError: gradients were computed outside ``loss_of``, or the settings are not those of the oldest worker.
             NonFiniteGradient: a gradient is NaN or infinite.
-            TrainingStopped: this worker trains no more; the message says why.
+            TrainingStopped: this worker no longer trains; the message says why.
         """
         self._gradients.check()
         batch, self._batch = self._batch, None
@@ -237,7 +237,7 @@ class Optimizer:
 
     def _step_sma(self, given: Try) -> None:
         place, weights = given.place, self._state.weights()
-        total = Sum(as_vector(weights), self._participation.ring)  # of the weights before the step, while it computes
+        total = Sum(as_vector(weights), self._participation.ring)  # the weights before the step
         reduced, exponents = self._gradients.compute(given, None, self._participation.membership)
         signals = self._signals(_mean_loss(reduced[-1].gradients))
         mean = total.wait("the sum of all replicas") / len(place.ring.members)
@@ -249,7 +249,7 @@ class Optimizer:
             self._cross(place, rate, is_joined)
 
     def _step_ad_psgd(self, given: Try) -> None:
-        """Do one step that needs nobody else: the partner may be lost, and even the ring."""
+        """Do one step that needs no other worker: the partner may be lost, and even the ring."""
         members, weights, membership = given.place.ring.members, self._state.weights(), self._participation.membership
         other = partner(members, membership.me, self._state.num_steps)
         fetch = None if other is None else self._participation.fetch(other, MODEL, given.place.interrupt)
@@ -305,7 +305,7 @@ class Optimizer:
         return Signals(loss, self._rate, self._gradients.digest, has_joiners=has_joiners)
 
     def _is_agreed(self, place: Place) -> bool:
-        """Whether the reduced values count; if so, all workers that continue will have them."""
+        """Whether the reduced values count; if so, all workers that continue will have these values."""
         is_agreed = self._participation.membership.reduced(place.ring.ballot)
         if not is_agreed:
             self._participation.leave(place)
@@ -338,7 +338,7 @@ class Optimizer:
         self._participation.leave(place)
 
     def _clip(self, gradients: Mapping[str, Tensor]) -> None:
-        """Scale gradients down to the wanted norm; means of exact sums get the same bits in any ring."""
+        """Scale gradients down to the requested norm; means of exact sums get the same bits in any ring."""
         if self._clip_grad_norm is not None:
             self.gradient_norm = math.sqrt(squared_norm(gradients.values()))
             shrink = min(1.0, self._clip_grad_norm / (self.gradient_norm + CLIP_EPSILON))
@@ -346,7 +346,7 @@ class Optimizer:
                 gradient.mul_(shrink)
 
     def _apply(self, reduced: list[Reduced], exponents: dict[str, int], *, is_kept: bool = False) -> tuple[Tensor, ...]:
-        """Apply a step; return it in the form that joiners need, if it is to be kept for them, else empty."""
+        """Apply a step; return it in the form that joiners need, or empty if it need not be kept for them."""
         aside = reduced[-1].gradients
         gradients = {name: one for part in reduced[:-1] for name, one in part.gradients.items()}
         weight = float(aside[WEIGHT])
@@ -375,6 +375,6 @@ class Optimizer:
 
 
 def _mean_loss(aside: Mapping[str, Tensor]) -> float:
-    """Return the loss divided by its weight; NaN if nothing has a weight."""
+    """Return the loss divided by its weight; NaN without any weight."""
     weight = float(aside[WEIGHT])
     return float(aside[LOSS]) / weight if weight else math.nan

@@ -1,4 +1,4 @@
-"""A process's part in a job: it enters one ring after another, with that ring's state, and leaves in good order."""
+"""A process's part in a job: it enters one ring after another, with that ring's state, and leaves properly."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ NUM_TRIES_TO_JOIN = 20
 
 
 class Participation:
-    """A member's place, state and connections. Used by the training thread alone.
+    """A member's place, state and connections. Only the training thread uses it.
 
     Args:
         state: The state that this member trains.
-        invitation: How it takes part.
+        invitation: How the member takes part.
         become_one: Makes the members' states equal at the end.
     """
 
@@ -55,7 +55,7 @@ class Participation:
         """Reduces sums; None: this member is alone."""
         self.is_over = False
         self._code = 0
-        """The exit code with which the process is about to end, as far as this object knows."""
+        """The exit code with which the process is about to end, if it is known."""
         atexit.register(self._at_exit)
 
     @property
@@ -72,7 +72,7 @@ class Participation:
         """Return the place in a ring, once this member has the ring's state; waits until the members agree on a ring.
 
         Raises:
-            TrainingStopped: this member trains no more.
+            TrainingStopped: this member no longer trains.
             WaitTimeout: the others do not answer.
         """
         self._code = 0  # it continues to train
@@ -89,7 +89,7 @@ class Participation:
             return place
 
     def leave(self, place: Place) -> None:
-        """Note that the ring of this place, or one of its connections, is gone: ``settle`` then waits for another."""
+        """Record that the ring of this place, or a connection of it, is gone: ``settle`` waits for another ring."""
         self._left = place.ring.ballot
         self._drop_groups()
 
@@ -99,7 +99,7 @@ class Participation:
         self.leave(place)
 
     def finish(self) -> None:
-        """End in good order after the last step: no member leaves before all members have every step."""
+        """End properly after the last step: no member leaves before all members have every step."""
         if self.is_over:
             return
         with suppress(MorphError):
@@ -131,7 +131,7 @@ class Participation:
         self._membership.close()
 
     def fetch(self, other: int, name: str, interrupt: Interrupt, wait_s: float = 0.0) -> Fetch:
-        """Begin to get what another member offers under a name now, or will offer within ``wait_s`` seconds."""
+        """Begin to fetch data that another member offers under a name now, or will offer within ``wait_s`` seconds."""
         address = self._membership.address_of(other)
         return self._fetcher.fetch(self._membership.me, other, address, name, interrupt, wait_s)
 
@@ -228,7 +228,7 @@ class Participation:
         self.ring = groups.ring(ring.name)
 
     def _hold_for_fresh(self, fresh: tuple[int, ...], name: str) -> None:
-        """Offer what new members of a ring begin with: the whole state, or the part that completes their own."""
+        """Offer the state with which new members of a ring begin: all of it, or the part that completes theirs."""
         is_caught_up = self.catch_up_log.covers(self._state.num_steps) and self._membership.all_caught_up(fresh)
         self._membership.shelf.put(name, self._state.pack_facts() if is_caught_up else self._state.pack())
         self._held = name
@@ -270,7 +270,7 @@ class Participation:
         self._reaper.reap(groups)
 
     def will_exit(self, exit: SystemExit) -> None:
-        """Keep the code of a ``SystemExit`` on its way, because Python forgets it before it calls exit handlers."""
+        """Keep the code of a ``SystemExit`` that was raised: Python forgets it before it calls exit handlers."""
         self._code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
 
     def _at_exit(self) -> None:

@@ -1,4 +1,4 @@
-"""Connections between members: each calls those that follow it in the ring; both ends prove that they know the secret.
+"""Connections between members: each calls its successors in the ring, and both ends prove that they know the secret.
 
 A member learns of a loss when a connection that it made ends, or is silent for too long.
 """
@@ -28,14 +28,14 @@ class Outgoing:
 
     Args:
         to: The number of the called member.
-        home: Its address, and the credential of this one.
+        home: The called member's address, and the calling member's credential.
         gone: Called once, in the connection's own thread, when the connection has ended or could not be made.
     """
 
     def __init__(self, to: int, home: Home, gone: Callable[[int], object]) -> None:
         self.to = to
         self.heard_s = time.monotonic()
-        """When the other member last answered, or was called."""
+        """The time at which the other member last answered, or was called."""
         self._home, self._gone = home, gone
         self._call: Call | None = None
         self._waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()

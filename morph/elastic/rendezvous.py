@@ -1,4 +1,4 @@
-"""How a process becomes a member: it founds the first ring, or asks a member to let it in."""
+"""Makes a process a member: it founds the first ring, or asks a member to let it in."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Sponsor:
         threading.Thread(target=self._hold, name="morph-elastic-joiner", daemon=True).start()
 
     def ready(self, *, is_caught_up: bool) -> None:
-        """Say that this member may be let in; ``is_caught_up``: the sponsor's newest steps complete its state."""
+        """Report that this member may be let in; ``is_caught_up``: the sponsor's newest steps complete its state."""
         with suppress(OSError):
             self._call.send(json.dumps(is_caught_up).encode())
 
@@ -47,7 +47,7 @@ def meet(invitation: Invitation) -> tuple[Membership, StoreHost, Sponsor | None]
     """Become a member, or a joiner that a sponsor will let in.
 
     Raises:
-        WaitTimeout: the others do not arrive in time, or nobody answers.
+        WaitTimeout: the others do not arrive in time, or no worker answers.
     """
     if invitation.listen_fd is not None:
         listening = socket.socket(fileno=os.dup(invitation.listen_fd))

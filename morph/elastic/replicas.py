@@ -1,4 +1,4 @@
-"""Replicas that differ: as vectors, averaged over a ring or with one other replica, and made equal again."""
+"""Averages replicas that differ, as vectors, over a ring or with one other, and makes them equal again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def as_vector(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Te
 
 
 def move_to(tensors: Sequence[Tensor], vector: Tensor, part: float) -> None:
-    """Move tensors, in place, this fraction of the way to the values of a vector; 1: they take those values."""
+    """Move tensors in place by this fraction of the way to the values of a vector; 1: they get these values."""
     with torch.no_grad():
         for one, values in zip(tensors, torch.split(vector, [one.numel() for one in tensors]), strict=True):
             goal = values.view(one.shape).to(one.device, one.dtype)
@@ -63,7 +63,7 @@ class _Value(NamedTuple):
 class Union:
     """Replicas that are being made equal: the mean of floating-point values, the first replica's integers.
 
-    State that only some optimizers have (elsewhere the parameter got no gradient) becomes the mean over those.
+    State that only some optimizers have (elsewhere the parameter got no gradient) becomes the mean over these.
 
     Raises:
         GenerationAborted, PeerLost: the ring has ended.

@@ -1,4 +1,4 @@
-"""Settings of a loop that must be the same at all workers: digests, summed over a ring, show whether they differ."""
+"""Compares settings of a loop that must be the same at all workers: digests, summed over a ring, show differences."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def schedule_of(optimizer: torch.optim.Optimizer, given: LRScheduler | MakeSched
     """Return the given schedule, or the one that a given function makes.
 
     Raises:
-        InputError: it schedules another optimizer, cannot be saved, or cannot be stepped without a value.
+        InputError: the schedule is for another optimizer, cannot be saved, or cannot be stepped without a value.
     """
     try:
         scheduler = build_scheduler((lambda _: given) if isinstance(given, LRScheduler) else given, optimizer)

@@ -1,4 +1,4 @@
-"""Holds a member's data ready for others, as bytes, and sends it without the training thread."""
+"""Offers a member's data to others, as bytes, and sends it without the training thread."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Shelf:
         self._changed = threading.Condition()
 
     def put(self, name: str, *parts: Tensor) -> None:
-        """Offer flat CPU tensors under a name, one behind the other."""
+        """Offer flat CPU tensors, concatenated, under a name."""
         with self._changed:
             self._held[name] = tuple(part.view(torch.uint8) for part in parts)
             self._changed.notify_all()
 
     def drop(self, name: str) -> None:
-        """Offer nothing under a name any more."""
+        """Withdraw the data of a name."""
         with self._changed:
             self._held.pop(name, None)
 
@@ -54,7 +54,7 @@ class Shelf:
 
 
 class Fetch:
-    """Data of another member, on its way to this one."""
+    """A transfer of another member's data to this one."""
 
     def __init__(self, work: Callable[[], Tensor | None], interrupt: Interrupt) -> None:
         self._work, self._interrupt = work, interrupt
@@ -70,7 +70,7 @@ class Fetch:
             self._interrupt.notify()
 
     def wait(self) -> Tensor | None:
-        """Return the bytes, uint8 [bytes]; None: the other has nothing or is lost, or this member's ring has ended."""
+        """Return the bytes, uint8 [bytes]; None if the other member offers nothing or is lost, or this ring ended."""
         try:
             self._interrupt.wait_for(lambda: self._is_done, "another worker's model", DEFAULT_LIMIT_S)
         except (GenerationAborted, PeerLost, WaitTimeout):
@@ -79,7 +79,7 @@ class Fetch:
 
 
 class Fetcher:
-    """Gets data from other members over one connection to each. A new fetch gives up the one before it."""
+    """Gets data from other members over one connection to each. A new fetch abandons the previous one."""
 
     def __init__(self, credential: str) -> None:
         self._credential = credential

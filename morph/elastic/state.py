@@ -1,4 +1,4 @@
-"""Everything that a member needs to train like the others, as bytes. Nothing is unpickled.
+"""Packs everything that a member needs to train like the others as bytes. Nothing is unpickled.
 
 Settings are values that a loop's own code may change from step to step: hyperparameters of parameter groups, parameters
 that it adds to the optimizer, which parameters are trained (``requires_grad``), and the state of a schedule.
@@ -33,7 +33,7 @@ from morph.runtime.state.optimizer_state import (
 class TrainingState:
     """One member's state. ``num_steps``: how many steps it has had. ``exponents``: scales of exact sums, by name.
 
-    ``differs``: the others' replicas may not be equal to this one. ``met_at``: ``num_steps`` at the last
+    ``differs``: the other members' replicas may differ from this one. ``met_at``: ``num_steps`` at the last
     synchronisation. ``scheduler``: stepped with each step. ``summed``: which parameters were trained in the last step
     that all members had together, in the form of ``trained``. ``agreed``: values that must always be the same at all
     members, by name.
@@ -99,7 +99,7 @@ class TrainingState:
         return {"groups": self._groups, "trained": self.trained(), "scheduler": schedule}
 
     def _are_groups_as_read(self) -> bool:
-        """Whether no group has changed since it was last read, as far as a look without reading it anew can tell."""
+        """Whether no group has changed since it was last read, as far as this is visible without reading it anew."""
         groups = self.optimizer.param_groups
         return len(groups) == len(self._read_groups) and all(
             len(group) == len(read) and all(_is_same(value, read.get(key)) for key, value in group.items())
@@ -120,14 +120,16 @@ class TrainingState:
         """Compare the schedule's state with the state after its last step.
 
         Raises:
-            InputError: the loop has stepped the schedule since.
+            InputError: the loop has stepped the schedule since then.
         """
         if settings["scheduler"] != self._schedule:
             allowed = "no scheduler.step() of your own: morph.elastic.Optimizer steps it after each step"
             raise InputError("was stepped by the loop", field="lr_scheduler", allowed=allowed)
 
     def pass_boundary(self) -> None:
-        """Note that the loop's own code for the next step follows: who gets this state before that step runs it too."""
+        """Record that the loop's own code for the next step follows: members that get this state before that step run
+        it too.
+        """
         self._passed = (self.num_steps, self.settings())
 
     def advance_schedule(self) -> None:
@@ -188,7 +190,7 @@ class TrainingState:
         return int(facts["num_steps"]), len(tensors) > 0
 
     def unpack_facts(self, packed: Tensor) -> None:
-        """Adopt what another member packed without tensors: this member already has the tensors."""
+        """Adopt facts that another member packed without tensors: this member already has the tensors."""
         _, facts = _unpacked(packed)
         self._take_facts(facts)
         self._take_settings(facts)
@@ -211,7 +213,7 @@ class TrainingState:
         self.differs, self.met_at, self.summed = facts["differs"], facts["met_at"], facts["summed"]
 
     def _settings_to_tell(self) -> Settings:
-        """Return the settings from before the loop's own code for the next step, if that code may have changed them."""
+        """Return the settings before the loop's own code for the next step, if that code may have changed them."""
         has_passed = self._passed is not None and self._passed[0] == self.num_steps
         return self._passed[1] if self._passed is not None and has_passed else self.settings()
 
@@ -226,7 +228,7 @@ class TrainingState:
         if (self.scheduler is None) != (facts["scheduler"] is None):
             given = "not given" if self.scheduler is None else "given"
             allowed = "the same as in the other workers' scripts"
-            raise InputError(f"is {given} at this worker alone", field="lr_scheduler", allowed=allowed)
+            raise InputError(f"is {given} only at this worker", field="lr_scheduler", allowed=allowed)
         if self.scheduler is not None:
             load_scheduler(self.scheduler, facts["scheduler"])
         self._schedule = facts["scheduler"]
@@ -241,7 +243,7 @@ class TrainingState:
         mine = [group["parameters"] for group in self.settings()["groups"]]
         if mine != [group["parameters"] for group in told]:
             allowed = "an optimizer of the same parameters, in the same groups, at all workers"
-            raise InputError("is not the one that the other workers train with", field="optimizer", allowed=allowed)
+            raise InputError("is not the one with which the other workers train", field="optimizer", allowed=allowed)
         load_groups(self.optimizer, [group["values"] for group in told])
 
     def unpack(self, packed: Tensor) -> None:
@@ -275,7 +277,9 @@ class TrainingState:
         return dict(self.model.named_buffers())
 
     def weights(self) -> list[Tensor]:
-        """Return what is averaged while replicas differ: parameters and buffers except integers, complex as reals."""
+        """Return values that are averaged while replicas differ: parameters and buffers except integers, complex as
+        reals.
+        """
         return [as_real(one) for one in self.model_tensors().values() if is_averaged(one)]
 
     def layout(self) -> dict[str, Any]:
@@ -308,7 +312,7 @@ _IMMUTABLE = (bool, int, float, str, type(None))
 
 
 def _is_same(value: Any, read: Any) -> bool:
-    """Whether a group's value is the one that was read; false for a value that can be changed in place."""
+    """Whether a group's value is still the one that was read; false for values that can be changed in place."""
     if type(value) is list:  # its parameters
         return type(read) is list and len(value) == len(read) and all(map(operator.is_, value, read))
     if type(value) is tuple:
@@ -328,7 +332,7 @@ def as_real(tensor: Tensor) -> Tensor:
 
 def _packed(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Tensor:
     """Return a safetensors file as uint8 [bytes]; built here because the library would copy each byte three times."""
-    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # so that each is aligned
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # so that each tensor is aligned
     wide = [name for name, one in tensors.items() if one.dtype == torch.complex128]  # safetensors lacks the type
     tensors = {name: as_real(one) if name in wide else one for name, one in tensors.items()}
     header: dict[str, Any] = {"__metadata__": {"facts": json.dumps(facts), "complex": json.dumps(wide)}}

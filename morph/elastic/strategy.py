@@ -1,4 +1,4 @@
-"""How replicas are kept together, and when ``auto`` changes it. Pure.
+"""Strategies that keep replicas together, and the rules by which ``auto`` changes the strategy. Pure.
 
 ========= ============================================================================================================
 strategy  a step
@@ -24,11 +24,12 @@ S_SGD, SMA, AD_PSGD, AUTO = SYNCS = ("s-sgd", "sma", "ad-psgd", "auto")
 PULL = 0.1
 """How far a step of sma moves a replica towards the mean: KungFu's value."""
 SYNC_STEPS = 16
-"""Steps of ad-psgd after which workers meet, to let joiners in and to decide."""
+"""The number of steps of ad-psgd after which workers meet, to let joiners in and to decide."""
 WINDOW = 8
-"""Steps of s-sgd whose median throughput counts."""
+"""The number of steps of s-sgd whose median throughput counts."""
 LEAVE_BELOW, RETURN_ABOVE = 0.4, 0.6
-"""Fractions of the reference throughput: s-sgd is left below the first (Spotnik's), kept on trial above the second."""
+"""Fractions of the reference throughput: s-sgd is left below the first (Spotnik's), and a trial kept above the second.
+"""
 FIRST_WAIT, MOST_WAIT = 4, 64
 """Synchronisations until s-sgd is tried again; each failed trial doubles the number."""
 
@@ -37,9 +38,9 @@ FIRST_WAIT, MOST_WAIT = 4, 64
 class Pace:
     """The state of ``auto`` on which the workers of a job agree; equal at all of them after each boundary.
 
-    ``reference``: the best throughput of a worker under s-sgd so far, in shares per second. ``other``: the newest one
-    under ad-psgd. ``rates``: throughputs in this ring under this strategy. ``wait``: synchronisations until the next
-    trial.
+    ``reference``: the best throughput of a worker under s-sgd so far, in shares per second. ``other``: the newest
+    throughput under ad-psgd. ``rates``: throughputs in this ring under this strategy. ``wait``: synchronisations until
+    the next trial.
     """
 
     sync: str
@@ -63,7 +64,7 @@ def observed(pace: Pace, rate: float, num_workers: int) -> tuple[Pace, str | Non
 
     Args:
         pace: The pace up to now.
-        rate: In shares per second: of one step under s-sgd, of the steps since the last synchronisation under ad-psgd.
+        rate: Shares per second, in one step under s-sgd, or since the last synchronisation under ad-psgd.
         num_workers: How many workers the ring has.
     """
     if not pace.is_auto:
@@ -105,7 +106,8 @@ def partner(members: Sequence[int], me: int, step: int) -> int | None:
 
 
 def shares_of(rank: int, num_workers: int, num_shares: int, *, is_shared: bool) -> list[int]:
-    """Return the shares of a mini-batch that a worker computes; with a replica of its own it computes at least one.
+    """Return the shares of a mini-batch that a worker computes; a worker with a replica of its own computes at least
+    one.
 
     Args:
         rank: The worker's place in the ring.

@@ -1,7 +1,7 @@
-"""The sums of one step: gradients in buckets, reduced during the backward, and other values that all members need.
+"""The sums of one step: buckets of gradients, which are reduced during the backward, and other values for all members.
 
-Each step has its own sums, so that reductions of a ring that was left cannot write into those of the next ring. Nothing
-is applied before all sums are complete.
+Each step has its own sums, so that reductions of an abandoned ring cannot write into those of the next ring. Nothing is
+applied before all sums are complete.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from morph.runtime.state.reduction import Reduction
 Accumulation = Literal["exact", "fast"]
 BUCKET_BYTES = 25 * 2**20
 LOSS, JOINING, DIGEST = "/loss", "/joining", "/digest"  # and WEIGHT, "/weight"
-"""Names of sums other than gradients and buffers; a parameter's name cannot begin so."""
+"""Names of sums other than gradients and buffers; a parameter's name cannot begin with a slash."""
 
 
 def buckets_of(parameters: Mapping[str, Parameter]) -> list[list[str]]:
@@ -52,11 +52,11 @@ def buckets_of(parameters: Mapping[str, Parameter]) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class Kind:
-    """How sums are formed, the same at every member.
+    """How sums are formed; the same for every member.
 
-    ``buckets``: parameters that were trained in the step before. ``late``: other parameters that are trained now. A
-    member cannot know whether the others train those too before it has their digests, so in this one step they are
-    reduced after everything else.
+    ``buckets``: parameters that were trained in the previous step. ``late``: other parameters that are trained now. A
+    member cannot know whether the others train the late parameters too before it has their digests, so in this step
+    these are reduced after everything else.
     """
 
     accumulation: Accumulation
@@ -157,7 +157,7 @@ class StepSums:
             raise InputError("requires_grad was set within a step", field=name, allowed=allowed)
         gradient = parameter.grad
         assert gradient is not None
-        # the gradient of an embedding with sparse=True: sums are dense
+        # an embedding with sparse=True has a sparse gradient, but sums are dense
         gradient = gradient if gradient.layout == torch.strided else gradient.to_dense()
         self._accumulator_of[name].add(name, gradient)
         parameter.grad = None
@@ -190,7 +190,7 @@ class StepSums:
         self._num_started += 1
 
     def reduced(self, step: int) -> list[Reduced]:
-        """Reduce the remaining sums, wait for all, and return them; those that are not gradients come last.
+        """Reduce the remaining sums, wait for all, and return them; sums that are not gradients come last.
 
         Args:
             step: The number of the step, for messages.

@@ -57,8 +57,8 @@ def told(accepted: Iterable[Change]) -> str:
 def changes(found: JobFacts, began: JobFacts) -> Iterator[Change]:
     """Yield every difference between a job as it was loaded here and the job with which a run began.
 
-    Facts that ``began`` lacks are not compared, nor are settings that are missing here: another version of torch may
-    know more settings.
+    Facts that ``began`` lacks are not compared, nor are settings that are missing here: other versions of torch may
+    have more settings.
     """
     for name, was in began.settings.items():
         now = found.settings.get(name, was)

@@ -1,4 +1,4 @@
-"""Fields of a job from existing objects: a model, its optimizer and its schedule, a data loader."""
+"""Makes fields of a job from existing objects: a model, its optimizer and schedule, a data loader."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _OF_THE_MODEL = ("params", "param_names")
 
 
 def copied(model: nn.Module, clone: Callable[[Tensor], Tensor] = Tensor.clone) -> nn.Module:
-    """Return a copy of a model, for ``Job.model``: its tensors are cloned, which can be traced, not its storages.
+    """Return a copy of a model, for ``Job.model``: its tensors are cloned, which can be traced, instead of its
+    storages.
 
     ``clone``: makes a new tensor for each tensor, without a graph.
     """
@@ -36,7 +37,7 @@ def copied(model: nn.Module, clone: Callable[[Tensor], Tensor] = Tensor.clone) -
 
 
 def order_of(loader: DataLoader[Any], batch_size: int) -> Callable[[Any, int, int], list[int]]:
-    """Return the order in which a loader reads samples, as ``Job.sampler``; with ``drop_last`` in whole batches."""
+    """Return the order in which a loader reads samples, as ``Job.sampler``; with ``drop_last``, only whole batches."""
     batches: Any = loader.batch_sampler
     while hasattr(batches, "batch_sampler"):  # a wrapper of accelerate
         batches = batches.batch_sampler
@@ -66,7 +67,7 @@ class WholeModel:
         return copied(self._model)
 
     def digest(self) -> str:
-        """Return a digest of the weights, by which workers detect that theirs differ from those the run began with."""
+        """Return a digest of the weights, by which workers detect weights other than those with which the run began."""
         state = xxhash.xxh3_128()
         for name, tensor in sorted(self._model.state_dict().items()):
             state.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -76,7 +77,7 @@ class WholeModel:
 
 
 class WholeModelOptimizer:
-    """Builds optimizers like an existing one, with all of its groups; groups without a parameter of the unit are empty.
+    """Builds optimizers like an existing one, with all of its groups; those without a parameter of the unit are empty.
 
     Args:
         named: Names and parameters of the model.

@@ -1,7 +1,7 @@
-"""The Python files of a job as they were when its run began, and imports from them instead of from the disk.
+"""Keeps the Python files of a job as they were when its run began, and imports them instead of files on disk.
 
 Loads no torch. Imported modules keep their path: ``__file__`` names the file in the job's folder, so that data beside
-it is found and tracebacks name the user's own files, with the lines that really run.
+it is found and tracebacks name the user's own files, with the lines that are really run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OF_PYTHON = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platl
 
 
 def split_job(job_path: str) -> tuple[str, str]:
-    """Split ``path/to/file.py:name`` or ``path/to/file.py:name(argument=value)``; both parts are empty for others."""
+    """Split ``path/to/file.py:name`` or ``path/to/file.py:name(argument=value)``; both are empty for other texts."""
     found = _JOB.fullmatch(job_path)
     return (found["path"], found["name"]) if found else ("", "")
 
@@ -132,7 +132,7 @@ class JobFiles:
         if self.growing:
             self.files[inside] = content
         elif self.files.get(inside) != content:
-            raise ImportError(f"{spec.origin} is not code that the run began with", name=fullname, path=spec.origin)
+            raise ImportError(f"{spec.origin} is not code with which the run began", name=fullname, path=spec.origin)
         return self._spec(fullname, inside) if isinstance(spec.loader, SourceFileLoader) else spec
 
     def _below(self, entry: str, fullname: str) -> str | None:
@@ -191,7 +191,7 @@ def file_of(module: ModuleType) -> str | None:
 
 
 def held(path: Path) -> JobFiles | None:
-    """Return the files in use that include a job's file, None if there are none."""
+    """Return the files in use that include a job's file; None if there are none."""
     for finder in sys.meta_path:
         if isinstance(finder, JobFiles) and finder.inside(str(path)) in finder.files:
             return finder

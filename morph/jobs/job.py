@@ -101,7 +101,7 @@ class Best:
         metric: ``loss``, or the name of a metric of the evaluation.
         mode: Whether the smallest (``min``) or the largest (``max``) value is the best.
         patience: Training ends after this many evaluations in a row that were not better; None: never.
-        min_delta: By how much a metric must improve to count as better.
+        min_delta: The least improvement of the metric that counts as better.
 
     Raises:
         JobError: a field has a value that is not allowed.
@@ -128,10 +128,10 @@ class Job:
 
     Args:
         model: Builds the model with fresh random weights.
-        loss: ``loss(model, batch)`` calls the model and returns the scalar mean loss over the samples of ``batch``
-            (every entry of which has the samples as its first dimension), or a :class:`morph.Loss` of a total and its
-            weight, for example for a mean over tokens; or ``(loss, {"name": scalar, ...})`` with metrics that are also
-            means over the samples.
+        loss: ``loss(model, batch)`` calls the model and returns the scalar mean loss over the samples of ``batch`` (the
+            first dimension of every entry is the samples), or a :class:`morph.Loss` of a total and its weight, for
+            example for a mean over tokens; or ``(loss, {"name": scalar, ...})`` with metrics that are also means over
+            the samples.
         dataset: Builds the data set. Order and contents must be the same in every process; the global generators of
             torch, numpy and Python are seeded for each item. Items are nests (dicts, tuples, dataclasses) of tensors,
             arrays and numbers, or what ``collate_fn`` takes.
@@ -140,22 +140,25 @@ class Job:
         name: Short name, used in files and logs.
         micro_batch_size: m, a divisor of M. None: the planner picks it from the profile.
         num_sections: K. None: chosen from the model's narrow places.
-        cut_points: Names of modules (``model.named_modules()``) before which the model is cut, and nowhere else.
+        cut_points: Names of modules (``model.named_modules()``). The model is cut before these modules and nowhere
+            else.
         seed: Seeds the weights, the sample order and all randomness of training.
         accumulation: ``exact`` sums gradients in 64-bit fixed point, so that the result is bit-identical in every
             shape; ``fast`` sums in floating point.
         lr_scheduler: Builds the learning-rate schedule of one optimizer; stepped once per applied step.
         clip_grad_norm: Largest 2-norm of the whole model's gradient; ``math.inf`` reports the norm and clips nothing.
-        precision: The type in which autocast runs suitable operations; parameters and optimizer keep theirs.
-        boundary: The type in which wider floating-point tensors and gradients cross cut-points; ``same``: their own.
+        precision: The type in which autocast runs suitable operations; parameters and optimizer keep their own types.
+        boundary: The type in which wider floating-point tensors and gradients cross cut-points; ``same``: their own
+            type.
         master_weights: Whether the optimizer works on fp32 copies of parameters in fewer bits (bf16, fp16).
         loss_scaling: Dynamic loss scaling. None: no scaling, except ``fp16``, which then uses its defaults.
         compile: Whether sections are compiled by torch.compile.
         optimizer_device: ``cpu`` keeps the optimizer's state and its step in host memory.
         collate_fn: Makes the batch of a micro-batch's samples, as in torch's DataLoader: a nest of tensors that have
-            the samples as their first dimension. None: tensors are stacked. Its random numbers are seeded as for items.
+            the samples as their first dimension. None: tensors are stacked. The global generators are seeded for it as
+            for items.
         sampler: ``sampler(dataset, seed, epoch)`` returns the numbers of an epoch's samples, in order; see
-            ``morph.data.order``. None: each once, shuffled.
+            ``morph.data.order``. None: each sample once, shuffled.
         lengths: ``lengths(dataset)`` returns the length of each sample, if lengths vary. Given with ``buckets``.
         buckets: Lengths to which micro-batches are padded, ascending: each to the smallest that holds its samples;
             samples of similar length share micro-batches.
@@ -171,7 +174,7 @@ class Job:
             metrics (means), every :class:`morph.Sum` (a number) and every :class:`morph.PerSample` (a numpy array with
             one row per sample, in order) by name, and returns numbers by name.
         step_entry: Name of an entry of the batch, a whole number in each sample, that is replaced by the number of the
-            step, which the loss may need for annealing. In an evaluation it is the number of applied steps.
+            step; the loss may need it for annealing. In an evaluation it is the number of applied steps.
         best: Defines which evaluated version is kept as the best, and when training ends early.
         sample: ``sample(model, step)`` is called beside the run with the model of a checkpoint in evaluation mode
             (``samples`` in the YAML file, or ``morph sample``); the text, numbers, lists or dicts it returns are kept.
@@ -179,7 +182,7 @@ class Job:
             stepped by itself.
 
     Raises:
-        JobError: a field has a value that is not allowed; the message says what is.
+        JobError: a field has a value that is not allowed; the message says what is allowed.
     """
 
     model: Callable[[], nn.Module]
@@ -404,7 +407,7 @@ def _call(function: Callable[..., Any], path: Path, attribute: str) -> Any:
 
 
 def _placed(error: JobError, path: Path) -> JobError:
-    """Return an error that names the line of the job's file, for one that only names a field of a Job."""
+    """Return an error that names the line of the job's file, for an error that names only a field of a Job."""
     if error.source != "Job":
         return error
     source = f"{path}:{_line_in(error, path.resolve())}"

@@ -1,4 +1,4 @@
-"""The snapshot of a job's files on which a run trains: collected, packed, and imported instead of the files on disk."""
+"""Takes a snapshot of a job's files: they are collected, packed, and imported instead of the files on disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from morph.jobs.files import OWN, JobFiles, file_of, imported_once, is_installed
 from morph.jobs.job import load_job
 
 MAX_BYTES = 32 * 1024 * 1024
-"""Limit of all files together: they travel to each worker with its setup."""
+"""The limit, in bytes, of all files together: they are sent to each worker with its setup."""
 _LEFT_OUT = {"__pycache__", ".git"}
 _SECRETS = ".env"
 _Name = tuple[str, ...]
@@ -101,7 +101,7 @@ def files_of(code: JobCode) -> dict[str, bytes]:
 
 
 def use(code: JobCode) -> str:
-    """Import the job from these files from now on; return the job's path.
+    """From now on, import the job from these files; return the job's path.
 
     A worker on the manager's machine finds data beside the files, in their original folder. Elsewhere the files are
     written into a new folder that only this user can read, and that is removed at exit.
@@ -137,7 +137,7 @@ def imported_for_forks(job_path: str) -> bool:
 
 
 def _child_may_use_cuda() -> bool:
-    """Try CUDA in a child: even ``torch.cuda.device_count()`` may prevent it, ``is_initialized()`` does not tell."""
+    """Try CUDA in a child: even ``torch.cuda.device_count()`` may prevent it, which ``is_initialized()`` hides."""
     import torch
 
     child = os.fork()
@@ -165,7 +165,7 @@ def digests(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def changed(began: Mapping[str, str], now: JobFiles) -> list[str]:
-    """Return the names of files that ``collect`` found now and that differ from those a run began with, by digest."""
+    """Return the names of files that ``collect`` found now and whose digests differ from those at the beginning."""
     names = sorted(began.keys() | now.files.keys())
     missing = {name: now.folder / name for name in names if name not in now.files}
     there = digests(now.files | {name: path.read_bytes() for name, path in missing.items() if path.is_file()})
@@ -207,7 +207,7 @@ def imported_names(source: bytes, package: _Name = ()) -> Iterator[_Name]:
     """Yield the full names that a file of this package imports: of modules, and names that may be modules."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # the import reports it, if there is one; extensions have no source
+    except (SyntaxError, ValueError):  # an import reports the error; extensions have no source
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""A worker's connections to the current manager, which the worker makes again for as long as it lives."""
+"""A worker's connections to the current manager, which are made again as long as the worker lives."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from morph.link.wire import Wire
 CALL_TIMEOUT_S = 10.0
 RETRY_S = 0.1
 UNTAKEN_MS = 10_000
-"""A connection ends if data sent on it is not acknowledged for this long, even if neither side has closed it."""
+"""Milliseconds after which a connection ends if data sent on it is not acknowledged, even if neither side closed it."""
 TALK, LIVENESS = ROLES = ("talk", "liveness")
 
 
 def bounded(connection: socket.socket) -> None:
-    """Make a connection send small messages at once, and end if the other side takes nothing for ``UNTAKEN_MS``."""
+    """Make a connection send small messages at once, and end if nothing is acknowledged for ``UNTAKEN_MS``."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNTAKEN_MS)
@@ -31,7 +31,7 @@ class Call(Session):
     """One connection to the manager; both ends have proven who they are.
 
     Raises:
-        OSError: nobody answers within ``CALL_TIMEOUT_S``, or the answering process is not the manager.
+        OSError: no answer comes within ``CALL_TIMEOUT_S``, or the answering process is not the manager.
     """
 
     def __init__(self, home: Home, role: str) -> None:
@@ -75,7 +75,7 @@ def keep_liveness(home: Home, held: Callable[[], object] = lambda: None) -> None
         call = called(home, LIVENESS)
         held()
         with suppress(OSError):
-            while True:  # the manager sends nothing: this returns when the manager is gone
+            while True:  # the manager sends nothing: the call returns when the manager is gone
                 call.receive()
         call.reset()
 

@@ -1,8 +1,7 @@
-"""Messages between the manager and a worker as bytes: the name of the message, a line break, and the rest as JSON.
+"""Encodes messages between the manager and a worker as bytes: the message's name, a line break, and the rest as JSON.
 
-An order is ``setup``, ``reshape``, ``step``, ``commit`` or ``probe``; the worker replies with ``answer``. The manager
-also sends generations to abort, probes to leave and state to pre-copy, which get no reply; and workers send their
-heartbeats as ``beat``.
+An order is ``setup``, ``reshape``, ``step``, ``commit`` or ``probe``; the worker replies with ``answer``. Messages that
+abort a generation, end a probe or ask for a pre-copy get no reply. Workers send their heartbeats as ``beat``.
 """
 
 from __future__ import annotations

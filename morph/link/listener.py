@@ -1,9 +1,9 @@
 """Accepts callers that are not yet authenticated, so that none of them can keep the others out.
 
 Every socket on which Morph itself listens to more than its own user is behind a ``Listener`` or, where a library
-accepts connections, a ``PendingCallers``. A caller is pending until it has proven who it is. Pending callers are
-limited in time and in number, per address and in all: one more drops the caller that has been pending for longest.
-Morph's own processes authenticate at once, before that can happen to them.
+accepts connections, a ``PendingCallers``. A caller is pending until it is authenticated. Their time and their number
+are limited, per address and in all: one caller too many drops the one that has been pending for longest. Morph's own
+processes authenticate at once, before they can be dropped.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 10.0
 MOST_PENDING = 128
 MOST_OF_SOURCE = 64
-"""Pending callers per address: a job's start may bring all workers of one machine from the same address."""
+"""Most pending callers per address: a job's start may bring all workers of one machine from the same address."""
 MOST_KNOWN = 4096
 BACKLOG = 1024
-"""A caller that finds it full must retry after a second or more: a thousand workers may call at once."""
+"""Connections that the kernel queues: a thousand may call at once, and a refused one retries after a second."""
 LOOK_EVERY_S = 0.5
 PAUSE_S = 0.05
 JOIN_TIMEOUT_S = 5.0
@@ -39,7 +39,7 @@ class _PendingCaller:
 
 
 class PendingCallers:
-    """Callers that have not yet proven who they are. All methods may be called from any thread."""
+    """Callers that are not yet authenticated. All methods may be called from any thread."""
 
     def __init__(self, most: int = MOST_PENDING, most_of_source: int = MOST_OF_SOURCE) -> None:
         self._most, self._most_of_source = most, most_of_source
@@ -96,7 +96,7 @@ class Caller:
         """Mark the caller as authenticated, so that it may stay.
 
         Raises:
-            ConnectionError: it took too long and was dropped, or there are too many connections.
+            ConnectionError: the caller took too long and was dropped, or there are too many connections.
         """
         self._become_known()
 
@@ -137,7 +137,7 @@ class Listener:
         """Return a listener on an address; port 0 means any free port.
 
         Raises:
-            OSError: the address cannot be listened on.
+            OSError: listening on the address failed.
         """
         return cls(socket.create_server((host, port), backlog=BACKLOG), serve, name)
 
@@ -164,7 +164,7 @@ class Listener:
         for connection in connections:
             _hang_up(connection)
         until_s = time.monotonic() + join_timeout_s
-        self._thread.join(join_timeout_s)  # it accepts nobody after that
+        self._thread.join(join_timeout_s)  # it accepts no caller after that
         with self._lock:
             threads = self._threads - {threading.current_thread()}
         for thread in threads:

@@ -1,7 +1,7 @@
 """One connection between two ends that show certificates of the same authority.
 
-The connection is opened elsewhere, by a socket or by a listener. The process at a manager's other end may be an old
-Python that has nothing but the standard library (``manager.providers.boot``): this module must run on 3.8.
+The connection is opened elsewhere, by a socket or by a listener. The process at the other end of a manager's connection
+may be an old Python with only the standard library (``manager.providers.boot``): this module must run on 3.8.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Turns messages into bytes of a TLS 1.3 connection and back, without the connection itself.
 
 Both ends show a certificate of the same authority (``morph.link.authority``). An end's certificate and key, and the
-authority that it trusts, are one line of text, its *credential*. The process at a manager's other end may be an old
-Python that has nothing but the standard library (``manager.providers.boot``): this module must run on 3.8.
+authority that it trusts, are one line of text, its *credential*. The process at the other end of a manager's connection
+may be an old Python with only the standard library (``manager.providers.boot``): this module must run on 3.8.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def context(credential: str, *, listens: bool) -> ssl.SSLContext:
     except (ValueError, ssl.SSLError) as error:
         raise ValueError("this is not a credential") from error
     if listens:
-        made.num_tickets = 0  # they would stay unread on one-way connections
+        made.num_tickets = 0  # tickets would stay unread on one-way connections
     return made
 
 
@@ -63,7 +63,7 @@ class Wire:
     """One end of a connection. The caller must lock: two threads in one TLS object at once would break it.
 
     Args:
-        credential: What this end shows, and the authority that it trusts.
+        credential: The certificate and key of this end, and the authority that it trusts.
         listens: Whether this end was called.
 
     Raises:
@@ -149,7 +149,7 @@ class Wire:
         return self._out.read()
 
     def next(self) -> bytes | None:
-        """Return the next whole message, None if there is none yet. Later messages are not examined yet.
+        """Return the next whole message; None if there is none yet. Later messages are not examined yet.
 
         Raises:
             OSError: the message is too long, was changed, repeated or reordered, or is from another sender.

@@ -29,9 +29,9 @@ from morph.runtime.workloads.job_workload import check_training
 from morph.tracing import DependencyReport, check_dependencies, require_no_violation
 
 TRIED_ONCE = 200_000_000
-"""Parameters of the largest model that is run on two samples when a job is examined, which takes some seconds."""
+"""Parameters of the largest model that is run on two samples when a job is examined; such a run takes seconds."""
 TRIED_BEFORE_RUNS = 20_000_000
-"""The same limit for a run that may have to be taken over."""
+"""The same limit for the examination before a run that may have to be taken over."""
 
 
 class Needs(StrEnum):
@@ -204,10 +204,10 @@ CHECKS = (
 
 @contextmanager
 def users_code(job_path: str) -> Iterator[None]:
-    """Run code that imports or exports a job: the process does not end in it, and a refusal stays one line.
+    """Run code that imports or exports a job: it cannot end the process, and a refusal stays one line.
 
-    torch logs and prints whole graphs when it refuses a model. So standard error is held back until the block ends,
-    and dropped if an ``ExportError`` ends it, which says all that a user needs.
+    torch logs and prints whole graphs when it refuses a model. So standard error is held back until the block ends, and
+    dropped if an ``ExportError`` ends it, because that error says all that a user needs.
 
     Raises:
         JobError: the job's code ends the process.

@@ -29,7 +29,7 @@ _FOLDER = "agreements"
 
 
 def compare_once(job: Job, exported: ExportedJob, model: CutModel, limits: Limits) -> Comparison:
-    """Compare, unless this user already did, and return the result; see ``morph.preflight.plain_comparison``.
+    """Compare, unless this user has already done so, and return the result; see ``morph.preflight.plain_comparison``.
 
     Raises:
         ExportError: the sections do not compute the same as the plain model.
@@ -53,8 +53,8 @@ def comparison_key(
 ) -> str:
     """Return a key of the cut model, its training settings, the code behind it, and the software that runs it.
 
-    The code is that of the files of job and model, down to their classes and functions, and all other modules loaded
-    from the job's folder.
+    The code is that of the files that define job and model, with their classes and functions, and of all other modules
+    loaded from the job's folder.
     """
     lines = [fingerprint, torch.__version__, morph.__version__, platform.python_version(), device.type]
     lines += sorted(f"{name} {value}" for name, value in settings.items())

@@ -1,4 +1,4 @@
-"""Reads samples of the user's data set more than once: every stage reads for itself, so they must be the same."""
+"""Reads samples of the user's data set more than once: each stage reads for itself, so they must never change."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _COLLATED_AGAIN = (
 def check_data(job: Job) -> None:
     """Read some samples of training and of evaluation twice, and once more from a data set that is built anew.
 
-    The batches that ``collate_fn`` makes of them, and the order of a sampler, are made twice too.
+    The batches that ``collate_fn`` makes of these samples, and the order of a sampler, are also made twice.
 
     Raises:
-        JobError: they differ, and the message names the entry; or the data set itself fails.
+        JobError: samples differ, and the message names the entry; or the data set itself fails.
     """
     fields: tuple[DataField, ...] = ("dataset", "eval_data")
     for field in fields:

@@ -1,4 +1,4 @@
-"""A mode in which samples cannot affect each other by draws or statistics: draws are equal, batch norm is frozen."""
+"""Keeps samples from affecting each other by random draws or statistics: draws are equal, batch norm is frozen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DROPOUT = {"dropout_p", "dropout"}
 class EqualDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
     """Draws the same constant for each sample, keeps all of a dropout, and gives batch norm mean 0 and variance 1.
 
-    From a distribution that a tensor describes, its mean or likeliest element is drawn, which depends on each sample
+    A draw from a distribution that a tensor describes gives its mean or likeliest element, which depends on each sample
     alone. So the loss of a batch can be compared with the losses of its samples, in training mode.
 
     Attributes:

@@ -1,8 +1,8 @@
-"""Checks that the loss is a mean over samples, as Morph assumes: it is run on samples together and alone.
+"""Checks that the loss is a mean over samples, as Morph assumes, by running it on samples together and alone.
 
-The loss itself decides. A mean over samples gives two samples together the mean of their separate losses; any other
-loss differs for most pairs. So the pairs are chosen to be unlike: for each entry of the samples, those with the most
-and the fewest filled elements, and those with its rarest and its commonest labels.
+A mean over samples gives two samples together the mean of their separate losses; any other loss differs for most pairs.
+So the pairs are chosen to be unlike: for each entry of the samples, those with the most and the fewest filled elements,
+and those with its rarest and its commonest labels.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _RUNNING_S = 3.0
 _MOST_TOGETHER = 16
 _TOLERANCE = 2e-5
 _ROUNDINGS = 4.0
-"""Rounding errors, in units of the type with the fewest bits that takes part."""
+"""Tolerance of a value, in rounding errors of the least precise type that took part."""
 _SURE = 10.0
-"""A pair must be off the mean by this many tolerances to show the reason."""
+"""A pair must be off the mean by this many tolerances to be used to find the reason."""
 _NOTHING = 1e-3
-"""A share of the weight up to this counts as none."""
+"""A share of the weight up to this counts as 0."""
 _TIMES_WEIGHT = "return morph.Loss(total, weight), which is divided by the weight of the whole mini-batch"
 
 
@@ -86,7 +86,7 @@ def loss_warnings(job: Job) -> tuple[str, ...]:
         A sentence for the loss, and for each metric, that is not a mean; none if the trial fails.
 
     Raises:
-        JobError: the loss fails on real numbers; fakes, on which a job is exported, do not show every error.
+        JobError: the loss fails on real numbers; an export on fake tensors does not show every error.
     """
     try:
         return _job_warnings(job)
@@ -171,7 +171,7 @@ class _Runs:
         self.spent_s = 0.0
         self.copies = 1
         self.totals: set[str] = set()
-        """Names of totals and weights: the value of samples together is the sum, not the mean, of the separate ones."""
+        """Names of totals and weights, whose value for samples together is the sum of the separate values."""
         self.precision = 0.0
         """The largest ``eps`` of the types that took part."""
         self._values: dict[tuple[int, ...], Mapping[str, float]] = {}
@@ -251,7 +251,7 @@ class _Runs:
 
 
 def _look_over(trial: LossTrial) -> list[Look]:
-    """Read samples from all over the data set: a few, and more as long as reading is quick."""
+    """Read a few samples from all over the data set, and more while reading is quick."""
     order = random.Random(0).sample(range(trial.num_samples), min(trial.num_samples, _MOST_READ))
     begun_s, looks = time.monotonic(), list[Look]()
     for first in range(0, len(order), _READ_AT_ONCE):
@@ -314,7 +314,7 @@ class _Judge:
         return _Seen(indices, value(indices), parts, self._name in self._runs.totals)
 
     def _is_wrong(self, seen: _Seen) -> bool:
-        """Whether the value contradicts a mean: samples without a finite loss of their own must have none together."""
+        """Whether the value contradicts a mean. Samples without finite losses of their own must have none together."""
         if seen.is_known:
             return not seen.off <= self._error
         return math.isfinite(seen.whole)
@@ -372,7 +372,7 @@ class _Judge:
         return f"samples {numbers} together{twice}: {seen.whole:.6g}; alone: {own}"
 
     def _by_entry(self, telling: _Seen) -> tuple[str, str] | None:
-        """Explain the differences by a number in some entry of the samples, if it fits all values seen."""
+        """Explain the differences by a number in some entry of the samples, if that explanation fits all values."""
         tokens = "return morph.Loss(total, weight), or average within each sample first"
         best: tuple[str, str] | None = None
         least = math.inf
@@ -411,7 +411,7 @@ class _Judge:
         return worst
 
     def _by_class(self) -> tuple[str, str] | None:
-        """Explain them by a label: samples with these two labels are weighed alike, those with one label equally."""
+        """Explain the differences by a label, if all samples with the same label have the same weight."""
         pairs = [seen for seen in self._wrong if len(set(seen.indices)) == 2 and seen.is_known]
         pair = max(pairs, key=lambda seen: seen.off, default=None)
         if pair is None or not min(pair.off, pair.apart) > _SURE * self._error:

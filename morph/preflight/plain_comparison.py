@@ -1,12 +1,12 @@
 """Checks before training that a job's sections compute the same loss, gradients and next weights as the plain model.
 
-Both get the same weights, samples and draws: torch's generator is seeded once, and the sections draw one after the
-other as the parts of the whole model do. Attention uses its plain kernel on both sides, because a trace masks by an
-``attention_mask`` that hides nothing, and other kernels round and draw differently. The only remaining difference is
-the order of the same sums: see ``_check``.
+Both get the same weights, samples and random numbers: torch's generator is seeded once, and the sections draw one after
+the other as the parts of the whole model do. Attention uses its plain kernel on both sides, because a trace has an
+``attention_mask`` even if it hides nothing, and other kernels round and draw differently. The only remaining difference
+is the order of the same sums: see ``_check``.
 
-The sections' gradients then go the way of a run's, through the accumulators and the optimizers of the parameter units:
-see ``step_comparison``.
+The sections' gradients then pass, as in a run, through the accumulators and the optimizers of the parameter units: see
+``step_comparison``.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from morph.runtime.step.section_run import AddGradient, run_step
 NUM_SEEDS = 3
 NUM_SAMPLES = 2
 QUICK_FLOPS = 1e12
-"""Some ten seconds of one core, in FLOP."""
+"""FLOP that take one core about ten seconds."""
 PATIENT_FLOPS = 1e13
-"""One or two minutes of one core, in FLOP."""
+"""FLOP that take one core a minute or two."""
 _SHARE_OF_MEMORY = 0.6
 _COPIES, _COPIES_OF_A_STEP = 3, 11
-"""Copies of all weights in memory: with both sides' gradients; with sums, also optimizer states and own weights."""
+"""Copies of all weights in memory: with both sides' gradients; and with sums, optimizer states and own weights too."""
 _FLOPS_OF_A_STEP = 1e4
-"""FLOP per weight that take as long as both sides' steps."""
+"""FLOP per weight that take as long as the steps of both sides."""
 _RUNS = 6.0
 """Cost of forward and backward of both sides, in forwards."""
 _RELATIVE = 1e-3
 _BESIDE_THE_LARGEST = 1e-6
 _ROUNDINGS = 8.0
-"""Tolerated rounding errors of weights in fewer bits than 32."""
+"""Tolerated rounding errors of weights of fewer than 32 bits."""
 _SHOWN = 5
 _LACKING = re.compile(r"cuda|nvidia|triton|backend|not enough memory|out of memory", re.IGNORECASE)
 
@@ -64,7 +64,7 @@ class Limits:
 
     Attributes:
         available_bytes: Free memory of the device.
-        flops: The greatest number of FLOP of all runs together; see ``QUICK_FLOPS`` and ``PATIENT_FLOPS``.
+        flops: The largest number of FLOP of all runs together; see ``QUICK_FLOPS`` and ``PATIENT_FLOPS``.
         device: The device of the comparison.
         shorten: Whether a model that is too large may be compared with fewer of its equal blocks.
         steps: Whether the weights after the optimizer's steps are compared too.
@@ -82,12 +82,12 @@ class Comparison:
     """The result of a comparison.
 
     Attributes:
-        how: ``whole``; ``shortened``: with two of each kind of its equal blocks; ``none``.
-        num_seeds: How many times it was made, each with other samples and draws.
-        num_samples: The number of samples each time.
+        how: ``whole``; ``shortened``: with two of each kind of equal blocks; ``none``.
+        num_seeds: The number of comparisons, each with other samples and random numbers.
+        num_samples: The number of samples in each.
         num_steps: The number of steps after which weights were compared; 0: they were not.
         largest: The largest difference of a gradient, or of a step, relative to its size; see ``_check``.
-        reason: Why not the whole model, or nothing, was compared.
+        reason: Why the whole model was not compared.
         no_steps: Why weights were not compared.
     """
 
@@ -122,7 +122,7 @@ class _Size:
 
     @property
     def num_steps(self) -> int:
-        """The number of the optimizer's steps."""
+        """The number of optimizer steps."""
         return 0 if self.no_steps else NUM_STEPS
 
 
@@ -182,7 +182,7 @@ def _found(how: str, size: _Size, largest: float, reason: str | None = None) -> 
 
 
 def _size(exported: ExportedJob, limits: Limits, batch_size: int) -> _Size | str:
-    """Return how much to compare, or why nothing can be."""
+    """Return how much to compare, or why nothing can be compared."""
     largest = min(NUM_SAMPLES, batch_size)
     specs = exported.initial_parameters.specs.values()
     parameters = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
@@ -226,7 +226,7 @@ def _compare(job: Job, exported: ExportedJob, num_sections: int | None, size: _S
         JobError: the plain model fails, or its optimizer works differently for each unit alone.
         _DoesNotRun: there is nothing to compare with.
     """
-    exported = replace(exported, boundary="same")  # the user wants its rounding, which would hide differences
+    exported = replace(exported, boundary="same")  # its rounding is intended, and would hide differences
     model = cut(exported, num_sections=num_sections, micro_batch_size=size.num_samples)
     keys = sorted(example_batch(job))
     loader = MicroBatchLoader.of(job, size.num_samples)
@@ -257,7 +257,7 @@ class _Sides:
         self._largest = 0.0
 
     def compare(self, seed: int, batch: Mapping[str, Tensor], model: CutModel) -> None:
-        """Compare loss and gradients of a micro-batch; one whose loss is not finite is left out.
+        """Compare loss and gradients of a micro-batch, unless its loss is not finite.
 
         ``model``: the model as it is cut for the batch's length.
 
@@ -280,7 +280,7 @@ class _Sides:
             self._total[name] = self._total[name] + wide if name in self._total else wide
 
     def largest(self) -> float:
-        """Compare a run's sums and steps of the gradients too, and return the largest difference of all.
+        """Also compare a run's sums and steps of the gradients, and return the largest difference of all.
 
         Raises:
             ExportError: means or next weights differ.
@@ -331,7 +331,7 @@ def _plain_model(job: Job, exported: ExportedJob, device: torch.device) -> nn.Mo
     model = plain_model(job, device)
     torch.manual_seed(job.seed)
     with torch.no_grad():
-        if isinstance(exported, MarkedJob):  # it has constants of its own, which a run reads
+        if isinstance(exported, MarkedJob):  # its cut model has its own constants, which a run reads
             held = exported.whole.model.state_dict(keep_vars=True)
             for name, value in model.state_dict(keep_vars=True).items():
                 if not value.requires_grad:
@@ -364,7 +364,7 @@ def _raise_if_lacking(error: Exception) -> None:
 def _run_sections(
     model: CutModel, given: Mapping[str, Tensor], batch: Mapping[str, Tensor], more: AddGradient
 ) -> _Step:
-    """``more`` takes the values that a run takes: contributions of sections, and changes of buffers."""
+    """Run the sections. ``more`` gets the values that a run sums: contributions of sections, and changes of buffers."""
     gradients: dict[str, Tensor] = {}
 
     def add(name: str, gradient: Tensor) -> None:
@@ -379,8 +379,8 @@ def _run_sections(
 def _check(expected: _Step, found: _Step, source: str, which: str) -> float:
     """Return the largest relative difference.
 
-    A gradient may differ by a thousandth of its own norm, plus a millionth of the largest gradient of any weight: where
-    a gradient is nearly zero (a bias in front of a softmax), it consists of nothing but rounding.
+    A gradient may differ by a thousandth of its own norm, plus a millionth of the largest gradient of any weight: a
+    gradient that is nearly zero (that of a bias before a softmax) consists of rounding alone.
     """
     largest_rms = max((rms(gradient) for gradient in expected.gradients.values()), default=0.0)
     differences = {}

@@ -1,4 +1,4 @@
-"""The user's model as it is written, with real weights, against which a trace of it is compared."""
+"""Builds the user's model as it is written, with real weights, for comparison with its trace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEAST_BLOCKS = 3
 
 
 def plain_model(job: Job, device: torch.device) -> nn.Module:
-    """Return the job's model in training mode, with the initial weights of a run; only these take memory.
+    """Return the job's model in training mode, with the initial weights of a run; only the weights take memory.
 
     Raises:
         JobError: the model cannot be built.

@@ -1,8 +1,8 @@
-"""The use that a run makes of its sections' gradients: sums in each unit's accumulator, steps of each unit's optimizer.
+"""Compares how a run uses its sections' gradients, with one accumulator and one optimizer per unit, with a plain loop.
 
-The other side is a plain loop: one optimizer for all weights, as the job's function builds it, its schedule, and
-clipping by torch. Both use the mean gradients from the accumulators, because a first step of Adam turns gradients that
-differ only in rounding into steps in opposite directions.
+The plain loop has one optimizer for all weights, as the job's function builds it, its schedule, and clipping by torch.
+Both use the mean gradients from the accumulators, because a first step of Adam turns gradients that differ only in
+rounding into steps in opposite directions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from morph.runtime.state.accumulators import Reduced
 from morph.runtime.state.unit_state import UnitState, apply_all, norms_sq, update_rules
 
 NUM_STEPS = 2
-"""A schedule that warms up may begin with a step of length 0."""
+"""Number of optimizer steps to compare: a schedule that warms up may begin with a step of length 0."""
 _RELATIVE = 1e-3
 _ROUNDINGS = 2.0
 _SHOWN = 5
@@ -79,8 +79,8 @@ class StepTrial:
 
         Raises:
             ExportError: the weights differ.
-            JobError: one optimizer for all gives other weights than one for each unit, which the job does not allow; or
-                the optimizer fails.
+            JobError: one optimizer for all weights gives other weights than one per unit, which the job does not allow;
+                or the optimizer fails.
         """
         reduced = {unit: state.reduced for unit, state in self.states.items()}
         gradients = {name: g for held in reduced.values() if held is not None for name, g in held.gradients.items()}
@@ -168,7 +168,7 @@ class Sums:
         self._accumulators[self._unit_of[name]].add(name, gradient)
 
     def reduce(self, num_micro_batches: int) -> dict[str, Tensor] | None:
-        """Set the states' mean gradients and return them; None if sums overflowed, and must be made again."""
+        """Set the states' mean gradients and return them; None if sums overflowed and must be computed again."""
         means: dict[str, Tensor] = {}
         overflowed = False
         for unit, accumulator in self._accumulators.items():

@@ -24,7 +24,7 @@ _MOST_COUNTED = 1 << 20
 
 @dataclass(frozen=True)
 class Look:
-    """The facts of one sample that matter for the choice of pairs.
+    """The properties of one sample that matter for the choice of pairs.
 
     Attributes:
         index: The number of the sample.
@@ -39,7 +39,7 @@ class Look:
 
 
 def look(index: int, sample: Any) -> Look:
-    """Return the facts of one sample."""
+    """Return the properties of one sample."""
     amounts: dict[str, dict[object, float]] = {}
     labels: dict[str, frozenset[float]] = {}
     for key, entry in entries(sample).items():
@@ -65,7 +65,7 @@ def num_other(entry: Tensor, ignored: int) -> int:
 
 
 def unlike_pairs(looks: Sequence[Look]) -> list[tuple[int, int]]:
-    """Return pairs of unlike samples, the most telling first; entries take turns, so that none hides another."""
+    """Return pairs of unlike samples, the most different ones first; entries take turns, so that none hides another."""
     keys = sorted(looks[0].amounts, key=lambda key: _VALUE not in looks[0].amounts[key])
     queues = [[*_extremes(looks, key), *_contrasts(looks, key)] for key in keys]
     found = dict.fromkeys(pair for row in itertools.zip_longest(*queues) for pair in row if pair is not None)

@@ -5,7 +5,8 @@
     trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[morph.spot.hugging_face.Spot()])
     trainer.train(resume_from_checkpoint=morph.spot.restore())
 
-The Trainer's checkpoints hold all that it needs to continue: model, optimizer, scheduler, generators, data position.
+The Trainer's checkpoints hold everything with which it continues: model, optimizer, scheduler, generators, data
+position.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Spot(TrainerCallback):  # type: ignore[misc] # not followed by mypy, see p
     a whole checkpoint of a model that is sharded over several VMs.
 
     Raises:
-        InputError: when training begins: the model is sharded over several VMs.
+        InputError: raised when training begins, if the model is sharded over several VMs.
     """
 
     def __init__(self) -> None:
@@ -66,7 +67,7 @@ class Spot(TrainerCallback):  # type: ignore[misc] # not followed by mypy, see p
     def on_save(self, args: TrainingArguments, state: TrainerState, _control: TrainerControl, **_: object) -> None:
         """See ``TrainerCallback``."""
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if args.world_size > 1:  # the others' generators may lie on other VMs' disks; all ranks have saved by now
+        if args.world_size > 1:  # the other ranks' generators may be on other VMs' disks; all ranks have saved by now
             mine = folder / f"rng_state_{args.process_index}.pth"
             for name, data in gather_object([(mine.name, mine.read_bytes())]):
                 if state.is_world_process_zero and not (folder / name).exists():

@@ -6,8 +6,8 @@
     trainer.fit(model, loader, ckpt_path=morph.spot.restore())
 
 Lightning's checkpoints hold model, optimizer, scheduler and counters, and this callback adds the random generators.
-They hold the place in the data only if the loader has ``state_dict`` and ``load_state_dict``, as torchdata's
-``StatefulDataLoader`` has.
+They hold the place in the data only if the loader has ``state_dict`` and ``load_state_dict``, like torchdata's
+``StatefulDataLoader``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Spot(Callback):  # type: ignore[misc] # not followed by mypy, see pyprojec
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the states until the first batch, because the code before it draws numbers, too."""
+        """Keep the states until the first batch, because the code before it draws random numbers too."""
         self._saved = state_dict
 
     def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""How a training script and ``morph spot-run``, which started it, communicate through files in one folder.
+"""The files in one folder through which a training script and ``morph spot-run``, which started it, communicate.
 
 ``save`` holds the number of the newest order to save; the script appends a line of JSON to ``events`` for each event.
 """
@@ -51,7 +51,7 @@ class Script:
 
     @classmethod
     def of_environment(cls) -> Script:
-        """Return the script's side as the environment set by ``morph spot-run`` describes it."""
+        """Return the script's side, from the environment that ``morph spot-run`` set."""
         folder = os.environ.get(FOLDER)
         return cls(Path(folder) if folder else None, os.environ.get(STORAGE))
 
@@ -105,7 +105,7 @@ class Script:
         into, found = self._folder / f"restored-{restart}", self._folder / f"found-{restart}"
         with (self._folder / "restoring").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if ranks_here() > 1 and found.exists():  # another rank on this VM fetched it
+            if ranks_here() > 1 and found.exists():  # another rank on this VM fetched the backup
                 return Path(text) if (text := found.read_text()) else None
             newest = read_newest(self._storage, into)
             found.write_text("" if newest is None else str(newest))

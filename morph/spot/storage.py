@@ -22,7 +22,8 @@ NUM_KEPT = 2
 
 
 def write_backup(url: str, path: Path) -> int:
-    """Store a file or folder as the newest backup, delete older backups but the newest, and return the new number.
+    """Store a file or folder as the newest backup, delete older backups except the newest of them, and return the new
+    number.
 
     Raises:
         CheckpointError: storage cannot be written.
@@ -49,7 +50,7 @@ def write_backup(url: str, path: Path) -> int:
 
 
 def read_newest(url: str, into: Path) -> Path | None:
-    """Fetch the newest whole backup into a folder, which is emptied first; return its path, None if there is none.
+    """Fetch the newest whole backup into a folder, which is emptied first; return its path, or None without a backup.
 
     Corrupted backups are skipped with a warning.
 
@@ -76,7 +77,7 @@ def read_newest(url: str, into: Path) -> Path | None:
 
 
 def _fetched(filesystem: fsspec.AbstractFileSystem, folder: str, manifest: dict[str, Any], into: Path) -> str | None:
-    """Fetch the files of a backup; return the problem with them, None if there is none."""
+    """Fetch the files of a backup; return the problem with them, or None."""
     into.mkdir(parents=True)
     for name, entry in manifest["files"].items():
         target = into / name

@@ -1,4 +1,4 @@
-"""``check_dependencies``: the dry run of a job, and which of its dependencies Morph handles."""
+"""``check_dependencies``: runs a step of a job on trial, and reports which of its dependencies Morph handles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from morph.tracing.source_lines import keep_lines_of
 from morph.tracing.trials import StepFunction, TrialResult, run_trials
 
 MAX_REAL_ELEMENTS = 1_000_000
-"""Up to here numbers cost a second; a 2.5B model without them takes some seconds too."""
+"""The largest number of elements of a model that runs with real numbers, for about a second."""
 
 
 def check_dependencies(
@@ -44,12 +44,12 @@ def check_dependencies(
         micro_batch_size: m of the dry run; None: the job's, else 2 (1 for a batch that 2 does not divide).
         step_function: ``step(optimizer, parameters by name)``, to look at a step of another loop; None:
             ``optimizer.step()``, as Morph does.
-        exported: The exported job, where it is at hand.
+        exported: The exported job, if it is at hand.
         max_real_elements: Larger models run without numbers, and the optimizer on smaller parameters.
 
     Raises:
-        JobError: a job whose parts fail by themselves.
-        ExportError: a model that torch.export refuses.
+        JobError: a part of the job fails by itself.
+        ExportError: torch.export refuses the model.
     """
     keep_lines_of(job.loss)
     program = exported or export_job(job)
@@ -76,7 +76,7 @@ def check_dependencies(
 
 
 def micro_batch_size_of(job: Job, given: int | None = None) -> int:
-    """Return m of a dry run: as given, else the job's, else 2, with which samples can meet (1 if 2 does not fit)."""
+    """Return m of a dry run: as given, else the job's, else 2, so that samples can interact (1 if 2 does not fit)."""
     return given or job.micro_batch_size or (2 if job.batch_size % 2 == 0 else 1)
 
 
@@ -84,7 +84,7 @@ def require_no_violation(report: DependencyReport, source: str) -> None:
     """Refuse a job with an unhandled violation.
 
     Raises:
-        JobError: naming the first violation's line and what to do.
+        JobError: there is one; the message names the first violation's line and what to do.
     """
     if not report.violations:
         return

@@ -1,4 +1,4 @@
-"""One training step of a cut model in one process: sections in a row, their backward, the optimizer as one instance."""
+"""Runs a training step of a cut model in one process: all sections, their backward, and one optimizer."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _STAND_IN_SIZES = (64, 16, 8, 4, 2)
 
 @dataclass(frozen=True)
 class ModelStep:
-    """What the model's part of a step needs.
+    """The inputs of the model's part of a step.
 
     Attributes:
-        parameters: By name; only shapes and types matter when ``fake``.
-        buffers: Those that the forward writes, by name.
-        constants: By the names in ``Section.constants``.
-        batch: Of one micro-batch.
-        fake: Run without numbers and without memory for them.
+        parameters: Parameters by name; only shapes and types matter if ``fake``.
+        buffers: Buffers that the forward writes, by name.
+        constants: Constants by the names in ``Section.constants``.
+        batch: The entries of one micro-batch.
+        fake: Whether to run without numbers and without memory for them.
     """
 
     parameters: Mapping[str, Tensor]
@@ -124,7 +124,7 @@ def _defined(optimizer: Optimizer) -> Place:
 
 
 def stand_ins(specs: Specs, max_elements: int) -> dict[str, tuple[int, ...]]:
-    """Return shapes of the same parameters, made small enough to try optimizers on; their own if they are."""
+    """Return shapes of the same parameters, made small enough to try optimizers on; unchanged if they are small."""
     for size in (max(max(shape, default=1) for shape, _ in specs.values()), *_STAND_IN_SIZES):
         shapes = {name: tuple(min(length, size) for length in shape) for name, (shape, _) in specs.items()}
         if sum(torch.Size(shape).numel() for shape in shapes.values()) <= max_elements:

@@ -1,4 +1,4 @@
-"""What the tracer reports: plain frozen values that turn into JSON."""
+"""The tracer's report: plain frozen values that turn into JSON."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ Phase = Literal["model", "optimizer"]
 KINDS: dict[Kind, str] = {
     "activation": "a tensor that one section makes and later ones read",
     "tied": "a weight that several sections read",
-    "constant": "a tensor made outside the step, only read",
+    "constant": "a tensor made outside the step and only read",
     "morph": "something that Morph itself does over all units",
     "mixing": "an operation on tensors of several units",
     "leaves": "a tensor becomes a Python number, which cannot be followed",
     "common": "a tensor outside Morph's sight that changes from step to step, for several units",
     "unsaved": "a value that changes from step to step outside optimizer.state[parameter]",
     "random": "random numbers drawn by the optimizer",
-    "differs": "one optimizer for each unit ends elsewhere than one optimizer for all",
+    "differs": "one optimizer for each unit gives other results than one optimizer for all",
     "refused": "the optimizer cannot be built or run for one unit alone",
 }
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an operation stands in the source.
+    """The place of an operation in the source.
 
     Attributes:
         user: ``file:line`` in the user's own files, or None.
-        library: ``file:line`` of the library that did it on the user's behalf, or None.
+        library: ``file:line`` of the library that ran it on the user's behalf, or None.
         function: Name of the function at ``user``, else at ``library``.
     """
 
@@ -51,18 +51,18 @@ class Finding:
     """One dependency between sections.
 
     Attributes:
-        id: Name for ``Job.allowed_dependencies``; it holds no line numbers and no sections.
+        id: Name for ``Job.allowed_dependencies``, without line numbers and sections.
         kind: See ``KINDS``.
         status: ``handled`` by Morph, ``allowed`` by the job, or a ``violation``.
-        phase: In the model's step, or in the optimizer's.
+        phase: Whether it is in the model's step or in the optimizer's.
         operator: Name of the operation, without ``aten``.
-        place: Where it stands.
+        place: The operation's place in the source.
         units: Sections (model) or parameter units (optimizer) that meet, in order.
         shapes: Shapes of the tensors that met, at the first occurrence; those past the eighth are left out.
-        count: How often it happened.
-        num_bytes: Bytes of the weights that are tied, or that cross per micro-batch; 0 where it does not matter.
-        message: What it is, in one sentence.
-        advice: What to do about it; empty when nothing is to be done.
+        count: The number of occurrences.
+        num_bytes: Bytes of tied weights, or of tensors that cross per micro-batch; 0 for other kinds.
+        message: The finding in one sentence.
+        advice: What to do about it; empty if nothing needs to be done.
     """
 
     id: str
@@ -81,7 +81,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class DependencyReport:
-    """What the dry run of one job found.
+    """The result of the dry run of one job.
 
     Attributes:
         job: The job's name.
@@ -89,7 +89,7 @@ class DependencyReport:
         micro_batch_size: m of the dry run, samples.
         units: Ids of the parameter units.
         findings: Violations first, then allowed ones, then handled ones.
-        notes: What was not run as in training, and why.
+        notes: Sentences on parts that were not run as in training, with the reasons.
     """
 
     job: str

@@ -1,4 +1,4 @@
-"""The cut model's sections, one after the other, under a dispatch mode that knows which section made what."""
+"""Runs the cut model's sections under a dispatch mode that knows which section made each tensor."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _BATCH = "batch"
 
 
 class ModelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches the forward of sections; what backward mixes is the mirror of it.
+    """Watches the forward of sections; the backward mixes the same sections.
 
     Args:
-        recorder: Takes what is found.
+        recorder: Collects the findings.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -44,7 +44,7 @@ class ModelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._storages.own(parameters[name], f"s{unit.sections[0]}", holds_data=True, label=name)
 
     def know_batch(self, batch: Mapping[str, Tensor]) -> None:
-        """Take the batch as loaded where it is needed."""
+        """Treat the batch as loaded where it is needed."""
         for tensor in batch.values():
             self._storages.see(tensor, outside=False).label = _BATCH
 
@@ -75,7 +75,7 @@ class ModelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._node = outer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation; what it reads from other sections is a finding, what it makes is this section's."""
+        """Run an operation; inputs from other sections are findings, and its results belong to this section."""
         options = kwargs or {}
         result = func(*args, **options)
         for influence in influences_of(func, args, options, result):
@@ -102,7 +102,7 @@ class ModelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _crossing(self, func: Any, known: Known, tensor: Tensor) -> None:
         assert known.tag is not None
         occurrence = (self._section, self._node, known.reference.cdata)
-        if occurrence in self._noted:  # one operation of the user's may be several of torch's
+        if occurrence in self._noted:  # one operation of the user may be several operations of torch
             return
         self._noted.add(occurrence)
         (home,) = known.tag.units
@@ -123,7 +123,7 @@ class ModelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return target, recorded(self._node.meta.get("stack_trace"))
 
     def finish(self) -> None:
-        """Note constants that several sections read."""
+        """Record constants that several sections read."""
         for known in self._storages.entries():
             if known.read_at is not None and len(known.users) > 1:
                 operator, place = known.read_at

@@ -1,4 +1,4 @@
-"""The optimizer's steps under a dispatch mode that knows whose data every tensor holds, and what ``item()`` gives."""
+"""Runs the optimizer's steps under a dispatch mode that knows whose data tensors and numbers from ``item()`` hold."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         unit_of: Unit of each parameter, by the parameter's name.
-        recorder: Takes what is found.
+        recorder: Collects the findings.
     """
 
     def __init__(self, unit_of: Mapping[str, str], recorder: Recorder) -> None:
@@ -41,13 +41,13 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watching(self, epoch: int) -> Iterator[None]:
-        """Watch what runs inside."""
+        """Watch the operations in the block."""
         self.storages.epoch = epoch
         with _PythonExits(self), self:
             yield
 
     def own(self, parameters: Mapping[str, Tensor], optimizer: Optimizer | None = None) -> None:
-        """Name the owners of parameters, gradients and what is saved of the optimizer; before each step."""
+        """Name the owners of parameters, gradients and the optimizer's saved state; called before each step."""
         for name, parameter in parameters.items():
             known = self.storages.find(parameter)
             if known is not None and known.owner is None:  # its data was replaced during the step
@@ -81,7 +81,7 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._numbers, self._listed = before
 
     def number(self, tensor: Tensor, value: Any) -> Any:
-        """Return what ``item()`` gave as a number that knows whose data it holds, where it can."""
+        """Return the result of ``item()`` as a number that knows whose data it holds, if possible."""
         known = self.storages.find(tensor)
         tag = known.tag if known else None
         return _Number(value, tag, self) if type(value) is float and tag else value
@@ -96,12 +96,12 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Tag(units, roots)
 
     def _tags_at(self, index: int, num_influences: int) -> list[Tag]:
-        """Tags of the numbers that go into one influence of the present call."""
+        """Return the tags of the numbers that go into one influence of the present call."""
         listed = (entries[index] for entries in self._listed if len(entries) == num_influences > index)
         return [*self._numbers, *(entry.tag for entry in listed if isinstance(entry, _Number))]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and note what its tensors mean for its results."""
+        """Run the operation and record how its tensors influence its results."""
         options = kwargs or {}
         lifting = name_of(func) in _LIFTING
         for tensor in tensors_in((*args, *options.values())):
@@ -123,7 +123,7 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def leaves(self, operator: str, tensors: tuple[Tensor, ...]) -> None:
-        """Note that tensors became Python values."""
+        """Record that tensors became Python values."""
         tags = [known.tag for known in (self.storages.see(tensor, outside=True) for tensor in tensors) if known.tag]
         if tags and not any(tag.roots for tag in tags):
             units = {unit for tag in tags for unit in tag.units}
@@ -179,12 +179,12 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known.born = self.storages.epoch
 
     def _reach(self, tag: Tag | None, unit: str) -> None:
-        """Note that what mixed before ``tag`` went into a unit."""
+        """Record that a mixed value, ``tag``, went into a unit."""
         for root in tag.roots if tag else ():
             self._recorder.records[root].reached.add(unit)
 
     def _note_carried(self, func: Any, influence: Influence, reads: list[Known], writes: list[Known]) -> None:
-        """Find values that live from step to step where Morph does not keep them."""
+        """Find values that live from step to step in a place that Morph does not save."""
         now = self.storages.epoch
         if now < FIRST_SETTLED_EPOCH:
             return
@@ -216,7 +216,7 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return key
 
     def finish(self) -> None:
-        """Note the tensors made outside that several units read and nothing changed: equal on every worker."""
+        """Record outside tensors that several units read and that nothing changed: they are equal on every worker."""
         for known in self.storages.entries():
             if known.read_at is not None and not known.changed and len(known.users) > 1:
                 operator, place = known.read_at
@@ -224,7 +224,7 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Number(float):
-    """A Python number that knows whose data it holds; so do results of its arithmetic."""
+    """A Python number that knows whose data it holds; so do the results of its arithmetic."""
 
     tag: Tag
     mode: OptimizerMode
@@ -265,7 +265,7 @@ for _name in ("neg", "pos", "abs"):
 
 
 class _PythonExits(TorchFunctionMode):
-    """Sees the ways to Python that run no operation, ``tolist`` and ``numpy``, and numbers that come back from it."""
+    """Watches ways to Python that run no operation (``tolist``, ``numpy``), and numbers that come back from there."""
 
     def __init__(self, mode: OptimizerMode) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Collects occurrences and merges those of one operation on one line into one finding."""
+"""Collects dependencies, and merges occurrences of one operation on one line into one finding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REDUCING = ("norm", "stack", "cat", "add", "sum", "mean", "max", "min", "mul", 
 
 
 def describe(record: Record) -> tuple[str, str]:
-    """Return (what it is, what to do about it)."""
+    """Return a sentence on a finding, and the advice on it."""
     fixed = _FIXED.get(record.kind)
     return fixed if fixed else _DESCRIBE[record.kind](record)
 
@@ -134,8 +134,8 @@ class Record:
 
     Attributes:
         reached: Units whose parameters or state a mixed value was written into.
-        handled: Whether Morph takes care of it.
-        names: Tensors it is about, with their bytes.
+        handled: Whether Morph handles the dependency.
+        names: The tensors that it concerns, with their bytes.
     """
 
     kind: Kind
@@ -167,7 +167,7 @@ class Recorder:
         tensors: Sequence[Tensor] = (),
         **about: str,
     ) -> Record:
-        """Note one occurrence; ``about`` may hold ``detail``."""
+        """Record one occurrence; ``about`` may hold ``detail``."""
         record = self.records.setdefault((kind, operator, place), Record(kind, phase, operator, place))
         if not record.count:
             record.shapes = tuple(tuple(tensor.shape) for tensor in tensors[:_SHOWN_SHAPES])

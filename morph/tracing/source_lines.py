@@ -1,4 +1,4 @@
-"""From a Python stack, or the stack that export recorded, to the user's line and the library's."""
+"""Finds the user's line and the library's in a Python stack, or in a stack that export recorded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Frame = tuple[str, int, str]
 
 
 def here() -> Place:
-    """Return where the running operation stands: the frames between the dry run and the modes that watch it."""
+    """Return the place of the running operation, from the frames between the dry run and the modes that watch it."""
     frames: list[Frame] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -42,7 +42,7 @@ def here() -> Place:
 
 
 def keep_lines_of(function: Callable[..., object]) -> None:
-    """Ask export to record lines of a function besides those of modules' forwards, where torch can."""
+    """Let export record lines of a function besides those of modules' forwards, if this torch can."""
     register = getattr(torch.fx.proxy, "_register_stack_trace_anchor", None)
     if register is not None:
         register(inspect.unwrap(function))

@@ -1,4 +1,4 @@
-"""What is known of each piece of memory: a table by storage, so that views share it, without keeping any alive."""
+"""A table of facts about memory by storage, so that views share an entry; it keeps no storage alive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SWEEP_EVERY = 4096
 
 @dataclass(frozen=True)
 class Tag:
-    """Whose data a tensor holds.
+    """The units whose data a tensor holds.
 
     Attributes:
         units: Sections or parameter units; more than one after an operation that mixed them.
@@ -30,16 +30,16 @@ class Known:
     """One storage.
 
     Attributes:
-        born: Epoch in which the present value was made, or first seen.
-        outside: Not made by an operation in sight.
-        tag: Whose data it holds; None while it holds nobody's.
-        owner: Unit to which Morph itself ties it (parameter, gradient, saved optimizer state).
-        kept: In the state that Morph saves, whether it holds a unit's data or not.
-        users: Units whose tensors it, or what was made from it, was used with.
-        sources: Older tensors of nobody that it was made from.
-        label: Name to show.
-        changed: Its value lives from step to step and changes.
-        read_at: Operation and line that first read it together with a unit's data.
+        born: The epoch in which the present value was made or first seen.
+        outside: Whether no watched operation made it.
+        tag: The units whose data it holds; None while it holds no unit's data.
+        owner: The unit to which Morph itself ties it (parameter, gradient, saved optimizer state).
+        kept: Whether it is in the state that Morph saves, even if it holds no unit's data.
+        users: Units with whose tensors it, or a value made from it, was used.
+        sources: Older tensors without a unit from which it was made.
+        label: The name to show.
+        changed: Whether its value lives from step to step and changes.
+        read_at: The operation and line that first read it together with a unit's data.
     """
 
     reference: StorageWeakRef
@@ -63,11 +63,11 @@ class Storages:
         self._known: dict[int, Known] = {}
 
     def find(self, tensor: Tensor) -> Known | None:
-        """Return what is known of the tensor's storage."""
+        """Return the entry of the tensor's storage."""
         return self._known.get(tensor.untyped_storage()._cdata)
 
     def see(self, tensor: Tensor, *, outside: bool) -> Known:
-        """Return what is known of the tensor's storage, taking it into the table first if it is new."""
+        """Return the entry of the tensor's storage, which is made if it is new."""
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)
         if known is None:
@@ -83,13 +83,13 @@ class Storages:
             del self._known[key]
 
     def entries(self) -> list[Known]:
-        """Return everything that is known."""
+        """Return all entries."""
         return list(self._known.values())
 
     def own(self, tensor: Tensor, unit: str, *, holds_data: bool, label: str) -> None:
-        """Tie a tensor to a unit: writing another's data into it does not change whose it is.
+        """Tie a tensor to a unit: writing another unit's data into it does not change its owner.
 
-        Memory that several units share is all of theirs.
+        Memory that several units share belongs to all of them.
         """
         known = self.see(tensor, outside=False)
         known.kept = True

@@ -1,10 +1,10 @@
-"""Does one optimizer for each unit end where one optimizer for all parameters does, bit for bit?
+"""Tries whether one optimizer for each unit gives the same bits as one optimizer for all parameters.
 
 The tracer sees operations; it does not see what Python does with numbers that left the tensors, with the length of the
-list of parameters, or with numbers kept on the optimizer. The trials do, for the gradients that they try: ordinary,
-large and small ones, an overflow in one unit only, and some that keep their direction in every other unit only, until
-a step size that is estimated over all parameters has moved. One trial goes on from counters set far ahead, as if a
-warm-up were over. Parameters, their state and the numbers of their groups are compared.
+list of parameters, or with numbers kept on the optimizer. The trials see all this, for the gradients that they try:
+ordinary, large and small ones, an overflow in one unit only, and gradients that keep their direction only in every
+other unit, until a step size that is estimated over all parameters has moved. One trial continues from counters set far
+ahead, as if a warm-up were over. Parameters, their state and the numbers of their groups are compared.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _NUM_STEPS = 2
 _STEADY_STEPS = 12
 _SCALES = (1.0, 1e4, 1e-4)
 _LATE_STEP = 10_000
-"""Steps that no warm-up inside an optimizer exceeds."""
+"""A number of steps that no warm-up inside an optimizer exceeds."""
 Gradients = Sequence[Callable[[str], Tensor]]
-"""Of each step, by the parameter's name."""
+"""The gradients of each step, by the parameter's name."""
 Outcome = dict[str, dict[str, object]]
 
 
@@ -44,12 +44,12 @@ class _Case:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What the trials found.
+    """The findings of the trials.
 
     Attributes:
-        differing: Units that ended elsewhere, and with which gradients.
-        refused: Unit and error, where the optimizer could not be built or run for one unit alone.
-        lost: Units that ended elsewhere after a move to another worker between two steps.
+        differing: Units with other results, and the gradients of the trial.
+        refused: Unit and error, if the optimizer could not be built or run for one unit alone.
+        lost: Units with other results after a move to another worker between two steps.
     """
 
     differing: Mapping[str, str]
@@ -64,7 +64,7 @@ def run_trials(
 
     Args:
         parameters: Initial values by name; they are copied.
-        units: The units they belong to.
+        units: The units to which they belong.
         make: The job's optimizer function.
         step: Runs one step of an optimizer, for the parameters by name.
     """
@@ -125,7 +125,7 @@ def _cases(parameters: Mapping[str, Tensor], units: Sequence[ParameterUnit]) -> 
 
 
 def _outcome(values: Mapping[str, Tensor], case: _Case, make: MakeOptimizer, step: StepFunction) -> Outcome:
-    """Run the steps; returns each parameter's end: its value, state and group, or the error that ended it."""
+    """Run the steps; return each parameter's final value, state and group, or the error that ended the run."""
     torch.manual_seed(0)
     parameters = {name: Parameter(value.clone()) for name, value in values.items()}
     try:
@@ -143,7 +143,7 @@ def _outcome(values: Mapping[str, Tensor], case: _Case, make: MakeOptimizer, ste
 
 
 def _counts(optimizer: Optimizer) -> dict[tuple[int, object], float]:
-    """Whole numbers of state and groups, by where they are kept."""
+    """Return the whole numbers in state and groups, by their places."""
     kept = (*optimizer.state.values(), *optimizer.param_groups)
     return {
         (id(entries), key): float(value)
@@ -154,7 +154,7 @@ def _counts(optimizer: Optimizer) -> dict[tuple[int, object], float]:
 
 
 def _skip(optimizer: Optimizer, before: Mapping[tuple[int, object], float]) -> None:
-    """Set far ahead what the last step has counted one up."""
+    """Set far ahead the counters that the last step has incremented."""
     now = _counts(optimizer)
     for entries in (*optimizer.state.values(), *optimizer.param_groups):
         for key in entries:

@@ -1,4 +1,4 @@
-"""How Morph treats each argument of a Trainer: honoured, without effect here, or refused."""
+"""Defines how Morph treats each argument of a Trainer: it is honoured, has no effect here, or is refused."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Rule:
     """How one argument is treated.
 
     Attributes:
-        how: ``honoured``, ``no effect`` or ``refused``; the last holds for any value but the default.
-        note: The field of the job that it sets, or the reason why it has no effect, or the alternative.
+        how: ``honoured``, ``no effect`` or ``refused``; a refused argument must have its default value.
+        note: The field of the job that the argument sets, the reason why it has no effect, or the alternative.
         allowed: If not empty, the only values that are honoured.
     """
 

@@ -1,4 +1,4 @@
-"""A job from a Trainer of transformers: ``morph.hf.job(trainer)`` in place of ``trainer.train()``.
+"""Makes a job from a Trainer of transformers: ``morph.hf.job(trainer)`` replaces ``trainer.train()``.
 
 ::
 
@@ -275,7 +275,7 @@ def _num_items(trainer: Any, batch: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _uses_number_of_items(trainer: Trainer, batch: dict[str, Tensor]) -> bool:
-    """Whether the loss is divided by the number that it is given: tried on shapes alone if possible, else with data."""
+    """Whether the loss is divided by a given number of items: tried on shapes alone if possible, else with data."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -31,7 +31,7 @@ class Source:
         call: The beginning of the call, as a user writes it: ``morph.hf.job(trainer``.
         field: The name of the collator in errors.
         collator: The user's own collator, which the loader's collator may wrap.
-        column: Returns the lengths that a data set has as a column of its own, None if it has no such column.
+        column: Returns the lengths that a data set has in a column; None if it has no such column.
     """
 
     call: str
@@ -99,7 +99,7 @@ def _collated(collate: Any, samples: list[Any]) -> Entries:
 def _lengths_of(
     data: Any, places: Sequence[int], longest: Sequence[int], varying: Sequence[str], source: Source
 ) -> Callable[[Any], NDArray[np.int64]]:
-    """Return a function that returns the lengths of a data set's samples: those of the entries that vary in batches.
+    """Return a function that returns the lengths of a data set's samples, from the entries whose length varies.
 
     ``longest``: the lengths of the batches that the samples at ``places`` make, each by itself.
     """
@@ -145,7 +145,7 @@ def _entry(sample: Any, name: str) -> Any:
 
 
 def _buckets(lengths: Sequence[Any], multiple: int) -> tuple[int, ...]:
-    """Return the longest length, and up to three powers of two below it that hold samples, ascending."""
+    """Return up to three powers of two, each long enough for some sample, and then the longest length."""
     shortest, longest = (int(of([of(some) for some in lengths])) for of in (min, max))
     power = 1 << max(0, (longest - 1).bit_length() - 1)
     found = [longest]
@@ -169,7 +169,7 @@ def _padding(together: Entries, alone: Sequence[Entries], varying: Sequence[str]
 
 
 def _fill(row: Tensor, own: Tensor) -> float | None:
-    """Return the value behind, or before, a row's own entries, which a collator may draw anew in each batch."""
+    """Return the value before or after a row's own entries. A collator may draw these entries anew in each batch."""
     size = own.shape[0]
     sides = [(row[size:], row[:size]), (row[:-size], row[-size:])]
     even = [bool((fill == fill[0]).all()) for fill, _ in sides]

@@ -39,7 +39,7 @@ def job(module: Any, loader: Any, eval_loader: Any = None, *, trainer: Any = Non
         module: A LightningModule; its ``training_step`` returns the loss.
         loader: A DataLoader of the training data.
         eval_loader: A DataLoader of the evaluation data; ``eval_every_steps`` is then a further argument.
-        trainer: A Trainer, of which only the settings of clipping, accumulation and precision are used.
+        trainer: A Trainer; only its settings of clipping, accumulation and precision are used.
         replaced: Fields of :class:`morph.Job` that replace those derived from the other arguments.
 
     Raises:

@@ -171,5 +171,5 @@ def test_a_secret_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
             find_token(path, None)
     with pytest.raises(ConfigError, match="MORPH_PEER_TOKEN: the secret has 3 characters"):
         find_token(None, "abc")
-    with pytest.raises(ConfigError, match="--token-file: the other node must be told from strangers"):
+    with pytest.raises(ConfigError, match="--token-file: the two nodes need a secret by which they know each other"):
         find_token(None, None)

@@ -340,8 +340,8 @@ def test_settings_count_in_place_of_what_the_file_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        (["vms.num_vms"], r"--set: is no setting \(got 'vms\.num_vms'\); allowed: KEY=VALUE"),
-        (["vms..num_vms=3"], r"--set: is no setting"),
+        (["vms.num_vms"], r"--set: is not a setting \(got 'vms\.num_vms'\); allowed: KEY=VALUE"),
+        (["vms..num_vms=3"], r"--set: is not a setting"),
         (["vms.num_vms=3", "vms.num_vms=4"], r"--set vms\.num_vms: is set twice \(got '4'\)"),
         (["vms.num_vms=many"], r"^--set vms\.num_vms: .* \(got 'many'\); allowed: an integer"),
         (["vms.number=3"], r"^--set vms\.number: unknown key"),

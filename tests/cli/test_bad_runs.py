@@ -60,7 +60,7 @@ def test_a_number_of_vms_to_keep_and_a_trace_exclude_one_another(given: Given) -
     path = given.file("cluster.yaml", "vms: {keep: 2}")
     told = given.run_refused("--trace", given.file("trace.csv", HEADER + "0,add,x\n"))
     assert told == (
-        f"{path}: vms.keep: the trace decides which VMs come and go (got 2); allowed: vms.keep or --trace, not both"
+        f"{path}: vms.keep: the trace determines which VMs come and go (got 2); allowed: vms.keep or --trace, not both"
     )
 
 

@@ -106,7 +106,7 @@ def test_a_copy_of_the_newest_passes_over_what_is_damaged(run_dir: Path, tmp_pat
     result = checkpoints("copy", run_dir, target)
     assert result.exit_code == 0
     assert result.stdout.startswith("copied version 40, ")
-    assert "version 60 is passed over, and version 40 is the newest whole version" in result.stderr
+    assert "version 60 is skipped, and version 40 is the newest whole version" in result.stderr
     assert [(entry.version, entry.complete) for entry in stored_versions(str(target))] == [(40, True)]
     assert "is there already" in said("copy", url, target, "--version", 40).replace(f"in {target}", "there")
     assert "s1" in refused("copy", url, target, "--version", 60, code=1)

@@ -140,7 +140,7 @@ def test_status_says_that_the_manager_is_gone_or_silent_here_and_elsewhere(tmp_p
         (path / GOES_ON).unlink()
     assert "unmanaged (no process manages it; the last entry of its journal is of 1970-01-01 00:16:40 UTC" in told()
     (path / GOES_ON).write_text(GoesOn(sentence="it was killed", again_s=now_s).model_dump_json())
-    assert "unmanaged (it was killed; it goes on at" in told()
+    assert "unmanaged (it was killed; it continues at" in told()
     (path / GOES_ON).write_text(GoesOn(sentence="it was killed", again_s=now_s - 2 * SILENT_S).model_dump_json())
     lock.write_text(f"4711\n{socket.gethostname()}\n")  # a killed manager leaves the file like this
     assert "its manager, process 4711, is gone; the last entry" in told()

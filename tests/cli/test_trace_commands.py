@@ -233,7 +233,7 @@ def test_a_recorded_trace_has_no_more_vms_than_a_cluster_file_keeps(files: tuple
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--vms", "4", "--policy", "mix-100"], "--policy: is no policy (got 'mix-100')"),
+        (["--vms", "4", "--policy", "mix-100"], "--policy: is not a policy (got 'mix-100')"),
         (["--vms", "4", "--until", "soon"], "--until: is not a bound (got 'soon')"),
         (["--vms", "4", "--until", "2001-01-01"], "--until: is over (got '2001-01-01')"),
         (["--vms", "4", "--until", "50usd"], "--until: needs prices (got '50usd')"),

@@ -153,7 +153,7 @@ def never(arm: FakeArm, directory: Path) -> list[str]:
     arm.faults = [Fault("GET", "virtualMachines", 503, "ServerBusy", {"Retry-After": "400"}, times=99)]
     run.end()
     assert set(arm.machines) == NAMES
-    assert run.has("tiny-1-0, tiny-1-1 may be there")
+    assert run.has("tiny-1-0, tiny-1-1 may exist")
     assert run.has("what ends them: morph cloud reconcile azure.yaml --run tiny-1 --job tiny")
     arm.faults = []
     told = [*run.told, "Azure answers again", *reconcile(arm)]

@@ -49,7 +49,7 @@ class Cases(dict[str, Case]):
 
 
 QUIET = re.compile(
-    r"nothing is due|.* is ready|\d+ workers? (is ready|are ready|could start).*|\d+ more (is|are) awaited a while"
+    r"nothing is due|.* is ready|\d+ workers? (is ready|are ready|could start).*|waiting a while for \d+ more"
     r"|.* its worker is started"
 )
 

@@ -201,6 +201,6 @@ def of_the_gone(arm: FakeArm, directory: Path) -> list[str]:
         run.lose(VM)
         run.until_whole()
         metadata.script("GET", EVENTS, preempt())
-        run.until(lambda: run.has("is not known, or was lost"), "the late notice")
+        run.until(lambda: run.has("is unknown, or was lost"), "the late notice")
         assert len(run.ready()) == 2
         return run.told

@@ -492,10 +492,10 @@ def test_a_joiner_with_its_own_schedule_or_groups_is_refused() -> None:
     nets = [Net(), Net(), Net()]
     one, scheduled = (TrainingState(net, sgd(net)) for net in nets[:2])
     scheduled.scheduler = step_lr(scheduled.optimizer)
-    with pytest.raises(InputError, match="lr_scheduler: is given at this worker alone"):
+    with pytest.raises(InputError, match="lr_scheduler: is given only at this worker"):
         scheduled.unpack(one.pack())
     grouped = TrainingState(nets[2], torch.optim.SGD([{"params": [p]} for p in nets[2].parameters()]))
-    with pytest.raises(InputError, match="optimizer: is not the one that the other workers train with"):
+    with pytest.raises(InputError, match="optimizer: is not the one with which the other workers train"):
         grouped.unpack(one.pack())
 
 

@@ -105,7 +105,9 @@ def test_without_a_killed_manager_there_is_nothing_to_find(run_dir: RunDir) -> N
 
 def test_another_command_than_the_runs_is_refused_and_the_run_lives_on(run_dir: RunDir, host: Host) -> None:
     write_journal(run_dir)
-    with pytest.raises(RunDirError, match="--steps: is not what this run was started with, whose VMs still live"):
+    with pytest.raises(
+        RunDirError, match="--steps: differs from the value with which this run was started, and its VMs still live"
+    ):
         find_living(run_dir, {**COMMAND, "--steps": "20"})
     assert not host.join()
     assert (run_dir.path / ATTACHMENT).exists()

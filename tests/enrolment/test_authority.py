@@ -67,15 +67,15 @@ def test_a_request_for_the_senders_own_name_and_address_is_signed() -> None:
 
 CA = x509.BasicConstraints(ca=True, path_length=None)
 REFUSED = {
-    "another address": (signing_request(new_key(), NODE, "127.0.0.3"), "something else than the address"),
+    "another address": (signing_request(new_key(), NODE, "127.0.0.3"), "something other than"),
     "a further address": (
         request_with(x509.SubjectAlternativeName([*names_of(), *names_of("127.0.0.3")])),
-        "something else than the address",
+        "something other than",
     ),
-    "no address": (request_with(), "something else than the address"),
-    "an authority": (request_with(names_of(), CA), "something else than the address"),
-    "an authority without an address": (request_with(CA), "something else than the address"),
-    "another node's name": (signing_request(new_key(), "tiny-1-1", ADDRESS), "another name than tiny-1-0"),
+    "no address": (request_with(), "something other than"),
+    "an authority": (request_with(names_of(), CA), "something other than"),
+    "an authority without an address": (request_with(CA), "something other than"),
+    "another node's name": (signing_request(new_key(), "tiny-1-1", ADDRESS), "a name other than tiny-1-0"),
     "an RSA key": (request_with(names_of(), key=rsa.generate_private_key(65537, 2048)), "curve P-256"),
     "another curve": (request_with(names_of(), key=ec.generate_private_key(ec.SECP384R1())), "curve P-256"),
     "somebody else's key": (with_another_key(signing_request(new_key(), NODE, ADDRESS)), "not signed with its own"),

@@ -150,7 +150,7 @@ def test_whatever_is_changed_on_the_way_nothing_is_signed_or_believed(world: Wor
 def test_a_request_from_another_address_is_refused_and_reported(world: World) -> None:
     with (
         man_in_the_middle(world.server.port, "127.0.0.3") as port,
-        pytest.raises(NotEnrolled, match=r"something else than the address 127\.0\.0\.3 it comes from"),
+        pytest.raises(NotEnrolled, match=r"something other than 127\.0\.0\.3, from which it comes"),
     ):
         world.enrol(port, patience_s=BOUND_S)
     (fact,) = world.facts()

@@ -81,7 +81,7 @@ def test_only_what_is_named_is_forgotten(own_history: Path) -> None:
     fill()
     refused = history("--forget")
     assert refused.exit_code == 2
-    assert "--forget: needs a kind of VMs to forget; allowed: with --provider" in refused.stderr
+    assert "--forget: needs an option that selects the VMs to forget; allowed: with --provider" in refused.stderr
     assert len(kept_lives(own_history, {})) == 4
     assert history("--forget", "--provider", "local").stdout == "1 VM is forgotten\n"
     assert {life.vm for life in kept_lives(own_history, {})} == {"a", "b", "c"}

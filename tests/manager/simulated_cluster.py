@@ -492,7 +492,7 @@ class SimulatedCluster(World):
         newer = sorted(passed for passed in self.checkpoints if passed > version)
         self.checkpoints.difference_update(newer)
         self.told_written.difference_update(newer)
-        told = tuple(f"version {passed} is passed over" for passed in newer)
+        told = tuple(f"version {passed} is skipped" for passed in newer)
         manifest = self.manifest_of(version)
         self.emit(CheckpointFound(manifest=manifest, passed_over=told))
 

@@ -565,8 +565,8 @@ def test_a_trace_of_two_types_trains_on_the_types_present() -> None:
 @pytest.mark.parametrize(
     ("text", "gpus", "policies", "problem"),
     [
-        ("p3", 1, ("morph",), "are no types"),
-        ("p3=v100,p3=t4", 1, ("morph",), "are no types"),
+        ("p3", 1, ("morph",), "are not types"),
+        ("p3=v100,p3=t4", 1, ("morph",), "are not types"),
         ("p3=v100,g4=t4", 4, ("morph",), "is for VMs with one GPU"),
         ("p3=v100,g4=t4", 1, ("morph", "drop"), "is not supported by drop"),
     ],

@@ -61,7 +61,7 @@ def nobody_can_load(script: Script) -> tuple[Action, ...]:
 def test_a_damaged_version_is_skipped_by_the_same_workers(script: Script) -> None:
     assert nobody_can_load(script) == (FindCheckpoint(doubted=6),)
     assert script.state.phase is Phase.RESTING
-    actions = script.tell(CheckpointFound(manifest=manifest(3), passed_over=(f"{DAMAGED}; version 6 is passed over",)))
+    actions = script.tell(CheckpointFound(manifest=manifest(3), passed_over=(f"{DAMAGED}; version 6 is skipped",)))
     assert receivers(actions, SendReshape) == ["n3", "n4"]
     assert len(actions) == 2  # no worker is ended, and nothing is given back or requested
     assert script.code == "set_back"

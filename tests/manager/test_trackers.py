@@ -89,7 +89,7 @@ def test_incomplete_checkpoints_are_reported_once(run: Path, monkeypatch: pytest
         left = [entry for entry in entries if saved or '"kind":"manifest_written"' not in entry.payload_json]
         told = [one for entry in left for one in reader.take(entry) if isinstance(one, Trouble)]
         assert [one.kind for one in told] == ([] if saved or missed_saves > 4 else ["not_saved"])
-        assert all("(there is none), where one is due every" in one.sentence for one in told)
+        assert all("(there is none), but one is due every" in one.sentence for one in told)
 
 
 def watching(kind: str, run_dir: Path, **fields: object) -> Watching:
@@ -260,7 +260,7 @@ def callback(folder: Path, name: str, **fields: object) -> Watching:
 def test_a_callback_that_hangs_or_fails_is_reported_once_and_skipped(run: Path, folder: Path) -> None:
     said = watch(callback(folder, "Recorder", limit_s=2.0))
     name = f"note: callback {folder / 'callbacks.py'}:Recorder"
-    goes_on = "training goes on without that"
+    goes_on = "training continues"
     gave_up = "took more than 2 s, and was given up"
     assert said == [
         f"{name}: StepDone of step 3 {gave_up}; {goes_on}",

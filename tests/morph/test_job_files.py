@@ -92,7 +92,7 @@ def test_a_job_whose_files_are_gone_is_still_there(folder: Path) -> None:
 def test_foreign_files_are_refused_by_workers_and_accepted_by_managers(folder: Path) -> None:
     (folder / "other.py").write_text("y = 1", encoding="utf-8")
     sys.path.append(str(folder))
-    with files(folder).in_use(), pytest.raises(ImportError, match=r"other\.py is not code that the run began with"):
+    with files(folder).in_use(), pytest.raises(ImportError, match=r"other\.py is not code with which the run began"):
         __import__("other")
     sys.path.append(str(folder))
     growing = files(folder, growing=True)

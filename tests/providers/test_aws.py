@@ -301,7 +301,7 @@ def test_a_template_of_somebody_elses_is_left_alone(ec2: FakeEc2, tmp_path: Path
     name = "morph-tiny-1"
     ec2.real.create_launch_template(LaunchTemplateName=name, LaunchTemplateData={"ImageId": ec2.spec.image})
     provider = ec2.provider(tmp_path)
-    with pytest.raises(Misconfigured, match="launch template morph-tiny-1 is there without the tags of this run"):
+    with pytest.raises(Misconfigured, match="launch template morph-tiny-1 exists without the tags of this run"):
         provider.request("a", 1)
     provider.dismantle()
     assert ec2.left()["launch templates"] == [name]
@@ -474,7 +474,7 @@ def test_botocore_retries_throttled_calls_and_a_proxys_page_is_refused(endpoint:
 def test_a_run_that_is_over_asks_for_nothing_more(ec2: FakeEc2, tmp_path: Path) -> None:
     provider = ec2.provider(tmp_path)
     provider.stop()
-    with pytest.raises(Transient, match="not waited for any more"):
+    with pytest.raises(Transient, match="no longer waited for"):
         provider.request("a", 2)
     assert "CreateFleet" not in ec2.calls
     ec2.error_of_all = "UnfulfillableCapacity"

@@ -338,7 +338,7 @@ def test_a_foreign_vm_in_the_runs_scale_set_survives(arm: FakeArm, tmp_path: Pat
 def test_a_foreign_vm_under_our_name_is_left_alone(arm: FakeArm, tmp_path: Path) -> None:
     arm.put_by_others("a-0")
     azure = provider(arm, tmp_path)
-    with pytest.raises(Misconfigured, match="a-0 is there without the tags of this run"):
+    with pytest.raises(Misconfigured, match="a-0 exists without the tags of this run"):
         azure.request("a", 2)
     azure.delete(["a-0", "a-1"])
     assert arm.machines["a-0"]["tags"] == {"owner": "somebody"}

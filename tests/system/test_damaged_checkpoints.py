@@ -37,7 +37,7 @@ def _truncate(file: Path) -> None:
 
 DAMAGES: tuple[tuple[Callable[[Path], None], str], ...] = (
     (_flip, "differs from its manifest"),
-    (_truncate, "bytes, its manifest"),
+    (_truncate, "by its manifest"),
     (Path.unlink, "the file is missing"),
     (_flip, MANIFEST),
     (_truncate, MANIFEST),
@@ -127,11 +127,11 @@ def test_a_damaged_newest_checkpoint_costs_no_correct_weights(tiny_job: TinyJob,
         told = " ".join(found.passed_over) or f"version {version} is gone"
         assert DAMAGES[index][1] in told
         if DAMAGES[index][1] != "is gone":
-            assert f"version {version} is passed over, and version {found.manifest.version} is the newest" in told
+            assert f"version {version} is skipped, and version {found.manifest.version} is the newest" in told
         assert found.manifest.version < version
         assert vandal.present[index] == set(vandal.pids) - set(vandal.killed[: index + 1])  # no other worker was ended
     events = CliRunner().invoke(app, ["events", str(tmp_path / "run")]).output
-    told = re.findall(r"(?:passed over|gone), and version \d+ is the newest whole version; \d+ more steps? ", events)
+    told = re.findall(r"(?:skipped|gone), and version \d+ is the newest whole version; \d+ more steps? ", events)
     assert len(told) == len(DAMAGES)
 
 

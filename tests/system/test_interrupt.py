@@ -189,9 +189,9 @@ def test_a_run_that_is_stopped_and_killed_repeatedly_ends_with_equal_weights(
     damaged = run.truncate()
 
     with run.resume() as command:
-        told = command.wait_for_line("is passed over")
+        told = command.wait_for_line("is skipped")
         assert damaged.name in told
-        assert f"version {newest} is passed over, and version {before} is the newest whole version" in told
+        assert f"version {newest} is skipped, and version {before} is the newest whole version" in told
         command.wait_for_line("finished")
         assert command.wait_for_end() == 0, command.output
         assert "Traceback" not in command.output

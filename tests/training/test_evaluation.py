@@ -158,7 +158,7 @@ class Keyless(Points):
         ({"lr_scheduler": lambda o: None}, "lr_scheduler: does not return a scheduler"),
         (
             {"step_entry": "x"},
-            "step_entry: names an entry of the batch that is to be the number of the step, and is (8,) torch.float32 "
+            "step_entry: names an entry of the batch for the number of the step, which is (8,) torch.float32 "
             "in a sample (got 'x'); allowed: a whole number in each sample, such as 0",
         ),
     ],

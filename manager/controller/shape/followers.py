@@ -27,8 +27,8 @@ COPY_BYTES_PER_S = 2.0e9
 FREE_S, FREE_SHARE = 0.001, 0.01
 """Followers of a small state are always kept if they add less than this to a step, in seconds and as a share of it.
 
-Steps vary by more than that. The rate of VM losses is a guess until several were seen, and a loss that goes back to a
-checkpoint repeats steps that a follower would have saved.
+Steps vary by more than that. The rate of VM losses is a guess until several have been seen, and a loss that goes back
+to a checkpoint repeats steps that a follower would have saved.
 """
 MEASURED_FROM_BYTES = 1 << 24
 """Bytes. The time to move a smaller state measures threads and messages rather than the link."""
@@ -62,7 +62,7 @@ class Redundancy(NamedTuple):
 
 
 def followers_due(transition: Transition) -> str | None:
-    """Return why the present shape should gain or lose its followers now; None: it stays as it is.
+    """Return why the present shape should gain or lose its followers now; None if it should not.
 
     Called after each save, when the duration of saves and the rate of VM losses are known better than when the shape
     was formed.
@@ -93,9 +93,9 @@ def redundancy_of(
     """Choose followers by the policy; "auto": units get a second holder where that costs less than losses would.
 
     A follower costs the time in which a step's gradients still travel after the last backward; it saves the steps since
-    the last checkpoint whenever a unit would otherwise have no holder left. Copies of partial sums cost the copying;
-    each loss repeats on average half of the interval between two copies. So, as for checkpoints (Young's formula), the
-    best interval is sqrt(2 cost / rate).
+    the last checkpoint whenever a unit would otherwise have no holder left. Copying partial sums costs time; each loss
+    repeats on average half of the interval between two copies. So, as for checkpoints (Young's formula), the best
+    interval is sqrt(2 cost / rate).
     """
     policy = state.config.policy.redundancy
     if policy == "off":
@@ -130,9 +130,7 @@ def redundancy_of(
         saved = f" and save {gain:.2%}" if gain < 1 else "; without them losses undo all progress"
         why = f"followers cost {cost:.2%} of the time{saved}"
         if not fits:
-            why += (
-                ", but there is no room for them on the devices, nor in host memory with a unit at a time on a device"
-            )
+            why += "; but they do not fit on the devices, nor in host memory with one unit at a time on a device"
     if not keeps:
         links = tuple(
             follow.model_copy(update={"units": (), "known": ()}) if follow.units else follow for follow in links
@@ -173,11 +171,11 @@ def choose_followers(
     sole: Set[UnitId],
     zones: Mapping[WorkerId, str],
 ) -> tuple[Follow, ...]:
-    """Give each worker a follower on another VM; none where all workers are on one VM.
+    """Give each worker a follower on another VM; no worker gets one if all are on one VM.
 
-    Preferred are, in this order: workers that already hold most of the followed worker's units (replicas or its former
-    follower), so that the least has to travel; workers in another zone; workers that it follows itself, which makes
-    pairs; and workers that keep the fewest bytes for others.
+    Candidates are preferred in this order: workers that already hold most of the followed worker's units (replicas or
+    its former follower), so that the least has to travel; workers in another zone; workers that it follows itself,
+    which makes pairs; and workers that keep the fewest bytes for others.
 
     Args:
         slots: The workers of the shape and their stages.
@@ -210,7 +208,7 @@ def choose_followers(
 _Kind = tuple[frozenset[UnitId], str | None]
 """Units and zone: workers of one kind differ only in the workers that they follow already."""
 _Rank = tuple[int, int, int, WorkerId]
-"""0: followed by the asking worker, 1: by none, 2: by another; bytes that it keeps for others; its place; its name."""
+"""Followed by the asking worker (0), by none (1), by another (2); bytes it keeps for others; its place; its name."""
 
 
 class _Candidates:
@@ -334,7 +332,7 @@ def _copy_every(
     speed: float,
     rate: float,
 ) -> int:
-    """Return after how many micro-batches partial sums are copied; 0: steps are too short for copies to pay."""
+    """Return after how many micro-batches partial sums are copied; 0 if steps are too short for copies to pay."""
     most = SUM_BYTES * max(sum(parameters[unit] for unit in units) for units in needed)
     share = max(plan.micro_batches_per_replica)
     period_s = plan.expected.mini_batch_s / share

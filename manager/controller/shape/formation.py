@@ -1,4 +1,4 @@
-"""Forming a generation: its plan, its workers, the sources of their state; and short waits before that."""
+"""Forms a generation from a plan, its workers and the sources of their state; decides on short waits before that."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from morph.contract.vm_names import beside, vm_of
 from morph.words import counted
 
 GATHER_S = 1.0
-"""Seconds between the ends of processes of one VM that are killed together, at most: the kernel frees memory first.
+"""The longest time, in seconds, between the ends of one VM's processes that are killed together.
 
-0.38 s were measured with 17 processes waiting for two cores.
+The kernel frees their memory first: 0.38 s was measured with 17 processes that waited for two cores.
 """
 
 
 def record_partly_lost_vms(transition: Transition, lost: Iterable[WorkerId]) -> None:
-    """Record the VMs of workers that are being lost, and forget those that are known to be lost as a whole."""
+    """Record the VMs of workers that are being lost, and forget VMs that are known to be lost as a whole."""
     state, gone = transition.state, set(lost)
     partly_lost = {vm: until_s for vm, until_s in state.waits.partly_lost.items() if transition.now_s < until_s}
     for worker in gone:
@@ -47,7 +47,7 @@ def record_partly_lost_vms(transition: Transition, lost: Iterable[WorkerId]) -> 
 
 
 def partly_lost_until_s(state: ControllerState, now_s: float) -> float | None:
-    """Return until when (seconds) to wait for further losses of VMs that lost a worker; None: no VM did."""
+    """Return the time (seconds) until which VMs that lost a worker may lose more; None if there is no such VM."""
     if not state.waits.partly_lost:
         return None
     living = {vm_of(worker) for worker in state.workers}
@@ -57,12 +57,12 @@ def partly_lost_until_s(state: ControllerState, now_s: float) -> float | None:
 
 
 def form_or_hold(transition: Transition) -> None:
-    """No worker has an order and nothing trains: form the next generation, or wait for a node that is almost ready.
+    """While no worker has an order: form the next generation, or wait for a node that is almost ready.
 
     Waiting pays as long as it costs less than the change that would take the node in later: training at ``now``
     examples/s for w seconds is worth ``w * now``, and a change that takes c seconds costs ``c * then``. The bound is
-    set when the wait begins, so that nodes that come one after the other cannot prolong it. A VM that lost a worker is
-    given time first to lose its others.
+    set when the wait begins, so that nodes that come one after the other cannot prolong it. Before that, a VM that lost
+    a worker gets time to lose its other workers.
     """
     if transition.state.waits.partly_lost and _await_partly_lost_vms(transition):
         return None
@@ -80,7 +80,7 @@ def form_or_hold(transition: Transition) -> None:
 
 
 def _await_partly_lost_vms(transition: Transition) -> bool:
-    """Hold while a VM that lost a worker may lose its others, too; returns whether it holds."""
+    """Hold while a VM that lost a worker may lose its other workers too; return whether to hold."""
     until_s = partly_lost_until_s(transition.state, transition.now_s)
     if until_s is None:
         transition.change_waits(partly_lost={}, hold_until_s=None)
@@ -140,7 +140,7 @@ def form(transition: Transition, *, planned: bool = False) -> None:
 def next_order(transition: Transition) -> tuple[ReshapeOrder, str]:
     """Return the order that forms the best shape now, with a source for each missing unit, and a note on its followers.
 
-    It is built once per decision, as long as the decision changes nothing that it depends on.
+    The order is built once per decision, as long as the decision changes nothing that the order depends on.
     """
     state, choice = transition.state, chosen(transition)
     saving = state.saving
@@ -208,7 +208,7 @@ def _wait(transition: Transition) -> None:
     transition.change(phase=Phase.WAITING, reshape=None, member_units={})
     transition.change_waits(waiting_since_s=since_s, hold_until_s=None, join_since_s=None)
     if state.stop_reason is not None:
-        sentence = "too few workers are left to save what came after version"
+        sentence = "too few workers are left to save the steps after version"
         return transition.end("stopped", f"{state.stop_reason}; {sentence} {_restorable(state)[0]}")
     num_usable = sum(entry.node in (NodeState.READY, NodeState.SUSPECT) for entry in state.workers.values())
     needed = counted(state.config.fewest_workers, "is needed", "are needed")
@@ -217,7 +217,7 @@ def _wait(transition: Transition) -> None:
 
 
 def _hold_until_s(state: ControllerState, choice: Choice, now_s: float) -> float | None:
-    """Return until when waiting for the next node costs less than taking it in later; None when it never does."""
+    """Return the time until which waiting for the next node costs less than adding it later; None if it never does."""
     coming = nodes_to_come(state, now_s)[:1]
     better = state.config.speed_on(pool_of(state, choice.workers) + Pool.counting(of for _, of in coming))
     if better <= choice.examples_per_s or not choice.examples_per_s:
@@ -321,5 +321,5 @@ def start_if_due(transition: Transition) -> None:
         transition.say(ReasonCode.FORMED, f"{num_ready} of {num_known} workers are ready, the others are late")
         return form(transition)
     missing = max(num_known, state.config.expected_nodes) - num_ready
-    sentence = f"{counted(num_ready, 'worker')} could start; {counted(missing, 'more is', 'more are')} awaited a while"
+    sentence = f"{counted(num_ready, 'worker')} could start; waiting a while for {missing} more"
     return transition.say(ReasonCode.START_WAIT, sentence)

@@ -1,4 +1,4 @@
-"""Which worker drives which stage, where each unit's state comes from, and who writes it: pure and deterministic."""
+"""Decides which worker drives each stage, and where each unit's state comes from and goes. Pure and deterministic."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class _Flow:
                 search.row_distance[other], search.column_before[other] = search.distance[nearest], nearest
 
 
-# Which of several workers that hold the same units drives which stage, over VMs and zones: pure and deterministic.
+# Spreads workers that hold the same units over stages, by VM and zone.
 
 
 def spread(
@@ -123,17 +123,18 @@ def spread(
 ) -> list[list[int]]:
     """Choose the workers of each stage.
 
-    A lost VM takes all of its workers along. So the replicas of a stage go to different VMs, as far as that moves no
-    additional bytes; after that, pipelines are kept within VMs. Where each worker has a VM of its own, zones take the
-    place of VMs here, because VMs of one zone are often revoked together.
+    A lost VM takes all of its workers with it. So the replicas of a stage go to different VMs, where that moves no
+    additional bytes; after that, pipelines are kept within VMs. If each worker has its own VM, zones take the place of
+    VMs here, because VMs of one zone are often revoked together.
 
     Args:
         workers: All workers in order of appearance.
         kinds: For each kind, the positions of the workers that hold the same units, in order.
         dealt: ``dealt[s][k]``: how many workers of kind k drive stage s.
-        zones: The workers' zones, where they are known.
+        zones: The workers' zones, if they are known.
         firsts: The first stages of pipelines.
-        sections: The sections of each stage; stages of unequal pipelines may share some. Absent: no two stages do.
+        sections: The sections of each stage; stages of unequal pipelines may share some. If absent, no two stages share
+            a section.
 
     Returns:
         For each stage the positions of its workers, by replica.
@@ -209,7 +210,7 @@ class _Dealing:
         self.alike |= dict.fromkeys(kind, kind)
 
     def at_risk(self, stage: int) -> bool:
-        """Whether losing one VM would lose all of several workers that have some section of this stage."""
+        """Whether one VM has all workers, of several, for some section of this stage."""
         held = [self._on(holders) for holders in self.holders[stage]]
         return any(len(on) == 1 and on.total() > 1 for on in held)
 
@@ -222,8 +223,7 @@ class _Dealing:
         return total
 
     def mend(self, stage: int, tried: set[int]) -> bool:
-        """Swap a worker of a stage at risk with one of its kind on another VM; returns whether no stage remains at
-        risk.
+        """Swap a worker of a stage at risk with one of its kind on another VM; return whether that ended the risk.
 
         The other worker's stage may be mended in the same way, each stage once (``tried``). If that fails, all swaps
         are undone.
@@ -249,7 +249,7 @@ class _Dealing:
         return False
 
     def by_replica(self, firsts: Set[int]) -> list[list[int]]:
-        """Number the replicas in order of appearance, but pair a worker with one of its VM in the previous stage."""
+        """Number replicas in order of appearance, with neighbouring stages of a replica on one VM where possible."""
         stages: list[list[int]] = []
         before: list[int] = []
         for stage, workers in enumerate(self.at):
@@ -352,7 +352,7 @@ def choose_sources(
 
     A worker keeps what it holds. Other units come from living holders, with the bytes to send spread evenly and only
     over workers that hold a unit already (no chains). Units without a holder come from ``restore``: "checkpoint" or
-    "initial". Workers in ``unable`` cannot load: others read their units and send them, as evenly.
+    "initial". Workers in ``unable`` cannot load: others read their units and send them, spread as evenly.
     """
     stages = [frozenset(units) for units in needed]
     lacked: dict[WorkerId, list[UnitId]] = {}
@@ -414,7 +414,7 @@ def _share_sending(
     sizes: Mapping[UnitId, int],
     load: Mapping[WorkerId, int] = MappingProxyType({}),
 ) -> dict[tuple[WorkerId, UnitId], WorkerId]:
-    """Choose the least loaded holder as the sender of each missing unit; ``load``: bytes that each sends already.
+    """Choose the least loaded holder to send each missing unit; ``load``: bytes that each worker sends already.
 
     Units with the fewest holders come first, because they leave the least choice; among equals, the largest unit.
     """

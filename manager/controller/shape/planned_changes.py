@@ -1,4 +1,4 @@
-"""Whether and how long a planned change is put off: while its units are pre-copied, or while a notice lasts."""
+"""Decides whether and how long a planned change is postponed, to pre-copy its units or because a notice leaves time."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from morph.contract.messages import PreCopyMove, ReshapeOrder, WorkerId
 from morph.words import counted
 
 GRADIENT_SHARE = 1 / 3
-"""Gradients as a share of a unit's state with Adam: what remains to be sent at the boundary after a pre-copy."""
+"""Gradients as a share of a unit's state with Adam: they remain to be sent at the boundary after a pre-copy."""
 
 MARGIN = 2.0
-"""A drain is put off only if at least this many times its duration is left."""
+"""A drain is postponed only if at least this many times its duration is left."""
 STEP_MARGIN = 1.5
-"""Draining workers run one more step only if, beside the drain, this many times a step's duration is left."""
+"""Draining workers run one more step only if, in addition to the drain, this many times a step's duration is left."""
 
 
 def stays(transition: Transition) -> bool:
     """Whether draining members run one more step: the shape without them is slower, and there is enough time.
 
     The time must suffice for that step, for the pre-copy after it, and for the change, with the durations measured in
-    this run: before a step was measured, no member stays. Workers that become ready meanwhile join in the same change.
+    this run; before a step was measured, no member stays. Workers that become ready meanwhile join in the same change.
     If the shape without the draining members is no slower, they leave at once, because VMs may be taken early.
     """
     state, choice = transition.state, chosen(transition)
@@ -55,8 +55,8 @@ def starts_pre_copy(transition: Transition) -> bool:
     """Whether to pre-copy the units of a planned change that is due and train on; otherwise, it is formed now.
 
     It is formed now when every unit has arrived or failed, when the time limit has passed, and when a pre-copy gains
-    nothing. If workers came or left since, the pre-copy for the former change is dropped and that for the new one
-    begins, within the same time limit.
+    nothing. If workers came or left since then, the former change's pre-copy is dropped and the new one's begins,
+    within the same time limit.
     """
     state, now_s, choice = transition.state, transition.now_s, chosen(transition)
     if choice is None:
@@ -103,7 +103,7 @@ def _moves(order: ReshapeOrder) -> tuple[PreCopyMove, ...]:
 
 
 def _until_s(state: ControllerState, choice: Choice, moves: tuple[PreCopyMove, ...], now_s: float) -> float | None:
-    """Return until when (seconds) a change may be put off for these transfers; None: that is not worth it."""
+    """Return the time (seconds) until which a change may be postponed for these transfers; None if it does not pay."""
     rules, wait_s = state.config.policy.rules.ahead, _wait_s(state, choice, moves)
     if wait_s is None or now_s + wait_s >= _deadline_s(state):
         return None
@@ -113,11 +113,11 @@ def _until_s(state: ControllerState, choice: Choice, moves: tuple[PreCopyMove, .
 
 
 def _wait_s(state: ControllerState, choice: Choice, moves: tuple[PreCopyMove, ...]) -> float | None:
-    """Return the seconds from now to the boundary after these transfers, or None when waiting is not worth it.
+    """Return the seconds from now to the boundary after these transfers, or None if waiting does not pay.
 
-    Sending takes ``transfer_s`` for the busiest worker, longer because gradients use the link too, and up to a step
-    more until the next boundary; the change then saves most of ``transfer_s``. Training without the gain meanwhile must
-    cost less: ``wait * gain`` against ``saved * (1 + gain)``, in work of the present shape. Leaving out draining
+    Sending takes the busiest worker ``transfer_s``, or more because gradients use the link too, and up to a step until
+    the next boundary; the change then saves most of ``transfer_s``. Training without the gain meanwhile must cost less
+    than that: ``wait * gain`` against ``saved * (1 + gain)``, in work of the present shape. Leaving out draining
     members gains nothing, so it can wait.
     """
     rules, plan = state.config.policy.rules.ahead, state.plan
@@ -135,7 +135,7 @@ def _wait_s(state: ControllerState, choice: Choice, moves: tuple[PreCopyMove, ..
 
 
 def _most_bytes(state: ControllerState, moves: tuple[PreCopyMove, ...]) -> int:
-    """Return the most bytes that any one worker has to send or receive."""
+    """Return the largest number of bytes that one worker has to send or receive."""
     load: Counter[tuple[str, WorkerId]] = Counter()
     for move in moves:
         size = state.config.unit_bytes[move.unit]
@@ -145,7 +145,7 @@ def _most_bytes(state: ControllerState, moves: tuple[PreCopyMove, ...]) -> int:
 
 
 def _deadline_s(state: ControllerState) -> float:
-    """Return until when (seconds) all members surely remain: some time before the first draining member is taken."""
+    """Return the time (seconds) until which all members surely remain, some time before the first of them is taken."""
     grace_s = state.config.policy.rules.requests.notice_grace_s
     taken_s = [state.workers[worker].drain_until_s for worker in draining_members(state)]
     return min((time_s - grace_s for time_s in taken_s if time_s is not None), default=float("inf")) - (
@@ -153,7 +153,7 @@ def _deadline_s(state: ControllerState) -> float:
     )
 
 
-# Planned changes: what is worth a morph between two steps, where no work is lost, or within a step.
+# Planned changes: reasons for a morph between two steps, where no work is lost, or within a step.
 
 
 def drain_due(transition: Transition) -> str | None:
@@ -168,11 +168,11 @@ def drain_due(transition: Transition) -> str | None:
 
 
 def change_due(transition: Transition) -> str | None:
-    """Return why the shape should change at this boundary; None: it should not, or not yet.
+    """Return why the shape should change at this boundary; None if it should not, or not yet.
 
     A drain that cannot wait, and a slow member that costs more than it contributes, are handled at once. A better shape
     with new workers waits for a further node that is almost ready while that costs less than a second change: training
-    without the gain for w seconds costs ``w * gain``, a change costs its duration. The same shape is re-formed where it
+    without the gain for w seconds costs ``w * gain``, a change costs its duration. The same shape is re-formed if it
     should gain or lose followers.
     """
     leaving = drain_due(transition)
@@ -196,11 +196,11 @@ def change_due(transition: Transition) -> str | None:
 
 
 def worth_giving_up(transition: Transition) -> str | None:
-    """Return why the step under way should be given up for new workers; None: they wait for its end.
+    """Return why the step under way should be abandoned for new workers; None: they wait for its end.
 
     Its partial sums are kept, so the cost is that of the change and of the micro-batches between stages, which run
-    again: the pipeline drains and fills once more. The rest of the step must make up for that. A step is not given up
-    while a checkpoint is written, because its writers may change, or while another node is almost ready.
+    again: the pipeline drains and fills once more. The rest of the step must make up for this cost. A step is not
+    abandoned while a checkpoint is written, because its writers may change, or while another node is almost ready.
     """
     state, choice, now_s = transition.state, chosen(transition), transition.now_s
     order, formed = state.step.order, state.reshape

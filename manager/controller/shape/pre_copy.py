@@ -1,4 +1,4 @@
-"""Pre-copies for planned changes: their orders and progress, and how fast state travels."""
+"""Builds the orders of pre-copies for planned changes, records their progress, and measures how fast state travels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pre_copy_orders(pre_copy: PreCopy) -> tuple[SendPreCopy, ...]:
 
 
 def without_pre_copy(transition: Transition, spared: Collection[WorkerId] = ()) -> tuple[SendPreCopy, ...]:
-    """Forget the pre-copy; return the orders to drop it, except for ``spared`` workers, whose reshape says so."""
+    """Forget the pre-copy; return the orders to drop it. ``spared`` workers need none: their reshape drops it."""
     pre_copy = transition.state.pre_copy
     if pre_copy is None:
         return ()
@@ -29,7 +29,7 @@ def without_pre_copy(transition: Transition, spared: Collection[WorkerId] = ()) 
 
 
 def drop_if_stale(transition: Transition) -> None:
-    """Drop a pre-copy whose time is over. Until then it continues, though no change is due: one may be due later."""
+    """Drop a pre-copy whose time is over. Until then it continues even if no change is due: one may be due later."""
     if transition.state.pre_copy is not None and transition.now_s >= transition.state.pre_copy.until_s:
         transition.actions += without_pre_copy(transition)
 
@@ -37,7 +37,7 @@ def drop_if_stale(transition: Transition) -> None:
 def with_pre_copy(order: ReshapeOrder, pre_copy: PreCopy, held: Mapping[WorkerId, Set[UnitId]]) -> ReshapeOrder:
     """Use units that have arrived as sources, if the order forms the change for which they were pre-copied.
 
-    ``held``: units by worker; what came from a sender that does not hold its unit any more is not used.
+    ``held``: units by worker; a unit from a sender that no longer holds it is not used.
     """
     if order.slots != pre_copy.slots:
         return order
@@ -77,7 +77,7 @@ def on_pre_copy_reported(transition: Transition, event: PreCopyReported) -> None
 
 
 def measure_speed(transition: Transition, answers: Mapping[WorkerId, Reshaped]) -> None:
-    """Measure how fast units came from peers; nothing is measured where some came from elsewhere."""
+    """Measure how fast units came from peers; nothing is measured if some came from elsewhere."""
     order, sizes, mean = (
         transition.state.reshape,
         transition.state.config.unit_bytes,

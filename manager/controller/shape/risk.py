@@ -1,4 +1,4 @@
-"""How often state is lost that only a checkpoint can restore."""
+"""Estimates how often state is lost that only a checkpoint can restore."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from morph.contract.vm_names import vm_of
 def losses_per_vm_s(state: ControllerState, now_s: float) -> float:
     """Return the rate, per second, at which one VM is lost: the expected rate, corrected by the losses of this run.
 
-    It is the mean of a Gamma posterior, given the observed losses (Poisson) in the observed VM time.
+    The rate is the mean of a Gamma posterior, given the observed losses (Poisson) in the observed VM time.
     """
     expected, seen = state.config.expected_losses, state.saving.save_times
     appeared_s: dict[str, float] = {}
@@ -32,9 +32,9 @@ def mean_s_to_fatal_loss(state: ControllerState, now_s: float, holders: Set[froz
     """Return the mean time (seconds) until some unit has no holder left, or the whole cluster is lost.
 
     Some losses hit one VM alone; the others are bulk losses, which take each VM of a zone with the same probability. A
-    single loss is fatal if the VM is the only holder of a unit, or if the other holders are lost before the state was
-    sent to a new one. (The interval of Spotify's thesis, section 4.3, treats each loss as fatal, which holds for one
-    VM.) ``holders``: the VMs that hold each unit, in place of the present ones.
+    single loss is fatal if the VM is the only holder of a unit, or if the other holders are lost before the state has
+    been sent to a new one. (The interval of Spotify's thesis, section 4.3, treats each loss as fatal, which holds for
+    one VM.) ``holders``: the VMs that hold each unit, instead of the present ones.
     """
     sets, expected = _held_by(state) if holders is None else holders, state.config.expected_losses
     rate = losses_per_vm_s(state, now_s)
@@ -52,7 +52,7 @@ def mean_s_to_fatal_loss(state: ControllerState, now_s: float, holders: Set[froz
 
 
 def _by_zone(state: ControllerState, sets: Set[frozenset[str]]) -> dict[tuple[str, str], list[frozenset[str]]]:
-    """Group the sets of VMs that lie in one zone by zone; sets over several zones survive the loss of one."""
+    """Group the sets of VMs within one zone by zone; sets over several zones survive the loss of one zone."""
     zones = {vm_of(worker): (entry.facts.region, entry.facts.zone) for worker, entry in state.workers.items()}
     found: dict[tuple[str, str], list[frozenset[str]]] = {}
     for vms in sets:
@@ -65,9 +65,9 @@ def _by_zone(state: ControllerState, sets: Set[frozenset[str]]) -> dict[tuple[st
 def holders_of(
     slots: Sequence[Slot], needed: Sequence[Sequence[UnitId]], follows: Sequence[Follow]
 ) -> set[frozenset[str]]:
-    """Return the sets of VMs that hold the units, in a shape and with these followers; each set once.
+    """Return the sets of VMs that hold the units in a shape with these followers, each set once.
 
-    A set that contains another one is left out: it is lost only together with the smaller one.
+    A set that contains another one is left out: it is lost only together with the smaller set.
     """
     vms = vms_of(slots, needed)
     for follow in follows:

@@ -1,4 +1,4 @@
-"""Which part of a step that was given up the next shape need not repeat (decision 0019): pure and deterministic."""
+"""Chooses the part of an abandoned step that the next shape need not repeat (decision 0019). Pure and deterministic."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def choose_salvage(
 ) -> Salvage | None:
     """Choose which partial sums count in a shape, and which worker continues each; None if no micro-batch is spared.
 
-    Each contribution must count once, and sums cannot be split: of overlapping sums the largest counts, and of equally
-    large ones that of a worker that keeps its unit. A sum whose unit moves is sent to the unit's new worker.
+    Each contribution must count once, and sums cannot be split: of overlapping sums, the largest counts; of equally
+    large sums, that of a worker that keeps its unit. A sum whose unit moves is sent to the unit's new worker.
 
     Args:
-        kept: What each living worker has summed of the step.
+        kept: The sums of the step on each living worker.
         plan: The shape.
         slots: The workers of the shape and their stages.
         needed: Units by stage.
         units: The sections that use each unit.
-        sizes: Bytes of each unit, by which the receiving is balanced.
+        sizes: The bytes of each unit, by which receiving is balanced.
     """
     if not kept:
         return None
@@ -75,9 +75,10 @@ def choose_salvage(
 
 
 def note_prepared(transition: Transition) -> None:
-    """A step is given up: record the sums of workers that have prepared it, because they receive no abort to answer.
+    """Handle that a step is abandoned: record the sums of workers that have prepared it, because they get no abort to
+    answer.
 
-    That includes workers that had prepared the step when the abort reached them.
+    This includes workers that had prepared the step when the abort reached them.
     """
     state = transition.state
     step = state.step

@@ -1,4 +1,4 @@
-"""Which shape the present workers could form, and whether changing to it is worth it."""
+"""Chooses the best shape for the present workers, and judges what a change to it would gain and cost."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def present_speed(state: ControllerState) -> float:
 
 
 def gain_of(state: ControllerState, choice: Choice) -> float:
-    """Return by what share a choice is faster than the present shape; 0 when it is not."""
+    """Return how much faster a choice is than the present shape, as a share of its speed; 0 if it is not faster."""
     now = present_speed(state)
     if choice.examples_per_s <= now:
         return 0.0
@@ -107,13 +107,13 @@ def nodes_to_come(state: ControllerState, now_s: float) -> tuple[tuple[float, st
 
 
 def faster_with_those_to_come(state: ControllerState, choice: Choice, now_s: float, until_s: float) -> bool:
-    """Whether a faster shape than this choice will fit once the nodes are ready that are expected by then."""
+    """Whether a faster shape than this choice will fit once the nodes that are expected by then are ready."""
     coming = Pool.counting(of for time_s, of in nodes_to_come(state, now_s) if time_s <= until_s)
     return state.config.speed_on(pool_of(state, choice.workers) + coming) > choice.examples_per_s
 
 
 def cost_of_morph_s(state: ControllerState) -> float:
-    """Return what a planned change costs, as measured or as the policy says."""
+    """Return the cost of a planned change (seconds of training), as measured, or else as the policy expects."""
     return state.measured.morph_s if state.measured.morph_s is not None else state.config.policy.rules.wait.morph_s
 
 

@@ -140,7 +140,7 @@ class Abort(Value):
 
 
 class ProbeWorker(Value):
-    """Make a slow worker that was left out time some work; ``WorkerProbed`` with the same number follows.
+    """Tell a worker that was left out as slow to time some work; ``WorkerProbed`` with the same number follows.
 
     The work is that of the stage on which it was found slow; ``healthy_s`` is the time that a healthy worker needs.
     """
@@ -187,7 +187,7 @@ class AcknowledgeNotice(Value):
 
     kind: Literal["acknowledge_notice"] = "acknowledge_notice"
     worker: WorkerId
-    notice: str = Field(description="the provider's name for it")
+    notice: str = Field(description="the provider's name for the notice")
 
 
 class WriteManifest(Value):

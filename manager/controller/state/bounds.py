@@ -6,7 +6,7 @@ than a floor, so that a hanging worker is found within a known multiple of what 
 generation that decides no step doubles the bounds of the next, up to ``MOST_DOUBLINGS`` times, because expected times
 may be wrong. ``policy.order_timeout_s`` replaces these bounds where it is set.
 
-The bound on heartbeats is separate and fixed: they show whether a worker lives, whatever it works on.
+The bound on heartbeats is separate and fixed, because they show whether a worker lives, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SETUP_FLOOR_S = 300.0
 """Seconds: the floor for a worker's setup, which also starts a process, imports torch and loads the job."""
 MOST_DOUBLINGS = 3
 LINK_BYTES_PER_S = 1.25e8
-"""The assumed speed of a link until this run has measured it: 1 Gb/s."""
+"""The assumed speed of a link until this run has measured one: 1 Gb/s."""
 STORAGE_BYTES_PER_S = 1e8
 """The assumed speed of one worker's transfers from and to storage until it was measured."""
 SAVE_COPY_BYTES_PER_S = 1e9
@@ -32,7 +32,7 @@ SAVE_COPY_BYTES_PER_S = 1e9
 PASS_BYTES_PER_S = 2.5e8
 """The assumed speed of a pass over state in memory (optimizer step, copy, initialisation): that of a slow host."""
 SUM_BYTES = 2
-"""Bytes of a sum per byte of a parameter: eight for four."""
+"""Bytes of a sum per byte of a parameter: eight bytes for four."""
 PRE_COPY_FLOOR_S = 60.0
 NUM_PROBED = 6
 """Number of micro-batches in a probe."""
@@ -41,7 +41,7 @@ NUM_PROBED = 6
 def step_bound_s(state: ControllerState, order: ReshapeOrder, version: int | None = None) -> float:
     """Return the bound (seconds) of a step in the shape that an order forms.
 
-    Beside running the mini-batch, members apply the previous step and convert sums, and state travels to followers.
+    Besides running the mini-batch, members apply the previous step, convert sums and send state to followers.
 
     Args:
         state: The present state.
@@ -56,7 +56,7 @@ def step_bound_s(state: ControllerState, order: ReshapeOrder, version: int | Non
 def reshape_bound_s(state: ControllerState, order: ReshapeOrder) -> float:
     """Return the bound (seconds) of a reshape, which the worker that sends, receives or loads the most bytes decides.
 
-    Frozen weights of the new stage are read, too.
+    The bound includes reading the new stage's frozen weights.
     """
     sizes, num_copies = state.config.unit_bytes, state.config.state_copies
     sent: Counter[WorkerId] = Counter()
@@ -141,13 +141,13 @@ def why_retried_no_longer(state: ControllerState) -> str:
 
 
 def pre_copy_bound_s(state: ControllerState, expected_s: float) -> float:
-    """Return for how long (seconds) a change is put off at most for a pre-copy that should take ``expected_s``."""
+    """Return the longest time (seconds) that a change waits for a pre-copy expected to take ``expected_s``."""
     limit_s = state.config.policy.rules.ahead.patience_s
     return max(PRE_COPY_FLOOR_S, HEADROOM * expected_s) if limit_s is None else limit_s
 
 
 def evaluation_s(state: ControllerState, plan: Plan, version: int | None) -> float:
-    """Return the most (seconds) that evaluating a version should take; ``version`` None: the next one evaluated."""
+    """Return the longest time (seconds) that evaluating a version should take; ``version`` None: the next one."""
     evaluation = state.evaluation
     if evaluation is None or (version is not None and not evaluation.is_due(version)):
         return 0.0

@@ -18,11 +18,11 @@ from morph.contract.pool import Pool
 
 
 class ExpectedLosses(Value):
-    """How often VMs of a run's kind are lost, and how long a new one takes, from earlier runs or published traces.
+    """The rate of losses of a run's kind of VMs, and the time to replace one, from earlier runs or published traces.
 
-    ``per_vm_h``: losses of one VM per hour; ``weight_vm_h``: the VM-hours of observation that this rate counts as
-    against what this run observes (a Gamma prior of a Poisson rate). ``bulk_share``: the share of losses that come
-    together with others; ``bulk_fraction``: the share of the present VMs that such an event takes.
+    ``per_vm_h``: losses of one VM per hour; ``weight_vm_h``: the VM-hours of observation by which this rate is weighed
+    against this run's own (a Gamma prior of a Poisson rate). ``bulk_share``: the share of losses that come together
+    with others; ``bulk_fraction``: the share of the present VMs that such an event takes.
 
     The defaults of these four are computed by ``benchmarks/trace_statistics.py`` from the four traces published with
     Bamboo (AWS p3 and g4dn, Google V100 and A100, 11 to 27 hours each; Google's losses are decreases of the number of
@@ -34,13 +34,13 @@ class ExpectedLosses(Value):
     bulk_share: float = Field(default=0.81, ge=0, le=1)
     bulk_fraction: float = Field(default=0.15, ge=0, le=1)
     cluster_h: float = Field(default=168.0, gt=0, description="mean hours until all VMs are gone at once")
-    allocation_s: float = Field(default=132.0, ge=0, description="from a request to a VM that is up")
-    preparation_s: float = Field(default=153.0, ge=0, description="from a VM that is up to a ready worker")
-    source: str = Field(default="published traces", description="where these numbers come from, for readers")
+    allocation_s: float = Field(default=132.0, ge=0, description="seconds from a request to a VM that is up")
+    preparation_s: float = Field(default=153.0, ge=0, description="seconds from a VM that is up to a ready worker")
+    source: str = Field(default="published traces", description="the source of these numbers, for readers")
 
 
 class _Ranked:
-    """Plans, the fastest first; among equally fast ones, that of the smallest pool first.
+    """Plans, the fastest first; among equally fast ones, the plan of the smallest pool first.
 
     ``needs``: for each plan's pool, the number of GPUs of each named type, and of all.
     """
@@ -68,7 +68,7 @@ class Offer(Value):
 
     node_type: str = Field(min_length=1)
     usd_per_h: float | None = Field(default=None, ge=0, description="price of one GPU; None: not known")
-    most: int | None = Field(default=None, ge=1, description="how many there are at most; None: not known")
+    most: int | None = Field(default=None, ge=1, description="largest number; None: not known")
 
 
 class ControllerConfig(Value):
@@ -79,7 +79,7 @@ class ControllerConfig(Value):
     """
 
     job: str = "job"
-    fingerprint: str = Field(description="of the cut model")
+    fingerprint: str = Field(description="fingerprint of the cut model")
     plans: PlanTable
     units: dict[UnitId, tuple[int, ...]] = Field(min_length=1)
     unit_bytes: dict[UnitId, int] = Field(description="parameters and optimizer state, bytes")
@@ -104,24 +104,24 @@ class ControllerConfig(Value):
         default=(), description="forward and backward of one micro-batch, by section; absent: not known"
     )
     type_compute_s: dict[str, tuple[float, ...]] = Field(
-        default={}, description="the same by type of GPU, where there are several"
+        default={}, description="``section_compute_s`` by type of GPU, if there are several"
     )
     offers: tuple[Offer, ...] = Field(
-        default=(), description="what can be requested, where GPUs of several types may come; absent: any"
+        default=(), description="GPUs that can be requested, if they may be of several types; absent: any"
     )
     shared_mini_batch_s: dict[str, float] = Field(
         default={},
-        description="by shape, the expected seconds of a mini-batch where more workers than this machine has cores "
+        description="by shape, the expected seconds of a mini-batch if more workers than this machine has cores "
         "share them; absent: each worker has a device of its own",
     )
     device_memory_bytes: int | None = Field(
         default=None, ge=1, description="memory of one worker's device, as used for the plans; absent: no limit"
     )
     host_memory_bytes: int | None = Field(
-        default=None, ge=1, description="host memory of one worker, where devices have their own; absent: none to spare"
+        default=None, ge=1, description="host memory of one worker, if devices have their own; absent: none to spare"
     )
     link_bytes_per_s: float | None = Field(
-        default=None, gt=0, description="from VM to VM, as profiled, until this run has measured it; absent: slow"
+        default=None, gt=0, description="speed from VM to VM, as profiled, until this run has measured it; absent: slow"
     )
     expected_losses: ExpectedLosses = Field(
         default=ExpectedLosses(), description="losses of VMs, until this run has observed its own"
@@ -137,7 +137,7 @@ class ControllerConfig(Value):
         description="the type of GPU of all VMs, as the profile names it; empty: there are several, or none has a name",
     )
     type_factors: dict[str, tuple[float, ...]] = Field(
-        default={}, description="the same factors by type of GPU, where there are several"
+        default={}, description="these factors by type of GPU, if there are several"
     )
 
     @model_validator(mode="after")
@@ -166,14 +166,14 @@ class ControllerConfig(Value):
         return _Ranked([(pool, self._corrected(plan)) for pool, plan in by_pool(self.plans)])
 
     def best_plan(self, pool: Pool | int) -> Plan | None:
-        """Return the fastest plan that workers on these GPUs can run, the smaller of equals; None when none fits.
+        """Return the fastest plan that workers on these GPUs can run, the smaller of equals; None if no plan fits.
 
         Every plan was made before the run, so losses and additions never wait for planning.
         """
         return self._ranked.first_that_fits(Pool.of(pool) if isinstance(pool, int) else pool)
 
     def speed_on(self, pool: Pool) -> float:
-        """Return the best speed of these GPUs, examples/s; 0 where no plan fits them."""
+        """Return the best speed of these GPUs, examples/s; 0 if no plan fits them."""
         plan = self.best_plan(pool)
         return 0.0 if plan is None else plan.expected.examples_per_s
 
@@ -204,12 +204,12 @@ class ControllerConfig(Value):
 
     @cached_property
     def state_bytes(self) -> int:
-        """Bytes of the state of all units."""
+        """The bytes of the state of all units."""
         return sum(self.unit_bytes.values())
 
     @cached_property
     def largest_unit_bytes(self) -> int:
-        """Bytes of the state of the largest unit."""
+        """The bytes of the state of the largest unit."""
         return max(self.unit_bytes.values())
 
     @cached_property
@@ -234,7 +234,7 @@ class ControllerConfig(Value):
         return self._stages_of(plan)[1]
 
     def written_bytes(self, plan: Plan) -> int:
-        """Return the most bytes of a checkpoint that any one worker writes; see ``placement.share_units``."""
+        """Return the largest number of bytes of a checkpoint that one worker writes; see ``placement.share_units``."""
         key = plan.shape, tuple(stage.end_section for stage in plan.stages)
         if key not in self._written:
             loads = dict.fromkeys(plan.places, 0)
@@ -255,7 +255,7 @@ class ControllerConfig(Value):
         return by_pool(self.plans)[0][0].num_gpus
 
     def expected_on_shared_cores_s(self, plan: Plan) -> float | None:
-        """Seconds of a mini-batch of one of the plans, with corrections; None: each worker has its own device."""
+        """Return seconds of a mini-batch of one of the plans, corrected; None: each worker has its own device."""
         shared_s = self.shared_mini_batch_s.get(plan.shape)
         if shared_s is None:
             return None
@@ -263,13 +263,13 @@ class ControllerConfig(Value):
         return shared_s * plan.expected.mini_batch_s / planned.expected.mini_batch_s
 
     def expected_compute_s(self, stage: StagePlan) -> float | None:
-        """Seconds of compute that the profile expects of one micro-batch on a stage; None when it is not known."""
+        """Return the compute seconds that the profile expects for one micro-batch on a stage; None if not known."""
         times_s = self._times_of(stage)
         return sum(times_s[section] for section in stage.sections) or None if times_s else None
 
     @cached_property
     def compute_s(self) -> dict[str, tuple[float, ...]]:
-        """Profiled seconds of compute of each section by type of GPU, and "" for those without a type."""
+        """The profiled seconds of compute of each section by type of GPU; the type is "" for GPUs without one."""
         return {"": self.section_compute_s, **self.type_compute_s}
 
     def _times_of(self, stage: StagePlan) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from morph.contract.messages import MARKS, SUM, WEIGHT, Evaluation, MicroBatchLo
 
 
 def mean_loss(losses: Iterable[MicroBatchLoss]) -> float | None:
-    """Return the mean loss, or total over weight; None without losses, or when one is not a number."""
+    """Return the mean loss, or total over weight; None without losses, or if one is not a number."""
     entries = _each_once(losses)
     return _mean([entry.loss for entry in entries], [entry.metrics.get(WEIGHT) for entry in entries])
 
@@ -28,7 +28,7 @@ def total_weight(losses: Iterable[MicroBatchLoss]) -> float | None:
 
 
 def totals_of(shares: Sequence[Evaluation]) -> EvaluationTotals | None:
-    """Combine an evaluation from the reports of last stages; None: micro-batches are missing.
+    """Combine an evaluation from the reports of last stages; None if micro-batches are missing.
 
     Args:
         shares: The reports, all of one version.

@@ -1,4 +1,4 @@
-"""What can happen to a job. Events are stamped with wall-clock seconds by the shell that saw them."""
+"""The events of a job. The shell that observes an event stamps it with wall-clock seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MANIFEST_WRITER = "manager"
 
 
 class Paid(Value):
-    """What a node costs; the controller does not decide by it, but the run's accounting reads it from the journal."""
+    """The cost of a node; the controller does not use it, but the run's accounting reads it from the journal."""
 
     usd_per_h: float | None = Field(default=None, ge=0, description="price of its VM; None: not known")
     num_nodes: int = Field(default=1, ge=1, description="nodes on the VM, which share its price")
@@ -24,9 +24,9 @@ class Paid(Value):
 
 
 class NodeFacts(Value):
-    """The kind of a node's VM, as its provider says; empty: not known. Statistics of VMs are kept by kind."""
+    """The kind of a node's VM, as its provider reports it; empty: not known. Statistics of VMs are kept by kind."""
 
-    provider: str = Field(default="", description="azure; static: the user's own hosts; local: played by processes")
+    provider: str = Field(default="", description="azure; static: the user's own hosts; local: emulated by processes")
     size: str = ""
     region: str = ""
     zone: str = Field(default="", description="for a host: its address")
@@ -37,7 +37,7 @@ class NodeAppeared(Value):
     """A VM is up; its worker is not started yet. Each incarnation has a new id, which becomes the worker's.
 
     ``host`` names the machine if it can come back under another id; ``request`` is the request that it answers.
-    ``paid`` and ``facts`` are given, where known, for a node that appears before its grant or without one.
+    ``paid`` and ``facts``, if known, are for a node that appears before its grant or without one.
     """
 
     kind: Literal["node_appeared"] = "node_appeared"
@@ -49,10 +49,10 @@ class NodeAppeared(Value):
 
 
 class NodesGranted(Value):
-    """The provider grants a request, or, with fewer nodes than requested, a part of it and no more.
+    """The provider grants a request, or, with fewer nodes than requested, only this part of it.
 
-    A node missing in ``paid`` is a VM without a known price, paid from the grant on. ``waiting``: nodes whose VMs wait
-    in their market's queue, for an unbounded time; they cost nothing until ``NodesStarted``.
+    A node that ``paid`` lacks is a VM without a known price, paid for from the grant on. ``waiting``: nodes whose VMs
+    wait in their market's queue, for an unbounded time; they cost nothing until ``NodesStarted``.
     """
 
     kind: Literal["nodes_granted"] = "nodes_granted"
@@ -64,7 +64,7 @@ class NodesGranted(Value):
 
 
 class NodesStarted(Value):
-    """VMs that waited in their market's queue boot from now on. A node missing in ``paid`` has no known price."""
+    """VMs that waited in their market's queue boot from now on. ``paid`` lacks nodes without a known price."""
 
     kind: Literal["nodes_started"] = "nodes_started"
     request: RequestId
@@ -84,16 +84,16 @@ class RequestRefused(Value):
 
 
 class NoticeGiven(Value):
-    """The provider says that a VM will be taken. ``lead_s`` counts from now, so that no two clocks are compared."""
+    """The provider says that a VM will be taken. ``lead_s`` counts from the event, so that clocks are not compared."""
 
     kind: Literal["notice_given"] = "notice_given"
     worker: WorkerId
     lead_s: float = Field(ge=0)
-    notice: Shown = Field(default="", description="the provider's name for it; a repeated notice has the same")
+    notice: Shown = Field(default="", description="its name at the provider; a repeated notice has the same name")
 
 
 class NoticeWithdrawn(Value):
-    """The provider takes a notice back."""
+    """The provider withdraws a notice."""
 
     kind: Literal["notice_withdrawn"] = "notice_withdrawn"
     worker: WorkerId
@@ -121,22 +121,22 @@ class WorkerLost(Value):
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:
-        """All that were lost."""
+        """All workers that were lost."""
         return (self.worker, *self.beside)
 
 
 class WorkerTimes(Value):
     """Compute seconds (forward and backward) of one worker, for each micro-batch since the last report.
 
-    Recomputes are left out: which micro-batches need one depends on which worker waited for which, so that replicas of
-    a stage differ in them without being slow.
+    Recomputes are left out: which micro-batches need one depends on waits between workers, so replicas of a stage
+    differ in their number without being slow.
     """
 
     worker: WorkerId
     generation: int
     compute_s: tuple[Annotated[float, Field(ge=0)], ...]
     device_s: tuple[Annotated[float, Field(ge=0)], ...] = Field(
-        default=(), description="the same as calibration measures it: processor time on a CPU; absent: no other"
+        default=(), description="the times as in calibration: processor time on a CPU; absent: equal to ``compute_s``"
     )
 
 
@@ -155,9 +155,9 @@ class ComputeTimesSeen(Value):
 
 
 class WorkerProbed(Value):
-    """A worker answers a probe: how many times as long its work took as on a healthy worker.
+    """A worker answers a probe. ``slowdown``: the time of its work as a multiple of a healthy worker's.
 
-    None: it did not run the probe, because an order came first or it could not do the work.
+    None: the worker did not run the probe, because an order came first or it could not do the work.
     """
 
     kind: Literal["worker_probed"] = "worker_probed"
@@ -190,7 +190,7 @@ class CheckpointFailed(Value):
     kind: Literal["checkpoint_failed"] = "checkpoint_failed"
     worker: WorkerId
     error: Shown
-    version: Version | None = Field(default=None, description="None: not told")
+    version: Version | None = Field(default=None, description="None: not reported")
 
 
 class PreCopyReported(Value):
@@ -202,14 +202,14 @@ class PreCopyReported(Value):
 
 
 class ManifestWritten(Value):
-    """The manifest of this version is safely on storage: the checkpoint is complete."""
+    """The manifest of this version is safely in storage: the checkpoint is complete."""
 
     kind: Literal["manifest_written"] = "manifest_written"
     version: Version
 
 
 class CheckpointFound(Value):
-    """The newest undamaged checkpoint was found. ``passed_over``: a sentence for each newer one, now set aside."""
+    """The newest undamaged checkpoint was found. ``passed_over``: sentences about newer ones, now set aside."""
 
     kind: Literal["checkpoint_found"] = "checkpoint_found"
     manifest: Manifest
@@ -266,7 +266,7 @@ Single = (
 
 
 class AnsweredAlike(Value):
-    """Many workers gave the same answer to the outstanding order: ``answer`` is that of each, except for its name."""
+    """Many workers gave the same answer to the outstanding order. ``answer``: that of each, except for its name."""
 
     kind: Literal["answered_alike"] = "answered_alike"
     workers: tuple[WorkerId, ...] = Field(min_length=1)

@@ -1,4 +1,4 @@
-"""Judging evaluations (the best version, an early end of training) and losses (which step is bad)."""
+"""Judges evaluations (the best version, an early end of training) and losses (bad steps)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def finisher(state: ControllerState) -> WorkerId | None:
 
 
 def take_evaluation(transition: Transition) -> None:
-    """Once an order is answered by all, take in the evaluation that the answers report, this one or the previous one.
+    """Once all have answered an order, process the evaluation that the answers report: that of this order or the
+    previous one.
 
     Raises:
         TrainingStopped: the evaluation lacks the metric by which the job's best version is chosen.
@@ -50,7 +51,7 @@ def take_evaluation(transition: Transition) -> None:
 
 
 def set_back_judged(transition: Transition, version: int) -> None:
-    """Restore the results of evaluations and losses as they were at the checkpoint of this version; 0: none yet."""
+    """Restore the results of evaluations and losses of the checkpoint of this version; at version 0 there are none."""
     state = transition.state
     checkpoint, unfinished = state.saving.checkpoint, state.unfinished
     known = checkpoint is not None and checkpoint.version == version
@@ -63,14 +64,14 @@ def set_back_judged(transition: Transition, version: int) -> None:
 
 
 def note_complete(transition: Transition, version: int) -> None:
-    """A checkpoint is complete: mark it if its version is the best of all complete ones."""
+    """Handle that a checkpoint is complete: mark it if its version is the best of all complete ones."""
     saving = transition.state.saving
     transition.change_saving(newest=tuple(sorted((*saving.newest, version)))[-MOST_NEWEST:])
     _mark(transition)
 
 
 def marked_with(state: ControllerState, *complete: int) -> Best | None:
-    """Return the best of the complete checkpoints, counting these versions as complete, too."""
+    """Return the best of the complete checkpoints, counting these versions as complete too."""
     marked, rule = state.saving.marked, None if state.evaluation is None else state.evaluation.best
     for candidate in state.saving.candidates if rule is not None else ():
         than = None if marked is None else marked.value
@@ -96,7 +97,7 @@ def _mark(transition: Transition) -> None:
 
 
 def awaits_metrics(state: ControllerState, version: int) -> bool:
-    """Whether an earlier evaluation is still to be judged, whose result belongs in the checkpoint of this version."""
+    """Whether an earlier evaluation, whose result belongs in the checkpoint of this version, must still be judged."""
     return state.unfinished is not None and state.unfinished.version < version
 
 
@@ -116,7 +117,7 @@ def may_be_best(state: ControllerState, under_way: Sequence[PendingCheckpoint]) 
 
 
 def manifest_order(state: ControllerState, manifest: Manifest) -> WriteManifest:
-    """Order a manifest, and spare what may be marked as the best once the manifests before it are known to be written.
+    """Order a manifest, and spare checkpoints that may be the best once the earlier manifests are known to be written.
 
     These are the best of the stored checkpoints and of those on the way, and evaluated versions without a result yet.
     """
@@ -131,7 +132,7 @@ def manifest_order(state: ControllerState, manifest: Manifest) -> WriteManifest:
 
 
 def early_end(state: ControllerState) -> str:
-    """Say why training ends early; empty: it does not."""
+    """Return why training ends early; empty if it does not."""
     rule = None if state.evaluation is None else state.evaluation.best
     if rule is None or not state.judged.is_over(rule):
         return ""
@@ -176,7 +177,7 @@ def judges_losses(state: ControllerState) -> bool:
 
 
 def why_bad(state: ControllerState) -> str:
-    """Return what is wrong with the step that every member has prepared; empty: nothing."""
+    """Return why the step that every member has prepared is bad; empty if it is not."""
     if not judges_losses(state):
         return ""
     why = state.losses.why_bad(*_losses(state), state.config.policy.rules.losses)
@@ -186,7 +187,7 @@ def why_bad(state: ControllerState) -> str:
 
 
 def take_losses(transition: Transition, *, bad: bool) -> None:
-    """Add the prepared step's losses to the history with which later ones are compared."""
+    """Add the prepared step's losses to the history with which later losses are compared."""
     state = transition.state
     if judges_losses(state):
         rules = state.config.policy.rules.losses

@@ -26,24 +26,24 @@ from morph.contract.base import Value
 from morph.contract.plan import StagePlan
 
 Times = Mapping[str, Sequence[float]]
-"""Profiled seconds of compute of each section, by type of GPU; "": where no type is named."""
+"""Profiled seconds of compute of each section, by type of GPU; "" if no type is named."""
 
 COMMON_SPREAD, OWN_SPREAD = 0.5, 0.15
-"""Prior standard deviations of the common part and of an average section's own part.
+"""Prior standard deviations (of logarithms) of the common part and of an average section's own part.
 
 The variance of a section's own part is inversely proportional to its time, as if it consisted of many equal parts: so
 sections that were only observed together have the same factor.
 """
 ALIKE = 0.5
-"""Correlation of the parts of two types of GPU: what a profile misses is partly the job's, and partly the type's."""
+"""Correlation of the parts of two types of GPU: a profile's errors are partly due to the job, partly to the type."""
 NOISE, NOISE_COUNTS = 0.1, 4
-"""Standard deviation assumed for one observation, and how many observations this assumption counts as."""
+"""The standard deviation assumed for one observation, and the number of observations for which it counts."""
 MISFIT = 0.005
 """Standard deviation that remains however many observations of the same stage there are."""
 MOST_STAGES = 16
-"""Observed stages that are remembered, of all types of GPU together."""
+"""The number of observed stages that are remembered, of all types of GPU together."""
 MOST_COUNTED = 400
-"""Observations of a stage count as this many at most: a machine's speed changes, and older ones are forgotten."""
+"""The largest number for which observations of a stage count: a machine's speed changes, so old ones are forgotten."""
 MATERIAL, ERRORS = 0.03, 3.0
 """A change of a stage's time is material above this share and above this many standard errors."""
 
@@ -61,7 +61,7 @@ class StageRatios(Value):
     def with_one(self, log_ratio: float) -> StageRatios:
         """Return these ratios with one more observation (Welford).
 
-        At the limit of observations it replaces an average one.
+        At the limit of observations, it replaces an average one.
         """
         num = min(self.num + 1, MOST_COUNTED)
         kept = self.squares * (num - 1) / self.num if self.num else 0.0

@@ -1,4 +1,4 @@
-"""Checkpoints on storage and on their way there, and the durations of saves, by which the next one is timed."""
+"""Checkpoints in storage and on their way there, and the durations of saves, by which the next save is timed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from morph.contract.messages import UnitId, UnitWritten, Version, WorkerId
 
 
 class NextSave(Value):
-    """When the next checkpoint begins (at the step boundary nearest to ``due_s``), and why."""
+    """The time of the next checkpoint (at the step boundary nearest to ``due_s``), and the reason."""
 
     due_s: float
     interval_s: float = Field(description="between two checkpoints, as known now")
@@ -26,10 +26,10 @@ class SaveTimes(Value):
     """Times of this session, in seconds; None: not measured yet. Repeated measurements are exponential means.
 
     ``saved_s``: when the state of the newest complete checkpoint was copied, or when training began or went back to it;
-    ``since_s``: the same, or when the state of the checkpoint under way was copied.
-    ``durable_s``: from that copy to a complete checkpoint. ``stall_s``: how long a save keeps the worker with the most
-    bytes to copy from training. ``num_refused``: saves in a row that storage refused; ``retry_s``: when the next one is
-    tried after that. ``num_lost``, ``vm_s``: the number of lost VMs, and the sum of their lifetimes.
+    ``since_s``: this time, or when the state of the checkpoint under way was copied. ``durable_s``: from that copy to a
+    complete checkpoint. ``stall_s``: how long a save keeps the worker with the most bytes to copy from training.
+    ``num_refused``: saves in a row that storage refused; ``retry_s``: when the next save is tried after them.
+    ``num_lost``, ``vm_s``: the number of lost VMs, and the sum of their lifetimes.
     """
 
     saved_s: float | None = None
@@ -48,12 +48,12 @@ class SaveTimes(Value):
 
 
 class Doubt(Value):
-    """Doubt whether a checkpoint can be loaded: a worker could not load it, and no step was decided since.
+    """Doubt whether a checkpoint can be loaded: a worker could not load it, and no step was decided since then.
 
-    ``open``: an undamaged one must be found before the next shape is formed; ``asked``: storage is being read for it;
-    ``answered``: one was found. ``num_tries``: how often storage was read. ``failed``: workers that could not load it
-    since it was last found undamaged; ``unable``: workers that cannot load undamaged files, so that others read for
-    them.
+    ``open``: an undamaged checkpoint must be found before the next shape is formed; ``asked``: storage is being
+    searched for one; ``answered``: one was found. ``num_tries``: how often storage was read. ``failed``: workers that
+    could not load the checkpoint since it was last found undamaged; ``unable``: workers that cannot load undamaged
+    files, so that others read for them.
     """
 
     version: Version
@@ -66,11 +66,11 @@ class Doubt(Value):
 
 
 class PendingCheckpoint(Value):
-    """A checkpoint on its way to storage: which worker writes which unit, and which units are written.
+    """A checkpoint on its way to storage: the writer of each unit, and the written units.
 
     ``stale``: a writer was lost or its generation dissolved, so it may never be completed and another may begin.
-    ``refused``: writers whose storage refused the data; they are told to write again. ``started_s``: when the present
-    wait began; each written unit restarts the wait.
+    ``refused``: writers whose storage refused the data; they get another order to write. ``started_s``: when the
+    present wait began; each written unit restarts the wait.
     """
 
     version: Version
@@ -87,7 +87,7 @@ class PendingCheckpoint(Value):
 
     @property
     def complete(self) -> bool:
-        """Every unit is on storage."""
+        """Whether every unit is in storage."""
         return len(self.written) == len(self.writers)
 
     @property

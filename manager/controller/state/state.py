@@ -33,8 +33,8 @@ from morph.contract.salvage import PartialSum
 class OutstandingOrder(Value):
     """The order that the workers in ``StepProgress.awaited`` have not answered yet.
 
-    ``version`` is the step of a step order. The order must be answered within ``limit_s``, and once it was aborted
-    within ``give_up_s`` (seconds).
+    ``version``: the step, for a step order. Workers must answer within ``limit_s`` seconds, and after an abort within
+    ``give_up_s``.
     """
 
     kind: Literal["reshape", "step", "commit"]
@@ -48,7 +48,7 @@ class OutstandingOrder(Value):
 
 
 class StepReport(Value):
-    """What one member reported of the present attempt of the present step."""
+    """One member's report on the present attempt at the present step."""
 
     model_config = ConfigDict(allow_inf_nan=True)
 
@@ -60,12 +60,12 @@ class StepReport(Value):
         default_factory=dict, description="weights of losses, by micro-batch; empty: no loss has one"
     )
     losses: dict[int, float] = Field(
-        default_factory=dict, description="by micro-batch; infinite: not finite; empty: not judged"
+        default_factory=dict, description="by micro-batch; infinite: it is not finite; empty: losses are not judged"
     )
 
 
 class StepProgress(Value):
-    """The present attempt of the present step, and the order that is outstanding."""
+    """The present attempt at the present step, and the outstanding order."""
 
     attempt: int = 0
     loss_scale: LossScale | None = Field(default=None, description="loss scale of the present step, if the job has one")
@@ -87,9 +87,9 @@ class StepProgress(Value):
 class NodeRequest(Value):
     """VMs that were requested and are not up.
 
-    ``count``: not granted yet; ``granted``: name -> when it was granted; ``waiting``: granted ones that do not boot
-    yet, because they are in their market's queue; ``facts``: the kinds of granted ones; ``appeared``: nodes that
-    appeared before their grant was reported; ``node_type``: the requested type.
+    ``count``: how many are not granted yet; ``granted``: name -> when it was granted; ``waiting``: granted VMs that do
+    not boot yet, because they are in their market's queue; ``facts``: the kinds of granted VMs; ``appeared``: nodes
+    that appeared before their grant was reported; ``node_type``: the requested type.
     """
 
     count: int
@@ -108,7 +108,7 @@ class NodeRequest(Value):
 
 
 class KeptNotice(Value):
-    """A notice of an unknown VM, which an open request may be about: a VM's agent can be faster than its grant."""
+    """A notice for an unknown VM, which may belong to an open request: a VM's agent can be faster than its grant."""
 
     notice: str
     taken_s: float
@@ -124,8 +124,8 @@ class Flaps(Value):
 class FailedSetups(Value):
     """Consecutive setups that failed in the same way; forgotten when a setup succeeds.
 
-    ``way``: what the failures have in common; ``num`` of them on ``hosts``, since ``since_s``. The other fields
-    describe the last failure.
+    ``way``: what the failures have in common; ``num``: how many there were on ``hosts`` since ``since_s``. The other
+    fields describe the last failure.
     """
 
     way: str
@@ -155,13 +155,13 @@ class Provisioning(Value):
         default_factory=dict, description="refusals by type, where there are several types"
     )
     num_setups_lost: int = Field(default=0, description="VMs in a row that were lost before they were ready")
-    setup_lost_s: float | None = Field(default=None, description="when the last of these was lost")
+    setup_lost_s: float | None = Field(default=None, description="when the last of these VMs was lost")
     num_absent: int = Field(default=0, description="times in a row that granted VMs did not appear at all")
     failed_setups: FailedSetups | None = None
     gives_up: Literal["setups", "limit"] | None = Field(
         default=None, description="why the run ends, or rests, because its VMs achieve nothing"
     )
-    next_request_s: float | None = Field(default=None, description="no further request before that")
+    next_request_s: float | None = Field(default=None, description="no further request before this time")
     kept_notices: dict[WorkerId, KeptNotice] = Field(
         default_factory=dict, description="notices of unknown nodes, of open requests or of known VMs"
     )
@@ -169,14 +169,14 @@ class Provisioning(Value):
         default=frozenset(), description="draining workers whose notices must be acknowledged"
     )
     flaps: dict[str, Flaps] = Field(default_factory=dict, description="by machine")
-    nodes_wake_s: float | None = Field(default=None, description="no wait for a node ends before that")
+    nodes_wake_s: float | None = Field(default=None, description="no wait for a node ends before this time")
 
 
 class Yardstick(Value):
-    """What a healthy worker took (seconds) for a micro-batch's forward and backward on these sections.
+    """The time (seconds) of a healthy worker for a micro-batch's forward and backward on these sections.
 
-    ``usual``: how all workers compared with the profile then, where that was known. ``by_sums``: the time is a mean
-    over many micro-batches, because the worker was found slow by such means.
+    ``usual``: how all workers compared with the profile then, if that was known. ``by_sums``: the time is a mean over
+    many micro-batches, because the worker was found slow by such means.
     """
 
     first_section: int
@@ -192,8 +192,9 @@ class Pace(Value):
 
     ``samples_s``: times of micro-batches in the window that is being filled; ``median_s``: the median of the last full
     window, and ``error_s`` its standard error; ``past_s``: medians of the last windows in this generation, and
-    ``past_means_s`` their means. ``streak``: the number of windows in a row in which it was slow, or, negative, well.
-    ``slowdown``: 1 is as fast as expected. ``yardstick``: what it was compared with when it was last judged.
+    ``past_means_s`` their means. ``streak``: the number of windows in a row in which it was slow, or, if negative,
+    well. ``slowdown``: 1 is as fast as expected. ``yardstick``: the time with which it was compared when it was last
+    judged.
     """
 
     samples_s: tuple[float, ...] = ()
@@ -217,10 +218,10 @@ class Probation(Value):
 
 
 class WorkerState(Value):
-    """One VM and its worker. ``holds``: units whose state at the decided version it certainly has.
+    """One VM and its worker. ``holds``: units whose state at the decided version the worker certainly has.
 
-    ``ready_s``: when it was set up, None before that. ``eligible_s``: the earliest time for its use, because its
-    machine came and went too often. ``drain_until_s``: while draining, when its notice counts as void.
+    ``ready_s``: when it was set up, None before that. ``eligible_s``: the time before which it is not used, because its
+    machine came and went too often. ``drain_until_s``: while it drains, the time at which its notice becomes void.
     """
 
     appeared_s: float
@@ -244,7 +245,7 @@ class WorkerState(Value):
 class Failing(Value):
     """An error inside a worker, until the step at which it occurred is decided.
 
-    ``final``: it occurred again, or cannot be mended: what workers hold is saved, and the run ends.
+    ``final``: the error occurred again, or no retry can mend it: what workers hold is saved, and the run ends.
     """
 
     version: Version
@@ -257,7 +258,7 @@ class Failing(Value):
 
 
 class Leap(Value):
-    """A bad step and those before it were given up: version ``to`` has the state of an earlier version.
+    """A bad step and steps before it were undone: version ``to`` has the state of an earlier version.
 
     ``num_bad``: the number of bad steps since that version.
     """
@@ -269,21 +270,18 @@ class Leap(Value):
 class Phase(StrEnum):
     """Phases of a job, each with what always holds in it.
 
-    ``STARTING``: no generation was formed yet; no worker has an order.
-    ``WAITING``: no plan fits the ready workers; no worker has an order; survivors keep what they hold.
-    ``HOLDING``: a plan fits, but a node that allows a faster one is almost ready, or a VM that lost a worker may lose
-    its others; no worker has an order; ends at ``hold_until_s`` at the latest.
-    ``RESTING``: several generations in a row decided no step, or a checkpoint could not be loaded and an undamaged one
-    is sought; workers have no orders except to write what they hold; ends at ``rest_until_s`` once these are answered.
-    ``RESHAPING``: every member (and every worker that only serves its units) has answered ``Reshaped`` or has the
-    reshape order of this generation outstanding, at least one of them the latter.
+    ``STARTING``: no generation was formed yet; no worker has an order. ``WAITING``: no plan fits the ready workers; no
+    worker has an order; survivors keep what they hold. ``HOLDING``: a plan fits, but a node that allows a faster one is
+    almost ready, or a VM that lost a worker may lose its other workers; no worker has an order; ends at
+    ``hold_until_s`` at the latest. ``RESTING``: several generations in a row decided no step, or a checkpoint could not
+    be loaded and an undamaged one is sought; workers have no orders except to write what they hold; ends at
+    ``rest_until_s`` once these are answered. ``RESHAPING``: every member (and every worker that only serves its units)
+    has answered ``Reshaped`` or has the reshape order of this generation outstanding, at least one of them the latter.
     ``TRAINING``: every member has answered ``Prepared`` or has the step order of (generation, version, attempt)
-    outstanding, at least one of them the latter; nobody else has an order.
-    ``COMMITTING``: members have answered ``Committed`` or have the commit order outstanding; a commit or a unit of the
-    last checkpoint is missing.
-    ``SEALING``: everything is committed and written but the last manifest; no worker has an order.
-    ``ABORTING``: the generation is being dissolved; an abort was sent for every outstanding order, and at least one is
-    left.
+    outstanding, at least one of them the latter; no other worker has an order. ``COMMITTING``: members have answered
+    ``Committed`` or have the commit order outstanding; a commit or a unit of the last checkpoint is missing.
+    ``SEALING``: everything except the last manifest is committed and written; no worker has an order. ``ABORTING``: the
+    generation is being dissolved; an abort was sent for every outstanding order, and at least one order is left.
     ``ENDED``: a ``Finish`` was issued; events change nothing.
 
     The decided version changes only when every member prepared it, or when state is lost and the run returns to the
@@ -307,8 +305,8 @@ class PreCopy(Value):
 
     The change leads to ``slots`` of ``plan``. ``moves`` are the units that receivers lack there, each with a member
     that holds and sends it; ``synced``, by receiver, are units that have arrived and are kept at the decided version.
-    ``failed``: receivers that some units will not reach. Only the boundary that puts the change off waits for a
-    pre-copy, until ``until_s`` at the latest. ``limit_s``: how long a stream may be silent.
+    ``failed``: receivers that some units will not reach. Only the boundary at which the change was postponed waits for
+    a pre-copy, until ``until_s`` at the latest. ``limit_s``: how long a stream may be silent.
     """
 
     number: int
@@ -345,7 +343,7 @@ class Waits(Value):
     waiting_since_s: float | None = Field(default=None, description="since when the run waits for VMs")
     hold_until_s: float | None = None
     partly_lost: dict[str, float] = Field(
-        default_factory=dict, description="VMs that lost a worker: until when they may lose their others"
+        default_factory=dict, description="VMs that lost a worker: until when they may lose their other workers"
     )
     join_since_s: float | None = Field(default=None, description="since when a better shape could be formed")
     num_fruitless: int = Field(default=0, description="generations dissolved since the last decided step")

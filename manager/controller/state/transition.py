@@ -1,4 +1,4 @@
-"""A decision while it is made: one transition is passed from handler to handler."""
+"""A decision in the making: one transition is passed from handler to handler."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class SliceChange(Generic[Fields]):
         self._path = path.split(".")
 
     def __get__(self, transition: Transition, owner: type[Transition]) -> Callable[Fields, None]:
-        """Bind it, and keep nothing: a cycle of objects would keep each decision's state."""
+        """Return a bound function, and keep no reference: a cycle of objects would keep each decision's state."""
 
         def change(*args: Fields.args, **fields: Fields.kwargs) -> None:
             """Replace these fields."""
@@ -185,7 +185,7 @@ class Transition:
         self.change_saving(pending=None if pending is None else change(pending), earlier=tuple(map(change, earlier)))
 
     def order(self, order: OutstandingOrder, receivers: Iterable[WorkerId]) -> None:
-        """Make this order outstanding; no other may be."""
+        """Make this order outstanding; no other order may be outstanding."""
         self.change_step(order=order, awaited=frozenset(receivers), reports={}, shares=(), finished=None)
 
     def answered(self, worker: WorkerId) -> None:
@@ -196,7 +196,7 @@ class Transition:
     def forget(self, lost: Iterable[WorkerId]) -> None:
         """Forget workers, and give back their VMs to the provider.
 
-        A pending checkpoint for which one of them still had units to write becomes stale.
+        A pending checkpoint becomes stale if one of them still had units to write for it.
         """
         state, gone = self.state, set(lost)
         workers = {worker: entry for worker, entry in state.workers.items() if worker not in gone}
@@ -216,7 +216,7 @@ class Transition:
             self.change_provisioning(nodes_wake_s=time_s)
 
     def once(self, question: Callable[[ControllerState, float], Answer], *depends_on: object) -> Answer:
-        """Answer a question about the state; the answer is cached until a part that it depends on is replaced."""
+        """Answer a question about the state; the answer is cached until a part on which it depends is replaced."""
         known = self._known.get(question)
         if known is None or any(then is not now for then, now in zip(known[0], depends_on, strict=True)):
             known = self._known[question] = (depends_on, question(self.state, self.now_s))

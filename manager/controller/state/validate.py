@@ -33,7 +33,7 @@ def validate(state: ControllerState) -> None:
     simulated clusters call it after every decision.
 
     Raises:
-        BrokenState: with job, phase, what should hold, and the last events.
+        BrokenState: an invariant does not hold; the error names it, with job, phase and the last events.
     """
     for sentence, holds in INVARIANTS.items():
         if not holds(state):

@@ -1,8 +1,8 @@
-"""Steps with bad numbers: the run ends with the version before such a step, or continues without its result.
+"""Handles steps with bad numbers: the run ends with the version before such a step, or continues without its result.
 
 Every state is a function of its version alone, in any shape and after any losses. If step t is bad, version t+1 has the
 state of version t with ``skip``, and that of version m with ``go_back``, where m is the last multiple of
-``LossRules.back_steps`` up to t. Workers go back to m, if need be from a checkpoint and by repeating steps; there a
+``LossRules.back_steps`` up to t. Workers go back to m, if necessary from a checkpoint and by repeating steps; there a
 *leap* renames their state to version t+1. So no version and no step's samples occur twice, and a run that resumes from
 an older checkpoint finds the same bad step and does the same.
 """
@@ -23,7 +23,7 @@ MOST_UNNAMED = 8
 
 
 def gives_up(transition: Transition, why: str) -> bool:
-    """Handle a bad step, unless it is to be skipped; returns whether it is given up undecided."""
+    """Handle a bad step, unless it must be skipped; return whether it is abandoned undecided."""
     state, rules = transition.state, transition.state.config.policy.rules.losses
     if state.version not in state.unnamed:
         transition.change(unnamed=(*state.unnamed, state.version)[-MOST_UNNAMED:])
@@ -43,14 +43,14 @@ def gives_up(transition: Transition, why: str) -> bool:
 
 
 def leap_if_due(transition: Transition) -> bool:
-    """If the present version's state is also that of a later version, continue there; returns whether it did."""
+    """If the present version's state is also that of a later version, continue there; return whether this happened."""
     state = transition.state
     leap = state.leaps.get(state.version)
     if leap is None or state.is_last:
         return False
     decided = Decided(version=leap.to, skipped=True, state_of=state.version)
     workers, nothing = dict(state.workers), frozenset[UnitId]()
-    for worker in state.workers.keys() - state.member_units.keys():  # it is not a member, and may be a step behind
+    for worker in state.workers.keys() - state.member_units.keys():  # not a member: it may be a step behind
         workers[worker] = workers[worker].model_copy(update={"holds": nothing})
     transition.change(version=leap.to, decided=decided, workers=workers)
     transition.change(losses=state.losses.model_copy(update={"num_bad": leap.num_bad}))

@@ -1,4 +1,4 @@
-"""Checkpoints on their way to storage."""
+"""Follows checkpoints on their way to storage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_PAUSE_S = 30.0
 
 
 def on_units_written(transition: Transition, event: UnitsWritten) -> None:
-    """Record units that are on storage; after the last one, have the manifest written.
+    """Record units that are in storage; after the last one, have the manifest written.
 
     A unit counts only if its assigned writer reports it: unless accumulation is exact, a worker of an earlier history
     may have written a different state of the same version.
@@ -111,7 +111,7 @@ def _abandon(transition: Transition, sentence: str) -> None:
 
 
 def on_manifest_written(transition: Transition, event: ManifestWritten) -> None:
-    """A checkpoint is complete; lost state is restored from the newest one."""
+    """Handle that a checkpoint is complete: from now on, lost state is restored from it."""
     state = transition.state
     saving = state.saving
     manifest = next((entry for entry in saving.sealing if entry.version == event.version), None)
@@ -139,7 +139,7 @@ def on_manifest_written(transition: Transition, event: ManifestWritten) -> None:
 
 
 def _save_later(transition: Transition, sentence: str) -> None:
-    """Try again after a pause as long as the wait so far, between ``FIRST_PAUSE_S`` and ``MOST_PAUSE_S``."""
+    """Try again after a pause that is as long as the wait so far, between ``FIRST_PAUSE_S`` and ``MOST_PAUSE_S``."""
     state, now_s = transition.state, transition.now_s
     saving = state.saving
     since_s = now_s if saving.unsaved_since_s is None else saving.unsaved_since_s
@@ -177,7 +177,7 @@ def save_if_due(transition: Transition) -> None:
 
 
 def _last_try(state: ControllerState) -> int:
-    """Return the version from which the next interval counts: that of the failed checkpoint, to spare bad storage."""
+    """Return the version from which the next interval counts: that of the failed checkpoint, to spare the storage."""
     saving = state.saving
     tried = [entry.version for entry in saving.sealing]
     if saving.pending is not None:

@@ -49,9 +49,9 @@ def lose(transition: Transition, lost: Mapping[WorkerId, str]) -> None:
 
 
 def dissolve(transition: Transition, *, planned: bool = False) -> None:
-    """Abort every outstanding order of the generation; re-form at once when there is none.
+    """Abort every outstanding order of the generation; re-form at once if there is none.
 
-    ``planned``: nothing is wrong, so the generation does not count as one of those in a row that decided no step.
+    ``planned``: nothing is wrong, so the generation does not count towards those in a row that decided no step.
     """
     state = transition.state
     busy = state.busy_workers
@@ -78,7 +78,7 @@ def settle(transition: Transition) -> None:
     state = transition.state
     if state.step.awaited:
         workers = counted(len(state.step.awaited), "worker has", "workers have")
-        transition.say(ReasonCode.ABORTING, f"{workers} still to give up what was ordered")
+        transition.say(ReasonCode.ABORTING, f"{workers} still to abandon their orders")
         return
     note_prepared(transition)
     if in_doubt(state):
@@ -100,16 +100,16 @@ def _is_needed(state: ControllerState, worker: WorkerId) -> bool:
     return worker in state.member_units
 
 
-# Errors inside a worker: which lose the worker, which are retried on others, and which end the run.
+# Errors inside a worker: some lose the worker, some are retried on other workers, and some end the run.
 
 
 def failed(transition: Transition, worker: WorkerId, answer: Failed) -> None:
     """Handle a failed order.
 
-    A lost device, or one out of memory, loses its worker; running out of memory again at the same step, or where no
-    other worker could take over, ends the run. After an error in the job's code the step is tried once more, on other
-    workers if they suffice; the same step failing again ends the run, as does an error that cannot be mended. What
-    workers hold is saved before the end. After a failure to load a checkpoint, an undamaged one is sought.
+    If a device is lost or runs out of memory, its worker is lost. If a device runs out of memory again at the same
+    step, or no other worker could take over, the run ends. After an error in the job's code the step is tried once
+    more, on other workers if they suffice; the run ends if that step fails again, or if a retry cannot mend the error.
+    What workers hold is saved before the end. After a failure to load a checkpoint, an undamaged one is sought.
     """
     assert transition.state.step.order is not None, "nobody has an order"
     version, known = transition.state.step.order.version, transition.state.failing
@@ -124,7 +124,7 @@ def failed(transition: Transition, worker: WorkerId, answer: Failed) -> None:
         return _give_up(transition, sentence)  # another worker's part of the same failure
     if known is not None and known.final:
         return transition.end(
-            "failed", f"{known.sentence}; what came after the last checkpoint is not saved: {sentence}"
+            "failed", f"{known.sentence}; progress since the last checkpoint is not saved: {sentence}"
         )
     again = known is not None and known.version == version
     if answer.cause == "device" or (answer.cause == "memory" and not again and _is_dispensable(transition, worker)):
@@ -144,7 +144,7 @@ def failed(transition: Transition, worker: WorkerId, answer: Failed) -> None:
         final=final,
     )
     transition.change(failing=failing, stop_reason=sentence if final else state.stop_reason)
-    if not final:  # others may take its place until the step is decided; it sends them what it holds
+    if not final:  # others may take its place until the step is decided; it sends them its units
         sentence += "; tried once more"
     return _give_up(transition, sentence)
 

@@ -53,10 +53,10 @@ def begin_rest(transition: Transition) -> None:
 
 
 def save_before_waiting(transition: Transition) -> bool:
-    """No worker has an order and no shape can be formed: have workers write what they hold before anything else.
+    """No worker has an order and no shape can be formed: have workers write what they hold.
 
-    This delays no step, and further workers may be lost while the run waits for VMs. Returns whether it is done: not if
-    some unit has no holder, and not twice.
+    This delays no step, and further workers may be lost while the run waits for VMs. Return whether they write: not if
+    some unit has no holder, nor if it was tried before.
     """
     state = transition.state
     saving = state.saving

@@ -1,7 +1,8 @@
-"""When the next checkpoint is due: at the configured interval, and as often as costs least (Spotify, 4.2 to 4.4).
+"""Decides when the next checkpoint is due: at the configured interval, and as often as costs least (Spotify, 4.2 to
+4.4).
 
-The formula is that of ``morph.contract.waits.cheapest_interval_s``. For jobs on many VMs only losses count after which
-no survivor has the state.
+The formula is that of ``morph.contract.waits.cheapest_interval_s``. On many VMs, only losses that leave some of the
+state on no survivor count.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def insurance_save(state: ControllerState, now_s: float) -> NextSave | None:
 def cheapest_interval(state: ControllerState, now_s: float) -> tuple[float, str]:
     """Return the interval between saves (seconds) that costs least, and the text that explains it.
 
-    It is never shorter than a step, nor than the time to complete a save, so that one version is written at a time.
+    The interval is never shorter than a step or than the time to complete a save, so that one version is written at a
+    time.
     """
     times, expected = state.saving.save_times, state.config.expected_losses
     mttf_s = mean_s_to_fatal_loss(state, now_s)
@@ -90,9 +92,9 @@ def cheapest_interval(state: ControllerState, now_s: float) -> tuple[float, str]
 
 
 def is_due(state: ControllerState, now_s: float) -> tuple[SaveKind, str] | None:
-    """Return the kind of save that begins with the step ordered now, and why; None: none is due.
+    """Return the kind of save that begins with the step ordered now, and why; None if no save is due.
 
-    The time of an insurance save is the one last computed: with many workers it is not computed at each step.
+    The time of an insurance save is not computed at each step, because this takes long with many workers.
     """
     every, insurance = state.config.policy.checkpoint_every_steps, state.saving.save_times.insurance
     if goes_back_to(state, state.version):
@@ -139,7 +141,7 @@ def duration(seconds: float) -> str:
 
 
 def _most_bytes(state: ControllerState) -> int:
-    """Return the most bytes that any one member writes."""
+    """Return the largest number of bytes that one member writes."""
     return 0 if state.plan is None else state.config.written_bytes(state.plan)
 
 
@@ -168,7 +170,7 @@ def record_shape_left(transition: Transition) -> None:
 def record_save_begun(transition: Transition, writers: dict[str, WorkerId], kind: SaveKind) -> PendingCheckpoint:
     """Record a save whose state is copied now and written by ``writers``; return it.
 
-    It is written after earlier versions that may be the best, or to which a bad step goes back.
+    It is written after earlier versions that may become the best one, or to which a bad step goes back.
     """
     state, now_s = transition.state, transition.now_s
     earlier = [
@@ -196,7 +198,7 @@ def record_save_begun(transition: Transition, writers: dict[str, WorkerId], kind
 
 
 def record_units_complete(transition: Transition, pending: PendingCheckpoint) -> None:
-    """Every unit of a save is on storage: add the longest stall of any worker to the mean."""
+    """Handle that every unit of a save is in storage: add the longest stall of any worker to the mean."""
     stall_s: dict[WorkerId, float] = {}
     for entry in pending.written.values():
         stall_s[entry.worker] = stall_s.get(entry.worker, 0.0) + entry.stall_s
@@ -206,7 +208,7 @@ def record_units_complete(transition: Transition, pending: PendingCheckpoint) ->
 
 
 def record_save_complete(transition: Transition, manifest: Manifest) -> str:
-    """Record a complete checkpoint; returns the text about saves before it that storage refused."""
+    """Record a complete checkpoint; return the text about earlier saves that storage refused."""
     times = transition.state.saving.save_times
     if manifest.saved_s is not None:
         saved_s = manifest.saved_s if times.saved_s is None else max(times.saved_s, manifest.saved_s)
@@ -279,8 +281,8 @@ def emergency_due(transition: Transition) -> bool:
     """Whether to save the decided version with the step ordered now, because VMs are about to be taken.
 
     A save is due when the work since the newest checkpoint equals the work that could still be done before the last
-    possible save: at once if that checkpoint is old, again after half of the time, and so on, the last time as late as
-    the save can still be completed.
+    possible save: at once if that checkpoint is old, again after half of the time, and so on, until the last moment at
+    which a save can still be completed.
     """
     state, now_s = transition.state, transition.now_s
     if not draining_members(state) or not lacks_others(transition) or not fits(state, now_s):
@@ -296,9 +298,9 @@ def fits(state: ControllerState, now_s: float) -> bool:
 
 
 def step_outlasts(transition: Transition) -> bool:
-    """Whether the step under way ends too late for what must be done before a member is taken, though now it is not.
+    """Whether it is still early enough for what must be done before a member is taken, but too late after this step.
 
-    That is a planned change where others can take over, else a save. The step would be lost with the VM in any case.
+    This is a planned change if others can take over, else a save. The step would be lost with the VM in any case.
     """
     state, now_s = transition.state, transition.now_s
     ordered_s = state.saving.save_times.ordered_s

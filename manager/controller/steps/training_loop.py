@@ -44,7 +44,7 @@ MAX_ATTEMPTS = 8
 
 
 def begin(transition: Transition) -> None:
-    """Give the first order of a generation, once all have reshaped; members drop units that they do not need."""
+    """Give the first order of a generation once all workers have reshaped; members drop units that they do not need."""
     state = transition.state
     measured = state.measured
     if measured.morph_began_s is not None:
@@ -63,9 +63,9 @@ def begin(transition: Transition) -> None:
 
 
 def decide_step(transition: Transition, *, bad: bool = False) -> None:
-    """Every member prepared the step: run it again if a gradient overflowed, else decide the next version.
+    """Handle that every member prepared the step: run it again if a gradient overflowed, else decide the next version.
 
-    No scale fits a gradient that is not finite: then the step is decided as skipped, as is a ``bad`` one.
+    No scale fits a gradient that is not finite, so such a step is decided as skipped, as is a ``bad`` one.
     """
     state = transition.state
     overflowed = [worker for worker in state.member_units if state.step.reports[worker].overflowed]
@@ -117,7 +117,7 @@ def seal_if_complete(transition: Transition) -> None:
         take_evaluation(transition)
     except TrainingStopped as error:
         return transition.end("failed", str(error))
-    transition.change_step(shares=(), finished=None)  # used already, and answers of other kinds follow
+    transition.change_step(shares=(), finished=None)  # these were used, and answers of other kinds follow
     _seal_earlier(transition)
     state, saving = transition.state, transition.state.saving
     if state.unfinished is not None and (worker := finisher(state)) is not None:
@@ -127,7 +127,7 @@ def seal_if_complete(transition: Transition) -> None:
     missing = len(saving.pending.writers) - len(saving.pending.written)
     if missing:
         units = counted(missing, "unit is", "units are")
-        return transition.say(ReasonCode.COMMIT_WAIT, f"{units} still to be written of the last checkpoint")
+        return transition.say(ReasonCode.COMMIT_WAIT, f"{units} of the last checkpoint still to be written")
     transition.change(phase=Phase.SEALING)
     return seal(transition, saving.pending)
 
@@ -148,7 +148,7 @@ def _seal_earlier(transition: Transition) -> None:
 
 
 def seal(transition: Transition, pending: PendingCheckpoint) -> None:
-    """Every unit is on storage: write the manifest."""
+    """Handle that every unit is in storage: write the manifest."""
     state = transition.state
     files = [pending.written[unit] for unit in state.config.units]
     record_units_complete(transition, pending)
@@ -228,7 +228,7 @@ def _decide_facts(transition: Transition, *, bad: bool) -> None:
     state = transition.state
     step = state.step
     reports = [step.reports[slot.worker] for slot in state.slots]
-    if bad:  # its norms may be unknown, because a gradient overflowed
+    if bad:  # the step's norms may be unknown, because a gradient overflowed
         bad_loss = not any(report.non_finite for report in reports)
         decided = Decided(version=state.version + 1, skipped=True, bad_loss=bad_loss)
     else:
@@ -246,7 +246,8 @@ def _decide_facts(transition: Transition, *, bad: bool) -> None:
 
 
 def _settle_holdings(transition: Transition, *, others_keep: bool) -> None:
-    """Update what workers hold: members their stage's units and those that they keep for others; others nothing.
+    """Update what workers hold: members hold their stage's units and those that they keep for others, other workers
+    nothing.
 
     ``others_keep``: no step was run yet, so the other workers still hold their units.
     """
@@ -282,7 +283,7 @@ def _end(transition: Transition) -> None:
 
 
 def _step(transition: Transition, code: ReasonCode) -> None:
-    """Order the step of the decided version from every member, with a checkpoint of it when one is due."""
+    """Order the step of the decided version from every member, with a checkpoint of this version if one is due."""
     share, why = _begin_checkpoint_if_due(transition)
     sentence = f"step {transition.state.version} is ordered"
     if share:
@@ -396,9 +397,7 @@ def _commit(transition: Transition) -> None:
         kind="commit", generation=state.generation, version=state.version, sent_s=now_s, limit_s=limit_s
     )
     transition.order(order, state.member_units)
-    sentence = (
-        f"version {state.version} is to be committed: {state.stop_reason or early_end(state) or 'it is the last'}"
-    )
+    sentence = f"version {state.version} must be committed: {state.stop_reason or early_end(state) or 'it is the last'}"
     transition.say(ReasonCode.COMMIT_STARTED, sentence, *commit_orders(transition.state, share, state.member_units))
 
 
@@ -426,7 +425,7 @@ def _may_be_best(state: ControllerState) -> bool:
 
 
 def _begin_checkpoint_if_due(transition: Transition) -> tuple[dict[UnitId, WorkerId], str]:
-    """Begin a checkpoint when one is due, one at a time; return the writers of units, and why."""
+    """Begin a checkpoint if one is due and none is under way; return the writers of units, and the reason."""
     state, now_s = transition.state, transition.now_s
     saving = state.saving
     pending = saving.pending

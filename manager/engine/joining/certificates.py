@@ -1,7 +1,7 @@
 """Certificates of one run, for Ray's TLS: an authority, and a pair that it signed for the manager's machine.
 
 Each process of the run on that machine shows the pair, as server and as client, and accepts only peers with a
-certificate from this authority. If all VMs are on that machine they show the same pair, and the authority's key is
+certificate from this authority. If all VMs are on that machine, they show the same pair, and the authority's key is
 discarded. If a provider brings the VMs, the key is kept as long as the run lives, and each VM gets its own pair
 (``manager.enrolment``).
 """
@@ -29,7 +29,8 @@ NAME = "Manager of one Morph run"
 class Tls:
     """The settings for encrypting the traffic of a run's Ray processes.
 
-    ``address``: where they are reached on the manager's machine. ``enrols``: VMs elsewhere get certificates too.
+    ``address``: where these are reached on the manager's machine. ``enrols``: whether VMs elsewhere get certificates
+    too.
     """
 
     address: str = LOOPBACK
@@ -37,7 +38,7 @@ class Tls:
 
 
 def certificates_of(directory: Path) -> Certificates:
-    """Return where the certificates of a run are; ``directory``: the one with Ray's token."""
+    """Return where the certificates of a run are; ``directory``: the directory with Ray's token."""
     return Certificates.below(directory / "tls")
 
 

@@ -14,18 +14,18 @@ from morph.contract.base import Value
 from morph.link.authority import Authority
 
 LIFE = datetime.timedelta(days=30)
-"""A VM gets a new certificate each time its node starts."""
+"""The validity of a certificate: a VM gets a new one each time its node starts."""
 
 
 class CertificateRequest(Value):
     """A node's request for a certificate."""
 
     node: str = Field(pattern=r"^[a-z0-9-]{1,64}$")
-    request: str = Field(max_length=4096, description="for a key of P-256 some 600 characters")
+    request: str = Field(max_length=4096, description="about 600 characters for a key of P-256")
 
 
 class EnrolmentDesk:
-    """Signs a certificate for a node that has proven the nodes' secret, valid only for the address that it calls from.
+    """Signs certificates for nodes that have proven the nodes' secret, each valid only for the address of the call.
 
     Args:
         event_queue: Receives the facts ``node_enrolled`` and ``enrolment_refused``.
@@ -42,12 +42,12 @@ class EnrolmentDesk:
         self._event_queue, self._authority, self._moment = event_queue, authority, moment
 
     def answer(self, node: str, request: object, address: str) -> dict[str, str]:
-        """Return the answer to a node: a certificate, or why it is refused.
+        """Return the answer to a node: a certificate, or the reason for a refusal.
 
         Args:
             node: The name that the node has proven.
             request: The message that it sent.
-            address: The address that it calls from.
+            address: The address from which it calls.
 
         Raises:
             ValidationError: the request is malformed.

@@ -1,9 +1,9 @@
 """The server that workers call. One thread receives from all workers; any thread may send to a worker.
 
 A worker has two connections. Orders, answers and reports go over ``talk``; when it ends for any reason, the worker
-opens it again. Nothing is sent over ``liveness``: the kernel closes that connection of a dead process in good order,
-within milliseconds. A reset connection does not mean a death, and a VM that vanishes keeps its connections open:
-heartbeats detect that.
+opens it again. Nothing is sent over ``liveness``: when a process dies, the kernel closes this connection in good order,
+within milliseconds. A reset connection does not mean a death. The connections of a VM that vanishes stay open:
+heartbeats detect this.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ def listen(host: str, port: int = 0) -> socket.socket:
     """Listen for workers.
 
     Raises:
-        OSError: that address or port cannot be listened on.
+        OSError: listening on this address or port failed.
     """
     return socket.create_server((host, port), backlog=BACKLOG)
 
 
 @dataclass(frozen=True)
 class Entrance:
-    """Where workers call: a listening socket, and the secret of the authority that certifies both ends."""
+    """The entrance for workers' calls: a listening socket, and the secret of the authority that certifies both ends."""
 
     listening: socket.socket
     secret: str = field(repr=False)
 
     def home(self, worker: str) -> Home:
-        """Return what a worker needs to call; its credential is valid for its own name only."""
+        """Return the values with which a worker calls; the credential is valid only for that worker's name."""
         host, port = self.listening.getsockname()[:2]
         return Home(worker=worker, host=host, port=port, secret=authority_of(self.secret).credential(worker))
 
 
 class LinkEvents(Protocol):
-    """The receiver of the server's calls, which come in the server's thread, so all must return at once."""
+    """Receives calls in the server's thread; each must return at once."""
 
     def came(self, worker: str, line: Line) -> None:
-        """Note that a worker called, for the first time or again: from now on it is reached by this line."""
+        """Handle a call of a worker, the first or a later one: from now on this line reaches the worker."""
 
     def heard(self, worker: str, body: bytes) -> None:
         """Handle a worker's message. A ValueError means that it breaks the protocol, and ends the line."""
 
     def died(self, worker: str) -> None:
-        """Note that a worker's process is gone."""
+        """Handle that a worker's process is gone."""
 
 
 @dataclass(eq=False)
@@ -112,7 +112,7 @@ class _Caller:
 
 
 class LinkServer:
-    """Accepts workers until ``close``; another process may hold the listening socket too, but does not accept."""
+    """Accepts workers until ``close``; another process may hold the listening socket, but does not accept."""
 
     def __init__(self, entrance: Entrance, events: LinkEvents) -> None:
         self._entrance, self._events = entrance, events
@@ -163,7 +163,7 @@ class LinkServer:
                     self._accept()
                 elif key.fileobj is self._wake_read:
                     self._look_after_blocked()
-                elif key.data in self._callers:  # else it ended just now, replaced by a new one
+                elif key.data in self._callers:  # otherwise it ended just now, because a new one replaced it
                     self._serve(key.data, events)
 
     def _look_after_blocked(self) -> None:
@@ -238,7 +238,7 @@ class LinkServer:
         if role not in ROLES or not worker or worker != caller.wire.other_name:
             raise ConnectionError("it is not the worker that it claims to be")
         if not self._pending.remove(caller) or len(self._known) >= len(ROLES) * MOST_KNOWN:
-            raise ConnectionError("it took too long, or there are too many connections")
+            raise ConnectionError("the worker took too long, or there are too many connections")
         with caller.lock:
             caller.write(caller.wire.put(WELCOME))
         caller.worker, caller.role = worker, role

@@ -26,7 +26,7 @@ class NoticeServer(VmServer):
         event_queue: Receives the events and facts.
         secret: The nodes' credential is derived from it; callers without that credential are refused.
         host: Address to listen on.
-        port: 0: any free one.
+        port: Port to listen on; 0: any free one.
         desk: Signs certificates for VMs if Ray's traffic is encrypted; None: such requests are refused.
         wheel: Morph's wheel, for VMs that boot.
         lock: Makes the list of packages for booting VMs that lack some.
@@ -59,7 +59,7 @@ class NoticeServer(VmServer):
         return True
 
     def _take_unfit(self, node: str, workers: tuple[str, ...], why: str) -> None:
-        """Give up a VM that booted and cannot be used; it reports so until it is ended, as its grant may come later."""
+        """Give up a VM that booted but cannot be used; it repeats this until it is ended: its grant may come later."""
         with self._lock:
             is_new = (node, why) not in self._unfit
             self._unfit.add((node, why))

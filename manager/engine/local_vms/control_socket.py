@@ -1,10 +1,11 @@
 """The socket at which managers connect, one after another, to the process that owns a run's VMs.
 
 A manager reports that it holds the run (``settle``) once a successor could find this socket. If such a manager
-disconnects without requesting the end, it was killed: the VMs stay for ``patience_s``, in which another manager may
+disconnects without requesting the end, it was killed: the VMs stay for ``patience_s``, during which another manager may
 connect. A manager that disconnects before it settles does not extend that time.
 
-While no manager is connected, the socket's file is touched: if the host is killed too, its time is the end of the VMs.
+While no manager is connected, the socket's file is touched: if the host is killed too, its time shows when the VMs
+ended.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class ControlSocket:
         self._settled = True
 
     def next(self) -> socket.socket | None:
-        """Return the next manager's connection; None: none comes in time."""
+        """Return the next manager's connection; None: none came in time."""
         now_s = time.monotonic()
         if self._until_s is None:
             until_s, self._until_s = now_s + FIRST_S, now_s
@@ -76,7 +77,7 @@ class ControlSocket:
 
 
 def tell(connection: socket.socket, *descriptors: int, **entries: object) -> None:
-    """Send one packet, with file descriptors.
+    """Send one packet, together with file descriptors.
 
     Raises:
         OSError: the other side is gone.

@@ -27,11 +27,12 @@ END_TIMEOUT_S = 15.0
 
 
 class HostLine:
-    """Sends requests and receives answers, one JSON object a packet; for one thread at a time, but ``end`` for any.
+    """Sends requests and receives answers, one JSON object per packet. One thread at a time may use it; any may call
+    ``end``.
 
     Args:
-        connection: Connected to the host's control socket.
-        log_path: Named in errors.
+        connection: A connection to the host's control socket.
+        log_path: The host's log, which errors name.
         process: The host, if this manager started it.
         workers: The socket that workers call, which the host keeps; None: the host sends it.
     """
@@ -65,9 +66,9 @@ class HostLine:
         """Start a host: ``python -m MODULE FD PATIENCE_S ARGUMENTS``, FD being the socket at which it listens.
 
         ``workers``: the listening socket that workers call, which one of the arguments names. The host keeps it without
-        accepting, so that each manager listens where the last one did, and no other process can in between. ``stdin``:
-        the host reads its further orders from there, and then opens the log itself; until then it writes to this
-        process's standard error.
+        accepting, so that each manager listens where the last one did, and no other process can listen there in
+        between. ``stdin``: the file from which the host reads further orders before it opens the log itself; until then
+        it writes to this process's standard error.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output = log_path.open("ab") if stdin is None else nullcontext(sys.__stderr__)
@@ -82,7 +83,7 @@ class HostLine:
                 stderr=errors,
                 pass_fds=[listener.fileno(), *([workers.fileno()] if workers else ()), *holding(control_socket)],
                 env=env,
-                start_new_session=True,  # Ctrl-C in the terminal is for the manager alone
+                start_new_session=True,  # Ctrl-C in the terminal is only for the manager
             )
         return cls(connection, log_path, process, workers)
 
@@ -124,7 +125,7 @@ class HostLine:
         return self._workers
 
     def greeting(self, timeout_s: float) -> dict[str, Any]:
-        """Return the first packet, which lists what the host has.
+        """Return the first packet, which lists the host's processes.
 
         Raises:
             ClusterError: no packet comes.

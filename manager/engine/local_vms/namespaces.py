@@ -81,7 +81,7 @@ def remove_stale() -> None:
 
 
 def opened_in(namespace: str, open_socket: Callable[[], socket.socket]) -> socket.socket:
-    """Open a socket in a namespace; a helper thread enters it, so that the calling thread stays where it is.
+    """Open a socket in a namespace; a helper thread enters it, so that the calling thread stays in its own.
 
     Raises:
         ClusterError: no socket can be opened there.

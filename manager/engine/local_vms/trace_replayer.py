@@ -1,4 +1,4 @@
-"""Makes a fleet of local VMs come and go as a trace says."""
+"""Makes a fleet of local VMs come and go as in a trace."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ STEP_S = 0.1
 class TraceReplayer:
     """Plays a trace on a host of VMs, from its own thread.
 
-    The trace's clock stands at time 0 until ``start_clock``, so that the VMs of time 0 are booted first; ``stop_clock``
-    stops it again. Revocations of the same moment happen together, and each is announced as long before as the trace
-    says. VMs come with their zone, instance type and price; a later price applies to VMs that come after it. The
+    The trace's clock stays at time 0 until ``start_clock``, so that the VMs of time 0 are booted first; ``stop_clock``
+    stops it again. Revocations of the same moment happen together, and each is announced with the lead time in the
+    trace. VMs come with their zone, instance type and price; a later price applies to VMs that come after it. The
     position in the trace is recorded as a fact, so that another manager can continue from it (``begun``) and give the
     pending notices again, under the same names.
     """
@@ -102,7 +102,7 @@ class TraceReplayer:
             together = [change.event for change in entries if change.kind != "warned"]
             if together:
                 self._num_played += len(together)
-                self._note()  # first, so that another manager does what this one no longer could
+                self._note()  # first, so that another manager can do what this one no longer can
                 self._play_together(together)
             for change in entries:
                 if change.kind == "warned" and change.taken_s > time_s:
@@ -126,7 +126,7 @@ class TraceReplayer:
             if event.event == "remove" and all(event.node_id != other.node_id for other in rest):
                 revoked.append(event.node_id)
             else:
-                rest.append(event)  # also the revocation of a VM that comes at this very moment
+                rest.append(event)  # including the revocation of a VM that comes at this very moment
         if revoked:
             self.fleet.revoke(*revoked)
         for event in rest:

@@ -1,4 +1,4 @@
-"""The local VMs of a run: requested, booted several at a time, revoked without warning."""
+"""Requests the local VMs of a run, boots several at a time, and revokes them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class VmHost(Protocol):
 class VmFleet:
     """Boots VMs from its own threads; ``request`` and ``revoke`` return at once, from any thread.
 
-    A node that is requested again after its revocation gets a new VM id (``name.2``), as it is another machine. A
-    notice for a VM that is not up yet is given once it is up. ``node_types``: the instance types that plans know as GPU
-    types.
+    A node that is requested again after its revocation is another machine, so it gets a new VM id (``name.2``). A
+    notice for a VM that is not up yet is given once the VM is up. ``node_types``: the instance types that plans know as
+    GPU types.
     """
 
     def __init__(self, host: VmHost, event_queue: EventQueue, node_types: Collection[str] = ()) -> None:
@@ -68,10 +68,10 @@ class VmFleet:
 
         Args:
             played: The played events in order, each with the price of such a VM at that time, in dollars an hour.
-            up: VMs that are up now. Those that were already revoked are killed.
+            up: VMs that are up now. VMs among them that were already revoked are killed.
             appeared: VMs that were reported to the controller. Other VMs are reported now if they are up, and requested
                 again if not.
-            requested: Further VMs beside those of ``played``, each with the request that it answers.
+            requested: VMs that are not in ``played``, each with the request that it answers.
         """
         with self._lock:
             for event, usd_per_h in played:
@@ -120,7 +120,7 @@ class VmFleet:
                     self._tell_notice(vm)
 
     def revoke(self, *nodes: str) -> None:
-        """Kill the nodes' VMs, all at once; one that is still booting never appears."""
+        """Kill the nodes' VMs, all at once; a VM that is still booting never appears."""
         doomed = self._unwanted(nodes)
         kill = self._host.prepare_kill(doomed)
         for vm in doomed:
@@ -143,7 +143,7 @@ class VmFleet:
         self.revoke(*nodes)
 
     def release(self, *nodes: str) -> None:
-        """End the nodes' VMs because they are not needed, which is not a revocation. VMs that are gone are skipped."""
+        """End the nodes' VMs because they are not needed; this is not a revocation. VMs that are gone are skipped."""
         doomed = self._unwanted(nodes)
         self._host.prepare_kill(doomed)()
         for vm in doomed:
@@ -180,7 +180,7 @@ class VmFleet:
         return vm
 
     def _appear(self, vm: str) -> None:
-        with self._lock:  # so that no notice comes before
+        with self._lock:  # so that no notice comes before this event
             facts, paid = self._said[vm]
             self._event_queue.put(NodeAppeared(node=vm, request=self._requests.get(vm), facts=facts, paid=paid))
             self._event_queue.put(Fact(name=VM_UP, worker=vm))

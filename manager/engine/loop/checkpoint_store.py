@@ -34,9 +34,10 @@ DELETE_TIMEOUT_S = 600.0
 class CheckpointStore:
     """Writes manifests, deletes old checkpoints and finds complete ones, one job after another in its own thread.
 
-    So no checkpoint is deleted while it is read. Each result goes to ``event_queue``. ``rules`` say which checkpoints
-    are kept after a new one, and how long to wait for storage; the newest whose version ``back_steps`` divides is kept
-    too. ``lease``: nothing is written without it; None: no other manager can write there.
+    One thread does all of it, so that no checkpoint is deleted while it is read. Each result goes to ``event_queue``.
+    ``rules`` say which checkpoints are kept after a new one, and how long to wait for storage; the newest whose version
+    ``back_steps`` divides is kept too. ``lease``: nothing is written without it; None: no other manager can write
+    there.
     """
 
     def __init__(
@@ -58,12 +59,12 @@ class CheckpointStore:
     def write(self, manifest: Manifest, spared: Collection[Version] = ()) -> None:
         """Write a manifest; ``ManifestWritten`` or ``CheckpointFailed`` follows. Returns at once.
 
-        Then older checkpoints than the rules keep are deleted, but for ``spared``.
+        Then older checkpoints that the rules do not keep are deleted, except ``spared``.
         """
         self._do(partial(self._write, manifest, spared))
 
     def find(self, at_most: int | None = None) -> None:
-        """Find the newest checkpoint whose bytes are all right; ``at_most``: up to this version.
+        """Find the newest undamaged checkpoint, by reading all of its bytes; ``at_most``: up to this version.
 
         ``CheckpointFound`` or ``CheckpointNotFound`` follows. Returns at once.
         """

@@ -41,7 +41,7 @@ from morph.contract.messages import CommitOrder, PreCopyOrder, ProbeOrder, Resha
 from morph.contract.vm_names import vm_of
 
 LATE_S = 1.0
-"""An event that waited longer was seen by a manager that stood still: it is stamped with the current time."""
+"""Seconds. An event that waited longer did so because the manager was paused: it is stamped with the current time."""
 TIMES_EVERY_S = 1.0
 TIMES_PATIENCE_S = 10.0
 TIMES_SHARE = 0.05
@@ -86,7 +86,7 @@ class Requests(Protocol):
     """Requests VMs from a provider; all methods return at once, and answers come back through the event queue."""
 
     def know(self, nodes: Collection[str]) -> None:
-        """Take note of the nodes that the controller knows, before its decision is carried out."""
+        """Record the nodes that the controller knows, before its decision is carried out."""
 
     def request(self, action: RequestNodes) -> None:
         """Ask for VMs."""
@@ -99,7 +99,7 @@ class Requests(Protocol):
 class Observed:
     """One turn of the loop, for observers that show the run or end it.
 
-    ``facts``: those written to the journal since the decision before, each with its time.
+    ``facts``: the facts written to the journal since the previous decision, each with its time.
     """
 
     time_s: float
@@ -120,10 +120,10 @@ class Driver:
         event_queue: Brings events and facts.
         pool: Carries orders.
         journal: Gets every event and decision before its actions are carried out.
-        checkpoint_url: Where manifests go.
+        checkpoint_url: The URL to which manifests are written.
         observers: Called after each decision, in this thread.
         requests: Requests VMs; None: requests are only journalled.
-        acknowledge: Given a notice, tells its node that it holds nothing of value; None: nodes are not told.
+        acknowledge: Tells a node that has a notice that it holds nothing of value; None: nodes are not told.
         lease: The lease of ``checkpoint_url``; None: no other manager can write there.
     """
 
@@ -219,7 +219,7 @@ class Driver:
 
     def _handle(self, time_s: float, event: Event) -> None:
         def write_down() -> tuple[float, Decision]:
-            """Decide, again after each pause: an order's time-out begins now, whenever its cause came."""
+            """Decide, once more after each pause, so that the time-out of an order begins now."""
             now_s = self._event_queue.now_s()
             at_s = time_s if now_s - time_s < LATE_S else now_s
             decision = decide(self.state, event, at_s)
@@ -269,7 +269,7 @@ class Driver:
                 self._event_queue.put(Fact(name="not_carried_out", detail=action.model_dump_json()))
             case AcknowledgeNotice(worker=worker, notice=notice):
                 self._acknowledge(worker, notice)
-            case NoteCorrection() | NoteNextSave() | NoteBadStep():  # it is in the journal
+            case NoteCorrection() | NoteNextSave() | NoteBadStep():  # the journal has it
                 pass
             case Finish():
                 self._finish = action

@@ -31,7 +31,7 @@ from morph.contract.timeline import MicroBatchTimes
 
 
 class RunClock:
-    """Neither a change of this machine's clock nor a manager's death moves it. Wall time is for people only.
+    """A clock that neither a change of this machine's clock nor a manager's death moves. Wall time is only for people.
 
     Args:
         epoch_s: The ``epoch_s`` of the manager that began the session, if its VMs live: this machine was not restarted
@@ -71,7 +71,7 @@ def read_answer(worker: str, message: bytes) -> Answer | Probed:
     """Read a worker's answer to an order.
 
     Raises:
-        ValueError: it is not an answer, or is for another worker.
+        ValueError: the message is not an answer, or is for another worker.
     """
     answer = _ANSWER.validate_json(message)
     if answer.worker != worker:
@@ -89,7 +89,7 @@ class EventQueue:
         self.now_s = now_s or RunClock().now_s
         self._queue: queue.SimpleQueue[Stamped] = queue.SimpleQueue()  # re-entrant; ``Queue`` is not
         self.paces = Paces()
-        """The compute times, which wait beside the queue."""
+        """The compute times, which wait outside of the queue."""
 
     def put(self, item: Event | Fact) -> None:
         """Add an event or fact; never blocks."""
@@ -115,7 +115,7 @@ class EventQueue:
             self.put(PreCopyReported(worker=worker, report=beat.ahead))
 
     def put_unheard(self, lasted_s: float) -> None:
-        """Add that no worker could be heard for this time."""
+        """Report that no worker could be heard for this time."""
         self.put(NobodyHeard(lasted_s=lasted_s))
 
     def __len__(self) -> int:
@@ -142,7 +142,7 @@ class Paces:
         self._times: dict[WorkerId, WorkerTimes] = {}
 
     def add(self, worker: WorkerId, times: MicroBatchTimes) -> None:
-        """Keep the times of a heartbeat; those of an older generation than the newest are dropped."""
+        """Keep the times of a heartbeat; times of older generations are dropped."""
         compute_s = tuple(sum(pair) for pair in zip(times.forward_s, times.backward_s, strict=True))
         device_s = times.processor_s
         with self._lock:

@@ -36,7 +36,7 @@ from morph.contract.base import Value
 from morph.contract.errors import CheckpointError, CheckpointsTaken, RunDirError
 
 LEASE_S = 180.0
-"""A lease that was not renewed for this time is free. It is renewed every third of this time."""
+"""Seconds. A lease that was not renewed for this time is free. Its holder renews it every third of this time."""
 CLOSE_TIMEOUT_S = 15.0
 TAKE_TIMEOUT_S = 120.0
 _MOST_TRIES = 8
@@ -45,7 +45,7 @@ _MOST_TRIES = 8
 class Holder(Value):
     """A manager.
 
-    ``run``: a name that its run directory stores. ``processes``: identifies the system and namespace of ``pid``; "":
+    ``run``: a name that its run directory stores. ``processes``: identifies the system and namespace of ``pid``; empty:
     not known.
     """
 
@@ -107,7 +107,7 @@ class _Written(Value):
     id: str
     holder: Holder
     lease_s: float = Field(gt=0)
-    renewed_at_s: float = Field(description="by the holder's clock, since 1970")
+    renewed_at_s: float = Field(description="seconds since 1970, by the holder's clock")
     released: bool = False
 
 
@@ -115,7 +115,7 @@ class Lease:
     """A manager's lease of a URL: taken, renewed by a thread until it is closed, and checked before each write.
 
     Args:
-        url: Where checkpoints are.
+        url: The URL of the checkpoints.
         holder: This manager.
         lease_s: See ``LEASE_S``.
         now_s: Returns seconds since 1970.
@@ -177,7 +177,7 @@ class Lease:
             return self._take(by_force=by_force)
 
     def hold(self) -> None:
-        """Check before a write that the lease is still ours, and renew it; take it if that was not possible before.
+        """Check before a write that the lease is still ours, and renew it; take it if it could not be taken before.
 
         Raises:
             CheckpointsTaken: another manager holds it.
@@ -251,14 +251,14 @@ class Lease:
     def _held(self, written: _Written) -> RunDirError:
         ago_s = max(0.0, self._now_s() - written.renewed_at_s)
         return RunDirError(
-            f"its checkpoints are in use by {written.holder}, which said so {ago_s:.0f} s ago",
+            f"its checkpoints are in use by {written.holder}, which confirmed it {ago_s:.0f} s ago",
             source=self._url,
             allowed=f"another place for checkpoints; or once that run has ended, or was silent for "
             f"{written.lease_s:g} s; or with --take-over, which makes it stop",
         )
 
     def _check_run_dir(self) -> None:
-        """Refuse the directory of a running run: its checkpoints have no lease, as the directory is locked instead."""
+        """Refuse a running run's directory: its checkpoints have no lease, because the directory is locked."""
         folder = Path(self._url).parent
         if "://" not in self._url and folder != Path(self._holder.run_dir) and is_run(folder):
             pid = holder_of(folder)
@@ -272,7 +272,7 @@ class Lease:
     # ---- files ----
 
     def _newest(self) -> tuple[int | None, _Written | None]:
-        """Return the highest number and its content; None as content if a manager did not write it."""
+        """Return the highest number and its content; the content is None if no manager wrote it."""
         number, content = newest_lease(self._url)
         try:
             return number, None if content is None else _Written.model_validate_json(content)
@@ -290,7 +290,7 @@ class Lease:
         write_atomically(f"{self._url}/{LEASE_FOLDER}/{lease_file(number)}", self._content(released=released))
 
     def _make(self, number: int) -> bool:
-        """Create the file of a number unless it exists; returns whether it then holds this lease."""
+        """Create the file of a number unless it exists; return whether it now holds this lease."""
         where = f"{self._url}/{LEASE_FOLDER}/{lease_file(number)}"
         filesystem, path = fsspec.core.url_to_fs(where)
         try:

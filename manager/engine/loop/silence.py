@@ -1,4 +1,4 @@
-"""Tells a silent worker from a manager that stood still, and from a network failure."""
+"""Tells a silent worker from a paused manager, and from a network failure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WATCH_S = 0.5
 
 
 def heartbeat_wait_s(timeout_s: float) -> float:
-    """Return the longest time between two heartbeats of a healthy worker, for this time-out of silent ones."""
+    """Return the longest time between two heartbeats of a healthy worker, given the time-out of silent workers."""
     return min(HEARTBEAT_WAIT_S, timeout_s / 4)
 
 
@@ -36,10 +36,10 @@ class Silence:
     """Watches heartbeats.
 
     Args:
-        timeout_s: A silent worker is given up after this.
-        outage_timeout_s: If all workers are silent together, on several VMs, they are given up after this: the cause is
-            the network or this machine.
-        unheard: Called with the seconds of each time in which no worker could be heard, once it is over.
+        timeout_s: A silent worker is given up after this time.
+        outage_timeout_s: If all workers are silent together, on several VMs, they are given up after this time: the
+            cause is the network or this machine.
+        unheard: Called at the end of each time in which no worker could be heard, with its seconds.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Silence:
 
         If a worker is silent, others of its VM that missed a heartbeat count as silent too, because the VM is silent.
 
-        While this process stood still (a paused machine, a stop signal) it could hear no worker, so that time does not
-        count. Neither does a time in which all were silent, once one worker is heard again.
+        While this process was paused (with its machine, or by a signal) it could hear no worker, so that time does not
+        count. Nor does a time in which all workers were silent, once one is heard again.
         """
         now_s = time.monotonic()
         deaf_s = now_s - self._watched_s

@@ -1,4 +1,6 @@
-"""How a new manager finds a killed manager's VMs: ``attach.json`` in the run directory, readable by the user alone."""
+"""Lets a new manager find a killed manager's VMs, by ``attach.json`` in the run directory, which only the user can
+read.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,11 @@ from morph.link.proof import new_secret
 
 
 class Attachment(Value):
-    """Where a run's VMs are. ``command``: what the run was started with, by the names that the user knows.
+    """The place of a run's VMs. ``command``: the values with which the run was started, by the names that the user
+    knows.
 
-    ``secret``: shared by the workers alone. ``own_secret``: each worker's own secret is derived from it, by which
-    worker and manager authenticate each other. ``epoch_s``: see ``RunClock``.
+    ``secret``: the secret that only the workers share. ``own_secret``: the secret from which each worker's own secret
+    is derived; worker and manager authenticate each other by that. ``epoch_s``: see ``RunClock``.
     """
 
     schema_version: int = Field(default=1, ge=1, le=1)
@@ -35,7 +38,7 @@ class Attachment(Value):
     control_socket: Path
     store_host: str
     store_port: int
-    notice_port: int = Field(default=0, description="to which the agents of provided VMs come")
+    notice_port: int = Field(default=0, description="port that the agents of provided VMs call")
     secret: str = Field(default_factory=new_secret, min_length=32, repr=False)
     own_secret: str = Field(default_factory=new_secret, min_length=32, repr=False)
     command: dict[str, str] = Field(default_factory=dict)
@@ -70,13 +73,13 @@ def write_attachment(run_dir: RunDir, attachment: Attachment) -> None:
     """Replace the file atomically.
 
     Raises:
-        RunDirError: it cannot be written.
+        RunDirError: the file cannot be written.
     """
     write_in_run_dir(run_dir.path / ATTACHMENT, attachment.model_dump_json(indent=2) + "\n")
 
 
 def forget_attachment(run_dir: RunDir) -> None:
-    """Remove the file: there is nothing to take over any more."""
+    """Remove the file: there is no longer anything to take over."""
     (run_dir.path / ATTACHMENT).unlink(missing_ok=True)
 
 
@@ -84,12 +87,12 @@ def find_living(run_dir: RunDir, command: dict[str, str]) -> FoundRun | None:
     """Find out whether the run's VMs live, and connect to them; None: no manager was killed. Takes seconds at most.
 
     Args:
-        run_dir: Held by the caller, so that no other manager lives or starts.
-        command: What the user starts now; it must be what the run was started with.
+        run_dir: The run directory, which the caller holds, so that no other manager lives or starts.
+        command: The values with which the user starts now; they must equal those with which the run was started.
 
     Raises:
         TakeoverFailed: the VMs are gone, or were ended just now because this version cannot read the journal.
-        RunDirError: the run lives, but was started with something else; it lives on for a while.
+        RunDirError: the run lives, but was started with other values; it lives on for a while.
     """
     path = run_dir.path / ATTACHMENT
     if not path.exists():
@@ -106,7 +109,7 @@ def find_living(run_dir: RunDir, command: dict[str, str]) -> FoundRun | None:
     if differing:
         line.close()
         raise RunDirError(
-            "is not what this run was started with, whose VMs still live",
+            "differs from the value with which this run was started, and its VMs still live",
             source=str(run_dir.path),
             field=differing[0],
             allowed="the same command, or any once they are gone, which takes takeover_patience_s of the cluster file",
@@ -124,9 +127,10 @@ def find_living(run_dir: RunDir, command: dict[str, str]) -> FoundRun | None:
 
 
 def _note_last_sign_of_life(run_dir: RunDir) -> None:
-    """Journal until when VMs of this machine lived, if their host left a sign of it: they cost money until then.
+    """Journal the time until which VMs of this machine lived, if their host left a sign of it: they cost money until
+    then.
 
-    A host that ended in order, when its patience was over, leaves no sign.
+    A host that ended normally, when its patience was over, leaves no sign.
     """
     with suppress(RunDirError, OSError):
         attachment = read_json(run_dir.path / ATTACHMENT, Attachment, RunDirError)

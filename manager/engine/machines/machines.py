@@ -1,4 +1,4 @@
-"""The machines that a session's workers run on; starts those that are plain processes of this machine."""
+"""The machines on which a session's workers run; starts those that are plain processes of this machine."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class KeptVms(VmHost, Protocol):
     """VMs that outlive a killed manager."""
 
     def settle(self) -> None:
-        """Note that another manager could find the VMs from now on."""
+        """Record that another manager could find the VMs from now on."""
 
 
 @dataclass(frozen=True)
 class Provided:
-    """The additional parts where a provider brings the VMs.
+    """The additional parts if a provider brings the VMs.
 
     ``joined``: returns the workers whose VMs are in the cluster, with addresses.
     """
@@ -51,8 +51,8 @@ class Provided:
 class Machines:
     """VMs that can be requested and revoked, the workers on them, and how the workers reach each other.
 
-    ``attachment``: what a successor needs. ``up``: returns the workers of VMs that another manager left, or that joined
-    since. ``provided``: None if the VMs are on this machine.
+    ``attachment``: the data that a successor needs. ``up``: returns the workers of VMs that another manager left, or
+    that have joined since then. ``provided``: None if the VMs are on this machine.
     """
 
     vms: KeptVms
@@ -70,8 +70,8 @@ class Opening:
     Args:
         event_queue: Receives events.
         make_setup: Makes the setup of a worker, given its name.
-        heartbeat_timeout_s: A silent worker is given up after this.
-        outage_timeout_s: Workers that are all silent together are given up after this.
+        heartbeat_timeout_s: A silent worker is given up after this time.
+        outage_timeout_s: If all workers are silent together, they are given up after this time.
         patience_s: How long everything outlives this process if it is killed.
         ending: Closes what was opened.
         found: The run that another manager left; None: there is none.
@@ -112,28 +112,28 @@ def open_pool(opening: Opening, entrance: Entrance, launcher: Launcher, *checks:
 
 @dataclass(frozen=True)
 class Begun:
-    """The process that workers are forked from, which imports their modules, and the socket that they will call."""
+    """The process from which workers are forked, which imports their modules, and the socket that they will call."""
 
     entrance: Entrance
     vms: ProcessVms
 
     def close(self) -> None:
-        """End the process, and all that was forked from it. Safe to call twice."""
+        """End the process, and all processes forked from it. Safe to call twice."""
         self.vms.close()
         self.entrance.listening.close()
 
 
 @dataclass(frozen=True)
 class Processes:
-    """VMs as processes of this machine, on Linux. If they have their own network, they end with the manager.
+    """VMs that are processes of this machine, on Linux. If they have their own network, they end with the manager.
 
     Args:
         log_path: Receives the workers' standard error.
         remove_if_killed: A directory to remove if this process is killed.
-        network: Hosts with their own network; None: all share the loopback.
+        network: Hosts with their own network; None: all VMs share the loopback.
         host_of: Returns the host (numbered from 0) of a VM; used only with a network.
         job_path: The job whose imports are made once for all workers; empty: each worker imports by itself.
-        begun: The process that ``begin`` started, for one session; None: it starts with the rest.
+        begun: The process that ``begin`` started, for one session; None: the process starts with the others.
     """
 
     log_path: Path
@@ -144,7 +144,7 @@ class Processes:
     begun: Begun | None = None
 
     def begin(self, patience_s: float) -> Begun:
-        """Start the first process; see ``Opening`` for how long it outlives this one. The caller closes it."""
+        """Start the first process, which the caller closes; see ``Opening`` for how long it outlives this one."""
         from manager.engine.on_processes.process_vms import ProcessVms
 
         entrance = self._entrance()
@@ -161,7 +161,7 @@ class Processes:
         """Bring the machines up; see ``OpenMachines``.
 
         Raises:
-            ClusterError: that fails.
+            ClusterError: a machine does not come up.
         """
         from manager.engine.on_processes.process_vms import ProcessVms
 

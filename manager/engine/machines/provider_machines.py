@@ -1,4 +1,4 @@
-"""Machines whose VMs a provider brings: head node, store and servers are here, the workers on the VMs."""
+"""Machines whose VMs a provider brings: head node, store and servers are on this machine, workers on the VMs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MakeProvider = Callable[[NodeStart], Provider]
 
 @dataclass(frozen=True)
 class Providing:
-    """The settings that a run on such VMs needs beside its cluster file.
+    """The settings that a run on a provider's VMs needs in addition to its cluster file.
 
     ``management_url``: where a forgotten VM requests its own end; empty: the provider's usual address. ``lock_path``:
     the lock file of the packages that VMs install.
@@ -53,9 +53,10 @@ class Providing:
 
 
 def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> OpenMachines:
-    """Open machines of this kind. ``directory`` is what ``ray_environment.prepare`` or ``adopt`` returned.
+    """Return a function that opens such machines. ``directory`` is the result of ``ray_environment.prepare`` or
+    ``adopt``.
 
-    The result raises ClusterError when Ray does not start, or an address or port cannot be listened on.
+    The function raises ClusterError if Ray does not start, or if listening on an address or port fails.
     """
 
     def open_machines(opening: Opening) -> Machines:
@@ -126,7 +127,7 @@ def check_free(address: str, ports: Collection[int]) -> None:
 
 
 class _Addresses:
-    """Knows the workers' addresses; keeps them, because an address may still be looked up after its VM has left."""
+    """Keeps the workers' addresses, because an address may still be looked up after its VM has left."""
 
     def __init__(self, joined: Callable[[], dict[str, str]]) -> None:
         self._joined = joined
@@ -165,7 +166,7 @@ def _lock(providing: Providing, vms: ProvidedVms, opening: Opening) -> Lock:
 
 
 def _node_secret(path: Path, *, make: bool) -> str:
-    """Return the secret that the VMs' credentials are derived from; like Ray's token, it outlives a killed manager.
+    """Return the secret from which the VMs' credentials are derived; like Ray's token, it outlives a killed manager.
 
     Raises:
         ClusterError: the secret is gone.

@@ -1,4 +1,4 @@
-"""Machines whose workers Ray places and starts: on local nodes, or (``provided``) on a provider's VMs."""
+"""Machines whose workers Ray places and starts, on local nodes or on a provider's VMs (``provided``)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class OnRay:
 
     Args:
         directory: The result of ``ray_environment.prepare`` or ``adopt``.
-        host: Where the store and the manager listen.
-        store_port: 0: any free one.
+        host: The address on which the store and the manager listen.
+        store_port: The port of the store; 0: any free one.
         workers_port: The port that workers call; 0: any free one.
-        gpus: Each worker has its own GPU.
+        gpus: Whether each worker has its own GPU.
     """
 
     directory: Path
@@ -40,10 +40,10 @@ class OnRay:
     def begin(
         self, opening: Opening, cluster: RayCluster, living: Callable[[], Collection[str]]
     ) -> tuple[StartedStore, Entrance, WorkerPool]:
-        """Start everything, or continue with what was found. ``living``: the workers that may exist.
+        """Start everything, or continue with what is running. ``living``: the workers that may exist.
 
         Raises:
-            ClusterError: Ray or the store does not start, or an address or port cannot be listened on.
+            ClusterError: Ray or the store does not start, or listening on an address or port failed.
         """
         found, ending = opening.found, opening.ending
         ending.callback(cluster.close)
@@ -72,9 +72,10 @@ class OnRay:
 
 
 def open_ray(directory: Path) -> OpenMachines:
-    """VMs as local Ray nodes. ``directory`` is what ``ray_environment.prepare`` or ``adopt`` returned.
+    """Return machines whose VMs are local Ray nodes. ``directory`` is the result of ``ray_environment.prepare`` or
+    ``adopt``.
 
-    The result raises ClusterError when Ray does not start.
+    They raise ClusterError if Ray does not start.
     """
 
     def open_machines(opening: Opening) -> Machines:

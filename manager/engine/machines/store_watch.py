@@ -27,7 +27,7 @@ class Store(Protocol):
     pid: int
 
     def start(self) -> None:
-        """Start the store, at ``port`` once that is known; or find the one that runs there.
+        """Start the store, at ``port`` once that is known, or find the one that runs there.
 
         Raises:
             ClusterError: the store does not come up.

@@ -1,4 +1,4 @@
-"""Chooses, by the cluster file, what opens VMs, requests them and watches them join."""
+"""Chooses, by the cluster file, the parts that open VMs, request them and watch them join."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ PROVIDER_CLOSE_S = 90.0
 def machines_of(
     vms: Vms, providing: Providing | None, found: FoundRun | None, run_dir: Path, job_path: str
 ) -> OpenMachines:
-    """Return what opens VMs of this kind. ``providing``: how their provider is opened, if one brings them.
+    """Return a function that opens VMs of this kind. ``providing``: how to open their provider, if one brings them.
 
-    The job's imports are made in advance only if the job gets no variables of its own, which would come too late for
-    them.
+    The job's imports are made in advance only if the job gets no variables of its own: these would come after the
+    imports.
 
     Raises:
         ClusterError: Ray was imported too early, or the run that was found is gone.
@@ -61,7 +61,7 @@ def _tls(vms: Vms) -> Tls | None:
 def provisioning_of(
     vms: Vms, machines: Machines, fleet: VmFleet, event_queue: EventQueue, spending: Spending, found: FoundRun | None
 ) -> Provisioning:
-    """Open what requests VMs in a run that keeps a number of them."""
+    """Open the part that requests VMs, in a run that keeps a number of them."""
     if machines.provided is not None:
         return Provisioning(
             machines.provided.provider,

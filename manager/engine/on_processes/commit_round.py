@@ -1,4 +1,4 @@
-"""Measure the manager's time for a commit: an order to every worker, and the answers.
+"""Measures the manager's time for a commit: an order to every worker, and the answers.
 
 ``python -m manager.engine.on_processes.commit_round`` is one worker; it reads the address to call from standard input.
 """
@@ -54,7 +54,7 @@ class _Launcher:
         """Do nothing: the workers end when this process closes their pipes."""
 
     def has_ended(self, _worker: str) -> bool:
-        """Return False: a round without an answer detects that."""
+        """Return False: a round without an answer shows that."""
         return False
 
     def adopt(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The work of the process that workers are forked from; ``process_host`` starts it."""
+"""The work of the process from which workers are forked; ``process_host`` starts it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from morph.runtime.workloads.job_workload import JobWorkload
 HOST = "manager.engine.on_processes.process_host"
 MAX_DESCRIPTORS = 1
 PRELOADED = (EmulatedWorkload, JobWorkload)
-"""Imported so that the children need not import it."""
+"""Modules that are imported here so that the children need not import them."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class _Children:
         if pid == 0:
             self.control_socket.close()
             self.calls.close()
-            for foreign in (manager, ours, *self.lanes.values()):  # held open here, they would hide the parent's end
+            for foreign in (manager, ours, *self.lanes.values()):  # if left open, they would hide the parent's end
                 foreign.close()
             _child(request, descriptors, theirs)
         theirs.close()

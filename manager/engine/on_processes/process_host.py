@@ -4,8 +4,8 @@
 everything that a worker needs, then reads one line from standard input, ``{"job": "path/to/file.py:name", "log":
 "workers.log"}``, and imports the job's modules, if a job is named. Without such a line it ends.
 
-It imports once, and has no thread and no device: a fork of it becomes a worker in milliseconds, where a fresh process
-would need seconds for its imports. Managers connect to its ``ControlSocket``. Requests:
+It imports once, and has no thread and no device: a fork of it becomes a worker in milliseconds, whereas a new process
+needs seconds for its imports. Managers connect to its ``ControlSocket``. Requests:
 
 ``{"worker": "vm0", "namespace": null, "home": "{..}"}``, where ``home`` says where the worker calls, ``{"store":
 "127.0.0.1", "port": 0, "namespace": null}`` with the file descriptor of a connection on which the store sends its port;
@@ -20,7 +20,7 @@ directories and the first manager's network namespaces are removed too.
 import gc
 
 if __name__ == "__main__":
-    gc.disable()  # until all is imported, which stays in memory: collecting meanwhile takes a fifth of that time
+    gc.disable()  # while importing: the imported objects stay in memory, and collecting takes a fifth of the time
     from manager.engine.on_processes.forking import main
 
     main()

@@ -1,4 +1,4 @@
-"""VMs that are plain processes of this machine, one worker each, forked from one process that has all imports."""
+"""VMs that are plain processes of this machine, each with one worker, forked from one process that has all imports."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_TH
 
 
 class ProcessVms:
-    """A host of such VMs; see ``VmHost``. All methods may be called from any thread.
+    """A host of VMs that are processes; see ``VmHost``. All methods may be called from any thread.
 
     A fork takes milliseconds, so VMs are started one after another.
 
     Args:
-        line: Connected to the process that workers are forked from.
-        directory: The directory of its control socket.
+        line: The connection to the process from which workers are forked.
+        directory: The directory of that process's control socket.
         log_path: Receives the workers' standard error.
         home: Returns where the worker of a VM calls.
         namespace_of: Returns the network namespace of a VM's host; None: this machine's own network.
         pids: The VMs that exist.
-        order: A pipe to a process that waits for the modules to import; None: it has imported them.
+        order: A pipe to the process, which waits for the modules to import; None: it has imported them.
     """
 
     boots_at_once = 1
@@ -73,7 +73,7 @@ class ProcessVms:
         remove_if_killed: Path | None = None,
         patience_s: float = 0.0,
     ) -> ProcessVms:
-        """Start the process that workers are forked from, which keeps the socket that they call.
+        """Start the process from which workers are forked, which keeps the socket that they call.
 
         It imports what every worker needs, in seconds, and does nothing else until ``start``.
 
@@ -130,11 +130,11 @@ class ProcessVms:
 
     @property
     def control_socket(self) -> Path:
-        """Where another manager finds the host."""
+        """The place where another manager finds the host."""
         return self._directory / OWN_SOCKET
 
     def settle(self) -> None:
-        """Note that another manager could find the host from now on."""
+        """Record that another manager could find the host from now on."""
         self._line.settle()
 
     @property
@@ -199,7 +199,7 @@ class ProcessVms:
         def kill() -> None:
             with self._lock:
                 pids = [self._pids.pop(name) for name in names if name in self._pids]
-            for pid in pids:  # the parent reaps none of them before the end, so their pids stay theirs
+            for pid in pids:  # the parent reaps none of them before the end, so no other process gets their pids
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -222,7 +222,7 @@ class ProcessVms:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _tell(self, order: dict[str, str] | None) -> None:
-        """Send the host that was begun its order, or none; once."""
+        """Send the begun host its order, or no order; only once."""
         pipe, self._order = self._order, None
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError), open(pipe, "wb") as stdin:  # noqa: PTH123 (a descriptor)

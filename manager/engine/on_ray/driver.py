@@ -1,12 +1,12 @@
 """The process that is Ray's driver: it starts workers as actors and reports the nodes.
 
-``python -m manager.engine.on_ray.driver FD DIRECTORY ADDRESS`` starts it. FD: its connection to the manager, over which
-both send lines, each one value of ``driver_messages``. DIRECTORY: the run's, with Ray's token. ADDRESS: of the head
-node. The process ends with the connection.
+``python -m manager.engine.on_ray.driver FD DIRECTORY ADDRESS`` starts it. FD is its connection to the manager; each
+line on it is a value of ``driver_messages``. DIRECTORY is the run's directory, which has Ray's token. ADDRESS is that
+of the head node. The process ends with the connection.
 
-A VM sends pickles over Ray, which can run any code when they are read. They are read here because this process has
-nothing to steal: it has no credentials, and of the run's secrets only Ray's token, which every VM has, and a worker's
-secret while it starts that worker; and it is confined.
+VMs send pickles over Ray, and reading a pickle can run any code. This process reads them because it has nothing to
+steal: it is confined and has no credentials. Of the run's secrets it has only Ray's token, which every VM has, and a
+worker's secret while it starts that worker.
 """
 
 from __future__ import annotations

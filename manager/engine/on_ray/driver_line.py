@@ -20,13 +20,13 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 
 
 class Attendant(Protocol):
-    """The receiver of a driver's reports, which come in a thread of the line."""
+    """Receives a driver's reports, in the thread of a ``DriverLine``."""
 
     def told(self, told: Told) -> None:
         """Handle the driver's report about a worker."""
 
     def connected(self) -> None:
-        """Note that a driver is connected, which knows no workers yet."""
+        """Handle the connection of a new driver, which knows no workers yet."""
 
 
 class DriverLine:
@@ -58,7 +58,7 @@ class DriverLine:
 
     @property
     def nodes(self) -> dict[str, str]:
-        """The workers that have nodes, with their addresses.
+        """Return the workers that have nodes, with their addresses.
 
         Raises:
             ClusterError: no driver is connected.

@@ -14,7 +14,7 @@ Name = Annotated[str, Field(max_length=200)]
 
 
 class Start(Value):
-    """Start a worker, and give it its ``home``, where it calls the manager. ``exists``: it was started before."""
+    """Start a worker, and give it its ``home``, with which it calls the manager. ``exists``: it was started before."""
 
     kind: Literal["start"] = "start"
     worker: Name
@@ -44,7 +44,7 @@ class Told(Value):
 
 
 class Hello(Value):
-    """The first line of a driver. ``lacks``: names, for a user, the parts of confinement that this machine lacks."""
+    """The first line of a driver. ``lacks``: the parts of confinement that this machine lacks, in a user's words."""
 
     kind: Literal["hello"] = "hello"
     lacks: str = Field(default="", max_length=1000)
@@ -67,7 +67,7 @@ def write(value: Start | Kill | Hello | Told | Nodes) -> bytes:
 
 
 def read_order(line: bytes) -> Start | Kill:
-    """Read an order of the manager.
+    """Read an order from the manager.
 
     Raises:
         ValueError: the line is not an order.
@@ -76,10 +76,10 @@ def read_order(line: bytes) -> Start | Kill:
 
 
 def read_told(line: bytes) -> Hello | Told | Nodes:
-    """Read a message of the driver.
+    """Read a message from the driver.
 
     Raises:
-        ValueError: the line is not such a message. The error does not repeat it.
+        ValueError: the line is not such a message. The error does not repeat the line.
     """
     try:
         return _TOLD.validate_json(line)

@@ -33,11 +33,11 @@ class RayLauncher:
 
     Args:
         driver: A connected driver.
-        home: Where a worker calls.
+        home: Returns the address and credential with which a worker calls.
         living: The workers that may exist.
         failed: Called, in a thread of the line, with a worker whose process ended or could not be started, and the
             reason.
-        gpus: Ray assigns the GPUs of each VM, and lets each worker see one (CUDA_VISIBLE_DEVICES).
+        gpus: Whether Ray assigns the GPUs of each VM, and lets each worker see one (CUDA_VISIBLE_DEVICES).
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class RayLauncher:
                 self._unsent_kills.add(worker)
 
     def has_ended(self, _worker: str) -> bool:
-        """See ``Launcher``: Ray reports it itself."""
+        """See ``Launcher``: Ray itself reports ends."""
         return False
 
     def adopt(self) -> Collection[str]:
@@ -109,7 +109,7 @@ class RayLauncher:
             self._ask_for(worker)
 
     def _ask_for(self, worker: str) -> None:
-        """Send an order; if no driver accepts it, the next one gets it."""
+        """Send an order; if no driver accepts it, the next driver gets it."""
         with self._changed:
             found = self._workers.get(worker)
         if found is not None:

@@ -1,8 +1,8 @@
 """Runs ``ray`` tied to its parent and confined: ``python -m manager.engine.on_ray.node [OPTIONS] start ...``.
 
-``--parent=PID``: the process and all that it started end when the thread that started it ends. ``--confined=FOLDER``:
-the process and all that it starts can read Ray's token and certificates in that folder, and write Ray's own folder
-below it.
+``--parent=PID``: the process, with all processes that it starts, ends when the thread that started it ends.
+``--confined=FOLDER``: these processes can read Ray's token and certificates in that folder, and write only Ray's own
+folder below it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SET_SIGNAL_OF_PARENTS_END = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel end this process when the thread that started it ends. Only Linux can."""
+    """Let the kernel end this process when the thread that started it ends. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_SIGNAL_OF_PARENTS_END, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:

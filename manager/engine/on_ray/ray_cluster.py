@@ -50,7 +50,7 @@ class RayCluster:
         host: The address of the head node for VMs elsewhere; empty: all VMs are on this machine.
         port: The port of the head node; 0: any free one.
         first_port: The first port of the head node's other processes; 0: any free ones.
-        gone: Called, in a thread of this object, with a VM that was up and ended by itself.
+        gone: Called, in a thread of this object, with a VM that ended by itself after it was up.
     """
 
     boots_at_once = max(1, min(4, os.cpu_count() or 1))  # a raylet gives up a start that takes 15 s
@@ -83,7 +83,7 @@ class RayCluster:
 
     @property
     def control_socket(self) -> Path:
-        """Where another manager finds the host of the nodes; no process of Ray here can reach it."""
+        """The place where another manager finds the nodes' host; no process of Ray here can reach it."""
         return self._directory.parent / OWN_SOCKET
 
     def start(self, workers: socket.socket) -> None:
@@ -121,7 +121,7 @@ class RayCluster:
         """Connect to the nodes that another manager left, instead of ``start``.
 
         Raises:
-            ClusterError: that fails; everything is ended then.
+            ClusterError: the connection failed; everything was ended.
         """
         self._line = line
         try:
@@ -136,7 +136,7 @@ class RayCluster:
             raise
 
     def settle(self) -> None:
-        """Note that another manager could find the host from now on."""
+        """Record that another manager could find the host from now on."""
         assert self._line is not None
         self._line.settle()
 
@@ -208,7 +208,7 @@ class RayCluster:
             raise ClusterError(f"VM {name} did not come up within {ADD_TIMEOUT_S:g} s")
 
     def _told(self, packet: dict[str, Any]) -> None:
-        """Handle a message of the process that owns the nodes; an empty one: it is gone."""
+        """Handle a message from the process that owns the nodes; an empty message means that this process is gone."""
         if "store" in packet or not packet:
             with self._lock:
                 requested, self._store_asked = self._store_asked, None
@@ -272,7 +272,7 @@ class RayCluster:
     def prepare_kill(self, names: Sequence[str]) -> Callable[[], None]:
         """Find all processes of some VMs; calling the result kills them all at once, with SIGKILL.
 
-        The search takes up to a tenth of a second, which is too long for some VMs to outlive the others.
+        The search takes up to a tenth of a second: VMs must not outlive each other for so long.
         """
         pids = [pid for name in names for pid in self.vm_pids(name)]
 

@@ -17,10 +17,10 @@ SETTINGS = {
     **RAY_SETTINGS,
     "RAY_ENABLE_AUTO_CONNECT": "0",  # a call before or after the session must fail, not find another cluster
     "RAY_gcs_server_port_wait_time_s": "60",  # Ray's own 15 s are too few on a busy machine
-    "RAY_task_events_report_interval_ms": "0",  # else the head keeps a record of each of the last 100,000 orders
+    "RAY_task_events_report_interval_ms": "0",  # otherwise the head keeps records of the last 100,000 orders
 }
 MAY_LEAVE_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""If it is 0, Ray listens on 127.0.0.1 where that is a node's address; else it uses a real interface instead."""
+"""If this variable is 0, Ray listens on 127.0.0.1 if that is a node's address; otherwise it uses a real interface."""
 
 
 def prepare(tls: Tls | None = None) -> Path:
@@ -50,7 +50,7 @@ def adopt(ray_directory: Path, tls: Tls | None = None) -> Path:
     """Use a killed manager's directory, token and certificates, instead of ``prepare``; they are removed at exit.
 
     Raises:
-        ClusterError: they are gone.
+        ClusterError: the token or the certificates are gone.
     """
     directory = ray_directory.parent
     if not token_of(directory).is_file():
@@ -63,7 +63,7 @@ def adopt(ray_directory: Path, tls: Tls | None = None) -> Path:
 
 
 def environment(ray_directory: Path, *, on_loopback: bool) -> dict[str, str]:
-    """Return the whole environment of Ray's processes on this machine. ``on_loopback``: they listen on loopback."""
+    """Return the whole environment of Ray's processes on this machine. ``on_loopback``: whether they listen there."""
     directory = ray_directory.parent
     kept = {name: value for name, value in handed_on(os.environ).items() if name != MAY_LEAVE_LOOPBACK}
     certificates = certificates_of(directory)
@@ -80,7 +80,7 @@ def environment(ray_directory: Path, *, on_loopback: bool) -> dict[str, str]:
 def confine_to(directory: Path) -> Confined:
     """Confine this process, as far as the machine allows, to Ray's part of a run's directory.
 
-    ``directory``: the one with the token.
+    ``directory``: the directory with the token.
     """
     own, certificates = directory / "ray", certificates_of(directory)
     os.environ["TMPDIR"] = str(own / "tmp")

@@ -1,20 +1,20 @@
 """The process that owns Ray's nodes on this machine and the process of Ray's driver.
 
 ``python -m manager.engine.on_ray.vm_host FD PATIENCE_S WORKERS_FD DIRECTORY HOST PORT FIRST`` starts it. FD: see
-``control_socket``. WORKERS_FD: the socket that workers call, which it keeps for the managers. DIRECTORY: the run's,
-with Ray's token. HOST and PORT: of the head node; HOST is empty if all VMs are on this machine. FIRST: the first port
-of its other processes; 0: any free ones.
+``control_socket``. WORKERS_FD: the socket that workers call, which this process keeps for the managers. DIRECTORY: the
+run's directory with Ray's token. HOST and PORT: the address of the head node; HOST is empty if all VMs are on this
+machine. FIRST: the first port of the head's other processes; 0: any free ones.
 
-It is a separate process because Ctrl-C in the user's terminal must reach the manager alone. If the manager is killed,
+It is a separate process because Ctrl-C in the user's terminal must reach only the manager. If the manager is killed,
 nodes live on for ``PATIENCE_S``, in which another manager may take over. Then, or at ``{"end": true}``, every node is
-ended. The directory is removed too, unless a manager requested the end or was told that the head node did not start:
-that manager still needs the directory. If this process is killed, a helper process
-ends everything in its session.
+ended. The directory is removed too, unless a manager requested the end or got the message that the head node did not
+start: that manager still needs the directory. If this process is killed, a helper process ends everything in its
+session.
 
 Every manager is greeted with that socket and ``{"host": pid, "address": .., "head": [pid, ..], "store": pid, "vms":
-{"vm0": pid}}``, where the head's pids are those without which there is no cluster, and a VM's pid is its raylet's.
-Requests: ``{"add": "vm0"}``, answered with ``{"name": "vm0", "pid": ..}`` once it boots, or with ``{"name": "vm0",
-"error": ".."}``; ``{"driver": true}`` with a connection, for which a new process of ``driver`` starts on that
+{"vm0": pid}}``, where ``head`` lists the processes without which there is no cluster, and a VM's pid is that of its
+raylet. Requests: ``{"add": "vm0"}``, answered with ``{"name": "vm0", "pid": ..}`` once it boots, or with ``{"name":
+"vm0", "error": ".."}``; ``{"driver": true}`` with a connection, for which a new process of ``driver`` starts on that
 connection and an earlier one ends; ``{"store": host, "port": 0}``, for which an earlier store ends, answered with
 ``{"store": pid, "port": 4711}`` or ``{"store": 0, "error": ".."}``; and ``{"settled": true}``. ``{"gone": "vm0"}``
 reports a VM that ended.
@@ -71,14 +71,14 @@ class _Head(Protocol):
     pids: list[int]
 
     def add(self, name: str) -> Any:
-        """Start the node of a VM on this machine; blocks until Ray knows it. Returns the argument for ``forget``."""
+        """Start the node of a VM on this machine; block until Ray knows it. Return the argument for ``forget``."""
 
     def forget(self, node: Any) -> None:
         """Free this process's resources of a node whose raylet has ended."""
 
 
 class _ConfinedHead:
-    """``ray start --head`` for VMs elsewhere, confined to its folder whatever those VMs make it run."""
+    """``ray start --head`` for VMs elsewhere; it is confined to its folder, whatever those VMs make it run."""
 
     def __init__(self, directory: Path, host: str, port: int, first_port: int) -> None:
         if not port:
@@ -90,7 +90,7 @@ class _ConfinedHead:
             *("--num-cpus=0", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}"),
             f"--plasma-directory={directory / 'ray' / 'tmp'}",  # Ray's usual one is open to all
             "--include-dashboard=false",
-            "--include-log-monitor=false",  # it keeps a file open for each worker ever started, unread
+            "--include-log-monitor=false",  # it keeps an unread file open for each worker ever started
             "--no-monitor",  # the autoscaler's metrics are open to all, at a port of Ray's choice
             *Ports(first_port).options(),
         ]
@@ -102,7 +102,7 @@ class _ConfinedHead:
         raise ClusterError(f"{name} would be a VM of this machine beside a provider's")
 
     def forget(self, node: Any) -> None:
-        """Do nothing: it has no nodes of VMs."""
+        """Do nothing: this head has no nodes of VMs."""
 
 
 class _LocalHead:
@@ -181,7 +181,7 @@ class _Nodes:
             )
 
     def part(self) -> None:
-        """Note that the manager is gone: no more reports are sent."""
+        """Record that the manager is gone: no more reports are sent."""
         with self._lock:
             self._manager = None
 
@@ -234,7 +234,7 @@ class _Nodes:
         def watch() -> None:
             raylet, is_over = None, False
             while raylet is None and not is_over:
-                is_over = over.wait(LOOK_EVERY_S)  # look again after its end: the node may be up since the last look
+                is_over = over.wait(LOOK_EVERY_S)  # look once more: the node may have come up since
                 raylet = _raylet_of(name)
             launched.close()
             if raylet is not None:
@@ -326,7 +326,7 @@ def _attend(manager: socket.socket, nodes: _Nodes, control_socket: ControlSocket
 def main() -> None:
     """Serve managers until one requests the end, or none comes in time."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.argv[5] and sys.platform == "linux":  # so that orphans of confined processes become this process's children
+    if sys.argv[5] and sys.platform == "linux":  # orphans of confined processes then become this process's children
         ctypes.CDLL(None).prctl(_SET_REAPER_OF_ORPHANS, 1, 0, 0, 0)
     control_socket = ControlSocket(socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]))
     calls = socket.socket(fileno=int(sys.argv[3]))
@@ -342,7 +342,7 @@ def main() -> None:
             head = _ConfinedHead(directory, host, port, first_port) if host else _LocalHead(directory / "sockets")
         except Exception as error:  # Ray's errors have no common class
             if manager is not None:
-                is_kept = True  # it tries again in the same directory
+                is_kept = True  # the manager tries again in the same directory
                 tell(manager, error=f"{type(error).__name__}: {error}")
             return
         nodes = _Nodes(directory, head, calls)

@@ -21,7 +21,7 @@ SECONDS_PER_H = 3600.0
 class Before:
     """The run's earlier cost, under all its managers: dollars, and the VM-hours of VMs whose price was not recorded.
 
-    ``vms``: its VMs that still live; their cost so far is included.
+    ``vms``: the run's VMs that still live; their cost so far is included.
     """
 
     usd: float = 0.0
@@ -64,9 +64,9 @@ class Spending:
             return self._spent_usd + self._before.unpriced_h * price.usd_per_h
 
     def living(self, vms: Sequence[Vm], price: Price | None) -> None:
-        """Note which VMs exist from now on; a VM without its own price costs ``price``.
+        """Record which VMs exist from now on; a VM without its own price costs ``price``.
 
-        A VM that was not noted before is charged from when it began to cost money. A queued VM costs nothing yet.
+        A new VM is charged from the time at which it began to cost money. A queued VM costs nothing yet.
         """
         vms = [vm for vm in vms if not vm.waits]
         with self._lock:
@@ -116,8 +116,8 @@ def before_now(run_dir: Path, now_s: float, *, lives_on: bool) -> Before:
 
     Args:
         run_dir: The run's directory.
-        now_s: On the run's clock.
-        lives_on: The nodes of the last session still live.
+        now_s: The present time on the run's clock.
+        lives_on: Whether the nodes of the last session still live.
 
     Raises:
         RunDirError: the journal cannot be read.

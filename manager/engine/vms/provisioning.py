@@ -1,4 +1,4 @@
-"""Carries out the controller's orders to a provider: one request at a time, and the ends of VMs beside it."""
+"""Carries out the controller's orders to a provider: one request at a time, and in parallel the ends of VMs."""
 
 from __future__ import annotations
 
@@ -35,35 +35,35 @@ log = logging.getLogger(__name__)
 TRIES = 5
 RETRIES = Backoff(first_s=2.0, most_s=120.0)
 RETRY_AFTER_MAX_S = 3600.0
-"""The longest delay that a provider can ask for: if asked earlier, it only refuses for longer."""
+"""Seconds. The longest delay for which a provider can ask: if asked earlier, it only refuses for longer."""
 CLOSE_TIMEOUT_S = 10.0
 ROOM_LOOK_S = 15.0
 ROOM_PATIENCE_S = 900.0
-"""How long a refused request waits for VMs that are being ended, which is longer than a provider needs for that."""
+"""Seconds for which a refused request waits for VMs that are being ended, more than a provider needs for this."""
 
 
 class Provisioning:
     """Requests VMs from a provider and gives them back; answers come through the event queue.
 
     The controller's nodes are workers, one for each device of a VM. A request that is repeated under its name, while it
-    is under way or after its answer, makes no further call: its answer is given again. A VM is ended once the
+    is under way or after its answer, makes no further call: the same answer is given again. A VM is ended once the
     controller has given up all of its workers.
 
     One thread makes requests, another lists VMs, and each end of a VM has its own thread, so that nothing waits for a
     VM that does not end. A VM that is being ended does not count against ``vms.limits`` for its replacement: it is gone
-    in a minute, and its dollars count until then. If the provider has no room beside it, the request waits until one of
-    the VMs that are being ended is gone. VMs that are given up while their request is under way are ended once it is
-    answered, because until then it might make them again. After a refusal, the request's VMs are ended, except those of
-    which a worker has joined already.
+    in a minute, and its dollars count until then. If the provider has no room for the replacement, the request waits
+    until one of the VMs that are being ended is gone. VMs that are given up while their request is under way are ended
+    once it is answered, because until then it might make them again. After a refusal, the request's VMs are ended,
+    except VMs with a worker that has joined already.
 
     Args:
-        provider: ``request`` is called from one thread alone.
+        provider: The provider. Its ``request`` is called only from one thread.
         event_queue: Receives ``NodesGranted``, ``RequestRefused`` and facts.
         spending: The user's limits.
         pause: Waits some seconds; returns True if everything is over.
-        nodes: Nodes of an earlier manager that the controller knows, whose VMs the provider lists.
-        look_every_s: How often the provider is asked for its list of VMs, because a VM may be preempted while it boots;
-            None: never.
+        nodes: Nodes of an earlier manager that the controller knows; the provider lists their VMs.
+        look_every_s: The time between two lists of VMs from the provider, because a VM may be preempted while it boots;
+            None: no lists.
         close_timeout_s: How long ``close`` waits for a call that is under way before it ends the other VMs.
         end_all: Ends every VM of the run, with retries where they may help.
         least_vms: A request for fewer VMs is useless: it is refused if the limits do not allow this number.
@@ -93,7 +93,7 @@ class Provisioning:
         self._least_vms = least_vms
         self._is_silent = False
         self.failure: Exception | None = None
-        """Why the last failed request was refused, if repeating it does not help."""
+        """The reason why the last failed request was refused, if repeating the request does not help."""
         self._inherited: tuple[frozenset[str], frozenset[RequestId]] | None = None
         self._has_begun = False
         self._nodes = frozenset(nodes)
@@ -103,7 +103,7 @@ class Provisioning:
         self._looks = SerialExecutor("morph-vm-looks", self._failed, self._look, look_every_s)
         self._ends = ParallelExecutor("morph-vm-ends", self._failed)
         if nodes:
-            self._looks.put(self._count)  # they cost from now on
+            self._looks.put(self._count)  # these VMs cost money from now on
 
     def request(self, action: RequestNodes) -> None:
         """Request VMs; returns at once."""
@@ -164,7 +164,7 @@ class Provisioning:
         self._count()
 
     def know(self, nodes: Collection[str]) -> None:
-        """Note the nodes that the controller knows: their VMs live on, whatever the answer to their request is."""
+        """Record the nodes that the controller knows: their VMs live on, whatever the answer to their request is."""
         self._nodes = frozenset(nodes)
         self._joined |= {vm_of(node) for node in nodes}
 
@@ -190,8 +190,8 @@ class Provisioning:
                 self._fact("orphan_ended", left)
         except Exception as error:  # any error: the user must be told, and the rest closed
             granted = self._registry.granted()
-            named = any(vm in str(error) for vm in granted)  # else it is unknown which are left
-            perhaps = f"; {', '.join(granted)} may be there" if granted and not named else ""
+            named = any(vm in str(error) for vm in granted)  # otherwise it is unknown which VMs are left
+            perhaps = f"; {', '.join(granted)} may exist" if granted and not named else ""
             self._warn("vms_left", f"{error}{perhaps}{self._command()}")
 
     def hurry(self) -> None:
@@ -199,7 +199,7 @@ class Provisioning:
         self._hurry.set()
 
     def _command(self) -> str:
-        """Return what the user can do about VMs that are left."""
+        """Return the command with which the user can end VMs that are left."""
         command = self._provider.capabilities().ending
         return f"; what ends them: {command}" if command else ""
 
@@ -215,8 +215,8 @@ class Provisioning:
 
         Args:
             end: The VMs.
-            facts: Put once the VMs are ended, for VMs whose end was not requested.
-            keep_logs: Keep the logs of VMs that never joined, because they say why and vanish with the VM.
+            facts: Facts to report once the VMs are ended, for VMs whose end was not requested.
+            keep_logs: Keep the boot logs of VMs that never joined, because they show the reason and vanish with the VM.
         """
         if end is not None:
             silent = [vm for vm in end.vms if vm not in self._joined] if keep_logs else []
@@ -224,7 +224,7 @@ class Provisioning:
 
     def _adopt(self) -> None:
         if not self._adopting.acquire(blocking=False):
-            return  # the other thread is doing that
+            return  # the other thread is adopting them
         try:
             self._adopt_or_end()
         finally:
@@ -265,7 +265,7 @@ class Provisioning:
             self.failure = _without_frames(error)
             detail = f"{type(error).__name__}: {error}"
             found = RequestRefused(request=action.request, cause="error", detail=detail)
-        with self._counting:  # a VM is reported as started once its grant is
+        with self._counting:  # a VM is reported as started only after its grant
             answer, end = self._registry.answer(action, found, self._nodes)
             self._event_queue.put(answer)
         self._end(end)
@@ -309,7 +309,7 @@ class Provisioning:
     def _wait_for_room(
         self, request: RequestId, why: str, num_over: int, listed: Collection[str], until_s: float
     ) -> bool:
-        """Wait until a VM that is being ended makes room for a refused request; returns whether one is gone.
+        """Wait until a VM that is being ended makes room for a refused request; return whether one is gone.
 
         Args:
             request: The refused request.
@@ -343,7 +343,7 @@ class Provisioning:
     def _keep_log(self, vm: str) -> None:
         try:
             log = self._provider.boot_log(vm)
-        except Exception as error:  # another package's provider, any error: the VM costs money until it is ended
+        except Exception as error:  # any error of any provider: the VM costs money until it is ended
             self._failed(error)
         else:
             if log:
@@ -354,7 +354,7 @@ class Provisioning:
             self._listed()
 
     def _listed(self) -> tuple[Vm, ...]:
-        """List and count the VMs, after each change and one call at a time, so that the last count is right."""
+        """List and count the VMs after each change, in one call at a time, so that the last count is right."""
         with self._counting:
             vms = self._provider.list()
             self._spending.living(vms, self._provider.price())
@@ -373,9 +373,9 @@ class Provisioning:
 
     @contextlib.contextmanager
     def _told(self, name: str) -> Iterator[None]:
-        """Report a provider's error as a fact, and go on: ``reconcile`` finds what is left.
+        """Report a provider's error as a fact, and continue: ``reconcile`` finds VMs that are left.
 
-        A provider that gives no answer is also told to the user, once until it answers again.
+        A provider that gives no answer is also reported to the user, once until it answers again.
         """
         is_look = name == "provider_silent"
         try:

@@ -1,4 +1,4 @@
-"""Keeps which VMs are requested, granted, given up and being ended, and their workers; calls no provider."""
+"""Keeps track of VMs that are requested, granted, given up and being ended, and of their workers; calls no provider."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from morph.contract.vm_names import vm_of
 
 @dataclass(frozen=True)
 class Inherited:
-    """``vms``: requested from a provider, up or booting. ``nodes``: all that the controller knows, also lost ones."""
+    """``vms``: requested from a provider, up or booting. ``nodes``: all nodes that the controller knows, also lost
+    ones.
+    """
 
     vms: tuple[Vm, ...] = ()
     nodes: frozenset[str] = frozenset()
@@ -26,9 +28,9 @@ class Inherited:
 def inherited(state: ControllerState, up: Collection[str]) -> Inherited:
     """Return the wanted VMs, by the request that they answer.
 
-    A VM is named after its request, so it is known even if its grant was not journalled before the manager died. These
-    VMs are wanted: those of nodes that the controller knows and that are up; those that were granted and are awaited;
-    and those that are up while their request has no answer. All others that are up were given up.
+    A VM is named after its request, so it is known even if its grant was not journalled before the manager died. VMs
+    are wanted if they are up and have nodes that the controller knows, if they were granted and are awaited, or if they
+    are up while their request has no answer. All other VMs that are up were given up.
 
     Args:
         state: The state from the journal.
@@ -55,7 +57,7 @@ Answer = NodesGranted | RequestRefused
 
 @dataclass(frozen=True)
 class End:
-    """VMs to be ended; they are noted as such until ``VmRegistry.ended`` is called."""
+    """VMs to be ended; they are recorded as such until ``VmRegistry.ended`` is called."""
 
     number: int
     vms: tuple[str, ...]
@@ -82,7 +84,7 @@ class VmRegistry:
         self._over = False
 
     def ask(self, action: RequestNodes) -> tuple[bool, Answer | None]:
-        """Note a request; returns whether it is new, and its answer if it has one already."""
+        """Record a request; return whether it is new, and its answer if it already has one."""
         with self._lock:
             answer = self._answers.get(action.request)
             if answer is not None or action.request in self._under_way:
@@ -93,12 +95,12 @@ class VmRegistry:
     def answer(
         self, action: RequestNodes, found: Sequence[Vm] | RequestRefused, known: Collection[str]
     ) -> tuple[Answer, End | None]:
-        """Note the answer to a request; returns the event for the controller, and the VMs to be ended.
+        """Record the answer to a request; return the event for the controller, and the VMs to be ended.
 
         Args:
             action: The request.
             found: The provider's answer.
-            known: All nodes that the controller knows: their VMs live on, whatever the answer is.
+            known: All nodes that the controller knows; their VMs live on, whatever the answer is.
         """
         with self._lock:
             of_known = {vm_of(node) for node in known}
@@ -128,7 +130,7 @@ class VmRegistry:
             return answer, self._end(given_up)
 
     def _refuse(self, action: RequestNodes, known: Collection[str]) -> set[str]:
-        """Keep the VMs of a refused request that have a known worker; returns the others."""
+        """Keep the VMs of a refused request that have a known worker; return the others."""
         vms = {vm_name(action.request, index) for index in range(action.count)}
         vms |= {vm for vm, request in self._granted.items() if request == action.request}
         for vm in vms:
@@ -171,9 +173,9 @@ class VmRegistry:
             )
 
     def give_up(self, nodes: Sequence[str], known: Collection[str]) -> End | None:
-        """Note that the controller no longer needs nodes; returns the VMs of which it needs none.
+        """Record that the controller no longer needs these nodes; return the VMs of which it needs no node.
 
-        If a VM's grant has not come, only one of its workers is known. It is ended once its request is answered,
+        If a VM's grant has not come, only one of its workers is known. Such a VM is ended once its request is answered,
         because until then the request might make it again.
 
         Args:
@@ -199,7 +201,7 @@ class VmRegistry:
             return self._end(now)
 
     def adopt(self, vms: Sequence[Vm], nodes: frozenset[str], requests: Collection[RequestId]) -> list[Vm]:
-        """Treat the VMs of these nodes and requests as granted; returns the other VMs.
+        """Treat the VMs of these nodes and requests as granted; return the other VMs.
 
         This may happen late, if the provider did not answer: VMs given up and requests answered since then stay so.
         """
@@ -244,12 +246,12 @@ class VmRegistry:
             return living, self._num_over
 
     def end(self, vms: Collection[str]) -> End | None:
-        """Note that stray VMs are to be ended, and return that; None: there are none."""
+        """Record that stray VMs are to be ended, and return their end; None if there are none."""
         with self._lock:
             return self._end(vms)
 
     def ended(self, end: End) -> None:
-        """Note that VMs are ended, or that ending them was tried."""
+        """Record that VMs are ended, or that ending them was tried."""
         with self._lock:
             del self._ends[end.number]
             self._num_over += 1
@@ -294,7 +296,7 @@ class VmRegistry:
     def _nobodys(self, vms: Sequence[Vm]) -> list[Vm]:
         """Return the VMs that are not wanted and that are not being ended yet.
 
-        They were listed before: a request is under way before its VMs exist.
+        These VMs were listed before: a request is under way before its VMs exist.
         """
         return [
             vm

@@ -1,4 +1,4 @@
-"""A run's instances and other resources in a region of an account, and how they are ended.
+"""Lists and ends a run's instances and other resources in a region of an account.
 
 Only resources with the tags of this run and of this job belong to the run. AWS may not list new ones for a while.
 """
@@ -33,7 +33,7 @@ GONE, ENDING = "terminated", "shutting-down"
 
 @dataclass(frozen=True)
 class Instance:
-    """An instance of the run. ``state``: as AWS names it."""
+    """An instance of the run. ``state``: AWS's name for its state."""
 
     id: str
     vm: Vm
@@ -89,7 +89,7 @@ class Account:
         """List the run's instances, including those that are ending, and other runs of Morph that have instances.
 
         Raises:
-            ProviderError: the answer cannot be relied on: instances that it omits may exist.
+            ProviderError: the answer is not reliable: instances that it omits may exist.
         """
         found, runs = list[Instance](), set[str]()
         filters = [{"Name": "tag-key", "Values": [RUN_TAG]}]
@@ -158,17 +158,17 @@ class Account:
         if owned is None:
             raise Transient(f"{what}: it exists, and AWS does not list it yet")
         if not owned:
-            raise Misconfigured(f"{what} is there without the tags of this run: it is left alone")
+            raise Misconfigured(f"{what} exists without the tags of this run: it is left alone")
 
     def end(self, ids: Mapping[str, str], *, may_be_new: Collection[str] = ()) -> None:
-        """End instances; returns once AWS says that they are ending and no longer billed.
+        """End instances; returns once AWS reports that they are ending and no longer billed.
 
         Args:
             ids: The ids of the instances, each with the name of its VM.
-            may_be_new: Those of them that some of AWS's servers may not know yet.
+            may_be_new: The instances that some of AWS's servers may not know yet.
 
         Raises:
-            ProviderError: naming those that are left.
+            ProviderError: some are left; the error names them.
         """
         if not ids:
             return
@@ -198,10 +198,10 @@ class Account:
     def end_rest(self, until_s: float) -> tuple[str, ...]:
         """End other resources once all instances are terminated: volumes, network interfaces and the template.
 
-        Returns a description of these volumes and interfaces, with their prices.
+        Returns descriptions of these volumes and interfaces, with their prices.
 
         Raises:
-            ProviderError: naming what is left.
+            ProviderError: something is left; the error names it.
         """
         while not all(found.state == GONE for found in self.look()[0]):
             if time.monotonic() >= until_s:

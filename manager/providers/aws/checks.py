@@ -1,4 +1,4 @@
-"""Checks of a cloud file for AWS before a run: by reading, and by dry runs of calls."""
+"""Checks a cloud file for AWS before a run, by reading and by dry runs of calls."""
 
 from __future__ import annotations
 

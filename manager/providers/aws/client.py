@@ -29,7 +29,7 @@ from manager.providers.interface.provider import Misconfigured, ProviderError, T
 CONNECT_TIMEOUT_S = 10
 READ_TIMEOUT_S = 60
 NUM_ATTEMPTS = 4
-"""Attempts of a call that was throttled or not answered: botocore pauses ever longer, 20 s at most."""
+"""Attempts at a call that was throttled or not answered: botocore pauses ever longer, up to 20 s."""
 MAX_PER_PAGE = 1000
 PRICES_REGION = "us-east-1"
 """The region whose endpoint has the prices of all regions."""
@@ -56,7 +56,7 @@ class Aws:
     """Calls of one service. Thread-safe.
 
     Args:
-        open_client: Opens a client, which keeps its credentials; called again when AWS says that these expired.
+        open_client: Opens a client, which keeps its credentials; called again when AWS reports that these have expired.
     """
 
     def __init__(self, open_client: Callable[[], Any]) -> None:
@@ -68,7 +68,7 @@ class Aws:
         """Make the call named ``operation`` in botocore; ``what``: the beginning of error messages, or "".
 
         Raises:
-            ProviderError: the call was not carried out, or it is not known whether it was.
+            ProviderError: the call was not, or perhaps not, carried out.
         """
         renewed = False
         while True:
@@ -97,7 +97,7 @@ class Aws:
             answer = self.call(operation, what, **parameters)
             date = str(answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", ""))
             if not isinstance(answer.get(key), list):
-                raise Transient(f"{what}: the answer is not a list of them")
+                raise Transient(f"{what}: the answer is not a list")
             yield from ((entry, date) for entry in answer[key])
             token = answer.get("NextToken")
             if not token:
@@ -115,7 +115,7 @@ class Aws:
 
 
 def code_of(error: BaseException | None) -> str:
-    """Return AWS's code of an error of its SDK, or of one of ours caused by it; empty: there is none."""
+    """Return AWS's code of an error of its SDK, or of an error of ours with such a cause; empty: there is none."""
     found = error if isinstance(error, ClientError) else getattr(error, "__cause__", None)
     return str(found.response.get("Error", {}).get("Code", "")) if isinstance(found, ClientError) else ""
 

@@ -1,4 +1,4 @@
-"""AWS's prices: the history of spot prices, and the price list for everything else."""
+"""Looks up AWS's prices: in the history of spot prices, and in the price list for everything else."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Prices:
         return None if price is None else dict.fromkeys(self._spec.subnets, price)
 
     def _listed(self, wanted: dict[str, str], unit: str) -> float | None:
-        """Return the highest price in the list of what fits; None: there is none, or the list did not answer."""
+        """Return the highest fitting price in the list; None: there is none, or the list did not answer."""
         filters = [
             {"Type": "TERM_MATCH", "Field": field, "Value": value}
             for field, value in {"regionCode": self._spec.region, **wanted}.items()

@@ -1,7 +1,7 @@
-"""Spot instances on AWS: one instant fleet for each, which AWS makes at once or not at all; found again by their tags.
+"""Spot instances on AWS: each is an instant fleet, which AWS makes at once or not at all, and is found by its tags.
 
-An instance has its VM's name as a tag from the beginning, and its request has a client token that is stored on disk
-before AWS is called: repeating the request, also from another process, makes no second instance.
+An instance has its VM's name as a tag from the beginning. The client token of its request is stored on disk before AWS
+is called, so repeating the request, also from another process, makes no second instance.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from manager.providers.interface.provider import (
 from morph.contract.base import Value
 
 NUM_AT_ONCE = 8
-"""Fleets that are requested at the same time: each takes AWS seconds."""
+"""The number of fleets that are requested at the same time: AWS takes seconds for each."""
 SETTLE_S = 600.0
-"""Seconds for which a new instance is assumed to exist unless AWS says that it is ending."""
+"""Seconds for which a new instance is assumed to exist unless AWS reports that it is ending."""
 
 
 class _Made(Value):
-    """An instance that AWS said it made: for a while, lists may omit it."""
+    """An instance that AWS has confirmed; for a while, lists may omit it."""
 
     id: str
     vm: Vm
@@ -59,9 +59,9 @@ class AwsProvider:
         ec2: The service.
         spec: The cloud file.
         identity: The run's tags.
-        operations: Keeps, for each VM, its client token, and then for a while its instance.
+        operations: Keeps each VM's client token, and then for a while its instance.
         user_data: Makes the encoded cloud-config for a VM's name and number of devices.
-        prices: Prices that the user does not give.
+        prices: Looks up prices that the user does not give.
         bounds: Limits on waits.
         ending: The command that ends the rest of the run.
         clock: Monotonic seconds.
@@ -92,7 +92,7 @@ class AwsProvider:
         """See ``Provider``. Among the types with equally many devices, AWS chooses type and zone.
 
         Types with more devices are tried, for what is still missing, after those with fewer are refused. An error that
-        the user must fix ends the request; it returns the VMs that were made.
+        the user must fix ends the request, which then returns the VMs that were made.
         """
         answer = self._operations.answer(request)
         if answer is not None:
@@ -137,7 +137,7 @@ class AwsProvider:
         if failed:
             raise failed[0]
         if self.account.stopped.is_set():
-            raise Transient(f"{request}: not waited for any more")
+            raise Transient(f"{request}: no longer waited for")
         return refused
 
     def _make_one(self, name: str, request: str, num_devices: int, spec: AwsSpec) -> None:
@@ -159,7 +159,7 @@ class AwsProvider:
             self._drop_version(version)
             raise
         except ProviderError as error:
-            if code_of(error) == MISMATCH:  # the request differs from the first one: AWS lists what that one made
+            if code_of(error) == MISMATCH:  # the request differs from the first, whose instances AWS lists
                 self._operations.ended(name)
             raise
         with reading(f"VM {name}"):
@@ -182,7 +182,7 @@ class AwsProvider:
 
     def _drop_version(self, version: str) -> None:
         """Delete a version that no fleet needs: it holds a node's secrets, and templates are limited to 10,000."""
-        with suppress(ProviderError):  # it is deleted with the template
+        with suppress(ProviderError):  # the version is deleted with the template
             if version:
                 known = {"LaunchTemplateName": self.account.template, "Versions": [version]}
                 self._ec2.call("delete_launch_template_versions", "", **known)
@@ -210,7 +210,7 @@ class AwsProvider:
         return tuple(vms[name] for name in sorted(vms, key=lambda name: (len(name), name)))
 
     def delete(self, names: Sequence[str]) -> None:
-        """See ``Provider``: returns once AWS says that they are ending and no longer billed."""
+        """See ``Provider``: returns once AWS reports that the instances are ending and no longer billed."""
         self._end([one for one in self._instances() if one.is_there and one.vm.name in names])
 
     def _end(self, instances: Sequence[Instance]) -> None:
@@ -220,7 +220,7 @@ class AwsProvider:
             self._operations.ended(one.vm.name)
 
     def evict(self, _name: str) -> bool:
-        """See ``Provider``: EC2 cannot do this, and the service that can needs a role of its own."""
+        """See ``Provider``: EC2 cannot do this, and the service that can do it needs a role of its own."""
         return False
 
     def boot_log(self, name: str) -> str:
@@ -236,7 +236,7 @@ class AwsProvider:
         self.account.stopped.set()
 
     def dismantle(self) -> tuple[str, ...]:
-        """See ``Provider``: deletes the launch template, too, if there is one."""
+        """See ``Provider``: also deletes the launch template, if there is one."""
         self._has_template = False
         self._end([one for one in self._instances() if one.is_there])
         return self.account.end_rest(time.monotonic() + self._bounds.delete_s)
@@ -253,7 +253,7 @@ CHIEF = (Throttled, Transient, QuotaExceeded, CapacityShort, Misconfigured)
 
 
 def _chief(errors: Sequence[ProviderError]) -> ProviderError:
-    """Return the error of a fleet that counts most: each type and zone has its own."""
+    """Return the most important error of a fleet: each type and zone has its own."""
     return min(errors, key=lambda error: CHIEF.index(type(error)))
 
 

@@ -13,12 +13,12 @@ from morph.contract.base import Value
 from morph.contract.cluster import UsdPerHourAtMost
 
 NAME_TAG, VM_TAG = "Name", "morph-vm"
-"""Consoles show the first tag, and users change it there; a VM is identified by the second."""
+"""Consoles show the first tag, and users may change it there; the second identifies a VM."""
 PUBLIC_DOMAIN = "amazonaws.com"
 
 
 class AwsType(Size):
-    """An instance type that may be used; its default price is that in AWS's price history or list."""
+    """An instance type that may be used; its default price comes from AWS's price history or list."""
 
     name: str = Field(pattern=r"^[a-z0-9-]+\.[a-z0-9-]+$", description="such as g4dn.xlarge")
 
@@ -34,10 +34,10 @@ class AwsSpec(Value):
     spot: bool = True
     strategy: Literal["price-capacity-optimized", "capacity-optimized", "capacity-optimized-prioritized"] = Field(
         default="price-capacity-optimized",
-        description="by which AWS picks type and zone of a spot instance; prioritized: types in their order here",
+        description="how AWS picks type and zone of a spot instance; prioritized: types in their order here",
     )
     max_usd_per_h: UsdPerHourAtMost | None = Field(
-        default=None, description="of a spot instance; None: up to the on-demand price"
+        default=None, description="highest price of a spot instance; None: the on-demand price"
     )
     image: str = Field(pattern=r"^ami-[0-9a-f]+$")
     security_groups: tuple[Annotated[str, Field(pattern=r"^sg-[0-9a-f]+$")], ...] = Field(min_length=1)
@@ -46,14 +46,14 @@ class AwsSpec(Value):
     )
     key_name: str | None = Field(default=None, min_length=1, max_length=255, description="key pair for ssh; None: none")
     root_device: str = Field(
-        default="/dev/sda1", pattern=r"^/dev/\w+$", description="the image's: /dev/xvda for Amazon Linux"
+        default="/dev/sda1", pattern=r"^/dev/\w+$", description="root device of the image: /dev/xvda for Amazon Linux"
     )
     root_volume: Literal["gp3", "gp2", "io1", "io2", "st1", "sc1", "standard"] = "gp3"
-    root_gib: int | None = Field(default=None, ge=1, le=16384, description="None: as large as the image")
+    root_gib: int | None = Field(default=None, ge=1, le=16384, description="root disk; None: as the image")
     endpoint: str | None = Field(
         default=None,
         pattern=r"^(https://[^\s'\"]+|http://(localhost|127\.\d+\.\d+\.\d+)(:\d+)?/?)$",
-        description="of another EC2 than the region's; without TLS on this machine alone",
+        description="URL of an EC2 other than the region's; without TLS only on this machine",
     )
 
     @model_validator(mode="after")
@@ -67,7 +67,7 @@ class AwsSpec(Value):
 
     @property
     def provider(self) -> str:
-        """The name under which the history keeps its VMs: emulators on this machine are kept apart from the cloud."""
+        """The name under which the history keeps the VMs: emulators on this machine are kept apart from the cloud."""
         return "local" if (self.endpoint or "").startswith("http:") else "aws"
 
     @property
@@ -91,7 +91,7 @@ def template_name(run: str) -> str:
 
 
 def template_body(spec: AwsSpec, identity: Identity) -> dict[str, Any]:
-    """Return the launch template for all instances of a run, without secrets; each has its own version to boot from."""
+    """Return the launch template for all instances of a run, without secrets; each boots from its own version."""
     volume: dict[str, Any] = {"DeleteOnTermination": True, "VolumeType": spec.root_volume}
     if spec.root_gib is not None:
         volume["VolumeSize"] = spec.root_gib
@@ -130,15 +130,15 @@ def version_body(spec: AwsSpec, identity: Identity, user_data: Any, token: str) 
 def fleet_body(
     spec: AwsSpec, identity: Identity, request: str, name: str, num_devices: int, version: str, token: str
 ) -> dict[str, Any]:
-    """Return the request for one instance, at once or not at all, of any type with so many devices, in any zone.
+    """Return the request for one instance, at once or not at all, of any type with this many devices, in any zone.
 
     Args:
         spec: The cloud file.
         identity: The run's tags.
-        request: The request that it answers.
+        request: The request that the instance answers.
         name: The VM's name.
         num_devices: Number of devices of its type.
-        version: The version of the launch template that it boots from.
+        version: The version of the launch template from which it boots.
         token: The client token by which AWS recognises a repeated request.
     """
     tags = identity.tags(request) | {NAME_TAG: name, VM_TAG: name, DEVICES_TAG: str(num_devices)}
@@ -182,8 +182,8 @@ def planned(
 ) -> list[dict[str, Any]]:
     """Return the calls that a request for ``count`` devices would make, in order; for the user.
 
-    ``cloud_config``: returns the text shown for the cloud-config of a VM's name and number of devices, which holds
-    secrets.
+    ``cloud_config``: returns the text that is shown for the cloud-config, given a VM's name and number of devices,
+    because the cloud-config holds secrets.
     """
     identity = Identity(run=run, job=job)
     calls: list[dict[str, Any]] = [{"call": "CreateLaunchTemplate", "body": template_body(spec, identity)}]
@@ -198,10 +198,10 @@ def planned(
 
 
 def policy(spec: AwsSpec, account: str = "*") -> dict[str, Any]:
-    """Return the IAM policy with the least rights that the manager's user needs.
+    """Return the IAM policy with the minimal permissions of the manager's user.
 
-    Only resources with the tag ``morph-run`` may be changed or ended; new resources get it, and tags may be set only at
-    creation.
+    Only resources with the tag ``morph-run`` may be changed or ended; new resources get this tag, and tags may be set
+    only at creation.
 
     Args:
         spec: The cloud file.

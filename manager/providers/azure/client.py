@@ -18,7 +18,7 @@ from manager.providers.azure.errors import retry_after_s
 from manager.providers.azure.spec import PUBLIC_AZURE
 
 logging.getLogger("azure").addHandler(logging.NullHandler())
-"""The SDK's warnings are silenced, because each comes as an error, too, in one sentence."""
+"""The SDK's warnings are silenced, because each also comes as an error in one sentence."""
 CONNECT_TIMEOUT_S = 10
 READ_TIMEOUT_S = 60
 SHORT_PAUSE_S = 10.0
@@ -44,8 +44,8 @@ def azure_client(
 
     Args:
         subscription_id: The subscription of the VMs.
-        open_credential: Opens the credential, again when a token is refused, because credentials cache tokens; None:
-            the environment, a managed identity or ``az login``, in this order.
+        open_credential: Opens the credential; called again when a token is refused, because credentials cache tokens.
+            None: the environment, a managed identity or ``az login``, in this order.
         base_url: The resource manager's URL. Without TLS it must be on this machine.
         authority: The URL for logins; None: the public cloud's.
         policies: Further pipeline policies.

@@ -1,4 +1,4 @@
-"""Translates Azure's errors to a provider's: by the error's code first, by its status where the code is unknown.
+"""Translates Azure's errors to a provider's errors: by the error's code or, if the code is unknown, by its status.
 
 Sources: https://learn.microsoft.com/azure/virtual-machines/error-codes-spot and
 https://learn.microsoft.com/azure/azure-resource-manager/troubleshooting/common-deployment-errors.
@@ -31,9 +31,9 @@ CAPACITY = {
     "SpotAllocationFailed",
     "AvailabilityZoneNotSupported",
 }
-"""Another zone may have the size, else another size may be available."""
+"""Codes: another zone may have the size, or another size may be available."""
 SIZE = {"SpotPriceGreaterThanProvidedMaxPrice", "AzureSpotIsNotSupportedForThisVMSize", "NotAvailableForSubscription"}
-"""No zone offers this size to the subscription."""
+"""Codes: no zone offers this size to the subscription."""
 QUOTA = {"QuotaExceeded", "LowPriorityQuotaExceeded", "ResourceQuotaExceeded"}
 THROTTLED = {"TooManyRequests", "SubscriptionRequestsThrottled", "ResourceRequestsThrottled"}
 USERS = {
@@ -52,16 +52,16 @@ USERS = {
     "SubscriptionNotFound",
     "SubscriptionNotRegistered",
 }
-"""The user must fix these, whatever the status, which is 409 for many of them."""
+"""Codes of errors that the user must fix, whatever their status, which is often 409."""
 SOON = {"NicReservedForAnotherVm"}
-"""Returned for three minutes after a VM failed; transient, though its status is 400."""
+"""A code that is returned for three minutes after a VM failed; it is transient, although its status is 400."""
 GONE = {"ResourceNotFound", "NotFound"}
-"""The resource does not exist; other codes with status 404 say that its group or subscription does not."""
+"""Codes: the resource does not exist. With other codes of status 404, its group or subscription does not exist."""
 MESSAGE_CHARACTERS = 300
 
 
 class SizeRefused(CapacityShort):
-    """No VM of this size in any zone: its price is above ``max_usd_per_h``, or it has no spot VMs."""
+    """No zone has a VM of this size: its price is above ``max_usd_per_h``, or it has no spot VMs."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A run's VMs and scale set in a resource group, and how they are ended.
+"""Lists and ends a run's VMs and scale set in a resource group.
 
 Only resources with the tags of this run and of this job belong to the run. A group may hold other VMs, under any name.
 The start of a VM's billing is converted from Azure's clock to this machine's.
@@ -38,7 +38,7 @@ class Look:
     """The VMs in a group.
 
     ``vms``: the run's VMs, each with its provisioning state in lower case; ``others``: names of the other VMs;
-    ``guests``: those of them in the run's scale set; ``runs``: other runs of Morph, each with its job.
+    ``guests``: the other VMs in the run's scale set; ``runs``: other runs of Morph, each with its job.
     """
 
     vms: tuple[tuple[Vm, str], ...]
@@ -53,7 +53,9 @@ PART_API_VERSIONS = {INTERFACE: "2022-07-01", DISK: "2023-04-02"}
 
 @dataclass(frozen=True)
 class Part:
-    """A network interface or a disk. ``vm``: the VM to which it is attached, or "". ``boots``: a VM boots from it."""
+    """A network interface or a disk. ``vm``: the VM to which it is attached, or "". ``boots``: whether a VM boots from
+    it.
+    """
 
     id: str
     kind: str
@@ -102,7 +104,7 @@ class Group:
         """List the group's VMs.
 
         Raises:
-            ProviderError: the answer cannot be relied on: VMs that it omits may exist.
+            ProviderError: the answer is not reliable: VMs that it omits may exist.
         """
         answered: list[str | None] = [None]
 
@@ -147,7 +149,7 @@ class Group:
         """Make the run's scale set; an existing one stays as it is."""
         until_s = time.monotonic() + self._bounds.make_s
         if self.owns_set() is False:
-            raise Misconfigured(f"scale set {self.set_name} is there without the tags of this run: it is left alone")
+            raise Misconfigured(f"scale set {self.set_name} exists without the tags of this run: it is left alone")
         body = scale_set_body(self._spec, self._identity.run, self._identity.job)
         with translating("the scale set"):
             poller = self._sets.begin_create_or_update(
@@ -161,10 +163,10 @@ class Group:
         Args:
             names: Names of the VMs.
             until_s: The deadline, by the monotonic clock.
-            always: Wait also after the run is over; otherwise only until then.
+            always: Whether to wait even after the run is over.
 
         Raises:
-            ProviderError: naming those that are left.
+            ProviderError: some are left; the error names them.
         """
         pollers, left = self.begin_ends(names, until_s)
         for name, poller in pollers.items():
@@ -189,12 +191,12 @@ class Group:
         return pollers, left
 
     def end_all(self, until_s: float) -> tuple[str, ...]:
-        """End every VM of the run, the resources they left behind, and the scale set, unless it holds other VMs, too.
+        """End every VM of the run, the resources they left behind, and the scale set, unless it also holds other VMs.
 
         Returns descriptions of the resources that VMs had left behind, with their prices.
 
         Raises:
-            ProviderError: naming what is left.
+            ProviderError: something is left; the error names it.
         """
         self.end([vm.name for vm, _ in self.look().vms], until_s)
         look = self.look()
@@ -304,8 +306,8 @@ class Group:
         """Wait for an operation; unless ``always``, only until the run is over.
 
         Raises:
-            NotInTime: it is not done at ``until_s``.
-            ProviderError: it failed.
+            NotInTime: the operation is not done at ``until_s``.
+            ProviderError: the operation failed.
         """
         if poller is None:
             return
@@ -315,7 +317,7 @@ class Group:
                 if left_s <= 0:
                     raise NotInTime(f"{what}: not done in time" if what else "its end was not done in time")
                 if self.stopped.is_set() and not always:
-                    raise Transient(f"{what}: not waited for any more")
+                    raise Transient(f"{what}: no longer waited for")
                 poller.wait(min(left_s, STOP_WITHIN_S))
             poller.result(0)
 
@@ -330,7 +332,7 @@ class Group:
 
     def _vm(self, machine: Any, answered: str | None, now_s: float) -> Vm:
         size = machine.hardware_profile.vm_size if machine.hardware_profile else ""
-        size = str(getattr(size, "value", size) or "")  # an enumeration where the SDK knows the size
+        size = str(getattr(size, "value", size) or "")  # an enumeration if the SDK knows the size
         zone = (machine.zones or ["unknown"])[0]
         sizes = [known for known in self._spec.sizes if known.name == size]
         known = next((known for known in sizes if known.may_be_in(zone)), None)
@@ -354,7 +356,7 @@ class NotInTime(Transient):
 
 @contextmanager
 def _passing_over_gone() -> Iterator[None]:
-    """Ignore errors saying that the resource does not exist: it is deleted, or was taken after it was made."""
+    """Ignore errors because the resource does not exist: it is deleted, or was taken after it was made."""
     try:
         yield
     except HttpResponseError as error:  # the SDK's final read of a new resource raises no narrower class

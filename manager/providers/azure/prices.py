@@ -1,4 +1,6 @@
-"""Azure's public price list: https://learn.microsoft.com/rest/api/cost-management/retail-prices/azure-retail-prices."""
+"""Reads Azure's public price list,
+https://learn.microsoft.com/rest/api/cost-management/retail-prices/azure-retail-prices.
+"""
 
 from __future__ import annotations
 

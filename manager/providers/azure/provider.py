@@ -1,4 +1,4 @@
-"""Spot VMs on Azure: made by name, put into a flexible scale set, found again by their tags.
+"""Spot VMs on Azure: they are made by name, put into a flexible scale set, and found again by their tags.
 
 Names follow from the request, so that repeating a request, also from another process, makes no second VM.
 """
@@ -35,7 +35,7 @@ Offer = tuple[AzureSize, str | None]
 BEING_MADE = ("accepted", "creating")
 BOOT_LOG_TIMEOUT_S = 20.0
 LOST = ("failed", "canceled", "deleting")
-"""States of VMs that will not run. In any other state a VM exists: Azure may be updating or moving it."""
+"""States of VMs that will not run. A VM in any other state exists: Azure may be updating or moving it."""
 
 
 @dataclass(eq=False)
@@ -92,10 +92,10 @@ class AzureProvider:
         self._prices: dict[str, Price] = {}
 
     def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
-        """See ``Provider``. When Azure refuses an offer, the next zone is tried, and then the next size.
+        """See ``Provider``. If Azure refuses an offer, the next zone is tried, and then the next size.
 
         Sizes with more devices are tried, for what is still missing, after those with fewer are refused. An error that
-        the user must fix ends the request; it returns the VMs that were made.
+        the user must fix ends the request, which then returns the VMs that were made.
         """
         answer = self._operations.answer(request)
         if answer is not None:
@@ -127,7 +127,7 @@ class AzureProvider:
         self.group.begin_ends([vm.name for vm, _ in found if vm not in made])  # no request waits for them any more
         if not made:
             raise why_none(request, refused)
-        with contextlib.suppress(ProviderError):  # an account without this right: its disks will not be found later
+        with contextlib.suppress(ProviderError):  # no permission: the disks will not be found later
             self.group.tag_disks(made)
         self._operations.answered(request, tuple(vm.name for vm in made))
         return made
@@ -137,7 +137,7 @@ class AzureProvider:
         return tuple(vm for vm, _ in self.group.look().vms)
 
     def delete(self, names: Sequence[str]) -> None:
-        """See ``Provider``: blocks until Azure says that the VMs are gone."""
+        """See ``Provider``: blocks until Azure reports that the VMs are gone."""
         ours = [vm.name for vm in self.list() if vm.name in names]
         for name in ours:
             self._operations.ended(name)
@@ -170,7 +170,7 @@ class AzureProvider:
         self.group.stopped.set()
 
     def dismantle(self) -> tuple[str, ...]:
-        """See ``Provider``: deletes the scale set, too, if there is one."""
+        """See ``Provider``: also deletes the scale set, if there is one."""
         self._has_set = False
         return self.group.end_all(time.monotonic() + self._bounds.delete_s)
 
@@ -197,7 +197,7 @@ class AzureProvider:
     def _make(
         self, making: Sequence[_Making], request: str, states: dict[str, str], until_s: float
     ) -> Sequence[_Making]:
-        """Make VMs at the same time, each by its first offer that succeeds; returns those that have no offer left."""
+        """Make VMs at the same time, each by its first offer that succeeds; return VMs without an offer left."""
         given_up: list[_Making] = []
         while making:
             wrong: Misconfigured | None = None
@@ -219,7 +219,7 @@ class AzureProvider:
             one.poller = self._resumed(one)
             return
         if one.name in self._taken:
-            raise Misconfigured(f"VM {one.name} is there without the tags of this run: it is left alone")
+            raise Misconfigured(f"VM {one.name} exists without the tags of this run: it is left alone")
         if state is not None:  # remains of a failed VM block its name
             self.group.end([one.name], until_s, always=False)
         one.offer = one.offers.pop(0)
@@ -289,7 +289,7 @@ class AzureProvider:
 
 
 class _Watched:
-    """Replaces an operation that is unknown except for its VM: done once that VM is not being made any more."""
+    """Replaces an operation of which only the VM is known: it is done once that VM is no longer being made."""
 
     def __init__(self, group: Group, name: str, every_s: float) -> None:
         self._group, self._name, self._every_s = group, name, every_s

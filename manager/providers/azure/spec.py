@@ -28,7 +28,7 @@ _RESOURCE_ID = r"^/subscriptions/[^/]+/resourceGroups/[^/]+/providers/.+$"
 
 
 class AzureSize(Size):
-    """A VM size that may be used; its default price is that in Azure's price list."""
+    """A VM size that may be used; its default price comes from Azure's price list."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_]+$", description="such as Standard_NC4as_T4_v3")
 
@@ -39,11 +39,11 @@ class AzureSpec(Value):
     subscription_id: str = Field(pattern=r"^[0-9a-fA-F-]{36}$")
     resource_group: str = Field(pattern=r"^[-\w._()]{1,90}$")
     location: str = Field(pattern=r"^[a-z0-9]+$")
-    zones: tuple[str, ...] = Field(default=(), description="VMs are spread over them; none: wherever Azure likes")
+    zones: tuple[str, ...] = Field(default=(), description="VMs are spread over these; none: Azure chooses")
     sizes: tuple[AzureSize, ...] = Field(min_length=1)
     spot: bool = True
     max_usd_per_h: UsdPerHourAtMost | None = Field(
-        default=None, description="of a spot VM; None: up to the normal price"
+        default=None, description="highest price of a spot VM; None: the normal price"
     )
     image: str = Field(description="publisher:offer:sku:version, or the id of an image")
     subnet_id: str = Field(pattern=_RESOURCE_ID)
@@ -54,14 +54,14 @@ class AzureSpec(Value):
     admin_username: str = Field(default="morph", pattern=r"^[a-z][a-z0-9_-]{0,30}$")
     ssh_public_key: str = Field(pattern=r"^(ssh-|ecdsa-)\S+ \S+")
     os_disk: str = "Premium_LRS"
-    os_disk_gib: int | None = Field(default=None, ge=1, le=4095, description="None: as large as the image")
+    os_disk_gib: int | None = Field(default=None, ge=1, le=4095, description="size; None: as large as the image")
     resource_manager: str = Field(
         default=PUBLIC_AZURE,
         pattern=r"^(https://[^\s'\"]+|http://(localhost|127\.\d+\.\d+\.\d+)(:\d+)?/?)$",
-        description="of another cloud than the public one; without TLS on this machine alone",
+        description="URL of a cloud other than the public one; without TLS only on this machine",
     )
     authority: str | None = Field(
-        default=None, pattern=r"^https://[^\s'\"]+$", description="where one logs in there; absent: the public cloud's"
+        default=None, pattern=r"^https://[^\s'\"]+$", description="URL for logins there; absent: the public cloud's"
     )
 
     @model_validator(mode="after")
@@ -72,7 +72,7 @@ class AzureSpec(Value):
 
     @property
     def provider(self) -> str:
-        """The name under which the history keeps its VMs: emulators on this machine are kept apart from the cloud."""
+        """The name under which the history keeps the VMs: emulators on this machine are kept apart from the cloud."""
         return "azure" if self.resource_manager.startswith("https:") else "local"
 
     def price(self, find: Callable[[AzureSize], float | None]) -> Price | None:
@@ -89,7 +89,7 @@ class AzureSpec(Value):
         return self.model_copy(update={"sizes": of_type(self.sizes, node_type)})
 
     def offers_of(self, index: int, num_devices: int) -> list[tuple[AzureSize, str | None]]:
-        """Return the offers with so many devices for VM number ``index``: consecutive VMs begin in different zones."""
+        """Return offers with this many devices for VM number ``index``: consecutive VMs begin in different zones."""
         turn = index % max(1, len(self.zones))
         zones = (self.zones[turn:] + self.zones[:turn]) or (None,)
         sizes = sorted(self.sizes, key=lambda size: size.num_gpus)
@@ -171,8 +171,8 @@ def planned(
 ) -> list[dict[str, Any]]:
     """Return what a request for ``count`` devices would create, in order; for the user.
 
-    ``cloud_config``: returns the text shown for the cloud-config of a VM's name and number of devices, which holds
-    secrets.
+    ``cloud_config``: returns the text that is shown for the cloud-config, given a VM's name and number of devices,
+    because the cloud-config holds secrets.
     """
     group = scale_set_id(spec, run).rsplit("/", 2)[0]
     calls = [{"put": scale_set_id(spec, run), "body": scale_set_body(spec, run, job)}]

@@ -39,7 +39,7 @@ def end_run(
         bounds: Limits on waits in each attempt.
 
     Raises:
-        ProviderError: nothing of this run exists, Azure did not answer, or something is left, which the error names.
+        ProviderError: nothing of this run exists, Azure did not answer, or something is left; the error names it.
     """
     with tempfile.TemporaryDirectory(prefix="morph-") as directory:
         provider = AzureProvider(

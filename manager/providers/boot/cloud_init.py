@@ -1,7 +1,7 @@
-"""What a cloud VM does at its first boot: get Morph from the manager, join the Ray cluster, watch for notices.
+"""Writes the first boot of a cloud VM: it gets Morph from the manager, joins the Ray cluster, and watches for notices.
 
 A VM that the manager has forgotten ends itself. At each boot a watchdog starts first. It needs no disk, no network and
-nothing that is installed later, and it ends the VM unless it is told regularly that the VM should stay.
+nothing that is installed later, and it ends the VM unless it regularly gets a sign that the VM should stay.
 """
 
 from __future__ import annotations
@@ -37,15 +37,17 @@ TLS_DIRECTORY = f"{DIRECTORY}/tls"
 BOOT_PATH = f"{IN_MEMORY}/boot"
 CODE_DIRECTORY = f"{DIRECTORY}/code"
 OBJECT_STORE_BYTES = 256 * 1024 * 1024
-"""Ray would take 30 % of the memory, but transports only the job's files and orders."""
+"""Bytes of Ray's object store. By default Ray takes 30 % of the memory, but it transports only the job's files and
+orders.
+"""
 MAX_CUSTOM_DATA_BYTES = 65535
-"""Azure's limit, after encoding."""
+"""Azure's limit in bytes, after encoding."""
 MAX_USER_DATA_BYTES = 16384
-"""AWS's limit, before encoding."""
+"""AWS's limit in bytes, before encoding."""
 
 
 class NodeStart(Value):
-    """How a node finds its cluster. The two secrets are kept only in files that only root can read."""
+    """The data with which a node finds its cluster. The two secrets are kept only in files that only root can read."""
 
     ray_address: str = Field(
         default="",
@@ -58,14 +60,14 @@ class NodeStart(Value):
     setup: tuple[str, ...] = Field(default=(), description="shell lines run once, as root, before anything else")
     python: str = Field(default="/usr/bin/python3", description="the interpreter, which exists after ``setup`` has run")
     python_version: str = Field(pattern=r"^\d+\.\d+\.\d+\S*$", description="the interpreter's required version")
-    wheel_sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="of Morph's wheel, which the manager provides")
+    wheel_sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="digest of Morph's wheel, which the manager sends")
     requirements: tuple[str, ...] = Field(default=(), description="requirements of the wheel and the user, as for pip")
     uid: int = Field(default=0, ge=0, description="id of the user that runs the job's code; 0: the user that starts it")
     metadata: bool = Field(default=True, description="that user may access the metadata service")
-    gpus: bool = Field(default=True, description="its devices are GPUs, of which each worker sees only one")
+    gpus: bool = Field(default=True, description="its devices are GPUs, and each worker sees only one of them")
     first_port: int = Field(default=0, description="first port on which the node listens; 0: any free ones")
-    lonely_s: float = Field(default=900.0, gt=0, description="without the manager for this long a VM ends itself")
-    authority: str = Field(default="", description="of Ray's certificates, in PEM; empty: Ray is not encrypted")
+    lonely_s: float = Field(default=900.0, gt=0, description="a VM ends itself after this long without the manager")
+    authority: str = Field(default="", description="authority of Ray's certificates, in PEM; empty: no encryption")
     management_url: str = Field(
         default="", pattern=r"^(https?://[^\s'\"]+)?$", description="URL of the resource manager; empty: public Azure's"
     )
@@ -77,7 +79,7 @@ def node_start(vms: ProvidedVms, port: int, secret: str, wheel: bytes, managemen
     Args:
         vms: The file's section about VMs.
         port: The manager's port for notices.
-        secret: The secret of all nodes, from which their credentials follow.
+        secret: The secret of all nodes, from which their credentials are derived.
         wheel: Morph's wheel, which the manager provides.
         management_url: The resource manager's URL.
         **of_ray: The fields about the Ray cluster; none: nodes run without Ray.
@@ -107,10 +109,10 @@ def cloud_init(start: NodeStart, node: str, source: str, num_devices: int = 1) -
     """Return the cloud-config of one node.
 
     Args:
-        start: How it finds its cluster.
+        start: The data with which it finds its cluster.
         node: Its name.
         source: The notice source on this cloud.
-        num_devices: Its number of devices, with a worker for each.
+        num_devices: Its number of devices, each of which has a worker.
 
     Raises:
         ValueError: a name contains characters that are not safe in the unit file.
@@ -176,7 +178,7 @@ def custom_data(text: str) -> str:
     """Encode a cloud-config for Azure, compressed, which cloud-init supports.
 
     Raises:
-        ValueError: it is too long.
+        ValueError: the encoded text is too long.
     """
     encoded = base64.b64encode(_compressed(text)).decode()
     if len(encoded) > MAX_CUSTOM_DATA_BYTES:
@@ -185,15 +187,15 @@ def custom_data(text: str) -> str:
 
 
 def user_data(text: str) -> str:
-    """Encode a cloud-config for AWS, compressed, too.
+    """Encode a cloud-config for AWS, also compressed.
 
     Raises:
-        Misconfigured: it is too long, because the user's part is.
+        Misconfigured: the encoded text is too long, because the user's part is.
     """
     compressed = _compressed(text)
     if len(compressed) > MAX_USER_DATA_BYTES:
         raise Misconfigured(
-            f"what a VM boots with has {len(compressed)} bytes, compressed, and AWS takes {MAX_USER_DATA_BYTES}: "
+            f"a VM's cloud-config has {len(compressed)} bytes, compressed, and AWS takes {MAX_USER_DATA_BYTES}: "
             "vms.environment.setup is too long; have it fetch the rest from storage"
         )
     return base64.b64encode(compressed).decode()
@@ -224,7 +226,7 @@ def boot_command(
 
 
 def boot_line(start: NodeStart, options: list[str], path: str) -> str:
-    """Return the shell line that prepares a VM, with its interpreter, or any other if that one is missing."""
+    """Return the shell line that prepares a VM, with its interpreter, or any other if that is missing."""
     python = shlex.quote(start.python)
     return f'p={python}; [ -x "$p" ] || p=python3; "$p" -I {path} {shlex.join(options)}'
 
@@ -304,8 +306,8 @@ def _unit(
     """Return the unit file of a service that is restarted whenever it ends.
 
     ``before``: a command that must succeed before each start; ``early``: the service does not wait for the rest of the
-    boot, and the VM is switched off when it cannot run. Other services leave ending the VM to the watchdog, because a
-    VM that is only switched off is still billed.
+    boot, and the VM is switched off if the service cannot run. Other services leave ending the VM to the watchdog,
+    because a VM that is only switched off is still billed.
     """
     settings = "".join(f"Environment={key}={value}\n" for key, value in environment.items())
     first = f"ExecStartPre={_line_of(before)}\n" if before else ""

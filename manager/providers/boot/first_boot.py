@@ -6,7 +6,7 @@
 
 ``--only`` does one part, without preparing the VM:
 
-* ``watch`` starts first at each boot of a cloud VM. It ends the VM when PATH was not written to for a while. The
+* ``watch`` starts first at each boot of a cloud VM. It ends the VM once PATH has not been written to for a while. The
   processes that hear the manager write to it: this program while it prepares the VM, and then the agent.
 * ``setup`` runs the user's lines, which take the place of requirements; a line that hangs is ended.
 * ``close-metadata`` closes the metadata service again after a reboot.
@@ -105,7 +105,7 @@ class Unheard(Unfit):
 
 @lru_cache(maxsize=1)  # every VM of a run gets it
 def program() -> dict[str, str]:
-    """Return this program's files by their paths, for ``python -I`` and the folder into which they are put.
+    """Return this program's files by their paths in the folder that ``python -I`` runs.
 
     Docstrings and comments are removed, because clouds limit the size of boot data.
     """
@@ -221,7 +221,7 @@ def make_user(uid: int) -> None:
 
 
 def close_metadata(uid: int) -> None:
-    """Keep a user's packets from the metadata service, and check that this works.
+    """Block a user's packets to the metadata service, and check that this works.
 
     Raises:
         Unfit: the user still reaches the service.
@@ -314,7 +314,7 @@ def install(requirements: list[str], lock: Callable[[], str]) -> None:
 
 
 def tell(caller: Caller, why: str, patience_s: float) -> None:
-    """Report to the manager why this VM is unfit, repeatedly, until it ends the VM or ``patience_s`` is over."""
+    """Report why this VM is unfit, repeatedly, until the manager ends it or ``patience_s`` has passed."""
     until_s = time.monotonic() + patience_s
     while True:
         try:
@@ -375,7 +375,7 @@ def keep_staying(caller: Caller, path: Path, patience_s: float) -> None:
                 caller.beat()
                 stay(path)
             except (OSError, ValueError):
-                pass  # the watchdog measures how long that lasts
+                pass  # the watchdog measures how long the manager does not answer
             time.sleep(min(STAY_EVERY_S, patience_s / 4))
 
     threading.Thread(target=run, name="morph-stay", daemon=True).start()
@@ -388,7 +388,7 @@ def watch(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Block until ``path`` was not written to for ``patience_s``."""
+    """Block until ``path`` has not been written to for ``patience_s``."""
     seen, since_s = -1, clock()
     while True:
         try:

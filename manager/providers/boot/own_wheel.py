@@ -1,4 +1,4 @@
-"""What a VM installs at its first boot: a wheel of the Morph that runs here, and the package versions found here."""
+"""Prepares what a VM installs at its first boot: a wheel of this machine's Morph, and packages in the same versions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DISTRIBUTION = "morph-train"
 PACKAGES = ("calibrate", "manager", "morph", "simulator")
 GPU_BUILDS = ("cu", "rocm", "xpu")
 TORCH_INDEX = "https://download.pytorch.org/whl/"
-"""Index of torch's builds, each below its name."""
+"""The index of torch's builds; each build has a folder below it."""
 LOCK_TIMEOUT_S = 600.0
 
 
@@ -42,7 +42,9 @@ def make_wheel() -> bytes:
         ) from error
     info = f"{DISTRIBUTION.replace('-', '_')}-{found.version}.dist-info"
     files = {name: path.read_bytes() for package in PACKAGES for name, path in _files(package)}
-    described = found.read_text("METADATA") or found.read_text("PKG-INFO")  # the second: of a clone, beside the code
+    described = found.read_text("METADATA") or found.read_text(
+        "PKG-INFO"
+    )  # the second is that of a clone, beside the code
     if not described:
         raise ClusterError(
             "VMs get a copy of this machine's Morph, whose installation lacks metadata: run pip install -e ."
@@ -59,7 +61,7 @@ def kept_wheel(path: Path, *, make: bool) -> bytes:
     """Return the run's wheel, which the first manager stores for those that take over.
 
     Raises:
-        ClusterError: it is gone, or cannot be made.
+        ClusterError: the wheel is gone, or cannot be made.
     """
     if make:
         write_whole(path, make_wheel(), PRIVATE)
@@ -73,7 +75,7 @@ def requirements(*, any_build: bool = False) -> tuple[str, ...]:
     """Return the wheel's requirements, with their own, in the versions found here.
 
     torch is required in its exact build, as ``2.9.0+cu128``, because weights depend on it. ``any_build``: take the
-    build that an index has for the VMs, because that found here does not support GPUs and the VMs have some.
+    build that an index has for the VMs, because the build found here does not support the VMs' GPUs.
     """
     found: dict[str, str] = {}
     todo = [DISTRIBUTION]
@@ -135,7 +137,7 @@ def _locked(item: dict[str, Any]) -> str:
 
 
 class Lock:
-    """What the VMs of a run install; made when the first of them lacks a package, and kept for later managers.
+    """The packages that the VMs of a run install; determined when the first VM lacks one, and kept for later managers.
 
     Args:
         path: The file that keeps it.

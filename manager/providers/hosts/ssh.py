@@ -1,4 +1,4 @@
-"""Starting and ending a node on a host over ssh: command lines, with secrets on standard input alone."""
+"""Starts and ends a node on a host over ssh, by command lines, with secrets only on standard input."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SshHost(Value):
     node_address: str | None = Field(
         default=None,
         pattern=r"^\d+\.\d+\.\d+\.\d+$",
-        description="by which other nodes reach it; absent: its address towards the manager",
+        description="address for other nodes; absent: its address towards the manager",
     )
     num_gpus: int = Field(default=1, ge=1, le=MAX_DEVICES, description="devices that Morph uses, each with a worker")
     node_type: NodeType | None = Field(
@@ -68,8 +68,8 @@ class SshHost(Value):
 def ssh_command(host: SshHost, remote: str, program: Sequence[str] = ("ssh",)) -> list[str]:
     """Build the command line that runs ``remote`` on a host.
 
-    It never asks for a password or a host key, and it overrides the user's own configuration so that the host gets no
-    access to the user's keys, or to ports or the screen of this machine.
+    ssh never asks for a password or a host key; the command overrides the user's own configuration so that the host
+    gets no access to the user's keys, or to ports or the screen of this machine.
     """
     options = [part for option in OPTIONS for part in ("-o", option)] + ["-p", str(host.port)]
     if host.identity_file:
@@ -80,8 +80,8 @@ def ssh_command(host: SshHost, remote: str, program: Sequence[str] = ("ssh",)) -
 def start_script(node: str, command: Sequence[str], directory: str = ".morph/nodes") -> str:
     """Build the remote shell line that starts a node in the background, once, and stores its process group.
 
-    Standard input is the node's secret; it is kept in a file that only the user can read, whose path the command gets
-    as ``MORPH_SECRET_FILE``. While the node lives, running the line again does nothing.
+    Standard input is the node's secret; it is kept in a file that only the user can read; the command gets the file's
+    path as ``MORPH_SECRET_FILE``. While the node lives, running the line again does nothing.
     """
     place = f'"$HOME"/{shlex.quote(f"{directory}/{node}")}'
     line = shlex.join(command)
@@ -98,7 +98,7 @@ def start_script(node: str, command: Sequence[str], directory: str = ".morph/nod
 def end_script(node: str, directory: str = ".morph/nodes") -> str:
     """Build the remote shell line that ends a node's process group, if any, and removes its files.
 
-    The folder named in the node's file ``elsewhere`` is removed, too: a node that had to be killed leaves it behind.
+    The folder named in the node's file ``elsewhere`` is also removed: a node that had to be killed leaves it behind.
     """
     place = f'"$HOME"/{shlex.quote(f"{directory}/{node}")}'
     return (
@@ -117,7 +117,7 @@ def log_script(node: str, directory: str = ".morph/nodes") -> str:
 def run_ssh(
     host: SshHost, remote: str, secret: str = "", program: Sequence[str] = ("ssh",), timeout_s: float = RUN_TIMEOUT_S
 ) -> str:
-    """Run a remote line; returns its output; blocks for at most ``timeout_s``.
+    """Run a remote line and return its output; blocks for at most ``timeout_s``.
 
     Ctrl-C does not reach the program, because a node may be starting.
 

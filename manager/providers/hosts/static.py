@@ -1,4 +1,4 @@
-"""The user's own hosts: leased by name, started over ssh, given back."""
+"""Provides the user's own hosts: leases them by name, starts their nodes over ssh, gives them back."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Hosts(Value):
 
     @property
     def dearest_usd_per_h(self) -> float | None:
-        """Dollars an hour of the most expensive host; None when some host has no price."""
+        """Dollars an hour of the most expensive host; None if some host has no price."""
         figures = [self.usd_per_h if host.usd_per_h is None else host.usd_per_h for host in self.hosts]
         known = [figure for figure in figures if figure is not None]
         return max(known) if len(known) == len(figures) else None
@@ -64,7 +64,7 @@ class Hosts(Value):
         return None if usd_per_h is None else usd_per_h / host.num_gpus
 
     def at(self, usd_per_h: float) -> Self:
-        """Return the same hosts at one price for each."""
+        """Return the same hosts, each at this price."""
         hosts = tuple(host.model_copy(update={"usd_per_h": None}) for host in self.hosts)
         return self.model_copy(update={"hosts": hosts, "usd_per_h": usd_per_h})
 
@@ -146,16 +146,17 @@ class StaticProvider:
         self._hosts = {f"{host.address}:{host.port}": host for host in spec.hosts}
 
     def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
-        """See ``Provider``. A host whose node does not start is given back, and the next free one is tried.
+        """See ``Provider``. If a host's node does not start, the host is given back and the next free one is tried.
 
-        If a host did not answer, its node may have started: unless that can be ended, the host stays leased and listed.
+        If a host did not answer, its node may have started: unless the node can be ended, the host stays leased and
+        listed.
         """
         most = count if max_vms is None else max_vms
         leased = {key: vm for key, vm in self._ours().items() if vm.request == request}
         granted: list[Vm] = []
         trouble = ""
         wrong: Transient | Misconfigured | None = None
-        for key, vm in leased.items():  # of an earlier manager; starting it again changes nothing
+        for key, vm in leased.items():  # leased by an earlier manager; starting its node again changes nothing
             try:
                 self._start(key, vm)
             except (Transient, Misconfigured) as error:  # leased until it is ended, as one that nobody waits for

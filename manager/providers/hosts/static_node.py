@@ -32,7 +32,7 @@ OWN_FILES = (
     "elsewhere",
     "pid",
 )
-"""Files that a node that ends by itself removes from its folder."""
+"""Files that a node removes from its folder when it ends by itself."""
 
 
 def static_node(start: NodeStart, source: str = "") -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What providers of clouds share: tags of VMs, the order of sizes, prices, and the start of billing."""
+"""Code that the providers of clouds share, for tags of VMs, the order of sizes, prices, and the start of billing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RUN_TAG, JOB_TAG, REQUEST_TAG, DEVICES_TAG = "morph-run", "morph-job", "morph-re
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits on waits, in seconds. ``poll_s``: between two polls of an operation, where the cloud names no time."""
+    """Limits on waits, in seconds. ``poll_s``: between two polls of an operation, if the cloud names no time."""
 
     make_s: float = 600.0
     delete_s: float = 300.0
@@ -66,15 +66,17 @@ class Size(Value):
     """A kind of VM that may be used."""
 
     name: str
-    num_gpus: int = Field(default=1, ge=0, le=MAX_DEVICES, description="that Morph uses; 0: the processor, as one")
-    usd_per_h: UsdPerHour | None = Field(default=None, description="None: what the cloud's prices say")
+    num_gpus: int = Field(
+        default=1, ge=0, le=MAX_DEVICES, description="those that Morph uses; 0: the processor, as one"
+    )
+    usd_per_h: UsdPerHour | None = Field(default=None, description="None: as listed by the cloud")
     node_type: NodeType | None = Field(
         default=None, description="type of its GPUs, by its name in the profile; None: all sizes are alike"
     )
 
     @property
     def num_devices(self) -> int:
-        """Number of devices, each with a worker."""
+        """The number of devices, each of which has a worker."""
         return max(1, self.num_gpus)
 
     def may_be_in(self, zone: str | None) -> bool:
@@ -104,9 +106,10 @@ def check_types(sizes: Iterable[Size], zones: Collection[str], field: str) -> No
 
 
 def dearest(sizes: Iterable[SizeT], find: Callable[[SizeT], float | None], listed: str) -> Price | None:
-    """Return the price of one hour of the most expensive size; None when the price of some size is unknown.
+    """Return the price of one hour of the most expensive size; None if the price of some size is unknown.
 
-    ``find``: finds the price of a size that has none in the file; None: not known. ``listed``: the source of those.
+    ``find``: finds the price of a size that has none in the file; None: not known. ``listed``: the source of these
+    prices.
     """
     sizes = tuple(sizes)
     figures = [find(size) if size.usd_per_h is None else size.usd_per_h for size in sizes]
@@ -120,7 +123,7 @@ def dearest(sizes: Iterable[SizeT], find: Callable[[SizeT], float | None], liste
 def turns(sizes: Iterable[Size], count: int, max_vms: int) -> list[int]:
     """Return the numbers of devices per VM in the order in which they are tried for ``count`` devices.
 
-    Fewest devices first; where that would take more than ``max_vms`` VMs, those with the most devices come before.
+    The fewest devices come first; but if these would take more than ``max_vms`` VMs, the most devices come before them.
     """
     known = sorted({size.num_devices for size in sizes})
     enough = [number for number in known if number * max_vms >= count]
@@ -151,7 +154,7 @@ def priced(what: str, usd_per_h: float | None) -> str:
 
 
 RETRY_S = 600.0
-"""Seconds after which a list without a price is asked for it again."""
+"""Seconds after which a price that the list did not have is looked up again."""
 KeyT = TypeVar("KeyT")
 FigureT = TypeVar("FigureT")
 
@@ -160,10 +163,10 @@ class Remembered(Generic[KeyT, FigureT]):
     """A cache of listed prices. Thread-safe.
 
     A known price is kept for ``keep_s``, and longer if the list then has no newer one. A price that the list did not
-    have is looked up again after ``RETRY_S``, so that an unreachable list delays a provider's calls only then.
+    have is looked up again after ``RETRY_S``, so that an unreachable list does not delay every call of a provider.
 
     Args:
-        find: Looks up a price; None when the list has none. May block.
+        find: Looks up a price; None if the list has none. May block.
         keep_s: How long a price is kept, in seconds.
         clock: Monotonic seconds.
     """
@@ -191,7 +194,7 @@ class Remembered(Generic[KeyT, FigureT]):
 
 
 AGREE_S = 2.0
-"""Clocks that differ by less (seconds) count as equal: HTTP dates have whole seconds, and answers take time."""
+"""Clocks that differ by fewer seconds count as equal: HTTP dates have whole seconds, and answers take time."""
 
 
 def paid_since_s(created: datetime | None, answered: str | None, now_s: float) -> float | None:

@@ -1,6 +1,6 @@
-"""Operations under way and answered requests, kept for the next manager in a file that only the user can read.
+"""Keeps operations under way and answered requests for the next manager, in a file that only the user can read.
 
-A continuation token holds parts of requests and answers: it is a secret.
+A continuation token is a secret, because it holds parts of requests and answers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Operations:
             raise Misconfigured(f"{path} is damaged; remove it, then reconcile") from error
 
     def token(self, vm: str) -> str | None:
-        """Return the token of the operation that makes a VM; None when there is none."""
+        """Return the token of the operation that makes a VM; None if there is none."""
         return self._kept.tokens.get(vm)
 
     def tokens(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The interface of every source of VMs, its errors, and ending all VMs of a run.
+"""The interface of every source of VMs, its errors, and a function that ends all VMs of a run.
 
 ProviderError
 ├── Refused            ask for fewer, or later
@@ -30,7 +30,7 @@ from morph.contract.waits import Backoff
 
 NAME_CHARACTERS = 48
 BOOT_LOG_CHARACTERS = 2000
-"""Length of the end of a VM's boot log that a journal keeps."""
+"""The number of characters at the end of a VM's boot log that a journal keeps."""
 
 
 class ProviderError(MorphError):
@@ -62,7 +62,7 @@ class Transient(ProviderError):
 
 
 class Misconfigured(ProviderError):
-    """The user must fix something: an account, a name, a right, a lock."""
+    """The user must fix something: an account, a name, a permission, a lock."""
 
 
 RETRYABLE = (Throttled, Transient)
@@ -94,7 +94,7 @@ class Vm(Value):
         default=None,
         description="when its billing began, in seconds since 1970 by this machine's clock; None: at its grant",
     )
-    num_devices: int = Field(default=1, ge=1, le=MAX_DEVICES, description="that Morph uses")
+    num_devices: int = Field(default=1, ge=1, le=MAX_DEVICES, description="devices that Morph uses")
     node_type: str = Field(
         default="", description="type of its GPUs; empty: all are alike", exclude_if=lambda given: not given
     )
@@ -107,14 +107,14 @@ class Vm(Value):
 
 
 class Price(Value):
-    """What one VM costs while it exists."""
+    """The price of one VM while it exists."""
 
     usd_per_h: float = Field(ge=0)
     source: str = Field(description="the source of this price")
 
 
 class Capabilities(Value):
-    """What a provider can do."""
+    """The capabilities of a provider."""
 
     spot: bool
     zones: tuple[str, ...] = ()
@@ -134,8 +134,8 @@ class Provider(Protocol):
     def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
         """Get VMs that together have ``count`` devices.
 
-        Repeating a request under its name, from any process, gets no further VMs. A VM is made only while the others
-        have fewer devices, so that no VM is superfluous; the last one may bring more devices than were missing. The
+        Repeating a request under its name, from any process, gets no further VMs. A VM is made only while the other VMs
+        have fewer devices, so that no VM is superfluous; the last VM may bring more devices than were missing. The
         result has fewer devices if no more VMs are available, or if the limit ``max_vms`` (None: ``count``) is reached.
 
         ``node_type``: the user's name for the type of their GPUs; empty: any type.
@@ -151,7 +151,7 @@ class Provider(Protocol):
         """Return every VM of this run that exists or is being made, including those that another manager requested.
 
         Raises:
-            ProviderError: it is not known which VMs exist.
+            ProviderError: which VMs exist is not known.
         """
 
     def delete(self, names: Sequence[str]) -> None:
@@ -160,7 +160,7 @@ class Provider(Protocol):
         All deletions are begun before any is waited for.
 
         Raises:
-            ProviderError: naming those that are left; the others are ended.
+            ProviderError: some VMs are left, which the error names; the others are ended.
         """
 
     def evict(self, name: str) -> bool:
@@ -173,7 +173,7 @@ class Provider(Protocol):
         """
 
     def boot_log(self, name: str) -> str:
-        """Return the end of the boot log of a VM of this run; empty where it is not known. Never fails."""
+        """Return the end of the boot log of a VM of this run; empty if it is not known. Never fails."""
 
     def stop(self) -> None:
         """Make a request under way in another thread give up soon; VMs that it made are still listed."""
@@ -184,7 +184,7 @@ class Provider(Protocol):
         Returns descriptions of resources that lost VMs had left behind, with their prices.
 
         Raises:
-            ProviderError: naming what is left; the rest is ended.
+            ProviderError: something is left, which the error names; the rest is ended.
         """
 
     def price(self, node_type: str = "") -> Price | None:
@@ -209,7 +209,7 @@ def request_part(request: str) -> str:
 
 
 PATIENCE_S = 900.0
-"""Seconds of attempts: longer than providers ask to wait. A forgotten VM ends itself at about that time."""
+"""Seconds for attempts: longer than providers ask to wait. A forgotten VM ends itself after about this time."""
 RETRIES = Backoff(first_s=2.0, most_s=120.0)
 
 
@@ -226,19 +226,19 @@ def end_all(
 
     Returns descriptions of resources that lost VMs had left behind.
 
-    After an error that a retry may fix the call is repeated, after the pause that the provider asks for or one that
-    grows; the last time at the end of ``patience_s``.
+    After an error that a retry may fix, the call is repeated after a growing pause, or the one for which the provider
+    asks; the last time at the end of ``patience_s``.
 
     Args:
         provider: The run's provider.
-        told: Called with a sentence that says what is left and when it is tried again.
+        told: Called with a sentence on what is left and when the next attempt is.
         patience_s: Time for attempts, in seconds.
         pause: Waits some seconds.
         hurry: Once it is set, the next attempt is the last one.
         clock: Monotonic seconds.
 
     Raises:
-        ProviderError: naming what is left.
+        ProviderError: something is left; the error names it.
     """
     until_s, hurry = clock() + patience_s, hurry or threading.Event()
     pause = pause or hurry.wait
@@ -289,6 +289,6 @@ def write_name(run_dir: Path, name: RunName) -> None:
     """Store the run's name.
 
     Raises:
-        RunDirError: it cannot be written.
+        RunDirError: the name cannot be written.
     """
     write_in_run_dir(run_dir / VMS, name.model_dump_json(indent=2) + "\n")

@@ -23,11 +23,11 @@ from morph.contract.base import Value
 
 QUEUE_FORMAT = "%i|%T|%P|%S|%e|%N|%r|%j|%k"
 QUEUE_HEADER = "JOBID|STATE|PARTITION|START_TIME|END_TIME|NODELIST|REASON|NAME|COMMENT"
-"""The header proves that squeue answered: output without it says nothing about jobs."""
+"""The header that proves that squeue answered: output without it says nothing about jobs."""
 TIME_FORMAT = "%s"
 """Value for ``SLURM_TIME_FORMAT``: seconds since 1970, in every time zone."""
 JSON_SINCE = (23, 2)
-"""Before this version ``squeue --json`` ignores filters, and lists the jobs of all users, 10 kB each."""
+"""The first version whose ``squeue --json`` honours filters; earlier ones list the jobs of all users, 10 kB each."""
 MARK = "morph "
 WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
 OVER = frozenset(
@@ -36,7 +36,7 @@ OVER = frozenset(
         "OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
     }
 )  # fmt: skip
-"""A job in any other state, also an unknown one, exists."""
+"""States of jobs that are over. A job in any other state, even an unknown one, exists."""
 
 
 class Mark(Value):
@@ -78,7 +78,7 @@ def jobs_in_text(text: str) -> tuple[Job, ...]:
     """Parse the output of ``squeue --format=QUEUE_FORMAT``, with its header.
 
     Raises:
-        Transient: it has another form.
+        Transient: the output has another form.
     """
     header, *lines = text.splitlines() or [""]
     if header.strip() != QUEUE_HEADER:
@@ -108,7 +108,7 @@ def jobs_in_json(text: str, uid: int) -> tuple[Job, ...]:
     """Parse a user's jobs from the output of ``squeue --json``, whose numbers and states differ by version.
 
     Raises:
-        Transient: it has another form, or reports errors.
+        Transient: the output has another form, or reports errors.
     """
     try:
         found = json.loads(text)
@@ -177,7 +177,7 @@ def job_number_in(text: str) -> str:
     """Return the job number in the output of ``sbatch --parsable``.
 
     Raises:
-        Transient: there is none; the job may exist.
+        Transient: there is no number; the job may exist.
     """
     number = (text.strip().splitlines() or [""])[-1].partition(";")[0]
     if not re.fullmatch(r"\d+", number):
@@ -208,13 +208,13 @@ _KINDS: Sequence[tuple[type[ProviderError], str]] = (
         r"|[Mm]emory (specification|required)|Batch script|invalid option|not available to",
     ),
 )
-"""What a refusal means, by words in it. Whatever else Slurm says may be over the next time."""
+"""The meaning of a refusal, by words in it. Any other refusal may be over the next time."""
 _UNCONFIGURED = re.compile(r"configuration source|fetch_config|DNS SRV lookup", re.IGNORECASE)
-"""Without a slurm.conf Slurm's programs ask the controller for it, so this is also what they say while it is down."""
+"""Without a slurm.conf Slurm's programs ask the controller for it, so they also say this while it is down."""
 
 
 def error_of(program: str, said: str) -> ProviderError:
-    """Return what an answer of sbatch, squeue or scancel that is no answer means."""
+    """Return the error that failed output of sbatch, squeue or scancel means."""
     if _UNCONFIGURED.search(said):
         return Transient(
             f"{program} finds no configuration of Slurm: this machine has no slurm.conf (SLURM_CONF names another "

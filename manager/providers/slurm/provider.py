@@ -1,6 +1,6 @@
-"""Jobs of Slurm: submitted by name, found again by their comments, ended by their numbers.
+"""Jobs of Slurm: they are submitted by name, found again by their comments, and ended by their numbers.
 
-Slurm's own programs are called. They get only a small part of this process's environment, because Slurm stores the
+Slurm's own programs are called with only a small part of this process's environment, because Slurm stores the
 environment of jobs, and no job needs the manager's variables.
 """
 
@@ -73,8 +73,8 @@ class Runs(Protocol):
         """Run a program with ``given`` on its standard input; blocks for a bounded time.
 
         Raises:
-            Transient: it did not end in time; it may have had its effect.
-            Misconfigured: it cannot be run.
+            Transient: the program did not end in time; it may have had its effect.
+            Misconfigured: the program cannot be run.
         """
 
 
@@ -173,7 +173,7 @@ class SlurmProvider:
         return tuple(self._vm(job) for job in self._one_each(self._jobs()) if job.phase != "over")
 
     def delete(self, names: Sequence[str]) -> None:
-        """See ``Provider``: a node is told to end, which is faster than scancel; scancel follows."""
+        """See ``Provider``: a node gets a signal to end, which is faster than scancel; scancel follows."""
         ours = {job.number: job for job in self._jobs() if job.phase != "over" and job.name in names}
         if not ours:
             return
@@ -191,7 +191,7 @@ class SlurmProvider:
             time.sleep(next(pauses))
 
     def evict(self, name: str) -> bool:
-        """See ``Provider``: as Slurm ends a job, by SIGTERM, and by SIGKILL after KillWait."""
+        """See ``Provider``: ends a job as Slurm does, by SIGTERM, and by SIGKILL after KillWait."""
         job = next((job for job in self._jobs() if job.name == name and job.phase != "over"), None)
         if job is None:
             raise Misconfigured(f"job {name} is not there, or is not of this run: it is left alone")
@@ -251,7 +251,7 @@ class SlurmProvider:
         """Return the run's jobs, including those just submitted.
 
         Raises:
-            Misconfigured: submitted jobs are not listed, so that they would be billed and lost; they are ended.
+            Misconfigured: submitted jobs are not listed, and would be billed and lost; they are ended.
         """
         jobs = self._all()
         if bare := [job.number for job in jobs if job.number in submitted and job.mark is None]:
@@ -263,7 +263,7 @@ class SlurmProvider:
         return tuple(job for job in jobs if self._is_ours(job))
 
     def _grace(self) -> float:
-        """Return the seconds from Slurm's signal to the end of a preempted job; 0 where Slurm does not say."""
+        """Return the seconds from Slurm's signal to the end of a preempted job; 0 if Slurm does not report it."""
         if self._grace_s is None:
             grace_s = setting_in(self._shown("partition", self._spec.partition), "GraceTime")
             self._grace_s = grace_s or setting_in(self._shown("config"), "KillWait")

@@ -34,21 +34,21 @@ LOGIN_S = 300
 class SlurmSpec(Value):
     """The cloud file for Slurm. A job has one Slurm node or a part of it, and a worker on each of its devices."""
 
-    partition: str = Field(pattern=WORD, description="one whose jobs may be preempted, or any other")
+    partition: str = Field(pattern=WORD, description="partition of the jobs; usually one whose jobs may be preempted")
     account: str | None = Field(default=None, pattern=WORD)
     qos: str | None = Field(default=None, pattern=WORD)
-    gres: str | None = Field(default=None, pattern=WORD, description="as of sbatch, such as gpu:a100:4; absent: none")
+    gres: str | None = Field(default=None, pattern=WORD, description="as for sbatch, such as gpu:a100:4; absent: none")
     num_gpus: int = Field(default=1, ge=1, le=MAX_DEVICES, description="devices of a job that Morph drives")
     cpus: int = Field(default=1, ge=1, le=1024, description="processor cores of a job")
-    memory: str | None = Field(default=None, pattern=r"^\d+[KMGT]?$", description="of a job, as of sbatch --mem")
+    memory: str | None = Field(default=None, pattern=r"^\d+[KMGT]?$", description="memory of a job, as for --mem")
     time_limit: str | None = Field(
-        default=None, pattern=TIME, description="of a job, as of sbatch --time; absent: the partition's"
+        default=None, pattern=TIME, description="time limit of a job, as for sbatch --time; absent: the partition's"
     )
     successor_s: float = Field(
         default=900.0,
         ge=0,
         le=86400,
-        description="so long before a job reaches its time limit its workers are left out, and another is asked for",
+        description="time before a job's time limit at which its workers are left out, and another job is requested",
     )
     signal_s: int | None = Field(
         default=None,
@@ -64,15 +64,17 @@ class SlurmSpec(Value):
         "KillWait where it has none",
     )
     container_image: str | None = Field(
-        default=None, min_length=1, pattern=r"^\S+$", description="of srun --container-image (pyxis); absent: none"
+        default=None, min_length=1, pattern=r"^\S+$", description="for srun --container-image (pyxis); absent: none"
     )
-    sbatch_options: tuple[str, ...] = Field(default=(), description="further ones, such as --constraint=a100")
-    srun_options: tuple[str, ...] = Field(default=(), description="further ones, such as --container-mounts=/data")
-    max_jobs: int | None = Field(default=None, ge=1, le=100_000, description="of a run at once, waiting ones too")
+    sbatch_options: tuple[str, ...] = Field(default=(), description="further options, such as --constraint=a100")
+    srun_options: tuple[str, ...] = Field(default=(), description="further options, such as --container-mounts=/data")
+    max_jobs: int | None = Field(default=None, ge=1, le=100_000, description="most jobs of a run, waiting ones too")
     logs: str = Field(
-        default=".morph-slurm", min_length=1, description="folder for what jobs write, on a file system that they share"
+        default=".morph-slurm",
+        min_length=1,
+        description="folder for the jobs' output, on a file system that they share",
     )
-    usd_per_h: UsdPerHour | None = Field(default=None, description="what an hour of a job costs; absent: not known")
+    usd_per_h: UsdPerHour | None = Field(default=None, description="price of a job per hour; absent: not known")
 
     @field_validator("sbatch_options", "srun_options")
     @classmethod
@@ -97,7 +99,7 @@ class SlurmSpec(Value):
 
 
 def sbatch_command(spec: SlurmSpec, node: str, mark: Mark, logs: Path) -> list[str]:
-    """Return the command that submits a node's job, whose script it reads from standard input.
+    """Return the command that submits a node's job; it reads the job's script from standard input.
 
     ``logs``: the folder for the jobs' output.
     """
@@ -125,7 +127,8 @@ def planned(
 ) -> list[dict[str, Any]]:
     """Return what a request for ``count`` devices would submit, in order; for the user.
 
-    ``script``: returns the text shown for the script of a node's name and number of devices, which holds secrets.
+    ``script``: returns the text that is shown for the script, given a node's name and number of devices, because the
+    script holds secrets.
     """
     mark = Mark(run=run, job=job, request=request, devices=spec.num_gpus)
     num_jobs = min(-(-count // spec.num_gpus), spec.max_jobs or count)
@@ -138,7 +141,7 @@ def planned(
 
 
 def squeue_command(uid: int, *, as_json: bool) -> list[str]:
-    """Return the command that lists a user's jobs, also recently ended ones and those in hidden partitions."""
+    """Return the command that lists a user's jobs, including recently ended jobs and jobs in hidden partitions."""
     form = ["--json"] if as_json else [f"--format={QUEUE_FORMAT}"]
     return ["squeue", f"--user={uid}", "--states=all", "--all", *form]
 
@@ -147,7 +150,7 @@ def job_script(start: NodeStart, spec: SlurmSpec, node: str, grace_s: float) -> 
     """Return the script of a node's job.
 
     The node is a job step, because only the steps of a preempted job get SIGTERM. It reads its secret from standard
-    input, so that no command line has it. The job's end time is requested from Slurm where the environment lacks it.
+    input, so that the secret is in no command line. If the environment lacks the job's end time, Slurm is asked for it.
     """
     step = ["srun", "--ntasks=1", f"--cpus-per-task={spec.cpus}", "--export=ALL"]
     step += [f"--container-image={spec.container_image}"] if spec.container_image else []
@@ -166,9 +169,10 @@ def job_script(start: NodeStart, spec: SlurmSpec, node: str, grace_s: float) -> 
 def _leader(start: NodeStart, spec: SlurmSpec, node: str, grace_s: float) -> str:
     """Return the shell script of the step. Only it gets Slurm's signals, which it records for the node's agent.
 
-    Some clusters signal all descendants of the step's process, which would end Ray at once. So the node has its own
-    session, and no parent here. A guard in that session reads a pipe that this shell holds open, and ends the node when
-    this shell is gone for any reason. This shell ends a login shell that hangs, for example on a lost file system.
+    Some clusters signal all descendants of the step's process, which would end Ray at once. So the node runs in its own
+    session, and is not a child of the step. A guard in that session reads a pipe that this shell holds open, and ends
+    the node when this shell is gone for any reason. This shell ends a login shell that hangs, for example on a lost
+    file system.
     """
     limits = json.dumps({"grace_s": grace_s, "ahead_s": spec.successor_s}).replace("}", ', "ends_s": %s}')
     known = {"{node}": node, "{address}": "", "{devices}": str(spec.num_gpus)}

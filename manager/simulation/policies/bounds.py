@@ -1,4 +1,4 @@
-"""The upper bound of all policies on these VMs, and VMs that are never taken, at their price."""
+"""Computes an upper bound for all policies on a trace's VMs, and the result of on-demand VMs, which are never taken."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NEAR = 1e-12
 
 
 class Fastest(NamedTuple):
-    """Pipelines of any depths side by side, and their common step."""
+    """Parallel pipelines of any depths, and the time of their common step."""
 
     step_s: float
     pipelines: tuple[int, ...]
@@ -31,7 +31,7 @@ class Fastest(NamedTuple):
 
     @property
     def shape(self) -> str:
-        """The shape, written as that of a plan, for each depth: 8x2+11x1."""
+        """The shape, with a term in a plan's notation for each depth: 8x2+11x1."""
         return "+".join(f"{depth}x{number}" for depth, number in sorted(Counter(self.pipelines).items()))
 
 
@@ -56,10 +56,10 @@ class Bound:
     """The fastest step of any number of workers, by a relaxation: no set of pipelines can be faster.
 
     The pipelines may differ in depth, and a share need not be a whole number of micro-batches. Each depth's time as a
-    function of its share is taken from all known times (``SpotJob.pipelines`` and ``plans``), rounded down: linear
-    between two shares, proportional below the smallest, and not growing per micro-batch with the share, because each
-    share fills the pipeline once. So a policy that drops samples cannot exceed it either. If a job does not say which
-    pipelines fit, a worker may compute two stages, as in Bamboo.
+    function of its share is derived from all known times (``SpotJob.pipelines`` and ``plans``), rounded down: linear
+    between two shares, proportional below the smallest, and per micro-batch never growing with the share, because each
+    share fills the pipeline once. So a policy that drops samples cannot exceed the bound either. If a job does not say
+    which pipelines fit, a worker may compute two stages, as in Bamboo.
     """
 
     def __init__(self, job: SpotJob) -> None:
@@ -83,7 +83,9 @@ class Bound:
         return self._found[num_workers]
 
     def _search(self, num_workers: int) -> Fastest | None:
-        """Alternate between the pipelines that do most in a time and the time that they need, until it is constant."""
+        """Alternate between finding the pipelines that complete most in a time, and the time that they need, until it
+        is constant.
+        """
         fitting = [kind for kind in self._kinds if kind.workers <= num_workers]
         if not fitting:
             return None
@@ -138,7 +140,7 @@ def _of_pipelines(job: SpotJob) -> Iterator[tuple[int, float, float]]:
 
 
 def _of_plans(plans: list[Plan]) -> Iterator[tuple[int, float, float]]:
-    """Yield each kind's busiest and mean share with the same time; for policies that drop samples the mean counts."""
+    """Yield each kind's busiest and mean share with the same time; the mean counts for policies that drop samples."""
     for plan in plans:
         for kind in plan.pipeline_kinds:
             for counted in {sum(kind.micro_batches) / kind.num_replicas, float(kind.longest_share)}:
@@ -146,7 +148,7 @@ def _of_plans(plans: list[Plan]) -> Iterator[tuple[int, float, float]]:
 
 
 def _kind(workers: int, times: dict[float, float], whole: float) -> _Kind:
-    """Return times that increase with the share, and times per micro-batch that do not increase."""
+    """Return times that increase with the share, with times per micro-batch that do not increase."""
     shares = sorted(times.keys() | {whole})
     per_share, found = math.inf, []
     for share in shares:
@@ -187,7 +189,7 @@ def play_ideal(
 def play_on_demand(
     job: SpotJob, trace: Trace, *, until: Until, seed: int = 0, prices: SpotPrices | None = None, name: str = ""
 ) -> Outcome:
-    """Play as many VMs as the trace has on average, which are never taken, at the on-demand price."""
+    """Play as many on-demand VMs as the trace has VMs on average; these are never taken."""
     price = None if prices is None else prices.on_demand_usd_per_h
     books = Books(job, None if price is None else 0.0)
     mean_vms = play_ideal(job, trace, until=Until(kind="hours", amount=trace.duration_s / 3600)).vm_s / trace.duration_s

@@ -21,9 +21,10 @@ ON_DEMAND = "on-demand"
 
 @dataclass(frozen=True)
 class Change:
-    """At one moment VMs come, become ready for work, get a notice, or are lost.
+    """A moment at which VMs come, become ready for work, get a notice, or are lost.
 
-    ``noticed``: VMs with a notice, and the seconds left. ``usd_per_h``: the increase of the total price from then on.
+    ``noticed``: VMs that get a notice, and the seconds left. ``usd_per_h``: the increase of the total price from then
+    on.
     """
 
     time_s: float
@@ -119,11 +120,11 @@ class Books:
         self.parts_s[Part.LOST] += seconds * members
 
     def note(self, plan: Plan | None) -> None:
-        """Note that this shape trains from now on."""
+        """Record that this shape trains from now on."""
         self.note_shape(*(("", 0.0) if plan is None else (plan.shape, plan.expected.examples_per_s)))
 
     def note_shape(self, shape: str, examples_per_s: float) -> None:
-        """Note the same for pipelines that do not form a plan."""
+        """Record that pipelines that do not form a plan train from now on."""
         moment = Moment(self.now_s, self.num_vms // self.job.gpus_per_vm, shape, examples_per_s)
         if not self.moments or self.moments[-1][1:] != moment[1:]:
             self.moments.append(moment)

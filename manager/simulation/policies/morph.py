@@ -1,4 +1,4 @@
-"""Morph in place: the controller of real runs decides (manager.simulation.spot.cluster)."""
+"""Plays Morph in place: the controller of real runs decides (manager.simulation.spot.cluster)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from morph.contract.trace import Trace, TraceEvent
 
 MANY_STEPS = 10**12
 LOOK_EVERY_S = 600.0
-"""How often to check whether the dollars are spent, and to report progress."""
+"""Seconds between two checks whether the dollars are spent, each with a report of progress."""
 
 
 def play_morph(
@@ -37,8 +37,8 @@ def play_morph(
 ) -> Outcome:
     """Play the real controller's decisions on these VMs.
 
-    VMs whose events' source is ``ON_DEMAND`` have the on-demand price. ``redundancy``: replaces the job's. ``told``:
-    called regularly with the share of the time, or of the steps, that is over.
+    VMs whose events' source is ``ON_DEMAND`` have the on-demand price. ``redundancy``: replaces the job's value.
+    ``told``: called regularly with the share of the time, or of the steps, that is over.
     """
     if redundancy is not None:
         policy = job.policy.model_copy(update={"redundancy": redundancy})
@@ -73,7 +73,7 @@ def play_morph(
 
     lives: dict[str, list[tuple[Recorded, simpy.Timeout]]] = {}
     for change in recorded(trace):
-        due = cluster.env.timeout(change.time_s)  # made now: those of one instant keep the trace's order
+        due = cluster.env.timeout(change.time_s)  # made now, so that changes of one instant keep the trace's order
         lives.setdefault(change.event.node_id, []).append((change, due))
     for of_one in lives.values():
         cluster.env.process(live(of_one))

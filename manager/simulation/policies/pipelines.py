@@ -1,12 +1,12 @@
 """Pipelines of fixed depth that are not re-cut: a loss drops samples, or makes neighbours compute for the lost VM.
 
-Both are of Bamboo (NSDI 2023). ``drop`` is its second strawman (section 3): a pipeline that lost a VM stands still
-until newcomers complete it, and the others go on with fewer samples. ``bamboo`` is redundant computation (section 5):
-each VM computes forward for its successor too, so a lost VM's predecessor takes over its stage after a pause, and runs
-both stages until the pipelines are set up again, at the end of a step (appendix A). The cost is simulated
+Both policies are from Bamboo (NSDI 2023). ``drop`` is its second strawman (section 3): a pipeline that lost a VM pauses
+until newcomers complete it, and the others continue with fewer samples. ``bamboo`` is redundant computation (section
+5): each VM computes forward for its successor too, so a lost VM's predecessor takes over its stage after a pause, and
+runs both stages until the pipelines are set up again, at the end of a step (appendix A). The cost is simulated
 (``SpotJob.redundant``), with forwards in every step as in the paper (``eflb``), or computing for a successor only once
-it is lost (``lflb``). Losses that leave a stage without a holder in its pipeline end that pipeline, and the running
-step starts again; if a stage has no holder in any pipeline, the job goes back to a checkpoint.
+it is lost (``lflb``). Losses that leave a stage of a pipeline without a holder end that pipeline, and the running step
+starts again; if a stage has no holder in any pipeline, the job goes back to a checkpoint.
 
 Depth and number of pipelines are upper bounds: those of the best plan for the most VMs of the trace. Progress is
 counted in whole batches: fewer pipelines train fewer samples in the same time. Both get better conditions than in the
@@ -96,14 +96,14 @@ class _Run:
         )
 
     def _is_due(self, before: int) -> bool:
-        """Return whether newcomers can complete all pipelines or one more, or too much is missing to go on."""
+        """Return whether newcomers can complete all pipelines or one more, or too much is missing to continue."""
         holes = sum(vm is None for pipeline in self.pipelines for vm in pipeline)
         room = self.plan.num_replicas - len(self.pipelines)
         if not self.working:
             return len(self.standby) + sum(len(pipeline) for pipeline in self.pipelines) - holes >= self.depth
         if self.redundant and len(self.working) < before:
             return True
-        if holes and self.redundant:  # a further loss beside a gap would end its pipeline
+        if holes and self.redundant:  # a further loss next to a gap would end the pipeline
             most = max(sum(vm is None for vm in pipeline) for pipeline in self.pipelines)
             return len(self.standby) >= holes or most > 1
         fewest = min((sum(vm is None for vm in pipeline) for pipeline in self.pipelines if None in pipeline), default=0)

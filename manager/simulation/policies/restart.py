@@ -1,8 +1,8 @@
 """Restarts from the newest checkpoint whenever VMs are lost, as job morphing by restart does (Varuna, section 4.5).
 
-It is Bamboo's first strawman too (section 3). It saves at a fixed number of steps, or, as in the thesis on Spotify
-(equation 4.5), every sqrt(2 stall (MTTP + R)), where the mean time between losses is that of the whole cluster, because
-each loss sends the job back.
+This is also Bamboo's first strawman (section 3). It saves after a fixed number of steps, or, as in the thesis on
+Spotify (equation 4.5), every sqrt(2 stall (MTTP + R)), where the mean time between losses is that of the whole cluster,
+because each loss sends the job back.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class _Run:
     spent: list[tuple[int, int, float, int]] = field(default_factory=list)
     """steps that may not be durable yet: the first of several, their number, the time of each, and the number of VMs"""
     only_heeds: bool = False
-    """every loss has a notice with time to save, so no other saves are made"""
+    """whether every loss has a notice with time to save, so that no other saves are made"""
     must_save: bool = False
-    """a VM will be taken, and there is time to save before"""
+    """whether a VM will be taken, and there is time to save before that"""
     lost_steps: int = 0
     num_fatal: int = 0
     num_restarts: int = 0
@@ -55,7 +55,7 @@ class _Run:
         return self.step >= self.most
 
     def is_told_in_time(self, leads: Sequence[float | None]) -> bool:
-        """Return whether every notice leaves time to finish and save a step; ``leads``: the leads of all losses."""
+        """Return whether every notice leaves time to finish and save a step; ``leads``: all losses' lead times."""
         if self.plan is None or not leads:
             return False
         needs_s = self.plan.expected.mini_batch_s + self.job.durations.order_s + self._stall_s() + self._durable_s()
@@ -69,7 +69,9 @@ class _Run:
         self.must_save |= left_s + self._stall_s() + self._durable_s() <= lead_s
 
     def restart(self, *, from_memory: bool) -> None:
-        """Start again with the ready VMs from the newest checkpoint or, with ``from_memory``, from one made now."""
+        """Start again with the ready VMs from the newest checkpoint or, with ``from_memory``, from one that is made
+        now.
+        """
         books, times = self.books, self.job.durations
         now_s = books.now_s
         if from_memory:
@@ -178,7 +180,7 @@ def play_restart(
 ) -> Outcome:
     """Play a job that restarts.
 
-    It saves every given number of steps; with None, at the interval of least cost. ``adaptive``: if every notice leaves
+    It saves every ``every_steps`` steps; with None, at the interval of least cost. ``adaptive``: if every notice leaves
     time to save, no other saves are made (the thesis on Spotify, 4.2).
     """
     most = math.inf if until.num_steps is None else until.num_steps

@@ -64,10 +64,10 @@ class SpotCluster:
 
     Args:
         job: The job to train.
-        num_steps: The run ends once these are done and saved.
-        seed: For random draws, if the job's durations have a spread.
+        num_steps: The number of steps; the run ends once these are done and saved.
+        seed: The seed of random draws, if the job's durations have a spread.
         num_expected: The number of VMs to wait for at the start.
-        jumps: Skip steps between which nothing else happens.
+        jumps: Whether to skip steps between which nothing else happens.
         watcher: Called with every event and its decision.
     """
 
@@ -98,7 +98,7 @@ class SpotCluster:
     # --- VMs -------------------------------------------------------------------------------------------------
 
     def vm_came(self, facts: NodeFacts | None = None, usd_per_h: float | None = None) -> str:
-        """Note that a VM is up, with all its workers; returns its new name."""
+        """Report that a VM is up, with all its workers; return its new name."""
         name, num = f"n{next(self._names)}", self.job.gpus_per_vm
         workers = workers_of(name, num)
         self.workers.alive.update(workers)
@@ -114,7 +114,7 @@ class SpotCluster:
             self.after(0.0, partial(self.tell, given))
 
     def vm_taken(self, name: str) -> None:
-        """Take a VM; the manager learns of it a little later."""
+        """Take a VM; the manager detects this a little later."""
         workers = self._alive_of(name)
         if workers:
             self.workers.alive.difference_update(workers)
@@ -177,10 +177,10 @@ class SpotCluster:
             self._news.succeed()
 
     def _manage(self) -> Acting:
-        """Play the manager: it gets all events of one instant together, decides, and lets the decisions be carried out.
+        """Play the manager: it gets all events of one instant together, decides, and has the decisions carried out.
 
-        It also wakes up at the controller's next deadline. Each decision moves that, and SimPy cannot cancel a timeout,
-        so ``play`` sets the alarm only once nothing else happens before it.
+        It also wakes up at the controller's next deadline. Each decision moves this deadline, and SimPy cannot cancel a
+        timeout, so ``play`` sets the alarm only once nothing else happens before it.
         """
         while self.finish is None:
             yield self._news
@@ -203,7 +203,7 @@ class SpotCluster:
             yield self.env.timeout(0)
 
     def _decide(self, event: Event) -> list[SendStep]:
-        """Let the controller decide; returns the orders of a step, which are still to be given."""
+        """Let the controller decide; return the orders of a step, which must still be given."""
         before = self.state
         decision = decide(before, event, self.now_s)
         self.num_decisions += 1
@@ -228,7 +228,7 @@ class SpotCluster:
         self.ledger.take(event, _record_of(decision, by_kind), decided if decided is not None and step_decided else ())
 
     def _carry_out(self, by_kind: ByKind) -> list[SendStep]:
-        """Carry out a decision; returns the orders of a step, which are still to be given."""
+        """Carry out a decision; return the orders of a step, which must still be given."""
         for started in _of(by_kind, StartWorker):
             self.workers.start(started.worker)
         for ended in _of(by_kind, EndWorker):
@@ -288,7 +288,7 @@ class SpotCluster:
 
 
 def _raise_as_it_is(process: simpy.Event) -> None:
-    """Raise a failed process's own error: SimPy would copy it, which errors with several arguments do not allow."""
+    """Raise a failed process's own error: SimPy would copy it, but errors with several arguments cannot be copied."""
     if isinstance(process.value, BaseException):
         raise process.value
 
@@ -329,7 +329,7 @@ def _of(by_kind: ByKind, kind: type[Kind]) -> list[Kind]:
 
 
 def _record_of(decision: Decision, by_kind: ByKind) -> DecisionRecord:
-    """Return the actions that the ledger reads; of orders, only one that makes a worker write its state."""
+    """Return the actions that the ledger reads; of orders, only one that lets a worker write its state."""
     reshapes, state = _of(by_kind, SendReshape), decision.state
     steps = [action for action in _of(by_kind, SendStep) if action.order.checkpoint_units][:1]
     commits = [action for action in _of(by_kind, SendCommit) if action.order.checkpoint_units][:1]

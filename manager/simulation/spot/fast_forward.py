@@ -1,4 +1,4 @@
-"""Skips steps between which nothing else happens, because the controller would decide the same each time.
+"""Skips steps between which nothing else happens: the controller would decide the same each time.
 
 ``tests/manager/test_jumping.py`` plays both ways, and checks that every later event and decision is equal.
 """
@@ -56,7 +56,7 @@ def _passed(state: ControllerState, now_s: float, step_s: float, num_steps: int)
     assert state.step.order is not None, "a step is ordered"
     version, saves = state.version + num_steps, state.saving.save_times
     mean_s = saves.step_s
-    for _ in range(min(num_steps, 128)):  # it no longer changes by then
+    for _ in range(min(num_steps, 128)):  # the mean no longer changes by then
         mean_s = mean_of(mean_s, step_s)
     now_s += num_steps * step_s
     later = _with_order(state, state.step.order.model_copy(update={"version": version, "sent_s": now_s}))

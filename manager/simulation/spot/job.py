@@ -26,21 +26,24 @@ FINGERPRINT = "simulated"
 
 
 class Durations(Value):
-    """Durations of everything beside the steps, in seconds and bytes per second; measured by a run where it could.
+    """Durations of everything except steps, in seconds and bytes per second; a run has measured those that it can
+    measure.
 
     The defaults come from this project's measurements and from the papers, as noted.
     """
 
-    noticed_s: float = Field(default=0.1, ge=0, description="from a VM's end until the manager knows it")
+    noticed_s: float = Field(default=0.1, ge=0, description="from a VM's end until the manager detects it")
     aborted_s: float = Field(default=0.05, ge=0, description="until workers have given up a step")
     groups_s: float = Field(default=0.2, ge=0, description="forming the groups of another shape")
     setup_s: float = Field(default=30.0, ge=0, description="from when a VM is up to its ready worker")
     order_s: float = Field(default=0.002, ge=0, description="the manager's round at a step's boundary")
-    link_bytes_per_s: float = Field(default=1.25e9, gt=0, description="for state, between workers; 10 Gb/s")
-    storage_bytes_per_s: float = Field(default=2.5e8, gt=0, description="for one worker, from or to storage")
-    copy_bytes_per_s: float = Field(default=5e9, gt=0, description="for state to host memory, while training waits")
-    stall_s: float | None = Field(default=None, ge=0, description="for one save, instead of the copy's time")
-    durable_s: float | None = Field(default=None, ge=0, description="for one save, instead of the upload's time")
+    link_bytes_per_s: float = Field(default=1.25e9, gt=0, description="speed of state between workers; 10 Gb/s")
+    storage_bytes_per_s: float = Field(default=2.5e8, gt=0, description="speed of one worker from or to storage")
+    copy_bytes_per_s: float = Field(
+        default=5e9, gt=0, description="speed of state to host memory, while training waits"
+    )
+    stall_s: float | None = Field(default=None, ge=0, description="stall of a save, if not the copy's time")
+    durable_s: float | None = Field(default=None, ge=0, description="time of a save, instead of the upload's time")
     manifest_s: float = Field(default=0.5, ge=0, description="writing a manifest")
     restart_s: float = Field(
         default=60.0, ge=0, description="until processes can load a checkpoint, if a policy restarts all of them"
@@ -53,19 +56,19 @@ class Durations(Value):
         return num_bytes / self.copy_bytes_per_s if self.stall_s is None else self.stall_s
 
     def save_upload_s(self, num_bytes: float) -> float:
-        """Return how long a worker then writes them to storage (seconds)."""
+        """Return how long a worker then writes this number of bytes to storage (seconds)."""
         return num_bytes / self.storage_bytes_per_s if self.durable_s is None else self.durable_s
 
 
 class RedundantCost(Value):
     """The cost of redundant computation, as shares of a step without it (Bamboo; simulator/costs/redundant.py)."""
 
-    overhead: float = Field(ge=0, description="in every step")
-    pause: float = Field(ge=0, description="when a VM is lost, on average")
+    overhead: float = Field(ge=0, description="share in every step")
+    pause: float = Field(ge=0, description="share when a VM is lost, on average")
 
 
 PUBLISHED = {"lflb": RedundantCost(overhead=0.0701, pause=1 / 2), "eflb": RedundantCost(overhead=0.1977, pause=1 / 3)}
-"""BERT's costs in Bamboo's table 4; on average half the backwards are lost, with their forwards (lazy) or without."""
+"""BERT's costs in Bamboo's table 4; on average, half the backwards are lost, with (lazy) or without their forwards."""
 
 
 class SpotJob(Value):
@@ -129,9 +132,9 @@ def job_from_profile(
     durations: Durations = Durations(),  # noqa: B008 (frozen)
     policy: Policy = Policy(),  # noqa: B008 (frozen)
 ) -> SpotJob:
-    """Plan for every number of workers, or every pool, up to this, as a run would.
+    """Plan for every number of workers, or every pool, up to ``most``, as a run would.
 
-    The request has the number of workers of a VM. ``node_types``: GPU types by a trace's instance types, for a pool.
+    The request has the number of workers on a VM. ``node_types``: GPU types by a trace's instance types, for a pool.
 
     Raises:
         PlanError: no plan fits even the largest number.

@@ -9,7 +9,7 @@ from manager.accounting.account import Part
 
 
 class Moment(NamedTuple):
-    """From ``time_s`` on: the number of VMs, the shape that trains ("" while none does) and its examples/s."""
+    """The state from ``time_s`` on: the number of VMs, the shape that trains (or "") and its examples/s."""
 
     time_s: float
     num_vms: int
@@ -44,10 +44,10 @@ class Outcome:
 
     @property
     def examples_per_s(self) -> float:
-        """The average over the whole time."""
+        """The average speed over the whole time."""
         return self.examples / (self.hours * 3600) if self.hours else 0.0
 
     @property
     def examples_per_usd(self) -> float | None:
-        """The value as defined by Bamboo; None without prices."""
+        """The value of the training, as defined by Bamboo; None without prices."""
         return self.examples / self.usd if self.usd else None

@@ -1,4 +1,4 @@
-"""The progress of a step after some of its time, and the time of a step that is already done in part."""
+"""Computes the progress of a step after some of its time, and the time of a step that is partly done."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PER_S = 1024
 
 
 class StagePace(NamedTuple):
-    """When a stage has run the first micro-batch of a step backward, and the time for each further one (s)."""
+    """When (s) a stage has run the first micro-batch of a step backward, and the time (s) for each further one."""
 
     first_s: float
     period_s: float
@@ -29,8 +29,8 @@ def stage_pace(plan: Plan, stage: int, step_s: float) -> StagePace:
     """Return a stage's pace in a step that takes ``step_s`` as a whole.
 
     A pipeline of even stages completes one micro-batch every t once it is full: P forwards come before the first
-    backward of the last stage, and P - s - 1 backwards of later stages before the first of stage s. t is the whole
-    step's.
+    backward of the last stage, and P - s - 1 backwards of later stages before the first of stage s. t is that of the
+    whole step.
     """
     replica = plan.replicas_of(stage)[0]
     period_s, forward, depth = period_of(plan, replica, step_s), _forward_share(plan), plan.kind_of(replica).num_stages

@@ -18,7 +18,7 @@ _ALLOWED = "steps (100000), hours or days (48h, 2d), a date (2027-01-31T18:00) o
 
 
 class Until(Value):
-    """The bound of a job: a number of steps done, hours over or dollars spent."""
+    """The bound of a job: a number of steps, hours or dollars."""
 
     kind: Literal["steps", "hours", "usd"]
     amount: float = Field(gt=0)
@@ -38,7 +38,7 @@ class Until(Value):
             if date.tzinfo is None:
                 date = date.replace(tzinfo=now.tzinfo)
             if date <= now:
-                raise InputError("is over", field="--until", value=text, allowed="a date to come")
+                raise InputError("is in the past", field="--until", value=text, allowed="a future date")
             return cls(kind="hours", amount=(date - now).total_seconds() / 3600)
         found = _FORM.fullmatch(text.strip().lower())
         amount = float(found["number"]) if found else 0.0
@@ -73,7 +73,8 @@ class SpotPrices(Value):
 
 
 def most_vms(vms: LocalVms | ProvidedVms, usd_per_h: float | None, source: str, gpus_per_vm: int = 1) -> int | None:
-    """Return how many VMs a cluster file wants at once: for its workers, within its limits. None: it does not say.
+    """Return how many VMs a cluster file requests at once, for its workers and within its limits; None: it does not
+    say.
 
     ``source`` names the file in errors.
 

@@ -17,7 +17,7 @@ Place = tuple[UnitId, int]
 class StepStart:
     """The state with which workers begin a step of a shape.
 
-    ``first``: it is the generation's first step and not a repeat, so that the salvaged sums are there.
+    ``first``: this is the first attempt at the generation's first step, so that the salvaged sums are there.
     """
 
     def __init__(self, units: Mapping[UnitId, Sequence[int]], order: ReshapeOrder, *, first: bool) -> None:
@@ -34,7 +34,7 @@ class StepStart:
             self._parts.setdefault(entry.receiver, []).append(entry.sum)
 
     def places(self, slot: Slot) -> tuple[Place, ...]:
-        """Return what a worker's stage sums."""
+        """Return the places that a worker's stage sums."""
         return self._places[slot.stage]
 
     def share(self, slot: Slot) -> Sequence[int]:
@@ -57,7 +57,7 @@ class StepStart:
 class WorkerSums:
     """The sums of one worker. ``units``: the sections that use each unit; ``LOSSES`` belong to the last section.
 
-    ``parts``: of a given-up step; ``counted``: the content of this worker's sums of the running step.
+    ``parts``: the sums of an abandoned step; ``counted``: the content of this worker's sums of the running step.
     """
 
     units: Mapping[UnitId, Sequence[int]]
@@ -98,7 +98,7 @@ class WorkerSums:
                 self.counted[place] = present | added
 
     def keep(self, step: int, *, prepared: Iterable[UnitId] = ()) -> None:
-        """Give up the step: the sums stay, and for units whose step is ``prepared`` the reduced sums."""
+        """Abandon the step, and keep the sums; for units whose step is ``prepared``, these are the reduced sums."""
         if self.counted is not None:
             units: dict[UnitId, dict[int, int]] = {}
             for (unit, section), mask in self.counted.items():

@@ -49,7 +49,7 @@ class Formed:
     step_s: float
     times: ComputeTimes
     following_at_s: float
-    """When every follower has the state that it follows."""
+    """The time at which every follower has the state that it follows."""
     followed: bool = False
     """Whether the last step that was begun is followed."""
 
@@ -59,7 +59,7 @@ class Formed:
         return self.order.plan
 
     def begins_with(self, order: StepOrder) -> Salvage | None:
-        """Return what exists of a step before it is run."""
+        """Return the part of a step that exists before it is run."""
         return self.order.salvage if order.step == self.order.version and order.attempt == 0 else None
 
 
@@ -88,7 +88,7 @@ class Workers:
         self._env.process(self._give_up(like, [action.worker for action in aborts]))
 
     def _give_up(self, like: Aborted, workers: Sequence[WorkerId]) -> Acting:
-        """Let the remaining workers report that they have given up, and their sums."""
+        """Let the remaining workers report that they have given up, with their sums."""
         yield self._env.timeout(self.job.durations.aborted_s)
         told: list[Told] = []
         without: list[WorkerId] = []
@@ -133,7 +133,7 @@ class Workers:
 
     def _shared_s(self, order: ReshapeOrder) -> float:
         """Return how long a step's gradients travel to followers, once all are computed (seconds)."""
-        first = {slot.worker for slot in order.slots if slot.stage == 0}  # the others end before it
+        first = {slot.worker for slot in order.slots if slot.stage == 0}  # the other stages end earlier
         sizes = (
             sum(self.job.sum_bytes(unit) for unit in follow.units) / 2
             for follow in order.follows
@@ -142,7 +142,7 @@ class Workers:
         return rounded(max(sizes, default=0.0) / self.job.durations.link_bytes_per_s)
 
     def _following_s(self, order: ReshapeOrder) -> float:
-        """Return how long the followed state travels beside the first steps (seconds)."""
+        """Return how long the followed state travels during the first steps (seconds)."""
         sizes = (
             sum(self.job.unit_bytes[unit] for unit in follow.units if unit not in follow.known)
             for follow in order.follows
@@ -173,7 +173,7 @@ class Workers:
         return busy_s, received + loaded
 
     def step(self, orders: Sequence[SendStep], order: StepOrder) -> None:
-        """Run a step, and write a checkpoint beside it, on the workers that got ``orders``, including ``order``."""
+        """Run a step, and write a checkpoint meanwhile, on the workers that got ``orders``, including ``order``."""
         assert self.formed is not None
         step_s = partial_step_s(self.formed.plan, self.formed.step_s, self.formed.begins_with(order))
         writers = {action.worker: action.order.checkpoint_units for action in orders if action.order.checkpoint_units}
@@ -213,7 +213,7 @@ class Workers:
         self._env.process(self._answer(self.job.durations.order_s + stall_s, workers, like))
 
     def send_pre_copies(self, orders: Iterable[SendPreCopy]) -> None:
-        """Transfer units beside training: a receiver has them once its links and its senders' have carried them."""
+        """Transfer units during training: a receiver has them once its own and its senders' links have carried them."""
         sent: Counter[WorkerId] = Counter()
         wanted: dict[WorkerId, set[UnitId]] = {}
         number = 0
@@ -231,7 +231,7 @@ class Workers:
             self._env.process(self._report(self.formed.step_s / 2 + busy_s, [event]))
 
     def _save(self, writers: dict[WorkerId, tuple[UnitId, ...]], version: int) -> float:
-        """Copy and write state beside training; returns how long that stalls training (seconds)."""
+        """Copy and write state during training; return how long this stalls training (seconds)."""
         times, sizes = self.job.durations, self.job.unit_bytes
         most = max(sum(sizes[unit] for unit in units) for units in writers.values())
         stall_s, durable_s = times.save_stall_s(most), times.save_upload_s(most)
@@ -263,7 +263,9 @@ class Workers:
         like: Reshaped | Prepared | Committed,
         others: Sequence[Reshaped] = (),
     ) -> Acting:
-        """Let all workers answer after this time, these alike, unless one is gone by then or was told to give up."""
+        """Let all workers answer after this time, these with one answer, unless a worker is gone or has given up by
+        then.
+        """
         yield self._env.timeout(after_s)
         everybody = (*workers, *(answer.worker for answer in others))
         if like.generation <= self._aborted or not self.alive.issuperset(everybody):
@@ -280,7 +282,7 @@ class Workers:
 
 
 class _Sums:
-    """The partial sums of all workers, computed only when a step is given up, which is rare."""
+    """The partial sums of all workers; they are computed only when a step is abandoned, which is rare."""
 
     def __init__(self, job: SpotJob) -> None:
         num_sections = 1 + max(section for sections in job.units.values() for section in sections)
@@ -291,11 +293,11 @@ class _Sums:
         self._most_bytes: dict[tuple[int, ...], int] = {}
 
     def begin(self, order: StepOrder, now_s: float) -> None:
-        """Note that a step is begun, or begun again at other scales."""
+        """Record that a step is begun, or begun again at other scales."""
         self._running = order, now_s
 
     def stop(self, formed: Formed | None, now_s: float, aborted_s: float, alive: Container[WorkerId]) -> None:
-        """Give up the running step, if any: each worker has its own sums, and its copies of others' sums.
+        """Abandon the running step, if any: each worker has its own sums, and its copies of others' sums.
 
         A worker stops between two tasks, so all that it computes until it answers, ``aborted_s`` later, is in its sums.
         """
@@ -346,12 +348,12 @@ class _Sums:
         return self._most_bytes[ends] / self._job.durations.link_bytes_per_s
 
     def keep(self, version: int) -> None:
-        """Note that a shape is formed at this version, and drop sums of other steps."""
+        """Record that a shape is formed at this version, and drop sums of other steps."""
         if self._running is not None and self._running[0].step != version:
             self._running = None
         self._workers = {worker: sums for worker, sums in self._workers.items() if sums.step == version}
 
     def told(self, worker: WorkerId) -> KeptSums | None:
-        """Return the sums that a worker reports to have."""
+        """Return the sums that a worker reports."""
         sums = self._workers.get(worker)
         return None if sums is None else sums.told()

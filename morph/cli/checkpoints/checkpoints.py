@@ -1,4 +1,4 @@
-"""``morph checkpoints``: look at stored checkpoints, verify, keep, remove and copy them."""
+"""``morph checkpoints``: list, verify, keep, remove and copy stored checkpoints."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def verify_command(
 def keep_command(
     source: StoredArgument,
     version: VersionArgument,
-    undo: Annotated[bool, typer.Option("--undo", help="Let it be deleted in its turn again.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="No longer keep it: let it be deleted in its turn.")] = False,
 ) -> None:
     """Keep a checkpoint: it is not deleted when newer ones are written, whatever the policy.
 
@@ -151,13 +151,14 @@ def rm_command(
     source: StoredArgument,
     versions: VersionsArgument,
     force: Annotated[
-        bool, typer.Option("--force", help="Remove the newest intact one, newer and kept ones, too.")
+        bool, typer.Option("--force", help="Also remove the newest intact one, newer ones and kept ones.")
     ] = False,
 ) -> None:
     """Remove checkpoints, even while their run is active.
 
     The newest intact checkpoint and newer ones, which the run may be reading or writing, are removed only with --force,
-    and not while the run is active. The manifest goes first, so that no half of a checkpoint is taken for a whole one.
+    and not while the run is active. The manifest goes first, so that an incomplete checkpoint is never mistaken for a
+    complete one.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""Checks that need the model itself; they are made before anything is started or written."""
+"""Checks that need the model itself, made before anything is started or written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_device(cluster: ClusterConfig, source: str) -> None:
     """Refuse a device that this machine lacks, if the VMs use this machine's devices.
 
     Raises:
-        ConfigError: if the device is missing; the error names the cluster file.
+        ConfigError: the device is missing; the error names the cluster file.
     """
     from morph.contract.cluster import LocalVms
 
@@ -41,9 +41,9 @@ def check_job(job_path: str, profile: Profile) -> CheckedJob:
     The findings are kept: a job that is the same to the byte, with the same data and profile, is not tried again.
 
     Raises:
-        JobError: a wrong job file, or one with an unhandled dependency between sections.
-        ExportError: a model that torch.export refuses, or whose sections do not compute the same as the plain model.
-        ProfileError: a profile of another model or another batch size.
+        JobError: the job file is wrong, or the job has an unhandled dependency between sections.
+        ExportError: torch.export refuses the model, or its sections do not compute the same as the plain model.
+        ProfileError: the profile is of another model or another batch size.
     """
     import torch
 
@@ -111,7 +111,7 @@ def _other_profile(
 class _Findings:
     """Findings of a check of a job: sentences for the user, and the settings by which the findings are identified.
 
-    ``lasting``: another check would find the same.
+    ``lasting``: whether another check would find the same.
     """
 
     notes: tuple[str, ...]
@@ -128,7 +128,7 @@ def _about(job: Job, profile: Profile) -> str | None:
     try:
         data = JobFacts(data=data_facts(job))
     except JobError:
-        return None  # the check itself reports what is wrong
+        return None  # the check itself reports the error
     cut = [str(profile.num_sections), str(profile.micro_batch_sizes), profile.model_dump_json(include={"job", "units"})]
     return sha256(" ".join([data.model_dump_json(), *cut]).encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""A picture of a model's cuts: the bytes that would cross each place, over the compute before it."""
+"""Draws a model's cuts: the bytes that would cross each place, over the compute before it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def draw_cuts(report: CutReport, title: str, path: Path) -> None:
     """Write a PNG: live bytes along the graph with the chosen cuts above, the sections between the cuts below.
 
     Raises:
-        JobError: if the file, which the error names, cannot be written.
+        JobError: the file cannot be written; the error names it.
     """
     kinds = len({section.kind for section in report.sections})
     with picture(path, JobError, (15, 7.2), nrows=2, sharex=True, height_ratios=(5, 1.6)) as (figure, (above, below)):

@@ -28,7 +28,7 @@ def import_command(
     m: MicroBatchOption = None,
     rename: Annotated[
         list[str] | None,
-        typer.Option(metavar="REGEX=TEXT", help="Replace matches in names of WEIGHTS by TEXT. Repeatable."),
+        typer.Option(metavar="REGEX=TEXT", help="Replace matches in names of WEIGHTS with TEXT. Repeatable."),
     ] = None,
     skip: Annotated[
         list[str] | None, typer.Option(metavar="REGEX", help="Leave out entries of WEIGHTS whose names match.")
@@ -38,7 +38,7 @@ def import_command(
         typer.Option(metavar="REGEX", help="Parameters that WEIGHTS may lack: the job initialises them."),
     ] = None,
     optimizer_state: Annotated[
-        bool, typer.Option("--optimizer-state", help="Take the state of the other run's optimizer, too.")
+        bool, typer.Option("--optimizer-state", help="Also take the state of the other run's optimizer.")
     ] = False,
 ) -> None:
     """Begin a run from given weights: `morph run` with the same RUN_DIR trains them further.
@@ -108,7 +108,7 @@ def import_command(
         shutil.rmtree(partial, ignore_errors=True)
     print(f"{run_dir} begins with the weights of {weights}: {len(model.parameter_specs)} parameters")
     if parameters.fresh:
-        print(f"missing there, so the job initialises them: {', '.join(parameters.fresh)}")
+        print(f"missing in these weights, so the job initialises them: {', '.join(parameters.fresh)}")
     if parameters.frozen:
         print(f"frozen, and stored once for the run: {', '.join(parameters.frozen)}")
     if parameters.unused:

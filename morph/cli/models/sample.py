@@ -93,7 +93,7 @@ def sample_command(
 
 
 def _tried(sample: Callable[[], str], failed: set[str]) -> tuple[bool, str]:
-    """Return whether it worked, and a sentence to print: the failure, the first time, or the file that was written."""
+    """Return whether sampling worked, and a sentence to print: the failure, the first time, or the written file."""
     try:
         return True, sample()
     except Exception as error:  # from storage or the user's function: the next checkpoint is tried

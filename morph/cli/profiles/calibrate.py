@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from calibrate.links.two_nodes import PeerAddress
     from morph.contract.profile import Profile
 
-CALIBRATE_HELP = """Measure a job on this machine: once, section by section, into a profile.
+CALIBRATE_HELP = """Measure a job on this machine, section by section, and write a profile.
 
     The profile holds for any number of GPUs, and other machines can read it. On a machine of another type,
-    --add-node-type adds the differences to a profile. With --peer, links and all-reduces to another node are measured,
-    on which `morph calibrate-peer` listens.
+    --add-node-type adds the differences to a profile. With --peer, links and all-reduces to another node, on which
+    `morph calibrate-peer` listens, are measured.
 
     \b
     Example:
@@ -174,7 +174,7 @@ calibrate_command.__doc__ = CALIBRATE_HELP
 
 
 def _check_job(subject: Subject) -> None:
-    """Check what a run would refuse; the data was checked when the subject was loaded."""
+    """Make the checks that a run makes, except those of the data, which was checked when the subject was loaded."""
     from calibrate.timing.environment import available_bytes
     from morph.preflight.checks import CutJob, Effort, check
 

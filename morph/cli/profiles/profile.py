@@ -124,7 +124,7 @@ def refine_command(
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option("--profile", help="Profile that the run planned with. Default: the one that its command names."),
+        typer.Option("--profile", help="Profile with which the run planned. Default: the one that its command names."),
     ] = None,
 ) -> None:
     """Write a run's profile with the section times that its workers measured.

@@ -1,4 +1,4 @@
-"""How errors leave the command line.
+"""Shows errors on the command line.
 
 ==================  ====================================  ====
 error               shown                                 exit
@@ -56,7 +56,7 @@ def places(known: Mapping[str, tuple[str, str]]) -> Iterator[None]:
 
 
 def _usage(error: typer.BadParameter) -> InputError:
-    """Return the error of a value that an option refuses. Only the cause of the error may hold the value."""
+    """Return the error of a value that an option refuses. Only the error's cause may have the value."""
     details = getattr(error.__cause__, "errors", None)
     value = details()[0].get("input") if callable(details) else None
     where = getattr(error.param, "opts", None) or [getattr(error.param, "name", None)]
@@ -78,7 +78,7 @@ class MorphGroup(HelpGroup):
             print(one_line(error), file=sys.stderr)
             raise typer.Exit(EXIT_INPUT) from error
         except typer.BadParameter as error:
-            if not error.message:  # an option or argument is missing: the usage says it best
+            if not error.message:  # an option or argument is missing: the usage explains it best
                 raise
             print(one_line(_usage(error)), file=sys.stderr)
             raise typer.Exit(EXIT_INPUT) from error

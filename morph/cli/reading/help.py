@@ -1,8 +1,8 @@
 """Help that fits a screen of 40 lines and 80 columns.
 
-A command's help begins with one sentence and an example; its options stand under titles. Where the whole text is
-longer than a screen, each option keeps its first sentence, ``--set`` the names of its settings, and the page
-``docs/reference/command-line.md`` the rest.
+A command's help begins with one sentence and an example; its options stand under titles. If the whole text is longer
+than a screen, only the first sentence of each option and the names of the settings of ``--set`` are shown;
+``docs/reference/command-line.md`` has the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 MAX_LINES, MAX_COLUMNS = 40, 80
 FEW_OPTIONS = 12
-"""Up to this number, options need no titles."""
+"""The largest number of options that need no titles."""
 TITLES = {
     "Job": "--profile --cluster --steps --epochs --policy --objective --until --set --run-dir --checkpoint-url",
     "GPUs": "--gpus --nodes --pool --gpus-per-node --node-type --memory-gib --hosts",
@@ -33,7 +33,7 @@ Rows = list[tuple[str, str]]
 
 
 class HelpGroup(TyperGroup):
-    """The root command: its help lists each command in a line, under the titles that they were registered with."""
+    """The root command: its help lists each command in a line, under the title with which it was registered."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""
@@ -59,7 +59,7 @@ class MorphCommand(TyperCommand):
     """A command whose help fits a screen."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help: in full if that fits a screen, else short."""
+        """Write the help, in full if it fits a screen, else shortened."""
         for short in (False, True):
             lines = list(self._lines(ctx, short=short))
             if len(lines) <= MAX_LINES:

@@ -1,4 +1,4 @@
-"""Options and arguments that several commands have, each declared once."""
+"""Declares the options and arguments that several commands share."""
 
 from __future__ import annotations
 

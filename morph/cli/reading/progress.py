@@ -1,6 +1,6 @@
 """Progress of a command, on standard error: the current phase, and an estimate of the remaining time.
 
-Standard output has only the answer. A terminal shows a bar; elsewhere each phase is one line.
+Standard output gets only the result. A terminal shows a bar; elsewhere each phase is one line.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn, Task
 
 FIRST_TOLD_AFTER_S = 3.0
-"""After this time, enough of the work is done to estimate the rest."""
+"""Seconds after which enough of the work is done to estimate the rest."""
 LONG_S = 0.5
 COMPILED_ONCE = "on a new machine the simulator is compiled first"
 Told = Callable[[str, float], None]
@@ -24,7 +24,7 @@ Told = Callable[[str, float], None]
 
 
 def doing(what: str, file: TextIO | None = None) -> None:
-    """Print the phase that takes the next seconds, at once."""
+    """Print the next phase at once."""
     print(f"{what} ...", file=file or sys.stderr, flush=True)
 
 
@@ -94,7 +94,7 @@ def rest_column() -> ProgressColumn:
     from rich.text import Text
 
     class Rest(ProgressColumn):
-        """It uses the time of drawing, so that it does not stand still between updates."""
+        """The remaining time, which uses the time of drawing, so that it advances between updates."""
 
         def render(self, task: Task) -> Text:
             known = task.elapsed is not None and task.elapsed >= FIRST_TOLD_AFTER_S and 0 < task.completed < 1

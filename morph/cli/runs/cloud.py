@@ -1,4 +1,4 @@
-"""``morph cloud``: show and check what would be created on a cloud, and end what a run left there."""
+"""``morph cloud``: show and check what a run would create on a cloud, and end what it left there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KindOption = Annotated[
 def dry_run_command(
     file: CloudFile,
     count: Annotated[
-        int, typer.Option(min=1, max=1000, help="Devices to request: VMs with one, or fewer VMs with several.")
+        int, typer.Option(min=1, max=1000, help="Devices to request, in VMs with one device or with several.")
     ] = 1,
     run: RunOption = "run",
     job: JobOption = "job",

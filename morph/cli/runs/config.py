@@ -96,7 +96,7 @@ def _check_job_file(path: Path, file: JobFile) -> str:
     """Check everything that a run checks before it starts; return a sentence about what would run.
 
     Raises:
-        InputError: if something is wrong.
+        InputError: something is wrong.
     """
     from manager.run.request import RunRequest
     from manager.run.resolution import resolve

@@ -23,9 +23,9 @@ MANY_STEPS = 100_000
 TOLD_EVERY_S = 5.0
 MIN_SHAPES = 4
 SEED, SECONDS = 221133, 22.0
-"""A trace with revocations of two and of three VMs at once, in which the group shrinks and grows again.
+"""Seed and length of a trace in which two and three VMs are revoked at once, and the group shrinks and grows again.
 
-Every shape lasts some seconds. The trace's clock stands while a VM boots, so the run takes a little longer.
+Every shape lasts some seconds. The trace's clock pauses while a VM boots, so the run takes a little longer.
 """
 
 
@@ -37,7 +37,7 @@ def demo_command(
     cluster: Annotated[Path, typer.Option(help="Cluster file (YAML).")] = Path("configs/clusters/demo.yaml"),
     seed: Annotated[int, typer.Option(help="Seed of the spot trace.")] = SEED,
     seconds: Annotated[
-        float, typer.Option(min=10, help="Length of the trace; its clock stands while a VM boots.")
+        float, typer.Option(min=10, help="Length of the trace; its clock pauses while a VM boots.")
     ] = SECONDS,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines even in a terminal.")] = False,
 ) -> None:
@@ -119,7 +119,7 @@ def demo_command(
 
 
 def _ending_at_once(cluster: ClusterConfig) -> ClusterConfig:
-    """Return the same cluster without take-over: its VMs end if the demo is killed, as nothing continues a demo."""
+    """Return the same cluster without take-over: its VMs end if the demo is killed, because no demo is continued."""
     return cluster.model_copy(update={"policy": cluster.policy.model_copy(update={"takeover_patience_s": 0.0})})
 
 

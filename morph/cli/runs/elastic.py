@@ -31,7 +31,7 @@ def elastic_command(
     ] = None,
     silence_s: Annotated[
         float,
-        typer.Option(min=0.5, max=600, help="A worker that is silent for so many seconds counts as lost."),
+        typer.Option(min=0.5, max=600, help="A worker that is silent for this many seconds counts as lost."),
     ] = 5.0,
 ) -> None:
     """Start workers of a script that uses morph.elastic; they continue when some of them are lost.

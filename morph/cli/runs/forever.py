@@ -1,6 +1,7 @@
 """``--forever``: restart a run's manager, each time in a new process, until its user stops it or a limit is reached.
 
-This process only waits and loads nothing heavy, so that it survives what ends a manager (lack of memory, a crash).
+This process only waits and loads nothing heavy, so that it survives the causes of a manager's end (lack of memory, a
+crash).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Ended(Value):
     """The report of a manager.
 
     ``outcome``: the outcome of ``Finish``, an error, or a take-over of the run's checkpoints by another manager.
-    ``began``: a session was begun. ``moved``: a step was decided. ``at_limit``: a limit set by the user is reached.
+    ``began``: whether a session was begun. ``moved``: whether a step was decided. ``at_limit``: whether a user's limit
+    is reached.
     """
 
     outcome: Literal["", "finished", "stopped", "failed", "error", "taken"] = ""
@@ -47,7 +49,7 @@ class Ended(Value):
 
 
 class _Word:
-    """The report of this process, if ``kept_up`` made it."""
+    """The report of this process, if ``kept_up`` started it."""
 
     def __init__(self) -> None:
         self.pipe: int | None = None
@@ -63,11 +65,11 @@ class _Word:
 
 _word = _Word()
 leave_word = _word.leave
-"""Report what is known so far, by the fields of ``Ended``."""
+"""Report the known fields of ``Ended``."""
 
 
 def is_kept_up() -> bool:
-    """Return whether ``kept_up`` made this process."""
+    """Return whether ``kept_up`` started this process."""
     return _word.pipe is not None
 
 
@@ -117,7 +119,7 @@ class _Keeper:
         while True:
             began_s = time.monotonic()
             reading, writing = os.pipe()
-            # a signal waits in the parent until the parent knows the child to forward it to
+            # a signal waits in the parent until the parent knows the child to which it forwards the signal
             unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
             self._child = 0 if self._asked else os.fork()
             if self._asked:
@@ -149,7 +151,7 @@ class _Keeper:
                 os.kill(self._child, number)
 
     def _ended(self, reading: int) -> tuple[Ended, int]:
-        """Wait for the child's end; return its report and its exit code as a shell counts it."""
+        """Wait for the child's end; return its report and its exit code, numbered as in a shell."""
         _, status = os.waitpid(self._child, 0)
         self._child, ended = 0, Ended()
         os.set_blocking(reading, False)  # a process that the child left behind may still hold the pipe

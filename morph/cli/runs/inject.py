@@ -34,7 +34,7 @@ def seconds_of(option: str, text: str, allowed: Range) -> float:
         allowed: The range in seconds.
 
     Raises:
-        InputError: if the text is not a duration, or is out of range.
+        InputError: the text is not a duration, or is out of range.
     """
     if _WHOLE.fullmatch(text) is None:
         raise InputError("is not a duration", field=option, value=text, allowed="such as 30s, 10m, 3h or 1h30m")
@@ -62,8 +62,8 @@ def inject_command(
         str, typer.Option(help="Time from notice to loss of a VM; 0s: no notice.", metavar="TIME")
     ] = "30s",
     seed: Annotated[int, typer.Option(help="Seed; the same seed and VM names give the same lifetimes.")] = 0,
-    count: Annotated[int | None, typer.Option(min=1, help="End after so many VMs were taken.")] = None,
-    min_vms: Annotated[int, typer.Option(min=0, help="Always leave so many VMs.")] = 0,
+    count: Annotated[int | None, typer.Option(min=1, help="End after taking this many VMs.")] = None,
+    min_vms: Annotated[int, typer.Option(min=0, help="Always leave this many VMs.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print when each present VM would be taken.")] = False,
 ) -> None:
     """Take VMs of an active run, as their provider would: by lifetimes, by a trace, or one by name.
@@ -121,5 +121,5 @@ def inject_command(
         else:
             told(inject(run_dir, injection, lives, told))
     except KeyboardInterrupt as error:
-        print("no further VM is taken, except those that were given notice", file=sys.stderr)
+        print("no further VM is taken, except VMs that were given notice", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from error

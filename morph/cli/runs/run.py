@@ -105,7 +105,7 @@ def run_command(
         typer.Option(help="fsspec URL for checkpoints; default: the run's folder.", show_default=False),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Spot trace (CSV) by which local VMs come and go.")] = None,
-    trace_speed: Annotated[float, typer.Option(min=0.001, help="Play the trace so many times faster.")] = 1.0,
+    trace_speed: Annotated[float, typer.Option(min=0.001, help="Play the trace this many times faster.")] = 1.0,
     schedule: AnyScheduleOption = None,
     timeline_step: Annotated[
         int | None,

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 STOP_S = 900
-"""A manager that is asked to stop saves first, which may take as long as storage needs."""
+"""Seconds. A manager that is asked to stop saves first, which takes as long as storage needs."""
 
 UNIT = """\
 # systemctl --user: ~/.config/systemd/user/{name}.service, then

@@ -24,7 +24,7 @@ def status_command(
     run_dir: RunDirArgument,
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", help="Show the cause of each change of shape and the source of its state, too."),
+        typer.Option("--verbose", help="Also show the cause of each change of shape and the source of its state."),
     ] = False,
     as_json: JsonOption = False,
     png: PngOption = None,
@@ -62,13 +62,13 @@ def status_command(
 def events_command(
     run_dir: RunDirArgument,
     last: Annotated[
-        int | None, typer.Option(min=1, help="Show only so many of the newest events.", show_default=False)
+        int | None, typer.Option(min=1, help="Show only this many of the newest events.", show_default=False)
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Continue until the run ends, or until Ctrl-C.")] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show each decision of the manager with its reason, too.")
+        bool, typer.Option("--verbose", help="Also show each decision of the manager with its reason.")
     ] = False,
-    every: Annotated[bool, typer.Option("--all", help="Show routine events, too: each answer, each step.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Also show routine events: each answer, each step.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
     """Print what happened in a run: its shapes, losses, notices and checkpoints.

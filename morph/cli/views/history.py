@@ -47,7 +47,7 @@ def history_command(
     if forget:
         if not kind:
             raise ConfigError(
-                "needs a kind of VMs to forget",
+                "needs an option that selects the VMs to forget",
                 field="--forget",
                 allowed=f"with --provider, --size, --region or --zone; to forget everything, remove {path}",
             )

@@ -29,7 +29,7 @@ JSON_FIELDS = (
 def run_view(run: LiveRun, *, plain: bool, as_json: bool = False, verbose: bool = False) -> Iterator[Observer]:
     """Show a run while the block runs; yields the driver's observer, which keeps ``run`` up to date.
 
-    ``verbose``: plain lines also tell the manager's decisions.
+    ``verbose``: plain lines also report the manager's decisions.
     """
     if as_json:
         yield _json_observer(run)

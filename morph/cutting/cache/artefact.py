@@ -29,7 +29,7 @@ from morph.cutting.sections.section import BoundaryTensor, Constants, CutModel, 
 
 Json = Any
 MOST_BYTES = 256 << 20
-"""Most bytes of one artefact's JSON: a graph of 96 layers takes 5 MB."""
+"""Most bytes of one artefact's JSON. A graph of 96 layers takes 5 MB."""
 _FORM = 4
 _FOLDER = "<folder of the job>/"
 _MOST_DATA_BYTES = 1 << 16
@@ -108,7 +108,7 @@ def read_entry(content: bytes, folder: str) -> Entry:
     """Return the parts that ``write_entry`` wrote, for a job in this folder.
 
     Raises:
-        ValueError: if it is not that, or was written by another version of torch.
+        ValueError: if it has another form, or was written by another version of torch.
     """
     try:
         text = zlib.decompressobj().decompress(content, MOST_BYTES).decode()
@@ -311,7 +311,7 @@ def _torch_version() -> str:
 
 
 def _needed(tape: Tape, lazy: Sequence[LazyTensors]) -> list[int]:
-    """Return the places of the operations on which some of the tensors depend."""
+    """Return the positions of the operations on which some of the tensors depend."""
     wanted: set[int] = set()
     for tensors in lazy:
         storages = {entry.storage for entry in tensors.entries.values() if isinstance(entry, TensorRef)}

@@ -1,7 +1,7 @@
-"""Load a job and cut its model, or use an earlier cut of the same content.
+"""Loads a job and cuts its model, or uses an earlier cut of the same content.
 
-A cut is kept for its user under a digest of everything on which it depends; a run hands it to its workers, which then
-load no exporter. If the form cannot hold a model, each worker exports it.
+A cut is kept for its user under a digest of everything on which it depends; a run gives the cut to its workers, which
+then load no exporter. If the stored form cannot hold a model, each worker exports it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LoadedJob:
         with self._reads:
             self.job = load_job(job_path)
         self._key: str | None = None
-        """Digest of everything on which cuts depend; None if that is not known to the byte."""
+        """The digest of everything on which cuts depend; None if that is not known to the byte."""
         if self._files is not None and not self._reads.found:
             self._key = content_key(job_path, self.job, self._files)
         self._known = set(self._files.files) if self._files is not None else set()
@@ -73,11 +73,11 @@ class LoadedJob:
 
     @property
     def initial(self) -> InitialState:
-        """Initial values of the model, whatever its cut."""
+        """The initial values of the model, whatever its cut."""
         return self._initial or self.exported.initial_state
 
     def cut(self, num_sections: int | None, micro_batch_size: int) -> CutJob:
-        """Return this cut: the kept one, or a new one, which is then kept.
+        """Return this cut: the kept cut, or a new one, which is then kept.
 
         Args:
             num_sections: K; None chooses it.
@@ -100,7 +100,7 @@ class LoadedJob:
 
         Raises:
             InputError: as ``cut``.
-            CannotKeep: if the form cannot hold the model, so that each worker exports it.
+            CannotKeep: the stored form cannot hold the model, so that each worker exports it.
         """
         entry, content = self._kept(num_sections, micro_batch_size)
         if entry is None:
@@ -149,7 +149,7 @@ class LoadedJob:
 def load_and_cut(
     job_path: str, *, num_sections: int | None, micro_batch_size: int, handed: HandedCut | None = None
 ) -> CutJob:
-    """Load a job, and use the handed cut of its model; without one, use the kept cut or a new one.
+    """Load a job, and use the given cut of its model; without one, use the kept cut or a new one.
 
     Args:
         job_path: path/to/file.py:name.
@@ -158,7 +158,7 @@ def load_and_cut(
         handed: The manager's cut. A cut of another version of torch is reported in one line and not used.
 
     Raises:
-        InputError: as ``load_job``, ``export_job`` and ``cut``; or if the handed cut is damaged.
+        InputError: as in ``load_job``, ``export_job`` and ``cut``; or the given cut is damaged.
     """
     if handed is not None:
         if hashlib.sha256(handed.content).hexdigest() != handed.sha256:

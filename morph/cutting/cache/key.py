@@ -1,4 +1,4 @@
-"""Digests of a job's model and everything on which its export depends."""
+"""Makes digests of a job's model and everything on which its export depends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NOT_OF_THE_JOB = frozenset({
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
 })  # fmt: skip
 _NOT_OF_THE_JOB_PREFIXES = ("MORPH_", "PYTEST_", "RAY_", "SSH_", "XDG_")
-"""Ignored variables: of the terminal and the session, paths, and those that Morph, Ray and torch set."""
+"""Ignored variables: those of the terminal and the session, paths, and those that Morph, Ray and torch set."""
 _THAT_CUT_OR_CHECK = ("cutting", "data", "jobs", "preflight", "tracing", "runtime/workloads", "cli/models")
 
 
@@ -65,7 +65,7 @@ def content_key(job_path: str, job: Job, files: JobFiles) -> str | None:
 
 
 def loaded(files: JobFiles) -> set[str]:
-    """Modules of a job that this process has imported, by their path below the job's folder.
+    """Return the modules of a job that this process has imported, by their path below the job's folder.
 
     A folder without ``__init__.py`` is not a module, because it has no code.
     """
@@ -77,7 +77,7 @@ def _imports_known_code(files: JobFiles) -> bool:
     """Return whether each package that a job's files import is installed, or among the files."""
     read: set[str] = set()
     while waiting := {inside for inside in files.files if inside.endswith(".py")} - read:
-        read |= waiting  # files found on the way are added
+        read |= waiting  # files that are found meanwhile are added
         names = {name[0] for inside in waiting for name in imported_names(files.files[inside])}
         places = {place for name in names - OWN if (place := _place(name)) is not None}
         if not all(files.inside(place) is not None or is_installed(Path(place), Path(place)) for place in places):
@@ -108,7 +108,7 @@ def _installed() -> list[str]:
 
 @cache
 def _own_code() -> str:
-    """Digest of Morph's own code of cutting and checking, which a developer changes without another version."""
+    """Return a digest of Morph's own code of cutting and checking, which developers change without a new version."""
     own = Path(morph.__file__).parent
     files = sorted(file for folder in _THAT_CUT_OR_CHECK for file in (own / folder).rglob("*.py"))
     return _digest(b"".join(file.read_bytes() for file in files))

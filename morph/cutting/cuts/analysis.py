@@ -1,4 +1,4 @@
-"""Sort a graph's nodes into a sequence, replicated nodes, and known sizes.
+"""Sorts a graph's nodes into a sequence, replicated nodes, and known sizes.
 
 - *sequence*: nodes on the way from parameters or random numbers to the loss; they are run once, in order.
 - *replicated*: cheap nodes that depend on no trainable parameter and no random operation (masks, position numbers,
@@ -32,7 +32,7 @@ _NO_GRADIENT = {torch.ops.aten.detach.default, torch.ops.higher_order.wrap_with_
 
 
 def concrete(exported: GraphJob, value: Any, num_samples: int) -> Any:
-    """Evaluate a symbolic number for ``num_samples`` samples; anything else is returned as it is.
+    """Evaluate a symbolic number for ``num_samples`` samples; other values are returned unchanged.
 
     Raises:
         ExportError: the number depends on the data.
@@ -81,7 +81,7 @@ class Analysis:
 
     @cached_property
     def order(self) -> dict[Node, int]:
-        """Place of each sequence node."""
+        """The place of each sequence node."""
         return {node: place for place, node in enumerate(self.sequence)}
 
     @cached_property
@@ -98,7 +98,7 @@ class Analysis:
 
     @cached_property
     def costs(self) -> tuple[float, ...]:
-        """Cost of each sequence node for the reference number of samples."""
+        """The cost of each sequence node for the reference number of samples."""
         return tuple(node_cost(node, self.shapes) + self._own_flops(node) for node in self.sequence)
 
     def _own_flops(self, node: Node) -> float:
@@ -107,7 +107,7 @@ class Analysis:
 
     @property
     def total_cost(self) -> float:
-        """Cost of the sequence."""
+        """The cost of the sequence."""
         return sum(self.costs)
 
     def shapes(self, node: Node, num_samples: int = REFERENCE_SAMPLES) -> list[Sequence[int]]:
@@ -184,7 +184,7 @@ def _free_of_parameters_and_chance(exported: GraphJob, calls: list[Node]) -> set
 
 
 def _cheap(exported: GraphJob, calls: list[Node], free: set[Node]) -> set[Node]:
-    """Keep those free nodes that cost little, including the nodes that they need."""
+    """Keep the free nodes that cost little, counting the nodes that they need."""
     shapes_of = Analysis(exported, (), frozenset(), calls[-1]).shapes
     costs = {node: node_cost(node, shapes_of) for node in calls}
     limit = _REPLICATED_SHARE * sum(costs.values())
@@ -199,7 +199,7 @@ def _cheap(exported: GraphJob, calls: list[Node], free: set[Node]) -> set[Node]:
 
 
 def _differentiable(analysis: Analysis) -> set[Node]:
-    """Sequence nodes whose value autograd follows back to a parameter."""
+    """Return the sequence nodes whose values autograd follows back to a parameter."""
     sources = analysis.exported.sources
     found: set[Node] = set()
     for node in analysis.sequence:
@@ -214,7 +214,7 @@ def _differentiable(analysis: Analysis) -> set[Node]:
 
 
 def _gradient_inputs(node: Node) -> Iterator[Node]:
-    """Arguments through which a gradient flows: none for detach, no_grad and ``zeros_like`` and its kin."""
+    """Return the arguments through which a gradient flows: none for detach, no_grad, ``zeros_like`` and the like."""
     if node.target in _NO_GRADIENT:
         return
     if node.target is operator.getitem:

@@ -1,6 +1,6 @@
 """Find the blocks that a model repeats: members of a ``ModuleList`` or ``Sequential`` of one class, run in turn.
 
-With cuts between blocks, sections are equal, so that only one of each kind is measured, and the fewest bytes cross.
+Cuts between blocks make equal sections, of which only one of each kind is measured, and let the fewest bytes cross.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a model between which it may be cut.
+    """The blocks of a model; it may be cut between them.
 
     Attributes:
         positions: Beginnings of blocks, and of other code after a block; ascending.
-        num_sections: One for each block, and one for each stretch outside blocks of at least half a block's compute.
+        num_sections: One for each block, and one for each stretch outside blocks that has at least half a block's
+            compute.
     """
 
     positions: list[Position]

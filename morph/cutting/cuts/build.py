@@ -1,4 +1,4 @@
-"""Build one section's module: a graph over border tensors, batch entries and parameters, for one m."""
+"""Builds one section's module: a graph over border tensors, batch entries and parameters, for one m."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def build_section(
 ) -> BuiltSection:
     """Build the module that runs ``nodes``, from border tensors ``inputs`` to border tensors ``outputs``.
 
-    Outputs are contiguous, so that the next section cannot distinguish sent tensors from local ones; those without a
+    Outputs are contiguous, so that the next section cannot distinguish sent tensors from local ones; outputs without a
     gradient are detached. The scalar loss is not changed.
     """
     builder = _Builder(analysis, num_samples)
@@ -112,7 +112,7 @@ def _border(builder: _Builder, node: Node) -> Node:
 
 
 def _placeholders_read(analysis: Analysis, nodes: Sequence[Node]) -> list[Node]:
-    """Return graph inputs that the nodes read, directly or through replicated nodes, in graph order."""
+    """Return the graph inputs that the nodes read, directly or through replicated nodes, in graph order."""
     seen: set[Node] = set()
     waiting = list(nodes)
     while waiting:
@@ -123,7 +123,7 @@ def _placeholders_read(analysis: Analysis, nodes: Sequence[Node]) -> list[Node]:
                     waiting.append(argument)
     written = {
         entry.meta[WRITTEN] for entry in nodes if WRITTEN in entry.meta
-    }  # an evaluation reads the old value there
+    }  # an evaluation reads the old value as an input
     placeholders = analysis.exported.graph_module.graph.find_nodes(op="placeholder")
     return [node for node in placeholders if node in seen or node.name in written]
 

@@ -1,4 +1,4 @@
-"""Estimate the cost of one graph node, in floating-point operations for a given number of samples.
+"""Estimates the cost of one graph node, in floating-point operations for a given number of samples.
 
 Matrix products, attention and convolutions count their multiplications and additions (the formulas of
 ``torch.utils.flop_counter``, for the composite operations that a training graph has); every other operation counts

@@ -35,7 +35,7 @@ def marked_positions(analysis: Analysis, positions: Sequence[Position]) -> list[
     """Return the marked positions among all positions, in order; none if nothing is marked.
 
     Raises:
-        JobError: The loss runs no module of a name, or the model cannot be cut at a mark.
+        JobError: A mark names a module that the loss does not run, or the model cannot be cut at a mark.
     """
     nodes = [*_cut_point_calls(analysis), *(_first_node(analysis, name) for name in analysis.exported.cut_points)]
     by_index = {place.index: place for place in positions}
@@ -91,7 +91,7 @@ def cut(exported: ExportedJob, *, num_sections: int | None, micro_batch_size: in
 
     Raises:
         JobError: the graph has fewer places to cut than requested.
-        ExportError: a size in the graph depends on data, or a value goes past a mark.
+        ExportError: a size in the graph depends on data, or a value crosses a mark unnoticed.
     """
     if isinstance(exported, MarkedJob):
         model = _cut_marked(exported, num_sections, micro_batch_size)
@@ -112,7 +112,7 @@ def _cut_marked(exported: MarkedJob, num_sections: int | None, micro_batch_size:
     model = by_length[exported.buckets[-1]]
     if any(one.fingerprint != model.fingerprint or one.units != model.units for one in by_length.values()):
         raise JobError(
-            "the model has other cuts for other lengths",
+            "the model is cut at different places for different lengths",
             source=exported.model_line,
             field="buckets",
             value=exported.buckets,

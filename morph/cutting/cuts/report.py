@@ -23,9 +23,9 @@ class SectionFacts:
 
     Attributes:
         index: 0..K-1.
-        kind: Sections of equal kind do the same work; numbered by first appearance.
+        kind: The number of its kind, by first appearance; sections of one kind do the same work.
         begins_in: Module of the user's model.
-        source: ``file:line`` of its first operation, where known.
+        source: ``file:line`` of its first operation, if known.
         compute_share: Estimated share of the whole model's compute.
         num_parameters: Elements, tied weights included.
         batch_keys: Batch entries that it loads.
@@ -51,7 +51,7 @@ class CutFacts:
     Attributes:
         before_section: The section after the cut.
         module: Module of the user's model that the section begins in.
-        source: ``file:line`` of the first operation behind the cut, where known.
+        source: ``file:line`` of the first operation after the cut, if known.
         share_before: Share of the whole model's compute before the cut.
         share_after: Share after it.
         bytes_per_sample: Bytes that cross the cut.
@@ -69,7 +69,7 @@ class CutFacts:
 
 @dataclass(frozen=True)
 class CutReport:
-    """All findings.
+    """All findings of cutting a model.
 
     Attributes:
         fingerprint: Fingerprint of the cut model.
@@ -77,13 +77,14 @@ class CutReport:
         num_parameters: Trainable elements that the loss depends on.
         sections: The sections in order.
         cuts: The K-1 cuts.
-        tied_units: Id and parameter names of each unit of several sections.
+        tied_units: Id and parameter names of each unit that several sections use.
         written_buffers: Buffers that the forward writes, which are trained state.
         unused_parameters: Trainable parameters without influence on the loss.
         metrics: Names of the further results of the loss.
         not_recorded: Why every worker must build the whole model; None if that is not necessary.
-        refusal: Why torch.export refused the model, which is cut at the user's marks, or not at all; None for a graph.
-        bound_by: Why there are no more sections, or no more even ones, and what helps; None where blocks are even.
+        refusal: Why torch.export refused the model, so that it is cut at the user's marks or not at all; None for a
+            graph.
+        bound_by: Why there are not more sections or more even ones, and how to get them; None if blocks are even.
         curve: For each place of a graph where a cut is possible: compute share before it, bytes per sample across it.
     """
 
@@ -182,7 +183,7 @@ def _bound_by(exported: ExportedJob, model: CutModel) -> str | None:
     if len(model.sections) > 1 or exported.num_sections == 1:
         return None
     if not analysis.positions():
-        return "behind every place something other than a tensor is needed: compute there what follows from shapes"
+        return "a value other than a tensor is needed after every place: compute values of shapes where they are used"
     return (
         "the model repeats no block (modules of one class in a ModuleList or Sequential, called in turn) and is hardly "
         "narrower in one place than in another: choose with num_sections or cut_points"

@@ -1,4 +1,4 @@
-"""Build the user's model without memory for its weights, and make single tensors on request."""
+"""Builds the user's model without memory for its weights, and makes single tensors on request."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ log = logging.getLogger(__name__)
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Named tensors on the CPU, as they are now; tensors of a recorded constructor are made anew on each request.
+    """Named tensors on the CPU, with their present values; tensors of a recorded constructor are made anew on each
+    request.
 
     Attributes:
-        tape: Record of the constructor; None if it was really run.
-        num_operations: Number of operations on the tape after which the tensors are taken.
+        tape: The record of the constructor; None if it was really run.
+        num_operations: The number of operations on the tape that produce the tensors.
         entries: Each tensor, or its reference on the tape.
     """
 
@@ -37,7 +38,7 @@ class LazyTensors(Mapping[str, Tensor]):
         self.tape, self.num_operations = tape, len(tape.operations) if tape is not None else 0
         self.entries = {name: _entry(tensor, tape) for name, tensor in tensors.items()}
         self.specs = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-        """Shape and dtype of each, without making any."""
+        """The shape and dtype of each tensor, without making any."""
 
     @classmethod
     def of(
@@ -73,7 +74,7 @@ class LazyTensors(Mapping[str, Tensor]):
         return torch.empty_like(entry, device=device)
 
     def only(self, names: Sequence[str]) -> LazyTensors:
-        """Return some of them, in this order."""
+        """Return some of the tensors, in this order."""
         chosen = copy(self)
         chosen.entries = {name: self.entries[name] for name in names}
         chosen.specs = {name: self.specs[name] for name in names}
@@ -94,8 +95,8 @@ class BuiltModel:
     Attributes:
         model: The model in training mode.
         tape: Record of its constructor; None if it was really built.
-        fake_mode: Fake mode of its tensors.
-        not_recorded: Why it was really built, in one line; None if it was recorded.
+        fake_mode: The fake mode of the model's tensors.
+        not_recorded: Why the model was really built, in one line; None if it was recorded.
         buffers: Buffers after the constructor, by their first names.
     """
 
@@ -109,7 +110,7 @@ class BuiltModel:
 
     def __post_init__(self) -> None:
         buffers = dict(self.model.named_buffers()) if isinstance(self.model, nn.Module) else {}
-        # buffers that are not fake are data, which a run really changes
+        # buffers that are not fake hold data that a run really changes
         copies = {
             name: value if isinstance(value, FakeTensor) else value.detach().clone()
             for name, value in buffers.items()
@@ -138,19 +139,20 @@ class BuiltModel:
         return stack
 
     def tracing(self) -> AbstractContextManager[object]:
-        """Return the context in which torch.export takes the model's tensors as they are."""
+        """Return the context in which torch.export accepts the model's tensors unchanged."""
         return nullcontext() if self.fake_mode is None else tracing(TracingContext(self.fake_mode))
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that the model can be called with: a fake one for a fake model."""
+        """Return a tensor with which the model can be called: a fake tensor for a fake model."""
         return tensor if self.fake_mode is None else self.fake_mode.from_tensor(tensor, static_shapes=True)
 
 
 def write_assigned_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Write what the forward has put in the place of buffers into them: torch.export does not see such assignments.
+    """Write tensors that the forward has assigned in place of buffers into these: torch.export does not see
+    assignments.
 
     Raises:
-        JobError: it has another shape or type.
+        JobError: an assigned tensor has another shape or type.
     """
     for name, buffer in before.items():
         owner, _, last = name.rpartition(".")
@@ -207,16 +209,16 @@ def _seeded(seed: int) -> Iterator[None]:
     """Seed the generators of a constructor, including numpy's and Python's, which no tape records."""
     with own_generators() as seed_all:
         seed_all(seed)
-        torch.manual_seed(seed)  # a device as well that the constructor is the first to use
+        torch.manual_seed(seed)  # also devices that the constructor is the first to use
         yield
 
 
 def _record(make: Callable[[], nn.Module], seed: int) -> BuiltModel:
-    # not at the top: it loads sympy, a third of what a worker would load, which only reads what was recorded
+    # not at the top: this loads sympy, a third of all imports of a worker, which only reads records
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     tape = Tape(seed)
-    # as torch.export makes its own: it takes over a mode that it finds, and asks for these
+    # as in torch.export's own mode: torch.export uses a mode that it finds, and requires these values
     shapes = ShapeEnv(tracked_fakes=[], prefer_deferred_runtime_asserts_over_guards=False, trace_asserts=True)
     fake_mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True, export=True)
     with _seeded(seed), recordable(tape), fake_mode, RecordTape(tape):

@@ -18,7 +18,7 @@ from morph.cutting.deferred_init.weight_files import weights_left_in_files
 from morph.cutting.source.guards import replaced
 
 TRUNCATED = "_no_grad_trunc_normal_"
-"""A function of ``nn.init`` that a tape holds as one operation."""
+"""A function of ``nn.init`` that a tape records as one operation."""
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def quiet_fakes() -> Iterator[None]:
 
 @contextmanager
 def unvalidated_distributions() -> Iterator[None]:
-    """Switch off checks of torch.distributions during a trace, which has no values. Results do not change."""
+    """Switch off checks of torch.distributions during a trace, because it has no values. Results do not change."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -62,7 +62,7 @@ def unvalidated_distributions() -> Iterator[None]:
 
 
 def _as_one_operation(original: Callable[..., Tensor], tape: Tape) -> Callable[..., Tensor]:
-    """Record as one operation a function that redraws until no number is out of range; its loop needs the numbers."""
+    """Record a function that redraws until no number is out of range as one operation: its loop needs the numbers."""
 
     def write(tensor: Tensor, *numbers: float, generator: torch.Generator | None = None) -> Tensor:
         if not tape.knows(tensor):

@@ -1,9 +1,10 @@
-"""Record a model's constructor, and later carry out only the operations on which a requested tensor depends.
+"""Records a model's constructor, and later carries out only the operations on which a requested tensor depends.
 
 The constructor runs under a ``FakeTensorMode``, so that no weight takes memory. Below Python every operation that makes
-or changes a storage is written on a tape; views are not, because a tensor is its storage with a shape. A tensor is
-materialised by replaying, in order, the operations that its storage depends on. Each random operation is seeded by the
-job's seed and its number on the tape, so that a weight does not depend on what else is materialised, or where.
+or changes a storage is written on a tape; views are not written, because a tensor is its storage with a shape. A tensor
+is materialised by replaying, in order, the operations on which its storage depends. Each random operation is seeded by
+the job's seed and its number on the tape, so that a weight does not depend on which other tensors are materialised, or
+where.
 
 Tensors that hold data from elsewhere (``torch.tensor([...])``, ``torch.from_numpy``) are real, and so are operations
 among them: they are data on the tape.
@@ -50,7 +51,7 @@ class CannotRecord(Exception):
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A tensor of the constructor: the number of its storage, and its view of it."""
+    """A tensor of the constructor: the number of its storage, and its view of the storage."""
 
     storage: int
     dtype: torch.dtype
@@ -100,7 +101,7 @@ class Tape:
         """Return the reference of a fake tensor.
 
         Raises:
-            CannotRecord: if it was not made on this tape, or is not a plain tensor.
+            CannotRecord: the tensor was not made on this tape, or is not a plain tensor.
         """
         if not self.knows(tensor):
             raise CannotRecord("a tensor comes from outside the constructor")
@@ -143,7 +144,7 @@ class Tape:
 
     def made_by(self, function: Callable[..., Tensor], args: tuple[object, ...], like: Tensor) -> Tensor:
         """Record a Python function that makes a tensor of data, and return its fake counterpart."""
-        made = torch.empty(like.shape, dtype=like.dtype, device="cpu")  # recorded, as what makes the storage
+        made = torch.empty(like.shape, dtype=like.dtype, device="cpu")  # recorded: it makes the storage
         self.operations[-1] = replace(self.operations[-1], function=function, args=args, kwargs={})
         return made
 
@@ -171,7 +172,7 @@ class Tape:
     def materialise(self, references: Sequence[TensorRef], num_operations: int | None = None) -> list[Tensor]:
         """Return real tensors on the CPU; memory is needed only for them and the temporaries of their operations.
 
-        They are as after the first ``num_operations``; None for all.
+        Their values are those after the first ``num_operations``; None for all.
         """
         wanted = {reference.storage for reference in references}
         operations = self.needed_for(wanted, num_operations)
@@ -330,7 +331,7 @@ def _draw(function: Callable[..., Any], args: Any, kwargs: Any, seed: int) -> An
 
 @cache
 def _taking_generator(operation: OpOverload) -> tuple[OpOverload | None, int | None]:
-    """Return the overload of an operation that takes a generator besides, and at which place."""
+    """Return the overload of an operation that also takes a generator, and the generator's place."""
 
     def arguments(overload: OpOverload) -> list[tuple[str, str]]:
         return [(argument.name, str(argument.type)) for argument in overload._schema.arguments]

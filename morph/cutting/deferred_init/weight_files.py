@@ -1,4 +1,4 @@
-"""Weights that a constructor loads from safetensors files: the tape holds their places in files, to read on demand.
+"""Records weights that a constructor loads from safetensors files as places in files, to be read on demand.
 
 safetensors maps a file into memory and makes each tensor from a storage in the mapping. During recording, such a
 storage is looked up among the process's mappings, which give its file and place; the constructor gets a fake tensor
@@ -36,7 +36,7 @@ def read_slice(path: str, offset: int, num_bytes: int, proof: str) -> Tensor:
     """Read bytes of a file, as a tensor of uint8.
 
     Raises:
-        JobError: if the file is missing or cannot be read, or these bytes have changed.
+        JobError: the file is missing or cannot be read, or these bytes have changed.
     """
     read = torch.empty(num_bytes, dtype=torch.uint8)
     content = memoryview(read.numpy())  # type: ignore[arg-type]  # as in checkpoint/unit_files.py
@@ -66,7 +66,7 @@ def require_files(tape: Tape) -> None:
     """Check that the files that a tape reads are on this machine.
 
     Raises:
-        JobError: if one is missing; it names the first.
+        JobError: a file is missing; the error names the first.
     """
     paths = {operation.args[0] for operation in tape.operations if operation.function is read_slice}
     for path in sorted(paths):
@@ -94,7 +94,7 @@ def weights_left_in_files(tape: Tape) -> Iterator[None]:
 
 
 class _LeavesInFiles(TorchFunctionMode):
-    """Answers ``torch.asarray`` of a storage, with which safetensors makes every tensor: fakes have no storage."""
+    """Handles ``torch.asarray`` of a storage, by which safetensors makes every tensor: fake tensors have no storage."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class _Mappings:
 
     Attributes:
         starts: The beginning of each range of addresses, ascending.
-        ranges: For each range its end, the file's path, and the offset in the file at which it begins.
+        ranges: For each range, its end, the file's path, and the range's offset in the file.
         held: Storages in the ranges; references keep their addresses from being reused.
     """
 
@@ -161,5 +161,5 @@ class _Mappings:
 
 
 def _proof(content: memoryview) -> str:
-    """Digest of the first and the last bytes: training changes every tensor everywhere."""
+    """Return a digest of the first and the last bytes: training changes every tensor everywhere."""
     return xxhash.xxh3_64_hexdigest(bytes(content[:_PROOF_BYTES]) + bytes(content[-_PROOF_BYTES:]))

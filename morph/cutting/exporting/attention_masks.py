@@ -1,8 +1,8 @@
-"""Let a traced model of transformers choose its attention masks as the plain model does.
+"""Lets a traced model of transformers choose its attention masks as the plain model does.
 
 Untraced, transformers omits a mask that is plainly causal or masks nothing, and calls attention with ``is_causal`` and
 grouped keys, as flash kernels require. Under torch.export it always makes the mask and repeats the keys, because a
-program may be run with other lengths than its example's. In Morph's programs only the number of samples varies.
+program may be run with lengths other than its example's. In Morph's programs only the number of samples varies.
 
 The function that makes masks for ``sdpa`` is set in transformers' registry (``AttentionMaskInterface``, from 4.53), and
 may omit them. A mask that depends on an entry of the batch (``attention_mask``, ``position_ids``) is always made,
@@ -30,7 +30,7 @@ from morph.cutting.source.guards import replaced
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _EXPAND = torch.ops.aten.expand.default
-_MOST_ENTRIES = 1 << 26  # largest mask that is examined: 8,192 tokens
+_MOST_ENTRIES = 1 << 26  # the largest mask that is examined, with 8,192 tokens
 Indices = Callable[[Tensor], "Tensor | None"]
 MakeMask = Callable[..., "Tensor | None"]
 

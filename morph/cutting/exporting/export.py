@@ -1,4 +1,4 @@
-"""Export a job's model and loss as one graph, with the batch size symbolic."""
+"""Exports a job's model and loss as one graph with a symbolic batch size."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def _constants(program: ExportedProgram, sources: dict[str, Source], built: Buil
 
 @contextmanager
 def _placed(line: str) -> Iterator[None]:
-    """Give a refusal without a line (an operation called by torch's own modules) the line of the model."""
+    """Give a refusal without a line (of an operation that torch's own modules call) the line of the model."""
     try:
         yield
     except InputError as error:

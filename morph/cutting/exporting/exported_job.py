@@ -20,7 +20,7 @@ from morph.jobs.job import Boundary, Job
 
 
 _KNOWN_NAMESPACES = {"aten", "prims", "morph"}
-"""Namespaces of operations that are tagged if they draw random numbers; users' own rarely are."""
+"""Namespaces whose operations are tagged if they draw random numbers; users' own operations rarely are."""
 
 
 def is_random(node: Node, graph_module: GraphModule) -> bool:
@@ -74,13 +74,13 @@ class ExportedJob:
 
     Attributes:
         initial_parameters: Trainable parameters by their first name in the model, on CPU, each made on request. Tied
-            parameters are in it once.
+            parameters appear once.
         initial_buffers: Buffers that the forward writes, likewise.
         aliases: Further names of tied parameters, each with the name under which the parameter is kept.
         num_sections: ``Job.num_sections``.
-        cut_points: Names of modules in front of which the job should be cut, if any.
+        cut_points: Names of modules before which the job should be cut, if any.
         model_line: Where the model is defined, ``file:line``, for errors.
-        not_recorded: Why initial values cannot be made one by one; None when they can.
+        not_recorded: Why initial values cannot be made one by one; None if they can.
         boundary: Type in which tensors cross cut-points, as in ``Job``.
         metric_names: Names of the loss's further results, in the order in which sections return them after the loss.
         buckets: The job's buckets.
@@ -105,7 +105,7 @@ class ExportedJob:
 
 @dataclass(frozen=True)
 class Source:
-    """What a graph input holds.
+    """The content of a graph input.
 
     ``kind`` is ``parameter`` (a trainable one), ``buffer`` (one that the forward writes), ``constant`` (another buffer,
     a frozen parameter) or ``batch``.
@@ -122,10 +122,10 @@ class GraphJob(ExportedJob):
     Attributes:
         graph_module: Graph of loss, metrics and new values of buffers, without in-place operations or assertions.
         written: The buffers whose new values the graph returns, in that order.
-        sources: What each placeholder of the graph holds, by placeholder name.
+        sources: The content of each placeholder of the graph, by placeholder name.
         batch_symbol: The symbol that stands for the number of samples (a sympy symbol).
         initial_constants: Constants by the placeholder that holds them, made on request.
-        length_symbol: The symbol that stands for the length of a micro-batch, where lengths vary.
+        length_symbol: The symbol that stands for the length of a micro-batch, if lengths vary.
         length: The length for which it stands.
     """
 
@@ -147,7 +147,7 @@ class MarkedJob(ExportedJob):
         whole: Model and loss as one module, its trainable parameters without memory; buffers and frozen parameters are
             real.
         batch: Some samples, stacked, for trials of the model.
-        batches: Such samples by bucket, where lengths vary.
+        batches: Such samples by bucket, if lengths vary.
         refusal: Why the model was not exported.
     """
 

@@ -1,8 +1,8 @@
-"""Make an exported graph free of assertions, dead code and in-place operations.
+"""Frees an exported graph of assertions, dead code and in-place operations.
 
-torch.export in training form keeps in-place operations. Where no other node can see the changed tensor, they are
-replaced by their functional overload; otherwise torch functionalises the whole graph. Values that the forward writes
-into buffers become further results of the graph.
+torch.export in training form keeps in-place operations. If no other node can see the changed tensor, they are replaced
+by their functional overload; otherwise torch functionalises the whole graph. Values that the forward writes into
+buffers become further results of the graph.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ASSERTIONS = {
     torch.ops.aten.sym_constrain_range_for_size.default,
 }
 WRITTEN = "morph_written"
-"""Key in a node's ``meta``: the placeholder of the buffer whose new value the node is."""
+"""Key in a node's ``meta`` for the placeholder of a buffer; the node is the buffer's new value."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Functional:
     """A graph without in-place operations.
 
     Attributes:
-        graph_module: Its results are the loss and metrics, then the new values in ``written``.
+        graph_module: The graph; its results are the loss and metrics, then the new values of ``written``.
         written: Placeholders of the buffers that the forward changes, in the order of their new values.
     """
 
@@ -241,7 +241,7 @@ def _clean(graph_module: GraphModule) -> None:
 
 
 def _bear_other_strides(graph_module: GraphModule) -> None:
-    """Replace ``view`` by ``reshape``: real attention kernels return other strides than their fake counterparts."""
+    """Replace ``view`` with ``reshape``: real attention kernels return other strides than their fake counterparts."""
     for module in graph_module.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
@@ -281,7 +281,7 @@ def _base(node: Node) -> Node:
 
 
 def _replace_in_place(node: Node, of_buffer: dict[Node, str]) -> bool:
-    """Replace one in-place node by its functional overload; False when another node could see the difference.
+    """Replace one in-place node with its functional overload; return False if another node could see the difference.
 
     ``of_buffer``: the placeholder's name for each node that stands for a buffer.
     """
@@ -302,7 +302,7 @@ def _replace_in_place(node: Node, of_buffer: dict[Node, str]) -> bool:
 
 
 def _make_copies_differentiable(graph_module: GraphModule) -> None:
-    """Replace ``aten.copy``, which functionalisation inserts, by conversion and expansion, which are differentiable."""
+    """Replace ``aten.copy``, which functionalisation inserts, with conversion and expansion, which have gradients."""
     graph = graph_module.graph
     for node in list(graph.nodes):
         if node.target is not torch.ops.aten.copy.default:

@@ -84,7 +84,7 @@ class _Calls(TorchFunctionMode):
     """Refuses hooks on tensors, and ``torch.autograd.grad``, even if it was imported by name or is called by torch.
 
     Attributes:
-        numbers: The lines at which numbers are taken out of tensors, by the symbols that stand for the numbers.
+        numbers: The lines at which numbers are read from tensors, by the symbols that stand for the numbers.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class _Calls(TorchFunctionMode):
 def gradients_refused() -> Iterator[Mapping[str, str | None]]:
     """While a model is traced, refuse hooks on tensors, and gradients that the model computes, naming the line.
 
-    Yields the lines at which numbers are taken out of tensors, by the symbols that stand for the numbers.
+    Yields the lines at which numbers are read from tensors, by the symbols that stand for the numbers.
     """
     with _Calls() as calls:
         yield calls.numbers

@@ -1,4 +1,4 @@
-"""Inline the regions under ``torch.no_grad()``, which torch.export keeps as submodules."""
+"""Inlines the regions under ``torch.no_grad()``, which torch.export keeps as submodules."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Keep each ``torch.autograd.Function`` of the user as one operation, so that its own backward is run.
+"""Keeps each ``torch.autograd.Function`` of the user as one operation, so that its own backward is run.
 
 torch.export traces through ``Function.apply`` and keeps only its forward. Therefore, while a model is traced, ``apply``
-is redirected to one operation of torch's library that stands for any such call. Afterwards its nodes get the function
-itself as their target, and a section that runs one calls ``apply`` as the user's own code does.
+is redirected to one operation of torch's library that stands for any such call. Afterwards the nodes of this operation
+get the function itself as their target, and a section that runs such a node calls ``apply`` as the user's code does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from morph.cutting.source.refusal import OR_MARK
 _OPERATION = "morph::user_function"
 _PURE = "a function of its arguments alone: give every tensor that it reads to `apply`, and return new ones"
 _calls: list[UserFunction] = []
-"""Calls in the model that is being traced, by their numbers in its graph."""
+"""Calls in the model that is being traced; the graph refers to them by their index."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class UserFunction:
 
     Attributes:
         function: The user's class.
-        leaves: Its arguments in flat order, with tensors and symbolic numbers left out.
+        leaves: The call's arguments in flat order, without tensors and symbolic numbers.
         spec: The tree structure of the arguments.
         needs_input_grad: For each argument, whether it required a gradient when traced.
-        results: Its results in flat order, None for a tensor. Known once it ran.
+        results: The call's results in flat order, None for a tensor. Known once it ran.
         results_spec: The tree structure of the results.
         differentiable: For each returned tensor, whether it is differentiable.
         flops: Floating-point operations of its matrix products and similar operations; symbolic.
@@ -105,7 +105,7 @@ class UserFunction:
         """Run the forward on fake tensors to learn what it returns; the results share no memory with the arguments.
 
         Raises:
-            ExportError: it changes an argument, or reads tensors that are not arguments.
+            ExportError: the forward changes an argument, or reads tensors that are not arguments.
         """
         args, kwargs = self.arguments(tensors, numbers)
         context = _Context(self.needs_input_grad)
@@ -133,8 +133,8 @@ class UserFunction:
 def kept_whole() -> Iterator[None]:
     """While a model is traced and its graph is processed, keep each ``apply`` of the user as one node of the graph.
 
-    Because users bind ``Function.apply`` to names of their own (``reverse = Reverse.apply``), it is not replaced, but
-    the function that it calls is.
+    Users bind ``Function.apply`` to names of their own (``reverse = Reverse.apply``), so the function that it calls is
+    replaced, not ``apply`` itself.
     """
     _calls.clear()
     try:
@@ -162,7 +162,7 @@ def _apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
     )
     if mode is None:
         original = super(_SingleLevelFunction, function)
-        return original.apply(*args, **kwargs)  # type: ignore[attr-defined]  # of torch's C code
+        return original.apply(*args, **kwargs)  # type: ignore[attr-defined]  # the method of torch's C code
     leaves, spec = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     numbers = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt | torch.SymFloat)]

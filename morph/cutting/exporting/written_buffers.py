@@ -1,4 +1,4 @@
-"""Buffers that the forward writes: which changes are equal in every shape, and where in the graph they belong.
+"""Decides which changes of buffers by the forward are equal in every shape, and where they belong in the graph.
 
 Every micro-batch reads a buffer as it was at the beginning of the step. Changes are treated like gradients: their mean
 over all micro-batches is applied with the step (docs/decisions/0013).
@@ -24,10 +24,10 @@ _KEEPS_MEANS = {
     *("view", "reshape", "expand", "expand_as", "squeeze", "unsqueeze", "permute", "transpose", "t"),
     *("add", "sub", "rsub"),
 }
-"""Operations that commute with the mean: applied to the mean of arguments they give the mean of results."""
+"""Operations that commute with the mean: applied to the mean of arguments, they give the mean of results."""
 
 _ONE_ARGUMENT_VARIES = {"mul": (0, 1), "div": (0,), "lerp": (0, 1), "where": (1, 2), "getitem": (0,)}
-"""Operations that do so while only these arguments differ between micro-batches; in a product only one factor."""
+"""Operations that do so if only these arguments differ between micro-batches; in a product, only one factor may."""
 
 _COPIES: set[object] = {torch.ops.aten.detach.default, torch.ops.aten.expand_as.default, torch.ops.aten.to.dtype}
 
@@ -42,7 +42,7 @@ def settle_writes(functional: Functional, sources: Mapping[str, Source]) -> None
     """Refuse changes that would depend on the shape, and move the others to the place where their values are used.
 
     Raises:
-        JobError: naming the buffer and the line.
+        JobError: a change depends on the shape; the error names the buffer and the line.
     """
     if not functional.written:
         return
@@ -80,7 +80,7 @@ def _varying(functional: Functional, sources: Mapping[str, Source]) -> set[Node]
 
 
 def _not_averaged(graph: Graph, end: Node, starts: Iterable[Node], varying: set[Node]) -> Node | None:
-    """Return the node that makes the mean of a buffer's changes differ from what the user meant; None: there is none.
+    """Return the node that makes the mean of a buffer's changes differ from the user's intention; None: there is none.
 
     On the way from a buffer to its new value, values that differ between micro-batches may only be added, with fixed
     factors.
@@ -126,7 +126,7 @@ def _keeps_means(node: Node, varying: set[Node], follows: set[Node]) -> bool:
 
 
 def _cone(ends: Iterable[Node]) -> set[Node]:
-    """Return these nodes and all nodes on which they depend."""
+    """Return these nodes and all nodes on which these depend."""
     found: set[Node] = set()
     waiting = list(ends)
     while waiting:

@@ -1,4 +1,4 @@
-"""Cut a model that torch.export refuses, only at the user's marks, and check its sections against the whole model."""
+"""Cuts a model that torch.export refuses, only at the user's marks, and checks its sections against the whole model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cut_marked(exported: MarkedJob, *, num_sections: int | None, micro_batch_siz
 
     Raises:
         JobError: a mark is not reached, there are too few of them, or the model fails.
-        ExportError: the sections fail, or do not give the loss and the gradients of the whole.
+        ExportError: the sections fail, or do not give the loss and the gradients of the whole model.
     """
     batch = _resized(exported.batch, micro_batch_size)
     parameters = {
@@ -105,8 +105,8 @@ def _users_errors(exported: MarkedJob, entry: Mark | None = None) -> Iterator[No
     """Report errors of the user's code with their line.
 
     Raises:
-        JobError: if it failed in one piece.
-        ExportError: if it failed from ``entry`` on, with a received tensor in place of the earlier computation.
+        JobError: the code failed in one piece.
+        ExportError: the code failed from ``entry`` on, with a received tensor in place of the earlier computation.
     """
     try:
         yield
@@ -118,7 +118,7 @@ def _users_errors(exported: MarkedJob, entry: Mark | None = None) -> Iterator[No
             raise users_error(error, job, model, "loss") from error
         name = entry.call[0].removeprefix(_PREFIX)
         raise ExportError(
-            f"behind the cut in front of {name}, where nothing in front of it is run, the model fails: "
+            f"behind the cut in front of {name}, without running the code in front of it, the model fails: "
             f"{type(error).__name__}: {first_line(error)}",
             source=user_line(error, job, model) or entry.source,
             allowed="one tensor across each cut, and gradients by torch.autograd.grad only between two cuts; or no "

@@ -1,4 +1,4 @@
-"""Run the user's own code from one mark to the next.
+"""Runs the user's own code from one mark to the next.
 
 A section runs ``loss(model, batch)`` from its beginning. Until the section's first mark is reached, modules that do not
 contain the mark are not run: they return zeros of the shape that they had in a trial. At the mark the border tensor
@@ -32,7 +32,7 @@ _SMALL = 16
 
 
 class Choices(TorchDispatchMode, Generic[PlaceT]):  # type: ignore[no-untyped-call]  # torch does not annotate it
-    """Collects (place, ``file:line``) where Python reads a number that depends on torch's generator.
+    """Collects each (place, ``file:line``) at which Python reads a number that depends on torch's generator.
 
     Only small tensors are followed from their draw.
     """
@@ -56,7 +56,7 @@ class Choices(TorchDispatchMode, Generic[PlaceT]):  # type: ignore[no-untyped-ca
                 self.found.append((self._place(), line_in_loss()))
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor) and leaf.numel() <= _SMALL:
-                    self._drawn[id(leaf)] = leaf  # kept, so that its id is not another's
+                    self._drawn[id(leaf)] = leaf  # kept, so that no other tensor gets its id
         return result
 
 
@@ -125,7 +125,7 @@ class Mark:
         enclosing: Calls that are active there.
         value: The tensor that crossed in the trial.
         source: ``file:line`` of the call.
-        flops: Work done before, in the trial.
+        flops: The work done before it in the trial.
     """
 
     call: Call
@@ -137,7 +137,7 @@ class Mark:
 
 @dataclass
 class Trial:
-    """Findings of a run of everything.
+    """The findings of a run of the whole code.
 
     Attributes:
         marks: The marks in order.
@@ -173,7 +173,7 @@ def run_whole(
     is_mark: Callable[[str, nn.Module], bool],
     flops: Callable[[], int],
 ) -> tuple[tuple[Tensor, ...], Trial]:
-    """Run everything; return loss, metrics and findings. Random numbers are seeded anew after each mark."""
+    """Run the whole code; return loss, metrics and findings. Random numbers are seeded anew after each mark."""
     trial, under_way, seen = Trial(), list[Call](), Counter[str]()
 
     def run(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -206,7 +206,7 @@ class MarkedCode:
         entry: Beginning of the section; None for the first.
         end: End of the section; None for the last.
         returned: Results of each call in the trial.
-        needs_gradient: Whether the tensor at the end carries one.
+        needs_gradient: Whether the tensor at the end has a gradient.
         frozen: Parameters that no section trains, by name.
     """
 
@@ -221,9 +221,9 @@ class MarkedCode:
     called: list[str] = field(default_factory=list)
     """Modules that the latest run called, outermost first, without those that contain a border."""
     seeded: Mapping[Call, int] = field(default_factory=dict)
-    """Marks after which the trial reseeds random numbers, with the seeds: earlier sections draw other numbers."""
+    """Marks after which random numbers are reseeded, with the seeds, because earlier sections draw other numbers."""
     foreign: frozenset[str] = frozenset()
-    """Modules whose parameters the section does not hold, because the trial did not reach them in it."""
+    """Modules whose parameters the section does not hold, because the trial did not reach them in this section."""
     _border_shape: tuple[int, ...] | None = None
 
     def forget_trial(self) -> None:
@@ -327,7 +327,7 @@ class _Walk:
     def _stand_in(self, call: Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if call in self._code.returned:
             return fill(self._code.returned[call], args, self._device)
-        with torch.no_grad():  # not seen in the trial; its result is replaced at the mark
+        with torch.no_grad():  # the trial did not show it; its result is replaced at the mark
             return _PLAIN(module, *args, **kwargs)
 
 
@@ -338,13 +338,13 @@ def _lacks(module: nn.Module, held: set[int]) -> bool:
 
 
 def seed_behind(num_marks: int) -> None:
-    """Seed the random numbers that the trial draws after so many marks."""
+    """Seed the random numbers that the trial draws after this many marks."""
     torch.default_generator.manual_seed(num_marks)
 
 
 @contextmanager
 def _calls_go_to(run: RunCall, whole: nn.Module) -> Iterator[None]:
-    """Intercept calls of only the model's own modules, through the hook of ``Module.compile``."""
+    """Intercept only calls of the model's own modules, through the hook of ``Module.compile``."""
     modules = list(whole.named_modules())
     before = [module._compiled_call_impl for _, module in modules]
     try:

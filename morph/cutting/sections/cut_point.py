@@ -8,7 +8,7 @@ from torch import Tensor, nn
 class CutPoint(nn.Module):
     """A place where the model is cut; returns its argument.
 
-    Make one in the constructor and call it in ``forward`` where the code after it needs only this tensor from before::
+    Make one in the constructor, and call it in ``forward`` at a place where later code needs only this tensor::
 
         self.cut = morph.CutPoint()
         ...

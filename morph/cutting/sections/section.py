@@ -42,7 +42,7 @@ class BoundaryTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Size of this tensor for m samples, in bytes."""
+        """The size of this tensor for m samples, in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -64,7 +64,7 @@ class ParameterUnit:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of everything in the unit that changes while training."""
+        """The names of everything in the unit that changes while training."""
         return (*self.parameters, *self.buffers)
 
 
@@ -125,7 +125,7 @@ class Section:
     Attributes:
         index: 0..K-1.
         label: The module of the user's model in which the section begins.
-        inputs: Border tensors that it takes: the previous section's outputs.
+        inputs: Border tensors that it receives: the previous section's outputs.
         outputs: Border tensors that it returns, contiguous; the last section returns the scalar loss and the metrics. A
             tensor that only passes through is in both.
         batch_keys: Batch entries that it reads.
@@ -134,12 +134,12 @@ class Section:
         code: Called with ``*inputs, *batch entries, *parameters, *buffers, *constants``; returns the outputs, then new
             values of ``writes``.
         buffers: Buffers that it reads and some section writes.
-        writes: Those of ``buffers`` that it writes itself.
+        writes: The ``buffers`` that it writes itself.
         constants: Constants that it reads (other buffers, frozen parameters), by their names in ``constant_values``.
         constant_values: The constants of the whole model.
         source: The line of code outside torch, ``file:line``, with which the section begins.
         cost: Estimated compute, in the same unit for all sections.
-        num_replicated: Number of cheap operations that it computes although other sections do, too.
+        num_replicated: Number of cheap operations that it computes although other sections compute them too.
         finish: Applied to the code after it was moved to a device, for example to compile it.
     """
 
@@ -198,7 +198,7 @@ class CutModel:
         buffer_specs: Shape and dtype of each buffer that a section writes.
         unused_parameters: Trainable parameters on which the loss does not depend: in no unit, and never changed.
         metric_names: Names of the last section's outputs after the loss.
-        by_length: The same cut for each bucket, where lengths vary; this cut is for the longest.
+        by_length: The same cut for each bucket, if lengths vary; this cut is for the longest.
         length: The bucket of this cut.
     """
 
@@ -218,7 +218,7 @@ class CutModel:
         return self if length is None else self.by_length.get(length, self)
 
     def every(self) -> dict[int | None, CutModel]:
-        """Return all cuts by length; only this one where lengths do not vary."""
+        """Return all cuts by length; only this one if lengths do not vary."""
         return dict(self.by_length.items()) or {None: self}
 
     def mapped(self, change: Callable[[CutModel], CutModel]) -> CutModel:
@@ -227,7 +227,7 @@ class CutModel:
 
     @property
     def specs(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of everything that changes while training."""
+        """The shape and dtype of everything that changes while training."""
         return {**self.parameter_specs, **self.buffer_specs}
 
     @property

@@ -19,7 +19,7 @@ _ARGUMENTS = (
     "Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor var, float momentum, float eps, bool cudnn"
 )
 _TRAINING, _STATISTICS = 5, (3, 4)
-"""Positions of arguments, equal in both of torch's operations."""
+"""Positions of arguments; they are equal in both of torch's operations."""
 
 
 def _returning(normalise: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
@@ -46,7 +46,7 @@ RETURNING: dict[Any, OpOverload] = {
     aten.batch_norm.default: torch.ops.morph.batch_norm.default,
     aten.instance_norm.default: torch.ops.morph.instance_norm.default,
 }
-"""By torch's operation: the counterpart that returns (result, mean, variance)."""
+"""The counterpart, by torch's operation, that returns (result, mean, variance)."""
 
 PLAIN: dict[Any, Any] = {returning: plain for plain, returning in RETURNING.items()}
 
@@ -59,7 +59,7 @@ def updated_statistics(node: Node) -> list[Node]:
 
 
 def return_statistics(node: Node) -> None:
-    """Replace the node by the returning operation, followed by plain copies into the statistics."""
+    """Replace the node with the returning operation, followed by plain copies into the statistics."""
     graph, statistics = node.graph, updated_statistics(node)
     x, weight, bias, mean, var, _, *rest = node.args
     value, place = node.meta["val"], {key: entry for key, entry in node.meta.items() if key != "val"}

@@ -1,4 +1,4 @@
-"""Find the line of the user's code that makes the exported graph depend on the number of samples."""
+"""Finds the line of the user's code that makes the exported graph depend on the number of samples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Guard:
     Attributes:
         text: The condition as torch writes it, such as ``Eq(s0, 3)``.
         is_equality: Whether it holds for only one number of samples, and not for a range.
-        line: ``file:line`` of the user's code; None outside of it.
+        line: ``file:line`` of the user's code; None outside of the user's code.
         module: Class of the innermost module that runs, if it is torch's own.
         transformed: Whether a transformation by torch.func caused it.
     """
@@ -86,7 +86,7 @@ def watched_guards() -> Iterator[list[Guard]]:
 
 
 def decisive(guards: list[Guard]) -> Guard | None:
-    """Return the guard to report; preferred are guards in the user's code, and those that fix the number of samples."""
+    """Return the guard to report, preferably one in the user's code, or one that fixes the number of samples."""
     return max(guards, key=lambda guard: (guard.line is not None, guard.is_equality), default=None)
 
 

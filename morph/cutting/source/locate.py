@@ -1,4 +1,4 @@
-"""Find the line of the user's code that an exception is about."""
+"""Finds the line of the user's code to which an exception refers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch.fx import Node
 
 from morph.jobs.job import Job
 
-SLICE = re.compile(r"\.?slice\([^)]*\)")  # when a model iterates over a slice of a list of modules
+SLICE = re.compile(r"\.?slice\([^)]*\)")  # from a model that iterates over a slice of a list of modules
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
 _OUR_FOLDER = f"{Path(__file__).parents[2]}/"
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 def user_line(error: BaseException, job: Job, model: nn.Module | None) -> str | None:
-    """Return ``file:line`` of the deepest frame in the job's or the model's files, or None when no frame is there."""
+    """Return ``file:line`` of the deepest frame in the job's or the model's files, or None without such a frame."""
     files = user_files(job, model)
     for link in _chain(error):
         frames = [frame for frame in traceback.extract_tb(link.__traceback__) if frame.filename in files]
@@ -67,7 +67,7 @@ def calling_line() -> str | None:
 
 
 def definition_line(thing: Any) -> str:
-    """Return ``file:line`` where a function or class is defined; its repr when that is unknown."""
+    """Return ``file:line`` where a function or class is defined; its repr if that is unknown."""
     target = inspect.unwrap(thing.func) if isinstance(thing, functools.partial) else inspect.unwrap(thing)
     try:
         return f"{inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}"

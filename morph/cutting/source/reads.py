@@ -1,4 +1,4 @@
-"""Detect files that a job reads while it is loaded and its model is built: they may change while the code does not."""
+"""Detects files that are read while a job is loaded and its model is built: they may change while the code does not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _watching = threading.local()
 
 
 class Reads:
-    """Records what this thread reads while the object is entered, which may be several times.
+    """Records what this thread reads inside its ``with`` blocks, which may be nested.
 
     Attributes:
         found: Files outside of Python, its packages and the job's own code, and other external inputs.
@@ -42,7 +42,7 @@ class Reads:
 
 @contextmanager
 def of_data() -> Iterator[None]:
-    """Pause recording while the user's data set is read, whose files are not part of the model."""
+    """Pause recording while the user's data set is read: its files are not part of the model."""
     before = getattr(_watching, "reads", None)
     _watching.reads = None
     try:

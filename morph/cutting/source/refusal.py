@@ -1,4 +1,4 @@
-"""Say in plain words why torch.export refused a model, and what to write instead."""
+"""Explains in plain words why torch.export refused a model, and what to write instead."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's text that is not empty."""
     try:
         text = str(error)
-    except Exception:  # the user's own class makes the text
+    except Exception:  # the user's own class writes the text
         text = ""
     return next((line.strip() for line in text.splitlines() if line.strip()), "no message")
 

@@ -1,4 +1,4 @@
-"""Python state that persists between forwards: random number generators, attributes, globals."""
+"""Compares Python state that persists between forwards: random number generators, attributes, globals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PYTHON = "Python's random numbers"
 
 @dataclass
 class KeptState:
-    """State that the forward of a job might change, by a name for messages.
+    """State that the forward of a job might change; each part has a name for messages.
 
     Tensors are not compared: a run itself shows whether it reads tensors of the previous run.
     """
@@ -134,7 +134,7 @@ def _behind(function: object) -> Iterator[tuple[str, object]]:
         names = set(_names(function.__code__))
         yield from ((f"global {name}", function.__globals__[name]) for name in names & function.__globals__.keys())
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            with suppress(ValueError):  # not set yet
+            with suppress(ValueError):  # the cell is not set yet
                 yield f"variable {name}", cell.cell_contents
     else:
         yield from _attributes(function)

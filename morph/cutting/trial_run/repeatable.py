@@ -1,4 +1,4 @@
-"""Refuse a forward that differs when it is run again, because a trace would keep one variant forever.
+"""Refuses a forward that differs when it is run again, because a trace would keep one variant forever.
 
 A forward may depend only on weights, buffers, batch and torch's random numbers, which Morph seeds: anything else would
 differ between workers, and a trace would never change. So the loss is run twice in the same way, with every operation
@@ -33,7 +33,7 @@ _DRAWS = (
     "numbers to the model in the batch"
 )
 _ALONE = "a forward that depends on weights, buffers, batch and torch's random functions alone"
-_BUFFER = "what must live on is a buffer: self.register_buffer(name, tensor), changed in place by tensor operations"
+_BUFFER = "keep state in a buffer: self.register_buffer(name, tensor), changed in place by tensor operations"
 _COMPARED_ELEMENTS = 1 << 16
 _TOLERANCE = 1e-4
 
@@ -43,8 +43,8 @@ class Forward:
     """A loss that can be run repeatedly.
 
     Attributes:
-        job: The job, whose functions and closures are examined, too.
-        model: Its model, which has run before, so that state made by its first run does not count as changed.
+        job: The job; its functions and closures are examined too.
+        model: The job's model, which has run before, so that state made by its first run does not count as changed.
         parameters: The parameters with which it is run.
         batch: The batch on which it is run, of fake or real tensors.
         run: Runs the loss in the same way each time.
@@ -86,12 +86,12 @@ def require_repeatable(forward: Forward) -> None:
         raise JobError("the loss runs backward itself", source=line, field="loss", allowed="the loss alone")
     for message, line, allowed in second.refused:
         raise _refusal(forward, message, line, allowed)
-    if first.reads_fakes or second.reads_fakes:  # a choice by numbers, which fake tensors lack: refused later
+    if first.reads_fakes or second.reads_fakes:  # fake tensors lack the numbers for a choice: refused later
         return
     if first.operations != second.operations or not first.comes_out_as(second):
         message = "the forward gives another result when it is run again on the same samples with the same seed"
         line = first.line_of_difference(second)
-        raise _refusal(forward, message, line, f"{_ALONE}; no clock, and no random numbers of others")
+        raise _refusal(forward, message, line, f"{_ALONE}; no clock, and no other random numbers")
 
 
 def _refusal(forward: Forward, what: str, line: str | None, allowed: str) -> JobError:
@@ -185,7 +185,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
         if self._tape is None or told_elsewhere or value.numel() > _COMPARED_ELEMENTS:
             sizes = tuple(size if isinstance(size, int) else None for size in value.shape)
             return str(value.dtype), sizes  # sizes that depend on data have new names each time
-        with unset_fake_temporarily():  # real data among fake tensors: numbers of the user
+        with unset_fake_temporarily():  # the user's numbers are real data among fake tensors
             return str(value.dtype), str(value.tolist())
 
 

@@ -1,4 +1,4 @@
-"""Build the user's model and data and try the loss before the export: an error here is one of the job itself."""
+"""Builds the user's model and data, and tries the loss before the export: an error here is one of the job itself."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class Whole(nn.Module):
 
 
 def built_model(job: Job) -> BuiltModel:
-    """Build the job's model in training mode, fake where that is possible.
+    """Build the job's model in training mode, with fake tensors if possible.
 
     Raises:
-        JobError: it cannot be built, or is not a module with trainable parameters.
+        JobError: the model cannot be built, or is not a module with trainable parameters.
     """
     built = run_users_code(lambda: build_model(job.model, job.seed), job, None, "model")
     model = built.model
@@ -118,7 +118,7 @@ def _refuse_kinds(job: Job, model: nn.Module) -> None:
 def try_loss(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None:
     """Run the loss, so that everything that the model keeps from its first call exists before the export.
 
-    If a fake model fails, fake tensors may be the cause; then the export decides.
+    If a fake model fails, the fake tensors may be the cause, and the export decides.
 
     Raises:
         JobError: the loss fails, or depends on anything that is neither traced nor seeded.
@@ -209,7 +209,7 @@ def _first_samples(job: Job, num_samples: int, length: int | None = None) -> dic
         samples = run_users_code(lambda: recipe.read(dataset, places), job, None, "dataset")
         field = "dataset" if job.collate_fn is None else "collate_fn"
         made = run_users_code(lambda: recipe.batch(samples, places, "dataset()", None, length), job, None, field)
-        run_users_code(lambda: form_of(job), job, None, field)  # read here, before anything is traced
+        run_users_code(lambda: form_of(job), job, None, field)  # the data is read here, before anything is traced
     return dict(sorted(made.entries.items()))
 
 
@@ -217,7 +217,7 @@ def run_users_code(function: Callable[[], ResultT], job: Job, model: nn.Module |
     """Run ``function``, which calls the user's code for the job's ``field``.
 
     Raises:
-        JobError: it failed; names the line.
+        JobError: the function failed; the error names the line.
     """
     try:
         return function()
@@ -270,7 +270,7 @@ def check_loss(job: Job, result: object) -> None:
     """Refuse a result that is neither a scalar loss nor a loss with metrics.
 
     Raises:
-        JobError: says what was returned.
+        JobError: the result is refused; the error says what was returned.
     """
     line = definition_line(job.loss)
     several = result if isinstance(result, tuple | list) else ()
@@ -280,7 +280,7 @@ def check_loss(job: Job, result: object) -> None:
             source=line,
             field="loss",
             value=len(several),
-            allowed="one loss for one optimizer, such as their sum; what is only reported goes into a dict after "
+            allowed="one loss for one optimizer, such as their sum; values that are only reported go into a dict after "
             "it: (loss, {name: scalar}). Networks trained in turns (GAN) are not supported",
         )
     loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})

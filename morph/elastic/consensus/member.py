@@ -1,20 +1,21 @@
-"""How the members of a ring agree on the next ring, after losses or when a worker joins (Spotnik 3.2). Pure.
+"""Lets the members of a ring agree on the next ring, after losses or when a worker joins (Spotnik 3.2). Pure.
 
-An attempt is a token that goes round three times, from each member to the next one that is left:
+An attempt is a token that goes round three times, from each remaining member to the next:
 
-1. *reconcile* collects the lost members and what each of the others knows. A member that receives it leaves the ring,
-   reports how many steps its state has, and applies no more steps. It also adds the losses that it found itself.
-2. *accept* names the next ring, which is every member that the first round reached, and the state from which the ring
-   continues, which is the newest. A member that passes it on is ready to be in that ring.
+1. *reconcile* collects the lost members and the knowledge of each remaining one. A member that receives the token
+  leaves the ring, reports how many steps its state has, and applies no more steps. It also adds the losses that it
+  found itself.
+2. *accept* names the next ring, which has every member that the first round reached, and the newest state, from which
+  the ring continues. A member that passes the token on is ready to be in that ring.
 3. *restart* says that all members are ready and train again.
 
 A member that finds a loss unknown to the attempt that it follows begins another attempt with a higher epoch. Of two
 attempts in one epoch, the one with the lower initiator wins; a beaten token ends at the first member that follows a
-better one. A member watches only the next member, to which it sends, so a token is lost only with its receiver. So K
-losses need few more than K attempts, each of which costs a member three messages at most, and one more for each member
+better token. A member watches only the next member, to which it sends, so a token is lost only with its receiver. So K
+losses need few more than K attempts. Each attempt costs a member at most three messages, and one more for each member
 that is left out.
 
-A member that is wrongly suspected is left out like a lost one, and is told so (``Excluded``). The paper repeats rounds
+A member that is wrongly suspected is left out like a lost one, and receives ``Excluded``. The paper repeats rounds
 until a list comes back unchanged; here the second round names the ring, so a loss found late needs no further round.
 
 ============  ==================================================================================================
@@ -76,7 +77,7 @@ def voters(reports: Iterable[Report]) -> list[Ring]:
 
 
 def outvoting(left: Collection[int], reports: Iterable[Report]) -> Ring | None:
-    """Return a ring of which too few members are left; None if those that are left may continue."""
+    """Return a ring of which too few members are left; None if the remaining members may continue."""
     return next((ring for ring in voters(reports) if not is_majority(left, ring.members)), None)
 
 
@@ -86,11 +87,11 @@ Outputs = tuple[Output, ...]
 
 @dataclass(frozen=True)
 class MemberState:
-    """One member; ``around`` is every member that the current attempt still counts on, or else the ring.
+    """One member. ``around``: the members on which the current attempt still counts, or else the ring.
 
     ``joiners``: the members that attempts since the ring would have let in. ``met``: the members of such attempts, and
-    those that sent a beaten token; any of them that is left out is told so. ``goal``: the number of steps from which
-    the ring continued; ``num_steps`` is lower until that state has arrived.
+    those that sent a beaten token; those that are left out receive ``Excluded``. ``goal``: the number of steps from
+    which the ring continued; ``num_steps`` is lower until that state has arrived.
     """
 
     me: int
@@ -109,7 +110,7 @@ class MemberState:
     fresh: tuple[int, ...] = ()
 
     def report(self) -> Report:
-        """Return what this member reports in the first round."""
+        """Return this member's report in the first round."""
         return Report(self.me, self.num_steps, self.ring, self.accepted)
 
     def known(self) -> set[int]:
@@ -129,7 +130,7 @@ def joiner(me: int) -> MemberState:
 
 
 def watched(state: MemberState) -> int | None:
-    """Return the member whose loss this one must notice: the one to which it sends. None if there is none."""
+    """Return the member whose loss this member must notice: the one to which it sends. None if there is none."""
     is_one_of_several = state.phase in ("running", "agreeing") and len(state.around) > 1
     return _next(state) if is_one_of_several else None
 
@@ -164,7 +165,7 @@ def _on_message(state: MemberState, sender: int, message: Message) -> tuple[Memb
 
 
 def _is_from_outside(state: MemberState, sender: int, message: Message) -> bool:
-    """Whether a member of a ring hears from one that is neither in the ring nor on its way in."""
+    """Whether a member of a ring hears from a member that is neither in the ring nor joining it."""
     if state.phase != "running" or sender in state.known():
         return False
     if not isinstance(message, Reconcile):
@@ -211,7 +212,7 @@ def _joined_attempt(state: MemberState, token: Reconcile) -> tuple[MemberState, 
     if state.ring is not None:
         lost |= (
             set(token.members) - state.known() - set(token.joiners)
-        )  # they were left out of a ring that the initiator does not know
+        )  # these were left out of a ring that the initiator does not know
     left = tuple(member for member in token.members if member not in lost)
     token = token._replace(lost=tuple(sorted(lost)), reports=(*token.reports, state.report()))
     leaves: Outputs = (Leave(),) if state.phase == "running" else ()
@@ -234,7 +235,7 @@ def _on_reconcile(state: MemberState, sender: int, token: Reconcile) -> tuple[Me
     is_out = state.ring is not None and initiator not in state.known()
     if is_out or (initiator in state.suspects and initiator > state.me):
         return initiate(state, above=token.ballot.epoch)
-    state = replace(state, suspects=state.suspects - {initiator})  # it is alive, and the lower initiator wins
+    state = replace(state, suspects=state.suspects - {initiator})  # the initiator is alive, and the lower one wins
     state, outputs, token = _joined_attempt(state, token)
     return state, (*outputs, Send(_next(state), token))
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Ballot(NamedTuple):
-    """One attempt to agree. Of two, the higher epoch wins; within one epoch, the lower initiator wins."""
+    """One attempt to agree. The higher of two epochs wins; within one epoch, the lower initiator wins."""
 
     epoch: int
     initiator: int
@@ -41,7 +41,7 @@ class Report(NamedTuple):
 
 
 class Reconcile(NamedTuple):
-    """First round: who is lost, and what do the others know? It visits all ``members`` except the ``lost``."""
+    """First round: asks which members are lost and what others know. It visits all ``members`` except the ``lost``."""
 
     ballot: Ballot
     members: tuple[int, ...]
@@ -51,7 +51,7 @@ class Reconcile(NamedTuple):
 
 
 class Accept(NamedTuple):
-    """Second round: is everyone ready for this ring, which continues from the state of ``source``?
+    """Second round: asks whether all are ready for this ring, which continues from the state of ``source``.
 
     ``behind``: members that have fewer steps than ``num_steps``, and get its state. ``fresh``: joiners without a state.
     """
@@ -128,7 +128,7 @@ class Send(NamedTuple):
 
 
 class Leave(NamedTuple):
-    """End all operations of the ring at once: nothing of them may be applied any more."""
+    """End all operations of the ring at once: none of their results may be applied."""
 
 
 class Enter(NamedTuple):

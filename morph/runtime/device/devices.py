@@ -30,7 +30,7 @@ def usable_device(
         numbered: Whether names such as ``cuda:1`` are allowed.
 
     Raises:
-        ConfigError: if it cannot; the error gives the reason and the usable devices.
+        ConfigError: it cannot; the error gives the reason and the usable devices.
     """
     cuda = torch.cuda.is_available()
     found = ["cpu", *["cuda"] * cuda]
@@ -50,7 +50,7 @@ def check_kernels(device: torch.device, field: str = "vms.device") -> None:
     """Refuse a CUDA device that is absent, or for which this torch has no kernels: the first launch would fail.
 
     Raises:
-        ConfigError: if so; it names the device, its compute capability, and those that torch was built for.
+        ConfigError: it is; the error names the device, its compute capability, and those for which torch was built.
     """
     if device.type != "cuda":
         return
@@ -68,9 +68,9 @@ def check_kernels(device: torch.device, field: str = "vms.device") -> None:
 def has_kernels(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
     """Return whether code for these architectures runs on a device.
 
-    Binary code (``sm_86``) runs on devices of the same major number and the same or a higher minor one; with a letter
-    at the end (``sm_90a``), only on that device. Code that the driver compiles (``compute_90``) runs on all newer ones.
-    An empty list, as in a build for other devices, allows no conclusion.
+    Binary code (``sm_86``) runs on devices of the same major number and the same or a higher minor number; code with a
+    letter at the end (``sm_90a``) runs only on that device. Code that the driver compiles (``compute_90``) runs on all
+    newer ones. An empty list, as in a build for other devices, allows no conclusion.
     """
     major, minor = capability
     for name in built_for:
@@ -118,10 +118,10 @@ class Stream(Protocol):
         """Return device memory for this stream's work. Another stream that uses it calls ``use``."""
 
     def use(self, tensor: Tensor) -> None:
-        """Keep the memory of another stream's tensor, once it is released, until this stream's work so far is done."""
+        """Keep the memory of another stream's tensor after its release until this stream's work so far is done."""
 
     def computing(self) -> AbstractContextManager[object]:
-        """Have the calling thread compute on this stream, and allocate for it."""
+        """Let the calling thread compute on this stream, and allocate memory for it."""
 
     def run(self, work: Callable[[], object]) -> None:
         """Enqueue the operations of ``work``, which may read results that this stream has not computed yet."""
@@ -139,13 +139,13 @@ class Device(Protocol):
         """The stream on which the calling thread computes."""
 
     def stream(self) -> Stream:
-        """A further stream."""
+        """Return a further stream."""
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return host memory that the device copies from and to by itself.
+        """Return host memory from and to which the device can copy by itself.
 
-        It is reused once it is released and no copy uses it any more: requests cost nothing after the first step. An
-        allocator may round up to a power of two and keep the memory, so large amounts are requested in pieces.
+        It is reused once it is released and no copy uses it: requests cost nothing after the first step. An allocator
+        may round up to a power of two and keep the memory, so large amounts are requested in pieces.
         """
 
     def release(self) -> None:
@@ -159,7 +159,7 @@ class SharingDevice(Device, Protocol):
         """Return device memory that another process can open, as bytes, and its handle.
 
         Raises:
-            RuntimeError: if this device, or the allocator of this process, does not allow it.
+            RuntimeError: this device, or the allocator of this process, does not allow it.
         """
 
     def opened(self, handle: bytes) -> Tensor:
@@ -168,7 +168,7 @@ class SharingDevice(Device, Protocol):
         The release may wait for the device, so the last holder must be a thread that may be left behind.
 
         Raises:
-            RuntimeError, OSError, ValueError: if this process cannot open it, or the handle is invalid.
+            RuntimeError, OSError, ValueError: this process cannot open it, or the handle is invalid.
         """
 
 
@@ -194,7 +194,7 @@ class CudaStream:
         self._stream = stream
 
     def copy(self, into: Tensor, source: Tensor) -> None:
-        """See ``Stream.copy``. torch's allocator of pinned memory reuses it once this stream is through."""
+        """See ``Stream.copy``. torch's allocator of pinned memory reuses the memory once this stream is done."""
         with torch.cuda.stream(self._stream):
             into.copy_(source, non_blocking=True)
 
@@ -264,7 +264,7 @@ class CudaDevice:
 
 @cache
 def device_for(kind: torch.device) -> SharingDevice:
-    """The CUDA device of this process on which a tensor lies."""
+    """Return the CUDA device of this process that holds a tensor."""
     return CudaDevice(kind)
 
 

@@ -1,8 +1,8 @@
-"""The choice of links that use mailboxes; both ends of a link agree on it when a generation is formed.
+"""Chooses the links that use mailboxes; both ends of a link agree on it when a generation is formed.
 
 Workers exchange their places through the rendezvous store. For each edge within a machine, the sender gives the handle
-of its mailbox, or a reason why it has none, and the receiver answers whether it could open the mailbox. All of it is
-text, and is checked.
+of its mailbox, or a reason why it has none, and the receiver answers whether it could open the mailbox. All these
+messages are text, and are checked.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def mailboxes(
         open_store: Connects to the rendezvous store.
 
     Raises:
-        ConfigError: if the setting is ``ipc`` and an edge within a machine cannot use a mailbox.
+        ConfigError: the setting is ``ipc`` and an edge within a machine cannot use a mailbox.
         GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.call``.
     """
     worker = setup.worker
@@ -167,7 +167,7 @@ class Forming:
         return None if box is None or refused else SendingEnd(box, *self._carriers(edge), self.interrupt)
 
     def _carriers(self, edge: GroupSpec) -> tuple[Channel, Channel]:
-        """Keys of the offer from the sender to the receiver, and of its answer."""
+        """Return the keys of the offer from the sender to the receiver, and of the answer."""
         sender, receiver = edge.members
         return self.groups.channel(edge.name, sender), self.groups.channel(edge.name, receiver)
 
@@ -191,7 +191,7 @@ def form_on_devices(
     """Give the groups a worker's device rings, and return its device links by their groups' names.
 
     Raises:
-        ConfigError: if a setting requests something that these devices or this torch cannot do.
+        ConfigError: a setting requests something that these devices or this torch cannot do.
         GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.call``.
     """
     device = torch.device(setup.device)

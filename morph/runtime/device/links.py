@@ -2,9 +2,9 @@
 
 Every worker has a link for each direction to each neighbour, and one contract test covers all implementations:
 ``HostLink`` for tensors in host memory, and ``StagedLink`` for tensors of a device, whose copies to and from pinned
-memory run in parallel to the device's computing. Both use a ``Carrier`` for host tensors. Mailboxes (``mailboxes.py``)
-are read from device to device, and their carrier transports only numbers. An abort of the
-generation's ``Interrupt`` ends every wait.
+memory run while the device computes. Both use a ``Carrier`` for host tensors. Mailboxes (``mailboxes.py``) are read
+from device to device, and their carrier transports only numbers. An abort of the generation's ``Interrupt`` ends every
+wait.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from morph.runtime.groups.interrupt import Interrupt
 
 
 class TensorSpec(Protocol):
-    """The size and type of a tensor to be received."""
+    """The shape and type of a tensor to be received."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its sizes."""
+        """The tensor's shape."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its element type."""
+        """The tensor's element type."""
 
 
 class Arrival(Transfer, Protocol):
     """Tensors on their way to this worker."""
 
     def take(self) -> tuple[Tensor, ...]:
-        """Return the tensors, once ``done``: the calling thread's stream may use them, and nothing else holds them."""
+        """Return the tensors, once ``done``: the calling thread's stream may use them, and nothing else uses them."""
 
 
 class Link(Protocol):
@@ -48,7 +48,7 @@ class Link(Protocol):
 
         Args:
             tensors: On the link's device.
-            lent: The caller does not change them until they have left. Otherwise they are copied first.
+            lent: Whether the caller leaves the tensors unchanged until they have left. Otherwise they are copied first.
             beside: Small tensors in host memory that are sent with them and do not change.
         """
 
@@ -57,7 +57,7 @@ class Link(Protocol):
 
 
 class HostLink:
-    """See ``Link``: for tensors in host memory, which are sent from and received into the memory that is used."""
+    """See ``Link``: for tensors in host memory, which are sent and received without copies."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
@@ -72,7 +72,7 @@ class HostLink:
 
 
 class Several:
-    """Several transfers as one, which is over once all of them are."""
+    """Several transfers as one, which is over once all of them are over."""
 
     def __init__(self, transfers: Sequence[Transfer]) -> None:
         self.transfers = tuple(transfers)
@@ -125,7 +125,7 @@ def own_of(tensors: Sequence[Tensor], *, lent: bool) -> list[Tensor]:
 
 
 class Begun:
-    """See ``Transfer``: another thread begins it, or fails, when the device has reached it."""
+    """See ``Transfer``: another thread begins the transfer, or fails it, when the device has reached it."""
 
     def __init__(self, interrupt: Interrupt) -> None:
         self._interrupt = interrupt
@@ -133,7 +133,7 @@ class Begun:
         self._failure: Exception | None = None
 
     def begin(self, transfers: Sequence[Transfer]) -> None:
-        """Set the transfers that it consists of."""
+        """Set the transfers of which it consists."""
         self._begun = Several(transfers)
         self._interrupt.notify()
 
@@ -144,7 +144,7 @@ class Begun:
 
     @property
     def done(self) -> bool:
-        """See ``Transfer.done``. Raises what it failed with."""
+        """See ``Transfer.done``. Raises the error of ``fail``."""
         if self._failure is not None:
             raise self._failure
         return self._begun is not None and self._begun.done
@@ -158,7 +158,7 @@ class Begun:
 
 
 class Leaving(Begun):
-    """Device tensors that are copied to the host, and the transfers that begin with each copy, in this order.
+    """Copies of device tensors to the host, and a transfer that begins after each copy, in this order.
 
     The host tensors ``beside`` them are sent first. ``joined``: flat bytes, some of which may be on the host, are sent
     as one tensor; nothing that a step waits for is queued after them.
@@ -208,7 +208,7 @@ class StagedArrival(Several):
 
 
 def link_over(carrier: Carrier, device: torch.device, interrupt: Interrupt) -> Link:
-    """A link for tensors of a device over a carrier of host tensors."""
+    """Return a link for tensors of a device over a carrier of host tensors."""
     if device.type == "cpu":
         return HostLink(carrier)
     return StagedLink(carrier, staging_of(device), interrupt)

@@ -10,8 +10,8 @@ used for something else.
 The two directions share the carrier's group, so both ends begin the same transfers in one order: piece n, then the
 answer to piece n - ``num_slots`` + 1. An idle link has no transfer under way.
 
-A slot ring belongs to its process for good (``MailRoom``), so that morphs neither allocate nor export anything; each
-generation's link takes it over from the previous one, whose later copies are refused.
+A ring of slots belongs to its process for good (``MailRoom``), so that morphs neither allocate nor export memory. Each
+generation's link takes the ring over from the previous link, whose later copies are refused.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Mailbox:
         self._lock = threading.Lock()
 
     def take(self, generation: int, owner: object) -> None:
-        """Let only ``owner`` fill it from now on, unless a later generation has taken it."""
+        """Let only ``owner`` fill the mailbox from now on, unless a later generation has taken it."""
         with self._lock:
             if generation >= self._taken[0]:
                 self._taken = generation, owner
@@ -56,7 +56,7 @@ class Mailbox:
         """Enqueue the copy of piece ``number`` (bytes) behind ``ready``; returns at once, with the event after.
 
         Raises:
-            GenerationAborted: if a later generation has taken it.
+            GenerationAborted: a later generation has taken the mailbox.
         """
         with self._lock:
             if owner is not self._taken[1]:
@@ -77,7 +77,7 @@ class MailRoom:
         self._boxes: list[Mailbox] = []
 
     def box(self, index: int) -> Mailbox:
-        """The mailbox for the n-th direction in which this worker sends. Raises RuntimeError as ``shared``."""
+        """Return the mailbox for the n-th direction in which this worker sends. Raises RuntimeError as ``shared``."""
         while index >= len(self._boxes):
             self._boxes.append(Mailbox(self.device, *self._size))
         return self._boxes[index]
@@ -136,12 +136,12 @@ class LinkEnd(ABC, Generic[RequestT]):
                     self._carry(requested)
             except Exception as error:  # the waiting thread gets the error
                 failure = error
-                traceback.clear_frames(error.__traceback__)  # they hold a peer's slots, and the error would keep them
+                traceback.clear_frames(error.__traceback__)  # they hold a peer's slots
             if failure is not None:
                 requested.fail(failure)
             del requested
         self._let_go()
-        del self._forth, self._back  # this releases the group, which nothing else may hold any more
+        del self._forth, self._back  # this releases the group, which nothing else may hold
 
     @abstractmethod
     def _carry(self, requested: RequestT) -> None:
@@ -284,7 +284,7 @@ class ReceivingEnd(LinkEnd[_Read]):
         try:
             if self._unanswered:
                 self._unanswered[-1][0].wait()
-        except Exception:  # the device is lost: it is not touched
+        except Exception:  # the device is lost and must not be used
             _LEFT.append(self._slots)
         self._unanswered.clear()
         with self._stream.computing():

@@ -1,4 +1,5 @@
-"""Communicators of NCCL, by torch's ``ProcessGroupNCCL``. It has not run on a device yet (docs/how-it-works/gpu.md).
+"""Forms communicators of NCCL by torch's ``ProcessGroupNCCL``. It has not run on a device yet
+(docs/how-it-works/gpu.md).
 
 It relies on these facts of torch's source: an operation without ``asyncOp`` is enqueued on the current stream; the
 watchdog ends the process when an operation fails or takes long, unless told not to; ``abort`` works in a thread of
@@ -40,7 +41,7 @@ _WATCHDOG = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
 }
-"""Keep it from ending live workers: the abort of a generation tells waiting threads."""
+"""Settings that keep the watchdog from ending live workers: the abort of a generation wakes waiting threads."""
 
 
 class Nccl:
@@ -72,7 +73,7 @@ def library_for(setting: RingSetting, device: torch.device) -> tuple[Library, Ri
     """Return the library that reduces on a device; None if reductions go through the host.
 
     Raises:
-        ConfigError: if the setting is ``nccl`` and this torch was built without it.
+        ConfigError: the setting is ``nccl`` and this torch was built without it.
     """
     if setting == "gloo" or device.type == "cpu":
         return None
@@ -94,7 +95,7 @@ def communicators(
     """Begin to form the device rings of a worker in one generation; None if there are none.
 
     Raises:
-        ConfigError: if the setting is ``nccl`` and this torch or these devices do not support it.
+        ConfigError: the setting is ``nccl`` and this torch or these devices do not support it.
         GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.call``.
     """
     mine = [spec for spec in rings if worker in spec.members and len(spec.members) > 1]

@@ -1,8 +1,8 @@
 """Rings whose tensors stay on the device: each has a communicator, whose operations run on one stream of the device.
 
-An operation's future tells only that it was enqueued, so an event after it tells that it is done. An operation whose
+An operation's future shows only that it was enqueued, so an event after it shows that it is done. An operation whose
 peer never comes stays on the device, and threads that wait for the device hang, until the communicator is aborted: all
-communicators of a generation are aborted together as soon as it is over.
+communicators of a generation are aborted together as soon as the generation is over.
 
 Operations are enqueued on one stream in the order in which they are begun. Members of a ring begin its operations in
 the same order, all operations of one ring before those of the next (``Reduction``), and all members share the order of
@@ -53,7 +53,7 @@ def rings_over_nccl(
         facts: Facts about each member.
 
     Raises:
-        ConfigError: if the setting is ``nccl`` and NCCL cannot reduce a ring.
+        ConfigError: the setting is ``nccl`` and NCCL cannot reduce a ring.
     """
     if setting == "gloo":
         return ()
@@ -94,7 +94,7 @@ class Library(Protocol):
         """Meet the other members; blocks until all are present. Raises RuntimeError."""
 
     def abort(self, communicators: Sequence[Communicator]) -> None:
-        """End all of them with their operations; blocks until the device has none of the operations any more."""
+        """End all communicators with their operations; blocks until the device has none of these operations."""
 
 
 class RingStream:
@@ -148,7 +148,7 @@ class DeviceRing:
         self._formed, self._over, self._interrupt = formed, over, end
 
     def catch_up(self) -> None:
-        """Let operations from now on wait for the work that the calling thread has given its device."""
+        """Let later operations wait for the work that the calling thread has given its device."""
         self._over.stream.wait(self._over.device.current.record())
 
     def computing(self) -> AbstractContextManager[object]:
@@ -156,7 +156,7 @@ class DeviceRing:
         return self._over.stream.computing()
 
     def run(self, work: Callable[[], object]) -> None:
-        """Have the device do some work after the ring's operations so far."""
+        """Let the device do some work after the ring's operations so far."""
         self._over.stream.run(work)
 
     def hand_over(self, tensors: Sequence[Tensor]) -> None:
@@ -185,7 +185,7 @@ class DeviceRing:
         return self._begin(lambda group: group.allreduce([tensor], options), (tensor,))
 
     def _begin(self, operation: Callable[[Communicator], object], tensors: tuple[Tensor, ...]) -> OnDevice:
-        """Enqueue it on the ring's stream: without ``asyncOp`` an operation goes to the stream that is current."""
+        """Enqueue an operation on the ring's stream: without ``asyncOp`` it goes to the current stream."""
         formed: list[Communicator] = []
 
         def is_formed() -> bool:
@@ -242,7 +242,7 @@ class CommunicatorSet:
         return DeviceRing(spec, self._worker, lambda: self._formed.get(name), self._over, self._interrupt)
 
     def close(self) -> None:
-        """See ``DeviceRings.close``. They are aborted together, as one alone would wait for another that hangs."""
+        """See ``DeviceRings.close``. They are aborted together, because one alone would wait for another that hangs."""
         with self._lock:
             if self._closed.is_set():
                 return

@@ -1,13 +1,13 @@
-"""Copies between a device and host memory, in parallel to the device's computing.
+"""Copies between a device and host memory while the device computes.
 
-Messages between stages, for which a step waits, have a stream for each direction, and a thread that waits for the
-device in place of others: the next action with a copy on the host (handing it to gloo) happens in that thread, in the
-order in which the copies were requested.
+A step waits for messages between stages, so these have a stream for each direction, and a thread that waits for the
+device in place of others. That thread hands each copy on the host to gloo, in the order in which the copies were
+requested.
 
-Sums to be reduced have their own stream, and data for which no step waits, such as states, have two more: they are
-copied in pieces through a few pinned buffers, so that a message never waits for more than these. ``on_host``,
-``to_host``, ``fill`` and ``moved`` are all that the rest of the runtime uses, and on the host they
-are plain copies.
+Sums to be reduced have their own stream, and data for which no step waits, such as states, have two more. These data
+are copied in pieces through a few pinned buffers, so that a message never waits for more than these pieces.
+``on_host``, ``to_host``, ``fill`` and ``moved`` are all that the rest of the runtime uses, and on the host they are
+plain copies.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from morph.runtime.device.devices import Device, Event, device_for
 from morph.runtime.groups.channels import as_bytes
 
 PIECE_BYTES = 1 << 24
-"""Bytes of a piece: enough to keep the bus busy, and a message waits at most a millisecond for one."""
+"""Bytes of a piece: enough to keep the bus busy, but so few that a message waits at most a millisecond for one."""
 PIECES_UNDER_WAY = 2
-"""Number of buffers: the device copies one while the host is busy with the other."""
+"""Number of buffers: the device fills one while the host is busy with the other."""
 
 
 def _there(host: Tensor, event: Event, _kept: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class EventThread:
     ) -> None:
         """Call ``then`` in that thread once the device has reached an event; returns at once.
 
-        ``failed`` is called instead if the device is lost before that, or with the error of ``then``.
+        ``failed`` is called with the error if the device is lost before that, or if ``then`` fails.
         """
         self._waiting.put(_Wanted(event, then, failed, kept))
 
@@ -97,11 +97,11 @@ class Staging:
         """Enqueue copies of device tensors after the work that the calling thread has enqueued so far; returns at once.
 
         Args:
-            tensors: Contiguous. They are kept, and may not change, until they are copied.
+            tensors: Contiguous tensors. They are kept, and may not change, until they are copied.
             then: Called with the complete copies, in another thread.
-            failed: Called instead if the device is lost before that, or with the error of ``then``.
-            beside: For sums, for which no message may wait: the event after which they are copied, on their own
-                stream.
+            failed: Called with the error if the device is lost before that, or if ``then`` fails.
+            beside: Only for sums, which are copied on a stream of their own so that no message waits for them: the
+                event after which they are copied.
         """
         stream, events = (self._out, self._events) if beside is None else (self._out_sums, self._events_beside)
         stream.wait(self.device.current.record() if beside is None else beside)
@@ -113,13 +113,13 @@ class Staging:
     def joined_to_host(
         self, pieces: Sequence[Tensor], then: Callable[[Sequence[Tensor]], None], failed: Callable[[Exception], None]
     ) -> None:
-        """Do the same for bytes, of this device or the host, that become one tensor; in parallel to computing."""
+        """Do the same for bytes of this device or the host, which become one tensor, while the device computes."""
         self._out_beside.wait(self.device.current.record())
         host = self._gathered(pieces)
         self._events_beside.after(self._out_beside.record(), lambda: then([host]), failed, tuple(pieces))
 
     def _gathered(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Return one pinned tensor of bytes, complete once the stream has done the copies that this enqueues."""
+        """Return one pinned tensor of bytes; it is complete once the stream has done the copies enqueued here."""
         host = self.device.pinned((sum(len(piece) for piece in pieces),), torch.uint8)
         for piece, into in zip(pieces, torch.split(host, [len(piece) for piece in pieces]), strict=True):
             if piece.device.type == "cpu":
@@ -152,7 +152,7 @@ class Staging:
     def fill_beside(self, into: Tensor, source: Tensor) -> None:
         """Copy a contiguous host tensor into one of the device; blocks until it is copied.
 
-        Work that the calling thread has enqueued so far is done before; the thread may use the tensor at once.
+        The copy comes after the work that the calling thread has enqueued; the thread may use the tensor at once.
         """
         stream, under_way = self._in_beside, deque[Event]()
         stream.wait(self.device.current.record())
@@ -181,7 +181,7 @@ class Staging:
         return self._in.empty(shape, dtype)
 
     def fill(self, into: Tensor, host: Tensor) -> None:
-        """Enqueue a copy of pinned memory into memory, or a part of it, that ``empty`` gave."""
+        """Enqueue a copy of pinned memory into memory from ``empty``, or into a part of it."""
         self._in.copy(into, host)
 
     def filled(self) -> Event:
@@ -226,7 +226,7 @@ def staging_for(device: torch.device) -> Staging | None:
     return None if device.type in ("cpu", "meta") else staging_of(device)
 
 
-# Copies for which no step waits at once. Each blocks only the calling thread.
+# Copies for which no step waits. Each blocks only the calling thread.
 
 
 class Ready:

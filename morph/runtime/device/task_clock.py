@@ -1,8 +1,7 @@
-"""The begin and end of a device's tasks: by the host's clock if the host computes, else by the device's events.
+"""Times the tasks of a device: by the host's clock if the host computes, else by the device's events.
 
-A device such as a GPU gets work long before it does it, so the host's clock around a task measures only the launch. An
-event is put into the same queue and takes the time when the device reaches it; it is read later, without stopping the
-host.
+A GPU gets its work long before doing it, so the host's clock around a task measures only the launch. An event in the
+same queue records the time at which the device reaches it; the time is read later, without stopping the host.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class TaskClock(Protocol):
 
 
 class HostClock:
-    """The clock of a device that has done a task when the call returns."""
+    """The clock of a device that has finished a task when the call for it returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -68,7 +67,7 @@ class EventClock:
     """The clock of a device that works through a queue.
 
     Args:
-        recorded: Puts a fresh event that takes the time into the device's queue.
+        recorded: Puts a new event that records the time into the device's queue.
     """
 
     def __init__(self, recorded: Callable[[], DeviceEvent]) -> None:

@@ -15,8 +15,8 @@ from morph.contract.emulation import Duration
 
 # Durations of a step's tasks and messages: medians, or draws from the profile's quantiles.
 #
-# The uniform numbers belong to (seed, step, kind, section, micro-batch), exactly as the simulator's do (its draw is the
-# step): a rehearsal and a simulation with one seed have the same jitter.
+# The uniform numbers depend on (seed, step, kind, section, micro-batch), exactly as in the simulator, where a draw
+# counts as a step. So a rehearsal and a simulation with the same seed have the same jitter.
 
 
 Seconds = npt.NDArray[np.float64]
@@ -73,7 +73,7 @@ class DeviceClock:
     task still ends as if it had begun in time; if it is later, the task begins when the worker starts it.
 
     Args:
-        forgiven_s: See above; 0 for none.
+        forgiven_s: The largest forgiven delay.
         now: The clock.
         sleep: Blocks for some seconds.
     """
@@ -95,7 +95,7 @@ class DeviceClock:
         self.took_s = 0.0
         """Duration of the last task by this clock, however late the worker started it."""
         self.late_s = 0.0
-        """By how much busy hosts have delayed the last task, since ``rest``: this one, and those that sent to it."""
+        """The delay of the last task, since ``rest``, by busy hosts: this one and those that sent to it."""
 
     def now(self) -> float:
         """The present time."""
@@ -121,7 +121,7 @@ class DeviceClock:
         return begun_s
 
     def end(self, begun_s: float, duration_s: float) -> None:
-        """Block until a task that began at a moment has taken its duration times ``slowness``."""
+        """Block until a task that began at ``begun_s`` has taken its duration times ``slowness``."""
         self.took_s = duration_s * self.slowness
         end_s = begun_s + self.took_s
         self.wait_until(end_s)

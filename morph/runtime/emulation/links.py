@@ -1,8 +1,8 @@
-"""Emulated links over real channels: a message has arrived when both have delivered it.
+"""Emulated links over real channels: a message has arrived when both link and channel have delivered it.
 
 The sender stamps the message with its due time on the emulated link and sends it at once; the receiver does not see it
-before that time. So emulated and real time pass together, messages keep their order, and no sender waits. Both ends
-need a common clock: one machine.
+before that time. So emulated and real transfer times overlap, messages keep their order, and no sender waits. Both ends
+must be on one machine, for a common clock.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from morph.runtime.groups.interrupt import Interrupt
 
 
 class OutgoingLink:
-    """The sending end.
+    """The sending end of a link.
 
     Args:
         channel: The real channel of the messages.
         clock: The device's clock.
-        times_s: The time of each message in turn, without other messages.
-        wire_s: The part of that time for which it occupies the wire.
+        times_s: The time of each message in turn, on a link without other messages.
+        wire_s: The part of that time for which the message occupies the wire.
     """
 
     def __init__(self, channel: Carrier, clock: DeviceClock, times_s: Iterator[float], wire_s: float) -> None:
@@ -46,7 +46,7 @@ class OutgoingLink:
 
 
 class IncomingLink:
-    """The receiving end."""
+    """The receiving end of a link."""
 
     def __init__(self, channel: Carrier, clock: DeviceClock, alarm: Alarm, interrupt: Interrupt) -> None:
         self._channel = channel
@@ -55,7 +55,7 @@ class IncomingLink:
         self._interrupt = interrupt
 
     def transfer(self, tensor: Tensor) -> Transfer:
-        """Start receiving; done when the message has really arrived and is due."""
+        """Start receiving; the transfer is done when the message has really arrived and is due."""
         real = self._channel.transfer(tensor)
 
         def arrived(at_s: float) -> None:
@@ -72,7 +72,7 @@ class IncomingState:
         clock: The device's clock.
         alarm: Wakes waiting threads.
         interrupt: The generation's interrupt.
-        seconds_per_byte: Time for each byte really received; sizes, which are sent first, take no time.
+        seconds_per_byte: The time for each byte that is really received; the sizes, which are sent first, take no time.
     """
 
     def __init__(
@@ -99,11 +99,11 @@ class HeldBack:
 
     Args:
         real: The real transfer.
-        find_due_s: Returns the due time, once it has really arrived.
+        find_due_s: Returns the due time, once the real transfer is done.
         clock: The device's clock.
         alarm: Wakes waiting threads.
         interrupt: The interrupt on which they wait.
-        arrived: Called once, with the due time, when it is done.
+        arrived: Called once, with the due time, when the transfer is done.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class HeldBack:
 
     @property
     def done(self) -> bool:
-        """Return whether it has arrived; only the training thread calls this, and is woken when the answer changes."""
+        """Return whether the transfer is done. Only the training thread calls this; a change of the answer wakes it."""
         if self._done or not self._real.done:
             return self._done
         if self._due_s is None:
@@ -140,7 +140,7 @@ class HeldBack:
 
     @property
     def done_at_s(self) -> float:
-        """Time of arrival: the later of the two times."""
+        """The time of arrival: the later of the real and the due time."""
         return max(self._real.done_at_s, self._due_s or NEVER_S)
 
     def wait(self, what: str, timeout_s: float | None = None) -> float:

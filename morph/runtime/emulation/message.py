@@ -18,7 +18,7 @@ from morph.cutting.sections.section import BoundaryTensor
 
 @dataclass(frozen=True)
 class Head:
-    """``value`` stands for the message's contents; step and micro-batch reveal a misdirected message."""
+    """The head. ``value`` stands for the message's contents; step and micro-batch reveal a misdirected message."""
 
     step: int
     micro_batch: int
@@ -26,7 +26,7 @@ class Head:
 
 
 def border(real_bytes: int) -> BoundaryTensor:
-    """Return a tensor of so many bytes that crosses an emulated cut-point."""
+    """Return a tensor of this many bytes that crosses an emulated cut-point."""
     return BoundaryTensor("emulated", (max(HEADER_NUMBERS, real_bytes // 8),), torch.float64, True)
 
 
@@ -45,7 +45,7 @@ def read_head(message: Tensor, step: int, micro_batch: int) -> float:
 
 
 def stamp(message: Tensor, due_s: float, late_s: float = 0.0) -> None:
-    """Set the due time of a message, and by how much busy hosts have delayed it."""
+    """Set the due time of a message, and the delay by busy hosts."""
     message[0], message[1] = due_s, late_s
 
 
@@ -55,7 +55,7 @@ def due_s(message: Tensor) -> float:
 
 
 def late_s(message: Tensor) -> float:
-    """Return by how much busy hosts have delayed a message."""
+    """Return the delay of a message by busy hosts."""
     return float(message[1])
 
 
@@ -67,7 +67,7 @@ _GRADIENT_SIZE = 1e-2
 
 
 def noise(*key: int) -> float:
-    """A number in [0, 1) that depends on the key alone (splitmix64, Steele et al. 2014)."""
+    """Return a number in [0, 1) that depends on the key alone (splitmix64, Steele et al. 2014)."""
     state = 0
     for part in key:
         state = (state + part + _GOLDEN) & _MASK
@@ -78,12 +78,12 @@ def noise(*key: int) -> float:
 
 
 def forward(value: float, weights: float, noise_value: float) -> float:
-    """A section's output value: in [0, 1)."""
+    """Return a section's output value in [0, 1)."""
     return math.fmod(_KEEP * value + 0.25 * noise_value + abs(weights), 1.0)
 
 
 def backward(gradient: float, value: float) -> float:
-    """A section's input gradient: in [0, 1)."""
+    """Return a section's input gradient in [0, 1)."""
     return _KEEP * gradient + 0.25 * value
 
 

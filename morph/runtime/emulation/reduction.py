@@ -1,9 +1,9 @@
-"""All-reduces of an emulated worker: really carried out, and taking at least the profile's time.
+"""All-reduces of an emulated worker, which are really carried out and take at least the profile's time.
 
 The order is the simulator's: gradients that a section completes are reduced once the last backward of every replica has
 passed it, one after the other, round by round, from the last section to the first; rings of units that several stages
-of a pipeline hold follow, each when all of its stages are free. Every ring agrees by a maximum on when each of its
-parts begins.
+of a pipeline hold follow, each when all of its stages are free. The members of a ring agree on when each of its parts
+begins: at the latest time that any of them can.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Curves = Mapping[int, Curve]
 
 @dataclass(frozen=True)
 class EmulatedRing:
-    """One reduction group, and its remaining time after each section has completed its part.
+    """One reduction group, with its remaining time after each section has completed its part.
 
-    ``left_s``: by section, or by None if everything waits for the whole stage, as for units that stages of a pipeline
-    share.
+    ``left_s``: the remaining seconds by section; the key is None if all of it waits for the whole stage, as for units
+    that stages of a pipeline share.
     """
 
     ring: Ring
@@ -41,7 +41,7 @@ class EmulatedRing:
         """Meet the other members; returns when this ring is done. Raises as ``Interrupt.wait_for``.
 
         Args:
-            ready_s: When this worker can begin each of the parts of ``left_s``; a row for each answer wanted.
+            ready_s: When this worker can begin each of the parts of ``left_s``; one row per requested answer.
         """
         begin = torch.tensor(ready_s, dtype=torch.float64)
         self.ring.reduce(begin, dist.ReduceOp.MAX).wait("the other members of an emulated all-reduce")
@@ -59,10 +59,10 @@ def run_rings(
         rings: As ``rings_of`` returns them.
         free_s: End of this worker's last task.
         passed_s: End of its last backward through each section; missing for sections without one.
-        late_s: By how much busy hosts delayed that task.
+        late_s: The delay of that task by busy hosts.
 
     Returns:
-        When the last ring is done, and when it would be if busy hosts had delayed no member's tasks.
+        When the last ring is done, and when it would be done if busy hosts had delayed no member's tasks.
     """
     link_free_s, delays_s = [-math.inf, -math.inf], (0.0, late_s)
     for ring in rings:
@@ -106,7 +106,7 @@ def rings_of(current: Generation, device: EmulatedDevice) -> list[EmulatedRing]:
 def _turn(
     rounds: Sequence[int], entry: tuple[tuple[str, bool], Mapping[int | None, int]]
 ) -> tuple[bool, int, int, str]:
-    """Order rings as units are reduced: by rounds, from the last section to the first, then split units, by name."""
+    """Order rings as units are reduced: by round, from the last section to the first; then split units by name."""
     (name, is_split), parts = entry
     last = max((section for section in parts if section is not None), default=0)
     return is_split, 0 if is_split else rounds[last], -last, name
@@ -120,7 +120,7 @@ def left_s(curves: Curves, ring_size: int, num_bytes: Mapping[int | None, int]) 
 
 
 def all_reduce_s(curves: Curves, ring_size: int, num_bytes: int) -> float:
-    """AR(D) of so many bytes; ``curves``: by D."""
+    """Return AR(D) of this many bytes; ``curves``: by D."""
     if ring_size not in curves or num_bytes == 0:
         return 0.0
     points = curves[ring_size]

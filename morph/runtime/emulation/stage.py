@@ -1,4 +1,4 @@
-"""One stage of an emulated device: takes the profile's times and memory instead of computing."""
+"""One stage of an emulated device, which takes the profile's times and memory instead of computing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from morph.runtime.step.section_run import GradientSink
 
 @dataclass(frozen=True)
 class SectionUnits:
-    """A section's parameter: its first numbers added up, and each unit's (parameter, pattern of its gradient)."""
+    """A section's parameters: the sum of their first numbers, and each unit's (parameter, pattern of its gradient)."""
 
     index: int
     weights: float
@@ -34,9 +34,10 @@ class SectionUnits:
 
 @dataclass(frozen=True)
 class TaskTimes:
-    """Seconds of each of a step's micro-batches, in the order in which the stage runs them.
+    """The seconds of each of a step's micro-batches, in the order in which the stage runs them.
 
-    ``backward_s`` has a row for each of its sections; with it goes the forward of a group that is run again before it.
+    ``backward_s`` has a row for each of the stage's sections; it includes the forward of a group that is run again
+    before.
     """
 
     forward_s: Seconds
@@ -48,15 +49,15 @@ class EmulatedStage:
     """Runs tasks of one stage in one step, as ``morph.runtime.step.stage.Stage`` does.
 
     Args:
-        sections: The stage's.
-        times: Of the tasks.
+        sections: The stage's sections.
+        times: The times of the tasks.
         micro_batches: Global numbers of the replica's micro-batches.
-        recompute: Keep only the stage's input between forward and backward.
-        clock: The device's.
-        memory: The device's.
+        recompute: Whether to keep only the stage's input between forward and backward.
+        clock: The device's clock.
+        memory: The device's memory.
         key: (seed, step).
-        message: Sent to the next stage; None on the last one.
-        gradient: Sent to the stage before; None on the first one.
+        message: The message to the next stage; None on the last stage.
+        gradient: The message to the previous stage; None on the first stage.
     """
 
     def __init__(
@@ -84,20 +85,20 @@ class EmulatedStage:
         self._stored: dict[int, float] = {}
         self._runs: dict[int, list[float]] = {}
         self.ends_s: dict[int, float] = {}
-        """When the last backward so far was through with each section, by the device's clock."""
+        """The time, by the device's clock, at which the last backward so far had passed each section."""
 
     @property
     def num_stored(self) -> int:
-        """Micro-batches of which only the stage's input is kept."""
+        """The number of micro-batches of which only the stage's input is kept."""
         return len(self._stored)
 
     @property
     def num_live(self) -> int:
-        """Micro-batches whose activations are kept for the backward."""
+        """The number of micro-batches whose activations are kept for the backward."""
         return len(self._runs)
 
     def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Take a forward's time; returns the message for the next stage, or the loss."""
+        """Take a forward's time; return the message for the next stage, or the loss."""
         begun_s = self._clock.begin()
         value = read_head(inputs[0], self._key[1], micro_batch) if inputs else noise(*self._key, micro_batch)
         values = self._run(micro_batch, value)
@@ -122,7 +123,7 @@ class EmulatedStage:
     def backward(
         self, micro_batch: int, output_gradients: Sequence[Tensor | None], sink: GradientSink
     ) -> tuple[Tensor | None, ...]:
-        """Take a backward's time; gradients go to ``sink``, the message for the stage before is returned."""
+        """Take a backward's time and give gradients to ``sink``; return the message for the previous stage."""
         begun_s = self._clock.begin()
         self._memory.use(self.num_stored, self.num_live)
         values = self._runs.pop(micro_batch)

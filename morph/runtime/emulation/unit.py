@@ -16,18 +16,18 @@ from morph.cutting.sections.section import ParameterUnit
 from morph.runtime.emulation.clock import DeviceClock
 from morph.runtime.state.unit_state import UnitState
 
-# Memory of an emulated device, counted and not taken.
+# Memory of an emulated device: it is counted, but not allocated.
 
 
 class DeviceMemory:
-    """What one stage holds, against the device's memory.
+    """Counts the memory of one stage against the device's memory.
 
     Args:
         limit_bytes: The device's memory; None: no limit.
         held_bytes: Parameters, optimizer state and gradients.
-        input_bytes: Each micro-batch of which only the stage's input is stored.
-        activation_bytes: Each micro-batch whose activations are kept.
-        extra_bytes: Taken beyond all of that while a task runs.
+        input_bytes: A micro-batch of which only the stage's input is stored.
+        activation_bytes: A micro-batch whose activations are kept.
+        extra_bytes: Further memory while a task runs.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class DeviceMemory:
         self.use(0, 0)
 
     def use(self, num_inputs: int, num_activations: int) -> None:
-        """Count a task that runs while so many inputs are stored and so many micro-batches' activations kept.
+        """Count a task that runs while these numbers of inputs and of micro-batches' activations are stored.
 
         Raises:
-            torch.OutOfMemoryError: that is more than there is, as a real device's allocator says it.
+            torch.OutOfMemoryError: they exceed the memory, as with a real device's allocator.
         """
         kept_bytes = num_inputs * self._input_bytes + num_activations * self._activation_bytes
         needed_bytes = self._held_bytes + kept_bytes + self._extra_bytes
@@ -61,7 +61,7 @@ LEARNING_RATE = 1e-3
 
 
 class EmulatedUnitState(UnitState):
-    """A unit whose update takes at least so long."""
+    """A unit whose update takes at least a given time."""
 
     clock: DeviceClock
     optimizer_s: float
@@ -74,12 +74,12 @@ class EmulatedUnitState(UnitState):
 
 
 def parameter_unit(unit: EmulatedUnit) -> ParameterUnit:
-    """A unit with one parameter, named after it."""
+    """Return a unit with one parameter, named after the unit."""
     return ParameterUnit(unit.id, unit.sections, (unit.id,))
 
 
 def make_unit(device: EmulatedDevice, unit: EmulatedUnit, clock: DeviceClock, num_micro_batches: int) -> UnitState:
-    """A unit's state at version 0, the same in every process."""
+    """Return a unit's state at version 0, the same in every process."""
     random = torch.Generator().manual_seed(_seed_of(device.seed, unit.id))
     state = EmulatedUnitState(
         parameter_unit(unit),
@@ -93,7 +93,7 @@ def make_unit(device: EmulatedDevice, unit: EmulatedUnit, clock: DeviceClock, nu
 
 
 def gradient_patterns(device: EmulatedDevice) -> dict[str, Tensor]:
-    """By unit: a fixed tensor of its parameter's size, of which every gradient is a multiple."""
+    """Return, by unit, a fixed tensor of its parameter's size; every gradient is a multiple of it."""
     random = torch.Generator().manual_seed(device.seed)
     longest = torch.randn(max(unit.real_values for unit in device.units), generator=random)
     return {unit.id: longest[: unit.real_values] for unit in device.units}

@@ -134,7 +134,7 @@ class EmulatedWorkload:
         free_s, undelayed_s = run_rings(rings, free_s, self._ends_s, self._clock.late_s)
         self._clock.wait_until(free_s)
         stopwatch.stood("reduce", start)
-        if undelayed_s > NEVER_S:  # it had a task, or a ring
+        if undelayed_s > NEVER_S:  # this worker had a task, or a ring
             stopwatch.late_s = max(0.0, self._clock.now() - undelayed_s)
         self._clock.rest()
 
@@ -209,7 +209,7 @@ class EmulatedWorkload:
         boundary: int,
         micro_batches: Sequence[int],
     ) -> HostLink | None:
-        """The sending end over the border behind stage ``boundary``: of gradients where that is the stage before."""
+        """Return the sending end over the border after stage ``boundary``; from the later stage, it sends gradients."""
         if channel is None:
             return None
         slot, plan = current.slot, current.plan
@@ -228,7 +228,7 @@ class EmulatedWorkload:
 
 
 def stage_memory(device: EmulatedDevice, groups: Sequence[range]) -> DeviceMemory:
-    """Of a stage that holds the activations of one group of its sections at once."""
+    """Return the memory of a stage that holds the activations of one group of its sections at once."""
     peaks, most = [], 0
     for group in groups:
         sections = [device.sections[section] for section in group]
@@ -247,7 +247,7 @@ def stage_memory(device: EmulatedDevice, groups: Sequence[range]) -> DeviceMemor
 def task_times(
     device: EmulatedDevice, groups: Sequence[range], jitter: JitterDraw, micro_batches: Sequence[int]
 ) -> TaskTimes:
-    """Of a stage whose recompute runs its last group of sections again, and the backward the others."""
+    """Return times of a stage whose recompute runs its last group of sections again, and whose backward the others."""
     forward = {section: device.sections[section].forward for group in groups for section in group}
     backward = {section: device.sections[section].backward for section in forward}
     recompute_s = [
@@ -262,7 +262,7 @@ def task_times(
 
 
 def slowness(device: EmulatedDevice, plan: Plan, slot: Slot) -> float:
-    """How many times as long tasks take on one worker's device: for its own sake, and for its node's."""
+    """Return how many times as long tasks take on one worker's device, because of the device and its node."""
     factor = 1.0
     for slow in device.slow:
         if slow.stage == slot.stage and slow.replica in (None, slot.replica):

@@ -14,11 +14,11 @@ from morph.runtime.step.sums import HeldSum, Rings, StepSums
 
 
 class KnownSums:
-    """See the module's docstring. ``parts`` are the sums of an abandoned step.
+    """The known partial sums. ``parts`` are the sums of an abandoned step.
 
     Args:
         worker: The worker.
-        followers: Holds copies of others' sums, and receives copies of these.
+        followers: Holds copies of others' sums, and receives copies of this worker's sums.
         faults: Scheduled faults.
     """
 
@@ -37,7 +37,7 @@ class KnownSums:
         keep = current.order.keep_sums and order.attempt == 0  # no other worker has the scales of a later attempt
 
         def counted(num: int) -> None:
-            # counted from the end: the last copy has the time of as many to travel before the reduction
+            # counted from the end: the last copy has the time of ``every`` micro-batches to travel before the reduction
             left = len(micro_batches) - num
             running = self._running  # no reference to this frame: sums in a cycle would outlive their step
             if running is not None and keep and every and left and left % every == 0:
@@ -87,12 +87,12 @@ class KnownSums:
         return KeptSums(step=self._step, sums=tuple(part.total for part in self.parts))
 
     def forget_before(self, version: int) -> None:
-        """Release sums whose step is decided."""
+        """Release the sums of decided steps."""
         if self._step is not None and self._step < version:
             self.drop()
 
     def _settle(self) -> None:
-        """Abandon the current step: its sums keep their present contents, whatever still arrives."""
+        """Abandon the current step: its sums keep their present contents, whatever arrives later."""
         if self._running is not None and self._step is not None:
             self.parts = [*self._running.partial_sums(), *self._followers.copies(self._step)]
             self._running = None

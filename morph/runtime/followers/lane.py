@@ -1,4 +1,4 @@
-"""A worker's part in following: streams to its follower, and the state of workers that it follows."""
+"""A worker's part in following: it streams to its follower, and keeps the state of workers that it follows."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 
 
 class FollowerLane:
-    """The following of one worker. It begins anew with each generation; its failures do not disturb orders.
+    """Follows and is followed, for one worker. It begins anew with each generation; its failures do not disturb orders.
 
     Args:
-        setup: The worker's.
+        setup: The worker's setup.
         workload: Makes the units that are followed.
         faults: Scheduled faults.
         open_store: Lends a connection to the rendezvous store while a block runs.
@@ -112,7 +112,7 @@ class FollowerLane:
         return shadow
 
     def begin_step(self, units: Mapping[str, UnitState]) -> None:
-        """Start to send further units, at the beginning of a step, when every unit is at its version."""
+        """Start to send further units at the beginning of a step, while all units are at the step's version."""
         if self._formed is not None:
             self._connect(self._formed)
             self._formed = None
@@ -139,7 +139,7 @@ class FollowerLane:
         return {unit: state for unit, state in self._known.items() if state.version == version}
 
     def offer_sums(self, step: int, parts: Callable[[], Sequence[HeldSum]]) -> None:
-        """Send a copy of this worker's partial sums to its follower, unless the one before is still on its way."""
+        """Send a copy of this worker's partial sums to its follower, unless the previous copy is still on its way."""
         if self._outgoing is not None:
             self._offered = step
             self._outgoing.offer(lambda: frame_of(step, parts()))
@@ -148,7 +148,7 @@ class FollowerLane:
         """Wait, after a step is prepared, until the workers whose sums are copied here have prepared it too.
 
         A worker that has prepared a step is no longer asked for its sums. Raises GenerationAborted; also PeerLost if
-        such a worker is cut off before: it may be lost, and the step is then abandoned with the copies here.
+        such a worker is cut off before: it may be lost, and the abandoned step then needs these copies.
         """
         outgoing, incoming = self._outgoing, self._incoming
         if outgoing is not None and self._offered == step:

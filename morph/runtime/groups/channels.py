@@ -27,7 +27,7 @@ from morph.link.proof import proof
 from morph.runtime.groups.interrupt import Interrupt
 
 CHECK_S = 1.0
-"""An idle connection that does not answer for so long is replaced by a new one."""
+"""Seconds. An idle connection that does not answer for this long is replaced by a new one."""
 Group = Any
 """A ``ProcessGroupGloo``; torch ships no types for its collectives."""
 
@@ -44,12 +44,12 @@ class GroupSpec:
 
 
 def connect_store(host: str, port: int, secret: str = "", limit_s: float = DEFAULT_LIMIT_S) -> Store:
-    """Open a separate connection to the rendezvous store; a blocked call on it blocks no other thread.
+    """Open a connection to the rendezvous store for one thread, so that a blocked call blocks no other thread.
 
-    ``limit_s``: bound of each call on it, such as waiting for a key that another member writes.
+    ``limit_s``: bound of each call, such as waiting for a key that another member writes.
 
-    The store does not authenticate clients. With the run's secret, its keys have a prefix that others cannot guess, so
-    that a worker of another run, which uses this port by mistake, meets no member.
+    The store does not authenticate clients. The run's secret gives the keys a prefix that others cannot guess, so that
+    a worker of another run that uses this port by mistake meets no member.
     """
     return _of_run(_connection(host, port, limit_s), secret)
 
@@ -63,10 +63,10 @@ def _of_run(store: TCPStore, secret: str) -> Store:
 
 
 class KeptConnections:
-    """One worker's connections to the rendezvous store, of which one generation after the other uses the same.
+    """One worker's connections to the rendezvous store, which successive generations reuse.
 
-    To open one, torch asks name servers for the name of its address, even of 127.0.0.1, and a lost query costs 5 s. So
-    one is opened beforehand, and reused if all calls on it have returned.
+    When torch opens a connection, it asks name servers for the name of the address, even of 127.0.0.1, and a lost query
+    costs 5 s. So a connection is opened in advance, and reused if all calls on it have returned.
 
     Args:
         host: Address of the store.
@@ -80,7 +80,7 @@ class KeptConnections:
         self._idle: queue.SimpleQueue[TCPStore] = queue.SimpleQueue()
 
     def prepare(self) -> None:
-        """Open one in a thread; returns at once."""
+        """Open a connection in a thread; returns at once."""
 
         def open_one() -> None:
             with suppress(RuntimeError):  # the next user of a connection tries again, and reports the error
@@ -89,18 +89,18 @@ class KeptConnections:
         threading.Thread(target=open_one, name="morph-store-connection", daemon=True).start()
 
     def lend(self, limit_s: float) -> LentConnections:
-        """Return a function that opens connections for one generation. ``limit_s``: bound of each call on one."""
+        """Return a function that opens connections for one generation. ``limit_s``: bound of each call on them."""
         return LentConnections(self, limit_s)
 
     @contextmanager
     def borrow(self, limit_s: float) -> Iterator[Store]:
-        """Lend one while a block runs. It is not reused if the block fails, as a call on it may still run."""
+        """Lend a connection while a block runs. It is not reused if the block fails: a call on it may still run."""
         lent = self.lend(limit_s)
         yield lent.open()
         lent.give_back()
 
     def take(self, limit_s: float) -> TCPStore:
-        """Return one that answers."""
+        """Return a connection that answers."""
         while True:
             try:
                 kept = self._idle.get_nowait()
@@ -111,17 +111,17 @@ class KeptConnections:
                 return kept
 
     def give_back(self, stores: Sequence[TCPStore]) -> None:
-        """Let others use these."""
+        """Let others use these connections."""
         for store in stores:
             self._idle.put(store)
 
     def named(self, store: TCPStore) -> Store:
-        """The store as this run's."""
+        """Return the store with this run's prefix."""
         return _of_run(store, self._secret)
 
 
 class LentConnections:
-    """See ``KeptConnections.lend``. A connection that is never returned, as a call on it may block, is left behind."""
+    """See ``KeptConnections.lend``. A connection on which a call may still block is left behind, not returned."""
 
     def __init__(self, kept: KeptConnections, limit_s: float) -> None:
         self._kept, self._limit_s = kept, limit_s
@@ -155,7 +155,7 @@ def _answers(store: TCPStore) -> bool:
 
 
 def open_device(listen_host: str) -> Device:
-    """A listening socket and the thread that serves its connections; groups that share it form in half the time."""
+    """Return a listening socket with a thread for its connections; groups that share it form in half the time."""
     gloo: Any = dist.ProcessGroupGloo  # torch ships no types for it
     return gloo.create_device(hostname=listen_host)
 
@@ -187,7 +187,7 @@ class Transfer(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether it is over."""
+        """Whether the transfer is over."""
 
     @property
     def done_at_s(self) -> float:
@@ -257,7 +257,7 @@ class Channel:
         self, group: Group, sender_rank: int, interrupt: Interrupt, label: str = "channel", name: str = ""
     ) -> None:
         self.name = name
-        """Its group's, in its generation."""
+        """The group's name in its generation."""
         self._label = label
         self._group = group
         self._interrupt = interrupt
@@ -269,7 +269,7 @@ class Channel:
     def transfer(self, tensor: Tensor) -> Pending:
         """Send (on the sender) or receive into (on the receiver) one contiguous CPU tensor."""
         if tensor.numel() == 0:
-            raise ValueError("an empty tensor cannot travel")
+            raise ValueError("an empty tensor cannot be sent")
         flat = as_bytes(tensor)
         return _start(
             self._label, lambda: self._group.broadcast([flat], self._options), (tensor, flat), self._interrupt
@@ -281,11 +281,11 @@ class Ring(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name and members; no two rings of a generation share it."""
+        """The ring's name, with its members; unique in a generation."""
 
     @property
     def size(self) -> int:
-        """How many members it has."""
+        """The number of members."""
 
     @property
     def rank(self) -> int:
@@ -311,11 +311,11 @@ class DeviceRings(Protocol):
         """Return the ring ``name``; None if it is not one of them."""
 
     def close(self) -> None:
-        """Release the device's part of them; blocks until that is done."""
+        """Release the rings' resources on the device; blocks until that is done."""
 
 
 class GlooRing:
-    """See ``Ring``: of tensors in host memory."""
+    """A ``Ring`` for tensors in host memory."""
 
     def __init__(self, group: Group, interrupt: Interrupt, label: str = "ring") -> None:
         self.name = label
@@ -349,7 +349,7 @@ class GlooRing:
         return self._start(lambda: self._group._allgather_base(into, out, options), (gathered, into, own, out))
 
     def _swap(self, into: Tensor, out: Tensor) -> Pending:
-        """``gather`` of two members, as bytes: gloo's own receives into new memory, and copies all of it once more."""
+        """Gather for two members, as bytes: gloo's own receives into new memory and copies all of it once more."""
         mine, theirs = into.view(2, -1)[self.rank], into.view(2, -1)[1 - self.rank]
         if mine.data_ptr() != out.data_ptr():
             mine.copy_(out)
@@ -383,8 +383,8 @@ class GroupSet:
         self.device_rings: DeviceRings | None = None
         """Used in place of the gloo rings of the same names."""
         self.at_clear: list[Callable[[], None]] = []
-        """Functions to call before the groups are closed, for other users than the training thread; they return at
-        once."""
+        """Functions to call before the groups are closed, for all users but the training thread; they return at once.
+        """
 
     def form(self, specs: Sequence[GroupSpec], worker: str, listen_host: str, open_store: Callable[[], Store]) -> None:
         """Form every group that ``worker`` belongs to, in the order given (the same on every worker).
@@ -417,7 +417,7 @@ class GroupSet:
 
     @property
     def broken(self) -> bool:
-        """Whether an operation that cannot be ended may still be under way in one of the groups."""
+        """Whether an operation that cannot be interrupted may still be under way in one of the groups."""
         return self._interrupt.over
 
     @property
@@ -427,7 +427,7 @@ class GroupSet:
 
     @property
     def limit_s(self) -> float:
-        """For how long such an operation may go on."""
+        """The longest time that such an operation may still take."""
         return self._interrupt.limit_s
 
     def clear(self) -> None:

@@ -16,7 +16,7 @@ from morph.contract.messages import Fault, SlowSpell
 class FaultPlan:
     """The faults of one worker; with none, ``reach`` does nothing.
 
-    A fault is met once: the worker does not survive it.
+    A fault occurs once: the worker does not survive it.
     """
 
     def __init__(self, faults: Sequence[Fault], spells: Sequence[SlowSpell] = ()) -> None:
@@ -34,8 +34,8 @@ class FaultPlan:
         """Die here if a fault says so; ``step`` overrides the step under way (for background work).
 
         Raises:
-            OutOfMemoryError: if a fault says so.
-            AcceleratorError: the same.
+            OutOfMemoryError: a fault says so.
+            AcceleratorError: a fault says so.
         """
         if not self._faults:
             return

@@ -21,7 +21,7 @@ class Interrupt:
     """A condition variable with an abort flag.
 
     Args:
-        generation: Its number.
+        generation: The number of the generation.
         limit_s: Bound of every wait without its own bound, given by the reshape that formed the generation.
     """
 
@@ -98,12 +98,12 @@ class Interrupt:
             raise PeerLost(f"generation {self.generation} lost a peer: {self._lost}")
 
     def wait_for(self, ready: Callable[[], bool], what: str, timeout_s: float | None = None) -> float:
-        """Block until ``ready()``; return the seconds waited. Without ``timeout_s`` the generation's limit counts.
+        """Block until ``ready()``; return the seconds waited. Without ``timeout_s``, the generation's limit applies.
 
         Raises:
             GenerationAborted: the control lane aborted the generation.
             PeerLost: a connection failed.
-            WaitTimeout: after ``timeout_s``; says ``what`` was waited for.
+            WaitTimeout: ``timeout_s`` is over; the error names ``what`` was awaited.
         """
         start_s = time.monotonic()
         timeout_s = self.limit_s if timeout_s is None else timeout_s

@@ -1,7 +1,7 @@
-"""Closes old groups in the background, because closing one takes 10-100 ms, for which no morph should wait.
+"""Closes old groups in the background, because closing one takes 10-100 ms and no morph should wait for that.
 
-Groups of an aborted generation may still have an operation under way that cannot be ended; they are
-kept, untouched, until it is over or its time-out has passed. All others hold sockets and threads for nothing.
+Groups of an aborted generation may still have an operation under way that cannot be ended; they are kept, untouched,
+until the operation is over or its time-out has passed. All other groups hold sockets and threads for nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 MARGIN_S = 5.0
 LINGER_S = 5.0
-"""Time for the last messages over broken groups to arrive before the groups are closed."""
+"""Seconds for the last messages over broken groups to arrive before the groups are closed."""
 LOOK_EVERY_S = 0.5
 
 _Given = tuple[float, GroupSet]

@@ -1,4 +1,4 @@
-"""The rendezvous store that lives beside the manager for the whole run.
+"""The rendezvous store, a process beside the manager that lives for the whole run.
 
 ``python -m morph.runtime.groups.store HOST PORT`` serves one, prints its port on standard output, and ends when
 standard input does.

@@ -1,4 +1,4 @@
-"""The receiving end: all streams to one worker, and the units that follow their senders."""
+"""The receiving end of pre-copies: all streams to one worker, and the units that follow their senders."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ class Incoming:
 
     Args:
         context: The streams' context.
-        senders: Sender of each unit.
-        make_shadow: Makes a unit that is to be kept in step.
-        arrive: On emulated links, blocks until so many bytes have arrived.
+        senders: The sender of each unit.
+        make_shadow: Makes a unit that will be kept in step.
+        arrive: On emulated links, blocks until this many bytes have arrived.
         listen_host: The address to listen on.
         news: Called when there is something to report.
-        known: Units that are here at the version that their senders have now.
+        known: Units that are already here at their senders' present version.
         expected: Further senders.
-        take_sums: Called with the sender's name and a frame of partial sums, or one that says that no more will come.
+        take_sums: Called with the sender's name and a frame of partial sums, or a frame that says that no more will
+            come.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Incoming:
         """Block until a unit is at this version, and hand it out.
 
         Raises:
-            PeerLost: its stream is broken.
+            PeerLost: the unit's stream is broken.
             GenerationAborted, WaitTimeout: as ``Interrupt.wait_for``.
         """
         self._interrupt = interrupt
@@ -102,7 +103,7 @@ class Incoming:
         return self._shadows[unit]
 
     def in_step(self, version: int) -> dict[str, UnitState]:
-        """The units in step with their senders: at this version, or with the gradients that lead to it."""
+        """Return the units in step with their senders: at this version, or with the gradients that lead to it."""
         with self._lock:
             found = {}
             for unit in self._in_step:
@@ -120,18 +121,18 @@ class Incoming:
 
     @property
     def broken(self) -> frozenset[str]:
-        """The senders whose streams are."""
+        """The senders whose streams are broken."""
         with self._lock:
             return frozenset(self._broken)
 
     @property
     def error(self) -> str | None:
-        """Why some units are not in step, and will not be."""
+        """The reason why some units are not in step, and will not be."""
         with self._lock:
             return "; ".join(self._broken.values()) or None
 
     def end(self) -> None:
-        """Drop everything; from any thread."""
+        """Drop everything; called from any thread."""
         with self._met:
             self._ended = True
             self._met.notify_all()
@@ -205,7 +206,7 @@ class Incoming:
                 self._shadows[facts["unit"]] = shadow
                 self._versions[facts["unit"]] = shadow.version
         elif facts["kind"] in ("update", "undecided"):
-            with self._lock:  # units that are in step are the worker's own too, and its own alone once this is over
+            with self._lock:  # the worker owns units in step too, and alone once this object has ended
                 if self._ended:
                     raise ConnectionError("it is over here")
                 for unit, update in facts["units"].items():

@@ -1,4 +1,4 @@
-"""A worker's part in pre-copies: streams to others, units from others."""
+"""A worker's part in pre-copies: it streams units to other workers, and receives theirs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PreCopyLane:
     """Carries out ``PreCopyOrder``; its failures do not disturb orders.
 
     Args:
-        setup: The worker's.
+        setup: The worker's setup.
         workload: Makes the units that are received.
         faults: Scheduled faults.
         open_store: Lends a connection to the rendezvous store while a block runs.
@@ -121,7 +121,7 @@ class PreCopyLane:
                 self._incoming = None
 
     def begin_step(self, units: Mapping[str, UnitState]) -> None:
-        """Every unit is at the version of a step that begins: send further ones on their way."""
+        """Start to send further units at the beginning of a step, while all units are at the step's version."""
         for stream in self._outgoing:
             stream.begin(units)
 

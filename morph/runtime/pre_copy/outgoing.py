@@ -35,7 +35,7 @@ from morph.runtime.state.unit_state import StateCopy, UnitState
 log = logging.getLogger(__name__)
 
 MOST_UPDATES_BEHIND = 8
-"""Most updates that may wait, whatever their size."""
+"""The largest number of updates that may wait, whatever their size."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class _State:
 
     @property
     def num_bytes(self) -> int:
-        """Size of its tensors."""
+        """The bytes of its tensors."""
         return self.copy.num_bytes
 
     def frame(self) -> Frame:
-        """Copy it, beside what a device computes."""
+        """Copy the state while the device computes."""
         tensors = self.copy.take()
         if tensors is None:
             raise ConnectionError(f"unit {self.facts['unit']} went back to a checkpoint")
@@ -65,7 +65,7 @@ class Outgoing:
     behind by more than its initial states is given up.
 
     Args:
-        context: Of the streams.
+        context: The context of the streams.
         receiver: The receiving worker.
         units: The units, in this order.
         known: Further units, which the receiver already has at the present version.
@@ -134,7 +134,7 @@ class Outgoing:
     def share(self, states: Mapping[str, UnitState]) -> bool:
         """Send gradients before the decision, if the receiver has caught up; return whether they are sent.
 
-        They are not copied, so they have to stay until ``settled``.
+        They are not copied, so they must not change until ``settled``.
         """
         with self._condition:
             idle = not self._queue and not self._sending and self._connection is not None
@@ -161,7 +161,7 @@ class Outgoing:
         return self.error is None
 
     def offer(self, make: Callable[[], Frame]) -> None:
-        """Send partial sums if nothing else waits to be sent; the next ones will be newer anyway."""
+        """Send partial sums if nothing else waits to be sent; otherwise drop them, because newer ones will follow."""
         with self._condition:
             busy = bool(self._queue) or self._sending or self._connection is None or self.error is not None
         if not busy:
@@ -183,7 +183,7 @@ class Outgoing:
         interrupt.wait_for(done, f"{self._name} to leave", timeout_s)
 
     def end(self, error: str = "ended") -> None:
-        """Drop everything; from any thread."""
+        """End the stream and drop everything; called from any thread."""
         with self._condition:
             self.error = self.error or error
             for entry in self._queue:
@@ -233,7 +233,7 @@ class Outgoing:
         return connection
 
     def _next(self) -> Frame | _State | None:
-        """The next frame, or None at the end; says once that the receiver has everything."""
+        """Return the next frame, or None at the end; tell once that the receiver has everything."""
         with self._condition:
             self._sending = False
             if self._interrupt is not None and not self._queue:

@@ -1,4 +1,4 @@
-"""How a sender finds the receiver of pre-copied units, and how both prove that they belong to the run."""
+"""Lets a sender find the receiver of pre-copied units, and both prove that they belong to the run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Rendezvous:
     send units, and a proof for another order is not valid for this one.
 
     Args:
-        occasion: What the rendezvous is for, unique in this run.
-        receiver: The worker that receives.
+        occasion: The purpose of the rendezvous, unique in this run.
+        receiver: The receiving worker.
         secret: The run's secret.
     """
 
@@ -40,7 +40,7 @@ class Rendezvous:
         """Return the receiver's address.
 
         Raises:
-            ConnectionError: if the text is not from the receiver.
+            ConnectionError: the text is not from the receiver.
         """
         host, port, nonce, given = _parts(told)
         if not is_proven(given, self._secret, "receiver", self.key, host, port, nonce):
@@ -61,11 +61,11 @@ class Rendezvous:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamContext:
-    """Context of all streams from and to one worker, for one order or generation.
+    """The context of all streams from and to one worker, for one order or generation.
 
     Attributes:
-        occasion: Of their rendezvous.
-        worker: This one.
+        occasion: The purpose of their rendezvous.
+        worker: This worker.
         secret: The run's secret.
         open_store: Lends a connection to the rendezvous store while a block runs.
         faults: Scheduled faults.
@@ -81,7 +81,7 @@ class StreamContext:
     limit_s: float = DEFAULT_LIMIT_S
 
     def rendezvous(self, receiver: str) -> Rendezvous:
-        """Where these streams' senders find a receiver."""
+        """Return the rendezvous at which these streams' senders find a receiver."""
         return Rendezvous(self.occasion, receiver, self.secret)
 
 

@@ -1,4 +1,4 @@
-"""Brings a worker's units to the version of a reshape: kept, from a peer, from a checkpoint, or made anew.
+"""Brings a worker's units to the version of a reshape: they are kept, received, loaded or made anew.
 
 Partial sums of an abandoned step follow the units, on the same channels, to the workers that continue them.
 """
@@ -41,9 +41,9 @@ T = TypeVar("T")
 class MoveContext:
     """Context of the moves of one worker in one reshape.
 
-    ``make_unit(unit, empty)``: its state at version 0, without its initial numbers where it is about to be loaded.
-    ``host_copy(version, unit, sha256)``: this worker's own copy of a unit that it wrote, if it matches the manifest.
-    ``interrupt`` ends the wait for storage, whose bound by file size is in ``rules``.
+    ``make_unit(unit, empty)``: a unit's state at version 0; if ``empty``, without initial numbers, because it is about
+    to be loaded. ``host_copy(version, unit, sha256)``: this worker's copy of a unit that it wrote, if the copy matches
+    the manifest. ``interrupt`` ends the wait for storage, whose bound by file size is in ``rules``.
     """
 
     worker: str
@@ -70,10 +70,10 @@ class MoveContext:
 def start_sending(sources: Sequence[Source], context: MoveContext) -> list[Transfer]:
     """Start sending every unit and sum that others get from this worker: see ``send_tensors``.
 
-    Two workers may exchange units, so each receives before it waits for its own units to leave.
+    Two workers may exchange units, so each worker receives before it waits for its own units to leave.
 
     Raises:
-        CheckpointError: as ``take_units``, where it reads for others.
+        CheckpointError: as in ``take_units``, when it reads for others.
     """
     pending: list[Transfer] = []
     requested = [source for source in sources if source.peer == context.worker]
@@ -104,7 +104,7 @@ def held_sum(total: PartialSum, sums: Sequence[HeldSum]) -> HeldSum:
 
 
 def take_sums(context: MoveContext) -> tuple[list[HeldSum], int]:
-    """Receive the partial sums of others that this worker continues, after its units; and their size in bytes."""
+    """Receive the partial sums of others that this worker continues, after its units; return them and their bytes."""
     received, num_bytes = [], 0
     for entry in context.moving_sums:
         if entry.receiver == context.worker:
@@ -117,9 +117,9 @@ def take_sums(context: MoveContext) -> tuple[list[HeldSum], int]:
 
 
 def send_in_background(sources: Sequence[Source], context: MoveContext, interrupt: Interrupt) -> Callable[[], None]:
-    """Make units ready for peers in a thread and send them; the result blocks until all have left.
+    """Prepare units for peers in a thread and send them; calling the result blocks until all have left.
 
-    So a worker that sends and receives does both at once. The result raises as ``Interrupt.wait_for``.
+    So a worker sends and receives at the same time. The result raises as ``Interrupt.wait_for``.
     """
     pending: list[Sequence[Transfer]] = []
     failure: list[Exception] = []
@@ -146,8 +146,8 @@ def take_units(sources: Sequence[Source], context: MoveContext) -> tuple[dict[st
     """Collect this worker's units at the wanted version; returns them and the bytes received from peers.
 
     Raises:
-        CheckpointError: when a checkpoint is incomplete or damaged, or storage does not answer.
-        GenerationAborted, PeerLost: meanwhile.
+        CheckpointError: when a checkpoint is incomplete or damaged, or storage does not answer. GenerationAborted,
+        PeerLost: the generation ended meanwhile.
     """
     units: dict[str, UnitState] = {}
     received_bytes = 0
@@ -180,7 +180,8 @@ def take_units(sources: Sequence[Source], context: MoveContext) -> tuple[dict[st
 def _from_checkpoint(units: Sequence[str], context: MoveContext) -> Iterator[tuple[Mapping[str, Tensor], bool]]:
     """Yield units of the reshape's version in this order: this worker's own copies of what it wrote, else from storage.
 
-    With each, whether nobody else has its memory. The next ``NUM_PREFETCHED`` are read and checked while one is loaded.
+    Each comes with whether its memory is unshared. While one is loaded, the next ``NUM_PREFETCHED`` are read and
+    checked.
     """
     if not units:
         return
@@ -223,6 +224,6 @@ def _from_checkpoint(units: Sequence[str], context: MoveContext) -> Iterator[tup
 
 
 def _home_of(state: UnitState) -> torch.device:
-    """Where the optimizer works on a unit: where its state stays."""
+    """Return the device on which the optimizer works on a unit: its state stays there."""
     parameters = (parameter for group in state.optimizer.param_groups for parameter in group["params"])
     return next((parameter.device for parameter in parameters), _HOST)

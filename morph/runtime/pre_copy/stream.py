@@ -1,7 +1,8 @@
-"""Named tensors as a stream of chunks: a header, then the bytes of all tensors, from their memory to their destination.
+"""Sends named tensors as a stream of chunks: a header, then the bytes of all tensors.
 
-On the host only small tensors, which share a chunk, are copied. A device's bytes go through pinned memory, a few chunks
-at a time, so that copies and network overlap and host memory never holds a whole unit.
+On the host, only small tensors, which share a chunk, are copied; others go from their memory to their destination. A
+device's bytes go through pinned memory, a few chunks at a time, so that copies and network overlap and host memory
+never holds a whole unit.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from morph.runtime.groups.interrupt import Interrupt
 
 CHUNK_BYTES = 1 << 24
 OWN_CHUNK_BYTES = 1 << 20
-"""Tensors of at least this size begin a chunk; smaller ones share one."""
+"""Bytes. Tensors of at least this size begin a chunk; smaller ones share one."""
 CHUNKS_UNDER_WAY = 4
-"""Chunks of a device that are under way at a time."""
+"""The number of a device's chunks that are under way at a time."""
 
 
 def chunks(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -55,7 +56,7 @@ def send_tensors(tensors: Mapping[str, Tensor], carrier: Carrier, interrupt: Int
     under_way: deque[Transfer] = deque()
     for pieces in _pieces(flat):
         staging = next((found for piece in pieces if (found := staging_for(piece.device)) is not None), None)
-        while under_way and (staging is None or len(under_way) >= CHUNKS_UNDER_WAY):  # each tensor waits for its turn
+        while under_way and (staging is None or len(under_way) >= CHUNKS_UNDER_WAY):  # the next waits for its turn
             under_way.popleft().wait("a part of a unit's state to leave")
         if staging is None:
             pending.append(carrier.transfer(_joined(pieces)))
@@ -67,10 +68,10 @@ def send_tensors(tensors: Mapping[str, Tensor], carrier: Carrier, interrupt: Int
 
 
 def receive_tensors(carrier: Carrier, device: torch.device) -> tuple[dict[str, Tensor], int]:
-    """Receive the tensors of ``send_tensors``, in new memory on a device; and their size in bytes.
+    """Receive the tensors of ``send_tensors``; return them, in new memory on a device, and their size in bytes.
 
     Raises:
-        GenerationAborted, PeerLost, WaitTimeout: meanwhile.
+        GenerationAborted, PeerLost, WaitTimeout: they did not arrive.
     """
     size = torch.zeros(1, dtype=torch.int64)
     carrier.transfer(size).wait("the size of a unit's header")

@@ -33,9 +33,9 @@ GREETING_BYTES = 4096
 
 @dataclass(frozen=True)
 class Frame:
-    """``facts`` is JSON. ``tensors`` of a device are copied in parallel to its computing, as the frame is sent.
+    """``facts`` is JSON. ``tensors`` of a device are copied while it computes, as the frame is sent.
 
-    The thread that computed them makes the frame: ``ready`` is their completion.
+    The thread that computed them makes the frame; ``ready`` is their completion.
     """
 
     facts: dict[str, Any]
@@ -47,7 +47,7 @@ class Frame:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors."""
+        """The bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
@@ -69,10 +69,10 @@ def send_frame(connection: socket.socket, frame: Frame) -> int:
 
 
 def receive_frame(connection: socket.socket, most_bytes: int | None = None) -> tuple[Frame, int] | None:
-    """Receive a frame and its size; None when the sender has hung up between two.
+    """Receive a frame and its size; None if the sender has hung up between two frames.
 
     Raises:
-        OSError: the connection is broken, or the frame has more than ``most_bytes``, where that is given.
+        OSError: the connection is broken, or the frame has more than ``most_bytes``, if that is given.
     """
     header = _receive(connection, HEADER.size)
     if header is None:
@@ -87,7 +87,7 @@ def receive_frame(connection: socket.socket, most_bytes: int | None = None) -> t
 
 
 def level_of(error: Exception) -> int:
-    """Return the log level for the end of a stream: lower for a broken connection or store, which tells no more."""
+    """Return the log level for the end of a stream: lower for a broken connection or store, which is no news."""
     return logging.INFO if isinstance(error, OSError | RuntimeError) else logging.ERROR
 
 
@@ -98,13 +98,13 @@ def acknowledge(connection: socket.socket) -> None:
 
 def close(connection: socket.socket) -> None:
     """End a connection, and the calls that are blocked on it."""
-    with suppress(OSError):  # it is closed already, or was never open
+    with suppress(OSError):  # the connection is closed already, or was never open
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytearray | None:
-    """Receive so many bytes; None if the other end has hung up before the first."""
+    """Receive this many bytes; None if the other end has hung up before the first."""
     buffer = bytearray(num_bytes)
     view, done = memoryview(buffer), 0
     while done < num_bytes:
@@ -121,7 +121,7 @@ def copy_of_update(state: UnitState, decided: Decided | None) -> tuple[dict[str,
     """Copy the update that the unit is about to apply, as facts and tensors by parameter, on their device."""
     facts = {**facts_of_update(state), "decided": None if decided is None else decided.model_dump()}
     if decided is not None and decided.skipped:
-        return facts, {}  # nothing of them is applied
+        return facts, {}  # nothing of the gradients is applied
     return facts, {name: value.clone() for name, value in gradients_of_update(state).items()}
 
 
@@ -139,7 +139,7 @@ def facts_of_update(state: UnitState) -> dict[str, Any]:
 
 
 def gradients_of_update(state: UnitState) -> dict[str, Tensor]:
-    """The gradients that a unit holds: the unit's own memory."""
+    """Return the gradients that a unit holds, in the unit's own memory."""
     assert state.reduced is not None
     return {name: value.detach().contiguous() for name, value in state.reduced.gradients.items()}
 
@@ -148,7 +148,7 @@ def hold_update(state: UnitState, facts: dict[str, Any], gradients: dict[str, Te
     """Hold gradients of the unit's version, which another worker has reduced, until they are decided.
 
     Raises:
-        ValueError: they are not of the unit's version.
+        ValueError: the gradients are not of the unit's version.
     """
     if facts["version"] != state.version:
         raise ValueError(f"unit {state.unit.id}: version {state.version} cannot take step {facts['version']}")
@@ -165,7 +165,7 @@ def apply_update(state: UnitState, facts: dict[str, Any], gradients: dict[str, T
     """Apply an update: the unit then equals the sender's, bit for bit.
 
     Raises:
-        ValueError: it is not the update of the unit's version.
+        ValueError: the update is not that of the unit's version.
     """
     hold_update(state, facts, gradients)
     state.apply(None if facts["decided"] is None else Decided.model_validate(facts["decided"]))

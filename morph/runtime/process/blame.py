@@ -51,9 +51,10 @@ def cause_of(error: BaseException) -> FailureCause:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Return the traceback from the first line of the user's code on, Morph's own frames left out; "" without one.
+    """Return the traceback from the first line of the user's code on, without Morph's own frames; empty if there is
+    none.
 
-    A line of a traced graph stands for the lines that it was traced from.
+    A line of a traced graph stands for the lines from which it was traced.
     """
     frames = _frames(error.__traceback__)
     first = next((index for index, frame in enumerate(frames) if not _is_inside(frame, _TORCH)), None)

@@ -15,7 +15,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 class OrderKey(NamedTuple):
-    """The identity of an order, also when it is repeated; it grows from one order of a worker to the next."""
+    """The identity of an order, which a repeated order shares; it grows from one order of a worker to the next."""
 
     generation: int
     version: int
@@ -24,7 +24,9 @@ class OrderKey(NamedTuple):
 
 
 def order_key(order: ReshapeOrder | StepOrder | CommitOrder) -> OrderKey:
-    """The identity of an order: a generation is formed at a version, which may be committed before the step from it."""
+    """Return the identity of an order. A generation is formed at a version, which may be committed before the step from
+    it.
+    """
     match order:
         case ReshapeOrder():
             return OrderKey(order.generation, order.version, 0, 0)
@@ -42,7 +44,7 @@ class OrderMemory:
         self._answer: object = None
 
     def is_late(self, key: OrderKey) -> bool:
-        """Return whether a later order came earlier: then nothing waits for the answer to this one."""
+        """Return whether a later order came earlier; if so, nothing waits for the answer to this one."""
         return self._newest is not None and key < self._newest
 
     def is_known(self, key: OrderKey) -> bool:
@@ -50,7 +52,7 @@ class OrderMemory:
         return key == self._newest
 
     def carried_out(self, key: OrderKey, work: Callable[[], AnswerT]) -> AnswerT:
-        """The answer to an order: remembered, or made now."""
+        """Return the answer to an order: the remembered one, or the result of carrying it out now."""
         if key != self._newest:
             self._answer, self._newest = work(), key
         return self._answer  # type: ignore[return-value]  # of the same kind of order

@@ -1,7 +1,7 @@
 """Serves one worker to the current manager; the worker outlives managers.
 
 Orders are carried out one after the other; all other requests are served at once, in parallel. Answers given while
-there was no manager are repeated to the next one, which asks again.
+there was no manager are repeated to the next manager, which asks again.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ OWN_THREADS = "morph-"
 
 
 def end_with_threads() -> None:
-    """End this process from now on when an error ends one of Morph's threads, so that no thread waits in vain.
+    """From now on, end this process if an error ends one of Morph's threads, so that no thread waits in vain.
 
-    The threads report expected errors themselves: this is for unexpected ones.
+    This is for unexpected errors: the threads report expected ones themselves.
     """
     before = threading.excepthook
 
@@ -58,7 +58,7 @@ def serve(home: Home, set_up: Callable[[WorkerSetup], Any], *workers: Any) -> No
     served = list(workers)
     talk = Talk(home, lambda: _tell_all(served, "tell_again"), lambda message: _obey(served, orders, message))
     until_ended(partial(keep_liveness, home, held.set))
-    held.wait()  # who is heard can be seen to die
+    held.wait()  # from here on, the death of this worker can be seen
     until_ended(talk.hear)
     while True:
         name, order = orders.get()
@@ -105,5 +105,5 @@ def _tell_all(served: list[Any], name: str, *arguments: Any) -> None:
 
 def _beat(worker: Any, talk: Talk, wait_s: float) -> None:
     while True:
-        talk.wait()  # reports to one manager are repeated to the next
+        talk.wait()  # reports to one manager are repeated to the next one
         talk.send(packed(BEAT, worker.heartbeat(wait_s)))

@@ -46,7 +46,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 def single_plan(fingerprint: str, num_sections: int, micro_batch_size: int, num_micro_batches: int) -> Plan:
-    """The shape 1x1."""
+    """Return a plan of shape 1x1."""
     nothing = Expectation(mini_batch_s=0, examples_per_s=0, lower_bound_s=0, peak_memory_bytes=0, parts_s={})
     return Plan(
         fingerprint=fingerprint,
@@ -69,19 +69,19 @@ def run_single(
     checkpoint_url: str,
     on_step: Callable[[int, float], None] | None = None,
 ) -> Manifest:
-    """Train ``steps`` steps on one worker; returns the manifest of the final checkpoint.
+    """Train ``steps`` steps on one worker; return the manifest of the final checkpoint.
 
     Args:
         job_path: ``path/to/file.py:name``.
         steps: Optimizer steps from the job's seed.
         num_sections: K; None for the job's own choice.
         micro_batch_size: m, samples.
-        checkpoint_url: Where the final checkpoint goes.
+        checkpoint_url: The URL for the final checkpoint.
         on_step: Called with (step, loss) after each step.
 
     Raises:
-        InputError: on a wrong job.
-        TrainingStopped: when training fails.
+        InputError: the job is wrong.
+        TrainingStopped: training failed.
     """
     with imported_once(job_path):
         return _run_single(job_path, steps, num_sections, micro_batch_size, checkpoint_url, on_step)
@@ -143,14 +143,14 @@ def _run_single(
 
 
 def mean_loss(answer: Prepared) -> float:
-    """Mean over micro-batches, or of all that counts in them, summed in their global order."""
+    """Return the mean over micro-batches, or the total over weight, summed in their global order."""
     ordered = sorted(answer.losses, key=lambda entry: entry.micro_batch)
     weight = sum(weights_of(ordered).values()) if ordered[0].weight is not None else len(ordered)
     return sum(entry.loss for entry in ordered) / weight if weight else math.nan
 
 
 def _run_step(worker: Worker, order: StepOrder) -> Prepared:
-    """Run one step as often as its gradients overflow their scales."""
+    """Run one step, again each time its gradients overflow their scales."""
     for attempt in range(MAX_ATTEMPTS):
         answer = _expect(worker.step(order.model_copy(update={"attempt": attempt})), Prepared)
         if answer.non_finite or not answer.overflowed:

@@ -80,17 +80,18 @@ _LOOK_S = 0.1
 def take_slot(slots: Sequence[str], wait_s: float = _WAIT_S) -> int | None:
     """Lock one of these files and let this process see only that device; the lock ends with the process.
 
-    The process must not have used CUDA before. A process that just died may still hold a lock: waits up to ``wait_s``.
+    The process must not have used CUDA before. A process that just died may still hold a lock, so this waits up to
+    ``wait_s``.
 
     Args:
-        slots: Files, tried in this order; each is named after its device. None: nothing is taken.
-        wait_s: Longest wait for a free one.
+        slots: Files, tried in this order; each is named after its device. Without files, nothing is taken.
+        wait_s: The longest wait for a free file.
 
     Returns:
         The descriptor of the locked file, which a worker never closes.
 
     Raises:
-        ClusterError: if none was free.
+        ClusterError: no file was free.
     """
     deadline_s = time.monotonic() + wait_s
     while slots:
@@ -115,7 +116,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 def set_up(setup: WorkerSetup) -> Worker | Failed:
-    """Take a device, load the job and cut its model; seconds, once in the life of a process."""
+    """Take a device, load the job and cut its model; this takes seconds, once in the life of a process."""
     start_s = time.perf_counter()
     folders = ("", "")
     try:
@@ -138,12 +139,12 @@ class Worker:
     """A worker that is set up; see the module's docstring.
 
     Args:
-        setup: Its setup, without the parts that are used once: variables and the code's archive.
+        setup: The worker's setup, without the parts that are used once: variables and the code's archive.
         folders: The folder of the job's files here, and the user's folder.
-        start_s: When its set-up began, by ``time.perf_counter``.
+        start_s: The time at which its setup began, by ``time.perf_counter``.
 
     Raises:
-        InputError: on a wrong job, or one that the profile does not belong to.
+        InputError: the job is wrong, or the profile does not belong to it.
     """
 
     def __init__(self, setup: WorkerSetup, folders: tuple[str, str], start_s: float) -> None:
@@ -180,7 +181,7 @@ class Worker:
     def setup(self, setup: WorkerSetup) -> WorkerReady | Failed:
         """Answer a manager that took over and sets up every worker: this worker is ready if it has the same code."""
         if setup.code is not None and (self._setup.code is None or setup.code.sha256 != self._setup.code.sha256):
-            error = JobError("is not the code that this worker was set up with", source=setup.code.job_path)
+            error = JobError("is not the code with which this worker was set up", source=setup.code.job_path)
             return self._failed(0, error)
         self._writer.lease = setup.lease
         return self.ready
@@ -220,7 +221,7 @@ class Worker:
         self._prober.leave(probe)
 
     def heartbeat(self, wait_s: float) -> Heartbeat:
-        """Proof of life; returns early when a checkpoint unit was written. Blocks up to ``wait_s``."""
+        """Return a proof of life; blocks up to ``wait_s``, but returns early when a checkpoint unit was written."""
         return self._writer.collect(wait_s).model_copy(
             update={
                 "times": self._pace.collect(),
@@ -278,7 +279,7 @@ class Worker:
             return self._aborted(generation, str(error), peer_lost=True)
         except Exception as error:
             self._interrupt.lose(str(error))  # operations with peers are still under way
-            self._sums.drop()  # a micro-batch may be in some of them
+            self._sums.drop()  # a micro-batch may be in some of the sums but not in others
             return self._failed(generation, error)
 
     def _aborted(self, generation: int, detail: str, *, peer_lost: bool) -> Aborted:
@@ -314,7 +315,7 @@ class Worker:
         if order.generation <= self._aborted_generation:
             interrupt.abort()  # the abort came between the check and the new interrupt
         self._faults.reach("reshape")
-        self._release()  # of the shape before: another process may need it for its part of this one
+        self._release()  # memory of the previous shape, which another process may need for its part of this one
         layout = topology(order, self._workload.units)
         groups = GroupSet(interrupt)
         try:
@@ -396,7 +397,7 @@ class Worker:
         assert current.order.generation == generation
         self._sums.forget_before(version)
         before, self._held = set(self._held), {**self._followers.in_step(version), **current.units}
-        if before - self._held.keys():  # others have them now
+        if before - self._held.keys():  # other workers have these units now
             self._release()
         self._roll_forward(self._held, version, decided)
         for name, state in current.units.items():
@@ -417,7 +418,7 @@ class Worker:
             state.reduced = None
         if order.attempt:
             for name in self._held.keys() - current.units.keys():
-                self._held[name].reduced = None  # of the attempt before, also where the next one's do not come
+                self._held[name].reduced = None  # the previous attempt's gradients, even if the next attempt has none
         finished = None if order.evaluated is None else self._workload.finish(order.evaluated)
         evaluation = self._workload.evaluate(current, order.step)
         beside: dict[str, object] = {"evaluation": evaluation, "finished": finished}

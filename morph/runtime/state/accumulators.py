@@ -5,8 +5,8 @@ point). Sums are on the device of the gradients, and nothing waits for the devic
 accumulator, so that a reduction left behind by an aborted generation cannot write into one that is in use. A micro-
 batch's change to a buffer is a number that is summed as gradients are.
 
-A complex number is summed as two real ones. A parameter without a gradient in the whole mini-batch has none in the end,
-as in plain PyTorch, whose optimizers skip it: with zeros they would decay and move it.
+A complex number is summed as two real ones. A parameter without a gradient in the whole mini-batch gets no mean
+gradient, as in plain PyTorch: optimizers skip it, but with zeros they would decay and move it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from morph.runtime.state.fixed_point import FixedSum, add_fixed, fits, fixed_sum
 from morph.runtime.state.parts import Memory, Part, from_reals, reals
 
 IN_CACHE = 1 << 16
-"""Elements of a block, for several passes on a processor."""
+"""Elements of a block that stays in a processor's cache for several passes."""
 
 _NOTHING = -1.0
-"""Stands for the largest magnitude of a parameter if nothing was added to its sum."""
+"""The largest magnitude of a parameter whose sum is empty."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Reduced:
 
     ``gradients`` lacks parameters without a gradient in the whole mini-batch. ``exponents`` are the scales of the next
     step; ``overflowed`` requests a redo with them. ``non_finite``: there are no gradients, because one is NaN or
-    infinite; the step is to be skipped.
+    infinite; the step must be skipped.
     """
 
     gradients: Mapping[str, Tensor]
@@ -101,15 +101,15 @@ class Accumulator(ABC):
 
     @property
     def largest(self) -> Tensor:
-        """Magnitudes (float64); members of a ring must know the largest of each over all members.
+        """Return magnitudes (float64); members of a ring must know the largest of each over all members.
 
-        They are negative if nothing was added; fast sums tell only whether something was.
+        They are negative if nothing was added; those of fast sums show only whether something was added.
         """
         return self._largest
 
     @property
     def _known_largest(self) -> Tensor:
-        """Largest magnitudes over all members, once a ring has collected them."""
+        """Return the largest magnitudes over all members, once a ring has collected them."""
         return self._largest if self._largest_of_all is None else self._largest_of_all
 
     @abstractmethod
@@ -118,7 +118,7 @@ class Accumulator(ABC):
 
         Args:
             part: The part.
-            sums: Sums of each member in this range: (members, elements), possibly with padding behind the part.
+            sums: Sums of each member in this range: (members, elements), possibly with padding after the part.
             first: Beginning of the range.
             num_micro_batches: N.
             into: Flat, of as many elements, in the part's ``mean_dtype``, on the device of ``sums``.
@@ -137,13 +137,13 @@ class Accumulator(ABC):
 
     @property
     def is_reduced(self) -> bool:
-        """Whether a ring has reduced it, so that it holds the sum over all members."""
+        """Whether a ring has reduced the sums, so that they are over all members."""
         return self._reduced_by is not None
 
     def partial(self) -> dict[str, Tensor] | None:
         """Return the present sum, over all members if it is reduced, for ``merge`` into another accumulator.
 
-        None if it holds a gradient that does not fit.
+        None if a gradient in it does not fit.
         """
         found = {"largest": self._known_largest}
         for number, part in enumerate(self.parts):
@@ -156,7 +156,7 @@ class Accumulator(ABC):
 
     @abstractmethod
     def _fits(self, partial: dict[str, Tensor]) -> bool:
-        """Return whether sums can be used; the numbers that belong to them are added."""
+        """Return whether sums can be used; if so, the numbers that belong to them are added."""
 
     def merge(self, partial: Mapping[str, Tensor]) -> None:
         """Add a sum of other contributions to the same unit in the same step."""
@@ -165,10 +165,10 @@ class Accumulator(ABC):
         torch.maximum(self._largest, moved(partial["largest"], self._largest.device), out=self._largest)
 
     def finish(self, num_micro_batches: int, step: int) -> Reduced:
-        """Return mean gradients: those of all members' sums if a ring has made them, else those of this worker's sums.
+        """Return mean gradients: of all members' sums if a ring has made them, else of this worker's sums.
 
         Raises:
-            NonFiniteGradient: if one is not finite, unless ``bears_non_finite``; it names step and parameter.
+            NonFiniteGradient: one is not finite, unless ``bears_non_finite``; the error names step and parameter.
         """
         return finish_all({"": self}, num_micro_batches, step)[""]
 
@@ -278,7 +278,7 @@ class ExactAccumulator(Accumulator):
         super().merge(partial)
 
     def _sizes(self, largest: Mapping[str, float]) -> dict[str, float]:
-        """The largest magnitude of each tensor's gradients, without the loss scale; NaN or infinite if one is."""
+        """Return the largest magnitude of each tensor's gradients without the loss scale; NaN or infinite if one is."""
         return {
             name: math.ldexp(0.0 if size == _NOTHING else size, -self._loss_exponents[name])
             for name, size in largest.items()
@@ -452,10 +452,10 @@ def change_like(buffer: Tensor, *, exact: bool) -> Tensor:
 
 
 def apply_change(name: str, buffer: Tensor, change: Tensor) -> None:
-    """Change a buffer, in place, by the mean over the micro-batches of a step; integers change by whole numbers.
+    """Change a buffer in place by the mean change of a step's micro-batches; integers change by whole numbers.
 
     Raises:
-        JobError: an integer changes by more than float64 holds exactly.
+        JobError: an integer changes by more than float64 can hold exactly.
     """
     with torch.no_grad():
         if buffer.is_floating_point() or buffer.is_complex():

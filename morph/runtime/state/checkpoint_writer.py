@@ -1,8 +1,8 @@
 """Copies units of a checkpoint and writes them in the background: training waits only for tensors about to change.
 
 The written units of the newest versions are remembered: they are reported again to a manager that takes over, and a
-unit that is requested again is not written twice. Their tensors also stay in host memory, so that a worker that must go
-back to a checkpoint reads only the units of others from storage.
+unit that is requested again is not written twice. Their tensors stay in host memory, so that a worker that goes back to
+a checkpoint reads only other workers' units from storage.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ def write_initial_checkpoint(
     frozen: str = "",
     prepare: Callable[[UnitState], None] | None = None,
 ) -> Manifest:
-    """Write every unit, then the manifest; one unit is in memory at a time.
+    """Write every unit, then the manifest; only one unit is in memory at a time.
 
     Args:
         job: The job.
-        model: Its cut model.
+        model: The job's cut model.
         parameters: Initial parameters of the run.
-        checkpoint_url: Place of the checkpoint.
-        frozen: Digest of the frozen weights that were written beside it.
+        checkpoint_url: The URL to write to.
+        frozen: Digest of the frozen weights that were written beside the checkpoint.
         prepare: Changes a unit further; the unit has a new optimizer.
 
     Raises:
         JobError: an optimizer or schedule that cannot be used.
-        OSError: of the storage.
+        OSError: storage failed.
     """
     num_micro_batches = job.batch_size // model.micro_batch_size
     rules = update_rules(job, torch.device("cpu"), frozen=frozen)
@@ -90,12 +90,12 @@ def _sorted(files: Iterable[UnitFile]) -> tuple[UnitFile, ...]:
 
 KEPT_VERSIONS = 2
 PAUSES_S = (0.5, 1.5, 4.0)
-"""Pauses between tries to write a file to network storage."""
+"""Seconds between attempts to write a file to network storage."""
 
 
 @dataclass(frozen=True)
 class Handed:
-    """A unit to be copied and written. ``num_returns``: so often the job went back before."""
+    """A unit to be copied and written. ``num_returns``: how many times the job had gone back before."""
 
     version: int
     unit: str
@@ -104,14 +104,14 @@ class Handed:
 
 
 class CheckpointWriter:
-    """One background thread copies what is handed over, another one writes it, both in order.
+    """One background thread copies the units that are handed over and another writes them, both in order.
 
     A file that storage does not accept within ``rules.file_limit_s``, all tries together, is given up. Remaining units
     of older versions are dropped when a newer version is handed over, unless the newer one names them.
 
     Args:
-        worker: Its name.
-        url: Place of the run's checkpoints.
+        worker: The name of the worker.
+        url: The URL of the run's checkpoints.
         faults: Scheduled faults.
         rules: Bounds on writing one file and, by pauses between files, on the bytes per second.
         on_processor: Training computes on the processor, so processor time for writing counts as a stall.
@@ -132,7 +132,7 @@ class CheckpointWriter:
         self._rules = rules
         self._on_processor = on_processor
         self.lease = ""
-        """Name of the run's lease of the place; empty: no other run writes there."""
+        """Name of the run's lease of the checkpoints' storage; empty: no other run writes there."""
         self._looked_at: int | None = None
         self._to_copy: queue.SimpleQueue[Handed] = queue.SimpleQueue()
         self._to_write: queue.SimpleQueue[tuple[Handed, dict[str, Tensor], float]] = queue.SimpleQueue()
@@ -161,7 +161,7 @@ class CheckpointWriter:
             self._condition.notify_all()
 
     def has(self, version: int, unit: str) -> bool:
-        """Return whether a unit was handed over and not given up; then it is reported, again if necessary."""
+        """Return whether a unit was handed over and not given up; if so, it will be reported, again if necessary."""
         with self._condition:
             self._tell_again([entry for key, entry in self._recent.items() if key == (version, unit)])
             return (version, unit) in self._waiting or (version, unit) in self._recent
@@ -227,10 +227,10 @@ class CheckpointWriter:
             self._end(handed, copied, written or error)
 
     def _check_lease(self, version: int) -> None:
-        """Check, before the first file of a version, that no other run has taken the place over.
+        """Check, before the first file of a version, that no other run has taken the storage over.
 
         Raises:
-            CheckpointError: if one has, or storage does not answer.
+            CheckpointError: another run has taken it over, or storage does not answer.
         """
         if self.lease and version != self._looked_at:
             holder = run_that_holds(self._url)
@@ -239,7 +239,7 @@ class CheckpointWriter:
             self._looked_at = version
 
     def _end(self, handed: Handed, copied: Mapping[str, Tensor] | None, result: UnitWritten | Exception | None) -> None:
-        """Report the result for a unit, if it is still wanted; else its file stays, and no manifest names it."""
+        """Report the result for a unit that is still wanted. Other files stay, but no manifest names them."""
         with self._condition:
             if not self._is_wanted(handed):
                 return
@@ -279,7 +279,7 @@ class CheckpointWriter:
         return None, None
 
     def _pause(self, handed: Handed, pause_s: float) -> None:
-        """Wait, but no longer than this unit is wanted."""
+        """Wait, at most for as long as this unit is wanted."""
         with self._condition:
             self._condition.wait_for(lambda: not self._is_wanted(handed), max(0.0, pause_s))
 

@@ -1,8 +1,8 @@
-"""Gradients as 64-bit fixed point, so that their sum does not depend on the order (docs/decisions/0001).
+"""Sums gradients in 64-bit fixed point, so that the sum does not depend on the order (docs/decisions/0001).
 
-A tensor's scale is an exponent e: a gradient g is stored as round(g * 2**e) in int64. Scaling by a
-power of two is exact in floating point, integer addition is associative, so sums over micro-batches,
-replicas and tied sections are the same bits in every shape.
+A tensor's scale is an exponent e: a gradient g is stored as round(g * 2**e) in int64. Scaling by a power of two is
+exact in floating point, and integer addition is associative, so sums over micro-batches, replicas and tied sections
+have the same bits in every shape.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ BLOCK = 1 << 22
 
 
 def limit_bits(num_contributions: int) -> int:
-    """Bits that one contribution may use so that ``num_contributions`` of them cannot overflow."""
+    """Return the bits that one contribution may use so that ``num_contributions`` of them cannot overflow."""
     return SUM_BITS - math.ceil(math.log2(num_contributions)) if num_contributions > 1 else SUM_BITS
 
 
 def first_exponent(num_contributions: int) -> int:
-    """Scale exponent of a tensor whose gradients have not been seen yet."""
+    """Return the scale exponent of a tensor whose gradients are not known yet."""
     return limit_bits(num_contributions) - FIRST_LARGEST_EXPONENT
 
 
 def next_exponent(exponent: int, largest: float, num_contributions: int) -> int:
-    """Scale exponent for the next step, from the largest magnitude that any contribution of this step had.
+    """Return the scale exponent for the next step, from the largest magnitude of any contribution to this step.
 
-    Depends on shape-independent numbers only. A tensor with zero gradients keeps its scale.
+    The exponent depends only on shape-independent numbers. A tensor with zero gradients keeps its scale.
     """
     if largest == 0.0:
         return exponent
@@ -80,7 +80,7 @@ class FixedSum:
     Attributes:
         total: Flat int64.
         largest: A float64 of shape (1,), on the same device; grows to the largest magnitude, NaN if one is NaN. A
-            negative one says that nothing was added before.
+            negative value means that nothing was added before.
         exponent: Exponent of the scale.
         addresses: Addresses of ``total`` and ``largest``, on the host; requested once, not for each gradient.
     """
@@ -198,7 +198,7 @@ def to_fixed(means: Tensor, exponent: int, divisor: int, into: Tensor) -> None:
 def _fused(device: torch.device) -> ModuleType | None:
     """Return one Triton kernel for each pass, for a CUDA device on which they give the same bits as torch's kernels.
 
-    None if they do not, or cannot be compiled: torch's kernels do the same, more slowly.
+    None if they give other bits or cannot be compiled: torch's kernels do the same, more slowly.
     """
     if device.type != "cuda":
         return None
@@ -216,7 +216,7 @@ def _fused(device: torch.device) -> ModuleType | None:
 
 @cache
 def _loops(dtype: torch.dtype) -> Loops | None:
-    """Return one compiled loop for each pass over numbers of this type on the processor; None in the same cases."""
+    """Return one compiled loop for each pass over numbers of this type on the processor; None as in ``_fused``."""
     try:
         from morph.runtime.state.loops import compile_loops  # a worker without sums need not wait for llvmlite
 
@@ -238,7 +238,7 @@ def _compare(kernels: Any, device: torch.device, dtype: torch.dtype) -> None:
     """Try kernels or loops for numbers of a type.
 
     Raises:
-        ValueError: if they give other bits than torch's kernels.
+        ValueError: they give other bits than torch's kernels.
     """
     values = (torch.arange(-4096, 4096, device=device) / 64).to(dtype).exp2_()
     values[::3] *= -1

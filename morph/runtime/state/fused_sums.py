@@ -1,8 +1,9 @@
-"""The two passes over fixed-point sums in kernels of Triton, for devices that have it (docs/decisions/0001).
+"""The two passes over fixed-point sums as kernels of Triton, for devices that support it (docs/decisions/0001).
 
 ``fixed_point`` calls them in place of four to eight torch kernels for each tensor, with intermediate results in memory.
-One call takes up to ``TENSORS`` tensors: a section's gradients, or a part's means. Bits are the same, and those of one
-tensor do not depend on the others. Imported only if Triton is present: torch's builds for GPUs include it.
+One call takes up to ``TENSORS`` tensors: a section's gradients, or a part's means. The results have the same bits, and
+those of one tensor do not depend on the others. This module is imported only if Triton is present: torch's builds for
+GPUs include it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 ELEMENTS = 2048
-"""Elements of one program."""
+"""The number of elements of one program."""
 TENSORS = 32
-"""Most tensors of one call: each takes 48 of the 4,096 bytes of a kernel's arguments."""
+"""The largest number of tensors of one call: each takes 48 of the 4,096 bytes of a kernel's arguments."""
 
 
 class Sums(Protocol):
@@ -26,15 +27,15 @@ class Sums(Protocol):
 
     @property
     def total(self) -> Tensor:
-        """Flat int64."""
+        """The sums, flat int64."""
 
     @property
     def largest(self) -> Tensor:
-        """Float64 of shape (1,)."""
+        """The largest magnitude, float64 of shape (1,)."""
 
     @property
     def exponent(self) -> int:
-        """The scale's."""
+        """The exponent of the scale."""
 
 
 @triton.jit
@@ -131,7 +132,7 @@ def add(sums: Sequence[Sums], values: Sequence[Tensor], is_first: Sequence[bool]
 
 
 def mean(totals: Sequence[Tensor], exponents: Sequence[int], divisor: int, into: Sequence[Tensor]) -> None:
-    """See ``fixed_point.from_fixed``; into float32 or float64, rows of all tensors as far apart."""
+    """See ``fixed_point.from_fixed``; into float32 or float64, with rows equally far apart in all tensors."""
     every = [one for one in zip(totals, exponents, into, strict=True) if one[2].numel()]
     even = [_is_even(total, means) for total, _, means in every]
     kinds = [[one for one, is_even in zip(every, even, strict=True) if is_even == wanted] for wanted in (True, False)]

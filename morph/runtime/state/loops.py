@@ -1,8 +1,8 @@
-"""The two passes over fixed-point sums on a processor, compiled by LLVM: one pass each, where torch takes five.
+"""Two loops over fixed-point sums on a processor, compiled by LLVM: each takes one pass where torch takes five.
 
-They are compiled from the text below in each process that sums. This takes 0.1 s of processor time with the import of
-llvmlite, a third of the time to load the same loops from numba's cache, and no cached file can be damaged.
-They are called by addresses, because a call through numba takes as long as adding 10,000 numbers.
+Each process that sums compiles them from the text below. With the import of llvmlite this takes 0.1 s of processor
+time, a third of the time to load the same loops from numba's cache, and no cached file can be damaged. They are called
+by their addresses, because a call through numba takes as long as adding 10,000 numbers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Loops:
     """Both loops for one type.
 
     Attributes:
-        add: Takes the addresses of sums and of gradients, how many, the scale, the address of the largest magnitude,
-            and whether the sums begin here. Without its sign bit, a float's bits are ordered as its magnitude:
-            infinity, then NaN last.
-        mean: Takes the address of the first row of sums, how many rows and columns, how many sums lie between two
-            rows, the scale, and the address of the means.
+        add: Takes the addresses of sums and of gradients, their number, the scale, the address of the largest
+            magnitude, and whether to overwrite the sums. Without its sign bit, a float's bits are ordered as its
+            magnitude: infinity, then NaN last.
+        mean: Takes the address of the first row of sums, the numbers of rows and of columns, the distance of two rows
+            in sums, the scale, and the address of the means.
     """
 
     add: Callable[..., None]
@@ -127,15 +127,15 @@ _AT, _NUM = ctypes.c_void_p, ctypes.c_ssize_t
 _ADD = ctypes.CFUNCTYPE(None, _AT, _AT, _NUM, ctypes.c_double, _AT, ctypes.c_bool)
 _MEAN = ctypes.CFUNCTYPE(None, _AT, *(_NUM,) * 3, ctypes.c_double, _AT)
 _COMPILED: list[Any] = []
-"""These engines own the compiled code."""
+"""The engines that own the compiled code."""
 _LOCK = threading.Lock()
 
 
 def compile_loops(dtype: torch.dtype) -> Loops:
-    """Compile both for gradients and means of this type, float32 or float64.
+    """Compile both loops for gradients and means of this type, float32 or float64.
 
     Raises:
-        RuntimeError: if LLVM does not know this processor, or refuses the text.
+        RuntimeError: LLVM does not know this processor, or refuses the text.
     """
     with _LOCK:
         llvm.initialize_native_target()

@@ -1,4 +1,4 @@
-"""The user's state_dict: its names, its tied tensors, and the entries that training changes."""
+"""Converts between checkpoints and the user's state_dict, with its names, tied tensors and untrained entries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ModelState:
 
     Attributes:
         model: The job's model, without memory for its weights where that is possible.
-        kept: Every name, with the first name of the same tensor, under which tied parameters are kept.
+        kept: The kept name by every name: the first name of the same tensor, under which tied parameters are kept.
         trainable: Kept names of parameters that require a gradient.
         buffers: Kept names of buffers.
         values: Initial values by kept name, made by the job's model.
@@ -57,7 +57,7 @@ def model_state(job: Job) -> ModelState:
     """Build the job's model, without memory for its weights where that is possible.
 
     Raises:
-        JobError: if its state_dict holds something besides tensors.
+        JobError: its state_dict holds something besides tensors.
     """
     built = build_model(job.model, job.seed)
     entries = built.model.state_dict(keep_vars=True)
@@ -155,7 +155,7 @@ class ImportRules:
     """Rules that map a file's entries to those of a job's model; all patterns are regular expressions.
 
     Attributes:
-        renames: Pattern and text: every match in an entry's name becomes the text; in turn.
+        renames: Pattern and text: each rule in turn replaces every match in an entry's name with the text.
         skip: Entries whose whole name, as it is in the file, matches one of these are left out.
         fresh: Parameters whose whole name matches one of these may be missing: the job's model makes them.
     """
@@ -193,7 +193,7 @@ class StoredRun:
     """The parameters and buffers of a run's checkpoint, with its optimizers' state; one unit is in memory at a time.
 
     Raises:
-        CheckpointError: it cannot be read, or is damaged.
+        CheckpointError: the checkpoint cannot be read, or is damaged.
     """
 
     def __init__(self, source: str, checkpoint_url: str, manifest: Manifest) -> None:
@@ -220,7 +220,7 @@ class StoredRun:
         return self._unit(unit)[key]
 
     def optimizer_state(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any], set[str]]:
-        """Return an optimizer's tensors and plain values of one parameter by key, and names of its hyperparameters."""
+        """Return an optimizer's tensors and plain values of a parameter by key, and names of its hyperparameters."""
         if name not in self._places:
             return {}, {}, set()
         unit = self._unit(self._places[name][0])
@@ -232,7 +232,7 @@ class StoredRun:
 class ImportedParameters:
     """A file's parameters and buffers for a cut model, checked by names, shapes, types and tied names; read one by one.
 
-    Buffers that the forward writes may be absent: then the job's model initialises them.
+    Buffers that the forward writes may be absent; if so, the job's model initialises them.
 
     Attributes:
         unused: Parameters that are left out, because the loss does not depend on them.
@@ -241,13 +241,13 @@ class ImportedParameters:
 
     Args:
         job: The job.
-        model: Its cut model.
+        model: The job's cut model.
         file: The file, or a run.
         initial_buffers: Initial buffers of the job's model.
         rules: Rules that map the file's entries to the model's.
 
     Raises:
-        InputError: if an entry does not fit; it names the file and the entry.
+        InputError: an entry does not fit; the error names the file and the entry.
     """
 
     def __init__(
@@ -269,14 +269,14 @@ class ImportedParameters:
         called = Counter(name for name, _ in entries)
         if len(called) < len(entries):
             twice = [entry for name, entry in entries if called[name] > 1]
-            raise self._wrong("become one and the same name of the job's model", twice)
+            raise self._wrong("become the same name of the job's model", twice)
         for name, entry in entries:
             self._names.setdefault(self._state.kept[name], []).append(entry)
         missing = [name for name in model.parameter_specs if name not in self._names]
         if not all(map(rules.may_be_fresh, missing)):
             allowed = "names that match --fresh, if they are to begin as the job's model makes them"
             absent = [name for name in missing if not rules.may_be_fresh(name)]
-            raise self._wrong("are missing, which the job's model trains", absent, None, allowed)
+            raise self._wrong("are missing, but the job's model trains them", absent, None, allowed)
         self.fresh = tuple(missing)
         self.unused = tuple(name for name in model.unused_parameters if name in self._names)
         self.frozen = tuple(kept for kept, names in self._names.items() if self._differs(kept, names))
@@ -294,7 +294,7 @@ class ImportedParameters:
         """Give a unit's new optimizer the state of the run's optimizer; parameters that the run lacks begin anew.
 
         Raises:
-            InputError: if the run has another optimizer.
+            InputError: the run has another optimizer.
         """
         assert isinstance(self._file, StoredRun)
         tensors: dict[tuple[str, str], Tensor] = {}

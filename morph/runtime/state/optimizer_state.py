@@ -1,6 +1,6 @@
-"""An optimizer's state as named tensors and plain numbers, whatever the optimizer; and its learning-rate schedule's.
+"""Converts the state of any optimizer, and of its learning-rate schedule, to named tensors and plain numbers.
 
-Hyperparameters and counters go through JSON and come back with the same types and bits. A state carries its job's
+Hyperparameters and counters go through JSON and come back with the same types and bits. A state includes its job's
 settings of optimizer and schedule, so that a changed job's settings apply (``load_settings``)."""
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ NOT_HYPERPARAMETERS = ("params", "param_names")
 
 
 def prepare_torch() -> None:
-    """Load now the modules that torch loads with a process's first optimizer and backward; no thread is started.
+    """Load the modules that torch would load with a process's first optimizer and backward; no thread is started.
 
-    They are torch's compiler, though nothing is compiled, and take a second of processor time (docs/benchmarks.md).
+    These modules are torch's compiler, although nothing is compiled, and take a second of processor time
+    (docs/benchmarks.md).
     """
     SGD([Parameter(torch.zeros(1))])
 
@@ -43,7 +44,7 @@ def build_optimizer(make_optimizer: MakeOptimizer, parameters: Mapping[str, Para
     """Call the job's factory for some parameters. A unit of buffers has none, and needs no call.
 
     Raises:
-        JobError: it returns no optimizer, or one that wants to evaluate the loss itself.
+        JobError: the factory returns no optimizer, or an optimizer that must evaluate the loss itself.
     """
     if not parameters:
         return SGD([{"params": []}])
@@ -62,7 +63,8 @@ def build_scheduler(make_scheduler: MakeScheduler, optimizer: Optimizer) -> LRSc
     """Call the job's factory for one optimizer.
 
     Raises:
-        JobError: it returns no scheduler, one whose step needs a metric, or one whose state is not plain numbers.
+        JobError: the factory returns no scheduler, one whose step needs a metric, or one whose state is not plain
+            numbers.
     """
     scheduler = make_scheduler(optimizer)
     if not isinstance(scheduler, LRScheduler):
@@ -81,7 +83,8 @@ def build_both(
     """Build an optimizer and its schedule.
 
     Returns:
-        Both; the job's settings of them as plain values; and whether the optimizer may step together with others.
+        The optimizer and the schedule; the job's settings of both as plain values; and whether the optimizer may step
+            together with others.
 
     Raises:
         JobError: one of them cannot be used.
@@ -116,7 +119,7 @@ _ELEMENTWISE = (SGD, Adam, AdamW, RMSprop)
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Return whether an optimizer may step together with others: it is torch's, and the job does not hook its steps.
 
-    Call this before it gets a schedule, which wraps its ``step``.
+    Call this before the optimizer gets a schedule, which wraps its ``step``.
     """
     own = vars(optimizer)
     watched = "step" in own or own.get("_optimizer_step_pre_hooks") or own.get("_optimizer_step_post_hooks")
@@ -124,7 +127,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def step_together(optimizers: Sequence[Optimizer]) -> None:
-    """Have optimizers step in one call for which ``is_elementwise`` holds, and ``kernels_of`` is the same.
+    """Let optimizers step in one call; ``is_elementwise`` must hold for all, and ``kernels_of`` must be the same.
 
     All their parameters have gradients, and all have stepped before.
     """
@@ -148,7 +151,7 @@ def step_together(optimizers: Sequence[Optimizer]) -> None:
 
 
 def kernels_of(optimizer: Optimizer) -> Any:
-    """Return the facts besides its settings on which an optimizer's choice of kernels depends; None: it steps alone.
+    """Return the facts, besides settings, on which an optimizer's choice of kernels depends; None: it steps alone.
 
     Torch chooses for all tensors of a group, so a group may only have tensors with equal type, device, layout and
     entries of state. Call this after a step, while the gradients are still present.
@@ -204,9 +207,10 @@ def load_optimizer_state(
     *,
     for_good: bool = False,
 ) -> None:
-    """The inverse of ``optimizer_state``; the tensors are copied to where the optimizer wants them.
+    """Load a state, the result of ``optimizer_state``; the tensors are copied to the devices that the optimizer uses.
 
-    ``for_good``: nothing else uses their memory, so a tensor that is there already is used without a copy.
+    ``for_good``: nothing else uses the tensors' memory, so a tensor that is on its device already is used without a
+    copy.
     """
     optimizer.state.clear()
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
@@ -225,7 +229,7 @@ def load_optimizer_state(
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Return whether a tensor is aligned like torch's own; else other kernels, which round otherwise, may be chosen."""
+    """Return whether a tensor is aligned like torch's own; if not, torch may pick kernels that round differently."""
     alignment = ALIGNMENT if tensor.device.type == "cpu" else DEVICE_ALIGNMENT
     return tensor.is_contiguous() and tensor.data_ptr() % alignment == 0
 
@@ -234,7 +238,7 @@ def group_numbers(optimizer: Optimizer) -> list[Any]:
     """Return the hyperparameters of each parameter group, as plain values.
 
     Raises:
-        JobError: one of them is not plain numbers.
+        JobError: a hyperparameter is not plain numbers.
     """
     return [
         {
@@ -252,7 +256,7 @@ def load_settings(
     numbers: Mapping[str, Any],
     said: Mapping[str, Any],
 ) -> None:
-    """Load the saved groups and schedule, except for settings that the job has changed since.
+    """Load the saved groups and schedule, except for settings that the job has changed since then.
 
     A schedule of another job, or of changed code, is advanced as if it had been used from the beginning.
 
@@ -260,10 +264,10 @@ def load_settings(
         optimizer: The optimizer as the job built it.
         scheduler: The scheduler as the job built it.
         numbers: The saved ``groups`` and ``scheduler``, ``said`` of the job that saved them, and ``num_applied`` steps.
-        said: This job's settings, from ``build_both``, and all else on which they depend.
+        said: This job's settings, from ``build_both``, and everything else on which they depend.
 
     Raises:
-        JobError: if the schedule cannot be advanced.
+        JobError: the schedule cannot be advanced.
     """
     before = numbers.get("said")
     if before is None or not says_otherwise(numbers, said):
@@ -281,13 +285,13 @@ def load_settings(
 
 
 def load_groups(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> None:
-    """The inverse of ``group_numbers``."""
+    """Load the result of ``group_numbers``."""
     for group, values in zip(optimizer.param_groups, saved, strict=True):
         group.update({key: from_plain(value) for key, value in values.items()})
 
 
 def load_scheduler(scheduler: LRScheduler, saved: Any) -> None:
-    """The inverse of ``scheduler_numbers``."""
+    """Load the result of ``scheduler_numbers``."""
     scheduler.load_state_dict(from_plain(saved))
 
 
@@ -309,10 +313,10 @@ def _advance(scheduler: LRScheduler, num_steps: int) -> None:
 
 
 def scheduler_numbers(scheduler: LRScheduler) -> Any:
-    """A schedule's state as plain values.
+    """Return a schedule's state as plain values.
 
     Raises:
-        JobError: it is not plain numbers.
+        JobError: the state is not plain numbers.
     """
     return _plain("lr_scheduler", "state", scheduler, dict(scheduler.state_dict()))
 
@@ -336,7 +340,7 @@ def to_plain(value: Any) -> Any:
     """Write a value with JSON's types; tuples, dicts, counters and tensors of one number are marked.
 
     Raises:
-        ValueError: if something cannot be written; it names the type.
+        ValueError: a value cannot be written; the error names its type.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -353,7 +357,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """The inverse of ``to_plain``; a defaultdict comes back as a dict."""
+    """Read a value written by ``to_plain``; a defaultdict comes back as a dict."""
     if isinstance(value, list):
         return [from_plain(item) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The memory of gradient sums: the tensors of a unit are consecutive, and each step reuses the memory of the last."""
+"""The memory of gradient sums: a unit's tensors are consecutive, and each step reuses the memory of the last."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 SLACK = 64
-"""Elements after a part's sums, so that up to so many workers get equal shares without a copy."""
+"""Elements after a part's sums, so that up to this many workers get equal shares without a copy."""
 
 _HOST = torch.device("cpu")
 
@@ -29,17 +29,17 @@ def from_reals(flat: Tensor, like: Tensor) -> Tensor:
 
 
 def num_reals(tensor: Tensor) -> int:
-    """Return how many numbers ``reals`` makes of a tensor."""
+    """Return the number of elements that ``reals`` makes of a tensor."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
 class Memory:
-    """Flat memory of one step, with memory of an earlier step: new pages cost as much as passes over them.
+    """Flat memory of one step, taken from an earlier step: new pages cost as much as passes over them.
 
     Args:
-        device: Its device, by default.
-        left: Memory that nothing reads or writes any more.
-        is_tight: Release returned memory that is too small for the next request.
+        device: The default device.
+        left: Memory that nothing reads or writes any longer.
+        is_tight: Whether to release returned memory that is too small for the next request.
     """
 
     def __init__(self, device: torch.device = _HOST, left: Iterable[Tensor] = (), *, is_tight: bool = False) -> None:
@@ -50,7 +50,7 @@ class Memory:
         """All taken memory by address; the next step may reuse it."""
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """Return a flat tensor of so many elements; its initial contents are undefined."""
+        """Return a flat tensor of this many elements; its initial contents are undefined."""
         device = device or self.device
         alike = [one for one in self._free if (one.dtype, one.device) == (dtype, device)]
         fits = [one for one in alike if len(one) >= size]
@@ -91,7 +91,7 @@ class Part:
         self.means: Tensor | None = None
         """Means, flat; present once they are reduced."""
         self.sum_of_means = math.nan
-        """Sum of the means that stand for all others: finite only if all are; NaN before the check."""
+        """The sum of the means that stand for all others: finite only if all are finite; NaN before the check."""
 
     @property
     def sums(self) -> Tensor:
@@ -111,7 +111,7 @@ class Part:
         return self._slices[name], is_first
 
     def shares(self, num: int) -> Tensor:
-        """Return the sums as so many equal shares, of shape (num, elements), padded with zeros."""
+        """Return the sums as ``num`` equal shares, of shape (num, elements), padded with zeros."""
         length = -(-self.size // num)
         missing = max(0, num * length - len(self._memory))
         memory = torch.nn.functional.pad(self._filled(), (0, missing)) if missing else self._filled()

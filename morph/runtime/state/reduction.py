@@ -1,10 +1,11 @@
 """Reduces sums over the workers that share them, while these still compute.
 
 Each worker turns its share of a part into mean gradients: shares of the sums are sent to their workers (8 bytes for
-each parameter of exact sums), and means come back (4). An all-reduce of the sums would send 16. The sums themselves do
-not change, so that a worker still has its own if the step is abandoned.
+each parameter of exact sums), and means come back (4 bytes). An all-reduce of the sums would send 16. The sums
+themselves do not change, so that a worker still has its own if the step is abandoned.
 
-A ring of gloo uses host memory, to which a device's sums are copied first; in a ring of devices they stay there.
+A ring of gloo uses host memory, to which a device's sums are copied first; in a ring of devices, sums stay on the
+device.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ _WHAT = "the gradients' reduction"
 
 
 PIECE_BYTES = 16 * 1024 * 1024
-"""Bytes of a part's sums under way at once, so that receiving takes little memory: as much again."""
+"""Bytes of a part's sums under way at once: few, because receiving takes as much memory again."""
 PIECES_ON_THE_WAY = 3
-"""Bytes of a device's sums that are being copied to the host, are there, or are sent and not received yet."""
+"""The number of pieces of a device's sums that are copied to the host, are there, or are sent and not received yet."""
 SHARE_BYTES = 256 * 1024
-"""Least bytes of a piece for each member: smaller messages take as long."""
+"""The least bytes of a piece for each member: smaller messages take as long."""
 
 
 @dataclass(eq=False)
 class _Unit:
     """One accumulator that is reduced over one ring.
 
-    ``staging``: that of its device; None for the host or a ring of devices. ``ready``: event after its sums.
+    ``staging``: the staging of its device; None for the host or a ring of devices. ``ready``: the event after its sums.
     """
 
     accumulator: Accumulator
@@ -58,7 +59,7 @@ class _Unit:
 
     @property
     def parts(self) -> list[Part]:
-        """Parts with elements."""
+        """The parts that have elements."""
         return [part for part in self.accumulator.parts if part.size]
 
     def pieces(self) -> list[_Piece]:
@@ -112,7 +113,7 @@ class _Piece:
         """Send every member its share of the sums."""
         with self.computing():
             if self.largest is not None:
-                # the maximum of a number and NaN may be the number; infinity says too that the step is to be skipped
+                # the maximum of a number and NaN may be the number; infinity also means that the step must be skipped
                 self.unit.largest = self.largest.nan_to_num(nan=math.inf, posinf=math.inf)
                 self.pending.append(self.ring.reduce(self.unit.largest, dist.ReduceOp.MAX))
             if self.sums is not None:
@@ -153,7 +154,7 @@ class _Piece:
         return self.unit.means[part][self.first : self.first + size]
 
     def copied_to_host(self, hosts: Sequence[Tensor]) -> None:
-        """Note that the sums to be reduced are on the host now."""
+        """Record that the sums to be reduced are on the host now."""
         found = iter(hosts)
         self.largest = None if self.largest is None else next(found)
         self.sums = None if self.sums is None else next(found).view(self.sums.shape)
@@ -185,15 +186,15 @@ class _Piece:
 class Reduction:
     """The reductions of one step, begun in the order in which they are ``put``, which all members of a ring share.
 
-    They run in a thread of their own, so that they go on while the order lane computes, piece by piece. Each waits for
-    its means only after the sums of the next one of its ring were sent: links are never idle, and all members send in
-    the same order. In a ring of devices threads wait only for the means of the last piece but one: later work is
-    enqueued after each operation.
-    Unless the ring is one of devices, sums on a device are first copied to pinned memory, in parallel to computing: a
-    few pieces at a time, so that they take little of that memory, and messages between stages wait only for these.
+    They run piece by piece in a thread of their own, so that they continue while the order lane computes. Each waits
+    for its means only after the sums of the next one of its ring were sent: links are never idle, and all members send
+    in the same order. In a ring of devices, threads wait only for the means of the last piece but one: later work is
+    enqueued after each operation. For other rings, sums on a device are first copied to pinned memory while the device
+    computes: a few pieces at a time, so that they take little of that memory, and messages between stages wait only for
+    these.
 
     Args:
-        interrupt: The generation's.
+        interrupt: The generation's interrupt.
         num_micro_batches: N.
         memory: Memory for received sums and means; new if not given.
     """
@@ -235,7 +236,7 @@ class Reduction:
             self._thread.start()
 
     def _copy_next(self) -> None:
-        """Enqueue copies of further pieces to the host, as far as there is room for them; from any thread."""
+        """Enqueue copies of further pieces to the host, as far as there is room for them; called from any thread."""
         while self._failure is None:
             with self._lock:
                 if not self._to_copy or self._num_on_the_way == PIECES_ON_THE_WAY:
@@ -270,7 +271,7 @@ class Reduction:
     def _let_go(self) -> None:
         """Release all rings: the last holder of a ring waits until its operations have timed out.
 
-        That must be the reaper of old groups, not the thread that happens to collect garbage.
+        The last holder must be the reaper of old groups, not the thread that happens to collect garbage.
         """
         self._units.clear()
         for pieces in (self._to_copy, self._to_scatter, self._scattered, self._gathered):
@@ -303,7 +304,7 @@ class Reduction:
             if self._to_scatter:
                 piece = self._to_scatter.popleft()
                 if self._scattered and self._scattered[0].ring.name != piece.ring.name:
-                    # all of one ring before anything of the next: devices do one operation after the other
+                    # all pieces of one ring before those of the next: devices do one operation after the other
                     self._gather_next()
                 piece.scatter(self._memory)
                 self._scattered.append(piece)

@@ -53,10 +53,10 @@ class StateCopy:
     A state changes only when a step is applied, a whole forward and backward after it was handed over: the thread that
     is about to change it calls ``finish``, and waits only for the remaining copies.
 
-    Tensors on a device are copied in parallel to its computing, by pieces of pinned memory.
+    Tensors on a device are copied while it computes, through pieces of pinned memory.
 
     Args:
-        tensors: Not copied yet; they may not change before ``finish`` returns.
+        tensors: The tensors to copy; they may not change before ``finish`` returns.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -70,7 +70,7 @@ class StateCopy:
         """Time for which training waited in ``finish``."""
 
     def take(self) -> dict[str, Tensor] | None:
-        """Return the copies, made now if necessary; None: they are no longer wanted."""
+        """Return the copies, made now if necessary; None: they were cancelled."""
         with self._lock:
             if self._tensors is not None and self._is_wanted:
                 self._copied = to_host(self._tensors, self._ready)
@@ -81,7 +81,7 @@ class StateCopy:
         """Return the tensors themselves, for a use that ends before they change; then nothing is copied."""
         with self._lock:
             tensors, self._tensors = self._tensors, None
-            assert tensors is not None, "the tensors are copied already"
+            assert tensors is not None, "the tensors have already been copied"
             return tensors
 
     def finish(self) -> None:
@@ -121,7 +121,7 @@ class UpdateRules:
 
 
 def update_rules(job: Job, device: torch.device, code: str = "", frozen: str = "") -> UpdateRules:
-    """The rules of a job, with these digests of its code and its frozen weights, on one kind of device."""
+    """Return a job's rules, with these digests of its code and its frozen weights, for one kind of device."""
     scaling, scale = job.effective_loss_scaling, None
     if scaling is not None:
         _, bits = math.frexp(scaling.initial)
@@ -192,7 +192,7 @@ class UnitState:
         self._summed = self._all_summed()
         self._home: torch.device | None = None
         self._away: torch.device | None = None
-        """``_home`` while it is updated there."""
+        """``_home`` while the state is there for an update."""
         self._applied: Reduced | None = None
 
     def _build_optimizer(self) -> None:
@@ -220,12 +220,12 @@ class UnitState:
 
     @property
     def device(self) -> torch.device:
-        """The device on which sections read it, and so the device of its gradients."""
+        """The device on which sections read the unit, and on which its gradients are."""
         return next(iter(self.values.values())).device
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of fp32 copies that the optimizer updates."""
+        """Return the bytes of fp32 copies that the optimizer updates."""
         return sum(
             updated.numel() * updated.element_size()
             for name, updated in self._updated.items()
@@ -234,7 +234,7 @@ class UnitState:
 
     @property
     def learning_rates(self) -> list[float]:
-        """Numeric learning rates of the groups in which it has parameters."""
+        """Return the numeric learning rates of the groups in which the unit has parameters."""
         rates = [group.get("lr") for group in self.optimizer.param_groups if group["params"] and self.unit.parameters]
         numbers = [float(rate) for rate in rates if isinstance(rate, int | float | Tensor)]
         return [number for number in numbers if math.isfinite(number)]
@@ -248,7 +248,7 @@ class UnitState:
         return FastAccumulator(self._summed, self.loss_scale, changes, Memory(self.device))
 
     def rescale(self, reduced: Reduced) -> None:
-        """Take the scales that fit an overflowed step before it is run again."""
+        """Set scales that fit an overflowed step, before it is run again."""
         if self._scales_before is None:
             self._scales_before = self.exponents
         self.exponents = dict(reduced.exponents)
@@ -322,10 +322,10 @@ class UnitState:
 
     @property
     def kernels(self) -> Any:
-        """Return the facts on which the kernels of its next step depend; units with equal facts may step together.
+        """Return all that the kernels of its next step depend on; units for which this is equal may step together.
 
         None: this one steps alone. The first step of an optimizer is separate: it creates the state and informs the
-        schedule. A state that is on the device only during updates does not wait there for others.
+        schedule. A state that is on the device only during updates does not wait there for other units.
         """
         return self._kernels if self._home is None else None
 
@@ -437,7 +437,7 @@ class UnitState:
         numbers = json.loads(bytes(moved(tensors[_NUMBERS], _HOST).tolist()))
         if numbers.get("frozen", "") != self._rules.frozen:
             raise CheckpointError(
-                f"unit {self.unit.id} was trained over other frozen weights: the folder 'frozen' beside the run's"
+                f"unit {self.unit.id} was trained with other frozen weights: the folder 'frozen' beside the run's"
                 " checkpoints, which `morph import` wrote, is missing or is another run's"
             )
         found: dict[tuple[str, str], Tensor] = {}
@@ -560,11 +560,11 @@ def squared_norm(tensors: Iterable[Tensor]) -> float:
 
 
 def squared_norms(tensors_of: Mapping[str, Iterable[Tensor]]) -> dict[str, float]:
-    """Sums of squares over all elements of some tensors, in float64.
+    """Return the sums of squares over all elements of each unit's tensors, in float64.
 
-    ``torch.sum`` adds in an order that depends on the processor and the number of threads. Here the elements of a
-    chunk are folded in halves, by additions of whole tensors; chunks are added by ``fsum``, whose result does not
-    depend on their order. Chunks of one size are folded together, as rows. This waits for a device once.
+    ``torch.sum`` adds in an order that depends on the processor and the number of threads. Here the elements of a chunk
+    are folded in halves, by additions of whole tensors; chunks are added by ``fsum``, whose result does not depend on
+    their order. Chunks of one size are folded together, as rows. This waits for the device only once.
     """
     alike: dict[tuple[torch.device, torch.dtype, int], list[tuple[str, Tensor]]] = {}
     for key, tensors in tensors_of.items():

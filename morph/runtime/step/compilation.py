@@ -1,9 +1,8 @@
-"""Sections compiled by torch.compile: once for each kind of section, and to the same kernels in every worker.
+"""Compiles sections by torch.compile: once for each kind of section, and to the same kernels in every worker.
 
 A section is compiled as it is run, with its backward, whatever its stage, so every shape computes the same. If torch is
-set to deterministic algorithms, as with exact sums, Inductor chooses nothing by timing; what
-it generates depends on the section, torch, the compiler and the processor or GPU. Compiled code is kept in the user's
-cache folder.
+set to deterministic algorithms, as with exact sums, Inductor chooses nothing by timing; its code depends on the
+section, torch, the compiler and the processor or GPU. Compiled code is kept in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def compiled(model: CutModel) -> CutModel:
     Sections with a backward of the user's own (``torch.autograd.Function``) stay as they are.
 
     Raises:
-        JobError: if the model is cut at marks, so that its sections are the user's code.
+        JobError: the model is cut at marks, so that its sections are the user's code.
     """
     refuse_marked(model)
     _prepare()
@@ -53,7 +52,7 @@ def refuse_marked(model: CutModel) -> None:
     """Check that sections are graphs.
 
     Raises:
-        JobError: if they are the user's code.
+        JobError: sections are the user's code.
     """
     if not all(isinstance(section.code, GraphModule) for section in model.sections):
         allowed = "False for a model that is cut at marks, or not cut, because torch.export refuses it"
@@ -75,7 +74,7 @@ def compile_all(
         device: The device of the sections.
 
     Raises:
-        JobError: a section that cannot be compiled.
+        JobError: a section cannot be compiled.
     """
     for section in {_kind(section, device): section for section in reversed(model.sections)}.values():
         tensors: dict[str, Tensor] = {}
@@ -101,7 +100,7 @@ def _prepare() -> None:
     import torch._inductor.config as inductor
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    if os.environ.get(_FOLDER_VARIABLE) in {None, default_cache_dir()}:  # which torch sets as it goes
+    if os.environ.get(_FOLDER_VARIABLE) in {None, default_cache_dir()}:  # torch sets this value itself
         folder = cache_folder() / _FOLDER
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.environ[_FOLDER_VARIABLE] = str(folder)
@@ -120,7 +119,7 @@ def _finished(shared: Compiled, section: Section, code: SectionCode, device: tor
     if any(isinstance(node.target, UserFunction) for node in code.graph.nodes):
         return code
     made: SectionCode = torch.compile(code, fullgraph=True, dynamic=False)
-    if any(True for _ in code.children()):  # a region's graph, which the signature does not tell
+    if any(True for _ in code.children()):  # a region's graph, which is not part of the signature
         return made
     return shared.setdefault(_kind(section, device), made)
 

@@ -129,7 +129,7 @@ class Executor:
             self._count_stored()
 
     def finish(self) -> None:
-        """Block until everything has left; called after the reductions, which need not wait for it."""
+        """Block until all messages have left; called after the reductions, which need not wait for them."""
         for sender in (self._activations_out, self._gradients_out):
             if sender is not None:
                 sender.flush()
@@ -138,7 +138,7 @@ class Executor:
 
     @property
     def peaks(self) -> Peaks:
-        """The most micro-batches held at once so far."""
+        """Return the largest numbers of micro-batches held at once so far."""
         links = {
             "untaken_activations": self._activations_in,
             "untaken_gradients": self._gradients_in,

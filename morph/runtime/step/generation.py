@@ -23,7 +23,7 @@ from morph.runtime.step.section_run import borders_may_lack_gradients
 
 @dataclass(frozen=True)
 class Generation:
-    """One membership as seen by one of its workers; ``slot`` is None for a worker that only sends state."""
+    """One generation as seen by one of its workers; ``slot`` is None for a worker that only sends state."""
 
     order: ReshapeOrder
     slot: Slot | None
@@ -44,7 +44,7 @@ class Generation:
         return self.groups.ring(self.topology.unit_rings[unit])
 
     def neighbours(self, device: torch.device) -> Neighbours:
-        """Return links for a device's tensors to the previous and next stages."""
+        """Return the links that carry a device's tensors to and from the previous and next stages."""
         activations_in, gradients_out, activations_out, gradients_in = (
             None if channel is None else self.mailboxes.get(channel.name) or link_over(channel, device, self.interrupt)
             for channel in self.edges()
@@ -71,9 +71,9 @@ class Generation:
         return self.groups.channel(edge_name(self.order.generation, self.slot.replica, boundary, kind), sender)
 
     def salvage_in(self, order: StepOrder) -> Salvage | None:
-        """Return the kept sums of a step before it runs.
+        """Return the partial sums from which a step continues, if there are any.
 
-        They exist only in the generation's first step, and not in a redo.
+        They exist only for the first attempt at the generation's first step.
         """
         return self.order.salvage if order.step == self.order.version and order.attempt == 0 else None
 
@@ -102,7 +102,7 @@ class Generation:
     def work_between(
         self, micro_batches: Sequence[int], inputs: tuple[BoundaryTensor, ...], outputs: tuple[BoundaryTensor, ...]
     ) -> StageWork:
-        """Return the same tasks, given the tensors at the stage's borders."""
+        """Return the tasks of this worker's stage, given the tensors at its borders."""
         assert self.slot is not None
         stage = self.plan.stages[self.slot.stage]
         return StageWork(

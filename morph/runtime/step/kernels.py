@@ -1,9 +1,9 @@
-"""The kernels that torch may use: with exact sums, only those whose results have the same bits each time.
+"""Restricts the kernels that torch may use: with exact sums, to those whose results have the same bits each time.
 
 A gradient of one micro-batch enters the sum of every shape, and is computed again after a loss, so ``exact`` is only as
-exact as the kernels. torch uses deterministic ones on request (``torch.use_deterministic_algorithms``), in
-the backward of flash and memory-efficient attention too (``attention_backward.cu``), and refuses operations that have
-none. cuDNN's attention has no deterministic backward, so it is switched off.
+exact as the kernels. On request, torch uses deterministic kernels (``torch.use_deterministic_algorithms``), also in the
+backward of flash and memory-efficient attention (``attention_backward.cu``), and refuses operations that have none.
+cuDNN's attention has no deterministic backward, so it is switched off.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Kernels:
     """Settings of torch.
 
     Attributes:
-        determinism: As in ``torch.set_deterministic_debug_mode``; 2: use deterministic kernels, and
-            refuse operations without one.
-        cudnn_benchmark: Let cuDNN choose its convolutions by speed; the choice may differ each time.
-        cudnn_attention: Let attention use cuDNN's kernels besides flash, memory-efficient and plain ones.
+        determinism: The mode of ``torch.set_deterministic_debug_mode``; 2: use deterministic kernels, and refuse
+            operations without one.
+        cudnn_benchmark: Whether cuDNN chooses its convolutions by speed; the choice may differ each time.
+        cudnn_attention: Whether attention may use cuDNN's kernels besides flash, memory-efficient and plain ones.
     """
 
     determinism: int
@@ -60,7 +60,7 @@ def kernels_now() -> Kernels:
 def set_kernels(wanted: Kernels) -> None:
     """Apply the settings, for the whole process."""
     torch.set_deterministic_debug_mode(wanted.determinism)
-    # else a pass over every new tensor
+    # otherwise there is a pass over every new tensor
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # set by a property
     torch.backends.cudnn.benchmark = wanted.cudnn_benchmark
     torch.backends.cuda.enable_cudnn_sdp(wanted.cudnn_attention)
@@ -70,7 +70,7 @@ def prepare_cublas() -> None:
     """Give cuBLAS a workspace of its own for each stream, before anything in this process starts CUDA.
 
     Raises:
-        JobError: if the environment requests one with which products may differ from run to run.
+        JobError: the environment requests a workspace with which products may differ from run to run.
     """
     found = os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_WORKSPACES[0])
     if found not in CUBLAS_WORKSPACES:
@@ -88,10 +88,10 @@ def kernels_refused(first_line: str | None) -> Iterator[None]:
     """Raise a one-sentence error if an operation of a section has no deterministic kernel.
 
     Args:
-        first_line: ``file:line`` of the user's code that the section begins with, if it is known.
+        first_line: ``file:line`` of the user's code at which the section begins, if it is known.
 
     Raises:
-        JobError: in place of torch's error.
+        JobError: there is none; this error replaces torch's.
     """
     try:
         yield

@@ -1,8 +1,7 @@
-"""Boundary tensors between two neighbouring stages: asynchronous, in micro-batch order.
+"""Transfers boundary tensors between two neighbouring stages, asynchronously and in micro-batch order.
 
-A ``Receiver`` keeps receives posted ahead of need, so that transfers overlap compute; a ``Sender``
-hands tensors over and lets go of them once they have left. How far senders can run ahead is bounded
-by the plan's windows.
+A ``Receiver`` keeps receives posted ahead of need, so that transfers overlap compute; a ``Sender`` hands tensors over
+and releases them once they have left. The plan's windows bound how far senders can run ahead.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ Interval = tuple[float, float]
 
 
 def _interval(start_s: float, transfer: Transfer) -> Interval:
-    return start_s, transfer.done_at_s or start_s  # nothing to send has no end
+    return start_s, transfer.done_at_s or start_s  # a message without tensors has no end
 
 
 class Sender:
     """Sends the tensors of one boundary to the neighbouring stage.
 
-    ``peak`` is the most micro-batches that were handed over and had not left; ``history`` has one interval for
-    each that has left, seen by the last ``send`` or ``flush``.
+    ``peak`` is the largest number of micro-batches that were handed over and had not left; ``history`` has one interval
+    for each that had left at the last ``send`` or ``flush``.
 
     Args:
-        link: To the neighbour.
-        lacking: Default specs of tensors that may be absent; each message says which of them are present. Empty: none
-            may be absent.
-        device: Of these tensors; None: the host.
+        link: The link to the neighbour.
+        lacking: Default specs of tensors that may be absent; each message says which of them are present. Empty: no
+            tensor may be absent.
+        device: The device of these tensors; None: the host.
     """
 
     def __init__(self, link: Link, lacking: Sequence[BoundaryTensor] = (), device: torch.device | None = None) -> None:
@@ -75,9 +74,9 @@ class Sender:
 class Receiver:
     """Receives the tensors of one boundary, ``count`` micro-batches in order.
 
-    ``peak`` is the most micro-batches that had arrived and were not taken; ``history`` has one interval, from
-    posting to arrival, for each that was taken. ``may_lack``: messages say which of their tensors are present.
-    ``specs_of``: specs of a message's tensors, by its place, if they differ in shape from ``specs``.
+    ``peak`` is the largest number of micro-batches that had arrived and were not taken; ``history`` has one interval,
+    from posting to arrival, for each micro-batch that was taken. ``may_lack``: messages say which of their tensors are
+    present. ``specs_of``: specs of a message's tensors, by its place, if they differ in shape from ``specs``.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Receiver:
         self._post()
 
     def arrived(self) -> int:
-        """Number of micro-batches that have arrived so far, including those already taken."""
+        """The number of micro-batches that have arrived so far, including those already taken."""
         untaken = 0
         for _, arrival, _ in self._posted:
             if not arrival.done:
@@ -116,7 +115,7 @@ class Receiver:
         return self._take()[0]
 
     def take_there(self) -> tuple[Tensor | None, ...]:
-        """Return the same tensors, with None for absent ones."""
+        """Return the next micro-batch's tensors, with None for absent ones."""
         tensors, beside = self._take()
         there = beside[0].tolist() if beside else [True] * len(tensors)
         return tuple(tensor if is_there else None for tensor, is_there in zip(tensors, there, strict=True))

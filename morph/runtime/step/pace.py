@@ -14,7 +14,7 @@ from morph.contract.messages import Probed, ProbeOrder
 from morph.contract.timeline import MicroBatchTimes
 
 MOST_KEPT = 16
-"""Micro-batches that are kept until a heartbeat takes them; older ones are forgotten."""
+"""The number of micro-batches that are kept until a heartbeat takes them; older ones are dropped."""
 DIGITS = 7
 
 
@@ -27,7 +27,7 @@ class _Note(NamedTuple):
 
 
 class Pace:
-    """Times of the newest micro-batches. One thread notes and one collects; neither waits for the other."""
+    """Times of the newest micro-batches. One thread records and one collects; neither waits for the other."""
 
     def __init__(self) -> None:
         self._notes: deque[_Note] = deque(maxlen=MOST_KEPT)
@@ -40,7 +40,7 @@ class Pace:
         backward_s: float,
         processor_s: float | None = None,
     ) -> None:
-        """Keep the times (seconds) of a micro-batch that was finished; about a microsecond."""
+        """Record the times (seconds) of a finished micro-batch; this takes about a microsecond."""
         self._notes.append(_Note(generation, forward_s, recompute_s, backward_s, processor_s))
 
     def collect(self) -> MicroBatchTimes | None:
@@ -63,7 +63,7 @@ class Pace:
 
 MICRO_BATCHES = 5
 LIMIT_S = 10.0
-"""A probe ends after this time, with the micro-batches done so far."""
+"""Seconds. A probe ends after this time, with the micro-batches done so far."""
 
 
 class Prober:

@@ -1,4 +1,4 @@
-"""The next task of a stage: the plan's static order, with deviations when an input is late (Varuna 3.2). Pure."""
+"""Chooses the next task of a stage: the plan's static order, with deviations if an input is late (Varuna 3.2). Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Task(StrEnum):
 
 @dataclass
 class Progress:
-    """Numbers of tasks of each kind that a stage has done in this step; micro-batches run in order."""
+    """The numbers of tasks of each kind that a stage has done in this step; micro-batches run in order."""
 
     forwards: int = 0
     recomputes: int = 0
@@ -50,7 +50,7 @@ class ScheduleCursor:
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches whose forward was run and whose backward was not."""
+        """The number of micro-batches whose forward was run and whose backward was not."""
         return self.progress.forwards - self.progress.backwards
 
     def done(self, task: Task) -> None:
@@ -63,11 +63,11 @@ class ScheduleCursor:
             self.progress.backwards += 1
 
     def next_task(self, activations: int, gradients: int) -> Task | None:
-        """The task to run now; None: wait for an arrival.
+        """Return the task to run now; None: wait for an arrival.
 
         Args:
-            activations: Forward inputs that have arrived so far.
-            gradients: Output gradients that have arrived so far (on the last stage: forwards done).
+            activations: The number of forward inputs that have arrived so far.
+            gradients: The number of output gradients that have arrived so far (on the last stage: forwards done).
         """
         if self.finished:
             return None
@@ -89,7 +89,7 @@ class ScheduleCursor:
         return Task.RECOMPUTE if due is Task.RECOMPUTE else None  # rule 1: early, done when the gradient arrives
 
     def _due(self) -> Task:
-        """The first task of the order that is not done yet."""
+        """Return the first task of the order that is not done yet."""
         state = self.progress
         done = {"F": state.forwards, "R": state.recomputes, "B": state.backwards}
         while self._ranks[self._position] < done[self._order[self._position]]:
@@ -98,7 +98,7 @@ class ScheduleCursor:
 
 
 def _micro_batch_numbers(order: str) -> list[int]:
-    """The micro-batch to which each letter of an order belongs."""
+    """Return the micro-batch to which each letter of an order belongs."""
     seen = dict.fromkeys("FRB", 0)
     numbers = []
     for letter in order:

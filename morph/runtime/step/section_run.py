@@ -1,9 +1,8 @@
-"""Running one section on one micro-batch: the atom of all arithmetic.
+"""Runs one section on one micro-batch: the atom of all arithmetic.
 
-Forward, recompute and backward always go section by section, with inputs detached at each section
-border, so that no result depends on how sections are grouped into stages. The forward pass always
-runs with autograd on, also where its graph is dropped and made again later, so that it cannot take
-another kernel than the recompute.
+Forward, recompute and backward always go section by section, with inputs detached at each section border, so that no
+result depends on how sections are grouped into stages. The forward pass always runs with autograd on, even if its graph
+is dropped and made again later, so that it uses the same kernels as the recompute.
 
 A section is a graph of ATen operations, and autocast acts where those are dispatched, so it works on sections as on
 the user's own code. Weights are cast once per run of a section; the backward follows the types of the forward.
@@ -30,7 +29,7 @@ from morph.runtime.state.accumulators import change_of
 from morph.runtime.step.kernels import kernels_refused
 
 _TORCHS_OWN = {"aten", "prims"}
-"""Namespaces of operations."""
+"""Namespaces of torch's own operations."""
 AddGradient = Callable[[str, Tensor], None]
 
 
@@ -38,10 +37,10 @@ class GradientSink(Protocol):
     """Receives the results of one micro-batch's backward."""
 
     def add(self, section: int, name: str, gradient: Tensor) -> None:
-        """Take the gradient of a parameter through a section, or the change of a buffer."""
+        """Receive the gradient of a parameter through a section, or the change of a buffer."""
 
     def done(self, section: int) -> None:
-        """Note that a section's backward is complete."""
+        """Handle that a section's backward is complete."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def run_section(
 
     Outputs have the types of the cut model in every precision, and conjugates are carried out, so that sent tensors
     equal those that the next section of the same stage gets. If narrower types cross a job's cuts, the section widens
-    its inputs, so that their gradients are narrow, too.
+    its inputs, so that their gradients are also narrow.
 
     Raises:
         JobError: the user's code has frozen a parameter.
@@ -121,7 +120,7 @@ def section_backward(
     parameters: Mapping[str, Tensor],
     add: AddGradient,
 ) -> tuple[Tensor | None, ...]:
-    """Run a section's backward; parameter gradients go, dense, to ``add``, input gradients are returned.
+    """Run a section's backward; give dense parameter gradients to ``add``, and return input gradients.
 
     ``output_gradients`` aligns with the outputs; None if an output needs no gradient, or has none because later
     sections do not use it. Inputs and parameters that lead to no output with a gradient have none either, as in an
@@ -156,8 +155,8 @@ def section_backward(
 def borders_may_lack_gradients(model: CutModel) -> bool:
     """Return whether a border tensor that carries a gradient may get none in some micro-batches.
 
-    It may if sections are the user's code, which may branch, or run the user's own backward, which may return None.
-    Other graphs are cut so that a border that carries a gradient always gets one.
+    This is possible if sections are the user's code, which may branch, or run the user's own backward, which may return
+    None. Other graphs are cut so that a border that carries a gradient always gets one.
     """
     codes = [section.code for section in model.sections]
     return any(not isinstance(code, GraphModule) or _has_backward_of_users(code) for code in codes)
@@ -177,7 +176,7 @@ def _maybe(gradient: Tensor | None) -> Tensor | None:
 
 
 def _carried_out(tensor: Tensor) -> Tensor:
-    """Conjugate and negate in memory what torch marks lazily: kernels that read such a mark may round otherwise."""
+    """Carry out conjugation and negation that torch only marks: kernels that read such a mark may round differently."""
     return tensor.resolve_conj().resolve_neg()
 
 
@@ -185,7 +184,7 @@ _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: Precision, device_type: str) -> AbstractContextManager[object]:
-    """The context in which sections run forward, in the forward pass and in the recompute alike."""
+    """Return the context in which sections run forward, in the forward pass and in the recompute alike."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device_type, dtype=_TYPES[precision])

@@ -1,4 +1,4 @@
-"""One stage: runs its sections in order, and keeps the tensors for the backward of each micro-batch in flight.
+"""Runs one stage's sections in order, and keeps the tensors for the backward of each micro-batch in flight.
 
 Its random numbers depend only on (job seed, step, micro-batch, section), never on the shape."""
 
@@ -54,9 +54,10 @@ class Stage:
     Args:
         model: The cut model.
         sections: Section numbers of the stage.
-        recompute: Keep only the stage's input between forward and backward.
+        recompute: Whether to keep only the stage's input between forward and backward.
         live_sections: With recompute, the number of sections whose graphs are held at once; None: all. The inputs of
-            each group of so many, counted from the end, are kept, and a group is recomputed before its backward.
+            each group of this many sections, counted from the end, are kept, and a group is recomputed before its
+            backward.
         parameters: Parameters by name; read at every run.
         load_batch: Returns the batch entries of a micro-batch, by global number and keys.
         seed: The job's seed.
@@ -113,7 +114,7 @@ class Stage:
         for group in self._groups:
             stored.append(values)
             for section in self._of(group, micro_batch):
-                values = _detached(self._run_one(section, micro_batch, values))  # its graph is dropped here
+                values = _detached(self._run_one(section, micro_batch, values))  # the section's graph is dropped here
         self._stored[micro_batch] = stored
         return values
 
@@ -137,7 +138,7 @@ class Stage:
                 if not self._may_lack:
                     gradients = _filled(gradients, run.inputs)
                 sink.done(section.index)
-                del run  # its graph, before another group's is made
+                del run  # drop its graph before another group's is made
         return gradients
 
     def _of(self, group: range, micro_batch: int) -> tuple[Section, ...]:
@@ -161,7 +162,7 @@ class Stage:
 
 
 def _filled(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Return zeros for absent gradients, as messages between stages have them if none may be absent."""
+    """Return zeros for absent gradients, as in messages between stages if no gradient may be absent."""
     return tuple(
         torch.zeros_like(tensor) if gradient is None and tensor.requires_grad else gradient
         for gradient, tensor in zip(gradients, inputs, strict=True)
@@ -173,7 +174,7 @@ def _detached(run: SectionRun) -> tuple[Tensor, ...]:
 
 
 def _groups(sections: range, size: int) -> list[range]:
-    """Split into groups of ``size``; the first may be smaller."""
+    """Split sections into groups of ``size``; the first may be smaller."""
     first = len(sections) % size or size
     return [sections[:first], *(sections[start : start + size] for start in range(first, len(sections), size))]
 

@@ -59,14 +59,14 @@ class Stopwatch:
         self.spent_s: dict[str, float] = dict.fromkeys(("F", "R", "B", "reduce", "wait"), 0.0)
         self.spans: list[Span] = []
         self.finished: Callable[[float, float, float, float | None], None] | None = None
-        """Called with (forward, recompute, backward) in seconds of each micro-batch after its backward.
+        """Called after a micro-batch's backward with the seconds of its (forward, recompute, backward).
 
         The last argument is the processor time of forward and backward; None for another device.
         """
         self.in_groups = False
         """Whether backwards include further recomputes; ``finished`` gets times without these."""
         self.late_s = 0.0
-        """For an emulated device: by how much busy hosts delayed the end of its step."""
+        """For an emulated device: the seconds by which busy hosts delayed the end of its step."""
         self.device_took_s: Callable[[], float] | None = None
         """For an emulated device: duration of the last task by its own clock, which a busy host does not affect."""
         self._begun: dict[int | None, tuple[float, float, float | None]] = {}
@@ -81,7 +81,7 @@ class Stopwatch:
         self._note(_Done(task, micro_batch, start, self.mark(), took_s, processor_s))
 
     def stood(self, what: Standing, start: Mark) -> None:
-        """Record a wait of the host since ``start``; it counts as far as the device was idle."""
+        """Record a wait of the host since ``start``; the time in which the device was idle counts."""
         self._note(_Done(what, None, start, self.mark()))
 
     def settle(self, interrupt: Interrupt) -> None:
@@ -93,7 +93,7 @@ class Stopwatch:
         if not self._clock.is_over(end):
             interrupt.call(lambda: self._clock.wait(end), "the device to finish its work")
         self._count()
-        # the waits are over now on both clocks
+        # now the waits are over on both clocks
         after_s = max(0.0, time.perf_counter() - self.start_s - self._clock.seconds(self._zero, end))
         for kind, micro_batch, start_s, end_s in self._measured:
             self._keep(kind, micro_batch, start_s + after_s, end_s + after_s)

@@ -1,4 +1,4 @@
-"""A worker's sums in one step: gradients of its units, and the micro-batches in each sum (decision 0019)."""
+"""A worker's sums in one step: the gradients of its units, with the micro-batches in each sum (decision 0019)."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class StepSums:
         num_micro_batches: N, over all replicas.
         last_section: The model's last section, to which the losses belong.
         rings: The reduction of the units.
-        salvage: Kept partial sums of the step, of all workers.
-        held: This worker's part of them.
-        keep: Whether ``partial_sums`` are wanted if the step is abandoned.
+        salvage: The kept partial sums of the step from all workers.
+        held: This worker's kept partial sums.
+        keep: Whether ``partial_sums`` are needed if the step is abandoned.
         counted: Called after each backward with the number of backwards.
     """
 
@@ -134,8 +134,7 @@ class StepSums:
 
     def add_loss(self, micro_batch: int, outputs: Sequence[Tensor], metric_names: Sequence[str]) -> None:
         """Record the loss and metrics of a micro-batch from the last stage's forward, unless a worker has them already.
-
-        The device is not waited for until they are requested.
+        Nothing waits for the device until they are requested.
         """
         if not self._before.get(self._losses, 0) >> micro_batch & 1:
             one_each = [not name.endswith(SAMPLES) for name in ("", *metric_names)]
@@ -144,7 +143,7 @@ class StepSums:
 
     @property
     def losses(self) -> dict[int, MicroBatchLoss]:
-        """Losses and metrics by micro-batch, as far as they were run; waits for the device once."""
+        """Return the losses and metrics of the micro-batches that were run; waits for the device once."""
         outputs, self._outputs = self._outputs, {}
         self._known_losses |= {loss.micro_batch: loss for loss in told_losses(outputs, self._metric_names)}
         return self._known_losses
@@ -210,7 +209,7 @@ class StepSums:
 
 
 def told_losses(outputs: Mapping[int, Sequence[Tensor]], metric_names: Sequence[str]) -> list[MicroBatchLoss]:
-    """Return the last section's outputs by micro-batch, without values of each sample; one copy from the device."""
+    """Return the last section's outputs by micro-batch, without per-sample values, in one copy from the device."""
     if not outputs:
         return []
     kept = [place for place, name in enumerate(("", *metric_names)) if not name.endswith(SAMPLES)]

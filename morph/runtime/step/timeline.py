@@ -89,7 +89,7 @@ def write_trace(timelines: Sequence[StepTimeline], path: Path) -> None:
     """Write the trace of one step into a file, atomically.
 
     Raises:
-        RunDirError: if the file cannot be written.
+        RunDirError: the file cannot be written.
     """
     try:
         write_whole(path, json.dumps(trace(timelines)))

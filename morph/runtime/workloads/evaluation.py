@@ -1,8 +1,8 @@
 """Evaluation: forward passes of the pipeline, without dropout, at the version that a worker holds.
 
-The sections are those of training with their dropout switched off and their buffers as they were committed, so cut
-positions, parameters and border tensors are the same; sections that run the model's own code run it in
-evaluation mode. Other randomness stays on, drawn from (seed, version, micro-batch, section) as in training.
+The sections are those of training with dropout switched off and with the committed buffers, so cut positions,
+parameters and border tensors are the same; sections that run the model's own code run it in evaluation mode. Other
+randomness stays on, drawn from (seed, version, micro-batch, section) as in training.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from morph.runtime.step.stage import seed_section
 from morph.runtime.step.sums import told_losses
 
 MAX_SENDING = 4
-"""Most micro-batches on their way to the next stage."""
+"""The largest number of micro-batches on their way to the next stage."""
 
 aten = torch.ops.aten
 _OFF: dict[object, tuple[int, str, bool | float]] = {
@@ -63,14 +63,14 @@ _OFF: dict[object, tuple[int, str, bool | float]] = {
     aten.rrelu.default: (3, "training", False),
     aten.scaled_dot_product_attention.default: (4, "dropout_p", 0.0),
 }
-"""By operation: position, name and value of the argument that switches its dropout off."""
+"""By operation: position, name and value of the argument that switches off its dropout."""
 
 
 def evaluation_sections(model: CutModel) -> tuple[Section, ...]:
     """Return the sections of a cut model without dropout.
 
     Raises:
-        JobError: if dropout cannot be distinguished from the model's own randomness.
+        JobError: dropout cannot be distinguished from the model's own randomness.
     """
     return tuple(_without_dropout(section) for section in model.sections)
 
@@ -91,7 +91,7 @@ def _without_dropout(section: Section) -> Section:
 
 
 def _read_only(graph: Graph, num_outputs: int) -> None:
-    """Read written buffers as they were committed, and normalise with the running statistics."""
+    """Read the committed values of written buffers, and normalise with the running statistics."""
     output = graph.output_node()
     output.args = (output.args[0][:num_outputs],)  # type: ignore[index]
     placeholders = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
@@ -139,8 +139,8 @@ def _switch_off(node: Node, section: Section) -> None:
 class EvaluationStage:
     """One stage's sections, ready to run forward at one version.
 
-    ``sections_of`` returns the sections for an evaluation micro-batch, by number; ``load_batch`` its entries, by
-    number and keys.
+    ``sections_of`` returns the sections for an evaluation micro-batch, by number; ``load_batch`` returns its entries,
+    by number and keys.
     """
 
     sections_of: Callable[[int], Sequence[Section]]
@@ -251,7 +251,7 @@ class Evaluator:
     """One worker's part in a job's evaluations.
 
     Raises:
-        JobError: if the evaluation data cannot be used, or the model cannot be evaluated.
+        JobError: the evaluation data cannot be used, or the model cannot be evaluated.
     """
 
     def __init__(self, job: Job, model: CutModel, device: torch.device, prefetcher: DataWorkers | None = None) -> None:
@@ -310,7 +310,7 @@ class Evaluator:
         """Compute the job's metrics of a whole evaluation.
 
         Raises:
-            JobError: if the function fails, or returns anything but numbers by name.
+            JobError: the function fails, or returns anything but numbers by name.
         """
         job = self._job
         assert job.eval_metrics is not None
@@ -348,7 +348,7 @@ class Evaluator:
             raise wrong_job(
                 "loss",
                 f"returns {sizes.total()} bytes for all samples of an evaluation, {size_bytes} of them as {name!r}",
-                allowed=f"{MOST_SAMPLE_BYTES} bytes; return what eval_metrics needs of them, such as their argmax, or "
+                allowed=f"{MOST_SAMPLE_BYTES} bytes; return only what eval_metrics needs, such as the argmax, or "
                 "morph.Sum, or set eval_samples",
             )
 

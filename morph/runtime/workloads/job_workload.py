@@ -76,7 +76,7 @@ def check_training(job: Job, model: CutModel) -> dict[str, str]:
     """Build each unit's optimizer and schedule without memory, check the evaluation data, and return the settings.
 
     Raises:
-        JobError: an optimizer, a schedule or evaluation data that cannot be used.
+        JobError: an optimizer, a schedule or evaluation data cannot be used.
     """
     _check_step_entry(job)
     found = settings(job, model) | _needs(job, model)
@@ -96,7 +96,7 @@ def _check_step_entry(job: Job) -> None:
         shown = "nothing" if entry is None else f"{tuple(entry.shape)} {entry.dtype}"
         raise wrong_job(
             "step_entry",
-            f"names an entry of the batch that is to be the number of the step, and is {shown} in a sample",
+            f"names an entry of the batch for the number of the step, which is {shown} in a sample",
             job.step_entry,
             "a whole number in each sample, such as 0",
         )
@@ -106,7 +106,7 @@ def settings(job: Job, model: CutModel) -> dict[str, str]:
     """Return a job's settings as text by name: its fields, and numbers of each unit's optimizer and schedule.
 
     Raises:
-        JobError: an optimizer or a schedule that cannot be used.
+        JobError: an optimizer or a schedule cannot be used.
     """
     found = {name: repr(getattr(job, name)) for name in _FIELDS}
     if isinstance(job.model, WholeModel):
@@ -138,7 +138,7 @@ def settings(job: Job, model: CutModel) -> dict[str, str]:
 def _needs(job: Job, model: CutModel) -> dict[str, str]:
     """Return the keys of state that each unit's optimizer needs for its second step, found with small parameters.
 
-    An optimizer that does not run on those is left out.
+    An optimizer that does not run on these is left out.
     """
     found: dict[str, str] = {}
     for unit in model.units:
@@ -179,10 +179,10 @@ _PROBE_SIZE = 0.01
 
 
 class JobWorkload:
-    """Loads the job of a setup and cuts its model; this takes seconds, unless the cut was kept. See ``Workload``.
+    """Loads the job of a setup and cuts its model, which takes seconds unless a cut was kept. See ``Workload``.
 
     Raises:
-        InputError: on a wrong job, or one that the profile does not belong to.
+        InputError: the job is wrong, or the profile does not belong to it.
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
@@ -215,7 +215,7 @@ class JobWorkload:
             require_same(facts, setup.known_by, setup.job_path)
         if self._job.accumulation == "exact":
             prepare(self._device)
-        prepare_torch()  # here, because in a change of shape every worker would wait
+        prepare_torch()  # here, because every worker would wait for it in a change of shape
         self._loader = MicroBatchLoader.of(self._job, setup.micro_batch_size, self._data_workers)
         self._run_model = self._model
         if self._job.compile:
@@ -256,7 +256,7 @@ class JobWorkload:
         return self.make_unit(unit, num_micro_batches, empty=True)
 
     def arrive(self, num_bytes: int) -> None:
-        """See ``Workload.arrive``: received bytes are there at once."""
+        """See ``Workload.arrive``: received bytes arrive at once."""
 
     def adopt(self, shadow: UnitState) -> UnitState:
         return shadow
@@ -348,12 +348,12 @@ class JobWorkload:
         return self._loader.samples_of(step)
 
     def _start_data_workers(self, setup: WorkerSetup) -> DataWorkers:
-        """Start them as soon as the job is known: their imports and setup take as long as the rest of a setup."""
+        """Start data workers as soon as the job is known: their imports and setup take as long as the rest of it."""
         pinned = self._device.type != "cpu"
         return DataWorkers(self._job.data_workers, setup.job_path, known=setup.known_by.data, pinned=pinned)
 
     def _expect(self, current: Generation, order: StepOrder) -> None:
-        """Have this step's micro-batches prefetched, and those of the next step, if that comes in this shape."""
+        """Have this step's micro-batches prefetched, and those of the next step, if this shape runs it."""
         assert current.slot is not None
         plan = current.plan.stages[current.slot.stage]
         later = current.plan.micro_batches_of(current.slot.replica)

@@ -38,7 +38,7 @@ class Workload(Protocol):
         """Return an empty unit that will follow another worker's; made and used outside the order lane."""
 
     def arrive(self, num_bytes: int) -> None:
-        """Block until so many pre-copied bytes have arrived; called outside the order lane."""
+        """Block until this many pre-copied bytes have arrived; called outside the order lane."""
 
     def adopt(self, shadow: UnitState) -> UnitState:
         """Turn a unit that followed another worker's into this worker's own."""
@@ -47,7 +47,7 @@ class Workload(Protocol):
         """Read the data besides units that a generation's stage needs, and release those of an earlier stage."""
 
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
-        """Return one step up to its reductions, ready to run on this worker's stage."""
+        """Return one step up to its reductions, ready to be run on this worker's stage."""
 
     def reduce(self, current: Generation, sums: StepSums, executor: Executor) -> None:
         """Finish the reduction of every unit that this worker holds. Raises as ``Interrupt.wait_for``."""
@@ -62,7 +62,7 @@ class Workload(Protocol):
         """Evaluate the present version of every unit; None if no evaluation is due, or not on a last stage."""
 
     def samples_of(self, step: int) -> tuple[int, ...]:
-        """Return the numbers of a step's samples in the data set, in the order of the step; empty: no data set."""
+        """Return the indices of a step's samples in the data set, in the order of the step; empty: no data set."""
 
     def collect_notes(self) -> tuple[str, ...]:
         """Return news about its data workers since the last call, for the user; from any thread; never blocks."""
@@ -75,7 +75,7 @@ def load_workload(setup: WorkerSetup) -> Workload:
     """Return the workload that a setup describes.
 
     Raises:
-        InputError: on a wrong job, or one that the profile does not belong to.
+        InputError: if the job is wrong, or the profile belongs to another job.
     """
     if setup.emulation is not None:
         from morph.runtime.emulation.workload import EmulatedWorkload
