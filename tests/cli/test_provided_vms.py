@@ -205,7 +205,7 @@ def test_another_package_brings_a_market_of_its_own(
     )
     assert (told.exit_code, "no such kind" in told.output) == (2, True), told.output
     found = EntryPoint("moon", "builtins:object", "morph.markets")
-    with pytest.raises(ConfigError, match=r"vms\.kind: cannot be used: .* is no Market"):
+    with pytest.raises(ConfigError, match=r"vms\.kind: cannot be used: .* is not a Market"):
         resolved(tmp_path, described)
 
 
