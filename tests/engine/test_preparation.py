@@ -279,7 +279,7 @@ def test_a_plan_says_what_is_done_against_losses_and_why(
         memory_bytes = best.expected.followed_memory_bytes - 1
     line = redundancy_line(profile, best, redundancy, memory_bytes, host_bytes)
     assert line.startswith(told)
-    assert ("no room" in line) == (memory_bytes == 1 or host_bytes == 10**3)
+    assert ("do not fit" in line) == (memory_bytes == 1 or host_bytes == 10**3)
 
 
 def test_followers_are_weighed_by_the_profiled_link_at_first() -> None:

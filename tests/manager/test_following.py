@@ -162,7 +162,7 @@ def test_auto_follows_only_where_devices_have_the_room(redundancy: str, followed
         there = state.model_copy(update={"config": state.config.model_copy(update={"device_memory_bytes": room})})
         found = redundancy_of(there, plan.model_copy(update={"expected": expected}), slots, {}, 0.0)
         assert any(follow.units for follow in found.follows) == fits
-        assert ("no room" in found.why) == (not fits)
+        assert ("do not fit" in found.why) == (not fits)
 
 
 def test_the_rarer_checkpoints_are_the_more_a_follower_saves() -> None:
