@@ -143,7 +143,8 @@ class PlanChoice:
     ``simulations`` has the explanation, time breakdown and timeline of ``best`` and of each of the ``runners_up``, in
     their order; ``values`` what the objective makes of each: examples per second, dollars per example, or examples per
     second with pauses. ``num_shapes`` counts the shapes looked at; those whose lower bound was beaten already were not
-    simulated. ``usd_per_h``: the price of the GPUs that ``best`` uses, if each is a node of its own and has a price.
+    simulated. ``usd_per_h``: the price of the GPUs that ``best`` uses, or of the whole nodes of several
+    GPUs, if all have a price.
     """
 
     simulations: tuple[Simulation, ...]

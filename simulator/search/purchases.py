@@ -74,19 +74,31 @@ def usd_per_h_in_use(request: PlanRequest, best: Plan) -> float | None:
     """Price per hour of the GPUs that a plan uses, or of the nodes of several GPUs that it uses; None: not known."""
     if request.usd_per_gpu_hour is None:
         return None
-    used: Counter[tuple[str, int]] = Counter()
-    if best.placement:
-        nodes = {
-            node: best.stages[stage].node_type
-            for replica, row in enumerate(best.placement)
-            for node, stage in zip(row, best.stages_of(replica), strict=True)
-        }
-        used.update((node_type, best.node_sizes[node]) for node, node_type in nodes.items())
-    else:
-        used.update({(name, 1): number for name, number in best.pool})
+    used = nodes_in_use(best)
     prices = {each: _usd_per_gpu_h(request, *each) for each in used}
     known = {each: usd for each, usd in prices.items() if usd is not None}
     return sum(usd * each[1] * used[each] for each, usd in known.items()) if known == prices else None
+
+
+def nodes_in_use(plan: Plan) -> Counter[tuple[str, int]]:
+    """How many nodes of each type and size a plan uses; each GPU is one if the plan has no nodes."""
+    if not plan.placement:
+        return Counter({(name, 1): number for name, number in plan.pool})
+    nodes = {
+        node: plan.stages[stage].node_type
+        for replica, row in enumerate(plan.placement)
+        for node, stage in zip(row, plan.stages_of(replica), strict=True)
+    }
+    return Counter((node_type, plan.node_sizes[node]) for node, node_type in nodes.items())
+
+
+def nodes_text(nodes: Mapping[tuple[str, int], int]) -> str:
+    """Numbers of nodes of each type and size in words."""
+    return " and ".join(
+        f"{counted(number, 'node')} of {f'{size} {name}' if name else counted(size, 'GPU')}"
+        for (name, size), number in sorted(nodes.items(), key=lambda each: (each[0][0], -each[0][1]))
+        if number
+    )
 
 
 def _usd_per_gpu_h(request: PlanRequest, name: str, size: int) -> float | None:
@@ -496,13 +508,8 @@ class NodePurchases:
             (sum(each.usd_per_h * number for each, number in zip(self.offers, choice, strict=True)), choice)
             for choice in self._that_fit()
         )
-        parts = [
-            f"{counted(number, 'node')} of {counted(each.size, 'GPU')}{' of ' * bool(name)}{name}"
-            for each, number in zip(self.offers, enough, strict=True)
-            if number
-            for name in (self.names[each.kind],)
-        ]
-        return _too_small_budget(budget, usd_per_h, " and ".join(parts))
+        named = [(self.names[each.kind], each.size) for each in self.offers]
+        return _too_small_budget(budget, usd_per_h, nodes_text(dict(zip(named, enough, strict=True))))
 
     def _that_fit(self) -> list[list[int]]:
         """Choices of nodes of one type with enough GPUs for the job."""
