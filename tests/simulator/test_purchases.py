@@ -67,7 +67,8 @@ def random_offer(rng: np.random.Generator) -> tuple[Profile, dict[str, tuple[int
     return profile, nodes, {size: float(rng.uniform(0.5, 1.0)) for size in (1, 2, 3)}
 
 
-@each_seed(5, in_long=100)
+@pytest.mark.slow
+@each_seed(4, in_long=100)
 def test_no_nodes_that_can_be_bought_are_cheaper_or_within_a_budget_faster(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile, nodes, price = random_offer(rng)
@@ -171,7 +172,7 @@ def test_sizes_by_type_need_a_pool() -> None:
 
 def test_many_nodes_are_compared_without_planning_all_choices() -> None:
     request = PlanRequest(objective="usd_per_example", usd_per_gpu_hour={1: 1.0, 2: 0.8, 4: 0.7}, micro_batch_size=1)
-    nodes = (4,) * 5 + (2,) * 6 + (1,) * 8
+    nodes = (4,) * 2 + (2,) * 3 + (1,) * 5
     choice = plan(_mixed(), request, num_gpus_per_node=nodes, num_runners_up=0)
-    for part in ((4,) * 5, (4,), (4, 4), (4, 2), (4, 4, 2, 2), (2,), (1,)):
+    for part in ((4,), (4, 4), (4, 2), (2,), (2, 2), (1,), (1, 1)):
         assert choice.values[0] <= plan(_mixed(), request, num_gpus_per_node=part, num_runners_up=0).values[0] * 1.001
