@@ -16,6 +16,7 @@ from morph.contract.profile import Profile
 from simulator import PlanRequest, plan, synthetic_profile
 from simulator.inputs.synthetic import with_type
 from simulator.search.planner import PlanChoice
+from simulator.search.purchases import maximal_within
 from tests.seeds import each_seed
 from tests.simulator.test_unequal import random_pool, with_inner_links
 
@@ -176,3 +177,18 @@ def test_many_nodes_are_compared_without_planning_all_choices() -> None:
     choice = plan(_mixed(), request, num_gpus_per_node=nodes, num_runners_up=0)
     for part in ((4,), (4, 4), (4, 2), (2,), (2, 2), (1,), (1, 1)):
         assert choice.values[0] <= plan(_mixed(), request, num_gpus_per_node=part, num_runners_up=0).values[0] * 1.001
+
+
+@each_seed(50)
+def test_maximal_choices_are_those_to_which_the_budget_cannot_add_one(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    numbers, usd, most = rng.integers(1, 6, 3).tolist(), rng.uniform(0.1, 1.0, 3), float(rng.uniform(0.2, 6.0))
+    paid = [
+        each for each in product(*(range(number + 1) for number in numbers)) if any(each) and np.dot(each, usd) <= most
+    ]
+    wanted = [
+        each
+        for each in paid
+        if all(n == k or np.dot(each, usd) + p > most for n, k, p in zip(each, numbers, usd, strict=True))
+    ]
+    assert list(map(tuple, maximal_within(numbers, usd.tolist(), most).tolist())) == wanted
