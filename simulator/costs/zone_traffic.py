@@ -44,6 +44,11 @@ def bytes_between_zones(kinds: Sequence[SimulatedKind]) -> float:
     return total
 
 
+def usd_between_zones(kinds: Sequence[SimulatedKind], usd_per_gb: float) -> float:
+    """Return the price (USD) of these bytes, at a price for 10^9 of them."""
+    return usd_per_gb / 1e9 * bytes_between_zones(kinds)
+
+
 def _zone_of_section(kind: SimulatedKind) -> list[str]:
     costs = kind.outcome.costs
     zones = [type_and_zone(node_type)[1] for node_type in kind.type_of_stage]

@@ -14,7 +14,7 @@ In both orders a replica's larger pieces come first, so that the same stages of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -58,12 +58,17 @@ class Placement:
         return max(1, int(np.bincount(held, minlength=1).max()))
 
 
-def node_sizes(num_gpus: int, num_gpus_per_node: int | Sequence[int]) -> tuple[int, ...]:
+def node_sizes(
+    num_gpus: int, num_gpus_per_node: int | Sequence[int] | Mapping[str, int | Sequence[int]]
+) -> tuple[int, ...]:
     """Return the GPUs of each node: nodes of one size, the last one smaller if need be, or the given sizes.
 
     Raises:
-        PlanError: a size is below 1, or the sizes do not add up to ``num_gpus``.
+        PlanError: a size is below 1, the sizes do not add up to ``num_gpus``, or they are given for types of a pool.
     """
+    if isinstance(num_gpus_per_node, Mapping):
+        allowed = "one number, or a list of nodes; numbers by type need a pool"
+        raise PlanError("is given by type", field="num_gpus_per_node", value=num_gpus_per_node, allowed=allowed)
     if not isinstance(num_gpus_per_node, Sequence):
         ranges.GPUS.check("num_gpus_per_node", num_gpus_per_node)
         whole, rest = divmod(num_gpus, num_gpus_per_node)

@@ -10,6 +10,7 @@ from morph.contract import ranges
 from morph.contract.cluster import LinkSetting, RingSetting
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
+from morph.contract.pool import Pool
 from morph.contract.profile import LinkProfile, Profile
 from simulator.inputs.conditions import (
     NUM_DRAWS,
@@ -50,6 +51,7 @@ class MemoryRules:
 
 ObjectiveName = Literal["examples_per_s", "usd_per_example", "progress"]
 RedundancyName = Literal["off", "state", "salvage", "auto"]
+NodeSizes = int | Sequence[int] | Mapping[str, int | Sequence[int]]
 Price = float | Mapping[int, float] | Mapping[str, float]
 _NEEDS = {"examples_per_s": None, "usd_per_example": "usd_per_gpu_hour", "progress": "revocations_per_hour"}
 
@@ -75,7 +77,8 @@ class PlanRequest:
             not, each keeps the activations of micro-batches in flight. None: the better one.
         compute_slots: Number of tasks that can run at once on all workers, which then share one machine; None: one
             device per worker.
-        num_gpus_per_node: GPUs of every node, or a list with those of each; None: every GPU is its own node.
+        num_gpus_per_node: GPUs of every node, or a list with those of each; of a pool one number for all types, or a
+            number or a list for each type. None: every GPU is its own node.
         share_links: Messages that leave or enter one node at the same time share its bandwidth.
         slow: How much slower the tasks of a worker are, by (stage, replica), or by stage for all its replicas.
         all_reduce: "overlapped": a stage reduces each unit from its last gradient on, beside the rest of its last
@@ -95,8 +98,8 @@ class PlanRequest:
             or between nodes where it has none.
         zone_latency_ms: Latency of these links, milliseconds, with ``zone_gbit_per_s``.
         zone_usd_per_gb: Price of data from one zone to another, USD for 10^9 bytes.
-        budget_usd_per_h: What all GPUs in use may cost together, USD per hour; only for :func:`plan`, without nodes of
-            several GPUs.
+        budget_usd_per_h: What all GPUs in use may cost together, USD per hour; only for :func:`plan`. Nodes of several
+            GPUs are paid whole.
         revocations_per_hour: How often a node is revoked; for "progress".
         pause_s: How long a morph stops training, seconds; for "progress".
         replacement_s: Seconds from the revocation of a node until its replacement is in use; for "progress".
@@ -119,7 +122,7 @@ class PlanRequest:
     unequal: bool = False
     recompute: bool | None = None
     compute_slots: int | None = None
-    num_gpus_per_node: int | Sequence[int] | None = None
+    num_gpus_per_node: NodeSizes | None = None
     share_links: bool = True
     slow: Slow | None = None
     all_reduce: AllReduceStart = "overlapped"
@@ -149,12 +152,12 @@ class PlanRequest:
             ranges.USD_PER_HOUR_AT_MOST.check("budget_usd_per_h", self.budget_usd_per_h)
             if self.usd_per_gpu_hour is None:
                 raise PlanError("is missing; a budget needs it", field="usd_per_gpu_hour", allowed="a number")
-            if self.objective == "progress" or self.num_gpus_per_node is not None:
+            if self.objective == "progress":
                 raise PlanError(
-                    "is not possible here",
+                    "is not possible with the objective progress",
                     field="budget_usd_per_h",
                     value=self.budget_usd_per_h,
-                    allowed="a number or a pool of GPUs that are nodes of their own, by examples per second or dollar",
+                    allowed="the objectives examples_per_s and usd_per_example",
                 )
 
     @property
@@ -219,3 +222,24 @@ class PlanRequest:
         if not isinstance(self.num_gpus_per_node, Sequence):
             raise PlanError("is missing", field="num_gpus", allowed="a number, or a list of nodes")
         return node_sizes(0, self.num_gpus_per_node)
+
+    def nodes_of_types(self, pool: Pool) -> list[tuple[int, ...]]:
+        """Return the GPUs of each node, by type of the pool; empty: every GPU is its own node.
+
+        Raises:
+            PlanError: a type has no size of its nodes, or its nodes have another number of GPUs.
+        """
+        given, field = self.num_gpus_per_node, "num_gpus_per_node"
+        if given is None:
+            return []
+        if isinstance(given, Sequence) or (isinstance(given, Mapping) and set(given) != set(pool.types)):
+            allowed = f"one number for all types, or numbers for {', '.join(pool.types)}"
+            raise PlanError("is not possible for this pool", field=field, value=given, allowed=allowed)
+        found = []
+        for name in pool.types:
+            size = given[name] if isinstance(given, Mapping) else given
+            if isinstance(size, Sequence) and sum(size) != pool[name]:
+                allowed = f"nodes of {pool[name]} GPUs together"
+                raise PlanError(f"has other nodes of {name or 'one type'}", field=field, value=size, allowed=allowed)
+            found.append(node_sizes(pool[name], size))
+        return found

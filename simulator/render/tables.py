@@ -17,6 +17,7 @@ from simulator import PlanChoice, Simulation
 from simulator.costs.memory import MOMENTS
 from simulator.costs.redundant import redundant_host_bytes
 from simulator.inputs.jitter import Spread
+from simulator.search.purchases import nodes_in_use, nodes_text
 
 _MOST_PARTS = 6
 WIDTH = 110
@@ -123,13 +124,15 @@ def leftover_line(choice: PlanChoice) -> str:
     free = {node: size - busy[node] for node, size in enumerate(plan.node_sizes) if size > busy[node]}
     whole = Counter(plan.node_sizes[node] for node in free if not busy[node])
     parts = [f"{number} whole {'node' if number == 1 else 'nodes'} of {size}" for size, number in sorted(whole.items())]
+    if sum(plan.node_sizes) < choice.num_gpus:
+        parts.insert(0, f"{choice.num_gpus - sum(plan.node_sizes)} on nodes that are not bought")
     parts += [f"{left} on node {node}" for node, left in free.items() if busy[node]]
     shown = parts if len(parts) <= _MOST_PARTS else [*parts[:_MOST_PARTS], "..."]
     return f"{idle}: {', '.join(shown)}"
 
 
 def price_lines(choice: PlanChoice) -> list[str]:
-    """Return lines about data between zones and the price of the GPUs in use; none where there is nothing to say."""
+    """Return lines about data between zones and the price of the GPUs or nodes in use, where they are known."""
     lines = []
     if choice.zone_bytes:
         price = f", ${choice.zone_usd_per_h:.4g} an hour" * (choice.zone_usd_per_h > 0)
@@ -137,6 +140,8 @@ def price_lines(choice: PlanChoice) -> list[str]:
     if choice.usd_per_h is not None:
         pool = choice.best.pool
         used = str(pool) if any(pool.types) else counted(choice.best.num_workers, "GPU")
+        if choice.best.placement:
+            used = nodes_text(nodes_in_use(choice.best))
         usd = (choice.usd_per_h + choice.zone_usd_per_h) / 3.6 / choice.best.expected.examples_per_s
         lines.append(f"{used} for ${choice.usd_per_h:.4g} an hour: ${usd:.3g} for 1,000 examples")
     return lines

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from morph.contract import ranges
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
-from morph.contract.pool import Pool, type_and_zone
+from morph.contract.pool import Pool
 from morph.contract.profile import Profile
 from morph.words import counted, time_text
 from simulator.costs.answer import Simulation, describe
@@ -27,7 +26,16 @@ from simulator.inputs.request import ObjectiveName, PlanRequest
 from simulator.search.mini_batch import simulate
 from simulator.search.nodes import unequal_on_nodes
 from simulator.search.objectives import Shape, usd_per_h_of
-from simulator.search.pools import Found, Pools, allows_unequal
+from simulator.search.pools import Pools, allows_unequal
+from simulator.search.purchases import (
+    NodePurchases,
+    cheapest,
+    cheapest_equal,
+    prices_of,
+    usd_per_h_in_use,
+    within_budget,
+    zone_usd_per_h,
+)
 from simulator.search.sweep import Sweep
 
 if TYPE_CHECKING:
@@ -140,8 +148,9 @@ class PlanChoice:
     ``simulations`` has the explanation, time breakdown and timeline of ``best`` and of each of the ``runners_up``, in
     their order; ``values`` what the objective makes of each: examples per second, dollars per example, or examples per
     second with pauses. ``num_shapes`` counts the shapes looked at; those whose lower bound was beaten already were not
-    simulated. ``usd_per_h``: the price of the GPUs that ``best`` uses, if each is a node of its own and has a price.
-    ``zone_bytes``: what a mini-batch of ``best`` sends from one zone to another; ``zone_usd_per_h``: the price of that.
+    simulated. ``usd_per_h``: the price of the GPUs that ``best`` uses, or of the whole nodes of several
+    GPUs, if all have a price. ``zone_bytes``: what a mini-batch of ``best`` sends from one zone to another;
+    ``zone_usd_per_h``: the price of that.
     """
 
     simulations: tuple[Simulation, ...]
@@ -210,8 +219,8 @@ def plan(
     request = replace(request, **more)
     ranges.RUNNERS_UP.check("num_runners_up", num_runners_up)
     of_types = pool if pool is None or isinstance(pool, Pool) else Pool.of(pool)
-    if request.budget_usd_per_h is not None:
-        return _within_budget(profile, request, num_gpus, of_types, num_runners_up)
+    if request.budget_usd_per_h is not None or (request.objective == "usd_per_example" and request.num_gpus_per_node):
+        return _purchase(profile, request, num_gpus, of_types, num_runners_up)
     if of_types is not None:
         return _plan_zones(profile, request, of_types, num_runners_up)
     if num_gpus is not None:
@@ -248,44 +257,40 @@ def plan(
         objective=objective,
         num_gpus=gpus,
         num_shapes=sum(count for _, count in shapes) if fastest else len(shapes),
-        usd_per_h=_usd_per_h_in_use(request, simulations[0].plan),
+        usd_per_h=usd_per_h_in_use(request, simulations[0].plan),
     )
 
 
-def _within_budget(
+def _purchase(
     profile: Profile, request: PlanRequest, num_gpus: int | None, pool: Pool | None, num_runners_up: int
 ) -> PlanChoice:
-    """The best plan of GPUs that cost no more than the budget together; the others are not bought.
-
-    Raises:
-        PlanError: no plan fits, or none within the budget; the message names one that would do.
-    """
-    budget, free = request.budget_usd_per_h or 0.0, replace(request, budget_usd_per_h=None)
-    if pool is None and num_gpus is None:
-        raise PlanError("is missing", field="num_gpus", allowed="a number, or a pool")
+    """The best plan on GPUs or nodes that are worth their price, or within a budget; the others are not bought."""
+    if pool is not None:
+        _check_pool(request, pool, on_nodes=True)
+    elif num_gpus is None and not isinstance(request.num_gpus_per_node, Sequence):
+        raise PlanError("is missing", field="num_gpus", allowed="a number, a list of nodes, or a pool")
     names = ("",) if pool is None else pool.types
-    gpus = tuple(num_gpus or 0 if pool is None else pool[name] for name in names)
-    prices, pools = _prices_of(request, names), Pools(profile, free, names)
+    free = replace(request, budget_usd_per_h=None)
+    if request.num_gpus_per_node is None:
+        pools, gpus = Pools(profile, free, names), [num_gpus or 0 if pool is None else pool[name] for name in names]
 
-    def answer(numbers: Sequence[int]) -> PlanChoice:
+        def answer(numbers: Sequence[int]) -> PlanChoice:
+            if pool is None:
+                return plan(profile, free, num_gpus=numbers[0], num_runners_up=num_runners_up)
+            return _plan_zones(profile, free, Pool.of(dict(zip(names, numbers, strict=True))), num_runners_up, pools)
+
+        return within_budget(pools, gpus, request, answer)
+    free = replace(free, objective="examples_per_s")
+
+    def fastest(nodes: Sequence[tuple[int, ...]]) -> PlanChoice:
         if pool is None:
-            return plan(profile, free, num_gpus=numbers[0], num_runners_up=num_runners_up)
-        return _plan_zones(profile, free, Pool.of(dict(zip(names, numbers, strict=True))), num_runners_up, pools)
+            return plan(profile, replace(free, num_gpus_per_node=nodes[0]), num_runners_up=num_runners_up)
+        bought = {name: sizes for name, sizes in zip(names, nodes, strict=True) if sizes}
+        on_nodes = replace(free, num_gpus_per_node=bought)
+        return _plan_zones(profile, on_nodes, Pool.of({name: sum(bought[name]) for name in bought}), num_runners_up)
 
-    best, sign = answer(gpus), 1 if request.objective == "examples_per_s" else -1
-    most_usd = budget * (1 + 1e-9)
-    if (best.usd_per_h or 0.0) > most_usd:
-        found = []
-        for numbers in pools.affordable(gpus, prices, most_usd):
-            with contextlib.suppress(PlanError):  # the job does not fit on so few
-                found.append(answer(numbers))
-        if not found:
-            usd_per_h, enough = pools.cheapest_that_fits(gpus, prices)
-            on = counted(enough[0], "GPU") if pool is None else Pool.of(dict(zip(names, enough, strict=True)))
-            allowed = f"{usd_per_h:.4g} for {on}"
-            raise PlanError("is too small for this job", field="budget_usd_per_h", value=budget, allowed=allowed)
-        best = max(found, key=lambda choice: sign * choice.values[0])
-    return replace(best, num_gpus=sum(gpus))
+    nodes = request.nodes_of_types(pool) if pool is not None else [request.nodes(num_gpus) or ()]
+    return NodePurchases(profile, request, names, nodes).best(fastest, 1 + num_runners_up)
 
 
 def _plan_zones(
@@ -317,10 +322,10 @@ def _plan_pool(
         PlanError: no GPUs, or a request that a pool does not answer.
     """
     _check_pool(request, pool, on_nodes=True)
-    nodes, unequal = _nodes_of_types(request, pool), None
+    nodes, unequal = request.nodes_of_types(pool), None
     pools = pools or Pools(profile, request, pool.types, _sweeps_on(nodes, profile, request, pool))
     gpus = [pool[name] for name in pools.names]
-    prices = None if request.objective == "examples_per_s" else _prices_of(request, pools.names)
+    prices = None if request.objective == "examples_per_s" else prices_of(request, pools.names)
     if nodes:
         ranked = pools.equal(gpus, 1 + num_runners_up)
         best_of_type = {each.node_types: each for each in reversed(ranked)}.values()
@@ -329,8 +334,8 @@ def _plan_pool(
     elif prices is None:
         ranked = pools.best(gpus, 1 + num_runners_up)
     else:
-        equal = _cheapest_equal(pools, gpus, prices, 1 + num_runners_up)
-        mix = pools.cheapest(gpus, equal, prices)
+        equal = cheapest_equal(pools, gpus, prices, 1 + num_runners_up)
+        mix = cheapest(pools, gpus, equal, prices)
         ranked = (([mix] if mix else []) + equal)[: 1 + num_runners_up]
     found = [*([unequal] if unequal else []), *(pools.described(each) for each in ranked)]
     simulations = tuple(found[: 1 + num_runners_up])
@@ -338,7 +343,7 @@ def _plan_pool(
     if prices is not None:
         usd_per_h = [sum(map(operator.mul, each.workers, prices)) for each in ranked]
         values = [
-            (usd / 3600 * simulation.expected.mini_batch_s + _zone_usd(request, simulation)) / batch_size
+            (usd + zone_usd_per_h(request, simulation)) / 3600 * simulation.expected.mini_batch_s / batch_size
             for usd, simulation in zip(usd_per_h, simulations, strict=True)
         ]
     return PlanChoice(
@@ -347,21 +352,10 @@ def _plan_pool(
         objective=request.objective,
         num_gpus=pool.num_gpus,
         num_shapes=len(ranked),
-        usd_per_h=_usd_per_h_in_use(request, simulations[0].plan),
+        usd_per_h=usd_per_h_in_use(request, simulations[0].plan),
         zone_bytes=bytes_between_zones(simulations[0].kinds),
-        zone_usd_per_h=_zone_usd(request, simulations[0]) * 3600 / simulations[0].expected.mini_batch_s,
+        zone_usd_per_h=zone_usd_per_h(request, simulations[0]),
     )
-
-
-def _zone_usd(request: PlanRequest, simulation: Simulation) -> float:
-    """The price of the data that a mini-batch sends from one zone to another, USD."""
-    return request.zone_usd_per_gb and request.zone_usd_per_gb / 1e9 * bytes_between_zones(simulation.kinds)
-
-
-def _nodes_of_types(request: PlanRequest, pool: Pool) -> list[tuple[int, ...]]:
-    """GPUs of each node, by type; empty: each GPU is a node of its own."""
-    size = request.num_gpus_per_node
-    return [] if size is None else [node_sizes(pool[name], size) for name in pool.types]
 
 
 def _sweeps_on(
@@ -500,60 +494,6 @@ def _fastest(sweep: Sweep, num_gpus: int, most_replicas: int | None) -> Outcome 
     return sweep.fastest(num_gpus, depths, 1, most_replicas)[0] if depths else None
 
 
-def _prices_of(request: PlanRequest, names: Sequence[str]) -> list[float]:
-    """Dollars per GPU-hour of each type.
-
-    Raises:
-        PlanError: a type without a price.
-    """
-    price, field = request.usd_per_gpu_hour, "usd_per_gpu_hour"
-    by_type = dict[Any, float](price.items()) if isinstance(price, Mapping) else dict.fromkeys(names, price)
-    found = [float(by_type.get(name) or by_type.get(type_and_zone(name)[0]) or math.nan) for name in names]
-    if any(each not in ranges.USD_PER_HOUR for each in found):
-        allowed = f"dollars per GPU-hour of each of {', '.join(names)}" if any(names) else "dollars per GPU-hour"
-        raise PlanError("is not a price of each type", field=field, value=price, allowed=allowed)
-    return found
-
-
-def _usd_per_h_in_use(request: PlanRequest, best: Plan) -> float | None:
-    """Price per hour of the GPUs that a plan uses; None: not known, or of nodes of several GPUs."""
-    price = request.usd_per_gpu_hour
-    if price is None or request.num_gpus_per_node is not None:
-        return None
-    if not isinstance(price, Mapping):
-        return price * best.num_workers
-    by_type: dict[Any, float] = dict(price.items())
-    prices = [by_type.get(name, by_type.get(type_and_zone(name)[0])) for name in best.pool.types]
-    known = [usd for usd in prices if usd is not None]
-    return sum(map(operator.mul, known, map(best.pool.__getitem__, best.pool.types))) if known == prices else None
-
-
-def _usd_per_h(price: float, shape: Shape) -> float:
-    return price * shape[0] * shape[1]
-
-
-def _cheapest_equal(pools: Pools, gpus: Sequence[int], prices: Sequence[float], count: int) -> list[Found]:
-    """Return the ``count`` cheapest equal pipelines, each on one type, best first."""
-
-    def cost(found: Found) -> float:
-        usd_per_h: float = sum(map(operator.mul, found.workers, prices))
-        return found.mini_batch_ns * usd_per_h
-
-    found: list[Found] = []
-    for place, (sweep, number, price) in enumerate(zip(pools.sweeps, gpus, prices, strict=True)):
-        depths = sweep.depths(number) if number else ()
-        shapes = [
-            (depth, replicas) for depth in depths for replicas in sweep.replicas(min(number // depth, sweep.total))
-        ]
-        aim = Cheapest(sweep.profile.job.batch_size, partial(_usd_per_h, price))
-        below = math.inf  # what the cheapest of the types before cost
-        if len(found) == count:
-            below = cost(found[-1]) / 3600 / 1e9 / sweep.profile.job.batch_size
-        cheaper = [pools.of_outcome(place, outcome) for outcome in sweep.best(shapes, count, aim, below)]
-        found = sorted([*found, *cheaper], key=cost)[:count]
-    return found
-
-
 def _check_pool(request: PlanRequest, pool: Pool, *, on_nodes: bool) -> None:
     if not pool:
         raise PlanError("has no GPUs", field="pool", value=str(pool), allowed=Pool.EXAMPLE)
@@ -563,14 +503,6 @@ def _check_pool(request: PlanRequest, pool: Pool, *, on_nodes: bool) -> None:
             field="pool",
             value=str(pool),
             allowed=f"a pool without {'' if on_nodes else 'nodes, '}shapes, shared cores, slow workers or jitter",
-        )
-    size = request.num_gpus_per_node
-    if size is not None and (not isinstance(size, int) or request.objective != "examples_per_s"):
-        raise PlanError(
-            "is not possible for a pool",
-            field="num_gpus_per_node",
-            value=size,
-            allowed="one number for all types with the objective examples_per_s; else none, each GPU on its own node",
         )
 
 

@@ -22,8 +22,7 @@ from morph.contract.pool import Pool
 from morph.contract.profile import Profile
 from simulator.costs.answer import SimulatedKind, Simulation, describe_kinds
 from simulator.costs.outcome import Outcome
-from simulator.costs.zone_traffic import bytes_between_zones
-from simulator.engine.times import Ints
+from simulator.costs.zone_traffic import usd_between_zones
 from simulator.inputs.conditions import of_pool_type
 from simulator.inputs.request import PlanRequest
 from simulator.search.mixes import Mix, Mixes, Search
@@ -39,11 +38,6 @@ _NEAR = 1.01
 """Sizes are looked at whose mixes are estimated to take at most this many times as long as the best size's."""
 _HOPEFUL = 1.01
 """An estimate may be too high by this factor."""
-_CHOICES = 16
-"""Choices of GPUs that are planned for a budget."""
-_SLOWER, _LENGTHS, _CHEAP = 16.0, 24, 6
-"""Cheaper mini-batches may be up to ``_SLOWER`` times as long; ``_LENGTHS`` lengths between are tried, and the
-``_CHEAP`` cheapest choices of GPUs are planned."""
 _TINY, _CROSSING_SIZES, _CROSSED, _BUSY = 8, 2, 128, 0.98
 """For pipelines over two types, ``_CROSSING_SIZES`` micro-batch sizes are tried on at most ``_TINY`` GPUs, one on more.
 With more than ``_CROSSED`` GPUs no such pipelines are tried if the best plan uses at least ``_BUSY`` of the GPUs."""
@@ -86,65 +80,6 @@ def allows_unequal(request: PlanRequest, *, on_nodes: bool = False) -> bool:
     given = (sizes, request.compute_slots, request.jitter_seed, request.slow or None)
     shape = (request.pipeline_depth, request.num_replicas)
     return request.unequal and request.objective != "progress" and all(each is None for each in (*given, *shape))
-
-
-def _cheap_subsets(mixes: Mixes, gpus: tuple[int, ...], usd_per_h: Sequence[float]) -> list[tuple[int, ...]]:
-    """GPUs of these that may make examples for fewest dollars: of mini-batches of several lengths the cheapest."""
-    search = mixes.search(gpus)
-    solved = search.solve(frozenset())
-    if solved is None:
-        return []
-    found: dict[tuple[int, ...], float] = {}
-    for time_ns in np.geomspace(solved[0], solved[0] * _SLOWER, _LENGTHS).tolist():
-        subset = cheapest_enough(search.done(time_ns), mixes.total, usd_per_h)
-        if subset is not None and sum(subset) > 1:
-            usd = time_ns * float(np.dot(subset, usd_per_h))
-            found[subset] = min(usd, found.get(subset, math.inf))
-    return sorted(found, key=found.__getitem__)[:_CHEAP]
-
-
-def cheapest_enough(done: Sequence[Ints], total: int, usd_per_h: Sequence[float]) -> tuple[int, ...] | None:
-    """The cheapest numbers of GPUs of each type that do so many micro-batches; None where all do fewer.
-
-    Types are added one by one. After each, a choice is dropped if another one does as much for the same price or less.
-
-    Args:
-        done: Of each type, what 0, 1, ... GPUs do.
-        total: Micro-batches.
-        usd_per_h: Price of a GPU of each type.
-    """
-    most, usd, counts = np.zeros(1, np.int64), np.zeros(1), np.zeros((1, 0), np.int64)
-    for each, price in zip(done, usd_per_h, strict=True):
-        gaining = np.flatnonzero(np.diff(each, prepend=-1) > 0)  # other numbers cost more and do no more
-        first, place = np.divmod(np.arange(len(most) * len(gaining)), len(gaining))
-        number = gaining[place]
-        most, usd = np.minimum(total, most[first] + each[number]), usd[first] + price * number
-        order = np.lexsort((-most, usd))
-        before = np.maximum.accumulate(np.concatenate([[-1], most[order][:-1]]))
-        order = order[most[order] > before]
-        most, usd = most[order], usd[order]
-        counts = np.column_stack([counts[first[order]], number[order]])
-    return tuple(counts[-1].tolist()) if most[-1] >= total else None
-
-
-def maximal_within(gpus: Sequence[int], usd_per_h: Sequence[float], most_usd: float) -> Ints:
-    """Return every choice of GPUs to which the budget cannot add one: [number of choices, number of types].
-
-    Args:
-        gpus: How many of each type there are.
-        usd_per_h: Price of a GPU of each type.
-        most_usd: Price of all chosen GPUs together, at most.
-    """
-    *others, last = gpus
-    chosen = np.array(list(product(*(range(number + 1) for number in others))), np.int64)
-    left = most_usd - chosen @ np.array(usd_per_h[:-1])
-    chosen, left = chosen[left >= 0], left[left >= 0]
-    of_last = np.minimum(last, left // usd_per_h[-1]).astype(np.int64)
-    found = np.column_stack([chosen, of_last]).astype(np.int64)
-    left -= of_last * usd_per_h[-1]
-    full = (found == np.array(gpus)) | (left[:, None] < np.array(usd_per_h))
-    maximal: Ints = found[full.all(axis=1) & found.any(axis=1)]
-    return maximal
 
 
 class Pools:
@@ -192,7 +127,7 @@ class Pools:
                 outcomes = sweep.fastest(number, depths, count, self.most_replicas, below_ns / 1e9)
                 found += [self.of_outcome(place, outcome) for outcome in outcomes]
         if not found and below_ns == math.inf:
-            raise self._too_small(gpus)
+            raise self.too_small(gpus)
         return sorted(found, key=lambda each: (each.mini_batch_ns, sum(each.workers)))
 
     def best(self, gpus: Sequence[int], count: int = 1) -> list[Found]:
@@ -223,24 +158,25 @@ class Pools:
             return None  # not enough to gain for how long so many GPUs take to look at
         schedule = self.request.schedule or "varuna"
         answer: Found | None = None
-        for size in sizes or self._crossing_sizes(gpus, best, schedule):
-            two_types = self._two_types_of(size, schedule)
+        for size in sizes or self.crossing_sizes(gpus, best, schedule):
+            two_types = self.two_types_of(size, schedule)
             found = two_types.best(gpus, below_ns, quick=bool(sizes))
             if found is not None:
                 below_ns, mixes = found.mini_batch_ns, None if found.mix is None else two_types.joint
                 answer = Found(found.mini_batch_ns, found.workers, found.node_types, found.outcome, found.mix, mixes)
         return answer
 
-    def _crossing_sizes(self, gpus: tuple[int, ...], best: Found | None, schedule: Schedule) -> list[int]:
+    def crossing_sizes(self, gpus: tuple[int, ...], best: Found | None, schedule: Schedule) -> list[int]:
         """Micro-batch sizes for pipelines over two types: that of the best answer, or those that seem best."""
         if best is not None and sum(gpus) > _TINY:
             return [best.micro_batch_size] if best.micro_batch_size in self.sizes() else []
-        times_ns = {size: self._two_types_of(size, schedule).least_ns(gpus) for size in self.sizes()}
+        times_ns = {size: self.two_types_of(size, schedule).least_ns(gpus) for size in self.sizes()}
         return sorted((size for size in times_ns if times_ns[size] < math.inf), key=times_ns.__getitem__)[
             :_CROSSING_SIZES
         ]
 
-    def _two_types_of(self, micro_batch_size: int, schedule: Schedule) -> TwoTypes:
+    def two_types_of(self, micro_batch_size: int, schedule: Schedule) -> TwoTypes:
+        """Pipelines over two types, of one micro-batch size and schedule."""
         key = micro_batch_size, schedule
         if key not in self._two_types:
             self._two_types[key] = TwoTypes(self.mixes(*key), self.of_size(micro_batch_size))
@@ -265,16 +201,16 @@ class Pools:
         """The fastest mixes on these GPUs, or fewer, best first, that surpass the best equal pipelines."""
         best: list[Found] = []
         below = equal[0].mini_batch_ns * WORTH if equal else math.inf
-        for size, schedule in self._promising(tuple(gpus), equal, below):
+        for size, schedule in self.promising(tuple(gpus), equal, below):
             mixes = self.mixes(size, schedule)
             for subset in self._subsets(mixes, tuple(gpus), below):
                 found = [mix for mix in mixes.best(subset, below) if mix.mini_batch_ns < below]
                 if found:
-                    best = [*(self._of_mix(mix, mixes) for mix in found), *best]
+                    best = [*(self.of_mix(mix, mixes) for mix in found), *best]
                     below = float(best[0].mini_batch_ns)
         return best
 
-    def _promising(self, gpus: tuple[int, ...], equal: Sequence[Found], below_ns: float) -> list[tuple[int, Schedule]]:
+    def promising(self, gpus: tuple[int, ...], equal: Sequence[Found], below_ns: float) -> list[tuple[int, Schedule]]:
         """Micro-batch sizes and schedules for mixes: those of equal pipelines, and the most promising others.
 
         A size is known first by a bound, then by one within memory, then by a sketch, then by what mixes of it are
@@ -307,93 +243,6 @@ class Pools:
                 found[size, schedule] = None
         return list(found)
 
-    def cheapest(self, gpus: Sequence[int], equal: Sequence[Found], usd_per_h: Sequence[float]) -> Found | None:
-        """The mix with fewest dollars per example that surpasses equal pipelines; None: there is none.
-
-        Args:
-            gpus: Of each type, at most; what is not used is not paid.
-            equal: The cheapest equal pipelines, best first, on whose micro-batch size mixes go.
-            usd_per_h: Price of a GPU of each type.
-
-        Raises:
-            PlanError: the job fits on none of them.
-        """
-
-        def cost(found: Found) -> float:
-            return found.mini_batch_ns * float(np.dot(found.workers, usd_per_h)) + self.zone_usd(found) * _HOUR_NS
-
-        best, below = None, cost(equal[0]) * WORTH if equal else math.inf
-        for size, schedule in self._promising(tuple(gpus), equal, math.inf):
-            mixes = self.mixes(size, schedule)
-            for subset in _cheap_subsets(mixes, tuple(gpus), usd_per_h):
-                for mix in mixes.best(subset):
-                    if cost(found := self._of_mix(mix, mixes)) < below:
-                        best, below = found, cost(found)
-        crossing = self._cheapest_crossing(tuple(gpus), best or (equal[0] if equal else None), usd_per_h)
-        if crossing is not None and cost(crossing) < below * (WORTH if best else 1):
-            return crossing
-        if best is None and not equal:
-            raise self._too_small(gpus)
-        return best
-
-    def affordable(self, gpus: Sequence[int], usd_per_h: Sequence[float], most_usd: float) -> list[tuple[int, ...]]:
-        """Return GPUs of each type that a budget pays for: all maximal choices if there are few, else promising ones.
-
-        Those are promising that do most micro-batches in the time in which any do enough, as far as mixes are
-        estimated.
-
-        Args:
-            gpus: How many of each type there are.
-            usd_per_h: Price of a GPU of each type.
-            most_usd: Price of all chosen GPUs together, at most.
-        """
-        choices = maximal_within(gpus, usd_per_h, most_usd)
-        if len(choices) > _CHOICES:
-            best = np.linspace(0, len(choices) - 1, _CHOICES).astype(np.int64)
-            for size, schedule in self._promising(tuple(gpus), (), math.inf)[:1]:  # none if no type alone is enough
-                mixes = self.mixes(size, schedule)
-                search = mixes.search(tuple(gpus))
-                solved = search.solve(frozenset())
-                for time_ns in (
-                    () if solved is None else np.geomspace(solved[0], solved[0] * 16 * _SLOWER, 8 * _LENGTHS)
-                ):
-                    done = sum(each[choices[:, place]] for place, each in enumerate(search.done(time_ns)))
-                    if np.max(done) >= mixes.total:
-                        best = np.argsort(-done, kind="stable")[:_CHOICES]
-                        break
-            choices = choices[best]
-        return [tuple(each) for each in choices.tolist()]
-
-    def cheapest_that_fits(self, gpus: Sequence[int], usd_per_h: Sequence[float]) -> tuple[float, tuple[int, ...]]:
-        """Return the least price per hour for which the job fits on some of these GPUs, and how many of each type."""
-        enough = []
-        for place, (sweep, number) in enumerate(zip(self.sweeps, gpus, strict=True)):
-            fewest = sweep.fewest_gpus()
-            if fewest is not None and fewest <= number:
-                enough.append(tuple(fewest * (each == place) for each in range(len(gpus))))
-        schedule = self.request.schedule or "varuna"
-        for size in self.sizes():
-            for needed in self._two_types_of(size, schedule).fitting(gpus):
-                if all(need <= number for need, number in zip(needed, gpus, strict=True)):
-                    enough.append(needed)
-        return min((float(np.dot(needed, usd_per_h)), needed) for needed in enough)
-
-    def _cheapest_crossing(self, gpus: tuple[int, ...], best: Found | None, usd_per_h: Sequence[float]) -> Found | None:
-        """The cheapest mix with pipelines over two types, of those that may cost less than the best answer."""
-        found, below = None, math.inf
-        if best is not None:
-            below = best.mini_batch_ns * float(np.dot(best.workers, usd_per_h))
-            below = (below + self.zone_usd(best) * _HOUR_NS) * WORTH
-        schedule = self.request.schedule or "varuna"
-        for size in self._crossing_sizes(gpus, best, schedule) if sum(number > 0 for number in gpus) > 1 else ():
-            for least, subset in self._two_types_of(size, schedule).cheap(gpus, usd_per_h):
-                crossing = self.crossing(subset, None, [size]) if least < below else None
-                if crossing is not None:
-                    usd = crossing.mini_batch_ns * float(np.dot(crossing.workers, usd_per_h))
-                    usd += self.zone_usd(crossing) * _HOUR_NS
-                    found, below = (crossing, usd) if usd < below else (found, below)
-        return found
-
     def table(
         self, most: Sequence[int], micro_batch_size: int, equal: Sequence[Mapping[int, Outcome]]
     ) -> Iterator[tuple[tuple[int, ...], Found]]:
@@ -419,7 +268,7 @@ class Pools:
                 below = min([best.mini_batch_ns * WORTH, *(each.mini_batch_ns for each in known)])
                 for mix in mixes.best(gpus, below)[:1] if sum(gpus) > 1 else ():
                     if mix.mini_batch_ns < below:
-                        known.append(self._of_mix(mix, mixes))
+                        known.append(self.of_mix(mix, mixes))
             fastest = min([*known, *alone], key=lambda each: each.mini_batch_ns, default=None)
             crossing = self.crossing(gpus, fastest, [micro_batch_size])
             known += [crossing] if crossing else []
@@ -433,9 +282,10 @@ class Pools:
     def zone_usd(self, found: Found) -> float:
         """Return the price (USD) of the data that one mini-batch of an answer sends from one zone to another."""
         price = self.request.zone_usd_per_gb
-        return price and price / 1e9 * bytes_between_zones(self._kinds(found))
+        return usd_between_zones(self._kinds(found), price) if price else 0.0
 
-    def _of_mix(self, mix: Mix, mixes: Mixes) -> Found:
+    def of_mix(self, mix: Mix, mixes: Mixes) -> Found:
+        """Unequal pipelines as an answer."""
         workers = tuple(mix.workers.get(place, 0) for place in range(len(self.names)))
         return Found(mix.mini_batch_ns, workers, mix=mix, mixes=mixes)
 
@@ -482,7 +332,7 @@ class Pools:
         assert found.mixes is not None, "a mix of nothing"
         return found.mixes.described(found.mix)
 
-    def _too_small(self, gpus: Sequence[int]) -> PlanError:
+    def too_small(self, gpus: Sequence[int]) -> PlanError:
         """Say which of the types would do with how many GPUs, and what takes most."""
         refused = []
         for name, sweep, number in zip(self.names, self.sweeps, gpus, strict=True):
@@ -496,7 +346,7 @@ class Pools:
         ways = [f"{name}={fewest}" for name, fewest, _ in refused if fewest is not None]
         pool = Pool.of(dict(zip(self.names, gpus, strict=True)))
         crosses, schedule = self.request.num_gpus_per_node is None, self.request.schedule or "varuna"
-        both = [self._two_types_of(size, schedule).fewest(gpus) for size in self.sizes() if crosses]
+        both = [self.two_types_of(size, schedule).fewest(gpus) for size in self.sizes() if crosses]
         if enough := min((each for each in both if each), key=sum, default=None):
             ways.append(str(Pool.of(dict(zip(self.names, enough, strict=True)))))
         why = "; ".join(

@@ -16,6 +16,7 @@ from simulator.inputs.request import ObjectiveName
 from simulator.inputs.synthetic import with_type
 from simulator.search.objectives import MostProgress, Revocations, Shape, usd_per_h_of
 from simulator.search.pools import Pools
+from simulator.search.purchases import affordable
 from simulator.search.windows import Trial
 from tests.grids import cells
 
@@ -286,7 +287,15 @@ def test_a_budget_that_pays_for_too_few_gpus_is_refused_with_one_that_would_do()
     [
         ({"budget_usd_per_h": 0.0, "usd_per_gpu_hour": 1.0}, "budget_usd_per_h"),
         ({"budget_usd_per_h": 2.0}, "usd_per_gpu_hour"),
-        ({"budget_usd_per_h": 2.0, "usd_per_gpu_hour": 1.0, "num_gpus_per_node": 2}, "budget_usd_per_h"),
+        (
+            {
+                "budget_usd_per_h": 2.0,
+                "usd_per_gpu_hour": 1.0,
+                "objective": "progress",
+                "revocations_per_hour": 1.0,
+            },
+            "budget_usd_per_h",
+        ),
     ],
 )
 def test_budgets_that_nothing_can_answer_are_refused(given: dict[str, Any], field: str) -> None:
@@ -296,6 +305,6 @@ def test_budgets_that_nothing_can_answer_are_refused(given: dict[str, Any], fiel
 
 def test_choices_within_a_budget_are_spread_out_where_no_type_alone_has_the_memory() -> None:
     pools = Pools(_in_two_types(memory_bytes=1000), PlanRequest(unequal=True, memory_bytes=1000), ("synthetic", "slow"))
-    found = pools.affordable((20, 20), (1.0, 1.0), 20.0)
+    found = affordable(pools, (20, 20), (1.0, 1.0), 20.0)
     assert found[0] != found[-1]
     assert {sum(gpus) for gpus in found} == {20}

@@ -182,6 +182,18 @@ def test_nodes_are_distinguished_and_leftovers_named(profile: Path, tmp_path: Pa
     assert "cross between nodes" in output
 
 
+def test_what_is_bought_of_nodes_is_shown_with_its_price(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    profile = with_type(synthetic_profile(num_sections=6, batch_size=24, micro_batch_size=1), "t4", 2.0)
+    path.write_text(profile.model_dump_json())
+    shown = _run("plan", path, "--nodes", "2x4,2x1", "--price", "1:1.2,4:0.9", "--budget", 5)
+    assert "1 node of 4 GPUs and 1 node of 1 GPU for $4.8 an hour" in shown
+    assert "5 on nodes that are not bought" in shown
+    pool = ("--pool", "synthetic=8,t4=3", "--gpus-per-node", "synthetic=4,t4=1", "--price", "synthetic=1,t4=0.2")
+    bought = json.loads(_run("plan", path, *pool, "--budget", 4.7, "--json"))
+    assert (bought["usd_per_h"], bought["best"]["node_sizes"]) == (pytest.approx(4.6), [4, 1, 1, 1])
+
+
 def test_other_objectives_show_their_value(profile: Path) -> None:
     cheap = json.loads(_run("plan", profile, "--gpus", 6, "--objective", "dollars", "--price", 0.9, "--json"))
     best = Plan.model_validate(cheap["best"])
@@ -254,6 +266,12 @@ def test_simulate_says_what_redundant_computation_pauses_for(tmp_path: Path) -> 
         (("plan", "--nodes", "4"), "--nodes: is not a list of nodes (got '4')"),
         (("plan", "--nodes", "0x4"), "--nodes: is not a list of nodes"),
         (("plan", "--gpus", 4, "--gpus-per-node", 0), "--gpus-per-node: is out of range (got 0)"),
+        (("plan", "--gpus", 4, "--gpus-per-node", "two"), "--gpus-per-node: is not a number of GPUs (got 'two')"),
+        (("plan", "--gpus", 4, "--gpus-per-node", "t4=2,4"), "--gpus-per-node: is not a number of GPUs"),
+        (("plan", "--gpus", 4, "--gpus-per-node", "t4=2"), "numbers by type need a pool"),
+        (("plan", "--pool", 4, "--gpus-per-node", "t4=2"), "--gpus-per-node: is not possible for this pool"),
+        (("plan", "--gpus", 4, "--budget", 2, "--objective", "progress", "--price", 1), "--budget: cannot be combined"),
+        (("plan", "--nodes", "2x2", "--budget", 0.5, "--price", 1), "--budget: is too small for this job (got 0.5)"),
         (
             ("plan", "--gpus", 4, "--gpus-per-node", 2, "--set", "compute_slots=2"),
             "--set compute_slots: cannot be combined with",

@@ -34,7 +34,8 @@ from simulator.inputs.placement import Placement
 from simulator.inputs.synthetic import with_type
 from simulator.search.mixes import Chosen, Mixes, Search
 from simulator.search.pipelines import Stages
-from simulator.search.pools import WORTH, Pools, cheapest_enough
+from simulator.search.pools import WORTH, Pools
+from simulator.search.purchases import cheapest_enough
 from simulator.search.two_types import Split, TwoTypes
 from tests.seeds import each_seed
 from tests.simulator.test_reductions import random_job

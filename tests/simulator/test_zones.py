@@ -112,3 +112,34 @@ def test_dear_data_and_slow_links_keep_a_job_in_one_zone() -> None:
         plan(profile, pool=pool, zone_gbit_per_s=0)
     with pytest.raises(PlanError, match="zone_usd_per_gb"):
         plan(profile, pool=pool, zone_usd_per_gb=-1)
+
+
+def test_a_budget_pays_for_data_between_zones_too() -> None:
+    """GPUs at 1 dollar: where data costs more than a GPU, as many are bought in one zone."""
+    profile = job(num_sections=4, batch_size=64, micro_batch_size=1)
+    given: dict[str, Any] = {"pool": {"@a": 3, "@b": 3}, "usd_per_gpu_hour": {"": 1.0}, "zone_gbit_per_s": 10}
+    free = plan(profile, budget_usd_per_h=4, **given)
+    assert set(free.best.pool.types) == {"@a", "@b"}
+    for price in (0.001, 0.01, 0.1, 1.0):
+        for budget in (2.5, 4.0, 6.0):
+            found = plan(profile, budget_usd_per_h=budget, zone_usd_per_gb=price, **given)
+            assert found.usd_per_h is not None
+            assert found.usd_per_h + found.zone_usd_per_h <= budget * (1 + 1e-9)
+            alone = plan(profile, pool={"@a": min(3, int(budget))})
+            assert found.best.expected.mini_batch_s * WORTH <= alone.best.expected.mini_batch_s, (price, budget)
+    dear = plan(profile, budget_usd_per_h=4, zone_usd_per_gb=1.0, **given)
+    assert (dear.best.num_workers, dear.zone_bytes) == (3, 0)
+    with pytest.raises(PlanError, match="budget_usd_per_h: is too small for this job"):
+        plan(profile, budget_usd_per_h=0.5, zone_usd_per_gb=1.0, **given)
+
+
+def test_nodes_in_two_zones_are_bought_with_the_data_between_them() -> None:
+    profile = job(num_sections=4, batch_size=64, micro_batch_size=1)
+    given: dict[str, Any] = {"pool": {"@a": 4, "@b": 4}, "num_gpus_per_node": 2, "usd_per_gpu_hour": {"": 1.0}}
+    for objective in ("usd_per_example", "examples_per_s"):
+        found = plan(profile, objective=objective, budget_usd_per_h=7, zone_usd_per_gb=1.0, **given)
+        assert found.zone_bytes == 0
+        assert found.best.num_workers <= 4
+    cheap = plan(profile, budget_usd_per_h=7, zone_usd_per_gb=1e-6, zone_gbit_per_s=10, **given)
+    assert len(cheap.best.pool.zones) == 2
+    assert 0 < cheap.zone_usd_per_h < 1

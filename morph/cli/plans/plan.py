@@ -22,7 +22,6 @@ from morph.cli.plans.plan_options import (
 from morph.cli.plans.settings import PlanSettings, with_settings
 from morph.cli.reading.options import (
     AnyScheduleOption,
-    GpusPerNodeOption,
     JitterOption,
     JsonOption,
     MicroBatchOption,
@@ -86,7 +85,14 @@ def plan_command(
             help="In place of --gpus: GPUs by type, or type@zone.",
         ),
     ] = None,
-    num_gpus_per_node: GpusPerNodeOption = None,
+    num_gpus_per_node: Annotated[
+        str | None,
+        typer.Option(
+            "--gpus-per-node",
+            metavar="N or TYPE=N,...",
+            help="GPUs of each node, or by type with --pool: v100=4,t4=1. Default: 1.",
+        ),
+    ] = None,
     node_type: NodeTypeOption = None,
     memory_gib: Annotated[
         float | None, typer.Option("--memory-gib", help="Memory of one GPU in GiB. Default: the profile's.")
@@ -111,7 +117,7 @@ def plan_command(
     ] = None,
     budget_usd_per_h: Annotated[
         float | None,
-        typer.Option("--budget", metavar="USD", help="Dollars an hour for all used GPUs (with --price)."),
+        typer.Option("--budget", metavar="USD", help="Dollars an hour for all used GPUs or nodes (with --price)."),
     ] = None,
     jitter_seed: JitterOption = None,
     settings: SettingsOption = None,
@@ -130,6 +136,7 @@ def plan_command(
       morph plan profile.json --gpus 128 --memory-gib 16 --json -o plan.json
       morph plan profile.json --nodes 16x1,4x4
       morph plan p.json --pool v100=12,t4=12 --price v100=0.9,t4=0.16 --budget 8
+      morph plan p.json --pool v100=12,t4=12 --gpus-per-node v100=4,t4=1
       morph plan profile.json --gpus 16..128 --csv plans.csv --png plans.png
     """
     from morph.contract.profile import load_profile
@@ -212,8 +219,7 @@ def _numbers(given: dict[str, Any], gpus: str | None, aim: AimName) -> range | N
     )
     numbers = None if gpus is None else gpu_range(gpus)
     given[f"--objective {aim}"] = aim
-    nodes = ["--nodes", "--gpus-per-node", "--objective progress"]
-    refuse_together(given, "--budget", nodes, "it buys single GPUs, for examples per second or dollar")
+    refuse_together(given, "--budget", ["--objective progress"], "it is for examples per second or dollar")
     if numbers is not None and len(numbers) > 1:
         given["--gpus A..B"] = gpus
     single = ["-o", "--budget", "--jitter-seed", "--objective dollars", "--objective progress"]

@@ -41,6 +41,8 @@ def request_of(context: typer.Context, settings: Conditions) -> PlanRequest:
     }
     if given.get("nodes") is not None:
         read["num_gpus_per_node"] = node_list(given["nodes"])
+    elif isinstance(given.get("num_gpus_per_node"), str):
+        read["num_gpus_per_node"] = gpus_per_node_of(given["num_gpus_per_node"])
     known = {field.name: read.get(field.name, given.get(field.name)) for field in fields(PlanRequest)}
     plain = {name: value.value if isinstance(value, Enum) else value for name, value in known.items()}
     return PlanRequest(**{name: value for name, value in plain.items() if value is not None})
@@ -147,6 +149,23 @@ def node_list(text: str) -> tuple[int, ...]:
             raise PlanError("is not a list of nodes", field="--nodes", value=text, allowed=allowed)
         sizes += [size] * number
     return tuple(sizes)
+
+
+def gpus_per_node_of(text: str) -> int | dict[str, int]:
+    """Parse ``4``, GPUs of every node, or GPUs of each node by type, ``v100=4,t4=1``.
+
+    Raises:
+        PlanError: if the text is neither.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (each.strip() for each in part.rpartition("="))
+        if re.fullmatch(r"-?[0-9]+", size) is None or name in sizes or ("" in sizes) or (sizes and not name):
+            allowed = "a number, or a number for each type of the pool, such as v100=4,t4=1"
+            raise PlanError("is not a number of GPUs", field="--gpus-per-node", value=text, allowed=allowed)
+        ranges.GPUS.check("--gpus-per-node", int(size))
+        sizes[name] = int(size)
+    return sizes.get("", sizes)
 
 
 def price_of(text: str) -> float | dict[int, float] | dict[str, float]:
