@@ -44,7 +44,7 @@ SCHEDULES = (
     *("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"),
 )
 _BATCH = "`batch_size` is `per_device_train_batch_size` times `gradient_accumulation_steps`, in every shape"
-_TRACKERS = "[`trackers`](watch.md#trackers) in the job file, `morph status` and the run's page"
+_TRACKERS = "`trackers` in the job file, `morph status` and the run's page"
 _STEPS = "the length of the schedule; give the length of the run to `morph run`, as `--steps` or `--epochs`"
 
 ARGUMENTS: Mapping[str, Rule] = {
