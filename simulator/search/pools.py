@@ -46,6 +46,9 @@ _SLOWER, _LENGTHS, _CHEAP = 16.0, 24, 6
 _TINY, _CROSSING_SIZES, _CROSSED, _BUSY = 8, 2, 128, 0.98
 """For pipelines over two types, ``_CROSSING_SIZES`` micro-batch sizes are tried on at most ``_TINY`` GPUs, one on more.
 With more than ``_CROSSED`` GPUs no such pipelines are tried if the best plan uses at least ``_BUSY`` of the GPUs."""
+_PART_IDLE = 1.05
+"""For dollars, GPUs are looked at that would take at most this many times as long as costs least, were all of them
+used: pipelines may use fewer."""
 _SUBSETS = {True: 16, False: 2}
 """How many smaller choices of GPUs are tried: with at most ``_MANY`` GPUs (True), and with more."""
 
@@ -209,14 +212,17 @@ class Pools:
             raise refused
         return ([crossing] if crossing else []) + found[: count - 1 if crossing else count]
 
-    def crossing(self, gpus: tuple[int, ...], best: Found | None, sizes: Sequence[int] = ()) -> Found | None:
+    def crossing(
+        self, gpus: tuple[int, ...], best: Found | None, sizes: Sequence[int] = (), below_ns: float = math.inf
+    ) -> Found | None:
         """The fastest mix with pipelines over two types that surpasses the best one without; None: there is none.
 
-        ``sizes``: micro-batch sizes, in place of those that seem best.
+        ``sizes``: micro-batch sizes, in place of those that seem best; ``below_ns``: it takes less than so much.
         """
         if sum(number > 0 for number in gpus) < 2:
             return None
-        below_ns = math.inf if best is None else best.mini_batch_ns * WORTH
+        if best is not None:
+            below_ns = min(below_ns, best.mini_batch_ns * WORTH)
         if best is not None and sum(gpus) > _CROSSED and sum(best.workers) >= _BUSY * sum(gpus):
             return None  # not enough to gain for how long so many GPUs take to look at
         schedule = self.request.schedule or "varuna"
@@ -324,7 +330,7 @@ class Pools:
         for size, schedule in self._promising(tuple(gpus), equal, math.inf):
             mixes = self.mixes(size, schedule)
             for subset in _cheap_subsets(mixes, tuple(gpus), usd_per_h):
-                for mix in mixes.best(subset):
+                for mix in mixes.best(subset, below / float(np.dot(subset, usd_per_h)) * _PART_IDLE):
                     if cost(found := self._of_mix(mix, mixes)) < below:
                         best, below = found, cost(found)
         crossing = self._cheapest_crossing(tuple(gpus), best or (equal[0] if equal else None), usd_per_h)
@@ -384,7 +390,8 @@ class Pools:
         schedule = self.request.schedule or "varuna"
         for size in self._crossing_sizes(gpus, best, schedule) if sum(number > 0 for number in gpus) > 1 else ():
             for least, subset in self._two_types_of(size, schedule).cheap(gpus, usd_per_h):
-                crossing = self.crossing(subset, None, [size]) if least < below else None
+                below_ns = below / float(np.dot(subset, usd_per_h)) * _PART_IDLE
+                crossing = self.crossing(subset, None, [size], below_ns) if least < below else None
                 if crossing is not None:
                     usd = crossing.mini_batch_ns * float(np.dot(crossing.workers, usd_per_h))
                     found, below = (crossing, usd) if usd < below else (found, below)
