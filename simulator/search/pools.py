@@ -41,7 +41,6 @@ _HOPEFUL = 1.01
 _TINY, _CROSSING_SIZES, _CROSSED, _BUSY = 8, 2, 128, 0.98
 """For pipelines over two types, ``_CROSSING_SIZES`` micro-batch sizes are tried on at most ``_TINY`` GPUs, one on more.
 With more than ``_CROSSED`` GPUs no such pipelines are tried if the best plan uses at least ``_BUSY`` of the GPUs."""
-_HOUR_NS = 3.6e12
 _SUBSETS = {True: 16, False: 2}
 """How many smaller choices of GPUs are tried: with at most ``_MANY`` GPUs (True), and with more."""
 
@@ -146,14 +145,17 @@ class Pools:
             raise refused
         return ([crossing] if crossing else []) + found[: count - 1 if crossing else count]
 
-    def crossing(self, gpus: tuple[int, ...], best: Found | None, sizes: Sequence[int] = ()) -> Found | None:
+    def crossing(
+        self, gpus: tuple[int, ...], best: Found | None, sizes: Sequence[int] = (), below_ns: float = math.inf
+    ) -> Found | None:
         """The fastest mix with pipelines over two types that surpasses the best one without; None: there is none.
 
-        ``sizes``: micro-batch sizes, in place of those that seem best.
+        ``sizes``: micro-batch sizes, in place of those that seem best; ``below_ns``: it takes less than so much.
         """
         if sum(number > 0 for number in gpus) < 2:
             return None
-        below_ns = math.inf if best is None else best.mini_batch_ns * WORTH
+        if best is not None:
+            below_ns = min(below_ns, best.mini_batch_ns * WORTH)
         if best is not None and sum(gpus) > _CROSSED and sum(best.workers) >= _BUSY * sum(gpus):
             return None  # not enough to gain for how long so many GPUs take to look at
         schedule = self.request.schedule or "varuna"

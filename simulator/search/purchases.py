@@ -47,6 +47,9 @@ _CHOICES = 16
 _SLOWER, _LENGTHS, _CHEAP = 16.0, 24, 6
 """Cheaper mini-batches may be up to ``_SLOWER`` times as long; ``_LENGTHS`` lengths between are tried, and the
 ``_CHEAP`` cheapest choices of GPUs are planned."""
+_PART_IDLE = 1.05
+"""GPUs are planned that, if all of them were used, would take at most this many times as long as costs least: pipelines
+may use fewer."""
 _MOST_CHOICES = 200_000
 """Choices of GPUs or nodes that are compared, at most."""
 _ABOUT = 1 + 1e-9
@@ -289,7 +292,7 @@ def cheapest(pools: Pools, gpus: Sequence[int], equal: Sequence[Found], usd_per_
     for size, schedule in pools.promising(tuple(gpus), equal, math.inf):
         mixes = pools.mixes(size, schedule)
         for subset in _cheap_subsets(mixes, tuple(gpus), usd_per_h):
-            for mix in mixes.best(subset):
+            for mix in mixes.best(subset, below / float(np.dot(subset, usd_per_h)) * _PART_IDLE):
                 if cost(found := pools.of_mix(mix, mixes)) < below:
                     best, below = found, cost(found)
     crossing = _cheapest_crossing(pools, tuple(gpus), best or (equal[0] if equal else None), usd_per_h)
@@ -357,7 +360,8 @@ def _cheapest_crossing(
     schedule = pools.request.schedule or "varuna"
     for size in pools.crossing_sizes(gpus, best, schedule) if sum(number > 0 for number in gpus) > 1 else ():
         for least, subset in pools.two_types_of(size, schedule).cheap(gpus, usd_per_h):
-            crossing = pools.crossing(subset, None, [size]) if least < below else None
+            below_ns = below / float(np.dot(subset, usd_per_h)) * _PART_IDLE
+            crossing = pools.crossing(subset, None, [size], below_ns) if least < below else None
             if crossing is not None:
                 usd = _cost(pools, crossing, usd_per_h)
                 found, below = (crossing, usd) if usd < below else (found, below)
