@@ -286,13 +286,35 @@ def _play_rules(rules, state, old_lanes, old_arrivals, count, branch):  # type: 
     return True
 
 
+@loop
+def _copy_next(lanes, arrivals, letters, starts, jump, skipping, n):  # type: ignore[no-untyped-def]
+    """Copy the state of play n to the next one. Numba takes seconds to compile an assignment of slices."""
+    for s in range(lanes.shape[1]):
+        lanes[n + 1, s] = lanes[n, s]
+        for j in range(arrivals.shape[2]):
+            for kind in range(3):
+                arrivals[n + 1, s, j, kind] = arrivals[n, s, j, kind]
+        for at in range(letters.shape[2]):
+            letters[n + 1, s, at] = letters[n, s, at]
+        for at in range(starts.shape[2]):
+            starts[n + 1, s, at] = starts[n, s, at]
+        for at in range(3):
+            jump[n + 1, s, at] = jump[n, s, at]
+    for at in range(skipping.shape[1]):
+        skipping[n + 1, at] = skipping[n, at]
+
+
 @entry
 @compiled
 def _play(rules, counts, fixed, skip, keep_orders, keep_times):  # type: ignore[no-untyped-def]
     num_stages, plain, most = len(rules), fixed.shape[2] == 0, counts[-1]
-    reach = min(most, rules["window"].max()) if plain else most
+    widest = most
+    if plain:
+        widest = np.int64(0)
+        for s in range(num_stages):
+            widest = max(widest, rules[s].window)
     size = 1
-    while size < reach + 1:
+    while size < min(most, widest) + 1:
         size *= 2
     lanes = np.zeros((len(counts), num_stages), STAGE_PROGRESS)
     arrivals = np.empty((len(counts), num_stages, size, 3), np.int64)
@@ -300,9 +322,10 @@ def _play(rules, counts, fixed, skip, keep_orders, keep_times):  # type: ignore[
     starts = np.zeros((len(counts), num_stages, 3 * most if keep_times else 0), np.int64)
     jump = np.zeros((len(counts), num_stages, 3), np.int64)
     skipping = np.zeros((len(counts), 5), np.int64)
-    skipping[:, SEEKS], skipping[:, LIMIT] = skip, 1
     old_lanes, old_arrivals = np.zeros_like(lanes[0]), np.empty_like(arrivals[0])
-    ended, lengths = np.zeros((2, len(counts), num_stages), np.int64)
+    ended = np.zeros((len(counts), num_stages), np.int64)
+    lengths = np.zeros((len(counts), num_stages), np.int64)
+    skipping[0, SEEKS], skipping[0, LIMIT] = skip, 1
     over, latest = True, len(counts) - 1
     for n in range(len(counts)):
         if not plain:
@@ -311,10 +334,7 @@ def _play(rules, counts, fixed, skip, keep_orders, keep_times):  # type: ignore[
             state = lanes[n], arrivals[n], letters[n], starts[n], jump[n], skipping[n]
             if n < latest:
                 over &= _play_rules(rules, state, old_lanes, old_arrivals, counts[latest], counts[n])
-                for s in range(num_stages):
-                    lanes[n + 1, s] = lanes[n, s]
-                arrivals[n + 1], letters[n + 1], starts[n + 1] = arrivals[n], letters[n], starts[n]
-                jump[n + 1], skipping[n + 1] = jump[n], skipping[n]
+                _copy_next(lanes, arrivals, letters, starts, jump, skipping, n)
                 skipping[n, SEEKS] = 0
             over &= _play_rules(rules, state, old_lanes, old_arrivals, counts[n], np.int64(_NEVER))
         for s in range(num_stages):
