@@ -1,9 +1,9 @@
 """How the simulator's inner loops are compiled: without the interpreter lock, and kept on disk by numba.
 
-Numba caches a file for each loop that Python calls, beside its source, or in the folder ``NUMBA_CACHE_DIR``, and trusts the files that it
-finds there. So each such folder gets one more file, with the digests of the others and of their sources. Before numba
-looks for a loop, files that differ from their digests are removed, and the loop is then compiled again. The cache is
-optional: if it cannot be written, loops are compiled in each process.
+Numba caches a file for each loop that Python calls, beside its source or in the folder ``NUMBA_CACHE_DIR``, and trusts
+the files that it finds there. So each such folder gets one more file, with the digests of the others and of their
+sources. Before numba looks for a loop, files that differ from their digests are removed, and the loop is then compiled
+again. The cache is optional: if it cannot be written, loops are compiled in each process.
 """
 
 from __future__ import annotations
