@@ -397,7 +397,8 @@ def _execute_together(
 def _num_common(one: Letters, other: Letters) -> Ints:
     """Return how many letters two orders have in common before they first differ: [P, D]."""
     differ = one != other
-    return np.where(differ.any(axis=2), differ.argmax(axis=2), one.shape[2])
+    num_common: Ints = np.where(differ.any(axis=2), differ.argmax(axis=2), one.shape[2])
+    return num_common
 
 
 def _tasks(*kinds: Ints) -> Ints:

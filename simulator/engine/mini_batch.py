@@ -75,16 +75,16 @@ def run_pipeline(
     if not finished:
         raise PlanError("the task orders wait for each other forever", field="schedule", value=schedule)
     stages, at = range(times.num_stages), [different.index(count) for count in counts]
-    orders, begun = {}, {}
+    order_of, starts_of = dict[int, tuple[str, ...]](), dict[int, tuple[Ints, ...]]()
     for n in range(len(different)):
         if keep_orders:
-            orders[n] = tuple(_order_string(letters[n, s, : lengths[n, s]], jump[n, s]) for s in stages)
+            order_of[n] = tuple(_order_string(letters[n, s, : lengths[n, s]], jump[n, s]) for s in stages)
         if keep_times:
-            begun[n] = tuple(starts[n, s, : lengths[n, s]].copy() for s in stages)
+            starts_of[n] = tuple(starts[n, s, : lengths[n, s]].copy() for s in stages)
     return Played(
         last_backward_ns=ended[at].T,
-        orders=tuple(orders[n] for n in at) if keep_orders else (),
-        start_ns=tuple(begun[n] for n in at) if keep_times else (),
+        orders=tuple(order_of[n] for n in at) if keep_orders else (),
+        start_ns=tuple(starts_of[n] for n in at) if keep_times else (),
     )
 
 
