@@ -96,7 +96,9 @@ def pipes_of(
     lanes = worker_times(costs, counts, conditions, jitter)
     alike: dict[object, list[int]] = {}
     for replica in range(num_replicas):
-        alike.setdefault(lanes.likeness([replica], counts) if jitter is None else replica, []).append(replica)
+        alike.setdefault((counts[replica], *lanes.likeness([replica])) if jitter is None else replica, []).append(
+            replica
+        )
     found = []
     for replica, *others in alike.values():
         count = counts[replica]

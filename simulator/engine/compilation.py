@@ -1,9 +1,9 @@
 """How the simulator's inner loops are compiled: without the interpreter lock, and kept on disk by numba.
 
-Numba caches a file for each loop beside its source, or in the folder ``NUMBA_CACHE_DIR``, and trusts the files that it
-finds there. So each such folder gets one more file, with the digests of the others and of their sources. Before numba
-looks for a loop, files that differ from their digests are removed, and the loop is then compiled again. The cache is
-optional: if it cannot be written, loops are compiled in each process.
+Numba caches a file for each loop that Python calls, beside its source or in the folder ``NUMBA_CACHE_DIR``, and trusts
+the files that it finds there. So each such folder gets one more file, with the digests of the others and of their
+sources. Before numba looks for a loop, files that differ from their digests are removed, and the loop is then compiled
+again. The cache is optional: if it cannot be written, loops are compiled in each process.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ _MOST_LOOPS = 200
 _njit: Any = numba.njit
 
 
-def _kept(**options: bool) -> Callable[[Any], Any]:
-    """Return a decorator: ``numba.njit`` with these options, its files checked."""
-
-    def decorate(function: Any) -> Any:
-        with contextlib.suppress(RuntimeError):  # there is no writable folder
-            made = _njit(cache=True, nogil=True, **options)(function)
-            if not hasattr(made, "stats"):  # NUMBA_DISABLE_JIT is set
-                return made
-            if _checked(Path(made.stats.cache_path), Path(function.__code__.co_filename).parent):
-                return made
-        return _njit(nogil=True, **options)(function)
-
-    return decorate
+def _kept_in(loop: Any, sources: Path) -> Path | None:
+    """Let numba keep a loop on disk, and return the folder; None if the loop cannot be kept."""
+    if not hasattr(loop, "enable_caching"):  # NUMBA_DISABLE_JIT is set
+        return None
+    with contextlib.suppress(RuntimeError):  # there is no writable folder
+        folder = Path(_njit(cache=True)(loop.py_func).stats.cache_path)
+        if _checked(folder, sources):
+            loop.enable_caching()
+            return folder
+    return None
 
 
 def entry(loop: Any) -> Callable[..., Any]:
-    """Return a loop for calls from Python; newly compiled files are sealed, if they could be written."""
-    kept_in = loop.stats.cache_path if hasattr(loop, "stats") else None
-    if kept_in is None:
+    """Return a loop for calls from Python; newly compiled files are sealed, if they could be written.
+
+    Only these loops are kept. Their files contain the helpers that they call; to keep each helper too, numba would
+    make machine code of each, which nothing loads.
+    """
+    sources = Path(getattr(loop, "py_func", loop).__code__.co_filename).parent
+    folder = _kept_in(loop, sources)
+    if folder is None:
         return loop  # type: ignore[no-any-return]
-    folder, sources = Path(kept_in), Path(loop.__wrapped__.__code__.co_filename).parent
     num_sealed = 0
 
     @wraps(loop)
@@ -121,20 +122,19 @@ def _digest_of_sources(folder: Path) -> str:
     return found.hexdigest()
 
 
-compiled: Any = _kept()
+compiled: Any = _njit(nogil=True)
 """For functions that allocate arrays."""
 
-inlined: Any = _kept(inline="always")  # type: ignore[arg-type]
+inlined: Any = _njit(nogil=True, inline="always")
 """For small helpers of a loop."""
 
 
 def _without_reference_counts() -> Any:
     """Return the decorator for loops that allocate nothing, without reference counts, which took 2/3 of their time."""
     try:
-        _njit(_nrt=False)
+        return _njit(nogil=True, _nrt=False)
     except (KeyError, NameError):  # an option of numba that its documentation does not promise
         return compiled
-    return _kept(_nrt=False)
 
 
 loop: Any = _without_reference_counts()

@@ -101,13 +101,13 @@ class ShapeTimes:
             found.setdefault(find(replica), []).append(replica)
         return [tuple(company) for company in found.values()]
 
-    def likeness(self, company: Sequence[int], counts: Sequence[int]) -> tuple[object, ...]:
-        """Return a key that is equal for two groups of replicas with the same result."""
+    def likeness(self, company: Sequence[int]) -> tuple[object, ...]:
+        """Return a key that is equal for two groups of replicas with the same result for the same orders."""
         chosen, first = list(company), dict[int, int]()
         nodes = self.node[:, chosen].ravel().tolist() if self.share_links else []
         numbered = tuple(first.setdefault(node, len(first)) for node in nodes)
         times = tuple(array[:, chosen].tobytes() for array in self._arrays)
-        return (*(counts[replica] for replica in chosen), numbered, *times)
+        return (numbered, *times)
 
 
 def lane_times(times: StageTimes, num_replicas: int) -> ShapeTimes:
@@ -156,16 +156,18 @@ def execute_orders(
     everybody = tuple(range(times.num_replicas))
     companies = times.companies() if compute_slots is None else [everybody]
     if companies == [everybody]:
-        return _execute_together(times, orders, windows, counts, strict, compute_slots, keep_times)
-    seen: dict[tuple[object, ...], Played] = {}
-    shares: list[tuple[tuple[int, ...], Played]] = []
+        return _execute_together(times, [(counts, orders)], windows, strict, compute_slots, keep_times)[0]
+    alike: dict[tuple[object, ...], dict[tuple[int, ...], list[tuple[int, ...]]]] = {}
     for company in companies:
-        key = times.likeness(company, counts)
-        if key not in seen:
-            chosen = [orders[replica] for replica in company]
-            some = tuple(counts[replica] for replica in company)
-            seen[key] = _execute_together(times.of_replicas(company), chosen, windows, some, strict, None, keep_times)
-        shares.append((company, seen[key]))
+        of_company = tuple(counts[replica] for replica in company)
+        alike.setdefault(times.likeness(company), {}).setdefault(of_company, []).append(company)
+    shares: list[tuple[tuple[int, ...], Played]] = []
+    for by_counts in alike.values():
+        runs = [(some, [orders[replica] for replica in same[0]]) for some, same in sorted(by_counts.items())]
+        chosen = times.of_replicas(by_counts[runs[0][0]][0])
+        results = _execute_together(chosen, runs, windows, strict, None, keep_times)
+        for (some, _), played in zip(runs, results, strict=True):
+            shares += [(company, played) for company in by_counts[some]]
     return _merged(shares, times.num_stages, times.num_replicas)
 
 
@@ -190,12 +192,11 @@ def _by_lane(values: Ints) -> Ints:
     return np.ascontiguousarray(values[::-1].reshape(-1, *values.shape[2:]))
 
 
-def _lanes(times: ShapeTimes, counts: Sequence[int], windows: Sequence[int] | Ints) -> npt.NDArray[np.void]:
+def _lanes(times: ShapeTimes, windows: Sequence[int] | Ints) -> npt.NDArray[np.void]:
     num_stages, num_replicas = times.num_stages, times.num_replicas
     stage = np.repeat(np.arange(num_stages)[::-1], num_replicas)
     lanes = np.zeros(num_stages * num_replicas, STAGE_PROGRESS)
     lanes["stage"], lanes["replica"] = stage, np.tile(np.arange(num_replicas), num_stages)
-    lanes["count"] = np.asarray(counts)[lanes["replica"]]
     lanes["window"], lanes["again"] = np.asarray(windows)[stage], times.recompute[stage]
     return lanes
 
@@ -265,17 +266,59 @@ def _listed(nodes: Ints, num_nodes: int) -> Ints:
     return table
 
 
+@dataclass(frozen=True)
+class _Progress:
+    """What the loop changes while it plays: its arguments of the same names."""
+
+    lanes: npt.NDArray[np.void]
+    channels: npt.NDArray[np.void]
+    extra: tuple[Ints, Ints, Ints] | None
+    arrivals: Ints
+    busy: Ints
+    tree: Ints
+    ended: Ints
+    redone: Ints
+    letters: Letters
+    starts: Ints
+
+    def copy(self) -> _Progress:
+        """Return a copy, for a play that goes on otherwise from here."""
+        arrays = {name: value.copy() for name, value in vars(self).items() if name != "extra"}
+        extra = None if self.extra is None else (self.extra[0], self.extra[1].copy(), self.extra[2].copy())
+        return _Progress(extra=extra, **arrays)
+
+    def result(self, counts: Sequence[int], *, keep_times: bool) -> Played:
+        num_stages, num_replicas = self.ended.shape
+        redone_ns = None if self.extra is None else self.redone
+        if not keep_times:
+            return Played(self.ended, redone_ns=redone_ns)
+        begun = self.lanes["begun"].reshape(num_stages, num_replicas)[::-1]
+        return Played(
+            self.ended,
+            tuple(
+                tuple(self.letters[s, d, : begun[s, d]].tobytes().decode("ascii") for s in range(num_stages))
+                for d in range(num_replicas)
+            ),
+            tuple(tuple(self.starts[s, d, : begun[s, d]] for s in range(num_stages)) for d in range(num_replicas)),
+            redone_ns,
+            () if self.extra is None else _by_replica(self.extra, counts, num_stages),
+        )
+
+
 def _execute_together(
     times: ShapeTimes,
-    orders: Sequence[Sequence[str]],
+    runs: Sequence[tuple[tuple[int, ...], Sequence[Sequence[str]]]],
     windows: Sequence[int] | Ints,
-    counts: Sequence[int],
     strict: bool,
     compute_slots: int | None,
     keep_times: bool,
-) -> Played:
-    num_stages, num_replicas, most = times.num_stages, times.num_replicas, max(counts)
-    lanes = _lanes(times, counts, windows)
+) -> list[Played]:
+    """Play replicas that interact, once for each (numbers of micro-batches, orders): fewer micro-batches first.
+
+    What these runs have in common at the beginning is played only once.
+    """
+    num_stages, num_replicas, most = times.num_stages, times.num_replicas, max(max(counts) for counts, _ in runs)
+    lanes = _lanes(times, windows)
     channels, latencies, wires, leaving, entering = _channels(times)
     tasks = _tasks(times.forward_ns, times.recompute_ns, times.backward_ns)
     extra = _extra(times, len(lanes), most if keep_times else 0)
@@ -288,51 +331,74 @@ def _execute_together(
         raise _too_long(longest)
     shape = (num_stages, num_replicas, 3 * most if keep_times else 0)
     ended, redone = np.zeros((2, num_stages, num_replicas), np.int64)
-    letters, starts = np.zeros(shape, np.uint8), np.zeros(shape, np.int64)
-    arrivals = np.empty((2 + copies, len(lanes), 1 << reach.bit_length()), np.int64)
-    tree = np.full(2 * numbers, _NEVER, np.int64)
-    finished = execution_loop(
+    progress = _Progress(
         lanes,
         channels,
-        tasks,
         extra,
-        latencies,
-        wires,
-        _letters(orders, 3 * most),
-        arrivals,
+        np.empty((2 + copies, len(lanes), 1 << reach.bit_length()), np.int64),
         np.zeros((2, len(leaving)), np.int64),
-        leaving,
-        entering,
-        tree,
-        np.zeros((len(lanes), 2), np.int64),
-        tuple(np.empty_like(array) for array in (lanes, channels, arrivals, tree)),
+        np.full(2 * numbers, _NEVER, np.int64),
         ended,
         redone,
-        letters,
-        starts,
-        num_stages,
-        len(lanes) if compute_slots is None else compute_slots,
-        int(strict),
-        numbers.bit_length() - 1,
+        np.zeros(shape, np.uint8),
+        np.zeros(shape, np.int64),
     )
-    if finished < 0:
-        raise _too_long(longest)
-    if not finished:
-        raise PlanError("the task orders wait for each other forever", field="orders")
-    redone_ns = None if extra is None else redone
-    if not keep_times:
-        return Played(ended, redone_ns=redone_ns)
-    begun = lanes["begun"].reshape(num_stages, num_replicas)[::-1]
-    return Played(
-        ended,
-        tuple(
-            tuple(letters[s, d, : begun[s, d]].tobytes().decode("ascii") for s in range(num_stages))
-            for d in range(num_replicas)
-        ),
-        tuple(tuple(starts[s, d, : begun[s, d]] for s in range(num_stages)) for d in range(num_replicas)),
-        redone_ns,
-        () if extra is None else _by_replica(extra, counts, num_stages),
-    )
+    scratch = tuple(np.empty_like(array) for array in (lanes, channels, progress.arrivals, progress.tree))
+    queue = np.zeros((len(lanes), 2), np.int64)
+
+    def play(of: _Progress, counts: Ints, letters: Letters, common: Ints) -> None:
+        of.lanes["count"] = counts[lanes["replica"]]
+        finished = execution_loop(
+            of.lanes,
+            of.channels,
+            tasks,
+            of.extra,
+            latencies,
+            wires,
+            letters,
+            common,
+            of.arrivals,
+            of.busy,
+            leaving,
+            entering,
+            of.tree,
+            queue,
+            scratch,
+            of.ended,
+            of.redone,
+            of.letters,
+            of.starts,
+            num_stages,
+            len(lanes) if compute_slots is None else compute_slots,
+            int(strict),
+            numbers.bit_length() - 1,
+        )
+        if finished < 0:
+            raise _too_long(longest)
+        if not finished:
+            raise PlanError("the task orders wait for each other forever", field="orders")
+
+    packed = [_letters(orders, 3 * most) for _, orders in runs]
+    num_micro_batches = np.array([counts for counts, _ in runs], np.int64)
+    everything = np.full((len(lanes), 2), _NEVER, np.int64)
+    results = []
+    for number, (counts, _) in enumerate(runs):
+        own = progress
+        if number < len(runs) - 1:
+            fewest = num_micro_batches[number:].min(axis=0)
+            prefix = np.min([_num_common(packed[number], other) for other in packed[number + 1 :]], axis=0)
+            play(progress, fewest, packed[number], np.stack([_by_lane(prefix), fewest[lanes["replica"]]], axis=1))
+            own = progress.copy()
+        play(own, num_micro_batches[number], packed[number], everything)
+        results.append(own.result(counts, keep_times=keep_times))
+    return results
+
+
+def _num_common(one: Letters, other: Letters) -> Ints:
+    """Return how many letters two orders have in common before they first differ: [P, D]."""
+    differ = one != other
+    num_common: Ints = np.where(differ.any(axis=2), differ.argmax(axis=2), one.shape[2])
+    return num_common
 
 
 def _tasks(*kinds: Ints) -> Ints:

@@ -249,6 +249,7 @@ def execution_loop(  # type: ignore[no-untyped-def]
     latencies,
     wires,
     orders,
+    common,
     arrivals,
     busy,
     leaving,
@@ -265,7 +266,10 @@ def execution_loop(  # type: ignore[no-untyped-def]
     strict,
     bits,
 ):
-    """Play to the end. Return 1; or 0: deadlock; or -1: an instant too late for a key. Allocates nothing.
+    """Play to the end, or as far as orders have in common. Allocates nothing.
+
+    Returns 1; or 0: deadlock; or -1: an instant too late for a key. A play that stopped before its end can be
+    continued, with other numbers of micro-batches and orders, if no tasks wait for a slot.
 
     Args:
         lanes: ``STAGE_PROGRESS``[L], with stage, replica, count, window and again set.
@@ -275,6 +279,8 @@ def execution_loop(  # type: ignore[no-untyped-def]
         latencies: int64[2L or 3L, n], latencies of messages after the wire.
         wires: int64[2L or 3L], time on the wire of a lone message; at least 1 where it is shared.
         orders: uint8[P, D, longest] letters.
+        common: int64[L, 2]: letters and forwards of each lane that these orders have in common with others. Before the
+            first decision that may depend on what follows, the play stops.
         arrivals: int64[2 or 3, L, 2^k], more than any lane can have in flight.
         busy: int64[2, number of nodes]: messages leaving and entering.
         leaving: int64[number of nodes, 1 + most]: how many channels leave, and which.
@@ -293,9 +299,12 @@ def execution_loop(  # type: ignore[no-untyped-def]
     """
     num_lanes = len(lanes)
     head, waiting, running, left = 0, 0, 0, 0
+    is_new = tree[1] == _NEVER
     for lane in range(num_lanes):
-        left += lanes[lane].count
-        if lanes[lane].stage == 0:
+        me = lanes[lane]
+        left += me.count - me.num_b + (me.task == _B)
+        running += me.task > _QUEUED
+        if is_new and me.stage == 0:
             _set(tree, lane, _key(np.int64(0), _DECIDES, lane, bits))
     state = (lanes, channels, arrivals, tree)
     copies = len(channels) > 2 * num_lanes
@@ -331,7 +340,7 @@ def execution_loop(  # type: ignore[no-untyped-def]
                 for lane in range(num_lanes):
                     if lanes[lane].num_b < lanes[lane].count:
                         _due(lanes[lane], orders)
-                repeats = num_repeats(state, now, old, old_now, orders, bits) if old_now >= 0 else 0
+                repeats = num_repeats(state, now, old, old_now, orders, common, bits) if old_now >= 0 else 0
                 if repeats > (latest - now) // (now - old_now):
                     return -1
                 if repeats > 0:
@@ -371,7 +380,11 @@ def execution_loop(  # type: ignore[no-untyped-def]
             head, waiting, running = (head + 1) % num_lanes, waiting - 1, running + 1
             _begin(lanes, arrivals, tasks, extra, letters, starts, tree, granted, letter, now, num_stages, bits)
             continue
+        if me.num_f >= common[number, 1]:
+            return 1
         letter, wake = _next_letter(lanes, arrivals, orders, number, num_stages, strict, now)
+        if me.position >= common[number, 0]:
+            return 1
         if letter == 0:
             _set(tree, number, _NEVER if wake == _NEVER else _key(wake, _DECIDES, number, bits))
         elif running < slots:

@@ -73,8 +73,11 @@ def _same_channel(mine, other, now, old_now, moved):  # type: ignore[no-untyped-
 
 
 @loop
-def num_repeats(state, now, old, old_now, orders, bits):  # type: ignore[no-untyped-def]
-    """Return how often the period since the old state certainly repeats; 0 if the states differ."""
+def num_repeats(state, now, old, old_now, orders, common, bits):  # type: ignore[no-untyped-def]
+    """Return how often the period since the old state certainly repeats; 0 if the states differ.
+
+    Only letters of ``orders`` that are ``common`` to other ones count.
+    """
     lanes, channels, tree = state[0], state[1], state[3]
     num_keys, half = len(lanes) + len(channels), len(tree) >> 1
     moved, shift = lanes[0].num_b - old[0][0].num_b, (now - old_now) << (bits + 2)
@@ -92,8 +95,8 @@ def num_repeats(state, now, old, old_now, orders, bits):  # type: ignore[no-unty
     for n in range(len(lanes)):
         me, length = lanes[n], lanes[n].position - old[0][n].position
         repeats = min(repeats, (me.count - 1 - me.num_f) // moved)
-        alike, most = 0, repeats * length + 1
-        while alike < most and me.position + alike < orders.shape[2]:
+        alike, most = 0, min(repeats * length + 1, min(orders.shape[2], common[n, 0]) - me.position)
+        while alike < most:
             at = me.position + alike
             if orders[me.stage, me.replica, at] != orders[me.stage, me.replica, at - length]:
                 break

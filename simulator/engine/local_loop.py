@@ -19,6 +19,10 @@ import numpy as np
 from simulator.engine.compilation import compiled, entry, loop
 from simulator.engine.times import ACT, EARLY, GRAD, STAGE_PROGRESS, B, F, R
 
+SEEKS, ROUNDS, LIMIT, LEFT_OUT, SHIFT = range(5)
+"""Indices of how far skipping is: whether a period is still sought, rounds so far, in which round the state is kept
+next, micro-batches skipped, and ns skipped."""
+
 
 @loop
 def same(lanes, arrivals, old_lanes, old_arrivals):  # type: ignore[no-untyped-def]
@@ -108,7 +112,7 @@ def _execute_order(rules, lanes, arrivals, letters, starts, s, last, fixed):  # 
 
 @loop
 def play_orders(rules, lanes, arrivals, letters, starts, count, fixed):  # type: ignore[no-untyped-def]
-    """Play to the end; return (whether there was no deadlock, 0). Allocates nothing."""
+    """Play to the end; return whether there was no deadlock. Allocates nothing."""
     last = len(rules) - 1
     while lanes[0].num_b < count:
         begun = 0
@@ -117,18 +121,19 @@ def play_orders(rules, lanes, arrivals, letters, starts, count, fixed):  # type:
         for s in range(last - 1, 0, -1):
             begun += _execute_order(rules, lanes, arrivals, letters, starts, s, last, fixed)
         if begun == 0:
-            return False, np.int64(0)
-    return True, np.int64(0)
+            return False
+    return True
 
 
 _NEVER = 2**62
 
 
 @loop
-def _apply_rules(rules, lanes, arrivals, letters, starts, s, last, count, only_known):  # type: ignore[no-untyped-def]
+def _apply_rules(rules, lanes, arrivals, letters, starts, s, last, count, branch, only_known):  # type: ignore[no-untyped-def]
     """Play stage s by the rules until a decision depends on unknown inputs; return the number of tasks begun.
 
-    ``only_known``: begin one task, assuming that unknown inputs arrive later than all known ones.
+    ``branch``: stage 0 decides no more once it has begun that many forwards. ``only_known``: begin one task, assuming
+    that unknown inputs arrive later than all known ones.
     """
     # Everything is copied into local variables first: the compiler cannot know that the arrays do not overlap.
     me, mine, mask = lanes[s], rules[s], arrivals.shape[1] - 1
@@ -150,7 +155,7 @@ def _apply_rules(rules, lanes, arrivals, letters, starts, s, last, count, only_k
         if not only_known:
             next_act = lanes[s - 1].clock + mine.act_after
     begun_before = num_f + num_b
-    while num_b < count:
+    while num_b < count and not (is_first and num_f == branch):
         # When the next recompute or backward could begin, and the gradient arrives: known, or a lower bound.
         back, grad, back_known = np.int64(_NEVER), np.int64(_NEVER), True
         if num_b < num_f:
@@ -204,7 +209,8 @@ def _apply_rules(rules, lanes, arrivals, letters, starts, s, last, count, only_k
             if fore >= _NEVER:
                 break
             if not fore_known:
-                clock = fore
+                if num_f < branch:  # otherwise shorter plays have ended here
+                    clock = fore
                 break
             at = num_f + num_b * (1 + again)
             if keep_letters:
@@ -241,78 +247,116 @@ def _first_known(rules, lanes, arrivals, last, count):  # type: ignore[no-untype
 
 
 @loop
-def _play_rules(rules, lanes, arrivals, old_lanes, old_arrivals, letters, starts, jump, count, skip):  # type: ignore[no-untyped-def]
-    """Play to the end; return (whether there was no deadlock, ns skipped). Allocates nothing."""
-    last, shift = len(rules) - 1, np.int64(0)
-    rounds, limit = 0, 1
+def _play_rules(rules, state, old_lanes, old_arrivals, count, branch):  # type: ignore[no-untyped-def]
+    """Play to the end, or until all depends on stage 0 beyond its forward number ``branch``, for several counts of at
+    least that many. Return whether there was no deadlock. Allocates nothing.
+    """
+    lanes, arrivals, letters, starts, jump, skipping = state
+    last = len(rules) - 1
+    count, branch = count - skipping[LEFT_OUT], branch - skipping[LEFT_OUT]
     while lanes[0].num_b < count:
         begun = 0
         for s in range(last + 1):
-            begun += _apply_rules(rules, lanes, arrivals, letters, starts, s, last, count, False)
+            begun += _apply_rules(rules, lanes, arrivals, letters, starts, s, last, count, branch, False)
         if begun == 0:
+            if lanes[0].num_f == branch:
+                return True
             s = _first_known(rules, lanes, arrivals, last, count)
             if s < 0:
-                return False, shift
-            _apply_rules(rules, lanes, arrivals, letters, starts, s, last, count, True)
-        if not skip:
+                return False
+            _apply_rules(rules, lanes, arrivals, letters, starts, s, last, count, branch, True)
+        if not skipping[SEEKS]:
             continue
-        rounds += 1
-        if rounds > 1 and same(lanes, arrivals, old_lanes, old_arrivals):
+        skipping[ROUNDS] += 1
+        if skipping[ROUNDS] > 1 and same(lanes, arrivals, old_lanes, old_arrivals):
             moved = lanes[0].num_b - old_lanes[0].num_b
-            repeats = max(0, (count - 1 - lanes[0].num_f) // moved)
-            count -= repeats * moved
-            shift = repeats * (lanes[0].clock - old_lanes[0].clock)
+            repeats = max(0, (min(count, branch) - 1 - lanes[0].num_f) // moved)
+            skipping[LEFT_OUT] = repeats * moved
+            skipping[SHIFT] = repeats * (lanes[0].clock - old_lanes[0].clock)
+            skipping[SEEKS] = 0
+            count, branch = count - repeats * moved, branch - repeats * moved
             for s in range(last + 1):
                 me, old, letters_of_b = lanes[s], old_lanes[s], 1 + rules[s].again
                 jump[s, 0] = old.num_f + old.num_b * letters_of_b
                 jump[s, 1] = me.num_f + me.num_b * letters_of_b
                 jump[s, 2] = repeats
-            skip = False
-        elif rounds == limit:
+        elif skipping[ROUNDS] == skipping[LIMIT]:
             keep(lanes, arrivals, old_lanes, old_arrivals)
-            limit *= 2
-    return True, shift
+            skipping[LIMIT] *= 2
+    return True
+
+
+@loop
+def _copy_next(lanes, arrivals, letters, starts, jump, skipping, n):  # type: ignore[no-untyped-def]
+    """Copy the state of play n to the next one. Numba takes seconds to compile an assignment of slices."""
+    for s in range(lanes.shape[1]):
+        lanes[n + 1, s] = lanes[n, s]
+        for j in range(arrivals.shape[2]):
+            for kind in range(3):
+                arrivals[n + 1, s, j, kind] = arrivals[n, s, j, kind]
+        for at in range(letters.shape[2]):
+            letters[n + 1, s, at] = letters[n, s, at]
+        for at in range(starts.shape[2]):
+            starts[n + 1, s, at] = starts[n, s, at]
+        for at in range(3):
+            jump[n + 1, s, at] = jump[n, s, at]
+    for at in range(skipping.shape[1]):
+        skipping[n + 1, at] = skipping[n, at]
 
 
 @entry
 @compiled
-def _play(rules, lanes, old_lanes, count, fixed, skip, keep_orders, keep_times):  # type: ignore[no-untyped-def]
-    num_stages, plain = len(rules), fixed.shape[1] == 0
-    reach = min(count, rules["window"].max()) if plain else count
-    size = 1
-    while size < reach + 1:
-        size *= 2
-    arrivals = np.empty((num_stages, size, 3), np.int64)
-    letters = np.zeros((num_stages, 3 * count if keep_orders else 0), np.uint8)
-    starts = np.zeros((num_stages, 3 * count if keep_times else 0), np.int64)
-    jump = np.zeros((num_stages, 3), np.int64)
+def _play(rules, counts, fixed, skip, keep_orders, keep_times):  # type: ignore[no-untyped-def]
+    num_stages, plain, most = len(rules), fixed.shape[2] == 0, counts[-1]
+    widest = most
     if plain:
-        old_arrivals = np.empty_like(arrivals)
-        over, shift = _play_rules(rules, lanes, arrivals, old_lanes, old_arrivals, letters, starts, jump, count, skip)
-    else:
-        over, shift = play_orders(rules, lanes, arrivals, letters, starts, count, fixed)
-    ended, lengths = np.zeros(num_stages, np.int64), np.zeros(num_stages, np.int64)
-    for s in range(num_stages):
-        me = lanes[s]
-        ended[s] = me.clock + shift
-        lengths[s] = me.num_f + me.num_b * (1 + rules[s].again) if plain else me.position
+        widest = np.int64(0)
+        for s in range(num_stages):
+            widest = max(widest, rules[s].window)
+    size = 1
+    while size < min(most, widest) + 1:
+        size *= 2
+    lanes = np.zeros((len(counts), num_stages), STAGE_PROGRESS)
+    arrivals = np.empty((len(counts), num_stages, size, 3), np.int64)
+    letters = np.zeros((len(counts), num_stages, 3 * most if keep_orders else 0), np.uint8)
+    starts = np.zeros((len(counts), num_stages, 3 * most if keep_times else 0), np.int64)
+    jump = np.zeros((len(counts), num_stages, 3), np.int64)
+    skipping = np.zeros((len(counts), 5), np.int64)
+    old_lanes, old_arrivals = np.zeros_like(lanes[0]), np.empty_like(arrivals[0])
+    ended = np.zeros((len(counts), num_stages), np.int64)
+    lengths = np.zeros((len(counts), num_stages), np.int64)
+    skipping[0, SEEKS], skipping[0, LIMIT] = skip, 1
+    over, latest = True, len(counts) - 1
+    for n in range(len(counts)):
+        if not plain:
+            over &= play_orders(rules, lanes[n], arrivals[n], letters[n], starts[n], counts[n], fixed[n])
+        else:
+            state = lanes[n], arrivals[n], letters[n], starts[n], jump[n], skipping[n]
+            if n < latest:
+                over &= _play_rules(rules, state, old_lanes, old_arrivals, counts[latest], counts[n])
+                _copy_next(lanes, arrivals, letters, starts, jump, skipping, n)
+                skipping[n, SEEKS] = 0
+            over &= _play_rules(rules, state, old_lanes, old_arrivals, counts[n], np.int64(_NEVER))
+        for s in range(num_stages):
+            me = lanes[n, s]
+            ended[n, s] = me.clock + skipping[n, SHIFT]
+            lengths[n, s] = me.num_f + me.num_b * (1 + rules[s].again) if plain else me.position
     return over, ended, letters, lengths, starts, jump
 
 
-def play(rules: Any, count: int, fixed: Any, skip: bool, keep_orders: bool, keep_times: bool) -> Any:
+def play(rules: Any, counts: Any, fixed: Any, skip: bool, keep_orders: bool, keep_times: bool) -> Any:
     """Run the loop; see :func:`simulator.engine.mini_batch.run_pipeline`.
 
     Args:
         rules: Structured array of ``STAGE``, length P.
-        count: Micro-batches.
-        fixed: uint8[P, n] order letters, n = 0 to apply the rules.
+        counts: Micro-batches: int64[C], ascending. Under the rules, what their plays have in common is played once.
+        fixed: uint8[C, P, n] order letters, n = 0 to apply the rules.
         skip: Look for periods (only under the rules, and not with ``keep_times``).
         keep_orders: Return letters.
         keep_times: Return starts.
 
     Returns:
-        (whether there was no deadlock, ends of last backwards int64[P], letters uint8[P, 3n], numbers of letters
-        int64[P], starts int64[P, 3n], skipped periods int64[P, 3]: first letter, end, repeats).
+        (whether there was no deadlock, ends of last backwards int64[C, P], letters uint8[C, P, 3n], numbers of letters
+        int64[C, P], starts int64[C, P, 3n], skipped periods int64[C, P, 3]: first letter, end, repeats).
     """
-    lanes, old_lanes = np.zeros(len(rules), STAGE_PROGRESS), np.zeros(len(rules), STAGE_PROGRESS)
-    return _play(rules, lanes, old_lanes, count, fixed, skip, keep_orders, keep_times)
+    return _play(rules, counts, fixed, skip, keep_orders, keep_times)

@@ -28,7 +28,7 @@ from simulator.engine.times import Ints, Played, StageTimes
 
 __all__ = ["Ints", "Played", "StageTimes", "run_pipeline"]
 
-_NO_ORDERS = np.zeros((1, 0), np.uint8)
+_NO_ORDERS = np.zeros((1, 1, 0), np.uint8)
 
 
 def run_pipeline(
@@ -64,30 +64,28 @@ def run_pipeline(
             lanes, orders, times.window, strict=strict, compute_slots=compute_slots, keep_times=keep_times
         )
     keep_orders = keep_orders or keep_times
-    by_count = {
-        count: _play_one(times, count, schedule, keep_orders, keep_times, skip_periods) for count in sorted(set(counts))
-    }
-    return Played(
-        last_backward_ns=np.stack([by_count[count][0] for count in counts], axis=1),
-        orders=tuple(by_count[count][1] for count in counts) if keep_orders else (),
-        start_ns=tuple(by_count[count][2] for count in counts) if keep_times else (),
-    )
-
-
-def _play_one(
-    times: StageTimes, count: int, schedule: Schedule, keep_orders: bool, keep_times: bool, skip_periods: bool
-) -> tuple[Ints, tuple[str, ...], tuple[Ints, ...]]:
-    """Play one replica; return ends of last backwards, order strings and starts."""
+    different = sorted(set(counts))
     fixed = _NO_ORDERS
     if schedule != "varuna":
-        fixed = fixed_orders(schedule, (count,), times.recompute.tolist(), times.window.tolist())[:, 0]
+        fixed = fixed_orders(schedule, different, times.recompute.tolist(), times.window.tolist())
+        fixed = np.ascontiguousarray(fixed.swapaxes(0, 1))
     skip = skip_periods and not keep_times
-    finished, ended_ns, letters, lengths, starts, jump = play(times.packed, count, fixed, skip, keep_orders, keep_times)
+    numbers = np.array(different, np.int64)
+    finished, ended, letters, lengths, starts, jump = play(times.packed, numbers, fixed, skip, keep_orders, keep_times)
     if not finished:
         raise PlanError("the task orders wait for each other forever", field="schedule", value=schedule)
-    stages = range(times.num_stages)
-    orders = tuple(_order_string(letters[s, : lengths[s]], jump[s]) for s in stages) if keep_orders else ()
-    return ended_ns, orders, tuple(starts[s, : lengths[s]].copy() for s in stages) if keep_times else ()
+    stages, at = range(times.num_stages), [different.index(count) for count in counts]
+    order_of, starts_of = dict[int, tuple[str, ...]](), dict[int, tuple[Ints, ...]]()
+    for n in range(len(different)):
+        if keep_orders:
+            order_of[n] = tuple(_order_string(letters[n, s, : lengths[n, s]], jump[n, s]) for s in stages)
+        if keep_times:
+            starts_of[n] = tuple(starts[n, s, : lengths[n, s]].copy() for s in stages)
+    return Played(
+        last_backward_ns=ended[at].T,
+        orders=tuple(order_of[n] for n in at) if keep_orders else (),
+        start_ns=tuple(starts_of[n] for n in at) if keep_times else (),
+    )
 
 
 def _order_string(letters: npt.NDArray[np.uint8], jump: Ints) -> str:

@@ -38,7 +38,7 @@ def recomputes(schedule: Schedule, num_stages: int, wanted: bool = True) -> tupl
 
 
 def fixed_orders(
-    schedule: Schedule, counts: tuple[int, ...], recompute: list[bool], windows: Sequence[int]
+    schedule: Schedule, counts: Sequence[int], recompute: list[bool], windows: Sequence[int]
 ) -> npt.NDArray[np.uint8]:
     """Return orders as ASCII letters [P, D, longest], padded with 0; ``windows``: per stage, equal under GPipe."""
     num_stages = len(recompute)

@@ -81,7 +81,7 @@ def test_files_without_their_digests_are_not_used(seal: str | None, folder: Path
     assert answers(folder)
     (path,) = folder.rglob("morph-loops.json")
     told = json.loads(path.read_text())
-    assert len(told["files"]) == 4
+    assert len(told["files"]) == 2, "helpers are part of the loop that calls them"
     path.write_text(json.dumps({**told, "files": []}) if seal is None else seal)
     assert [answers(folder), answers(folder)] == [True, False]
 

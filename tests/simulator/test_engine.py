@@ -66,6 +66,20 @@ def test_every_task_starts_when_the_reference_engine_starts_it(seed: int) -> Non
     assert_alike(run_pipeline(times, counts, keep_times=True), reference.run_pipeline(times, counts))
 
 
+@each_seed(150, in_long=2000)
+def test_replicas_of_other_lengths_are_played_as_each_is_alone(seed: int) -> None:
+    rng = np.random.default_rng(40_000 + seed)
+    times = _random_times(rng, int(rng.integers(1, 8)))
+    most = int(rng.choice([4, 20, 300]))
+    counts = tuple(rng.integers(max(1, most - 4) if seed % 3 else 1, most + 1, 3).tolist())
+    keep_times = seed % 2 == 0
+    played = run_pipeline(times, counts, keep_orders=True, keep_times=keep_times)
+    for replica, count in enumerate(counts):
+        alone = run_pipeline(times, (count,), keep_orders=True, keep_times=keep_times)
+        own = slice(replica, replica + 1)
+        assert_alike(Played(played.last_backward_ns[:, own], played.orders[own], played.start_ns[own]), alone)
+
+
 @each_seed(150, in_long=300)
 def test_skipping_periods_changes_nothing(seed: int) -> None:
     rng = np.random.default_rng(1000 + seed)

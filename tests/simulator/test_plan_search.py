@@ -204,7 +204,7 @@ def _orders(count: int) -> list[str]:
 
 def _best_of_all_orders_ns(times: StageTimes, count: int) -> int:
     """Return the time of the best order of each stage's tasks, with unlimited memory."""
-    orders, again = _orders(count), times.recompute.tolist()
+    orders, again, counts = _orders(count), times.recompute.tolist(), np.array([count])
     letters = np.zeros((2, len(orders), 3 * count), np.uint8)
     for place, order in enumerate(orders):
         for row, text in enumerate((order, order.replace("B", "RB"))):
@@ -213,7 +213,7 @@ def _best_of_all_orders_ns(times: StageTimes, count: int) -> int:
         ends.max()
         for chosen in product(range(len(orders)), repeat=times.num_stages)
         for over, ends, *_ in (
-            play(times.packed, count, letters[np.array(again, int), list(chosen)], False, False, False),
+            play(times.packed, counts, letters[np.array(again, int), list(chosen)][None], False, False, False),
         )
         if over
     ]

@@ -9,7 +9,7 @@ import pytest
 
 from simulator.engine import reference
 from simulator.engine.execution import ShapeTimes, execute_orders, lane_times
-from simulator.engine.mini_batch import StageTimes
+from simulator.engine.mini_batch import Played, StageTimes
 from tests.seeds import each_seed
 from tests.simulator.test_engine import assert_alike
 from tests.simulator.test_following import SCHEDULES, orders_of, random_lanes, random_stages
@@ -58,6 +58,38 @@ def two_stages(window: int = 1) -> StageTimes:
         window=np.array([window, 1]),
         recompute=np.array([False, False]),
     )
+
+
+@each_seed(60, in_long=400)
+def test_alike_pipelines_of_other_lengths_end_as_each_does_alone(seed: int) -> None:
+    rng = np.random.default_rng(30_000 + seed)
+    schedule = SCHEDULES[seed % len(SCHEDULES)]
+    num_alike, num_together, most = int(rng.integers(2, 5)), int(rng.integers(1, 3)), int(rng.choice([3, 10, 60]))
+    times = random_stages(rng, int(rng.integers(2, 6)), schedule, most)
+    one = random_lanes(rng, times, (most,) * num_together, drawn=False)
+    if seed % 4 == 3:
+        one = with_redundant_tasks(one, rng, backwards=seed % 8 == 7)
+    alike = one.of_replicas(list(range(num_together)) * num_alike)
+    company_of = np.arange(num_alike * num_together) // num_together
+    alike = replace(alike, node=alike.node + company_of * (1 + int(one.node.max())))
+    counts = rng.integers(max(1, most - 3), most + 1, num_alike * num_together).tolist()
+    orders, strict = orders_of(times, counts, schedule), schedule != "varuna"
+    for keep_times in (False, True):
+        played = execute_orders(alike, orders, times.window, strict=strict, keep_times=keep_times)
+        for first in range(0, len(counts), num_together):
+            own = slice(first, first + num_together)
+            alone = execute_orders(one, orders[own], times.window, strict=strict, keep_times=keep_times)
+            redone = None if played.redone_ns is None else played.redone_ns[:, own]
+            assert_alike(
+                Played(
+                    played.last_backward_ns[:, own],
+                    played.orders[own],
+                    played.start_ns[own],
+                    redone,
+                    played.redundant_ns[own],
+                ),
+                alone,
+            )
 
 
 def test_a_forward_costs_only_what_exceeds_the_wait() -> None:
