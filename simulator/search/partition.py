@@ -158,7 +158,7 @@ def _bound(work, last, both, link):  # type: ignore[no-untyped-def]
                     bounds[depth] = best
                 else:
                     now[end] = best
-        before[:] = now
+        before, now = now, before
     return bounds
 
 
