@@ -52,7 +52,7 @@ def import_command(
       morph import my_job.py:job pretrained.safetensors runs/tuned
       morph import my_job.py:job llama/ runs/tuned --rename '^model\\.=backbone.' \\
           --skip 'lm_head.*' --fresh 'score.*'
-      morph import wider_job.py:job runs/tuned runs/wider --optimizer-state \\
+      morph import deeper_job.py:job runs/tuned runs/deeper --optimizer-state \\
           --fresh 'layers\\.12\\..*'
     """
     doing(f"loading PyTorch and {job}")
