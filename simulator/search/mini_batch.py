@@ -51,7 +51,7 @@ def simulate(
         more: Fields of a request, which replace those of ``request``.
 
     Raises:
-        PlanError: An argument is wrong; the message names the argument, its value and what is allowed.
+        PlanError: an argument is wrong; the message names the argument, its value and what is allowed.
     """
     played_by = engine_of(engine)
     request = replace(request, **more)
@@ -117,7 +117,7 @@ def simulate_plan(
         more: Fields of a request, which replace those of ``request``.
 
     Raises:
-        PlanError: As for :func:`simulate`.
+        PlanError: as for :func:`simulate`.
     """
     request = replace(request, **more)
     on_nodes = bool(plan.placement) and request.compute_slots is None
@@ -200,7 +200,7 @@ def _check_unequal(conditions: Conditions) -> None:
     """Refuse conditions under which pipelines of several kinds interact before they reduce.
 
     Raises:
-        PlanError: A condition is one of these; the message names it.
+        PlanError: a condition is one of these; the message names it.
     """
     off, redundant = Conditions().redundant_computation, conditions.redundant_computation
     given = {"jitter_seed": (conditions.jitter_seed, None), "redundant_computation": (redundant, off)}

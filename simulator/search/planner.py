@@ -214,7 +214,7 @@ def plan(
         more: Fields of a request, which replace those of ``request``.
 
     Raises:
-        PlanError: No plan fits, or an argument is wrong; the message says what is allowed or how much is enough.
+        PlanError: no plan fits, or an argument is wrong; the message says what is allowed or how much is enough.
     """
     request = replace(request, **more)
     ranges.RUNNERS_UP.check("num_runners_up", num_runners_up)
@@ -319,7 +319,7 @@ def _plan_pool(
     """Return the best plan for GPUs of several types; ``pools``: searches of these and other types to continue.
 
     Raises:
-        PlanError: The pool has no GPUs, or the request does not allow a pool.
+        PlanError: the pool has no GPUs, or the request does not allow a pool.
     """
     _check_pool(request, pool, on_nodes=True)
     nodes, unequal = request.nodes_of_types(pool), None
@@ -413,7 +413,7 @@ def plan_table(
     fields of a request, which replace those of ``request``.
 
     Raises:
-        PlanError: The range is empty, or the micro-batch size is impossible.
+        PlanError: the range is empty, or the micro-batch size is impossible.
     """
     request = replace(request, **more)
     ranges.GPUS.check("max_gpus", max_gpus)
@@ -460,7 +460,7 @@ def pool_plan_table(
     second over the types, each with all of its GPUs. ``more``: fields of a request, which replace those of ``request``.
 
     Raises:
-        PlanError: A pool has no GPUs, the profile has no such type, or the request does not allow a pool.
+        PlanError: a pool has no GPUs, the profile has no such type, or the request does not allow a pool.
     """
     request, pool = replace(request, **more), most if isinstance(most, Pool) else Pool.of(most)
     _check_pool(request, pool, on_nodes=False)

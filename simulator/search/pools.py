@@ -119,7 +119,7 @@ class Pools:
         """Return the fastest equal pipelines on each type alone, best first, in at most ``below_ns``.
 
         Raises:
-            PlanError: The job fits on no type. With a ``below_ns`` the list is empty instead.
+            PlanError: the job fits on no type. With a ``below_ns`` the list is empty instead.
         """
         found = []
         for place, (sweep, number) in enumerate(zip(self.sweeps, gpus, strict=True)):
@@ -137,7 +137,7 @@ class Pools:
         """Return the fastest answers, best first: a mix of all types, unless equal pipelines of one are about as fast.
 
         Raises:
-            PlanError: The job does not fit.
+            PlanError: the job does not fit.
         """
         found, refused = list[Found](), None
         try:

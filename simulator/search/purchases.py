@@ -65,7 +65,7 @@ def prices_of(request: PlanRequest, names: Sequence[str]) -> list[float]:
     """Return dollars per GPU-hour of each type.
 
     Raises:
-        PlanError: A type has no price.
+        PlanError: a type has no price.
     """
     price, field = request.usd_per_gpu_hour, "usd_per_gpu_hour"
     by_type = dict[Any, float](price.items()) if isinstance(price, Mapping) else dict.fromkeys(names, price)
@@ -160,7 +160,7 @@ def within_budget(
         answer: Function that returns the best plan on GPUs of each type, without the budget.
 
     Raises:
-        PlanError: No plan fits, or none within the budget; the message names a budget that is enough.
+        PlanError: no plan fits, or none within the budget; the message names a budget that is enough.
     """
     budget, prices = request.budget_usd_per_h or 0.0, prices_of(request, pools.names)
     best, sign = answer(gpus), 1 if request.objective == "examples_per_s" else -1
@@ -283,7 +283,7 @@ def cheapest(pools: Pools, gpus: Sequence[int], equal: Sequence[Found], usd_per_
         usd_per_h: Price of a GPU of each type.
 
     Raises:
-        PlanError: The job does not fit.
+        PlanError: the job does not fit.
     """
 
     def cost(found: Found) -> float:
@@ -396,7 +396,7 @@ class NodePurchases:
         nodes: GPUs of each node, by type.
 
     Raises:
-        PlanError: A type or a size has no price.
+        PlanError: a type or a size has no price.
     """
 
     def __init__(
@@ -427,7 +427,7 @@ class NodePurchases:
             count: The number of plans.
 
         Raises:
-            PlanError: No plan fits, or none within the budget; the message names a budget that is enough.
+            PlanError: no plan fits, or none within the budget; the message names a budget that is enough.
         """
         batch_size, is_cheap = self.sweeps[0].profile.job.batch_size, self.request.objective == "usd_per_example"
         costs: list[tuple[float, float, PlanChoice, int]] = []

@@ -60,7 +60,7 @@ class Sweep:
         conditions: Where and how the shapes run.
 
     Raises:
-        PlanError: The memory or m is not possible, or the request has redundant computation.
+        PlanError: the memory or m is not possible, or the request has redundant computation.
     """
 
     def __init__(self, profile: Profile, request: PlanRequest, conditions: Conditions) -> None:
@@ -227,7 +227,7 @@ class Sweep:
         """Return ``depths`` on this many GPUs.
 
         Raises:
-            PlanError: There are none; the message says what is allowed or how much is enough.
+            PlanError: there are none; the message says what is allowed or how much is enough.
         """
         most = self.num_sections
         most_replicas = min(num_gpus, self.total)
