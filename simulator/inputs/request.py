@@ -64,7 +64,7 @@ class PlanRequest:
         memory_bytes: Memory of one device, bytes; None: that of the profile, or no limit if it has none.
         host_memory_bytes: Host memory for each device that has its own memory, bytes; None: that of the profile.
         redundancy: ``policy.redundancy`` of the run, which decides whether workers keep copies of sums and of other
-            workers' state. "auto" refuses no plan because of others' state, which is then held only where it fits.
+            workers' state. With "auto" no plan is refused for others' state, which is then held only where it fits.
         changes: Whether the shape changes during the run; workers then hold old and new units together.
         links: ``vms.links`` of the run; all but "staged" take device memory.
         rings: ``vms.rings`` of the run; all but "gloo" take device memory.
@@ -85,8 +85,8 @@ class PlanRequest:
         all_reduce: "overlapped": a stage reduces each unit once the unit's gradient is complete, beside the rest of its
             last backward, as the executor does; "late": all units after the last backward of all stages, as in Varuna's
             paper.
-        jitter_seed: Seed to draw task and message times from the profile's quantiles; the best shapes are then compared
-            by their means over the draws. None: times are medians.
+        jitter_seed: Seed with which task and message times are drawn from the profile's quantiles; the best shapes are
+            then compared by their means over the draws. None: times are medians.
         num_draws: Number of mini-batches drawn for each shape.
         redundant_computation: Bamboo's: each worker also holds the layers of the next stage and computes for that
             stage; "lflb": only when that stage's worker is lost; "eflb": forwards always, backwards when that worker is
@@ -100,8 +100,8 @@ class PlanRequest:
             or, without them, between nodes.
         zone_latency_ms: Latency of these links, milliseconds, with ``zone_gbit_per_s``.
         zone_usd_per_gb: Price of data from one zone to another, USD for 10^9 bytes.
-        budget_usd_per_h: The highest price of all GPUs in use together, USD per hour; only for :func:`plan`. Nodes of
-            several GPUs are paid as a whole.
+        budget_usd_per_h: The highest price of all GPUs in use together, USD per hour; only for :func:`plan`. The
+            whole price of a node of several GPUs counts.
         revocations_per_hour: Revocations of each node per hour; for "progress".
         pause_s: Seconds for which a morph stops training; for "progress".
         replacement_s: Seconds from the revocation of a node until its replacement is in use; for "progress".

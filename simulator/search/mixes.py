@@ -438,7 +438,7 @@ class Search:
                 self.play(group, time_ns)
 
     def sketch_ns(self) -> float:
-        """Return ``least_ns``. With many GPUs some of the depths are simulated before."""
+        """Return ``least_ns``. With many GPUs some of the depths are simulated first."""
         if not self.lines and self.is_large:
             rough_ns = self.least_ns()
             for place in range(0, len(self.groups), _STEP):

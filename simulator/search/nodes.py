@@ -227,7 +227,7 @@ class _OnNodes:
         return found if found.expected.mini_batch_s * 1e9 < below_ns else None
 
     def _kinds(self, rows: tuple[Rows, ...]) -> list[tuple[int, Rows]] | None:
-        """Return kinds of pipelines: of one type and depth, and inside nodes with equally many stages or over several.
+        """Return the pipelines by kind: of one type and depth, each inside an equally full node or over several nodes.
 
         Return None if messages of different kinds would share a node's link, because each kind is simulated alone.
         """

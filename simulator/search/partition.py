@@ -132,7 +132,10 @@ def bounds_ns(costs: SectionCosts, schedule: Schedule, num_micro_batches: int, l
 @entry
 @compiled
 def _bound(work, last, both, link):  # type: ignore[no-untyped-def]
-    """Compute the bounds by bisection: a stage's own part falls as its first section grows; ``last``: times if last."""
+    """Compute the bounds by bisection, because a stage's own part falls as its first section moves back.
+
+    ``last`` replaces ``work`` for the last stage.
+    """
     num_sections = len(work) - 1
     bounds = np.zeros(num_sections + 1, np.int64)
     before = np.full(num_sections + 1, np.int64(0))

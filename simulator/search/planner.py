@@ -316,7 +316,7 @@ def _plan_zones(
 def _plan_pool(
     profile: Profile, request: PlanRequest, pool: Pool, num_runners_up: int, pools: Pools | None = None
 ) -> PlanChoice:
-    """Return the best plan for GPUs of several types; ``pools``: searches of these and other types to continue.
+    """Return the best plan for GPUs of several types; ``pools``: a search that already knows them.
 
     Raises:
         PlanError: the pool has no GPUs, or the request does not allow a pool.
@@ -454,7 +454,7 @@ def pool_plan_table(
     most_replicas: int | None = None,
     **more: Any,
 ) -> dict[Pool, Plan]:
-    """Return the plan with most examples per second for every pool of GPUs up to ``most``, unequal ones included.
+    """Return, for every pool of GPUs up to ``most``, the plan of any pipelines with most examples per second.
 
     Pools on which no plan fits are left out. All plans have the same m: the m with the highest sum of examples per
     second over the types, each with all of its GPUs. ``more``: fields of a request, which replace those of ``request``.
@@ -558,7 +558,7 @@ class _Table:
             self._searches.append((num_gpus, sweep, shapes))
 
     def bounds(self) -> Iterator[float]:
-        """Yield closer and closer bounds of the examples per second, summed over the numbers of GPUs; last the sum."""
+        """Yield ever closer bounds of the examples per second, summed over the numbers of GPUs; the last is exact."""
         rates: dict[int, float] = {}
         for planned in (False, True):
             least_s = math.inf

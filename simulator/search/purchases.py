@@ -278,7 +278,7 @@ def cheapest(pools: Pools, gpus: Sequence[int], equal: Sequence[Found], usd_per_
 
     Args:
         pools: The search for plans on these types.
-        gpus: The available GPUs of each type. Unused GPUs are not paid.
+        gpus: The available GPUs of each type. Unused GPUs cost nothing.
         equal: The cheapest equal pipelines, best first. Mixes use their micro-batch sizes, too.
         usd_per_h: Price of a GPU of each type.
 

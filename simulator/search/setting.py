@@ -139,8 +139,8 @@ class Setting:
     def within_ns(self, most: int, *, beside: bool = False) -> Ints:
         """Return the lower bound for every P over the cuts that fit in memory: int64[K + 1].
 
-        It is 2**62 where no cut fits. The slowest stage is busy with each micro-batch, and the slowest stage of the
-        most even cut is fastest with the windows that need least memory. ``beside``: there are several replicas.
+        The bound is 2**62 where no cut fits. The slowest stage is busy with each micro-batch, and the slowest stage of
+        the most even cut is fastest with the windows that need least memory. ``beside``: there are several replicas.
         """
         if (most, beside) not in self._within:
             free, held = self.bounds_ns(most), min(most, max(1, self.num_micro_batches - 1)) if beside else most

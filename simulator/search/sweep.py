@@ -433,7 +433,7 @@ class Sweep:
         return found if len(found) > _RANGE else []
 
     def _range_ns(self, case: Case) -> int:
-        """Return a lower bound (ns) for a range: with the busiest replica of its largest D, the rings of its least."""
+        """Return a lower bound (ns) for a range: micro-batches as for its largest D, and rings as for its smallest."""
         assert case.fewest is not None, "one shape alone"
         share = -(-self.settings[case.setting].num_micro_batches // case.shape[1])
         shape, found = (case.shape[0], case.fewest), NEVER

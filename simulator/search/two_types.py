@@ -464,7 +464,7 @@ class TwoTypes:
     def _ways(
         self, pair: tuple[int, int], gpus: tuple[int, ...], gained: tuple[Ints, Ints, Ints, Ints], done: Sequence[Ints]
     ) -> Iterator[dict[Split, int]]:
-        """Yield pipelines over both types: those of the best mix, and equal ones with which a mix does most."""
+        """Yield pipelines over both types: those of the best mix, and equal ones with which a mix finishes most."""
         (i, j), (first, second, gains, order) = pair, gained
 
         def split(place: int) -> Split:
