@@ -1,7 +1,7 @@
 """Sections of one pipeline on several types of node: each section has the times, links and memory of its own type.
 
-A message between two types takes as long as on the slower of them, or as between zones if that is longer. A ring has
-members of one section, so that it takes the all-reduce of that section's type.
+A message between two types takes as long as on the slower type, or as between zones if that is longer. A ring consists
+of stages with the same sections, so its all-reduce takes as long as on the type of these sections.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SUMS = ("forward_sum_ns", "backward_sum_ns", "optimizer_sum_ns")
 
 
 class JoinedSections(SectionCosts):
-    """Sections of which each is on one of several types of node.
+    """Sections that are each on one of several types of node.
 
     Args:
         of_types: The sections on each type, at one m and under the same rules.
@@ -46,7 +46,7 @@ class JoinedSections(SectionCosts):
         self._memory, self._all_reduces, self._mean_jitters = {}, {}, {}
 
     def _links(self, name: str) -> LinkCosts:
-        """Return the times behind each section; between two types those of the slower one, or between zones."""
+        """Return the times of the link behind each section; between two types the slower type's or the zones' times."""
         links: LinkCosts = copy(getattr(self, name))
         zones = np.array([each.profile.environment.zone for each in self.of_types])
         behind = np.append(self.type_of[1:], self.type_of[-1])
@@ -77,9 +77,9 @@ class JoinedSections(SectionCosts):
 
 
 class JoinedMemory(StageMemory):
-    """Memory of stages that lie on the type of their first section; see :class:`JoinedSections`.
+    """Memory of stages that are each on the type of their first section; see :class:`JoinedSections`.
 
-    Limits of the types take the place of one limit for all.
+    The types' limits replace the limit that methods receive.
     """
 
     def __init__(self, of_types: Sequence[StageMemory], type_of: Ints, limits: Sequence[int | None]) -> None:
@@ -96,7 +96,7 @@ class JoinedMemory(StageMemory):
         return tuple(NEVER - 1 if limit is None else each.usable_bytes(limit) for each, limit in limits)
 
     def _chosen(self, begin: Ints, found: Callable[[int, StageMemory], Any]) -> Any:
-        """Return of what is found for all types that of the type of each stage."""
+        """Return for each stage the value that ``found`` returns for the stage's type."""
         every = np.stack(np.broadcast_arrays(begin, *(found(*each) for each in enumerate(self.of_types)))[1:])
         return np.take_along_axis(every, self._type_of[np.broadcast_to(begin, every.shape[1:])][None], 0)[0]
 
@@ -165,5 +165,5 @@ class JoinedMemory(StageMemory):
         return all(each.fits_host(begin[here], end[here]) for each, here in places)
 
     def usable_bytes(self, device_bytes: int) -> int:
-        """Return the limit itself, in the place of which methods take those of the types."""
+        """Return the limit unchanged, because methods use the types' limits instead."""
         return device_bytes

@@ -41,9 +41,9 @@ class ReducedUnit:
 
 @dataclass(frozen=True)
 class Reductions:
-    """Reductions of the P stages of a shape.
+    """What the reductions of the P stages of a shape depend on.
 
-    ``begin`` [P]: their first sections. ``sum_bytes`` [K + 1]: running sums over sections of the bytes that only one
+    ``begin``: int64[P], first sections. ``sum_bytes``: [K + 1], running sums over sections of the bytes that only one
     stage holds. ``tied``: (stages, bytes) for each set of stages that share a unit.
     """
 
@@ -66,7 +66,7 @@ class Reductions:
         return _unchanging(np.repeat(np.arange(len(self.begin)), np.diff(self.begin, append=num_sections)))
 
     def behind_ns(self, num_replicas: int) -> Ints:
-        """Return AR, over a ring of D, of the bytes still to be reduced when each section's backward ends: int64[K]."""
+        """Return AR, over a ring of D, of the bytes not yet reduced when each section's backward ends: int64[K]."""
         if num_replicas not in self._behind:
             sizes = self.sum_bytes[1:] - self.sum_bytes[self.first]
             self._behind[num_replicas] = _unchanging(self.all_reduce.by_section_ns(num_replicas, sizes))
@@ -127,15 +127,15 @@ class Rings:
 
     A *span* is a run of sections that no pipeline cuts. Its units have one ring, which consists of the stages that hold
     them in each pipeline. A worker's link carries the rings of its stage's spans one after the other, in rounds
-    (:func:`morph.contract.plan.reduction_rounds`), then those of units in several stages of some pipeline.
+    (:func:`morph.contract.plan.reduction_rounds`), and then the rings of units in several stages of some pipeline.
 
     Attributes:
         spans: First sections and reductions of the spans, in the form of stages.
-        behind_ns: int64[K], AR of the rest of a span when each section's backward ends.
+        behind_ns: AR of the rest of a span when each section's backward ends: int64[K].
         holders: By kind of pipeline, the stage of each span: int64[spans].
         order: The spans in the order in which their rings are formed.
-        tied: For units in several stages: these stages by kind, and AR of the units.
-        of_kind: Reductions of each kind's stages, as if they never waited for other kinds.
+        tied: For each unit in several stages, these stages by kind, and AR of the unit.
+        of_kind: Reductions of each kind's stages if they never waited for other kinds.
     """
 
     spans: Reductions
@@ -152,7 +152,7 @@ class Rings:
 
     @cached_property
     def waits_for(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Each span before which some worker reduces others, in ring order, with the last of those others."""
+        """Each span before which some worker reduces other spans, in ring order, with the last of those others."""
         found, last = [], dict[tuple[int, int], int]()
         for span in self.order:
             members = [(kind, int(stages[span])) for kind, stages in enumerate(self.holders)]
@@ -167,7 +167,7 @@ class Rings:
         """By kind, the span that each stage reduces last."""
         last = [np.zeros(len(np.unique(stages)), np.int64) for stages in self.holders]
         for of_kind, stages in zip(last, self.holders, strict=True):
-            of_kind[stages[list(self.order)]] = self.order  # the last one written is kept
+            of_kind[stages[list(self.order)]] = self.order  # the last value written to a place stays
         return tuple(last)
 
 

@@ -15,7 +15,7 @@ from simulator.costs.answer import SimulatedKind
 from simulator.costs.reductions import reduced_units
 
 _MEAN_BYTES = 4
-"""Bytes of a parameter's mean gradient."""
+"""Bytes of the mean gradient of one parameter."""
 
 
 def bytes_between_zones(kinds: Sequence[SimulatedKind]) -> float:
@@ -45,7 +45,7 @@ def bytes_between_zones(kinds: Sequence[SimulatedKind]) -> float:
 
 
 def usd_between_zones(kinds: Sequence[SimulatedKind], usd_per_gb: float) -> float:
-    """Return the price (USD) of these bytes, at a price for 10^9 of them."""
+    """Return the price (USD) of the bytes of :func:`bytes_between_zones`, given the price of 10^9 bytes."""
     return usd_per_gb / 1e9 * bytes_between_zones(kinds)
 
 

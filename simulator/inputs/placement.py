@@ -29,7 +29,7 @@ _FEW_SPARE, _MOST_PLACED = 16, 20_000
 
 @dataclass(frozen=True)
 class Placement:
-    """``nodes[d][s]``: number of the node that runs stage s of replica d; ``node_sizes``: GPUs of each node."""
+    """Nodes of workers. ``nodes[d][s]``: number of the node of stage s of replica d; ``node_sizes``: GPUs by node."""
 
     node_sizes: tuple[int, ...]
     nodes: tuple[tuple[int, ...], ...]
@@ -51,7 +51,7 @@ class Placement:
 
     @property
     def rings_at_once(self) -> int:
-        """Return the most all-reduces that share one node's link: stages on it with replicas on other nodes."""
+        """Return the most all-reduces that share one node's link: those of its stages with replicas on other nodes."""
         nodes = self.array()
         leaving = np.flatnonzero((nodes != nodes[:, :1]).any(axis=1))
         held = np.unique(nodes[leaving] * len(nodes) + leaving[:, None]) // len(nodes)
@@ -61,10 +61,10 @@ class Placement:
 def node_sizes(
     num_gpus: int, num_gpus_per_node: int | Sequence[int] | Mapping[str, int | Sequence[int]]
 ) -> tuple[int, ...]:
-    """Return the GPUs of each node: nodes of one size, the last one smaller if need be, or the given sizes.
+    """Return the GPUs of each node: nodes of one size, the last one smaller if necessary, or of the given sizes.
 
     Raises:
-        PlanError: a size is below 1, the sizes do not add up to ``num_gpus``, or they are given for types of a pool.
+        PlanError: a size is below 1, the sizes do not add up to ``num_gpus``, or sizes are given by type.
     """
     if isinstance(num_gpus_per_node, Mapping):
         allowed = "one number, or a list of nodes; numbers by type need a pool"
@@ -86,10 +86,10 @@ def node_sizes(
 
 
 def place(num_stages: int, num_replicas: int, sizes: Sequence[int]) -> Placement:
-    """Put P x D workers on nodes of these sizes; deterministic.
+    """Return a placement of P x D workers on nodes of these sizes; the same arguments give the same placement.
 
     Raises:
-        PlanError: more workers than GPUs.
+        PlanError: there are more workers than GPUs.
     """
     if num_stages * num_replicas > sum(sizes):
         raise PlanError(
@@ -112,9 +112,9 @@ def place(num_stages: int, num_replicas: int, sizes: Sequence[int]) -> Placement
 def placements(num_stages: int, num_replicas: int, sizes: Sequence[int]) -> list[Placement]:
     """Return placements of P x D workers: those of :func:`place` on all nodes, and on only the first few GPUs.
 
-    So the placements for fewer nodes, or for a smaller last node, are among them, and adding GPUs makes no plan slower.
-    More than ``max(sizes) - 1`` spare GPUs for each replica give nothing new, nor does a node that holds all workers;
-    for thousands of replicas fewer placements are tried.
+    The placements for fewer nodes, or for a smaller last node, are thus among them, so adding GPUs makes no plan
+    slower. More than ``max(sizes) - 1`` spare GPUs for each replica give no new placement, nor does a node that holds
+    all workers. For thousands of replicas fewer placements are tried.
     """
     num_workers = num_stages * num_replicas
     found = [place(num_stages, num_replicas, sizes)]
@@ -129,7 +129,7 @@ def placements(num_stages: int, num_replicas: int, sizes: Sequence[int]) -> list
 
 
 def _first_gpus(sizes: Sequence[int], num_gpus: int) -> tuple[int, ...]:
-    """Return the first nodes that together have this many GPUs, the last one smaller if need be."""
+    """Return the first nodes that together have this many GPUs, the last one smaller if necessary."""
     kept, left = [], num_gpus
     for size in sizes:
         if left:
@@ -139,7 +139,7 @@ def _first_gpus(sizes: Sequence[int], num_gpus: int) -> tuple[int, ...]:
 
 
 def place_pipelines(depths: Sequence[int], sizes: Sequence[int], *, in_pairs: bool) -> tuple[tuple[int, ...], ...]:
-    """The node of each stage of pipelines of these depths, which are placed one after the other and fit together."""
+    """Return the node of each stage of pipelines that are placed one after the other; the nodes must have room."""
     free = list(sizes)
     rows = []
     for depth in depths:
@@ -156,7 +156,7 @@ def place_pipelines(depths: Sequence[int], sizes: Sequence[int], *, in_pairs: bo
 
 
 def _pieces(free: list[int], wanted: int, in_pairs: bool) -> list[tuple[int, int]]:
-    """Return the next pieces (node, size) of a replica that still lacks so many stages."""
+    """Return the next pieces (node, size) of a replica that still lacks ``wanted`` stages."""
     enough = [node for node, room in enumerate(free) if room >= wanted]
     if enough:
         return [(min(enough, key=lambda node: (free[node], node)), wanted)]

@@ -58,52 +58,54 @@ _NEEDS = {"examples_per_s": None, "usd_per_example": "usd_per_gpu_hour", "progre
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """How plans are searched, and under which conditions; not every function uses all of it.
+    """How plans are searched, and under which conditions. Not every function uses all fields.
 
     Attributes:
-        memory_bytes: Memory of one device, bytes; None: as in the profile, or no limit if it has none.
-        host_memory_bytes: Host memory for each device that has its own memory, bytes; None: as in the profile.
-        redundancy: ``policy.redundancy`` of the run, which decides about copies of sums and of other workers' state;
-            with "auto" no plan is refused for others' state, because it is held only where there is room.
-        changes: Whether the shape changes during the run, when old and new units are held together.
+        memory_bytes: Memory of one device, bytes; None: that of the profile, or no limit if it has none.
+        host_memory_bytes: Host memory for each device that has its own memory, bytes; None: that of the profile.
+        redundancy: ``policy.redundancy`` of the run, which decides whether workers keep copies of sums and of other
+            workers' state. With "auto" no plan is refused for others' state, which is then held only where it fits.
+        changes: Whether the shape changes during the run; workers then hold old and new units together.
         links: ``vms.links`` of the run; all but "staged" take device memory.
         rings: ``vms.rings`` of the run; all but "gloo" take device memory.
         schedule: "varuna", "gpipe" or "1f1b"; None: the best one.
         micro_batch_size: m; None: the job's, or else the best of the measured ones.
-        pipeline_depth: Only this P.
-        num_replicas: Only this D.
-        unequal: Whether pipelines may differ in depth, cuts and shares of micro-batches: :mod:`simulator.search.pools`.
+        pipeline_depth: The only P to consider; None: all.
+        num_replicas: The only D to consider; None: all.
+        unequal: Whether pipelines may differ in depth, cuts and shares of micro-batches (see
+            :mod:`simulator.search.pools`).
         recompute: Whether stages recompute the forward, in groups of sections where a plan does not fit otherwise; if
-            not, each keeps the activations of micro-batches in flight. None: the better one.
+            not, each stage keeps the activations of micro-batches in flight. None: the better of the two.
         compute_slots: Number of tasks that can run at once on all workers, which then share one machine; None: one
             device per worker.
-        num_gpus_per_node: GPUs of every node, or a list with those of each; of a pool one number for all types, or a
-            number or a list for each type. None: every GPU is its own node.
-        share_links: Messages that leave or enter one node at the same time share its bandwidth.
-        slow: How much slower the tasks of a worker are, by (stage, replica), or by stage for all its replicas.
-        all_reduce: "overlapped": a stage reduces each unit from its last gradient on, beside the rest of its last
-            backward, as the executor does; "late": everything after the last backward of all, as in Varuna's paper.
-        jitter_seed: Draw task and message times from the profile's quantiles, and compare the best shapes by their
-            means over draws; None: medians.
+        num_gpus_per_node: GPUs of every node, or a list with the GPUs of each node; for a pool one number for all
+            types, or a number or a list for each type. None: every GPU is its own node.
+        share_links: Whether messages that leave or enter one node at the same time share its bandwidth.
+        slow: Factor of the times of a worker's tasks, by (stage, replica), or by stage for all replicas of the stage.
+        all_reduce: "overlapped": a stage reduces each unit once the unit's gradient is complete, beside the rest of its
+            last backward, as the executor does; "late": all units after the last backward of all stages, as in Varuna's
+            paper.
+        jitter_seed: Seed with which task and message times are drawn from the profile's quantiles; the best shapes are
+            then compared by their means over the draws. None: times are medians.
         num_draws: Number of mini-batches drawn for each shape.
-        redundant_computation: Bamboo's: each worker also holds the layers of the next stage, and computes for it
-            "lflb": only when its worker is lost; "eflb": forwards always, backwards when it is lost; "efeb": both
-            always (see :mod:`simulator.costs.redundant`). Only for :func:`simulate`.
-        overlap: "full": a worker computes while its messages are sent, as Morph's do; "none": it does nothing else
-            while it sends or receives, as in frameworks with blocking sends (DeepSpeed), for comparisons with these.
+        redundant_computation: Bamboo's: each worker also holds the layers of the next stage and computes for that
+            stage; "lflb": only when that stage's worker is lost; "eflb": forwards always, backwards when that worker is
+            lost; "efeb": both always (see :mod:`simulator.costs.redundant`). Only for :func:`simulate`.
+        overlap: "full": a worker computes while its messages are sent, as Morph's workers do; "none": a worker does not
+            compute while it sends or receives, for comparisons with frameworks with blocking sends (DeepSpeed).
         objective: "examples_per_s", "usd_per_example" or "progress" (see :mod:`simulator.search.objectives`).
-        usd_per_gpu_hour: Price, USD: one for all nodes, by GPUs per node, or of a pool by type; for "usd_per_example"
-            and for a budget.
+        usd_per_gpu_hour: Price, USD: one for all nodes, or by GPUs per node, or for a pool by type; for
+            "usd_per_example" and for a budget.
         zone_gbit_per_s: Bandwidth between two zones of a pool, Gbit/s; None: that of the profile's links between zones,
-            or between nodes where it has none.
+            or, without them, between nodes.
         zone_latency_ms: Latency of these links, milliseconds, with ``zone_gbit_per_s``.
         zone_usd_per_gb: Price of data from one zone to another, USD for 10^9 bytes.
-        budget_usd_per_h: What all GPUs in use may cost together, USD per hour; only for :func:`plan`. Nodes of several
-            GPUs are paid whole.
-        revocations_per_hour: How often a node is revoked; for "progress".
-        pause_s: How long a morph stops training, seconds; for "progress".
+        budget_usd_per_h: The highest price of all GPUs in use together, USD per hour; only for :func:`plan`. The
+            whole price of a node of several GPUs counts.
+        revocations_per_hour: Revocations of each node per hour; for "progress".
+        pause_s: Seconds for which a morph stops training; for "progress".
         replacement_s: Seconds from the revocation of a node until its replacement is in use; for "progress".
-        revoked_together: How many nodes one revocation takes at once; for "progress".
+        revoked_together: Number of nodes that one revocation takes; for "progress".
 
     Raises:
         PlanError: the objective is unknown, or its parameter is missing.
@@ -162,7 +164,7 @@ class PlanRequest:
 
     @property
     def memory_rules(self) -> MemoryRules:
-        """What a run holds in memory besides the needs of a step."""
+        """Return what a run holds in memory besides the needs of a step."""
         sums = self.redundancy in ("salvage", "auto")
         return MemoryRules(
             keeps_sums=sums,
@@ -206,10 +208,10 @@ class PlanRequest:
         )
 
     def nodes(self, num_gpus: int | None) -> tuple[int, ...] | None:
-        """Return the GPUs of each node; None: not given.
+        """Return the GPUs of each node; None if the request has no nodes.
 
         Raises:
-            PlanError: the given nodes have another number of GPUs, or neither is given.
+            PlanError: the nodes together do not have ``num_gpus`` GPUs, or no number of GPUs is given.
         """
         if self.num_gpus_per_node is None:
             return None
@@ -227,7 +229,7 @@ class PlanRequest:
         """Return the GPUs of each node, by type of the pool; empty: every GPU is its own node.
 
         Raises:
-            PlanError: a type has no size of its nodes, or its nodes have another number of GPUs.
+            PlanError: a type has no node size, or its nodes have another number of GPUs than the pool.
         """
         given, field = self.num_gpus_per_node, "num_gpus_per_node"
         if given is None:

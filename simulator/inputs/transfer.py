@@ -10,7 +10,8 @@ the ring size. Outside them, from the nearest measured ring D0, by the ring all-
     AR(D, S) = AR(D0, S0) (D - 1)/(D0 - 1) + [AR(D0, S) - AR(D0, S0)] ((D - 1)/D) / ((D0 - 1)/D0)
 
 with S0 the smallest measured size, whose time counts as latency alone. Without all-reduce measurements, AR follows from
-the send times: 2 (D - 1) messages of S/D bytes. A larger size that was measured to be faster counts as equally slow.
+the send times: 2 (D - 1) messages of S/D bytes. A size that was measured to be faster than a smaller one counts as
+equally slow.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class AllReduce:
     def over_zones(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
         """Return the times of rings over several zones, as if every message went from one zone to another.
 
-        They are 0 where the profile has no links between zones.
+        The times are 0 if the profile has no links between zones.
         """
         if self._between_zones is None:
             return np.zeros(sizes_bytes.shape, np.int64)
@@ -142,7 +143,7 @@ class SlowestAllReduce:
 
     @classmethod
     def of(cls, all_reduces: Iterable[AnyAllReduce]) -> SlowestAllReduce:
-        """Make it of some, each once."""
+        """Return the slowest of these, each counted once."""
         every: list[OneAllReduce] = []
         for each in all_reduces:
             every += each.each if isinstance(each, SlowestAllReduce) else (each,)
@@ -168,7 +169,7 @@ class SlowestAllReduce:
 
 @dataclass(frozen=True, eq=False)
 class JoinedAllReduce:
-    """AR(D, S) of pipelines whose sections are on several types of node: of a section, that of its type."""
+    """AR(D, S) of pipelines whose sections are on several types of node; each section has the AR of its type."""
 
     each: tuple[AllReduce, ...]
     type_of: npt.NDArray[np.int64]
@@ -207,7 +208,7 @@ def whole_ns(times_ns: Floats, what: str) -> npt.NDArray[np.int64]:
     """Round times to whole nanoseconds.
 
     Raises:
-        PlanError: they are too large to be added up.
+        PlanError: the times are too large to be added up.
     """
     longest_ns = float(times_ns.max(initial=0.0))
     if not longest_ns < _MOST_NS:

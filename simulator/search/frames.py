@@ -49,8 +49,8 @@ def plans_frame(plans: Iterable[tuple[int, Plan]], usd_per_gpu_h: float | None =
 
     Args:
         plans: Each plan with its number of GPUs.
-        usd_per_gpu_h: Price of one GPU, USD an hour; adds ``usd_per_h`` and ``usd_per_1000_examples``, in which idle
-            GPUs count, too.
+        usd_per_gpu_h: Price of one GPU in USD per hour. With it the table also has ``usd_per_h`` and
+            ``usd_per_1000_examples``, which count idle GPUs, too.
     """
     rows = [plan_row(plan, num_gpus) for num_gpus, plan in plans]
     frame = pd.DataFrame(rows, columns=list(COLUMNS))

@@ -13,7 +13,7 @@ def num_micro_batches(profile: Profile, micro_batch_size: int) -> int:
     """Return N = M / m.
 
     Raises:
-        PlanError: M is not divisible by m; names the measured m that divide it.
+        PlanError: M is not divisible by m; the message names the measured m that divide M.
     """
     batch = profile.job.batch_size
     if batch % micro_batch_size:
@@ -28,7 +28,7 @@ def num_micro_batches(profile: Profile, micro_batch_size: int) -> int:
 
 
 def possible_micro_batch_sizes(profile: Profile, wanted: int | None = None) -> tuple[int, ...]:
-    """Return the possible m in ascending order: ``wanted``, else the job's own, else all that were measured.
+    """Return the possible m in ascending order: ``wanted``, or the job's own, or all that were measured.
 
     Raises:
         PlanError: ``wanted`` was not measured or does not divide M, or no measured m divides M.
@@ -53,9 +53,9 @@ def possible_micro_batch_sizes(profile: Profile, wanted: int | None = None) -> t
 
 
 def knee_micro_batch_size(profile: Profile, wanted: int | None = None) -> int:
-    """Return the m of a single simulation: of several possible ones the smallest at which F(m)/m stops improving.
+    """Return the m of a single simulation: the smallest possible m at which F(m)/m stops improving.
 
-    It stops improving where the next m is less than 5 % faster per sample (Varuna, section 4.4).
+    F(m)/m stops improving where the next m is less than 5 % faster per sample (Varuna, section 4.4).
     """
     sizes = possible_micro_batch_sizes(profile, wanted)
     per_sample = [sum(section.forward[m].median_s for section in profile.sections) / m for m in sizes]

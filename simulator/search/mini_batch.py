@@ -1,4 +1,4 @@
-"""One mini-batch of one shape: how long, where the time goes, and what limits it (Varuna, section 4.4)."""
+"""Simulates one mini-batch of one shape: its time, its breakdown, and what limits it (Varuna, section 4.4)."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ def simulate(
     engine: EngineName = "compiled",
     **more: Any,
 ) -> Simulation:
-    """Simulate one mini-batch of one shape; defaults are Varuna's schedule, recompute and one replica.
+    """Simulate one mini-batch of one shape. The defaults are Varuna's schedule, recompute and one replica.
 
     Args:
         profile: The measurements of calibration.
-        request: D, m, schedule, recompute and the conditions. If neither the request nor the job gives m, it is the
+        request: D, m, schedule, recompute and the conditions. If neither the request nor the job gives m, m is the
             knee (see :mod:`simulator.search.micro_batch`).
-        boundaries: First section of each stage, beginning with 0; or give ``num_stages``.
+        boundaries: First section of each stage, beginning with 0. Give either ``boundaries`` or ``num_stages``.
         num_stages: P; the stages are then balanced exactly.
-        window_slope: Slope of in-flight windows, or for GPipe the number of rounds; None: the smallest windows within
-            1 % of the fastest.
+        window_slope: Slope of in-flight windows, or for GPipe the number of rounds; None: the smallest windows that
+            take at most 1 % longer than the fastest.
         engine: "reference" plays the shape as SimPy processes, about a thousand times slower, with the same result to
             the nanosecond (:mod:`simulator.engine.reference`); windows are still chosen with the compiled loops.
-        more: Fields of the request that override its own.
+        more: Fields of a request, which replace those of ``request``.
 
     Raises:
-        PlanError: naming the argument, its value and what is allowed.
+        PlanError: an argument is wrong; the message names the argument, its value and what is allowed.
     """
     played_by = engine_of(engine)
     request = replace(request, **more)
@@ -87,7 +87,7 @@ _latest: list[tuple[Profile, tuple[object, ...], Setting]] = []
 
 
 def _setting(profile: Profile, m: int, request: PlanRequest) -> Setting:
-    """What shapes are cut from: the latest is kept, because who asks for one shape of a profile asks for others."""
+    """Return the setting for a profile and m, and keep the latest: callers ask for several shapes of one profile."""
     given = (m, request.recompute is not False, (request.schedule or "varuna",), None, request.memory_rules)
     for latest, arguments, setting in _latest[:]:
         if latest is profile and arguments == given:
@@ -109,12 +109,12 @@ def simulate_plan(
 
     Args:
         profile: The measurements of calibration, of the plan's model.
-        plan: The plan; its expectation is ignored.
+        plan: The plan; its expected times are ignored.
         request: The conditions; its shapes, schedules and nodes are ignored. With ``compute_slots`` all workers are on
-            one machine, whatever the plan's nodes; unequal pipelines are then estimated as if each kind had its own
-            cores, in proportion to its workers. ``slow`` uses the plan's numbers of stages.
+            one machine, whatever nodes the plan has; of unequal pipelines each kind is then estimated with its own
+            cores, in proportion to its workers. The stages in ``slow`` are those of the plan.
         engine: As for :func:`simulate`.
-        more: Fields of the request that override its own.
+        more: Fields of a request, which replace those of ``request``.
 
     Raises:
         PlanError: as for :func:`simulate`.
@@ -162,7 +162,7 @@ def simulate_plan(
 
 
 def _nodes(plan: Plan) -> list[Placement]:
-    """By kind of pipeline."""
+    """Return the placement of each kind of pipeline."""
     rows = iter(plan.placement)
     return [
         Placement(plan.node_sizes, tuple(itertools.islice(rows, kind.num_replicas))) for kind in plan.pipeline_kinds
@@ -177,7 +177,7 @@ def _types(plan: Plan, replica: int) -> list[str]:
 def _costs_as_planned(
     profiles: Mapping[str, Profile], plan: Plan, stages: Sequence[StagePlan], request: PlanRequest, layout: Layout
 ) -> StageCosts:
-    """Return the costs of the stages of one kind of pipeline; ``profiles``: by type of node."""
+    """Return the costs of the stages of one kind of pipeline; ``profiles`` has a profile for each type of node."""
     recompute, m, rules = any(stage.recompute for stage in stages), plan.micro_batch_size, request.memory_rules
     on_types = [SectionCosts(each, m, recompute=recompute, rules=rules) for each in profiles.values()]
     sections = on_types[0]
@@ -191,7 +191,7 @@ def _costs_as_planned(
 
 
 def _slots(slots: int | None, kind: PipelineKind, plan: Plan) -> int | None:
-    """Return the cores for one kind of pipeline, where all share them: in proportion to its workers, at least one."""
+    """Return the cores of one kind of pipeline if all kinds share them: in proportion to its workers, at least one."""
     num_workers = kind.num_stages * kind.num_replicas
     return None if slots is None else max(1, round(slots * num_workers / plan.num_workers))
 
@@ -200,7 +200,7 @@ def _check_unequal(conditions: Conditions) -> None:
     """Refuse conditions under which pipelines of several kinds interact before they reduce.
 
     Raises:
-        PlanError: naming the condition.
+        PlanError: a condition is one of these; the message names it.
     """
     off, redundant = Conditions().redundant_computation, conditions.redundant_computation
     given = {"jitter_seed": (conditions.jitter_seed, None), "redundant_computation": (redundant, off)}

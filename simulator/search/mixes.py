@@ -1,10 +1,11 @@
-"""Which pipelines side by side train fastest: their depths, types of node and numbers of micro-batches.
+"""Finds the pipelines that train fastest side by side: their depths, types of node and numbers of micro-batches.
 
 In a given time each pipeline finishes some number of micro-batches. Which pipelines finish most on the GPUs of one type
-is a knapsack; the answer is the least time in which all types together finish the mini-batch. At first only a bound is
-known for most depths. The depths in the best answer are simulated, until all depths of the best answer have been. Mixes
-with nearly the least time are then simulated as a whole, with whole micro-batches and the rings that all pipelines
-form. Pipelines that are cut alike form the fewest rings, so they are always among these mixes.
+is a knapsack problem; the answer is the least time in which all types together finish the mini-batch. At first only a
+bound is known for most depths. The depths of the best answer are simulated and the answer is found anew, until all its
+depths have been simulated. Mixes with nearly the least time are then simulated as a whole, with whole micro-batches and
+the rings that all pipelines form. Pipelines that are cut alike form the fewest rings, so they are always among these
+mixes.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ Group = tuple[int, int]
 Chosen = tuple[tuple[Group, int], ...]
 """The number of pipelines of each kind, in the order of the kinds."""
 _HOPE = 0.5
-"""The time of a depth that has not been simulated is assumed to exceed its bound, relatively, by at least this fraction
-of the least excess among simulated depths."""
+"""The time of a depth that has not been simulated is assumed to exceed its bound by this fraction of the lesser
+relative excess of its simulated neighbours."""
 _NEIGHBOUR_HOPE, _STEP = 0.85, 6
 """The same fraction for a depth between two simulated ones that are at most ``_STEP`` apart."""
 _ROUGHLY = 1.2
-"""The answer is about this many times as long as the first bound."""
+"""The first simulations assume a time that is this many times the first bound."""
 _NEAR = 1e-4
 _ROUNDS = 40
 _PLAYED, _FEW = {True: 24, False: 8}, 12
@@ -113,7 +114,7 @@ def _knapsack(sizes, gains, most):  # type: ignore[no-untyped-def]
         for place in range(len(sizes)):
             size = sizes[place]
             if size > number:
-                break  # they grow
+                break  # sizes grow
             gain = best[number - size] + gains[place]
             if gain > best[number]:
                 best[number], taken[number] = gain, place
@@ -130,7 +131,7 @@ class Mix:
 
     @property
     def workers(self) -> dict[int, int]:
-        """The number of workers by the number of their type of node."""
+        """The number of workers on each type of node, by the place of the type."""
         used: Counter[int] = Counter()
         for (kind, depth), counts in self.shares:
             used[kind] += depth * len(counts)
@@ -195,7 +196,7 @@ class Mixes:
         """Return the time (ns) of these pipelines with the best micro-batches of each kind; None if they do not fit.
 
         Args:
-            chosen: Pipelines.
+            chosen: The pipelines of the mix.
             stages: See :meth:`Pipelines.costs`.
             thorough: Whether micro-batches are moved between any two kinds, or only away from the kind that ends last.
         """
@@ -251,7 +252,7 @@ class Mixes:
     def _whole(
         self, chosen: Mapping[Group, int], level: Mapping[Group, int], known: Mapping[Group, Mapping[int, int]]
     ) -> tuple[int, ...] | None:
-        """Return totals of each kind: missing micro-batches go to the first pipelines to end, others leave the last."""
+        """Return whole totals by kind: the first to end get missing micro-batches, the last lose surplus ones."""
         lines = {group: Line(known[group].items()) for group in chosen}
         totals = {group: level[group] * number for group, number in chosen.items()}
         while (left := self.total - sum(totals.values())) != 0:
@@ -310,7 +311,7 @@ class Mixes:
 
 
 def _growing(times_ns: Mapping[int, int]) -> dict[int, int]:
-    """The same, none less than that of fewer micro-batches: under windows that were chosen for more it can be."""
+    """Return the times, raised where different windows make a number of micro-batches as fast as a smaller one."""
     least, found = 0, {}
     for number in sorted(times_ns):
         least = found[number] = max(least + 1, times_ns[number])
@@ -367,7 +368,7 @@ class Search:
         bounds = [each[:, depths] for each, depths in zip(found, self.depths, strict=True)]
         self.bounds = np.concatenate(bounds, axis=1).astype(np.float64)
         self.bound_numbers = np.array(mixes.types[0].numbers, np.float64)
-        if len(self.bounds) < _POINTS:  # lines that are played need so many rows
+        if len(self.bounds) < _POINTS:  # the lines of simulated kinds need this many rows
             more = _POINTS - len(self.bounds)
             self.bounds = np.concatenate([self.bounds, *[self.bounds[-1:] + each for each in range(1, more + 1)]])
             self.bound_numbers = np.append(self.bound_numbers, [self.total] * more)
@@ -412,7 +413,7 @@ class Search:
     ) -> tuple[float, Chosen] | None:
         """Return the least estimated time (ns) and its mix, once all kinds of that mix have been simulated.
 
-        None if the time is not below ``below_ns``. ``without``: kinds that are left out.
+        Return None if the time is not below ``below_ns``. ``without``: kinds that are left out.
         """
         changes = 0
         self.sketch_ns()
@@ -437,7 +438,7 @@ class Search:
                 self.play(group, time_ns)
 
     def sketch_ns(self) -> float:
-        """Return ``least_ns``; with many GPUs, after some of the depths have been simulated."""
+        """Return ``least_ns``. With many GPUs some of the depths are simulated first."""
         if not self.lines and self.is_large:
             rough_ns = self.least_ns()
             for place in range(0, len(self.groups), _STEP):
@@ -454,7 +455,7 @@ class Search:
         return min(anchor(max(1, int(min(number, self.total)))), max(1, self.total - 1))
 
     def play(self, group: Group, time_ns: float) -> None:
-        """Simulate a pipeline of this kind with about as many micro-batches as it does in this time (ns)."""
+        """Simulate a pipeline of this kind with about as many micro-batches as it finishes in this time (ns)."""
         if group in self.lines:
             number = self.lines[group].number(time_ns)
         else:
@@ -464,7 +465,7 @@ class Search:
         self.replace(group)
 
     def replace(self, group: Group) -> None:
-        """Put the simulated times of a kind in the place of guessed ones."""
+        """Replace the guessed times of a kind with simulated ones."""
         place, numbers = self.place[group], self.played[group]
         line = self.lines[group] = self.line_of(group, self.num_replicas)
         self.numbers[:, place], self.times_ns[:, place] = line.points(len(self.bounds))
@@ -489,7 +490,7 @@ class Search:
         self.times_ns[:, first:end][:, others] = self.bounds[:, first:end][:, others] * hoped
 
     def line_of(self, group: Group, num_replicas: int) -> Line:
-        """Return the times of a simulated kind as one of D pipelines."""
+        """Return the times of a pipeline of a simulated kind, as one of D pipelines."""
         key = group, num_replicas, self.played[group]
         if key not in self.mixes.lines:
             depth, alone_ns = group[1], self.mixes.types[group[0]].alone_ns
@@ -504,25 +505,25 @@ class Search:
         return self.mixes.lines[key]
 
     def gains(self, time_ns: float, without: frozenset[Group] = frozenset()) -> Ints:
-        """Micro-batches of a pipeline of each kind in so much time."""
+        """Return the number of micro-batches that a pipeline of each kind finishes in this time (ns)."""
         found: Ints = _gains(time_ns, self.numbers, self.times_ns, self.total)
         found[[self.place[group] for group in without]] = 0
         return found
 
     def done(self, time_ns: float) -> list[Ints]:
-        """The most micro-batches in so much time on 0, 1, ... GPUs of each type, as far as is known."""
+        """Return the most micro-batches in this time (ns) on 0, 1, ... GPUs of each type, by present estimates."""
         gains = self.gains(time_ns)
         return [_knapsack(*each)[0] for each in self._parts(gains)]
 
     def _parts(self, gains: Ints) -> Iterator[tuple[Ints, Ints, int]]:
-        """Of each type: depths, gains, GPUs."""
+        """Yield the depths, gains and number of GPUs of each type."""
         for kind, (depths, number) in enumerate(zip(self.depths, self.gpus, strict=True)):
             yield depths, gains[self.ends[kind] : self.ends[kind + 1]], number
 
     def most(
         self, time_ns: float, without: frozenset[Group], gpus: tuple[int, ...] | None = None
     ) -> tuple[int, Chosen]:
-        """Return the most micro-batches in this time (ns), and their pipelines; ``gpus``: numbers in place of all."""
+        """Return the most micro-batches in this time (ns) and their pipelines, on all GPUs or on ``gpus`` by type."""
         done, chosen = 0, Counter[Group]()
         for kind, (depths, gains, number) in enumerate(self._parts(self.gains(time_ns, without))):
             number = number if gpus is None else gpus[kind]
@@ -538,7 +539,7 @@ class Search:
         return done, tuple(sorted(chosen.items()))
 
     def least_ns(self) -> float:
-        """Return a lower bound (ns) for any mix on these GPUs, as far as is known; inf if none fits."""
+        """Return a lower bound (ns) for any mix on these GPUs, by present estimates; inf if no mix fits."""
         found = self.least_time(frozenset(), 0.0)
         return math.inf if found is None else found[0] * (1 - _NEAR)
 

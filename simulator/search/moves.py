@@ -29,7 +29,7 @@ def moved_bounds_ns(
 ) -> Ints:
     """Return a lower bound, over all windows that fit in memory, for each neighbouring cut: int64[M].
 
-    As :func:`simulator.costs.bounds.lower_bound_ns` for many cuts at once; 2**62 where a stage does not fit.
+    The bound of a cut is :func:`simulator.costs.bounds.lower_bound_ns`, or 2**62 if a stage does not fit.
     """
     sections, layout, most = costs.sections, costs.layout, max(counts)
     end = np.concatenate([cuts[:, 1:], np.full((len(cuts), 1), sections.num_sections)], axis=1)

@@ -1,9 +1,10 @@
 """Unequal pipelines on nodes of several GPUs.
 
-Which pipelines may be best is asked of the search for GPUs on nodes of their own, once with the links between nodes and
-once as if all links were those inside a node, and of pipelines that lie in nodes whole. Each answer is then placed, and
-played as it lies there: stages on one node talk over its links, GPUs that compute beside each other are slower, and
-rings share the node's link. Pipelines of one depth that lie differently are different kinds, with shares of their own.
+The search for GPUs on nodes of their own proposes mixes: once with the links between nodes, and once as if all links
+were those inside a node. Mixes of pipelines that each lie inside one node are added. Each proposed mix is placed on the
+nodes and simulated there: stages on one node use its inner links, GPUs that compute beside each other are slower, and
+rings share the node's link. Pipelines of one depth that are placed differently are different kinds, each with its own
+share of micro-batches.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ _SIZES = 2
 _LOOKED_AT, _TINY_LOOKED_AT, _TINY = 10, 64, 8
 _ORDERS = 24
 _DOUBT = 1.02
-"""Mixes that would take so much longer than the best, with the links inside nodes alone, are looked at all the same."""
+"""A mix is considered if it is estimated to take less than this many times the best time."""
 
 
 class Placed(Pipelines):
-    """Pipelines of one kind where they lie: all of them end together, with as many micro-batches each.
+    """Pipelines of one kind, placed on nodes: all have equally many micro-batches and end together.
 
     Args:
-        alone: The same on GPUs that are nodes of their own, whose cuts and windows they have.
-        sweep: The job on the nodes.
-        layout: Of all pipelines of the kind.
+        alone: The same pipelines on GPUs that are nodes of their own. The placed ones use their cuts and windows.
+        sweep: The shapes of the job on the nodes.
+        layout: The layout of all pipelines of the kind.
     """
 
     def __init__(self, alone: Pipelines, sweep: Sweep, layout: Layout) -> None:
@@ -52,7 +53,7 @@ class Placed(Pipelines):
         self._placed: dict[int, StageCosts] = {}
 
     def costs(self, depth: int, num_micro_batches: int, stages: Stages) -> StageCosts | None:
-        """The stages that such pipelines have on GPUs that are nodes of their own."""
+        """Return the costs, on these nodes, of the stages chosen for GPUs that are nodes of their own."""
         found = self.alone.costs(depth, num_micro_batches, stages)
         if found is None:
             return None
@@ -69,7 +70,7 @@ class Placed(Pipelines):
         return self._placed[id(found)]
 
     def ended(self, depth: int, number: int, most: int, stages: Stages) -> Ended | None:
-        """How the last of them ends, at the latest."""
+        """Return the latest end of each stage over all pipelines of the kind."""
         costs = self.costs(depth, most, stages)
         if costs is None:
             return None
@@ -89,14 +90,14 @@ def unequal_on_nodes(
     names: Sequence[str],
     equal: Sequence[Outcome],
 ) -> Simulation | None:
-    """The fastest unequal pipelines on nodes of several GPUs that surpass equal ones; None: none do.
+    """Return the fastest unequal pipelines on nodes of several GPUs; None if equal pipelines are as fast.
 
     Args:
-        profile: What calibration measured.
-        request: How to look for plans.
+        profile: The measurements of calibration.
+        request: How to search for plans.
         nodes: GPUs of each node, by type.
-        names: Of the types.
-        equal: The best equal pipelines of each type, the best first.
+        names: Names of the types.
+        equal: The best equal pipelines of each type, best first.
     """
     search = _OnNodes(profile, request, nodes, names)
     return search.best(equal)
@@ -134,7 +135,7 @@ class _OnNodes:
         return best
 
     def _promising(self, equal: Sequence[Outcome], below_ns: float) -> list[tuple[int, Schedule]]:
-        """Micro-batch sizes and schedules: those of equal pipelines, and whose bound is least."""
+        """Return micro-batch sizes and schedules: those of equal pipelines, and those with the least bounds."""
         default: Schedule = self.schedule or "varuna"
         found: dict[tuple[int, Schedule], None] = {}
         for each in equal:
@@ -145,7 +146,7 @@ class _OnNodes:
         return list(found | dict.fromkeys((size, default) for size in sizes))
 
     def _chosen(self, near: Mixes, far: Mixes, below_ns: float) -> Iterator[Chosen]:
-        """Mixes that may take less, the most promising first."""
+        """Yield mixes that may take less time, the most promising first."""
         search = Search(near, self.gpus)
         found = dict.fromkeys(
             [*search.promising(below_ns), *Search(far, self.gpus).promising(math.inf), *self._whole()]
@@ -161,7 +162,7 @@ class _OnNodes:
         yield from hopeful[: _TINY_LOOKED_AT if self.is_tiny else _LOOKED_AT]
 
     def _whole(self) -> Iterator[Chosen]:
-        """Pipelines of one depth that lie in nodes whole, with or without another one on the rest of each node."""
+        """Yield mixes of pipelines of one depth inside single nodes, with or without one more on each node's rest."""
         of_types = []
         for kind, sizes in enumerate(self.nodes):
             ways: list[Counter[tuple[int, int]]] = []
@@ -177,7 +178,7 @@ class _OnNodes:
             yield tuple(group for way in each for group in way)
 
     def _ways(self, chosen: Chosen) -> Iterator[tuple[Rows, ...]]:
-        """Nodes of all pipelines, by type; pipelines that lie the same way are not placed twice."""
+        """Yield the nodes of all pipelines, by type, without repeating equivalent placements."""
         of_types = []
         first = 0
         for kind, sizes in enumerate(self.nodes):
@@ -193,7 +194,7 @@ class _OnNodes:
         yield from product(*of_types)
 
     def _orders(self, groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """In which pipelines of one type may be placed."""
+        """Return orders in which pipelines of one type may be placed."""
         if self.is_tiny:
             every = permutations([depth for group in groups for depth in group])
             return list(dict.fromkeys(every))[:_ORDERS]
@@ -201,7 +202,7 @@ class _OnNodes:
         return [tuple(depth for group in order for depth in group) for order in kinds]
 
     def _played(self, far: Mixes, rows: tuple[Rows, ...], below_ns: float) -> Simulation | None:
-        """These pipelines where they lie, with the micro-batches that suit them; None where that takes no less."""
+        """Return the simulation of pipelines on these nodes with the best micro-batches; None if it is not faster."""
         kinds = self._kinds(rows)
         if kinds is None:
             return None
@@ -226,9 +227,9 @@ class _OnNodes:
         return found if found.expected.mini_batch_s * 1e9 < below_ns else None
 
     def _kinds(self, rows: tuple[Rows, ...]) -> list[tuple[int, Rows]] | None:
-        """Pipelines that go alike: of one type and depth, on nodes that are as full, or from node to node.
+        """Return the pipelines by kind: of one type and depth, each inside an equally full node or over several nodes.
 
-        None where messages of different kinds would share a node's link: kinds are played one by one.
+        Return None if messages of different kinds would share a node's link, because each kind is simulated alone.
         """
         busy = Counter(node for of_type in rows for row in of_type for node in row)
         kinds: dict[tuple[int, int, int], list[tuple[int, ...]]] = {}
@@ -245,6 +246,6 @@ class _OnNodes:
 
 
 def _with_near_links(profile: Profile) -> Profile:
-    """The profile as if all messages between stages went inside a node."""
+    """Return the profile with the times of messages inside a node for all messages between stages."""
     near = {"activation": profile.intra_node.activation, "gradient": profile.intra_node.gradient}
     return profile.model_copy(update={"inter_node": profile.inter_node.model_copy(update=near)})

@@ -8,11 +8,11 @@ too.
 
     progress = sum over n of p(n) M/T'(n) exp(-h c) x/(exp(x) - 1),    x = h T'(n)
 
-p(n): probability that n nodes live. Each living node is revoked r times a second, b nodes at once; each missing one is
+p(n): probability that n nodes live. Each living node is revoked r times a second, b nodes together; each missing one is
 replaced after w seconds on average (both memoryless), so the stationary p follows from the balance of the flows between
 n and n + 1; for b = 1 it is binomial: each node lives for 1/(1 + r w) of the time, whatever the distribution of w.
 
-T(n): time of the mini-batch: the shape's T if n >= U, else that of the best shape for n nodes (of average size). h:
+T(n): time of the mini-batch: if n >= U that of the shape, else that of the best shape for n nodes of average size. h:
 revocations a second that hit a node in use; each ends the mini-batch under way and costs a pause c, which restarts at
 another revocation. So training runs for exp(-h c) of the time, of which the share x/(exp(x) - 1) counts: each
 revocation loses half a mini-batch if mini-batches are short, and everything if none is ever completed. g: replacements
@@ -53,7 +53,7 @@ class Objective(Protocol):
         """Return the cost of a shape whose mini-batch takes so long."""
 
     def least_cost(self, shape: Shape, mini_batch_s: float) -> float:
-        """Return a lower bound of the cost that is quick to compute."""
+        """Return a lower bound of the cost, which is quick to compute."""
 
     def value(self, shape: Shape, mini_batch_s: float) -> float:
         """Return the objective's value in readable form."""
@@ -84,25 +84,25 @@ class Cheapest:
     usd_per_h: Callable[[Shape], float]
 
     def cost(self, shape: Shape, mini_batch_s: float) -> float:
-        """Dollars per example."""
+        """Return dollars per example."""
         return self.usd_per_h(shape) / 3600 * mini_batch_s / self.batch_size
 
     least_cost = cost
 
     def value(self, shape: Shape, mini_batch_s: float) -> float:
-        """Dollars per example."""
+        """Return dollars per example."""
         return self.cost(shape, mini_batch_s)
 
 
 @dataclass(frozen=True)
 class Revocations:
-    """How often nodes are revoked, and what that costs.
+    """How often nodes are revoked, and how long training pauses then.
 
     Args:
-        per_hour: How often each living node is revoked.
-        pause_s: How long a morph stops training.
-        replacement_s: From the revocation of a node until its replacement is in use.
-        together: How many nodes one revocation takes; all living ones if these are fewer.
+        per_hour: Revocations of each living node per hour.
+        pause_s: Seconds for which a morph stops training.
+        replacement_s: Seconds from the revocation of a node until its replacement is in use.
+        together: Number of nodes that one revocation takes. If fewer are living, it takes all of them.
     """
 
     per_hour: float
@@ -135,9 +135,9 @@ class Revocations:
 
 @dataclass(frozen=True)
 class _Living:
-    """Probable numbers n of living nodes, with their probabilities and their best shapes.
+    """Probable numbers n of living nodes, each with its probability and the best shape's rate, examples per second.
 
-    ``used``: the fewest nodes with which that shape is as fast. ``grows``: whether one more node makes it faster.
+    ``used``: the fewest nodes with which a shape has that rate. ``grows``: whether one more node makes it faster.
     """
 
     numbers: Ints
@@ -155,8 +155,9 @@ class MostProgress:
         batch_size: M.
         revocations: Rate and costs of revocations.
         num_nodes: V.
-        num_used: U of a shape.
-        fallback: Examples per second of the best shape when this many nodes are missing; 0: none fits.
+        num_used: Function that returns U of a shape.
+        fallback: Function that returns the examples per second of the best shape when this many nodes are missing, or
+            0 if no shape fits.
     """
 
     batch_size: int
@@ -191,7 +192,7 @@ class MostProgress:
         trained_s = self.batch_size / np.where(training, rates, 1.0)
         share = np.exp(-hits_per_s * given.pause_s)
         step_s = trained_s
-        for _ in range(2):  # the more pauses, the longer a step, the more nodes join during it
+        for _ in range(2):  # more pauses make a step longer, so that more nodes join during it
             elapsed_s = step_s / np.maximum(share, 1e-300)
             step_s = trained_s + given.pause_s * -np.expm1(-joins_per_s * elapsed_s)
         steps = np.clip(hits_per_s * step_s, 1e-12, 700.0)

@@ -2,8 +2,8 @@
 
 Dynamic programming over (stages left, first section). A stage costs F + R + B (no R if the schedule does not recompute
 and the stage needs no recompute groups), and must fit in memory with the window of its place in the pipeline. Windows
-depend only on the distance to the last stage, so one table serves every P. Among partitions with the same bottleneck
-the table prefers the more even one (sum of squares), as far as it has compared them.
+depend only on the distance to the last stage, so one table serves every P. Of the partitions with the same bottleneck
+that the table compares, it keeps the more even one (the smaller sum of squares).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NEVER = 2**62
 
 @dataclass(frozen=True)
 class PartitionTable:
-    """The best partition for each P in 1..K, of all sections and of those from each section on.
+    """The best partitions into each P in 1..K, of all sections and of the sections from each one on.
 
     Attributes:
         worst_ns: The slowest stage's time, or 2**62 where no partition fits in memory: [P, first section].
@@ -40,12 +40,12 @@ class PartitionTable:
 
     @property
     def bottleneck_ns(self) -> Ints:
-        """The slowest stage's time by P, or 2**62 where no partition fits in memory; entry 0 is unused."""
+        """Return the slowest stage's time by P, or 2**62 where no partition fits in memory; entry 0 is unused."""
         bottleneck: Ints = self.worst_ns[:, 0]
         return bottleneck
 
     def fits(self, num_stages: int) -> bool:
-        """Whether P stages fit in memory."""
+        """Return whether P stages fit in memory."""
         return bool(self.bottleneck_ns[num_stages] < _NEVER)
 
     def boundaries(self, num_stages: int) -> tuple[int, ...]:
@@ -71,12 +71,12 @@ def partition_table(
 
     Args:
         costs: The sections at one m.
-        schedule: Decides windows and which stages recompute.
+        schedule: The schedule, which decides windows and which stages recompute.
         num_micro_batches: Micro-batches of one replica.
         slope: See :func:`simulator.engine.schedules.stage_windows`.
         memory_bytes: Memory per device; None: no limit.
         single: Whether there is only one replica.
-        behind: The last stages, so many, are those of another table, for example on another type of node.
+        behind: The table of the last stages, for example on another type of node, and their number.
     """
     memory = costs.memory(single=single)
     limit = None if memory_bytes is None else memory.usable_bytes(memory_bytes)
@@ -115,7 +115,7 @@ def least_host_bytes(costs: SectionCosts, *, single: bool) -> Ints:
 
 
 def bounds_ns(costs: SectionCosts, schedule: Schedule, num_micro_batches: int, link_ns: int) -> Ints:
-    """Return a lower bound over all cuts into P stages and all windows, by P: int64[K + 1].
+    """Return a lower bound by P, which holds for all cuts into P stages and all windows: int64[K + 1].
 
     It is the part of the bound in :mod:`simulator.costs.bounds` that holds for every cut: the minimum over cuts of max
     over s of head_s + n t_s + tail_s, with ``link_ns`` for an activation and its gradient over each link. Prefix sums
@@ -132,7 +132,10 @@ def bounds_ns(costs: SectionCosts, schedule: Schedule, num_micro_batches: int, l
 @entry
 @compiled
 def _bound(work, last, both, link):  # type: ignore[no-untyped-def]
-    """Compute the bound; ``last``: the last stage's times. Bisects: a stage's part falls with its first section."""
+    """Compute the bounds by bisection, because a stage's own part falls as its first section moves back.
+
+    ``last`` replaces ``work`` for the last stage.
+    """
     num_sections = len(work) - 1
     bounds = np.zeros(num_sections + 1, np.int64)
     before = np.full(num_sections + 1, np.int64(0))
@@ -208,10 +211,10 @@ def _tabulated(
 @entry
 @compiled
 def _fill(lowest, best, sums, tables, stored, activations, windows, again, limit, by_memory, groups):  # type: ignore[no-untyped-def] # noqa: PLR0913
-    """Fill in, from a number of stages left on, the best bottleneck of the sections from each one on.
+    """Fill in the best bottlenecks of the sections from each one on, for ``lowest`` stages and more.
 
-    ``choice[left, first]`` is the end of the first stage. A stage that does not fit is recomputed in groups, if it fits
-    with any.
+    ``choice[left, first]`` is the end of the first stage. A stage that does not fit is recomputed in groups, if any
+    groups fit.
     """
     worst, squares, choice = best
     forward, backward = sums

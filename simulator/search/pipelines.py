@@ -1,4 +1,4 @@
-"""How long one pipeline of each depth takes for any number of micro-batches, on one type of node.
+"""Times of one pipeline of each depth with any number of micro-batches, on one type of node.
 
 The time is nearly linear in the number of micro-batches, so a few numbers are simulated and others are interpolated.
 Windows and cuts are chosen for a few numbers only (see ``anchor``), as the planner chooses them for equal pipelines.
@@ -23,10 +23,10 @@ from simulator.search.windows import Trial
 
 NEVER = 2**62
 Stages = Literal["rough", "even", "best"]
-"""How well the stages of a pipeline suit it.
+"""How thoroughly the stages of a pipeline are chosen and timed.
 
-"rough": the most even cut with the best of three windows, timed as planned; "even": the same, timed as it runs; "best":
-the best cut and windows that the search finds.
+"rough": the most even cut with the best of three windows, timed as planned; "even": the same stages, timed as they run;
+"best": the best cut and windows that the search finds.
 """
 _EXACT = 12
 """Up to this number of micro-batches, windows are chosen for each number separately."""
@@ -61,12 +61,12 @@ class Pipelines:
 
     @property
     def node_types(self) -> tuple[str, ...]:
-        """The type of each stage's workers, or one for all stages."""
+        """The type of node of each stage, or one type for all stages."""
         return (self.node_type,)
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers of micro-batches for which bounds are computed, growing; the last one is all of them."""
+        """The numbers of micro-batches for which bounds are computed, ascending; the last is the whole mini-batch."""
         found, number = [], 1
         while number < self.total:
             found.append(number)
@@ -77,7 +77,7 @@ class Pipelines:
     def bounds_ns(self) -> Ints:
         """The least time (ns) of a pipeline of P stages within memory, for each of ``numbers``: int64[numbers, K + 1].
 
-        2**62 where no P stages fit.
+        The bound is 2**62 where no P stages fit.
         """
         found = np.min(
             [[setting.within_ns(number, beside=True) for number in self.numbers] for setting in self.settings], axis=0
@@ -132,9 +132,9 @@ class Pipelines:
         return trial.roomy if trial.quick else trial.closest_ns * 101 >= best_ns * 100
 
     def ended(self, depth: int, number: int, most: int, stages: Stages) -> Ended | None:
-        """Return the end of one pipeline with ``number`` micro-batches, the busiest of whose kind has ``most``.
+        """Return the end of one pipeline with ``number`` micro-batches, if the busiest of its kind has ``most``.
 
-        None if it does not fit in memory.
+        Return None if the pipeline does not fit in memory.
         """
         costs = self.costs(depth, most, stages)
         if costs is None:
@@ -148,7 +148,7 @@ class Pipelines:
     def alone_ns(self, depth: int, number: int, num_replicas: int, most: int | None = None) -> int:
         """Return the approximate time (ns) of a mini-batch of D equal pipelines with ``number`` micro-batches each.
 
-        ``NEVER`` if they do not fit in memory. ``most``: the number of micro-batches for which the stages are chosen;
+        The time is ``NEVER`` if they do not fit in memory. ``most``: the number for which the stages are chosen;
         None: ``number``.
         """
         ended = self.ended(depth, number, most or number, "rough")

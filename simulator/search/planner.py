@@ -1,4 +1,4 @@
-"""Which P x D, and which stages, for a number of GPUs (Varuna, section 4.4)."""
+"""Finds the best shape P x D, and its stages, for a number of GPUs or a pool (Varuna, section 4.4)."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ from simulator.search.objectives import (
     Revocations,
 )
 
-# What a memory limit costs, in words.
+# The cost of a memory limit, in words.
 
 
 def memory_sentence(sweep: Sweep, shapes: Sequence[Shape], best: Outcome, objective: Objective) -> str:
-    """What more memory per device would allow; empty where nothing is limited, or it would gain less than 1 %.
+    """Return what more memory per device would allow, or "" if nothing is limited or less than 1 % would be gained.
 
-    Looks at the shapes again, and at shallower ones, as if there were no limit.
+    The shapes are searched again without a limit, together with shallower ones.
     """
     if sweep.memory_bytes is None:
         return ""
@@ -88,7 +88,7 @@ def memory_sentence(sweep: Sweep, shapes: Sequence[Shape], best: Outcome, object
 
 
 def objective_for(request: PlanRequest, sweep: Sweep, num_gpus: int) -> Objective:
-    """What to make small."""
+    """Return the objective of a request."""
     batch_size = sweep.profile.job.batch_size
     if request.usd_per_gpu_hour is not None and request.objective == "usd_per_example":
         price = request.usd_per_gpu_hour
@@ -110,7 +110,7 @@ def objective_for(request: PlanRequest, sweep: Sweep, num_gpus: int) -> Objectiv
 
 
 def used_sizes(sweep: Sweep, shape: Shape) -> dict[int, int]:
-    """How many nodes of each size a shape uses; without nodes each worker is one of 1 GPU."""
+    """Return how many nodes of each size a shape uses. Without nodes each worker counts as a node of 1 GPU."""
     placement = sweep.layouts(shape)[0].placement
     if placement is None:
         return {1: shape[0] * shape[1]}
@@ -122,7 +122,7 @@ def used_sizes(sweep: Sweep, shape: Shape) -> dict[int, int]:
 
 
 def _fallback(sweep: Sweep, num_gpus: int, num_nodes: int) -> Callable[[int], float]:
-    """Examples per second of the best shape when this many nodes of average size are missing."""
+    """Return a function: the best shape's examples per second when this many nodes of average size are missing."""
     rates: dict[int, float] = {}
 
     def rate(missing: int) -> float:
@@ -138,7 +138,7 @@ def _fallback(sweep: Sweep, num_gpus: int, num_nodes: int) -> Callable[[int], fl
 NUM_RUNNERS_UP = 5
 _WORTH_SAYING = 0.01
 _ZONES = 3
-"""Of at most this many zones every choice is planned for; of more, all of them and each alone."""
+"""Plans are made for every choice of at most this many zones. Of more zones, only all and each alone are planned."""
 
 
 @dataclass(frozen=True)
@@ -146,11 +146,11 @@ class PlanChoice:
     """The answer for one number of GPUs.
 
     ``simulations`` has the explanation, time breakdown and timeline of ``best`` and of each of the ``runners_up``, in
-    their order; ``values`` what the objective makes of each: examples per second, dollars per example, or examples per
-    second with pauses. ``num_shapes`` counts the shapes looked at; those whose lower bound was beaten already were not
-    simulated. ``usd_per_h``: the price of the GPUs that ``best`` uses, or of the whole nodes of several
-    GPUs, if all have a price. ``zone_bytes``: what a mini-batch of ``best`` sends from one zone to another;
-    ``zone_usd_per_h``: the price of that.
+    their order. ``values`` has the objective's value for each: examples per second, dollars per example, or examples
+    per second with pauses. ``num_shapes`` counts the shapes that were considered, including those that were not
+    simulated because their lower bound was too high. ``usd_per_h`` is the price of the GPUs that ``best`` uses, or of
+    the whole nodes of several GPUs, if all have a price. ``zone_bytes`` are the bytes that a mini-batch of ``best``
+    sends from one zone to another, and ``zone_usd_per_h`` is their price.
     """
 
     simulations: tuple[Simulation, ...]
@@ -174,12 +174,12 @@ class PlanChoice:
 
     @property
     def best_simulation(self) -> Simulation:
-        """Of the best plan."""
+        """The simulation of the best plan."""
         return self.simulations[0]
 
     @property
     def num_idle(self) -> int:
-        """GPUs that the best plan leaves idle."""
+        """The number of GPUs that the best plan leaves idle."""
         return self.num_gpus - self.best.num_workers
 
     @cached_property
@@ -207,14 +207,14 @@ def plan(
     Args:
         profile: The measurements of calibration.
         request: What to search, and under which conditions.
-        num_gpus: The number of GPUs; may be left out if ``num_gpus_per_node`` lists the nodes.
+        num_gpus: The number of GPUs. It may be left out if ``num_gpus_per_node`` lists the nodes.
         pool: The number of GPUs of each type, instead of ``num_gpus``. A type is one of the profile's ``node_types``,
             or the profile's own (see :func:`simulator.inputs.conditions.of_pool_type`).
         num_runners_up: How many of the next best shapes to return.
-        more: Fields of the request that override its own.
+        more: Fields of a request, which replace those of ``request``.
 
     Raises:
-        PlanError: no plan fits, or an argument is wrong; the message says what would do.
+        PlanError: no plan fits, or an argument is wrong; the message says what is allowed or how much is enough.
     """
     request = replace(request, **more)
     ranges.RUNNERS_UP.check("num_runners_up", num_runners_up)
@@ -264,7 +264,7 @@ def plan(
 def _purchase(
     profile: Profile, request: PlanRequest, num_gpus: int | None, pool: Pool | None, num_runners_up: int
 ) -> PlanChoice:
-    """The best plan on GPUs or nodes that are worth their price, or within a budget; the others are not bought."""
+    """Return the best plan on the GPUs or nodes that are worth their price and within the budget."""
     if pool is not None:
         _check_pool(request, pool, on_nodes=True)
     elif num_gpus is None and not isinstance(request.num_gpus_per_node, Sequence):
@@ -296,7 +296,7 @@ def _purchase(
 def _plan_zones(
     profile: Profile, request: PlanRequest, pool: Pool, num_runners_up: int, pools: Pools | None = None
 ) -> PlanChoice:
-    """The best plan for a pool, or for its GPUs in only some of its zones where that is better; see ``_plan_pool``."""
+    """Return the best plan for a pool, or for its GPUs in only some of its zones if that is better."""
     zones, choices = pool.zones, [pool]
     if len(zones) > 1 and (request.zone_usd_per_gb or request.applied_to(profile).between_zones is not None):
         numbers = range(len(zones) - 1, 0, -1) if len(zones) <= _ZONES else (1,)
@@ -316,10 +316,10 @@ def _plan_zones(
 def _plan_pool(
     profile: Profile, request: PlanRequest, pool: Pool, num_runners_up: int, pools: Pools | None = None
 ) -> PlanChoice:
-    """The best plan for GPUs of several types; ``pools``: of these types and others, to share what they know.
+    """Return the best plan for GPUs of several types; ``pools``: a search that already knows them.
 
     Raises:
-        PlanError: no GPUs, or a request that a pool does not answer.
+        PlanError: the pool has no GPUs, or the request does not allow a pool.
     """
     _check_pool(request, pool, on_nodes=True)
     nodes, unequal = request.nodes_of_types(pool), None
@@ -368,15 +368,15 @@ def _sweeps_on(
 
 
 def advice(profile: Profile, request: PlanRequest, simulation: Simulation) -> str:
-    """Say which other shape of as many workers would be faster, and by how much: P and D alone differ.
+    """Return a sentence that names a faster shape of as many workers, and its gain; "" if there is none.
 
-    The shape is the planner's, the time that of :func:`simulate` with the same request. Empty where slow workers or
-    redundant computation are requested: they belong to the shape that was simulated.
+    The shape is the planner's, its time that of :func:`simulate` with the same request. The sentence is also empty if
+    slow workers or redundant computation are requested, because they belong to the simulated shape.
 
     Args:
-        profile: What calibration measured.
-        request: What the shape was simulated with.
-        simulation: The shape.
+        profile: The measurements of calibration.
+        request: The request with which the shape was simulated.
+        simulation: The simulation of the shape.
     """
     if request.slow or request.redundant_computation != "off":
         return ""
@@ -389,7 +389,7 @@ def advice(profile: Profile, request: PlanRequest, simulation: Simulation) -> st
         best = plan(profile, free, num_gpus=shape.num_workers, num_runners_up=0).best
         other = simulate(profile, free, num_stages=best.pipeline_depth, num_replicas=best.num_replicas)
     except PlanError:
-        return ""  # no shape of so many workers fits into memory
+        return ""  # no shape of this many workers fits in memory
     less = 1 - other.expected.mini_batch_s / simulation.expected.mini_batch_s
     if less < _WORTH_SAYING:
         return f"The planner finds no faster shape for {workers}."
@@ -408,9 +408,9 @@ def plan_table(
 ) -> dict[int, Plan]:
     """Return the plan with most examples per second for every number of GPUs from ``min_gpus`` to ``max_gpus``.
 
-    Numbers of GPUs on which no plan fits are left out. All plans have the same m, because it may not change in a run:
-    the one with most examples per second on average over the numbers. No plan has a D above ``most_replicas``.
-    ``more``: fields of the request that override its own.
+    Numbers of GPUs on which no plan fits are left out. All plans have the same m, because m may not change in a run:
+    the m with most examples per second on average over the numbers. No plan has a D above ``most_replicas``. ``more``:
+    fields of a request, which replace those of ``request``.
 
     Raises:
         PlanError: the range is empty, or the micro-batch size is impossible.
@@ -434,14 +434,14 @@ def plan_table(
 
 
 def _best_table(tables: Sequence[_Table]) -> _Table:
-    """The one with most examples per second on average, filled."""
+    """Return the table with most examples per second on average, filled."""
     if len(tables) == 1:
         dict(tables[0].found())
         return tables[0]
     steps = [table.bounds() for table in tables]
     heap = [(-next(step), place) for place, step in enumerate(steps)]
     heapq.heapify(heap)
-    while (bound := next(steps[heap[0][1]], None)) is not None:  # the most promising table is taken further
+    while (bound := next(steps[heap[0][1]], None)) is not None:  # refine the most promising table
         heapq.heapreplace(heap, (-bound, heap[0][1]))
     return tables[heap[0][1]]
 
@@ -454,13 +454,13 @@ def pool_plan_table(
     most_replicas: int | None = None,
     **more: Any,
 ) -> dict[Pool, Plan]:
-    """The plan with most examples per second for every pool of GPUs up to ``most``: unequal pipelines, if that is best.
+    """Return, for every pool of GPUs up to ``most``, the plan of any pipelines with most examples per second.
 
-    A pool on which nothing fits is absent. All of them have the same m: the one with which the types, each with all of
-    its GPUs, make most examples per second in all. ``more``: fields of the request.
+    Pools on which no plan fits are left out. All plans have the same m: the m with the highest sum of examples per
+    second over the types, each with all of its GPUs. ``more``: fields of a request, which replace those of ``request``.
 
     Raises:
-        PlanError: a pool without GPUs, a type that the profile does not have, or a request that no pool answers.
+        PlanError: a pool has no GPUs, the profile has no such type, or the request does not allow a pool.
     """
     request, pool = replace(request, **more), most if isinstance(most, Pool) else Pool.of(most)
     _check_pool(request, pool, on_nodes=False)
@@ -512,10 +512,10 @@ def pipeline_times(
     micro_batch_size: int,
     request: PlanRequest = PlanRequest(),  # noqa: B008 (frozen)
 ) -> dict[int, tuple[tuple[int, float], ...]]:
-    """How long a mini-batch takes on pipelines of each depth that fits: (micro-batches of one replica, seconds).
+    """Return a mini-batch's time for pipelines of each depth that fits: (micro-batches of one replica, seconds).
 
-    The numbers of replicas are 1, 2, 3, 4, 6, 8, ... and one more than there are GPUs for. Between two of them the time
-    grows less and less, but for what reducing takes, so that a line from one to the next is nowhere above it.
+    The numbers of replicas are 1, 2, 3, 4, 6, 8, ... up to one more than the GPUs allow. Between two of them, apart
+    from reductions, the time is concave in the micro-batches, so that linear interpolation does not overestimate it.
     """
     on_one = replace(request, micro_batch_size=micro_batch_size, num_gpus_per_node=None)
     sweep = Sweep(profile, on_one, on_one.conditions(None))
@@ -532,7 +532,7 @@ def pipeline_times(
 
 
 def _on_nodes(sweep: Sweep, request: PlanRequest, num_gpus: int) -> Sweep:
-    """The same sweep on as few nodes as have so many GPUs, where the request says how many each has."""
+    """Return the sweep on the fewest nodes that have this many GPUs; the sweep itself if each GPU is its own node."""
     if request.num_gpus_per_node is None:
         return sweep
     sizes = node_sizes(num_gpus, request.num_gpus_per_node)
@@ -545,7 +545,7 @@ class _Table:
     def __init__(self, sweep: Sweep, numbers: range, request: PlanRequest, most_replicas: int | None) -> None:
         self.sweep, self.plans, self.outcomes = sweep, dict[int, Plan](), dict[int, Outcome]()
         self._batch_size, self._most = sweep.profile.job.batch_size, min(sweep.total, most_replicas or sweep.total)
-        self._alone = request.num_gpus_per_node is not None  # the same shape lies elsewhere on other nodes
+        self._alone = request.num_gpus_per_node is not None  # a shape's placement depends on the nodes
         self._searches: list[tuple[int, Sweep, list[Shape]]] = []
         for num_gpus in numbers:
             sweep = _on_nodes(sweep, request, num_gpus)
@@ -553,12 +553,12 @@ class _Table:
             if not depths:
                 continue
             shapes = [(depth, min(num_gpus // depth, self._most)) for depth in depths]
-            if self._searches and not self._alone:  # what is new are the shapes that use all of them
+            if self._searches and not self._alone:  # only the shapes that use all GPUs are new
                 shapes = [shape for shape in shapes if shape[0] * shape[1] == num_gpus]
             self._searches.append((num_gpus, sweep, shapes))
 
     def bounds(self) -> Iterator[float]:
-        """Of the examples per second, summed over the numbers of GPUs: closer and closer; the last is the sum."""
+        """Yield ever closer bounds of the examples per second, summed over the numbers of GPUs; the last is exact."""
         rates: dict[int, float] = {}
         for planned in (False, True):
             least_s = math.inf
@@ -574,7 +574,7 @@ class _Table:
             yield sum(rates.values())
 
     def found(self) -> Iterator[tuple[int, Plan]]:
-        """The plans, one after the other."""
+        """Yield the plans one after the other."""
         described: dict[Shape, Plan] = {}
         one: Outcome | None = None
         for num_gpus, sweep, shapes in self._searches:
@@ -592,7 +592,7 @@ class _Table:
 def _shapes(
     sweep: Sweep, num_gpus: int, pipeline_depth: int | None, num_replicas: int | None, *, smaller: bool
 ) -> list[Shape]:
-    """The (P, D) to look at: with ``smaller`` every D that may be best, else the largest alone."""
+    """Return the (P, D) to consider: with ``smaller`` every D that may be best, else only the largest."""
     shapes = []
     for depth in sweep.checked_depths(num_gpus, pipeline_depth, num_replicas):
         most = num_replicas or min(num_gpus // depth, sweep.total)
@@ -609,10 +609,10 @@ def plan_frame(
     min_gpus: int = 1,
     **more: Any,
 ) -> pd.DataFrame:
-    """:func:`plan_table` as a pandas table: the plan with most examples per second for every number of GPUs.
+    """Return :func:`plan_table` as a pandas table: the plan with most examples per second for every number of GPUs.
 
-    Columns: ``simulator.search.frames.COLUMNS``; with a price also usd_per_h and usd_per_1000_examples, of all GPUs,
-    idle ones too.
+    The columns are ``simulator.search.frames.COLUMNS``, and with a price also ``usd_per_h`` and
+    ``usd_per_1000_examples``, which count idle GPUs, too.
     """
     from simulator.search.frames import plans_frame  # pandas is slow to import
 

@@ -1,9 +1,9 @@
-"""The best plan for GPUs of one or several types: equal pipelines on one of them, unequal ones, or ones over two types.
+"""Finds the best plan for GPUs of one or several types: equal pipelines, unequal ones, or pipelines over two types.
 
-Equal pipelines on one type are asked of its :class:`Sweep`. Mixes are then looked for with the micro-batch sizes that
-suit those, and replace them where they take 0.1 % less. A mix of all GPUs is not always the best: those of fewer GPUs
-that might be as fast are looked at too, so that no GPU makes a plan slower. Mixes with pipelines that are on two types
-(:mod:`simulator.search.two_types`) replace others where they take 0.1 % less, too.
+A :class:`Sweep` finds the equal pipelines on each type. Mixes are then searched with the micro-batch sizes that suit
+equal pipelines, and replace equal pipelines if they take 0.1 % less time. A mix of all GPUs is not always the best:
+mixes of fewer GPUs that might be as fast are searched, too, so that an added GPU never makes a plan slower. Mixes with
+pipelines over two types (:mod:`simulator.search.two_types`) also replace others if they take 0.1 % less time.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from simulator.search.two_types import TwoTypes
 WORTH = 0.999
 """Unequal pipelines replace equal ones if they take at most this fraction of their time."""
 _SIZES, _MANY = 4, 64
-"""How many micro-batch sizes are looked at, those of the least bounds first; one, with more than ``_MANY`` GPUs."""
+"""The number of micro-batch sizes that are tried, in the order of their bounds. With more than ``_MANY`` GPUs only one
+size is tried."""
 _NEAR = 1.01
-"""Sizes are looked at whose mixes are estimated to take at most this many times as long as the best size's."""
+"""A size is tried if its mixes are estimated to take at most this many times as long as those of the best size."""
 _HOPEFUL = 1.01
 """An estimate may be too high by this factor."""
 _TINY, _CROSSING_SIZES, _CROSSED, _BUSY = 8, 2, 128, 0.98
@@ -47,7 +48,10 @@ _SUBSETS = {True: 16, False: 2}
 
 @dataclass(frozen=True)
 class Found:
-    """One answer: equal pipelines, of a type or over two (``node_types``: of each stage, or one for all), or a mix."""
+    """One answer: equal pipelines on one type or over two, or a mix.
+
+    ``node_types``: for equal pipelines, the type of each stage or one type for all stages.
+    """
 
     mini_batch_ns: int
     workers: tuple[int, ...]
@@ -66,14 +70,14 @@ class Found:
 
     @property
     def num_kinds(self) -> int:
-        """Kinds of pipelines."""
+        """The number of kinds of pipelines."""
         return 1 if self.mix is None else len(self.mix.shares)
 
 
 def allows_unequal(request: PlanRequest, *, on_nodes: bool = False) -> bool:
-    """Whether pipelines may be unequal: each worker has a device of its own, and no shape is given.
+    """Return whether pipelines may be unequal: each worker has a device of its own, and no shape is given.
 
-    ``on_nodes``: even if nodes have several devices (:mod:`simulator.search.nodes`).
+    ``on_nodes``: also allow nodes with several devices (:mod:`simulator.search.nodes`).
     """
     sizes = None if on_nodes else request.num_gpus_per_node
     given = (sizes, request.compute_slots, request.jitter_seed, request.slow or None)
@@ -85,11 +89,11 @@ class Pools:
     """Answers for numbers of GPUs of some types.
 
     Args:
-        profile: What calibration measured.
-        request: How to look for plans.
-        names: Of the types; see :func:`of_pool_type`.
-        sweeps: Of the types, if there are any already.
-        most_replicas: D at most.
+        profile: The measurements of calibration.
+        request: How to search for plans.
+        names: Names of the types; see :func:`of_pool_type`.
+        sweeps: Sweeps of the types, if they exist already.
+        most_replicas: The largest D.
     """
 
     def __init__(
@@ -112,10 +116,10 @@ class Pools:
         self._two_types: dict[tuple[int, Schedule], TwoTypes] = {}
 
     def equal(self, gpus: Sequence[int], count: int = 1, below_ns: float = math.inf) -> list[Found]:
-        """The fastest equal pipelines on each type alone, best first; none that take longer than ``below_ns``.
+        """Return the fastest equal pipelines on each type alone, best first, in at most ``below_ns``.
 
         Raises:
-            PlanError: the job fits on none of them; not raised with a ``below_ns``, which shows that it fits somehow.
+            PlanError: the job fits on no type. With a ``below_ns`` the list is empty instead.
         """
         found = []
         for place, (sweep, number) in enumerate(zip(self.sweeps, gpus, strict=True)):
@@ -130,10 +134,10 @@ class Pools:
         return sorted(found, key=lambda each: (each.mini_batch_ns, sum(each.workers)))
 
     def best(self, gpus: Sequence[int], count: int = 1) -> list[Found]:
-        """The fastest answers, best first: a mix of all types, unless equal pipelines of one are about as fast.
+        """Return the fastest answers, best first: a mix of all types, unless equal pipelines of one are about as fast.
 
         Raises:
-            PlanError: the job fits on none of them.
+            PlanError: the job does not fit.
         """
         found, refused = list[Found](), None
         try:
@@ -148,16 +152,16 @@ class Pools:
     def crossing(
         self, gpus: tuple[int, ...], best: Found | None, sizes: Sequence[int] = (), below_ns: float = math.inf
     ) -> Found | None:
-        """The fastest mix with pipelines over two types that surpasses the best one without; None: there is none.
+        """Return the fastest mix with pipelines over two types that surpasses ``best`` and takes under ``below_ns``.
 
-        ``sizes``: micro-batch sizes, in place of those that seem best; ``below_ns``: it takes less than so much.
+        ``sizes``: micro-batch sizes to try instead of those that seem best.
         """
         if sum(number > 0 for number in gpus) < 2:
             return None
         if best is not None:
             below_ns = min(below_ns, best.mini_batch_ns * WORTH)
         if best is not None and sum(gpus) > _CROSSED and sum(best.workers) >= _BUSY * sum(gpus):
-            return None  # not enough to gain for how long so many GPUs take to look at
+            return None  # the gain would not be worth a search over so many GPUs
         schedule = self.request.schedule or "varuna"
         answer: Found | None = None
         for size in sizes or self.crossing_sizes(gpus, best, schedule):
@@ -169,7 +173,7 @@ class Pools:
         return answer
 
     def crossing_sizes(self, gpus: tuple[int, ...], best: Found | None, schedule: Schedule) -> list[int]:
-        """Micro-batch sizes for pipelines over two types: that of the best answer, or those that seem best."""
+        """Return micro-batch sizes for pipelines over two types: that of the best answer, or those that seem best."""
         if best is not None and sum(gpus) > _TINY:
             return [best.micro_batch_size] if best.micro_batch_size in self.sizes() else []
         times_ns = {size: self.two_types_of(size, schedule).least_ns(gpus) for size in self.sizes()}
@@ -178,7 +182,7 @@ class Pools:
         ]
 
     def two_types_of(self, micro_batch_size: int, schedule: Schedule) -> TwoTypes:
-        """Pipelines over two types, of one micro-batch size and schedule."""
+        """Return the search for pipelines over two types, with one micro-batch size and schedule."""
         key = micro_batch_size, schedule
         if key not in self._two_types:
             self._two_types[key] = TwoTypes(self.mixes(*key), self.of_size(micro_batch_size))
@@ -194,13 +198,13 @@ class Pools:
         return (mixes + equal if is_worth else equal + mixes)[:count]
 
     def of_outcome(self, place: int, outcome: Outcome) -> Found:
-        """Equal pipelines of a type as an answer."""
+        """Return equal pipelines on one type as an answer."""
         workers = [0] * len(self.names)
         workers[place] = outcome.shape[0] * outcome.shape[1]
         return Found(outcome.mini_batch_ns, tuple(workers), (self.names[place],), outcome)
 
     def unequal(self, gpus: Sequence[int], equal: Sequence[Found] = ()) -> list[Found]:
-        """The fastest mixes on these GPUs, or fewer, best first, that surpass the best equal pipelines."""
+        """Return the fastest mixes on these GPUs or fewer, best first, that surpass the best equal pipelines."""
         best: list[Found] = []
         below = equal[0].mini_batch_ns * WORTH if equal else math.inf
         for size, schedule in self.promising(tuple(gpus), equal, below):
@@ -213,10 +217,10 @@ class Pools:
         return best
 
     def promising(self, gpus: tuple[int, ...], equal: Sequence[Found], below_ns: float) -> list[tuple[int, Schedule]]:
-        """Micro-batch sizes and schedules for mixes: those of equal pipelines, and the most promising others.
+        """Return micro-batch sizes and schedules for mixes: those of equal pipelines, and the most promising others.
 
-        A size is known first by a bound, then by one within memory, then by a sketch, then by what mixes of it are
-        estimated to take.
+        A size is ranked by a bound, then by a bound within memory, then by a sketch, and finally by the estimated time
+        of its mixes.
         """
         found: dict[tuple[int, Schedule], None] = {}
         for each in equal:
@@ -248,12 +252,12 @@ class Pools:
     def table(
         self, most: Sequence[int], micro_batch_size: int, equal: Sequence[Mapping[int, Outcome]]
     ) -> Iterator[tuple[tuple[int, ...], Found]]:
-        """The best answer for every number of GPUs of each type up to ``most``; none where the job does not fit.
+        """Yield the best answer for every number of GPUs of each type up to ``most`` on which the job fits.
 
         Args:
-            most: GPUs of each type.
-            micro_batch_size: Of all answers.
-            equal: Of each type, by number of GPUs, the fastest equal pipelines, where any fit.
+            most: The largest number of GPUs of each type.
+            micro_batch_size: The m of all answers.
+            equal: For each type, the fastest equal pipelines by number of GPUs, where they fit.
         """
         mixes = self.mixes(micro_batch_size, self.request.schedule or "varuna")
         least: dict[tuple[int, ...], Found] = {}
@@ -287,20 +291,20 @@ class Pools:
         return usd_between_zones(self._kinds(found), price) if price else 0.0
 
     def of_mix(self, mix: Mix, mixes: Mixes) -> Found:
-        """Unequal pipelines as an answer."""
+        """Return a mix as an answer."""
         workers = tuple(mix.workers.get(place, 0) for place in range(len(self.names)))
         return Found(mix.mini_batch_ns, workers, mix=mix, mixes=mixes)
 
     def sizes(self) -> list[int]:
-        """Micro-batch sizes that all types have."""
+        """Return the micro-batch sizes that are possible on all types."""
         return sorted(set.intersection(*map(set, self._by_size)))
 
     def of_size(self, micro_batch_size: int) -> list[Sweep]:
-        """The sweep of each type with one micro-batch size."""
+        """Return the sweep of each type with one micro-batch size."""
         return [sizes[micro_batch_size] for sizes in self._by_size]
 
     def mixes(self, micro_batch_size: int, schedule: Schedule) -> Mixes:
-        """Of one micro-batch size and schedule."""
+        """Return the mixes with one micro-batch size and schedule."""
         key = micro_batch_size, schedule
         if key not in self._mixes:
             types = [
@@ -311,7 +315,7 @@ class Pools:
         return self._mixes[key]
 
     def _subsets(self, mixes: Mixes, gpus: tuple[int, ...], below_ns: float) -> Iterator[tuple[int, ...]]:
-        """All of these GPUs, then fewer that may be enough for so short a mini-batch."""
+        """Yield all of these GPUs, then fewer that may finish a mini-batch in less than ``below_ns``."""
         yield gpus
         count = _SUBSETS[sum(gpus) <= _MANY]
         least = np.array([max(0, number - count) for number in gpus])
@@ -323,7 +327,7 @@ class Pools:
             yield tuple(enough[place].tolist())
 
     def described(self, found: Found) -> Simulation:
-        """The whole answer."""
+        """Return an answer as a simulation."""
         return describe_kinds(self._kinds(found))
 
     def _kinds(self, found: Found) -> list[SimulatedKind]:
@@ -335,7 +339,7 @@ class Pools:
         return found.mixes.described(found.mix)
 
     def too_small(self, gpus: Sequence[int]) -> PlanError:
-        """Say which of the types would do with how many GPUs, and what takes most."""
+        """Return an error that says how many GPUs of which type are enough, and what takes most memory."""
         refused = []
         for name, sweep, number in zip(self.names, self.sweeps, gpus, strict=True):
             if number:

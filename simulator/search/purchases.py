@@ -1,9 +1,9 @@
-"""What is bought: GPUs or nodes that make examples for fewest dollars, or that train fastest within a budget.
+"""Chooses what to buy: GPUs or nodes with fewest dollars per example, or the fastest within a budget.
 
-GPUs that are nodes of their own are bought one by one. Nodes of several GPUs are bought whole, with the GPUs that stay
-idle: a *choice* is a number of nodes of each type and size. How fast equal pipelines are at most on the nodes of a
-choice is quickly known, and with it which choices are promising. For each of those the fastest plan is found, on just
-these nodes; it costs what the nodes that it uses cost.
+GPUs that are nodes of their own are bought one by one. Nodes of several GPUs are bought whole, including GPUs that stay
+idle: a *choice* is a number of nodes of each type and size. Bounds for equal pipelines on the nodes of a choice are
+computed quickly and show which choices are promising. For each promising choice the fastest plan on just these nodes is
+found; its price is that of the nodes that it uses.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float64]
 _HOUR_NS = 3.6e12
 _CHOICES = 16
-"""Choices of GPUs or nodes that are planned."""
+"""The largest number of choices of GPUs or nodes that are planned."""
 _SLOWER, _LENGTHS, _CHEAP = 16.0, 24, 6
 """Cheaper mini-batches may be up to ``_SLOWER`` times as long; ``_LENGTHS`` lengths between are tried, and the
 ``_CHEAP`` cheapest choices of GPUs are planned."""
 _PART_IDLE = 1.05
-"""GPUs are planned that, if all of them were used, would take at most this many times as long as costs least: pipelines
-may use fewer."""
+"""Mixes are planned if with all of their GPUs they take at most this many times as long as the cheapest, because
+pipelines may use fewer GPUs."""
 _MOST_CHOICES = 200_000
-"""Choices of GPUs or nodes that are compared, at most."""
+"""The largest number of choices of GPUs or nodes that are compared."""
 _ABOUT = 1 + 1e-9
 """A price may be above the budget by this factor, for rounding."""
 _COMPARED, _POINTS = 64, 12
-"""Choices of nodes that are compared by pipelines planned where they would lie; more are first compared by what nodes
-of one size do, for ``_POINTS`` numbers of GPUs."""
+"""At most ``_COMPARED`` choices of nodes are compared by pipelines planned on their nodes. More choices are first
+compared by the rates of nodes of one size, for ``_POINTS`` numbers of GPUs."""
 _GAIN = 0.75
 """A choice of nodes is not planned if even with this fraction of the estimated time it would not be the best."""
 
 
 def prices_of(request: PlanRequest, names: Sequence[str]) -> list[float]:
-    """Dollars per GPU-hour of each type.
+    """Return dollars per GPU-hour of each type.
 
     Raises:
-        PlanError: a type without a price.
+        PlanError: a type has no price.
     """
     price, field = request.usd_per_gpu_hour, "usd_per_gpu_hour"
     by_type = dict[Any, float](price.items()) if isinstance(price, Mapping) else dict.fromkeys(names, price)
@@ -77,7 +77,7 @@ def prices_of(request: PlanRequest, names: Sequence[str]) -> list[float]:
 
 
 def usd_per_h_in_use(request: PlanRequest, best: Plan) -> float | None:
-    """Price per hour of the GPUs that a plan uses, or of the nodes of several GPUs that it uses; None: not known."""
+    """Return the price per hour of the GPUs, or of the nodes of several GPUs, that a plan uses; None: unknown."""
     if request.usd_per_gpu_hour is None:
         return None
     used = nodes_in_use(best)
@@ -87,7 +87,7 @@ def usd_per_h_in_use(request: PlanRequest, best: Plan) -> float | None:
 
 
 def nodes_in_use(plan: Plan) -> Counter[tuple[str, int]]:
-    """How many nodes of each type and size a plan uses; each GPU is one if the plan has no nodes."""
+    """Return how many nodes of each type and size a plan uses. Without nodes each GPU counts as one."""
     if not plan.placement:
         return Counter({(name, 1): number for name, number in plan.pool})
     nodes = {
@@ -99,7 +99,7 @@ def nodes_in_use(plan: Plan) -> Counter[tuple[str, int]]:
 
 
 def nodes_text(nodes: Mapping[tuple[str, int], int]) -> str:
-    """Numbers of nodes of each type and size in words."""
+    """Return numbers of nodes of each type and size in words."""
     return " and ".join(
         f"{counted(number, 'node')} of {f'{size} {name}' if name else counted(size, 'GPU')}"
         for (name, size), number in sorted(nodes.items(), key=lambda each: (each[0][0], -each[0][1]))
@@ -108,7 +108,7 @@ def nodes_text(nodes: Mapping[tuple[str, int], int]) -> str:
 
 
 def _usd_per_gpu_h(request: PlanRequest, name: str, size: int) -> float | None:
-    """Price of one GPU of this type, in a node of this size; None: not known."""
+    """Return the price of one GPU of this type, in a node of this size; None: unknown."""
     price = request.usd_per_gpu_hour
     if not isinstance(price, Mapping):
         return price
@@ -117,7 +117,7 @@ def _usd_per_gpu_h(request: PlanRequest, name: str, size: int) -> float | None:
 
 
 def zone_usd_per_h(request: PlanRequest, simulation: Simulation) -> float:
-    """Price per hour of the data that goes from one zone to another, USD."""
+    """Return the price, USD per hour, of the data sent from one zone to another."""
     price = request.zone_usd_per_gb
     return usd_between_zones(simulation.kinds, price) * 3600 / simulation.expected.mini_batch_s if price else 0.0
 
@@ -140,7 +140,7 @@ def cheapest_equal(pools: Pools, gpus: Sequence[int], prices: Sequence[float], c
             (depth, replicas) for depth in depths for replicas in sweep.replicas(min(number // depth, sweep.total))
         ]
         aim = Cheapest(sweep.profile.job.batch_size, partial(_usd_per_h, price))
-        below = math.inf  # what the cheapest of the types before cost
+        below = math.inf  # the cost of the last of the cheapest so far
         if len(found) == count:
             below = cost(found[-1]) / 3600 / 1e9 / sweep.profile.job.batch_size
         cheaper = [pools.of_outcome(place, outcome) for outcome in sweep.best(shapes, count, aim, below)]
@@ -151,16 +151,16 @@ def cheapest_equal(pools: Pools, gpus: Sequence[int], prices: Sequence[float], c
 def within_budget(
     pools: Pools, gpus: Sequence[int], request: PlanRequest, answer: Callable[[Sequence[int]], PlanChoice]
 ) -> PlanChoice:
-    """The best plan of GPUs that cost no more than the budget together; the others are not bought.
+    """Return the best plan of GPUs that together cost no more than the budget.
 
     Args:
-        pools: Of the types.
-        gpus: How many of each type there are.
-        request: With a budget and prices.
-        answer: The best plan on GPUs of each type, without the budget.
+        pools: The search for plans on these types.
+        gpus: The available GPUs of each type.
+        request: The request, with a budget and prices.
+        answer: Function that returns the best plan on GPUs of each type, without the budget.
 
     Raises:
-        PlanError: no plan fits, or none within the budget; the message names one that would do.
+        PlanError: no plan fits, or none within the budget; the message names a budget that is enough.
     """
     budget, prices = request.budget_usd_per_h or 0.0, prices_of(request, pools.names)
     best, sign = answer(gpus), 1 if request.objective == "examples_per_s" else -1
@@ -169,14 +169,14 @@ def within_budget(
     def answers(gpus: Sequence[int], most_usd: float) -> list[PlanChoice]:
         found = []
         for numbers in affordable(pools, gpus, prices, most_usd):
-            with contextlib.suppress(PlanError):  # the job does not fit on so few
+            with contextlib.suppress(PlanError):  # the job does not fit on this few GPUs
                 found.append(answer(numbers))
         return found
 
     if _usd_per_h_of(best) > most_usd:
         found = answers(gpus, most_usd)
         dear = [each.zone_usd_per_h for each in found if _usd_per_h_of(each) > most_usd]
-        if dear:  # fewer GPUs, so that the data is within the budget, too; or none that crosses
+        if dear:  # try fewer GPUs, to pay for the data too, and GPUs of one zone
             found += answers(gpus, most_usd - max(dear))
             zones = [type_and_zone(name)[1] for name in pools.names]
             for zone in dict.fromkeys(zones):
@@ -200,7 +200,7 @@ def _too_small_budget(budget: float, usd_per_h: float, on: str) -> PlanError:
 
 
 def _cheap_subsets(mixes: Mixes, gpus: tuple[int, ...], usd_per_h: Sequence[float]) -> list[tuple[int, ...]]:
-    """GPUs of these that may make examples for fewest dollars: of mini-batches of several lengths the cheapest."""
+    """Return GPUs that may have the fewest dollars per example: the cheapest for mini-batches of several lengths."""
     search = mixes.search(gpus)
     solved = search.solve(frozenset())
     if solved is None:
@@ -215,18 +215,18 @@ def _cheap_subsets(mixes: Mixes, gpus: tuple[int, ...], usd_per_h: Sequence[floa
 
 
 def cheapest_enough(done: Sequence[Ints], total: int, usd_per_h: Sequence[float]) -> tuple[int, ...] | None:
-    """The cheapest numbers of GPUs of each type that do so many micro-batches; None where all do fewer.
+    """Return the cheapest numbers of GPUs of each type that finish ``total`` micro-batches; None if none do.
 
-    Types are added one by one. After each, a choice is dropped if another one does as much for the same price or less.
+    Types are added one by one. After each, a choice is dropped if another does as much for the same price or less.
 
     Args:
-        done: Of each type, what 0, 1, ... GPUs do.
-        total: Micro-batches.
+        done: For each type, the micro-batches that 0, 1, ... GPUs finish.
+        total: The number of micro-batches.
         usd_per_h: Price of a GPU of each type.
     """
     most, usd, counts = np.zeros(1, np.int64), np.zeros(1), np.zeros((1, 0), np.int64)
     for each, price in zip(done, usd_per_h, strict=True):
-        gaining = np.flatnonzero(np.diff(each, prepend=-1) > 0)  # other numbers cost more and do no more
+        gaining = np.flatnonzero(np.diff(each, prepend=-1) > 0)  # other numbers cost more and finish no more
         first, place = np.divmod(np.arange(len(most) * len(gaining)), len(gaining))
         number = gaining[place]
         most, usd = np.minimum(total, most[first] + each[number]), usd[first] + price * number
@@ -241,12 +241,12 @@ def cheapest_enough(done: Sequence[Ints], total: int, usd_per_h: Sequence[float]
 def maximal_within(numbers: Sequence[int], usd_per_h: Sequence[float], most_usd: float) -> Ints:
     """Return every choice of GPUs or nodes to which the budget cannot add one: [number of choices, number of kinds].
 
-    Of very many choices only some are returned, spread out evenly.
+    If there are very many choices, only some are returned, spread out evenly.
 
     Args:
-        numbers: How many of each kind there are.
+        numbers: The available number of each kind.
         usd_per_h: Price of one of each kind.
-        most_usd: Price of all that are chosen together, at most.
+        most_usd: The highest price of a choice.
     """
     prices, found = np.array(usd_per_h), _every(numbers[:-1])
     found = np.column_stack([found, np.zeros(len(found), np.int64)])
@@ -261,7 +261,7 @@ def maximal_within(numbers: Sequence[int], usd_per_h: Sequence[float], most_usd:
 
 
 def _every(numbers: Sequence[int]) -> Ints:
-    """Return every choice of up to so many of each kind, or some that are spread out evenly: [choices, kinds]."""
+    """Return every choice of up to these numbers of each kind, or some, spread out evenly: [choices, kinds]."""
     each = max(2, int(_MOST_CHOICES ** (1 / max(1, len(numbers)))))
     if math.prod(number + 1 for number in numbers) <= _MOST_CHOICES:
         each = max(numbers, default=0) + 1
@@ -274,15 +274,16 @@ def _every(numbers: Sequence[int]) -> Ints:
 
 
 def cheapest(pools: Pools, gpus: Sequence[int], equal: Sequence[Found], usd_per_h: Sequence[float]) -> Found | None:
-    """The mix with fewest dollars per example that surpasses equal pipelines; None: there is none.
+    """Return the mix with fewest dollars per example that surpasses equal pipelines; None if there is none.
 
     Args:
-        gpus: Of each type, at most; what is not used is not paid.
-        equal: The cheapest equal pipelines, best first, on whose micro-batch size mixes go.
+        pools: The search for plans on these types.
+        gpus: The available GPUs of each type. Unused GPUs cost nothing.
+        equal: The cheapest equal pipelines, best first. Mixes use their micro-batch sizes, too.
         usd_per_h: Price of a GPU of each type.
 
     Raises:
-        PlanError: the job fits on none of them.
+        PlanError: the job does not fit.
     """
 
     def cost(found: Found) -> float:
@@ -304,25 +305,25 @@ def cheapest(pools: Pools, gpus: Sequence[int], equal: Sequence[Found], usd_per_
 
 
 def _cost(pools: Pools, found: Found, usd_per_h: Sequence[float]) -> float:
-    """Price of a mini-batch: of the GPUs in use, and of the data between zones, dollars an hour times nanoseconds."""
+    """Return the price of a mini-batch (USD/h times ns): of the GPUs in use, and of the data between zones."""
     return found.mini_batch_ns * float(np.dot(found.workers, usd_per_h)) + pools.zone_usd(found) * _HOUR_NS
 
 
 def affordable(pools: Pools, gpus: Sequence[int], usd_per_h: Sequence[float], most_usd: float) -> list[tuple[int, ...]]:
-    """Return GPUs of each type that a budget pays for: all maximal choices if there are few, else promising ones.
+    """Return GPUs of each type within a budget: all maximal choices if there are few, else promising ones.
 
-    Those are promising that do most micro-batches in the time in which any do enough, as far as mixes are
-    estimated.
+    The promising choices are estimated to finish most micro-batches in the time in which any choice finishes all.
 
     Args:
-        gpus: How many of each type there are.
+        pools: The search for plans on these types.
+        gpus: The available GPUs of each type.
         usd_per_h: Price of a GPU of each type.
-        most_usd: Price of all chosen GPUs together, at most.
+        most_usd: The highest price of a choice.
     """
     choices = maximal_within(gpus, usd_per_h, most_usd)
     if len(choices) > _CHOICES:
         best = np.linspace(0, len(choices) - 1, _CHOICES).astype(np.int64)
-        for size, schedule in pools.promising(tuple(gpus), (), math.inf)[:1]:  # none if no type alone is enough
+        for size, schedule in pools.promising(tuple(gpus), (), math.inf)[:1]:  # none if the job fits on no type alone
             mixes = pools.mixes(size, schedule)
             search = mixes.search(tuple(gpus))
             solved = search.solve(frozenset())
@@ -336,7 +337,7 @@ def affordable(pools: Pools, gpus: Sequence[int], usd_per_h: Sequence[float], mo
 
 
 def cheapest_that_fits(pools: Pools, gpus: Sequence[int], usd_per_h: Sequence[float]) -> tuple[float, tuple[int, ...]]:
-    """Return the least price per hour for which the job fits on some of these GPUs, and how many of each type."""
+    """Return the lowest price per hour of GPUs on which the job fits, and the number of GPUs of each type."""
     enough = []
     for place, (sweep, number) in enumerate(zip(pools.sweeps, gpus, strict=True)):
         fewest = sweep.fewest_gpus()
@@ -353,7 +354,7 @@ def cheapest_that_fits(pools: Pools, gpus: Sequence[int], usd_per_h: Sequence[fl
 def _cheapest_crossing(
     pools: Pools, gpus: tuple[int, ...], best: Found | None, usd_per_h: Sequence[float]
 ) -> Found | None:
-    """The cheapest mix with pipelines over two types, of those that may cost less than the best answer."""
+    """Return the cheapest mix with pipelines over two types that costs less than the best answer; None: none does."""
     found, below = None, math.inf
     if best is not None:
         below = _cost(pools, best, usd_per_h) * WORTH
@@ -373,9 +374,9 @@ class Offer:
     """Nodes of one type and size that can be bought.
 
     Attributes:
-        kind: The number of their type.
+        kind: The place of the type.
         size: GPUs of one node.
-        number: Nodes of this kind.
+        number: The number of such nodes.
         usd_per_h: Price of one node.
     """
 
@@ -389,9 +390,9 @@ class NodePurchases:
     """Choices of nodes of several GPUs.
 
     Args:
-        profile: What calibration measured.
-        request: With prices, and an objective or a budget.
-        names: Of the types; empty: the profile's own.
+        profile: The measurements of calibration.
+        request: The request, with prices and an objective or a budget.
+        names: Names of the types; empty: the profile's own.
         nodes: GPUs of each node, by type.
 
     Raises:
@@ -419,14 +420,14 @@ class NodePurchases:
         self._rates: dict[tuple[int, tuple[int, ...]], float] = {}
 
     def best(self, fastest: Callable[[list[tuple[int, ...]]], PlanChoice], count: int) -> PlanChoice:
-        """The best plans on nodes that are worth buying, within the budget if there is one.
+        """Return the best plans on nodes that are worth buying, within the budget if there is one.
 
         Args:
-            fastest: The fastest plans on nodes, by type.
-            count: How many plans.
+            fastest: Function that returns the fastest plans on nodes, which are given by type.
+            count: The number of plans.
 
         Raises:
-            PlanError: no plan fits, or none within the budget; the message names one that would do.
+            PlanError: no plan fits, or none within the budget; the message names a budget that is enough.
         """
         batch_size, is_cheap = self.sweeps[0].profile.job.batch_size, self.request.objective == "usd_per_example"
         costs: list[tuple[float, float, PlanChoice, int]] = []
@@ -436,7 +437,7 @@ class NodePurchases:
                 continue
             try:
                 found = fastest(self._nodes_of(choice))
-            except PlanError as error:  # a shape that the request fixes does not fit on so few
+            except PlanError as error:  # a requested shape does not fit on this few nodes
                 refused = error
                 continue
             num_shapes += found.num_shapes
@@ -469,7 +470,7 @@ class NodePurchases:
         )
 
     def _promising(self) -> list[tuple[list[int], float]]:
-        """Numbers of nodes of each offer, the most promising first, with the seconds or dollars that are estimated."""
+        """Return numbers of nodes of each offer, the most promising first, each with its estimated seconds or cost."""
         numbers, usd_per_node = [each.number for each in self.offers], [each.usd_per_h for each in self.offers]
         most_usd = (self.request.budget_usd_per_h or math.inf) * _ABOUT
         is_cheap = self.request.objective == "usd_per_example"
@@ -486,11 +487,11 @@ class NodePurchases:
         kept: list[int] = []
         for place, choice in enumerate(choices):
             if not any((choices[k] <= choice).all() and times_s[k] <= times_s[place] for k in kept):
-                kept.append(place)  # others are more of the same nodes for no more work
+                kept.append(place)  # other choices add nodes to a kept one without being faster
         return [(choices[place].tolist(), float(costs[place])) for place in kept[:_CHOICES]]
 
     def _nodes_of(self, choice: Sequence[int]) -> list[tuple[int, ...]]:
-        """GPUs of each node of a choice, by type, in the order in which the nodes were given."""
+        """Return the GPUs of each node of a choice, by type, in the order in which the nodes were given."""
         left = {(each.kind, each.size): number for each, number in zip(self.offers, choice, strict=True)}
         found = []
         for kind, sizes in enumerate(self.nodes):
@@ -503,7 +504,7 @@ class NodePurchases:
         return found
 
     def _times_s(self, choices: Ints) -> Floats:
-        """A mini-batch's time on each choice, if types shared it out among equal pipelines that run as planned."""
+        """Return a mini-batch's time on each choice if the types share it among equal pipelines that run as planned."""
         rates = [
             sum(self._rate(kind, sizes) for kind, sizes in enumerate(self._nodes_of(choice)))
             for choice in choices.tolist()
@@ -511,7 +512,7 @@ class NodePurchases:
         return _inverse(np.array(rates))
 
     def _rough_times_s(self, choices: Ints) -> Floats:
-        """The same, as if each node did as much as on as many GPUs in nodes of its size."""
+        """Return these times as if each node's rate were its share of that of as many GPUs in nodes of its size."""
         sizes, kinds = np.array([each.size for each in self.offers]), np.array([each.kind for each in self.offers])
         gpus, rates = choices * sizes, np.zeros(len(choices))
         for kind, given in enumerate(self.nodes):
@@ -524,7 +525,7 @@ class NodePurchases:
         return _inverse(rates)
 
     def _rate(self, kind: int, sizes: tuple[int, ...]) -> float:
-        """Mini-batches a second of the fastest equal pipelines on these nodes, at most; 0: none fit."""
+        """Return an upper bound of the mini-batches per second of equal pipelines on these nodes; 0: none fit."""
         if (kind, sizes) not in self._rates:
             depth, replicas, num_gpus = self.request.pipeline_depth, self.request.num_replicas, sum(sizes)
             sweep = self.sweeps[kind]
@@ -537,7 +538,7 @@ class NodePurchases:
         return self._rates[kind, sizes]
 
     def _refused(self, fastest: Callable[[list[tuple[int, ...]]], PlanChoice]) -> PlanError:
-        """Say which nodes would do, or what prevents any plan."""
+        """Return an error that says which nodes are enough, or what prevents any plan."""
         try:
             fastest([tuple(sizes) for sizes in self.nodes])
         except PlanError as error:
@@ -552,7 +553,7 @@ class NodePurchases:
         return _too_small_budget(budget, usd_per_h, nodes_text(dict(zip(named, enough, strict=True))))
 
     def _that_fit(self) -> list[list[int]]:
-        """Choices of nodes of one type with enough GPUs for the job."""
+        """Return choices of nodes of one type with enough GPUs for the job."""
         found = []
         for kind, sweep in enumerate(self.sweeps):
             total = sum(self.nodes[kind])

@@ -29,7 +29,7 @@ from simulator.search.partition import (
 )
 
 SCHEDULES: tuple[Schedule, ...] = ("varuna", "1f1b", "gpipe")
-"""Of equally fast schedules the first one is taken: Varuna's rules tolerate unforeseen delays best."""
+"""All schedules. Of equally fast ones the first is chosen: Varuna's rules tolerate unforeseen delays best."""
 
 
 class Rule(NamedTuple):
@@ -42,8 +42,8 @@ class Rule(NamedTuple):
 class Setting:
     """One m, with recompute or without, under one or several schedules.
 
-    ``grouped``: with recompute, a stage that does not fit otherwise recomputes its sections in groups; this includes
-    the last stage, under every schedule.
+    ``grouped``: with recompute, a stage that does not fit otherwise recomputes its sections in groups. This
+    includes the last stage, under every schedule.
 
     Args:
         profile: The measurements of calibration.
@@ -82,11 +82,11 @@ class Setting:
         self._stages: dict[tuple[object, ...], StageCosts] = {}
 
     def sections_at(self, boundaries: Sequence[int]) -> SectionCosts:  # noqa: ARG002 (of several types)
-        """Return what the sections cost where stages begin at these."""
+        """Return the costs of the sections in stages with these first sections."""
         return self.sections
 
     def by_sections(self, cuts: Ints) -> Iterator[tuple[SectionCosts, slice | npt.NDArray[np.bool_]]]:
-        """Yield what sections cost with the cuts, rows of [M, P], where they cost that."""
+        """Yield costs of sections, each with the rows of ``cuts``, [M, P], for which the sections have these costs."""
         yield self.sections, slice(0, len(cuts))
 
     def under(self, schedule: Schedule) -> Setting:
@@ -96,17 +96,17 @@ class Setting:
         return other
 
     def without_stages(self) -> Setting:
-        """The same, with nothing kept of stages that were costed."""
+        """Return this setting without the stages whose costs it keeps."""
         other = copy(self)
         other._stages, other._unlimited = {}, None
         return other
 
     def bound_ns(self, depth: int, most: int) -> int:
-        """Return a lower bound for P stages over all cuts, windows and placements; ``most``: a replica's share of N."""
+        """Return a lower bound for P stages over all cuts, windows and placements; ``most``: as for ``bounds_ns``."""
         return int(self.bounds_ns(most)[depth])
 
     def bounds_ns(self, most: int) -> Ints:
-        """Return the lower bound for every P: int64[K + 1]."""
+        """Return the lower bound for every P, if the busiest replica has ``most`` micro-batches: int64[K + 1]."""
         if most not in self._bounds:
             links = (self.sections.inter_node, self.sections.intra_node)
             times = [(link.activation_ns + link.gradient_ns)[:-1] for link in links]
@@ -115,9 +115,9 @@ class Setting:
         return self._bounds[most]
 
     def first_reduce_ns(self, depth: int, replicas: int) -> int:
-        """Return a lower bound of the first stage's reduction after the last backward of all, over cuts and placements.
+        """Return a lower bound, over cuts and placements, of the first stage's reduction after all backwards.
 
-        The stage holds the first section, and shares with the last stage the units of the first and last section.
+        The stage holds the first section, and together with the last stage the units of the first and last section.
         """
         key = (depth > 1, replicas)
         if key not in self._reduces:
@@ -133,14 +133,14 @@ class Setting:
         return self._reduces[key]
 
     def fits(self, depth: int, most: int) -> bool:
-        """Whether P stages fit in memory with some cut, if the busiest replica has ``most`` micro-batches."""
+        """Return whether P stages fit in memory with some cut, if the busiest replica has ``most`` micro-batches."""
         return self.memory_bytes is None or any(self.has_room(rule, depth, most) for rule in self._frugal(most))
 
     def within_ns(self, most: int, *, beside: bool = False) -> Ints:
-        """Return the lower bound for every P over the cuts that fit in memory, 2**62 where none does: int64[K + 1].
+        """Return the lower bound for every P over the cuts that fit in memory: int64[K + 1].
 
-        The slowest stage is busy with each micro-batch. The slowest stage of the most even cut is fastest with the
-        windows that need least memory. ``beside``: there are other replicas, whatever ``most`` is.
+        The bound is 2**62 where no cut fits. The slowest stage is busy with each micro-batch, and the slowest stage of
+        the most even cut is fastest with the windows that need least memory. ``beside``: there are several replicas.
         """
         if (most, beside) not in self._within:
             free, held = self.bounds_ns(most), min(most, max(1, self.num_micro_batches - 1)) if beside else most
@@ -155,11 +155,11 @@ class Setting:
         return self._within[most, beside]
 
     def least_ns(self, depth: int, most: int) -> int:
-        """Return the lower bound for P stages over the cuts that fit in memory; 2**62 where none does."""
+        """Return the lower bound for P stages over the cuts that fit in memory; 2**62 if no cut fits."""
         return int(self.within_ns(most)[depth])
 
     def fitting(self, most: int) -> npt.NDArray[np.bool_]:
-        """Of which P stages fit in memory somehow: bool[K + 1]."""
+        """Return whether P stages fit in memory with some cut, for every P: bool[K + 1]."""
         return self.within_ns(most) < NEVER
 
     def least_bytes(self, depth: int, most: int) -> int:
@@ -182,7 +182,7 @@ class Setting:
         return self.sections.memory(single=self.single(most)).host_bytes(begin, end + 1)
 
     def fullest(self, depth: int, most: int) -> str:
-        """Return in words the largest part, and its moment, on the fullest device of the most frugal P stages."""
+        """Return in words the moment and largest part of the memory of the fullest of the most frugal P stages."""
         rule = min(self._frugal(most), key=lambda rule: self._least(rule, depth, most))
         single = self.single(most)
         table = frugal_table(self.sections, rule.schedule, num_micro_batches=most, slope=rule.slope, single=single)
@@ -201,7 +201,7 @@ class Setting:
         return f"in host memory, {_largest({part: int(np.max(size)) for part, size in parts.items()})}"
 
     def single(self, most: int) -> bool:
-        """Whether there is only one replica, given that the busiest has so many micro-batches."""
+        """Return whether there is only one replica, given that the busiest has ``most`` micro-batches."""
         return most == self.num_micro_batches
 
     def cut(self, rule: Rule, depth: int, most: int) -> tuple[int, ...] | None:
@@ -213,7 +213,7 @@ class Setting:
         return self._cuts[key]
 
     def has_room(self, rule: Rule, depth: int, most: int) -> bool:
-        """Whether P stages fit in memory with some cut under this rule; for GPipe this computes no cut."""
+        """Return whether P stages fit in memory with some cut under this rule; for GPipe this computes no cut."""
         if self.memory_bytes is None:
             return True
         if rule.schedule != "gpipe":
@@ -262,7 +262,7 @@ class Setting:
     def _live(
         self, schedule: Schedule, windows: tuple[int, ...], boundaries: tuple[int, ...], usable: int, *, single: bool
     ) -> tuple[int, ...]:
-        """Return the number of sections that each stage recomputes together to fit in so many bytes; 0: all."""
+        """Return the number of sections that each stage recomputes together to fit in ``usable`` bytes; 0: all."""
         again = np.array(recomputes(schedule, len(boundaries), self.sections.recompute), np.bool_)
         memory, where = (
             self.sections_at(boundaries).memory(single=single),
@@ -271,7 +271,7 @@ class Setting:
         return tuple(memory.fitting_sizes(*where, np.array(windows, np.int64), again, usable).tolist())
 
     def holds_even(self, rule: Rule, depth: int, most: int) -> bool:
-        """Whether P stages fit if they are cut as evenly as possible."""
+        """Return whether P stages fit if they are cut as evenly as possible."""
         return self._holds(rule, self._most_even(rule.schedule, depth), most)
 
     def without_memory_limit(self) -> Setting:
@@ -307,13 +307,13 @@ class Setting:
             again = np.array(recomputes(rule.schedule, depth, self.sections.recompute), np.bool_)
             usable = memory.usable_bytes(self.memory_bytes)
             found = memory.most_windows(begin, end, again, usable)
-            if self.grouped and not again[-1]:  # groups would take longer, so another cut may be better
+            if self.grouped and not again[-1]:  # groups take longer, so another cut may be better
                 found[-1:] = memory.most_windows(begin[-1:], end[-1:], False, usable, grouped=False)
             self._room[key] = tuple(found.tolist())
         return all(map(le, stage_windows(rule.schedule, depth, most, rule.slope), self._room[key]))
 
     def _widest_alike(self, single: bool) -> Ints:
-        """Return the largest window that all of P stages can have in some cut, by P; 0: none fits: int64[K + 1]."""
+        """Return the largest window that all of P stages can have in some cut, by P: int64[K + 1]; 0: no cut fits."""
         assert self.memory_bytes is not None, "only memory limits windows"
         if single not in self._alike:
             num_sections, memory = self.sections.num_sections, self.sections.memory(single=single)
@@ -335,10 +335,10 @@ class Setting:
         return table.boundaries(depth) if table.fits(depth) else None
 
     def _tight_table(self, rule: Rule, most: int) -> PartitionTable:
-        """The most even cuts that fit in memory."""
+        """Return the most even cuts that fit in memory."""
         rule = rule._replace(schedule="varuna") if rule.schedule == "1f1b" else rule  # their windows are the same
         key = (rule, min(most, rule.slope * (self.sections.num_sections - 1) + 1), self.single(most))
-        if rule.schedule == "gpipe":  # every stage has the same window, on which alone the cut depends
+        if rule.schedule == "gpipe":  # the cut depends only on the window, which is the same for all stages
             key = (Rule("gpipe", 1), -(-most // rule.slope), self.single(most))
         if key not in self._tight:
             self._tight[key] = partition_table(

@@ -1,4 +1,4 @@
-"""Every shape of one profile, each simulated at most once in each setting and only as far as its rank needs."""
+"""Searches the shapes of one profile, and simulates each at most once per setting and only as far as its rank needs."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from simulator.search.windows import Trial
 Flags = npt.NDArray[np.bool_]
 _ROUGH, _EVEN, _REDUCED, _BOUND, _PLANNED, _KNOWN = range(6)
 _SLACK = 0.99
-"""A run is hardly ever faster than this fraction of its planned time; shared cores and links make it slower."""
+"""A shape hardly ever takes less than this fraction of its planned time; shared cores and links make it slower."""
 
 
 _RANGE = 4
-"""More numbers of replicas than this have one bound, until it is the least; then each half of them has its own."""
+"""More numbers of replicas than this share one bound. When it becomes the least, each half gets a bound of its own."""
 
 
 class Case(NamedTuple):
     """A shape, the number of its setting, and the number of its layout.
 
-    ``fewest``: with a number, the case is all shapes of this depth from so many replicas up to those of the shape.
+    With a number ``fewest`` the case is all shapes of this depth with ``fewest`` to D replicas.
     """
 
     shape: Shape
@@ -55,7 +55,7 @@ class Sweep:
     """Shapes of one profile.
 
     Args:
-        profile: What calibration measured.
+        profile: The measurements of calibration.
         request: The limits of the search: schedule, memory, m, recompute.
         conditions: Where and how the shapes run.
 
@@ -88,7 +88,7 @@ class Sweep:
                 settings += [Setting(profile, m, flag, schedules, memory_bytes, rules) for flag in again]
                 if memory_bytes is not None and again[0]:
                     grouped[m] = Setting(profile, m, True, schedules, memory_bytes, rules, grouped=True)
-            except PlanError as error:  # too many micro-batches of this size to look at: larger ones may do
+            except PlanError as error:  # too many micro-batches of this size; a larger size may be possible
                 refused = error
         if refused is not None and not settings:
             raise refused
@@ -96,7 +96,7 @@ class Sweep:
         self._forget()
 
     def by_micro_batch_size(self) -> list[Sweep]:
-        """Return one sweep for each m, growing."""
+        """Return one sweep for each m, in ascending order."""
         found = []
         for m in sorted({setting.sections.micro_batch_size for setting in self.settings}):
             other = copy(self)
@@ -106,7 +106,7 @@ class Sweep:
         return found
 
     def without_groups(self) -> Sweep:
-        """The same sweep of stages that run all of their sections again at once, or none."""
+        """Return this sweep without recompute groups."""
         other = copy(self)
         other.settings = tuple(setting for setting in self.settings if not setting.grouped)
         other._forget()
@@ -114,7 +114,7 @@ class Sweep:
 
     @property
     def total(self) -> int:
-        """Most micro-batches that a mini-batch can have."""
+        """The largest number of micro-batches of a mini-batch."""
         return max(setting.num_micro_batches for setting in self.settings)
 
     @property
@@ -123,14 +123,14 @@ class Sweep:
         return self.profile.num_sections
 
     def under(self, conditions: Conditions) -> Sweep:
-        """The same sweep under other conditions."""
+        """Return this sweep under other conditions."""
         other = copy(self)
         other.shape_simulator = ShapeSimulator(conditions)
         other._forget()
         return other
 
     def without_memory_limit(self) -> Sweep:
-        """The same sweep without a memory limit."""
+        """Return this sweep without a memory limit."""
         other = copy(self)
         other.memory_bytes = None
         other.settings = tuple(setting.without_memory_limit() for setting in self.settings if not setting.grouped)
@@ -154,7 +154,7 @@ class Sweep:
         self._outcomes: dict[Case, Outcome] = {}
 
     def fits(self, shape: Shape) -> bool:
-        """Whether a shape fits in memory in some setting."""
+        """Return whether a shape fits in memory in some setting."""
         return any(self._fits(number, shape) for number in range(len(self.settings)))
 
     def _fits(self, number: int, shape: Shape) -> bool:
@@ -162,7 +162,7 @@ class Sweep:
         return replicas <= setting.num_micro_batches and setting.fits(depth, -(-setting.num_micro_batches // replicas))
 
     def replicas(self, most: int) -> list[int]:
-        """Return every D up to ``most`` that may be faster than all smaller ones, growing; see ``_with_fewer``."""
+        """Return every D up to ``most`` that may be faster than all smaller ones, ascending; see ``_with_fewer``."""
         if self.shape_simulator.conditions.uneven:
             return list(range(1, most + 1))
         found = set()
@@ -197,9 +197,10 @@ class Sweep:
         )
 
     def _fits_any(self, depth: int, most: int) -> bool:
-        """Whether P stages fit with some D up to ``most``.
+        """Return whether P stages fit with some D up to ``most``.
 
-        More replicas have fewer micro-batches each and never take more memory; but one alone reduces nothing.
+        With more replicas each has fewer micro-batches and takes no more memory, except that a lone replica reduces
+        nothing.
         """
         alone, with_most, with_fewest = self._fitting
         if alone[depth] or (with_most[depth] and most > 1):
@@ -223,7 +224,11 @@ class Sweep:
         return found
 
     def checked_depths(self, num_gpus: int, wanted: int | None, num_replicas: int | None) -> tuple[int, ...]:
-        """The same; raises PlanError when there is none."""
+        """Return ``depths`` on this many GPUs.
+
+        Raises:
+            PlanError: there are none; the message says what is allowed or how much is enough.
+        """
         most = self.num_sections
         most_replicas = min(num_gpus, self.total)
         if num_replicas is not None and num_replicas not in ranges.Range(1, most_replicas, whole=True):
@@ -258,12 +263,12 @@ class Sweep:
     def best(
         self, shapes: Iterable[Shape], count: int, objective: Objective | None = None, below: float = math.inf
     ) -> list[Outcome]:
-        """The ``count`` best of these (P, D), best first; ties go to fewer workers, then to the shallower pipeline.
+        """Return the ``count`` best of these (P, D), best first.
 
-        A shape in a setting is known first by a bound for any cut, then with what its first stage reduces at least,
-        then by that of the most even cut, then as planned, last under the conditions in which it will run. Always the
-        most promising one is taken further, until enough of the most promising are known for good, or none of the
-        others can cost less than ``below``.
+        Ties go to fewer workers, then to the shallower pipeline. Each shape in each setting is ranked by a bound for
+        all cuts, then with a bound of its first stage's reduction, then by a bound of the most even cut, then by the
+        planned time, and finally by the time under the conditions of the run. The most promising one is always refined
+        next, until ``count`` final times are the least, or nothing else can cost less than ``below``.
         """
         return self._ranked(shapes, count, objective, fewer=False, below=below)
 
@@ -296,7 +301,7 @@ class Sweep:
     def _taken(  # noqa: C901 (a search whose bounds are looked at in turn)
         self, shapes: Iterable[Shape], objective: Objective | None, found: Sequence[Outcome], *, fewer: bool
     ) -> Iterator[tuple[float, int, Case]]:
-        """Yield the most promising case, its cost, and how well it is known, but none of shapes ``found``."""
+        """Yield the most promising case, its cost and the kind of its bound, without the shapes of ``found``."""
         aim = objective or Fastest(self.profile.job.batch_size)
         heap: list[tuple[float, int, int, Case]] = []
 
@@ -325,7 +330,7 @@ class Sweep:
         for depth, replicas in shapes:
             for number, setting in enumerate(self.settings):
                 if setting.grouped:
-                    continue  # looked at beside the same with whole stages
+                    continue  # considered beside the same setting with whole stages
                 push_shape((depth, min(replicas, setting.num_micro_batches) if fewer else replicas), number)
         while heap:
             cost, known, _, case = heapq.heappop(heap)
@@ -381,7 +386,7 @@ class Sweep:
         return planned_ns * 100 > self._trial(case).closest_ns * 101
 
     def layouts(self, shape: Shape) -> list[Layout]:
-        """Where the workers of a shape can run, with all nodes first."""
+        """Return the layouts that the workers of a shape can have, the one on all nodes first."""
         if shape not in self._layouts:
             self._layouts[shape] = layouts(self.profile.contention, *shape, self.shape_simulator.conditions)
         return self._layouts[shape]
@@ -400,10 +405,10 @@ class Sweep:
         return self._outcomes[case]
 
     def _with_fewer(self, shape: Shape, setting: Setting) -> Shape | None:
-        """The next (P, D) below this one that may be as fast; None when there is none.
+        """Return the next (P, D) with a smaller D that may be as fast; None if there is none.
 
-        Where nothing makes workers differ, of all D whose busiest replica has as many micro-batches the smallest is
-        the fastest, for it reduces fastest: 6 micro-batches take 3 replicas as long as 4.
+        If nothing makes workers differ, the smallest of all D with an equally busy busiest replica is the fastest,
+        because it reduces fastest: 6 micro-batches take as long on 3 replicas as on 4.
         """
         depth, replicas = shape
         if replicas == 1:
@@ -415,9 +420,9 @@ class Sweep:
         return depth, same if same < replicas else _fewest_as_busy(total, replicas - 1)
 
     def _with_half(self, shape: Shape, setting: Setting, fewest: int | None = None) -> list[Shape]:
-        """Return this (P, D) and those below it that may be as fast, down to half of D or to ``fewest``.
+        """Return this (P, D) and those with a smaller D that may be as fast, down to half of D or to ``fewest``.
 
-        Empty where these are few, or where they have no bound in common.
+        The list is empty if these are few, or have no bound in common.
         """
         conditions, found = self.shape_simulator.conditions, [shape]
         if conditions.uneven or conditions.jitter_seed is not None or conditions.node_sizes is not None:
@@ -428,7 +433,7 @@ class Sweep:
         return found if len(found) > _RANGE else []
 
     def _range_ns(self, case: Case) -> int:
-        """Return a lower bound (ns) for a range: as few micro-batches as with most replicas, and as small rings."""
+        """Return a lower bound (ns) for a range: micro-batches as for its largest D, and rings as for its smallest."""
         assert case.fewest is not None, "one shape alone"
         share = -(-self.settings[case.setting].num_micro_batches // case.shape[1])
         shape, found = (case.shape[0], case.fewest), NEVER
@@ -441,7 +446,7 @@ class Sweep:
         return found
 
     def _even_ns(self, setting: Setting, shape: Shape) -> int:
-        """Return a lower bound (ns) for all cuts; with jitter it is only the commit."""
+        """Return a lower bound (ns) for all cuts; with jitter it is only the commit's time."""
         if self.shape_simulator.conditions.jitter_seed is not None:
             return setting.sections.commit_ns
         return setting.bound_ns(shape[0], -(-setting.num_micro_batches // shape[1]))
@@ -459,7 +464,7 @@ class Sweep:
         return max(self._bound_ns(case), _SLACK * self._trial(case).likely_ns())
 
     def _too_little_memory(self, num_gpus: int, wanted: int | None, num_replicas: int | None) -> PlanError:
-        """Say what takes most in the shape that needs least, and which memory, or how many GPUs, would do."""
+        """Return an error that says what takes most memory in the most frugal shape, and what would be enough."""
         every = range(1, self.num_sections + 1) if wanted is None else range(wanted, wanted + 1)
         depths = every[: num_gpus // (num_replicas or 1)]
         has, field, ways = f"{_gib(self.memory_bytes or 0)} each", "memory_bytes", list[str]()
@@ -487,7 +492,7 @@ class Sweep:
         )
 
     def _possible(self, num_gpus: int, depths: range, num_replicas: int | None) -> Iterator[tuple[Setting, int, int]]:
-        """Each setting with a P and the micro-batches of its busiest replica, of the D that may need least memory."""
+        """Yield each setting with a P and the busiest replica's micro-batches, for the D that may need least memory."""
         for setting, depth in product(self.settings, depths):
             most = num_replicas or min(num_gpus // depth, setting.num_micro_batches)
             for replicas in {num_replicas or 1, most}:
@@ -495,14 +500,14 @@ class Sweep:
                     yield setting, depth, -(-setting.num_micro_batches // replicas)
 
     def _least_memory(self, num_gpus: int, depths: range, num_replicas: int | None) -> tuple[int, str] | None:
-        """The least memory of a device that would do, and what takes most of it; None where none would."""
+        """Return the least memory of a device that is enough, and what takes most of it; None if none is enough."""
         needed = {each: each[0].least_bytes(*each[1:]) for each in self._possible(num_gpus, depths, num_replicas)}
         setting, depth, most = min(needed, key=needed.__getitem__)
         least = needed[setting, depth, most]
         return (least, setting.fullest(depth, most)) if least < NEVER else None
 
     def _least_host(self, memory_bytes: int, num_gpus: int, depths: range, num_replicas: int | None) -> tuple[int, str]:
-        """The least host memory for each device that would do with so much of its own, and what takes most of it."""
+        """Return the least host memory per device that is enough with ``memory_bytes``, and what takes most of it."""
         possible = list(self._possible(num_gpus, depths, num_replicas))
         sizes = np.unique(np.concatenate([np.unique(each.host_sizes(most)) for each, _, most in possible]))
         low, high = 0, len(sizes) - 1
@@ -515,11 +520,11 @@ class Sweep:
         return int(sizes[low]), setting.fullest_host(depth, most)
 
     def fewest_gpus(self) -> int | None:
-        """The least number of GPUs on which the job fits; None where it fits on none."""
+        """Return the fewest GPUs on which the job fits; None if it fits on none."""
         return self._fewest_gpus(range(1, self.num_sections + 1), None)
 
     def _fewest_gpus(self, depths: range, num_replicas: int | None) -> int | None:
-        """The least number of GPUs with which some P of these fits; None where none does."""
+        """Return the fewest GPUs on which some of these depths fits; None if none does."""
         fewest: int | None = None
         for depth in depths:
             most = self.total if fewest is None else min(self.total, (fewest - 1) // depth)
@@ -533,7 +538,7 @@ class Sweep:
         return fewest
 
     def _with_memory(self, memory_bytes: int | None, host_memory_bytes: int) -> Sweep:
-        """The same sweep on other devices and hosts."""
+        """Return this sweep with other device and host memory."""
         request = replace(self._request, memory_bytes=memory_bytes, host_memory_bytes=host_memory_bytes)
         return Sweep(self.profile, request, self.shape_simulator.conditions)
 
@@ -543,7 +548,7 @@ def _gib(size: int) -> str:
 
 
 def _at_least(size: int) -> str:
-    """So many bytes in GiB, rounded up to what an option in GiB may be given."""
+    """Return a number of bytes in GiB, rounded up to a value that an option in GiB allows."""
     unit = 10.0 ** (math.floor(math.log10(max(1, size) / 2**30)) - 3)
     text = next(
         text for more in range(3) if int(float(text := f"{(size / 2**30 // unit + more) * unit:.4g}") * 2**30) >= size

@@ -1,9 +1,9 @@
 """Pipelines whose first stages are on GPUs of one type, and whose last stages are on GPUs of another.
 
 Such pipelines use a model's memory where no type alone has enough of it, and GPUs that pipelines of one type leave
-idle. They are cut by the same dynamic programming: stages behind the border have the times and memory of the second
-type. How many stages are on each type is decided by a knapsack over both types, first by bounds: where these gain
-nothing over the pipelines of one type, nothing is played.
+idle. The same dynamic programming cuts them: stages behind the border have the times and memory of the second type. A
+knapsack over both types decides how many stages are on each type, first by bounds: if these pipelines gain nothing over
+pipelines of one type, nothing is simulated.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from simulator.search.sweep import Sweep
 from simulator.search.windows import Trial
 
 _TINY = 8
-"""On so few GPUs more mixes are looked at."""
+"""With at most this many GPUs more mixes are considered."""
 _LOOKED_AT, _FINALS, _DOUBT = {True: 24, False: 3}, {True: 24, False: 2}, {True: 1.2, False: 1.02}
-"""For tiny pools (True) and others: how many mixes are simulated roughly, in both orders of types; how many of them
-exactly; and how many times as long as the best one a mix may seem to take to be among the latter."""
+"""For tiny pools (True) and others: how many mixes are simulated roughly, in both orders of types; how many of them are
+simulated exactly; and how many times as long as the best one such a mix may be estimated to take."""
 _DENSE = 64
-"""How many splits are tried with many GPUs: those with most micro-batches for the speed of their GPUs."""
+"""With many GPUs this many splits are tried: those with most micro-batches for the speed of their GPUs."""
 _MANY_PLACES = 2_500
 _HOPEFUL = {True: 1.05, False: 1.0}
-"""A mix is tried if its estimate is at most this many times the time to surpass: for tiny pools (True), and others."""
+"""A mix is tried if its estimate is at most this many times the time to surpass, for tiny pools (True) and others."""
 _HOPE = 0.5
-"""A simulated time is assumed to exceed its bound by this fraction of the least excess seen for one type."""
+"""A time is assumed to exceed its bound by this fraction of the least relative excess simulated for one type."""
 _SLOWER, _LENGTHS, _CHEAP = 16.0, 12, 3
-"""As in :mod:`simulator.search.pools`."""
+"""As in :mod:`simulator.search.purchases`."""
 _LONG = 8
-"""With so many micro-batches for each stage, three windows are enough to know about what pipelines take."""
+"""From this many micro-batches for each stage on, three windows are enough for an approximate time."""
 _NEAR = 1e-3
 _ROUNDS = 60
 
 
 class Split(NamedTuple):
-    """Places of two types of node, and the number of stages on each, first stages first."""
+    """The places of two types of node, and the number of stages on each; the first type has the first stages."""
 
     first: int
     second: int
@@ -69,11 +69,11 @@ class Split(NamedTuple):
 
 
 class Border:
-    """Cuts of pipelines that begin on one type of node and end on another: one m, with recompute or without.
+    """Cuts of pipelines that begin on one type of node and end on another, with one m and with or without recompute.
 
     Args:
         first: The setting of the first stages.
-        second: That of the last stages.
+        second: The setting of the last stages.
     """
 
     def __init__(self, first: Setting, second: Setting) -> None:
@@ -83,7 +83,7 @@ class Border:
         self._sections: dict[int, JoinedSections] = {}
 
     def sections_at(self, border: int) -> JoinedSections:
-        """Return what the sections cost where those from ``border`` on are on the second type."""
+        """Return the costs of the sections if those from ``border`` on are on the second type."""
         if border not in self._sections:
             behind = (np.arange(self.num_sections) >= border).astype(np.int64)
             limits = [setting.memory_bytes for setting in self.settings]
@@ -91,12 +91,12 @@ class Border:
         return self._sections[border]
 
     def even(self, schedule: Schedule, num_second: int) -> PartitionTable:
-        """Return the most even cuts without a memory limit, with so many stages on the second type."""
+        """Return the most even cuts without a memory limit, with ``num_second`` stages on the second type."""
         again = schedule == "gpipe" and self.settings[0].sections.recompute
         return self._table(Rule("gpipe" if again else "varuna", 1), 1, True, num_second, limited=False)
 
     def tight(self, rule: Rule, most: int, num_second: int) -> PartitionTable:
-        """Return the most even cuts that fit in memory, with so many stages on the second type."""
+        """Return the most even cuts that fit in memory, with ``num_second`` stages on the second type."""
         single = self.settings[0].single(most)
         if rule.schedule == "gpipe":
             return self._table(Rule("gpipe", 1), -(-most // rule.slope), single, num_second, limited=True)
@@ -123,14 +123,14 @@ class Border:
 
     @cached_property
     def fill_ns(self) -> int:
-        """A micro-batch takes no less than this to pass all sections forward and backward, but for messages."""
+        """The least time in which a micro-batch passes all sections forward and backward, without messages."""
         each = [np.diff(one.sections.forward_sum_ns + one.sections.backward_sum_ns) for one in self.settings]
         return int(np.minimum(*each).sum()) + self.settings[0].sections.commit_ns
 
     def bottleneck_ns(self, schedule: Schedule, most: int, num_first: int, num_second: int) -> Ints:
         """Return the time of the slowest stage, by stages on the first and second type: [first + 1, second + 1].
 
-        2**62 where they do not fit in memory.
+        The time is 2**62 where they do not fit in memory.
         """
         found = np.full((num_first + 1, num_second + 1), NEVER)
         has_limit = any(setting.memory_bytes is not None for setting in self.settings)
@@ -146,7 +146,7 @@ class SplitSetting(Setting):
     """A setting of pipelines that begin on one type of node and end on another, with fixed numbers of stages on each.
 
     Args:
-        border: Their cuts.
+        border: The cuts of the pipelines.
         split: The numbers of stages.
     """
 
@@ -194,8 +194,8 @@ class SplitPipelines(Pipelines):
 
     Args:
         first: Pipelines of the first type.
-        second: Those of the second type.
-        settings: Of such pipelines.
+        second: Pipelines of the second type.
+        settings: Settings of pipelines with this split.
         split: The numbers of stages.
     """
 
@@ -214,10 +214,10 @@ class SplitPipelines(Pipelines):
 @entry
 @compiled
 def _most_on_both(first, second, gains, alone, others):  # type: ignore[no-untyped-def]
-    """Most micro-batches on each number of GPUs of two types, and the place of the split taken last; -1: none.
+    """Return the most micro-batches on each number of GPUs of two types, and the place of the last split; -1: none.
 
-    ``gains`` of a pipeline with ``first`` and ``second`` stages on them; ``alone`` and ``others``: of pipelines of one
-    type, by number of GPUs.
+    ``gains``: micro-batches of a pipeline with ``first`` and ``second`` stages on the types; ``alone`` and ``others``:
+    micro-batches of pipelines of one type, by number of GPUs.
     """
     best = np.zeros((len(alone), len(others)), np.int64)
     taken = np.full(best.shape, -1)
@@ -232,7 +232,7 @@ def _most_on_both(first, second, gains, alone, others):  # type: ignore[no-untyp
 
 
 class Splits:
-    """Of two types of node in one order: bounds of pipelines for all numbers of stages."""
+    """Bounds of pipelines on two types of node in one order, for all numbers of stages."""
 
     def __init__(self, borders: Sequence[Border], schedule: Schedule, total: int, most: tuple[int, int]) -> None:
         self.total = total
@@ -242,7 +242,7 @@ class Splits:
         self.fits = np.any(self.slowest_ns < NEVER, axis=0)
 
     def gains(self, time_ns: float) -> Ints:
-        """Return the micro-batches in so much time, at most: [first + 1, second + 1]."""
+        """Return the most micro-batches that a pipeline may finish in this time: [first + 1, second + 1]."""
         number = np.floor((time_ns - self.fill_ns) / self.slowest_ns) + 1
         found: Ints = np.clip(np.where(self.slowest_ns < NEVER, number, 0), 0, self.total).max(axis=0).astype(np.int64)
         return found
@@ -250,7 +250,7 @@ class Splits:
 
 @dataclass(frozen=True)
 class SplitFound:
-    """Pipelines over two types that were simulated: a mix, or equal ones alone, of these types by stage."""
+    """Simulated pipelines over two types: a mix, or only equal ones with these types by stage."""
 
     mini_batch_ns: int
     workers: tuple[int, ...]
@@ -260,11 +260,11 @@ class SplitFound:
 
 
 class TwoTypes:
-    """The search for one micro-batch size and schedule.
+    """The search for pipelines over two types, with one micro-batch size and schedule.
 
     Args:
         mixes: Mixes of pipelines of one type each.
-        sweeps: Of each type, with this micro-batch size.
+        sweeps: The sweep of each type with this micro-batch size.
     """
 
     def __init__(self, mixes: Mixes, sweeps: Sequence[Sweep]) -> None:
@@ -279,9 +279,9 @@ class TwoTypes:
         self._alone: dict[tuple[Split, int], Outcome | None] = {}
 
     def best(self, gpus: tuple[int, ...], below_ns: float, *, quick: bool = False) -> SplitFound | None:
-        """Return the fastest mix with such pipelines on these GPUs that takes less than ``below_ns``; None: none.
+        """Return the fastest mix with such pipelines on these GPUs that takes less than ``below_ns``; None: none does.
 
-        ``quick``: only what seems best is played.
+        ``quick``: simulate only the most promising.
         """
         is_tiny = sum(gpus) <= _TINY
         hopeful, rough = self._hopeful(gpus, below_ns * _HOPEFUL[is_tiny]), []
@@ -304,13 +304,13 @@ class TwoTypes:
         return best
 
     def least_ns(self, gpus: tuple[int, ...]) -> float:
-        """Return about what the best such mix takes; inf: there is none."""
+        """Return the estimated time of the best such mix; inf if there is none."""
         return min((self._least_time(pair, gpus, math.inf) for pair in self._pairs(gpus)), default=math.inf)
 
     def cheap(self, gpus: tuple[int, ...], usd_per_h: Sequence[float]) -> list[tuple[float, tuple[int, ...]]]:
-        """Return GPUs of two types that may make examples for fewest dollars, of mini-batches of several lengths.
+        """Return GPUs of two types that may have the fewest dollars per example, for mini-batches of several lengths.
 
-        With each its nanoseconds times USD per hour.
+        Each comes with its cost, nanoseconds times USD per hour, and the cheapest is first.
         """
         found: dict[tuple[int, ...], float] = {}
         for pair in self._pairs(gpus):
@@ -328,7 +328,7 @@ class TwoTypes:
         return sorted((usd, subset) for subset, usd in found.items())[:_CHEAP]
 
     def fewest(self, gpus: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the GPUs, the fewest more than these, on which such a pipeline fits; None: it fits on none."""
+        """Return GPUs on which such a pipeline fits, with the fewest more than these; None if it fits on none."""
 
         def missing(needed: tuple[int, ...]) -> int:
             return sum(max(0, need - number) for need, number in zip(needed, gpus, strict=True))
@@ -336,7 +336,7 @@ class TwoTypes:
         return min(self.fitting(gpus), key=lambda needed: (missing(needed), sum(needed), needed), default=None)
 
     def fitting(self, gpus: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """Yield the GPUs of each pipeline over two of these types that fits, also where GPUs for it are missing."""
+        """Yield the GPUs of each pipeline over two of these types that fits, even if some of its GPUs are missing."""
         deepest = self.sweeps[0].num_sections
         for i, j in permutations(range(len(gpus)), 2):
             if gpus[i] and gpus[j]:
@@ -350,7 +350,7 @@ class TwoTypes:
         return [(i, j) for i in there for j in there if i < j]
 
     def _splits_of(self, i: int, j: int, most: tuple[int, int]) -> Splits:
-        """Return the bounds of pipelines from type i to type j with up to so many stages on each."""
+        """Return the bounds of pipelines from type i to type j with up to ``most`` stages on each."""
         known = self._splits.get((i, j))
         if known is None or known[0][0] < most[0] or known[0][1] < most[1]:
             most = most if known is None else (max(most[0], known[0][0]), max(most[1], known[0][1]))
@@ -369,7 +369,7 @@ class TwoTypes:
         return self._borders[i, j]
 
     def _gains(self, pair: tuple[int, int], gpus: Sequence[int], time_ns: float) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return of all splits on these GPUs that gain anything: stages on each type, micro-batches, and the order."""
+        """Return the splits on these GPUs that gain anything: stages on each type, micro-batches, and the order."""
         (i, j), deepest = pair, self.sweeps[0].num_sections - 1
         most = min(gpus[i], deepest), min(gpus[j], deepest)
         search = self.mixes.search(tuple(gpus))
@@ -387,14 +387,14 @@ class TwoTypes:
         return first, second, gains[first, second], order[first, second]
 
     def _done(self, pair: tuple[int, int], gpus: Sequence[int], time_ns: float) -> int:
-        """Return the most micro-batches in so much time, as far as is known."""
+        """Return the most micro-batches in this time (ns), by present estimates."""
         done, (first, second, gains, _) = self.mixes.search(tuple(gpus)).done(time_ns), self._gains(pair, gpus, time_ns)
         others = sum(int(each[-1]) for kind, each in enumerate(done) if kind not in pair)
         best, _ = _most_on_both(first, second, gains, done[pair[0]], done[pair[1]])
         return int(best[-1, -1]) + others
 
     def _least_time(self, pair: tuple[int, int], gpus: tuple[int, ...], below_ns: float) -> float:
-        """Return the least time in which all micro-batches are done, as far as is known; inf where it is not below."""
+        """Return the estimated least time (ns) for all micro-batches; inf if it is not below ``below_ns``."""
         high = below_ns
         if high == math.inf:
             high = float(self._splits_of(*pair, (1, 1)).fill_ns.min())
@@ -415,7 +415,7 @@ class TwoTypes:
         return high
 
     def _hopeful(self, gpus: tuple[int, ...], below_ns: float) -> list[tuple[dict[Split, int], Chosen]]:
-        """Return mixes that may take less than so much, the most promising first."""
+        """Return mixes that may take less than ``below_ns``, the most promising first."""
         found: list[tuple[int, int, dict[Split, int], Chosen]] = []
         for pair in self._pairs(gpus):
             time_ns = self._least_time(pair, gpus, below_ns)
@@ -439,7 +439,7 @@ class TwoTypes:
     def _near(
         self, splits: dict[Split, int], others: Chosen, is_tiny: bool
     ) -> Iterator[tuple[dict[Split, int], Chosen]]:
-        """Yield this mix, in the other order too, and of tiny pools without one pipeline, or all, of one type."""
+        """Yield this mix, in both orders of types, and in tiny pools also without one or all pipelines of one type."""
         back = {Split(j, i, b, a): number for (i, j, a, b), number in splits.items()}
         has_room = all(bool(np.asarray(self._splits_of(i, j, (a, b)).fits)[a, b]) for i, j, a, b in back)
         for ordered in (splits, back) if has_room else (splits,):
@@ -452,7 +452,7 @@ class TwoTypes:
 
     @staticmethod
     def _without_spare(others: Chosen, search: Search, time_ns: float, spare: int) -> Chosen:
-        """Return these pipelines without those that the others can do without."""
+        """Return these pipelines without those that are not needed, given ``spare`` surplus micro-batches."""
         gains, kept = search.gains(time_ns), []
         for group, number in others:
             gain = int(gains[search.place[group]])
@@ -464,7 +464,7 @@ class TwoTypes:
     def _ways(
         self, pair: tuple[int, int], gpus: tuple[int, ...], gained: tuple[Ints, Ints, Ints, Ints], done: Sequence[Ints]
     ) -> Iterator[dict[Split, int]]:
-        """Yield pipelines over both types: those of the best mix, and equal ones with which others do most."""
+        """Yield pipelines over both types: those of the best mix, and equal ones with which a mix finishes most."""
         (i, j), (first, second, gains, order) = pair, gained
 
         def split(place: int) -> Split:
@@ -487,7 +487,7 @@ class TwoTypes:
         nearest = sorted(worth)[: _LOOKED_AT[sum(gpus) <= _TINY]]
         yield from (each for _, number, place in nearest if (each := {split(place): number}) != chosen)
 
-    # ---- what was hoped for, simulated ----
+    # ---- the promising mixes, simulated ----
 
     def chosen(self, splits: Mapping[Split, int], others: Chosen) -> Chosen:
         """Return pipelines of all kinds as ``joint`` numbers them."""
@@ -495,7 +495,7 @@ class TwoTypes:
         return (*others, *own)
 
     def _kind(self, split: Split) -> int:
-        """Return the place of such pipelines among the types of ``joint``."""
+        """Return the place of pipelines with this split among the types of ``joint``."""
         if split not in self._kinds:
             first, second = (self.mixes.types[kind] for kind in split[:2])
             self._kinds[split] = len(self.joint.types)
@@ -508,7 +508,7 @@ class TwoTypes:
         return self._settings[split]
 
     def _rough_ns(self, split: Split, number: int) -> dict[SplitSetting, int]:
-        """Return about what so many equal pipelines take alone, in the settings in which they fit and may be best."""
+        """Return the approximate time of equal pipelines alone, by the settings in which they fit and may be best."""
         key = split, number
         if key not in self._rough:
             found: dict[SplitSetting, int] = {}
@@ -529,7 +529,7 @@ class TwoTypes:
         return Trial(setting, sweep.shape_simulator, layout, split.depth, counts, moves=not quick, quick=quick)
 
     def equal(self, split: Split, number: int) -> Outcome | None:
-        """Return the best of so many equal pipelines and no others; None where they do not fit."""
+        """Return the best of this many equal pipelines without others; None if they do not fit."""
         if (split, number) not in self._alone:
             rough_ns, counts = self._rough_ns(split, number), deal(self.total, number)
             least = min(rough_ns.values(), default=NEVER)

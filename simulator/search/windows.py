@@ -1,8 +1,8 @@
 """The best windows, and cuts next to the most even one, for one shape under its conditions.
 
-Windows of growing slope are tried until no windows could be more than 1 % faster; then the other schedules. The period
-of a pipeline with windows w is the maximum of the slowest stage and, over i < j, the round trip from i to j divided by
-w_i - w_j + 1; it shows above which slope nothing can be gained.
+Windows of growing slope are tried until no windows could be more than 1 % faster; then the other schedules are tried.
+The period of a pipeline with windows w is the maximum of the slowest stage and, over i < j, the round trip from i to j
+divided by w_i - w_j + 1; the period shows above which slope nothing can be gained.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Judge = Callable[[StageCosts], int]
 class Trial:
     """One shape with one placement: P stages, and the number of micro-batches of each replica.
 
-    ``boundaries``: first sections that are given, or None; ``slope``: of windows that are given; ``moves``: whether
-    cuts next to the most even one are tried; ``quick``: whether three windows are enough to know about what it takes.
+    ``boundaries``: the given first sections, or None; ``slope``: the slope of given windows, or None; ``moves``:
+    whether cuts next to the most even one are tried; ``quick``: whether only three windows are tried.
     """
 
     setting: Setting
@@ -80,7 +80,7 @@ class Trial:
 
     @property
     def _eager(self) -> bool:
-        """Whether 1F1B with more warm-up forwards is tried; for many micro-batches it is not worth a search."""
+        """Whether 1F1B with more warm-up forwards is tried; for many micro-batches its gain is not worth a search."""
         return self.most <= _MANY * self.depth or self.setting.schedules == ("1f1b",)
 
     def best(self) -> Outcome:
@@ -111,7 +111,7 @@ class Trial:
     def closest_ns(self) -> int:
         """Return a lower bound of the most even cut with windows that fit in memory.
 
-        For few micro-batches it covers the neighbouring cuts, too.
+        For few micro-batches the bound also covers the neighbouring cuts.
         """
         costs = self._widest(None)
         windows = tuple(costs.times.window.tolist())
@@ -121,7 +121,7 @@ class Trial:
             schedules = dict.fromkeys("varuna" if each == "1f1b" else each for each in self.setting.schedules)
             rules = [rule for schedule in schedules for rule in self._rules(schedule, None)]
             fitting = [found for rule in rules if (found := self._stages(rule, None)) is not None]
-            widest = {  # of stages that differ only in windows, those with the widest ones
+            widest = {  # one of all stages that differ only in windows: that with the widest windows
                 (found.schedule == "gpipe", found.boundaries): found
                 for found in sorted(fitting, key=lambda found: int(found.times.window.sum()))
             }
@@ -135,16 +135,16 @@ class Trial:
         if not self.shape_simulator.conditions.uneven:
             outcome = self._outcome(self._chosen(self._planned_ns, boundaries)[0])
             if outcome.mini_batch_ns * 100 <= self._enough_ns(boundaries, outcome.costs):
-                return outcome  # otherwise other windows may suit the execution better than the plan knows
+                return outcome  # otherwise the execution may be faster with windows that the plan does not prefer
         return self._outcome(self._chosen(self._executed_ns, boundaries, between=True)[0])
 
     def _chosen(
         self, judge: Judge, boundaries: tuple[int, ...] | None, *, between: bool = False
     ) -> tuple[StageCosts, int]:
-        """Return the first rule within 1 % of the fastest, and the time of the fastest.
+        """Return the stages of the first rule within 1 % of the fastest, and the time of the fastest.
 
-        ``between``: also try slopes between the standard ones, by bisection towards the fastest. For few micro-batches
-        this is always done.
+        ``between``: also try slopes between the standard ones, by bisection towards the fastest. They are always tried
+        for few micro-batches.
         """
         tried: list[tuple[int, StageCosts]] = []
         for schedule in self.setting.schedules:
@@ -231,9 +231,9 @@ class Trial:
         return self.setting.holds_even(Rule(schedule, slope), self.depth, self.most)
 
     def _enough_ns(self, boundaries: tuple[int, ...] | None, costs: StageCosts) -> int:
-        """Return, times 100, the time that is close enough to the bounds of these cuts and the cut that memory allows.
+        """Return 100 times the time that is close enough to the bounds of these cuts and of the cut that memory allows.
 
-        That cut is less even, but may have less to reduce after its backwards.
+        The cut that memory allows is less even, but may have less to reduce after its backwards.
         """
         return min(self._least_ns(boundaries), self._least_ns(costs.boundaries)) * _TOLERATED
 
@@ -263,7 +263,7 @@ class Trial:
         """Return the best neighbouring cut if it is 1 % faster.
 
         Each neighbour is judged with the present windows and, for few micro-batches, where windows matter more, with
-        the widest that fit; then the best ones are judged with their own best windows.
+        the widest that fit; then the best neighbours are judged with their own best windows.
         """
         cuts, bounds = self._moved_bounds_ns(costs)
         enough, best = fastest_ns * 100 // _TOLERATED, None
@@ -311,7 +311,7 @@ class Trial:
 
 
 def _slopes(needed: int, most: int) -> Iterator[int]:
-    """Yield slopes to try for replicas with so many micro-batches: all if these are few, else a selection.
+    """Yield slopes to try for replicas with ``most`` micro-batches: all if there are few, else a selection.
 
     With the last slope, the windows of all stages but the last contain all micro-batches.
     """
@@ -362,7 +362,7 @@ def _fewest_rounds(fits: Callable[[int], bool], most: int) -> Iterator[int]:
 
 
 def _ladder(most: int) -> Iterator[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, ... and ``most``."""
+    """Yield 1, 2, 3, 4, 6, 8, 12, 16, ... and ``most``."""
     step = 1
     while step < most:
         yield step
@@ -392,10 +392,10 @@ def slope_for_period(times: StageTimes) -> int:
 
 
 def _links_ns(times: StageTimes, count: int) -> int:
-    """Return a lower bound of the mini-batch over links that all messages of a stage share.
+    """Return a lower bound of the mini-batch's time if all messages of a stage share one link.
 
-    Stage s sends activations to the next stage (u_s on the wire) and gradients to the previous one (v_(s-1)), the last
-    of them after its last backward; likewise, it receives messages only after the head.
+    Stage s sends activations to the next stage (u_s on the wire) and gradients to the previous one (v_(s-1)). The last
+    gradient follows its last backward; likewise, the stage receives messages only after the head.
     """
     if times.num_stages == 1:
         return 0

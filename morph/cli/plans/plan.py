@@ -189,7 +189,7 @@ def plan_command(
 
 
 def _warnings(profile: Profile, request: PlanRequest, pool: Pool) -> list[str]:
-    """Return what a plan for a pool takes for granted that was not measured."""
+    """Return warnings about costs that a plan for a pool assumes but that were not measured."""
     from morph.contract.profile import other_links
 
     found = list(other_links(profile, request.links, request.rings))
@@ -203,7 +203,7 @@ def _warnings(profile: Profile, request: PlanRequest, pool: Pool) -> list[str]:
 
 
 def _numbers(given: dict[str, Any], gpus: str | None, aim: AimName) -> range | None:
-    """Return the numbers of GPUs to plan for, or None for the number that ``--nodes`` has.
+    """Return the numbers of GPUs to plan for, or None if ``--nodes`` or ``--pool`` gives the number.
 
     Raises:
         PlanError: if options are missing or contradict each other.

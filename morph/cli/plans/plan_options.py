@@ -64,13 +64,13 @@ def from_options(context: typer.Context, profile: Path, settings: Conditions) ->
 
 
 def in_plan_file(plan: Path) -> dict[str, tuple[str, str]]:
-    """Return the places in a plan file of what a profile must agree with, for ``places``."""
+    """Return, for ``places``, where a plan file holds each value with which a profile must agree."""
     names = ("fingerprint", "micro_batch_size", "num_micro_batches")
     return {name: (str(plan), name) for name in names} | {"pool": (str(plan), "stages.node_type")}
 
 
 def given_options(context: typer.Context, settings: Conditions) -> dict[str, Any]:
-    """Return the options and settings of the command line, by their names there."""
+    """Return the options and settings of the command line, by the names that they have there."""
     sources = {each: context.get_parameter_source(each.name or "") for each in context.command.params}
     chosen = {f"{SET} {name}": value for name, value in settings.model_dump(exclude_unset=True).items()}
     return chosen | {
@@ -90,7 +90,7 @@ def refuse_together(given: Mapping[str, object], option: str, others: Sequence[s
         why: The contradiction in a few words.
 
     Raises:
-        PlanError: if that happens; the error names both.
+        PlanError: if one of the others is given; the error names both.
     """
     clash = [name for name in others if name in given]
     if option in given and clash:
@@ -98,10 +98,10 @@ def refuse_together(given: Mapping[str, object], option: str, others: Sequence[s
 
 
 def require(given: Mapping[str, object], option: str, other: str) -> None:
-    """Refuse an option that needs another one.
+    """Refuse an option without another option that it needs.
 
     Raises:
-        PlanError: if that happens; the error names both.
+        PlanError: if the other option is missing; the error names both.
     """
     if option in given and other not in given:
         raise PlanError(f"needs {other}", field=option, value=_shown(given[option]))
@@ -152,7 +152,7 @@ def node_list(text: str) -> tuple[int, ...]:
 
 
 def gpus_per_node_of(text: str) -> int | dict[str, int]:
-    """Parse ``4``, GPUs of every node, or GPUs of each node by type, ``v100=4,t4=1``.
+    """Parse ``4``, the GPUs of every node, or ``v100=4,t4=1``, the GPUs of each node by type.
 
     Raises:
         PlanError: if the text is neither.
@@ -169,7 +169,7 @@ def gpus_per_node_of(text: str) -> int | dict[str, int]:
 
 
 def price_of(text: str) -> float | dict[int, float] | dict[str, float]:
-    """Parse ``0.9`` dollars per GPU-hour, prices by GPUs per node ``1:0.9,4:0.75``, or by type ``v100=0.9,t4=0.16``.
+    """Parse dollars per GPU-hour: ``0.9``, or by GPUs per node ``1:0.9,4:0.75``, or by type ``v100=0.9,t4=0.16``.
 
     Raises:
         PlanError: if the text is none of them.

@@ -1,4 +1,4 @@
-"""``morph rehearse``: run a shape or a trace with emulated workers on this machine, beside what is simulated."""
+"""``morph rehearse``: run a shape or a trace with emulated workers here, and compare the times with simulated ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The outcomes of ``morph replay`` as a table and as a picture."""
+"""The outcomes of ``morph replay`` as a table and a picture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def by_policy(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    """Outcomes by policy, in the order in which they were requested."""
+    """Return outcomes by policy, in the order in which the policies were requested."""
     found: dict[str, list[Outcome]] = {}
     for one in outcomes:
         found.setdefault(one.policy, []).append(one)
@@ -64,7 +64,7 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 
 def draw(name: str, outcomes: Sequence[Outcome], path: Path) -> None:
-    """Draw the use of the VMs' time by policy; below it, VMs and examples per second by policy on the first trace."""
+    """Draw each policy's use of the VMs' time; below, the VMs and each policy's examples on the first trace."""
     policies = by_policy(outcomes)
     size = (10.0, 7.0 + 0.25 * len(policies))
     with picture(path, ConfigError, size, nrows=3, height_ratios=[1.3, 1, 1.2]) as (_, (above, middle, below)):
@@ -105,7 +105,7 @@ def draw(name: str, outcomes: Sequence[Outcome], path: Path) -> None:
 
 
 def _curves(outcomes: Sequence[Outcome]) -> dict[str, tuple[list[float], list[float]]]:
-    """Return progress by policies; policies with equal progress share a curve, as one would hide the others."""
+    """Return the progress of policies. Those with equal progress share a curve, because one would hide the others."""
     found: list[tuple[list[str], tuple[list[float], list[float]]]] = []
     for one in outcomes:
         curve = _progress(one)
@@ -118,7 +118,7 @@ def _curves(outcomes: Sequence[Outcome]) -> dict[str, tuple[list[float], list[fl
 
 
 def _progress(one: Outcome) -> tuple[list[float], list[float]]:
-    """Return examples over hours: the speed of each shape, scaled so that the curve ends at the examples that count."""
+    """Return hours and examples: the speed of each shape, scaled so that the curve ends at the examples that count."""
     ends = [*(moment.time_s for moment in one.moments[1:]), one.hours * 3600]
     hours, done = [0.0], [0.0]
     for moment, end_s in zip(one.moments, ends, strict=True):
