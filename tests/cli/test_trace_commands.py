@@ -235,7 +235,7 @@ def test_a_recorded_trace_has_no_more_vms_than_a_cluster_file_keeps(files: tuple
     [
         (["--vms", "4", "--policy", "mix-100"], "--policy: is not a policy (got 'mix-100')"),
         (["--vms", "4", "--until", "soon"], "--until: is not a bound (got 'soon')"),
-        (["--vms", "4", "--until", "2001-01-01"], "--until: is over (got '2001-01-01')"),
+        (["--vms", "4", "--until", "2001-01-01"], "--until: is in the past (got '2001-01-01')"),
         (["--vms", "4", "--until", "50usd"], "--until: needs prices (got '50usd')"),
         (["--vms", "4", "--hours", "2", "--until", "3h"], "--until: is after a trace's end (got '3h')"),
         ([], "--vms: is missing"),

@@ -89,8 +89,8 @@ def plan_command(
         str | None,
         typer.Option(
             "--gpus-per-node",
-            metavar="N or TYPE=N,...",
-            help="GPUs of each node, or by type with --pool: v100=4,t4=1. Default: 1.",
+            metavar="N",
+            help="GPUs of each node, or by type: v100=4,t4=1. Default: 1.",
         ),
     ] = None,
     node_type: NodeTypeOption = None,
@@ -117,7 +117,7 @@ def plan_command(
     ] = None,
     budget_usd_per_h: Annotated[
         float | None,
-        typer.Option("--budget", metavar="USD", help="Dollars an hour for all used GPUs or nodes (with --price)."),
+        typer.Option("--budget", metavar="USD", help="Dollars an hour for all that is used (with --price)."),
     ] = None,
     jitter_seed: JitterOption = None,
     settings: SettingsOption = None,
@@ -136,7 +136,6 @@ def plan_command(
       morph plan profile.json --gpus 128 --memory-gib 16 --json -o plan.json
       morph plan profile.json --nodes 16x1,4x4
       morph plan p.json --pool v100=12,t4=12 --price v100=0.9,t4=0.16 --budget 8
-      morph plan p.json --pool v100=12,t4=12 --gpus-per-node v100=4,t4=1
       morph plan profile.json --gpus 16..128 --csv plans.csv --png plans.png
     """
     from morph.contract.profile import load_profile

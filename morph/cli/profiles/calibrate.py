@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from calibrate.links.two_nodes import PeerAddress
     from morph.contract.profile import Profile
 
-CALIBRATE_HELP = """Measure a job on this machine, section by section, and write a profile.
+CALIBRATE_HELP = """Measure a job on this machine: once, section by section, into a profile.
 
     The profile holds for any number of GPUs, and other machines can read it. On a machine of another type,
     --add-node-type adds the differences to a profile. With --peer, links and all-reduces to another node, on which
