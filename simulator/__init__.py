@@ -10,8 +10,9 @@ from __future__ import annotations
 from simulator.costs.answer import Simulation
 from simulator.inputs.request import PlanRequest
 from simulator.inputs.synthetic import synthetic_profile
+from simulator.search.choice import PlanChoice
 from simulator.search.mini_batch import simulate, simulate_plan
-from simulator.search.planner import PlanChoice, pipeline_times, plan, plan_frame, plan_table, pool_plan_table
+from simulator.search.planner import pipeline_times, plan, plan_frame, plan_table, pool_plan_table
 from simulator.traces.model import TraceModel, spot_model
 
 __all__ = [

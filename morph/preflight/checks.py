@@ -37,7 +37,7 @@ TRIED_BEFORE_RUNS = 20_000_000
 class Needs(StrEnum):
     """What a check needs, and so its cost; each kind costs more than the one before."""
 
-    NOTHING = "no weights and no data, only names, shapes and settings"
+    NOTHING = "only names, shapes and settings"
     DATA = "some samples of the data"
     MODEL = "one step of the model, on shapes alone if it is large"
     TRIALS = "the model's weights, run on samples"

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,13 +32,11 @@ from simulator.engine.times import Ints
 from simulator.inputs.conditions import of_pool_type
 from simulator.inputs.placement import node_sizes
 from simulator.inputs.request import PlanRequest
+from simulator.search.choice import PlanChoice
 from simulator.search.mixes import Mixes
 from simulator.search.objectives import Cheapest, Shape, usd_per_h_of
 from simulator.search.pools import WORTH, Found, Pools
 from simulator.search.sweep import Sweep
-
-if TYPE_CHECKING:
-    from simulator.search.planner import PlanChoice
 
 Floats = npt.NDArray[np.float64]
 _HOUR_NS = 3.6e12

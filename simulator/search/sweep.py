@@ -35,20 +35,12 @@ _SLACK = 0.99
 """A shape hardly ever takes less than this fraction of its planned time; shared cores and links make it slower."""
 
 
-_RANGE = 4
-"""More numbers of replicas than this share one bound. When it becomes the least, each half gets a bound of its own."""
-
-
 class Case(NamedTuple):
-    """A shape, the number of its setting, and the number of its layout.
-
-    With a number ``fewest`` the case is all shapes of this depth with ``fewest`` to D replicas.
-    """
+    """A shape, the number of its setting, and the number of its layout."""
 
     shape: Shape
     setting: int
     place: int = 0
-    fewest: int | None = None
 
 
 class Sweep:
@@ -315,18 +307,6 @@ class Sweep:
             if shape[1] <= setting.num_micro_batches:
                 push(Case(shape, number), self._even_ns(setting, shape), _EVEN if objective is None else _ROUGH)
 
-        def push_reduced(case: Case) -> None:
-            here, shape = self.settings[case.setting], case.shape
-            least = self._even_ns(here, shape) + here.first_reduce_ns(*shape)
-            beside = (there for there in chain((case,), self._beside(case)) if self._fits(there.setting, shape))
-            for there in islice(beside, 1):
-                push(there, least, _REDUCED)
-
-        def push_range(shapes: Sequence[Shape], number: int) -> None:
-            case = Case(shapes[0], number, fewest=shapes[-1][1])
-            if (least := self._range_ns(case)) < NEVER:
-                push(case, least, _REDUCED)
-
         for depth, replicas in shapes:
             for number, setting in enumerate(self.settings):
                 if setting.grouped:
@@ -341,22 +321,12 @@ class Sweep:
             if known == _ROUGH:
                 push(case, self._even_ns(setting, shape), _EVEN)
             elif known == _EVEN:
-                similar = self._with_half(shape, setting) if fewer else []
-                if fewer and (next_shape := self._with_fewer(similar[-1] if similar else shape, setting)) is not None:
+                if fewer and (next_shape := self._with_fewer(shape, setting)) is not None:
                     push_shape(next_shape, case.setting)
-                if similar:
-                    push_range(similar, case.setting)
-                else:
-                    push_reduced(case)
-            elif case.fewest is not None:
-                similar = self._with_half(shape, setting, case.fewest)
-                middle = len(similar) // 2
-                for half in (similar[:middle], similar[middle:]):
-                    if middle > _RANGE:
-                        push_range(half, case.setting)
-                        continue
-                    for each in half:
-                        push_reduced(Case(each, case.setting))
+                least = self._even_ns(setting, shape) + setting.first_reduce_ns(*shape)
+                beside = (there for there in chain((case,), self._beside(case)) if self._fits(there.setting, shape))
+                for there in islice(beside, 1):
+                    push(there, least, _REDUCED)
             elif known == _REDUCED:
                 for place in range(len(self.layouts(shape)) if objective is None else 1):
                     for there in (case, *self._beside(case)):
@@ -418,32 +388,6 @@ class Sweep:
         total = setting.num_micro_batches
         same = _fewest_as_busy(total, replicas)
         return depth, same if same < replicas else _fewest_as_busy(total, replicas - 1)
-
-    def _with_half(self, shape: Shape, setting: Setting, fewest: int | None = None) -> list[Shape]:
-        """Return this (P, D) and those with a smaller D that may be as fast, down to half of D or to ``fewest``.
-
-        The list is empty if these are few, or have no bound in common.
-        """
-        conditions, found = self.shape_simulator.conditions, [shape]
-        if conditions.uneven or conditions.jitter_seed is not None or conditions.node_sizes is not None:
-            return []
-        least = max(2, shape[1] // 2) if fewest is None else fewest
-        while (next_shape := self._with_fewer(found[-1], setting)) is not None and next_shape[1] >= least:
-            found.append(next_shape)
-        return found if len(found) > _RANGE else []
-
-    def _range_ns(self, case: Case) -> int:
-        """Return a lower bound (ns) for a range: micro-batches as for its largest D, and rings as for its smallest."""
-        assert case.fewest is not None, "one shape alone"
-        share = -(-self.settings[case.setting].num_micro_batches // case.shape[1])
-        shape, found = (case.shape[0], case.fewest), NEVER
-        for number in (case.setting, self._in_groups.get(case.setting)):
-            if number is not None and (setting := self.settings[number]).fits(shape[0], share):
-                trial = Trial(setting, self.shape_simulator, self.layouts(shape)[0], shape[0], (share,) * case.fewest)
-                found = min(found, trial.least_ns())
-                if trial.roomy:
-                    break  # no groups are needed
-        return found
 
     def _even_ns(self, setting: Setting, shape: Shape) -> int:
         """Return a lower bound (ns) for all cuts; with jitter it is only the commit's time."""

@@ -28,7 +28,6 @@ from simulator.engine.schedules import fixed_order, recomputes, stage_windows
 from simulator.engine.times import StageTimes
 from simulator.inputs.conditions import Conditions
 from simulator.inputs.layout import lone_workers
-from simulator.search import sweep
 from simulator.search.moves import moved_bounds_ns
 from simulator.search.moves import neighbours as moved_cuts
 from simulator.search.partition import bounds_ns
@@ -336,28 +335,6 @@ def test_the_bound_of_a_moved_cut_is_that_of_its_widest_windows(seed: int, recom
             exact = bound_ns(stage_costs(sections, cut, windows.tolist(), "varuna"), counts, conditions)
             crossed = {min(pair) for pair in zip(cut, base, strict=True) if len(set(pair)) > 1}
             assert bound <= exact if crossed & shared else bound == exact, (cut, base, windows, bound, exact)
-
-
-@each_seed(6, in_long=60)
-def test_shapes_are_the_same_with_bounds_of_ranges_of_replicas(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(seed)
-    count = int(rng.integers(3, 10))
-    profile = synthetic_profile(
-        num_sections=count,
-        forward_s=[float(value) for value in rng.uniform(0.002, 0.01, count)],
-        batch_size=512,
-        micro_batch_sizes=(1, 2),
-        bandwidth_bytes_per_s=float(rng.choice([1e7, 1e8, 1e9])),
-        parameter_bytes=int(rng.choice([10_000, 1_000_000])),
-    )
-
-    def shapes() -> list[tuple[str, float]]:
-        found = plan(profile, num_gpus=120, num_runners_up=2)
-        return [(str(each.shape), each.expected.mini_batch_s) for each in (found.best, *found.runners_up)]
-
-    in_ranges = shapes()
-    monkeypatch.setattr(sweep, "_RANGE", 1_000)
-    assert in_ranges == shapes()
 
 
 def test_a_cut_without_windows_of_the_wanted_schedule_is_avoided() -> None:

@@ -1,0 +1,66 @@
+"""The planner's answer for one number or pool of GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from morph.contract.plan import Plan
+from simulator.costs.answer import Simulation
+from simulator.inputs.request import ObjectiveName
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class PlanChoice:
+    """The answer for one number of GPUs.
+
+    ``simulations`` has the explanation, time breakdown and timeline of ``best`` and of each of the ``runners_up``, in
+    their order. ``values`` has the objective's value for each: examples per second, dollars per example, or examples
+    per second with pauses. ``num_shapes`` counts the shapes that were considered, including those that were not
+    simulated because their lower bound was too high. ``usd_per_h`` is the price of the GPUs that ``best`` uses, or of
+    the whole nodes of several GPUs, if all have a price. ``zone_bytes`` are the bytes that a mini-batch of ``best``
+    sends from one zone to another, and ``zone_usd_per_h`` is their price.
+    """
+
+    simulations: tuple[Simulation, ...]
+    values: tuple[float, ...]
+    objective: ObjectiveName
+    num_gpus: int
+    num_shapes: int
+    usd_per_h: float | None = None
+    zone_bytes: float = 0.0
+    zone_usd_per_h: float = 0.0
+
+    @property
+    def best(self) -> Plan:
+        """The best plan."""
+        return self.simulations[0].plan
+
+    @property
+    def runners_up(self) -> tuple[Plan, ...]:
+        """The next best plans, of other shapes."""
+        return tuple(simulation.plan for simulation in self.simulations[1:])
+
+    @property
+    def best_simulation(self) -> Simulation:
+        """The simulation of the best plan."""
+        return self.simulations[0]
+
+    @property
+    def num_idle(self) -> int:
+        """The number of GPUs that the best plan leaves idle."""
+        return self.num_gpus - self.best.num_workers
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """The best shape and the runners-up, one row each; columns as in :func:`plan_frame`."""
+        from simulator.search.frames import plans_frame  # pandas is slow to import
+
+        frame = plans_frame((self.num_gpus, plan) for plan in (self.best, *self.runners_up))
+        if self.objective != "examples_per_s":
+            frame[self.objective] = self.values
+        return frame
