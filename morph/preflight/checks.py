@@ -38,9 +38,9 @@ class Needs(StrEnum):
     """What a check needs, and so its cost; each kind costs more than the one before."""
 
     NOTHING = "only names, shapes and settings"
-    DATA = "some samples of the data"
+    DATA = "some samples"
     MODEL = "one step of the model, on shapes alone if it is large"
-    TRIALS = "the model's weights, run on samples"
+    TRIALS = "the weights and some samples"
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _comparison(checked: CutJob, effort: Effort, report: Report) -> Report:
 CHECKS = (
     Check("settings", Needs.NOTHING, "that optimizer, schedule and evaluation data can be used", _settings),
     Check("masks", Needs.NOTHING, "that attention has no mask where it needs none", _masks),
-    Check("data", Needs.DATA, "that samples are the same when they are read again", _data),
+    Check("data", Needs.DATA, "that samples are the same when read again", _data),
     Check("dependencies", Needs.MODEL, "that a training step mixes no sections", _dependencies),
     Check("loss", Needs.TRIALS, "that the loss is a mean over samples, or a total and a weight", _loss),
     Check("comparison", Needs.TRIALS, "that the cut model trains as the plain one does", _comparison),
