@@ -42,6 +42,7 @@ def sources_of(model: str, slower_network: float = 1.0) -> dict[str, str]:
         "checkpoint_upload_bytes_per_s": "not published",
         "host_copy_bytes_per_s": "derived: PCIe 3.0 x16, 15.75 GB/s",
         "contention": "not published",
+        "between_zones": "not published",
         "links": "derived: staged; intra_node is the path by way of the host",
         "rings": "derived: gloo; all_reduce is over inter_node, from host to host",
         "node_types": "derived: NC6_v3 and NC24_v3 have the same GPU, so one set of times",
@@ -79,6 +80,7 @@ def _environment() -> dict[str, str]:
         "environment.num_cores": "Varuna 7: 6 Xeon cores",
         "environment.threads_per_worker": "derived: one GPU per VM has all its cores",
         "environment.created": _NOBODY,
+        "environment.zone": "derived: all VMs in one zone",
     }
 
 
