@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(bool(not_permitted()), reason=not_permitted() or "-"),
 ]
-KEEP, NOTICE_S, NUM_SECTIONS, FIRST_PORT, UID = 2, 30.0, 6, 20000, 50506
+KEEP, NOTICE_S, NUM_SECTIONS, FIRST_PORT, UID = 2, 120.0, 6, 20000, 50506
 STEP_S = 0.8
 
 
