@@ -16,7 +16,7 @@ from torch import Tensor
 
 from morph.contract.errors import JobError
 from morph.jobs.existing import WholeModel, WholeModelOptimizer, order_of
-from morph.jobs.job import Job
+from morph.jobs.job import Job, ShortStep
 from morph.losses import Loss
 from morph.trainers.lengths import Source, fields_of_lengths
 
@@ -47,17 +47,22 @@ def job(module: Any, loader: Any, eval_loader: Any = None, *, trainer: Any = Non
     """
     _check(module, loader, trainer)
     whole = _optimizer_of(module)
-    batch_size = loader.batch_size * getattr(trainer, "accumulate_grad_batches", 1)
+    accumulated = getattr(trainer, "accumulate_grad_batches", 1)
+    batch_size = loader.batch_size * accumulated
+    # the last step of an epoch may have fewer batches, one of them short, and is divided by the number of a whole step
+    is_by_batch = accumulated > 1 and (len(loader) % accumulated > 0 or len(loader.dataset) % loader.batch_size > 0)
     fields: dict[str, Any] = {
         "name": type(module).__name__,
         "model": WholeModel(module),
         "loss": _loss,
         "dataset": lambda: loader.dataset,
         "collate_fn": loader.collate_fn,
-        "sampler": order_of(loader, batch_size),
+        "sampler": order_of(loader),
+        "epoch_end": ShortStep(of_whole=True) if is_by_batch else "short",
         "optimizer": whole.optimizer,
         "lr_scheduler": whole.scheduler if whole.has_scheduler else None,
         "batch_size": batch_size,
+        "micro_batch_size": loader.batch_size if is_by_batch else None,
         "clip_grad_norm": getattr(trainer, "gradient_clip_val", None) or None,
         "precision": PRECISIONS[str(getattr(trainer, "precision", "32-true"))],
         "data_workers": loader.num_workers,
