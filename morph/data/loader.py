@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
+import math
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -362,17 +365,64 @@ def check_map_style(dataset: object, field: str) -> int:
 
 
 NUM_SAMPLED = 8
+ROWS_S = 1.0
+"""Longest time (seconds) that a start of a run spends on reading each data set, to find changed samples."""
 
 
-def data_facts(job: Job) -> dict[str, DataFacts]:
+def data_facts(job: Job, rows_s: float = 0.0) -> dict[str, DataFacts]:
     """Return the facts of each of a job's data sets, by field.
+
+    ``rows_s``: the time (seconds) to spend on digests of as many samples as possible; data sets that have a
+    ``fingerprint()`` need none.
 
     Raises:
         JobError: a sample is not valid.
     """
-    found = {"dataset": _facts(data_of(job), recipe_of(job))}
-    if job.eval_data is not None:
-        found["eval_data"] = _facts(data_of(job, "eval_data"), recipe_of(job))
+    fields: tuple[DataField, ...] = ("dataset", "eval_data")
+    found, recipe = {}, recipe_of(job)
+    for field in fields:
+        if getattr(job, field) is not None:
+            dataset = data_of(job, field)
+            facts = _facts(dataset, recipe).model_copy(update={"fingerprint": _fingerprint(dataset)})
+            rows = {} if facts.fingerprint is not None or not rows_s else rows_of(dataset, recipe, rows_s)
+            found[field] = facts.model_copy(update={"rows": rows})
+    return found
+
+
+def _fingerprint(dataset: Any) -> str | None:
+    """Return the text that a data set's own ``fingerprint()`` returns; None if it has no such method."""
+    own = getattr(dataset, "fingerprint", None)
+    if not callable(own):
+        return None
+    try:
+        inspect.signature(own).bind()
+    except (TypeError, ValueError):  # another method of this name
+        return None
+    text = own()
+    return text if isinstance(text, str) else None
+
+
+def rows_of(
+    dataset: MapDataset, recipe: Recipe, seconds: float, clock: Callable[[], float] = time.monotonic
+) -> dict[int, str]:
+    """Return digests of 1, 2, 4, ... samples, and of all that can be read in some seconds, by their number.
+
+    The order in which samples are read depends only on their number and is spread over the data set, so two digests of
+    the same number of samples are of the same samples. A sample that cannot be read ends the reading.
+    """
+    count, began_s, state = num_at_hand(dataset), clock(), hashlib.sha256()
+    found, done = dict[int, str](), 0
+    step = next(step for step in range(max(1, round(count * 0.618)), count + 2) if math.gcd(step, count) == 1)
+    while done < count and clock() - began_s < seconds:
+        index = done * step % count
+        try:
+            (sample,) = recipe.read(dataset, [(0, index)])
+            state.update(f"{index} {sorted(_entries(recipe, sample, index).items())}".encode())
+        except Exception:  # the user's code fails: training reports it, if it needs the sample
+            break
+        done += 1
+        if done & (done - 1) == 0 or done == count:
+            found[done] = state.hexdigest()[:16]
     return found
 
 
