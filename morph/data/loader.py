@@ -74,6 +74,8 @@ class MicroBatchLoader:
         self._lengths = lengths
         self._mini_batches: OrderedDict[int, Sequence[MicroBatch]] = OrderedDict()
         self._micro_batch_size = micro_batch_size
+        self._keeps_batches = False
+        """Whether micro-batches of different sizes are batches of a loop, so that lengths may not reorder samples."""
         self._num_kept = _CACHED_MICRO_BATCHES
         self._samples: dict[tuple[int, int], list[Any]] = {}
         self._stacked: OrderedDict[tuple[int, int], dict[str, Tensor]] = OrderedDict()
@@ -87,7 +89,9 @@ class MicroBatchLoader:
         """Return the loader of a job's training data."""
         dataset, recipe = data_of(job), recipe_of(job)
         order, lengths = order_of(job), lengths_of(job)
-        return cls(dataset, job.seed, job.batch_size, micro_batch_size, prefetcher, recipe, order, lengths)
+        made = cls(dataset, job.seed, job.batch_size, micro_batch_size, prefetcher, recipe, order, lengths)
+        made._keeps_batches = job.short_step is not None
+        return made
 
     def expect(
         self, places: Iterable[tuple[int, int]], keys: Iterable[str], over: Callable[[], bool], window: int
@@ -191,7 +195,8 @@ class MicroBatchLoader:
             while len(self._mini_batches) > 1:
                 self._mini_batches.popitem(last=False)
             places, size = self._order.mini_batch(step), self._micro_batch_size
-            self._mini_batches[step] = divided(places, size, self._lengths, self._recipe.buckets)
+            by_length = not (self._keeps_batches and len(places) % size)
+            self._mini_batches[step] = divided(places, size, self._lengths, self._recipe.buckets, by_length=by_length)
         return self._mini_batches[step]
 
     def _first_sample(self) -> dict[str, Tensor]:
@@ -305,18 +310,10 @@ def order_of(job: Job) -> EpochOrder:
 
 
 def short_sizes(job: Job, micro_batch_size: int) -> tuple[int, ...]:
-    """Return the numbers of samples of the micro-batches of steps and evaluations that have fewer than m.
-
-    Raises:
-        JobError: such a micro-batch would have to be one of a loop's batches, but lengths decide what it holds.
-    """
+    """Return the numbers of samples of the micro-batches of steps and evaluations that have fewer than m."""
     epochs, found = order_of(job).epochs, set()
     if epochs.end == "short":
         found.add(epochs.num_left % micro_batch_size)
-        if found != {0} and job.short_step is not None and job.lengths is not None:
-            left, allowed = epochs.num_left % micro_batch_size, "drop_last=True, or batches that divide the data set"
-            what = f"sort samples into other batches than the loop's, whose last has {left} of {micro_batch_size}"
-            raise wrong_job("lengths", what, allowed=allowed)
     if job.eval_data is not None:
         found.add((job.eval_samples or len(data_of(job, "eval_data"))) % micro_batch_size)
     return tuple(sorted(found - {0}))
