@@ -376,7 +376,7 @@ def data_facts(job: Job, rows_s: float = 0.0) -> dict[str, DataFacts]:
         JobError: a sample is not valid.
     """
     fields: tuple[DataField, ...] = ("dataset", "eval_data")
-    found, recipe = {}, recipe_of(job)
+    found, recipe = dict[str, DataFacts](), recipe_of(job)
     for field in fields:
         if getattr(job, field) is not None:
             dataset = data_of(job, field)
