@@ -67,6 +67,8 @@ def job(trainer: Trainer, **replaced: Any) -> Job:
     loss, epoch_end = _loss_of(trainer, loader)
     is_by_batch = isinstance(epoch_end, ShortStep)
     batch_size = args.train_batch_size * args.gradient_accumulation_steps
+    if args.gradient_accumulation_steps == 1:  # one batch may hold the whole data set
+        batch_size = min(batch_size, len(loader.dataset))
     fields: dict[str, Any] = {
         "name": _name(args),
         "model": WholeModel(trainer.model),

@@ -49,6 +49,8 @@ def job(module: Any, loader: Any, eval_loader: Any = None, *, trainer: Any = Non
     whole = _optimizer_of(module)
     accumulated = getattr(trainer, "accumulate_grad_batches", 1)
     batch_size = loader.batch_size * accumulated
+    if accumulated == 1:  # one batch may hold the whole data set
+        batch_size = min(batch_size, len(loader.dataset))
     # the last step of an epoch may have fewer batches, one of them short, and is divided by the number of a whole step
     is_by_batch = accumulated > 1 and (len(loader) % accumulated > 0 or len(loader.dataset) % loader.batch_size > 0)
     fields: dict[str, Any] = {

@@ -116,5 +116,6 @@ def test_batches_of_a_loop_are_micro_batches_only_where_they_have_to_be() -> Non
     whole, short = (tail_jobs.module_job(size, 2, 2) for size in (8, 11))
     assert (whole.epoch_end, whole.micro_batch_size) == ("short", None)
     assert (short.epoch_end, short.micro_batch_size) == (ShortStep(of_whole=True), 2)
+    assert [tail_jobs.trainer_job("means", 3, 8, 1).batch_size, tail_jobs.module_job(3, 8, 1).batch_size] == [3, 3]
     with pytest.raises(JobError, match="epoch_end: is not right"):
         morph.hf.job(tail_jobs.trainer("means", 9, 2, 2), epoch_end="long")
