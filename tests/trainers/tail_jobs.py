@@ -93,8 +93,9 @@ def trainer(net: str, size: int, batch: int, accumulated: int, **given: Any) -> 
         **given,
     }
     evaluated = {"eval_dataset": Rows(51), "compute_metrics": counted} if "eval_strategy" in given else {}
-    options = TrainingArguments(tempfile.mkdtemp(prefix="trainer-"), **arguments)
-    return Trainer(model, options, train_dataset=Rows(size), data_collator=stacked, **evaluated)
+    with tempfile.TemporaryDirectory() as folder:  # nothing is written into it
+        options = TrainingArguments(folder, **arguments)
+        return Trainer(model, options, train_dataset=Rows(size), data_collator=stacked, **evaluated)
 
 
 def counted(prediction: Any) -> dict[str, float]:
