@@ -29,8 +29,8 @@ RAY_PORTS = {
 AGENT_PORTS = ("runtime_env_agent_port", "dashboard_agent_listen_port", "metrics_agent_port", "metrics_export_port")
 """Those of the two agents of a node, which start beside its raylet."""
 FIRST_OF_RAY, FIRST_OF_WORKERS = 10, 20
-LOWEST, EPHEMERAL = 10_000, Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""The lowest port that is drawn, and where Linux says which ports it gives to those that name none."""
+LOWEST, EPHEMERAL = 20_000, Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""The lowest port that is drawn, above those of Ray's workers; and where Linux has the range that it draws from."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def free_agent_ports() -> dict[str, int]:
     with given ports it waits for ``RAY_agent_register_timeout_ms``. The kernel gives none of these ports to others.
     """
     end = int(EPHEMERAL.read_text(encoding="ascii").split()[0]) if EPHEMERAL.exists() else 32_768
-    candidates = list(range(min(LOWEST, end - 1000), end))
+    candidates = list(range(LOWEST, end if end > LOWEST + 1000 else 65_536))
     random.SystemRandom().shuffle(candidates)
     free = itertools.islice(filter(_is_free, candidates), len(AGENT_PORTS))
     return dict(zip(AGENT_PORTS, free, strict=True))
@@ -113,7 +113,6 @@ RAY_SETTINGS = {
     "RAY_worker_niceness": "0",  # Ray's default of 15 lets anything else on the machine stop training
     # Morph's own bounds give up a boot; Ray's, of 15 to 60 s, would give up what is merely slow
     "RAY_agent_register_timeout_ms": "600000",
-    "RAY_raylet_start_wait_time_s": "600",
     "RAY_worker_register_timeout_seconds": "600",
     "RAY_automatic_object_spilling_enabled": "0",  # spilling needs workers, which the head node does not have
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

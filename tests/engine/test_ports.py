@@ -35,10 +35,11 @@ def test_agents_ports_are_free_and_given_to_nobody_else(tmp_path: Path, monkeypa
     assert all(ports_module.LOWEST <= port < 32768 for port in first.values())
     assert len(set(first.values())) == len(AGENT_PORTS)
     with socket.create_server(("127.0.0.1", first["metrics_agent_port"])):
-        left = range(first["metrics_agent_port"], first["metrics_agent_port"] + 5)
-        monkeypatch.setattr(ports_module, "LOWEST", left.start)
-        ephemeral.write_text(f"{left.stop}\t60999\n")
-        assert first["metrics_agent_port"] not in free_agent_ports().values()
+        taken = range(first["metrics_agent_port"], first["metrics_agent_port"] + 1001)
+        monkeypatch.setattr(ports_module, "LOWEST", taken.start)
+        ephemeral.write_text(f"{taken.stop}\t60999\n")
+        monkeypatch.setattr("random.SystemRandom.shuffle", lambda _self, ports: ports.sort())
+        assert taken.start not in free_agent_ports().values()
 
 
 @pytest.mark.parametrize(("load", "expected_s"), [(0.5, 10.0), (2.0, 10.0), (40.0, 200.0)])
