@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from morph.contract.base import read_text
 from morph.contract.errors import ConfigError
@@ -177,10 +177,12 @@ def _loader(source: str) -> type[yaml.SafeLoader]:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        yaml_implicit_resolvers: ClassVar = {
-            first: [(tag, form) for tag, form in known if not tag.endswith((":int", ":float"))]
-            for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-        }
+        pass
+
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, form) for tag, form in known if not tag.endswith((":int", ":float"))]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def mapping(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
         seen: set[str] = set()

@@ -67,7 +67,9 @@ class JobFiles:
     def in_use(self) -> Iterator[None]:
         """Import from these files during the block, and forget them afterwards: another job may use the same names."""
         search = list(sys.path)
-        stale = {name: sys.modules.pop(name) for name in list(sys.modules) if self._has(sys.modules[name])}
+        stale = {name: module for name, module in list(sys.modules.items()) if self._has(module)}
+        for name in stale:
+            del sys.modules[name]
         self.install()
         try:
             yield
@@ -243,7 +245,7 @@ def _folder_of(module: ModuleType) -> str | None:
     try:
         folders = object.__getattribute__(module, "__dict__").get("__path__")
         return next(iter(folders or ()), None)
-    except (AttributeError, TypeError):
+    except (AttributeError, KeyError, TypeError):  # a folder's package looks for its parent, which may be gone
         return None
 
 
