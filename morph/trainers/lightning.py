@@ -8,16 +8,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from morph.contract.errors import JobError
 from morph.jobs.existing import WholeModel, WholeModelOptimizer, order_of
 from morph.jobs.job import Job
 from morph.losses import Loss
+from morph.runtime.state.optimizer_state import is_elementwise
 from morph.trainers.lengths import Source, fields_of_lengths
 
 SOURCE = "morph.lightning.job"
@@ -47,7 +52,9 @@ def job(module: Any, loader: Any, eval_loader: Any = None, *, trainer: Any = Non
     """
     _check(module, loader, trainer)
     whole = _optimizer_of(module)
-    batch_size = loader.batch_size * getattr(trainer, "accumulate_grad_batches", 1)
+    accumulated = getattr(trainer, "accumulate_grad_batches", 1)
+    batch_size = loader.batch_size * accumulated
+    precision = str(getattr(trainer, "precision", "32-true"))
     fields: dict[str, Any] = {
         "name": type(module).__name__,
         "model": WholeModel(module),
@@ -55,11 +62,11 @@ def job(module: Any, loader: Any, eval_loader: Any = None, *, trainer: Any = Non
         "dataset": lambda: loader.dataset,
         "collate_fn": loader.collate_fn,
         "sampler": order_of(loader, batch_size),
-        "optimizer": whole.optimizer,
+        "optimizer": partial(_optimizer, whole, PRECISIONS[precision] != "fp16", accumulated > 1),
         "lr_scheduler": whole.scheduler if whole.has_scheduler else None,
         "batch_size": batch_size,
         "clip_grad_norm": getattr(trainer, "gradient_clip_val", None) or None,
-        "precision": PRECISIONS[str(getattr(trainer, "precision", "32-true"))],
+        "precision": PRECISIONS[precision],
         "data_workers": loader.num_workers,
     }
     if eval_loader is not None:
@@ -115,6 +122,42 @@ def _optimizer_of(module: Any) -> WholeModelOptimizer:
         allowed = '{"scheduler": schedule, "interval": "step"}: Morph steps schedules with the optimizer'
         raise _refusal("configure_optimizers", f"a schedule by {each[1]} {each[0]}", allowed)
     return WholeModelOptimizer(module.named_parameters(), made, schedule)
+
+
+def _optimizer(
+    whole: WholeModelOptimizer, with_closure: bool, accumulates: bool, named: Iterable[tuple[str, Parameter]]
+) -> Optimizer:
+    def step(optimizer: Optimizer, _closure: None = None) -> None:
+        _step_with_closure(optimizer, accumulates)
+
+    made = whole.optimizer(named)
+    if with_closure and not is_elementwise(made):
+        vars(made)["step"] = MethodType(step, made)
+    return made
+
+
+def _step_with_closure(optimizer: Optimizer, accumulates: bool) -> None:
+    """Make a step as Lightning does, where a closure computes the gradients: hooks, and what the optimizer does before
+    it calls the closure, see no gradients, or those of earlier accumulated batches alone.
+    """
+    gradients = [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    earlier = [torch.zeros_like(gradient) if accumulates else None for _, gradient in gradients]
+    calls: list[None] = []
+
+    def closure() -> None:
+        for (parameter, gradient), before in zip(gradients, earlier, strict=True):
+            if before is not None and not calls and (parameter.grad is not before or before._version):
+                allowed = "1: a hook, or the optimizer's step, changes the gradients of earlier batches alone"
+                raise _refusal("accumulate_grad_batches", "more than 1", allowed)
+            parameter.grad = gradient
+        calls.append(None)
+
+    for (parameter, _), before in zip(gradients, earlier, strict=True):
+        parameter.grad = before
+    type(optimizer).step(optimizer, closure)  # type: ignore[arg-type] # torch's closures return the loss
+    if len(calls) != 1:
+        name, shown = f"{type(optimizer).__name__}.step", f"calls its closure {len(calls)} times"
+        raise _refusal(name, shown, "an optimizer that computes gradients once per step")
 
 
 def _loss(model: Any, batch: Any) -> Any:

@@ -20,11 +20,12 @@ lightning = pytest.importorskip("pytorch_lightning")
 from tests.trainers import lightning_job  # noqa: E402 (it needs Lightning)
 from tests.trainers.lightning_job import (  # noqa: E402
     BATCH_SIZE,
+    CASES,
     CLIP,
     PADDING,
+    QUIET,
+    Case,
     Classifier,
-    Settings,
-    TextClassifier,
     points,
     text_loader,
 )
@@ -32,45 +33,32 @@ from tests.trainers.lightning_job import (  # noqa: E402
 NUM_STEPS = 6
 
 
-def trained_by_lightning(
-    tmp_path: Path, module: nn.Module, loader: DataLoader[Any]
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Return losses and weights of Lightning's own loop."""
-    losses: list[float] = []
+def trained_by_lightning(case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the losses by step and the weights of Lightning's own loop."""
+    losses: list[list[float]] = []
 
     class Heard(lightning.Callback):
-        def on_train_batch_end(self, _trainer: Any, _module: Any, outputs: Any, *_: Any) -> None:
-            losses.append(float(outputs["loss"].detach()) * 2)
+        def on_train_batch_end(self, trainer: Any, _module: Any, outputs: Any, *_: Any) -> None:
+            accumulated = trainer.accumulate_grad_batches
+            losses.append([*(losses.pop() if losses and len(losses[-1]) < accumulated else [])])
+            losses[-1].append(float(outputs["loss"].detach()) * accumulated)
 
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_steps=NUM_STEPS,
-        accumulate_grad_batches=2,
-        gradient_clip_val=CLIP,
-        callbacks=[Heard()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
-    trainer.fit(module, loader)
-    steps = [sum(losses[at : at + 2]) / 2 for at in range(0, len(losses), 2)]
-    return steps, {name: value.detach() for name, value in module.named_parameters()}
+    module = lightning_job.module(case.kind)
+    case.trainer(max_steps=NUM_STEPS, callbacks=[Heard()]).fit(module, case.loader())
+    weights = {name: value.detach() for name, value in module.named_parameters()}
+    return [sum(some) / len(some) for some in losses], weights
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:.*LeafSpec:FutureWarning", "ignore:The `srun` command is available"
 )
-@pytest.mark.parametrize("texts", [False, True])
-def test_losses_and_weights_are_those_of_lightning(tmp_path: Path, texts: bool) -> None:
-    """Points, or texts of varying length, which are padded to the longest of a batch there, and to a bucket here."""
-    module = lightning_job.module(TextClassifier if texts else Classifier)
-    loader = text_loader() if texts else DataLoader(points(), batch_size=BATCH_SIZE)
-    losses, weights = trained_by_lightning(tmp_path / "lightning", module, loader)
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_weights_are_those_of_lightning(tmp_path: Path, name: str) -> None:
+    """Texts are padded to the longest of a batch there, and to a bucket here."""
+    losses, weights = trained_by_lightning(CASES[name])
     found: list[float] = []
-    job = f"{lightning_job.__file__}:{'text_job' if texts else 'job'}"
+    job = f"{lightning_job.__file__}:case(name={name!r})"
     parameters = trained_alone(job, NUM_STEPS, tmp_path / "morph", found.append, num_sections=2, micro_batch_size=2)
     assert found == pytest.approx(losses, abs=1e-6)
     for name, value in parameters.items():
@@ -86,7 +74,7 @@ def test_what_a_step_logs_are_metrics() -> None:
 
 
 def test_lengths_follow_from_a_collate_fn_that_pads() -> None:
-    job, data = lightning_job.text_job(), text_loader().dataset
+    job, data = lightning_job.case("texts"), text_loader().dataset
     assert (job.buckets, dict(job.padding)) == ((8, 16, 20), {"0": PADDING})
     assert job.lengths is not None
     assert job.lengths(data).tolist() == [len(x) for x, _ in data]  # type: ignore[attr-defined]
@@ -135,7 +123,5 @@ class Stream(IterableDataset[Any]):
 def test_what_cannot_be_honoured_is_refused_by_its_name(
     module: Callable[[], nn.Module], data: Callable[[], Any], settings: dict[str, Any], named: str
 ) -> None:
-    given = Settings()
-    vars(given).update(settings)
     with pytest.raises(JobError, match=named):
-        morph.lightning.job(module(), DataLoader(data(), batch_size=2), trainer=given)
+        morph.lightning.job(module(), DataLoader(data(), batch_size=2), trainer=lightning.Trainer(**QUIET, **settings))
