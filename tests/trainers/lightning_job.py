@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.callbacks import ModelSummary
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -121,8 +122,48 @@ class WithParts(Classifier):
         return optimizer
 
 
+class Counting(Classifier):
+    """Its loss grows from step to step, in operations that can be traced."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        x, y = batch
+        weight = torch.as_tensor(self.global_step / 10).clamp(max=0.3) + self.trainer.current_epoch * 0.1
+        return {"loss": functional.cross_entropy(self(x), y) * (1 + weight + 0.01 * batch_idx)}
+
+
+class Outer(Counting):
+    """Counts in a module within it, and has no use for the number of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Counting()
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Any:  # type: ignore[override] # Lightning allows it
+        return self.inner.training_step(batch, 0)
+
+
+class WithSetup(Classifier):
+    """Makes a weight before training, and its schedule from the length of training."""
+
+    def setup(self, stage: str) -> None:
+        self.scale = {"fit": 3.0}[stage] / self.trainer.max_epochs
+
+    def training_step(self, batch: tuple[Tensor, Tensor], *_: Any) -> Tensor:
+        self.print(end="")
+        return self.scale * super().training_step(batch, 0)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        length = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=length)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def configure_callbacks(self) -> Any:
+        return ModelSummary()
+
+
 QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-QUIET |= {"enable_model_summary": False}
+QUIET |= {"enable_model_summary": False, "max_epochs": -1}
 CLIPPED = {"accumulate_grad_batches": 2, "gradient_clip_val": CLIP}
 
 
@@ -133,9 +174,10 @@ class Case:
     kind: type[Classifier] = Classifier
     settings: dict[str, Any] = field(default_factory=dict)
     loader: Callable[[], DataLoader[Any]] = lambda: DataLoader(points(), batch_size=BATCH_SIZE)
+    cut_point: str = "layers.2"
 
     def trainer(self, **more: Any) -> Trainer:
-        return Trainer(**QUIET, **self.settings, **more)
+        return Trainer(**QUIET | self.settings | more)
 
 
 CASES = {
@@ -146,12 +188,19 @@ CASES = {
     "hooks of an optimizer": Case(WithHooks),
     "state of an optimizer": Case(WithState),
     "parts of an optimizer": Case(WithParts),
+    "counters": Case(Counting, {"limit_train_batches": 2}),
+    "counters of accumulated batches": Case(Outer, {**CLIPPED, "limit_train_batches": 4}, cut_point="inner.layers.2"),
+    "a share of batches": Case(settings={"limit_train_batches": 0.25, "gradient_clip_algorithm": "norm"}),
+    "a loader that shuffles": Case(loader=lambda: shuffled_loader()),
+    "setup, and a schedule of the whole length": Case(WithSetup, {"max_epochs": 2, "limit_train_batches": 4}),
 }
 
 
 def case(name: str) -> morph.Job:
     given = CASES[name]
-    return morph.lightning.job(module(given.kind), given.loader(), trainer=given.trainer(), cut_points=["layers.2"])
+    return morph.lightning.job(
+        module(given.kind), given.loader(), trainer=given.trainer(), cut_points=[given.cut_point]
+    )
 
 
 def module(kind: type[Classifier] = Classifier) -> Classifier:
@@ -171,7 +220,7 @@ def job() -> morph.Job:
         module(),
         loader,
         DataLoader(points()),
-        trainer=Trainer(**QUIET, **CLIPPED),
+        trainer=Trainer(**QUIET | CLIPPED),
         eval_every_steps=2,
         cut_points=["layers.2"],
     )
@@ -180,6 +229,10 @@ def job() -> morph.Job:
 def padded(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
     rows = nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True, padding_value=PADDING)
     return rows, torch.tensor([y for _, y in samples])
+
+
+def shuffled_loader() -> DataLoader[Any]:
+    return DataLoader(points(), batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(7))
 
 
 def text_loader() -> DataLoader[Any]:
