@@ -42,7 +42,7 @@ def copied(model: nn.Module, clone: Callable[[Tensor], Tensor] = Tensor.clone) -
     return deepcopy(model, memo)
 
 
-def order_of(loader: DataLoader[Any], batch_size: int) -> Callable[[Any, int, int], list[int]]:
+def order_of(loader: DataLoader[Any]) -> Callable[[Any, int, int], list[int]]:
     """Return the order in which a loader reads samples, as ``Job.sampler``; with ``drop_last``, only whole batches."""
     batches: Any = loader.batch_sampler
     while hasattr(batches, "batch_sampler"):  # a wrapper of accelerate
@@ -53,7 +53,7 @@ def order_of(loader: DataLoader[Any], batch_size: int) -> Callable[[Any, int, in
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         numbers = list(sampler)
-        return numbers[: len(numbers) - len(numbers) % batch_size] if batches.drop_last else numbers
+        return numbers[: len(numbers) - len(numbers) % batches.batch_size] if batches.drop_last else numbers
 
     return order
 

@@ -31,7 +31,7 @@ from morph.contract.errors import JobError
 from morph.cutting.source.locate import calling_line, definition_line
 from morph.cutting.source.refusal import Untraceable
 from morph.jobs.existing import WholeModel, WholeModelOptimizer, order_of
-from morph.jobs.job import Job
+from morph.jobs.job import Job, ShortStep
 from morph.losses import Loss
 from morph.runtime.state.optimizer_state import is_elementwise
 from morph.trainers.lengths import Source, fields_of_lengths
@@ -76,6 +76,9 @@ def job(module: Any, loader: Any, eval_loader: Any = None, *, trainer: Any = Non
         callbacks = module.configure_callbacks()
         whole = _optimizer_of(module)
     check_trainer(None, callbacks if isinstance(callbacks, Sequence) else [callbacks], evaluates=evaluates)
+    # the last step of an epoch may have fewer batches, one of them short, and is divided by the number of a whole step
+    num_samples = min(len(loader.sampler), length.num_batches * loader.batch_size)
+    is_by_batch = length.accumulated > 1 and num_samples % (loader.batch_size * length.accumulated) > 0
     precision = PRECISIONS[getattr(trainer, "precision", "32-true")]
     fields: dict[str, Any] = {
         "name": type(module).__name__,
@@ -85,9 +88,11 @@ def job(module: Any, loader: Any, eval_loader: Any = None, *, trainer: Any = Non
         "collate_fn": partial(_collated_with_step, loader.collate_fn),
         "step_entry": None if "collate_fn" in replaced else STEP,
         "sampler": _Order(loader, length),
+        "epoch_end": ShortStep(of_whole=True) if is_by_batch else "short",
         "optimizer": partial(_optimizer, whole, precision != "fp16", length.accumulated > 1),
         "lr_scheduler": whole.scheduler if whole.has_scheduler else None,
         "batch_size": loader.batch_size * length.accumulated,
+        "micro_batch_size": loader.batch_size if is_by_batch else None,
         "clip_grad_norm": getattr(trainer, "gradient_clip_val", None) or None,
         "precision": precision,
         "data_workers": loader.num_workers,
@@ -119,7 +124,7 @@ class _Order:
 
     def __init__(self, loader: DataLoader[Any], length: _Length) -> None:
         self._loader, self._num_batches = loader, length.num_batches
-        self._list = order_of(loader, (loader.batch_size or 1) * length.accumulated)
+        self._list = order_of(loader)
         given = (loader.generator, getattr(loader.sampler, "generator", None))
         self._generators = list({id(one): one for one in given if one is not None}.values())
         self._states = [[one.get_state() for one in self._generators]]
