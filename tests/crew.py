@@ -348,6 +348,7 @@ class Crew:
         for name in names:
             answer = self.members[name].answer(SETUP_S)  # setting up may compile sections
             assert isinstance(answer, WorkerReady), answer
+            self.epochs = answer.epochs
         self.directory = directory
         self.begin()
 
@@ -434,7 +435,16 @@ class Crew:
             decided=self.decided,
             loss_scale=self.loss_scale,
             record_timeline=record_timeline,
+            num_micro_batches=self.num_micro_batches if self.epochs else None,
         )
+
+    @property
+    def num_micro_batches(self) -> int:
+        """The number of micro-batches of the next step."""
+        assert self.plan is not None
+        if self.epochs is None:
+            return self.plan.num_micro_batches
+        return self.epochs.num_micro_batches(self.version, self.plan.micro_batch_size)
 
     def prepare(self, *, record_timeline: bool = False) -> int:
         """Run the next step up to its reduced gradients, with as many attempts as it needs; return their number."""
@@ -445,8 +455,7 @@ class Crew:
             self.attempts.append(answers)
             if any(answer.non_finite for answer in answers) or not any(answer.overflowed for answer in answers):
                 losses = {entry.micro_batch: entry.loss for answer in answers for entry in answer.losses}
-                assert self.plan is not None
-                assert sorted(losses) == list(range(self.plan.num_micro_batches))
+                assert sorted(losses) == list(range(self.num_micro_batches))
                 self.losses.append(sum(losses[index] for index in sorted(losses)) / len(losses))
                 return attempt + 1
         raise AssertionError(f"step {self.version} overflowed 8 times")

@@ -331,9 +331,8 @@ class Ledger:
         """Record that a shape uses some micro-batches of the abandoned step: their time was computing."""
         kept = NOTHING
         if order.salvage is not None and self.given_up.node_ns:
-            total = order.plan.num_micro_batches
-            done = total - sum(end - first for first, end in order.salvage.remaining)
-            made_ns = _ns(order.plan.expected.mini_batch_s) * order.plan.num_workers * done // total
+            num, done = order.plan.num_micro_batches, order.salvage.num_spared
+            made_ns = _ns(order.plan.expected.mini_batch_s) * order.plan.num_workers * done // num
             kept = self.given_up.part(min(made_ns, self.given_up.node_ns), self.given_up.node_ns)
         self.parts[Part.COMPUTE] += kept - self.kept
         self.parts[Part.LOST] += self.kept - kept

@@ -197,7 +197,7 @@ def _set_up(transition: Transition, worker: WorkerId, answer: Answer) -> None:
     transition.change_node(worker, NodeEvent.SET_UP, ready_s=now_s, eligible_s=eligible_s)
     transition.change_provisioning(num_setups_lost=0, setup_lost_s=None, failed_setups=None)
     transition.change_measured(setup_s=mean_of(state.measured.setup_s, now_s - entry.appeared_s))
-    transition.change(evaluation=answer.evaluation)
+    transition.change(evaluation=answer.evaluation, epochs=answer.epochs)
     sentence = f"{worker} is ready"
     if eligible_s is not None:
         sentence += f"; its machine came and went before, so it is used only after {wait_s:g} s"

@@ -12,6 +12,7 @@ from pathlib import Path
 from manager.journal.records import Fact
 from manager.run.request import IfChanged
 from manager.run_dir import CODE, RunDir, is_run, not_writable, read_facts, write_in_run_dir
+from morph.contract.epochs import Epochs
 from morph.contract.errors import JobError, RunDirError
 from morph.contract.job_facts import JobFacts
 from morph.contract.messages import HandedCut, JobCode
@@ -92,19 +93,20 @@ class RunCode:
                 file=sys.stderr,
             )
 
-    def num_samples(self, run_dir: Path) -> int:
-        """Return the length of the data set with which the run began, or begins.
+    def epochs(self, run_dir: Path) -> Epochs:
+        """Return how the epochs with which the run began, or begins, divide into steps.
 
         Raises:
             InputError: the run is new, and its job is not valid.
         """
-        known = read_facts(run_dir).known_by.data if is_run(run_dir) else {}
-        if "dataset" not in known:
+        known = read_facts(run_dir).known_by.epochs if is_run(run_dir) else None
+        if known is None:
             if self._checked is None:
                 self.check()
             assert self._checked is not None
-            known = self._checked.facts.data
-        return known["dataset"].num_samples
+            known = self._checked.facts.epochs
+        assert known is not None, "the check of a job tells its epochs"
+        return known
 
     def of(self, run_dir: RunDir) -> JobCode:
         """Return the code of a run, as far as it is known without loading the job.

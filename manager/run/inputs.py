@@ -16,6 +16,7 @@ from manager.run.request import RunRequest, absolute_job
 from manager.run_dir import RunFacts, is_run, read_facts
 from morph.contract.base import Value
 from morph.contract.cluster import ClusterConfig, LocalVms
+from morph.contract.epochs import Epochs
 from morph.contract.profile import Profile
 from morph.contract.trace import Trace
 from morph.jobs.files import JobFiles
@@ -43,13 +44,12 @@ class PreparedRun:
     requested: RunRequest | None = None
     stop_with_trace: bool = False
 
-    def with_samples(self, num_samples: int) -> PreparedRun:
-        """Return the same inputs with their length in steps, if epochs of ``num_samples`` samples were requested."""
-        epochs = self.request.epochs
-        if epochs is None:
+    def in_steps(self, epochs: Epochs) -> PreparedRun:
+        """Return the same inputs with their length in steps, if it was requested in epochs."""
+        num = self.request.epochs
+        if num is None:
             return self
-        steps = -(-epochs * num_samples // self.profile.job.batch_size)
-        return replace(self, request=self.request.model_copy(update={"steps": steps}))
+        return replace(self, request=self.request.model_copy(update={"steps": epochs.steps_of(num)}))
 
     @property
     def events(self) -> Trace:

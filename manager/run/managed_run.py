@@ -136,7 +136,7 @@ class ManagedRun:
         if self._is_new or not run.profile.units:  # a job that cannot run leaves nothing behind
             self._trained.check()
         if run.request.epochs is not None:
-            self._run = run = run.with_samples(self._trained.num_samples(run.run_dir))
+            self._run = run = run.in_steps(self._trained.epochs(run.run_dir))
         self._planned = cache(run.config)  # once, as planning for many VMs takes time; not if a run is taken over
         if self._is_new:
             vms = run.cluster.vms

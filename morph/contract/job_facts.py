@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from morph.contract.base import Value
+from morph.contract.epochs import Epochs
 
 
 class SampleFacts(Value):
@@ -22,7 +23,11 @@ class DataFacts(Value):
 
 
 class JobFacts(Value):
-    """Facts that identify a run's job besides its code: data sets by the job's fields, and settings as text."""
+    """Facts that identify a run's job besides its code: data sets by the job's fields, and settings as text.
+
+    ``epochs``: their division into steps, which follows from the others.
+    """
 
     data: dict[str, DataFacts] = Field(default_factory=dict)
     settings: dict[str, str] = Field(default_factory=dict)
+    epochs: Epochs | None = None

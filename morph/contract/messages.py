@@ -17,6 +17,7 @@ from morph.contract.base import Shown, Value
 from morph.contract.cluster import LinkSetting, RingSetting
 from morph.contract.decided import Decided, LossScale
 from morph.contract.emulation import EmulatedDevice
+from morph.contract.epochs import Epochs
 from morph.contract.evaluation import Array, EvaluationSize, EvaluationTotals, FinishedMetrics
 from morph.contract.job_facts import JobFacts
 from morph.contract.plan import Plan
@@ -254,6 +255,12 @@ class StepOrder(Value):
     earlier_checkpoints: tuple[Version, ...] = Field(default=(), exclude_if=lambda given: not given)
     record_timeline: bool = False
     evaluated: EvaluationTotals | None = Field(default=None, exclude_if=lambda given: given is None)
+    num_micro_batches: int | None = Field(
+        default=None,
+        ge=1,
+        exclude_if=lambda given: given is None,
+        description="micro-batches of a short step, over all replicas; None: as many as the plan has",
+    )
     bears_non_finite: bool = Field(
         default=False,
         exclude_if=lambda given: not given,
@@ -305,6 +312,11 @@ class WorkerReady(Value):
     pid: int
     setup_s: float = Field(ge=0)
     evaluation: EvaluationSize | None = None
+    epochs: Epochs | None = Field(
+        default=None,
+        exclude_if=lambda given: given is None,
+        description="how the job's epochs divide into steps; None: all steps are whole",
+    )
 
 
 class Reshaped(Value):
@@ -333,8 +345,10 @@ MARKS = (WEIGHT, SUM, SAMPLES)
 class MicroBatchLoss(Value):
     """Loss and metrics of one micro-batch: means over its samples, or totals; only last stages report them.
 
-    If ``metrics`` also has the weight of a value, that value is a total. With a loss scale, a loss may be infinite or
-    NaN: its step is then skipped.
+    If ``metrics`` also has the weight of a value, that value is a total. ``share``: the samples of this micro-batch
+    over m, given if the micro-batches of the step or evaluation differ in size; means over samples are then multiplied
+    by it, so that their sum over the sum of shares is the mean. With a loss scale, a loss may be infinite or NaN: its
+    step is then skipped.
     """
 
     model_config = ConfigDict(allow_inf_nan=True)
@@ -347,16 +361,17 @@ class MicroBatchLoss(Value):
         exclude_if=lambda given: not given,
         description="values of an evaluation for each sample",
     )
+    share: float | None = Field(default=None, gt=0, exclude_if=lambda given: given is None)
 
-    @property
-    def weight(self) -> float | None:
-        """Weight of the loss; None: the loss is a mean over samples."""
-        return self.metrics.get(WEIGHT)
+    def weight_of(self, name: str = "") -> float | None:
+        """Return the weight of a metric, or of the loss; None: it is a mean over as many samples as others."""
+        return self.metrics.get(name + WEIGHT, self.share)
 
 
 def weights_of(losses: Iterable[MicroBatchLoss]) -> dict[int, float]:
-    """Return the weights of losses by micro-batch; empty if losses are means over samples."""
-    return {entry.micro_batch: entry.weight for entry in losses if entry.weight is not None}
+    """Return the weights of losses by micro-batch; empty if losses are means over equally many samples."""
+    weights = {entry.micro_batch: entry.weight_of() for entry in losses}
+    return {micro_batch: weight for micro_batch, weight in weights.items() if weight is not None}
 
 
 class Evaluation(Value):

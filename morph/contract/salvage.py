@@ -76,17 +76,18 @@ class Salvage(Value):
     """The partial sums with which the first step of a generation begins.
 
     No contribution is in two sums. ``remaining``: the micro-batches that are missing in a sum; they run again, and each
-    is added only where it is missing.
+    is added only where it is missing. ``num_spared``: the number of the others.
     """
 
     sums: tuple[SalvagedSum, ...] = Field(min_length=1)
     remaining: tuple[Span, ...]
+    num_spared: Number
 
 
-def share_in(plan: Plan, replica: int, salvage: Salvage | None) -> Sequence[int]:
-    """Return the micro-batches that a replica runs in a partly salvaged step."""
+def share_in(plan: Plan, replica: int, salvage: Salvage | None, num_micro_batches: int | None = None) -> Sequence[int]:
+    """Return the micro-batches that a replica runs in a step, which may be short or partly salvaged."""
     if salvage is None:
-        return plan.micro_batches_of(replica)
+        return plan.share_of(replica, range(num_micro_batches or plan.num_micro_batches))
     remaining = [number for first, end in salvage.remaining for number in range(first, end)]
     return plan.share_of(replica, remaining)
 

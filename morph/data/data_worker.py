@@ -100,7 +100,7 @@ def _answer(job: Job, slots: Slots, memory: torch.Tensor, request: Mapping[str, 
     slot = request["slot"]
     try:
         samples, count, recipe = [], slots.num_read(memory), recipe_of(job)
-        places = [(epoch, index) for epoch, index in slots.samples(memory, slot).tolist()]
+        places = [(epoch, index) for epoch, index in slots.samples(memory, slot, request["count"]).tolist()]
         for epoch, index in places:
             samples += recipe.read(data_of(job, "eval_data" if epoch == EPOCH else "dataset"), [(epoch, index)])
             count += 1  # the worker sees it: the memory is shared

@@ -1,4 +1,4 @@
-"""Loads the evaluation data: the first samples of a separate data set, in their order."""
+"""Loads the evaluation data: the first samples, or all, of a separate data set, in their order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from morph.contract.errors import wrong_job
 from morph.data.batches import Recipe
-from morph.data.lengths import MicroBatch, divided
+from morph.data.lengths import MicroBatch, Size, divided, shares
 from morph.data.loader import check_map_style
 from morph.data.prefetch import DataWorkers
 from morph.jobs.job import MapDataset
@@ -20,7 +20,7 @@ EPOCH = -1
 
 
 class EvaluationLoader:
-    """Loads micro-batch ``j``: samples ``j*m .. (j+1)*m - 1``; samples that do not fill a micro-batch are left out.
+    """Loads micro-batch ``j``: samples ``j*m .. (j+1)*m - 1``; the last one may have fewer.
 
     If lengths vary, samples of similar length share micro-batches.
 
@@ -35,7 +35,7 @@ class EvaluationLoader:
         lengths: The length of each sample, if lengths vary.
 
     Raises:
-        JobError: there are too few samples, or the first sample differs from those of training.
+        JobError: there are fewer samples than ``num_samples``, or the first one differs from those of training.
     """
 
     def __init__(
@@ -50,27 +50,24 @@ class EvaluationLoader:
         lengths: NDArray[np.int64] | None = None,
     ) -> None:
         available = check_map_style(dataset, "eval_data")
-        self.num_micro_batches = min(available, num_samples or available) // micro_batch_size
         if num_samples is not None and num_samples > available:
             raise wrong_job("eval_samples", "is too large", num_samples, f"{available}")
-        if self.num_micro_batches == 0:
-            allowed = f"at least one micro-batch of {micro_batch_size} samples"
-            field, value = ("eval_data", available) if num_samples is None else ("eval_samples", num_samples)
-            raise wrong_job(field, "is too small", value, allowed)
         self._dataset = dataset
         self._recipe = recipe or Recipe(seed)
-        self._micro_batch_size = micro_batch_size
         self._training_sample = training_sample
         self._prefetcher = prefetcher
         self._expected: tuple[str, ...] = ()
         self._taken: tuple[int, dict[str, Tensor]] = -1, {}
-        places = [(EPOCH, index) for index in range(self.num_micro_batches * micro_batch_size)]
+        places = [(EPOCH, index) for index in range(num_samples or available)]
         self._micro_batches = divided(places, micro_batch_size, lengths, self._recipe.buckets)
+        self.num_micro_batches = len(self._micro_batches)
+        self.shares = shares(self._micro_batches, micro_batch_size)
+        """The share of each micro-batch in means over samples; empty if all are whole."""
         self._read(MicroBatch(((EPOCH, 0),)))
 
-    def length(self, micro_batch: int) -> int | None:
-        """Return the bucket of a micro-batch; None if lengths do not vary."""
-        return self._micro_batches[micro_batch].length
+    def size(self, micro_batch: int) -> Size:
+        """Return the bucket and the number of samples of a micro-batch."""
+        return self._micro_batches[micro_batch].size
 
     def order(self) -> NDArray[np.int64]:
         """Return the position of each sample among the samples of all micro-batches, as int64 [samples]."""
@@ -84,7 +81,7 @@ class EvaluationLoader:
             self._prefetcher.expect(batches, lambda _, micro_batch: self._micro_batches[micro_batch], over)
 
     def load(self, micro_batch: int, keys: Sequence[str]) -> dict[str, Tensor]:
-        """Return the requested entries, each [micro_batch_size, ...].
+        """Return the requested entries, each [samples of the micro-batch, ...].
 
         Raises:
             JobError: a sample lacks an entry, or differs from those of training in shape or type.

@@ -18,12 +18,27 @@ LABELS, IGNORED = "labels", -100
 """Entries of this name are padded with this value, which losses ignore, as in transformers."""
 
 
+Size = tuple[int | None, int]
+"""The padded length of a micro-batch, None if lengths do not vary, and its number of samples."""
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """The samples of one micro-batch, in order; ``length``: their padded length, None if lengths do not vary."""
 
     places: tuple[Place, ...]
     length: int | None = None
+
+    @property
+    def size(self) -> Size:
+        """Its length and number of samples."""
+        return self.length, len(self.places)
+
+
+def shares(micro_batches: Sequence[MicroBatch], size: int) -> tuple[float, ...]:
+    """Return the samples of each micro-batch over m: its share in means over samples; empty if all are whole."""
+    found = tuple(len(one.places) / size for one in micro_batches)
+    return () if all(share == 1 for share in found) else found
 
 
 def divided(
@@ -38,7 +53,7 @@ def divided(
 
     Args:
         places: The places of the samples, in the order of the data.
-        size: m, the number of samples per micro-batch.
+        size: m, the number of samples per micro-batch; one has fewer, if m does not divide them.
         lengths: The length of each sample of the data set.
         buckets: The lengths to pad to, ascending.
     """

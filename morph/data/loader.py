@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from morph.contract.errors import wrong_job
 from morph.contract.job_facts import DataFacts, SampleFacts
 from morph.data.batches import Form, Recipe
-from morph.data.lengths import MicroBatch, checked_lengths, divided, examples, shapes_of
+from morph.data.lengths import MicroBatch, Size, checked_lengths, divided, examples, shapes_of, shares
 from morph.data.order import EpochOrder, Order
 from morph.data.prefetch import DataWorkers
 from morph.data.seeding import own_generators, seed_of
@@ -133,9 +133,17 @@ class MicroBatchLoader:
             self._samples.pop(oldest, None)
         return stacked
 
-    def length(self, step: int, micro_batch: int) -> int | None:
-        """Return the bucket of a micro-batch, which every stage can compute by itself; None if lengths do not vary."""
-        return None if self._lengths is None else self._micro_batch(step, micro_batch).length
+    def size(self, step: int, micro_batch: int) -> Size:
+        """Return the bucket and the number of samples of a micro-batch, which every stage can compute by itself."""
+        return self._micro_batch(step, micro_batch).size
+
+    def num_micro_batches(self, step: int) -> int:
+        """Return the number of micro-batches of a step."""
+        return len(self._divided(step))
+
+    def shares(self, step: int) -> tuple[float, ...]:
+        """Return the share of each of a step's micro-batches in means over samples; empty if all are whole."""
+        return shares(self._divided(step), self._micro_batch_size)
 
     def samples_of(self, step: int) -> tuple[int, ...]:
         """Return the numbers of a step's samples in the data set, in their order."""
@@ -143,11 +151,16 @@ class MicroBatchLoader:
 
     def typical(self) -> int:
         """Return the number of a micro-batch of step 0 whose length is in the middle."""
-        numbers = sorted(range(len(self._divided(0))), key=lambda number: self.length(0, number) or 0)
+        numbers = sorted(range(len(self._divided(0))), key=lambda number: self.size(0, number)[0] or 0)
         return 0 if self._lengths is None else numbers[len(numbers) // 2]
 
-    def example(self, length: int | None, keys: Iterable[str]) -> dict[str, Tensor]:
-        """Return entries of a micro-batch that is padded to ``length``; of the first one if lengths do not vary."""
+    def example(self, length: int | None, keys: Iterable[str], num_samples: int | None = None) -> dict[str, Tensor]:
+        """Return entries of a micro-batch that is padded to ``length``; of the first one if lengths do not vary.
+
+        ``num_samples``: the number of its first samples to return; None: m.
+        """
+        if num_samples is not None:
+            return {name: entry[:num_samples] for name, entry in self.example(length, keys).items()}
         if length is None or self._lengths is None:
             return self.load(0, 0, keys)
         lengths = self._lengths[: num_at_hand(self._dataset)]
@@ -260,7 +273,7 @@ def mix_of(job: Job, micro_batch_size: int) -> dict[int | None, float]:
     if lengths is None:
         return {None: 1.0}
     order = order_of(job)
-    steps = range(max(1, min(_STEPS_OF_A_MIX, len(order.epoch(0)) // job.batch_size)))
+    steps = range(max(1, min(_STEPS_OF_A_MIX, order.epochs.num_steps)))
     made = [part for step in steps for part in divided(order.mini_batch(step), micro_batch_size, lengths, job.buckets)]
     counts = Counter(part.length for part in made)
     return {bucket: counts[bucket] / len(made) for bucket in job.buckets if counts[bucket]}
@@ -284,7 +297,26 @@ def lengths_of(job: Job, field: DataField = "dataset") -> NDArray[np.int64] | No
 
 def order_of(job: Job) -> EpochOrder:
     """Return the order of a job's training samples."""
-    return EpochOrder(data_of(job), job.seed, job.batch_size, job.sampler)
+    end = "short" if job.short_step is not None else job.epoch_end
+    return EpochOrder(data_of(job), job.seed, job.batch_size, job.sampler, end)  # type: ignore[arg-type]  # a word
+
+
+def short_sizes(job: Job, micro_batch_size: int) -> tuple[int, ...]:
+    """Return the numbers of samples of the micro-batches of steps and evaluations that have fewer than m.
+
+    Raises:
+        JobError: such a micro-batch would have to be one of a loop's batches, but lengths decide what it holds.
+    """
+    epochs, found = order_of(job).epochs, set()
+    if epochs.end == "short":
+        found.add(epochs.num_left % micro_batch_size)
+        if found != {0} and job.short_step is not None and job.lengths is not None:
+            left, allowed = epochs.num_left % micro_batch_size, "drop_last=True, or batches that divide the data set"
+            what = f"sort samples into other batches than the loop's, whose last has {left} of {micro_batch_size}"
+            raise wrong_job("lengths", what, allowed=allowed)
+    if job.eval_data is not None:
+        found.add((job.eval_samples or len(data_of(job, "eval_data"))) % micro_batch_size)
+    return tuple(sorted(found - {0}))
 
 
 def form_of(job: Job) -> Form:

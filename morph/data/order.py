@@ -3,19 +3,21 @@ restart.
 
 An epoch is a list of sample numbers that a *sampler* returns: ``sampler(dataset, seed, epoch)``, given as
 ``Job.sampler`` or to ``morph.elastic.batches``. Each step takes the next ``batch_size`` of them, and an epoch may end
-inside a step. ``shuffled`` is the default; ``weighted``, ``stratified`` and ``grouped`` make samplers. A data set may
-replace ``shuffled`` with an order of its own, ``sample_order(seed, epoch)``, as ``morph.data.streams.Stream`` does.
+inside a step, unless ``Job.epoch_end`` says otherwise. ``shuffled`` is the default; ``weighted``, ``stratified`` and
+``grouped`` make samplers. A data set may replace ``shuffled`` with an order of its own, ``sample_order(seed, epoch)``,
+as ``morph.data.streams.Stream`` does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from morph.contract.epochs import EpochEnd, Epochs
 from morph.contract.errors import wrong_job
 from morph.data.seeding import own_generators, seed_of
 
@@ -44,11 +46,32 @@ class EpochOrder:
         seed: The job's seed.
         batch_size: M.
         sampler: The sampler; None: the data set's ``sample_order``, or ``shuffled``.
+        end: What happens to an epoch's last samples if they do not fill a step; see ``Job.epoch_end``.
     """
 
-    def __init__(self, dataset: Any, seed: int, batch_size: int, sampler: Sampler | None = None) -> None:
+    def __init__(
+        self, dataset: Any, seed: int, batch_size: int, sampler: Sampler | None = None, end: EpochEnd = "fill"
+    ) -> None:
         self._dataset, self._seed, self._batch_size, self._sampler = dataset, seed, batch_size, sampler
+        self._end: EpochEnd = end
         self._epochs: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+
+    @cached_property
+    def epochs(self) -> Epochs:
+        """How epochs divide into steps.
+
+        Raises:
+            JobError: an epoch has less than one whole step, and steps are not filled.
+        """
+        size = len(self._dataset if self._sampler is None else self.epoch(0))
+        if self._end != "fill" and size < self._batch_size:
+            raise wrong_job(
+                "batch_size",
+                f"is larger than an epoch of {size} samples, and epoch_end is {self._end!r}",
+                self._batch_size,
+                f"at most {size}, or epoch_end='fill'",
+            )
+        return Epochs(num_samples=size, batch_size=self._batch_size, end=self._end)
 
     def mini_batch(self, step: int) -> list[Place]:
         """See ``Order``.
@@ -57,14 +80,12 @@ class EpochOrder:
             JobError: the sampler does not return numbers of samples, or returns more or fewer of them than in other
                 epochs.
         """
-        if self._sampler is None:
-            first, size = step * self._batch_size, len(self._dataset)
-            own = getattr(self._dataset, "sample_order", None)
-            indices = sample_indices(self._seed, step, self._batch_size, size, own)
-            return [((first + offset) // size, int(index)) for offset, index in enumerate(indices)]
-        size = len(self.epoch(0))
-        places = (divmod(position, size) for position in range(step * self._batch_size, (step + 1) * self._batch_size))
-        return [self._place(epoch, offset) for epoch, offset in places]
+        positions, size = self.epochs.positions(step), self.epochs.num_samples
+        if self._sampler is not None:
+            return [self._place(*divmod(position, size)) for position in positions]
+        own = getattr(self._dataset, "sample_order", None)
+        indices = _indices_at(self._seed, positions, size, own)
+        return [(position // size, int(index)) for position, index in zip(positions, indices, strict=True)]
 
     def epoch(self, epoch: int) -> NDArray[np.int64]:
         """Return the numbers of an epoch's samples in order, as int64 [samples]."""
@@ -130,9 +151,14 @@ def sample_indices(
     exactly once per epoch, and an epoch may end inside a mini-batch. ``sample_order(seed, epoch)`` returns another
     permutation; only its entries at an array of places are read.
     """
-    positions = np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64)
-    epochs, offsets = np.divmod(positions, dataset_size)
-    indices = np.empty(batch_size, dtype=np.int64)
+    return _indices_at(seed, range(step * batch_size, (step + 1) * batch_size), dataset_size, sample_order)
+
+
+def _indices_at(
+    seed: int, positions: range, dataset_size: int, sample_order: Callable[[int, int], Any] | None
+) -> NDArray[np.int64]:
+    epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64), dataset_size)
+    indices = np.empty(len(positions), dtype=np.int64)
     for epoch in np.unique(epochs):
         here = epochs == epoch
         order = _permutation(seed, int(epoch), dataset_size) if sample_order is None else sample_order(seed, int(epoch))

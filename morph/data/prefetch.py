@@ -301,8 +301,8 @@ class _Reader:
         """Ask the process to read a micro-batch into a free slot."""
         assert self._slots is not None
         slot = self.requested[batch] = self.free.pop()
-        self._slots.samples(self._memory, slot).copy_(torch.tensor(wanted.places))
-        self._say({"slot": slot, "keys": batch[2], "length": wanted.length})
+        self._slots.samples(self._memory, slot, len(wanted.places)).copy_(torch.tensor(wanted.places))
+        self._say({"slot": slot, "keys": batch[2], "length": wanted.length, "count": len(wanted.places)})
 
     def answered(self, said: Mapping[str, Any], wanted: Mapping[Batch, object]) -> Batch:
         """Record the answer about a slot; return its micro-batch."""

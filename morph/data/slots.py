@@ -43,9 +43,9 @@ class Slots:
         """Return a view of the number of samples that the data worker has read so far, as int64 []."""
         return memory[: torch.int64.itemsize].view(torch.int64)[0]
 
-    def samples(self, memory: Tensor, slot: int) -> Tensor:
-        """Return a view of epoch and index of each sample of a slot's micro-batch, int64 [m, 2]."""
-        return self._view(memory, slot, 0, torch.int64, (self.micro_batch_size, 2), (2, 1))
+    def samples(self, memory: Tensor, slot: int, count: int) -> Tensor:
+        """Return a view of epoch and index of each sample of a slot's micro-batch, int64 [count, 2]."""
+        return self._view(memory, slot, 0, torch.int64, (count, 2), (2, 1))
 
     def put(self, memory: Tensor, slot: int, key: str, tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Copy an entry into a slot; return its shape and stride, which affect the choice of kernels, and so the bits.

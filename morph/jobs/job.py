@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
+from morph.contract.epochs import EpochEnd
 from morph.contract.errors import JobError, wrong_job
 from morph.jobs.files import held, split_job
 
@@ -153,6 +154,21 @@ class Best:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShortStep:
+    """The short last step of an epoch as loops with gradient accumulation divide it; for ``Job.epoch_end``.
+
+    Each micro-batch is one of the loop's batches, and all count alike, also the last one, which has fewer samples. With
+    ``"short"``, each sample counts alike instead.
+
+    Args:
+        of_whole: Whether gradients are divided by the number of micro-batches of a whole step, as Lightning does, and
+            not by that of the step itself.
+    """
+
+    of_whole: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """One training job, written as for a single GPU.
 
@@ -189,6 +205,9 @@ class Job:
             for items.
         sampler: ``sampler(dataset, seed, epoch)`` returns the numbers of an epoch's samples, in order; see
             ``morph.data.order``. None: each sample once, shuffled.
+        epoch_end: What happens to an epoch's last samples if they do not fill a step: ``fill``: the next epoch's first
+            samples fill it; ``short``: the step has only these, and is divided by their own number or weight; ``drop``:
+            they are left out.
         lengths: ``lengths(dataset)`` returns the length of each sample, if lengths vary. Given with ``buckets``.
         buckets: Lengths to which micro-batches are padded, ascending: each to the smallest that holds its samples;
             samples of similar length share micro-batches.
@@ -199,7 +218,7 @@ class Job:
         eval_every_steps: Evaluate each time this many steps have been applied.
         eval_every_epochs: Evaluate each time this many epochs of ``dataset`` are over, at the end of the step that has
             the last of their samples; in addition to ``eval_every_steps`` if both are given.
-        eval_samples: How many of the first samples to use; None: as many whole micro-batches as there are.
+        eval_samples: How many of the first samples to use; None: all.
         eval_metrics: Computes metrics that are not means, once per evaluation: it is called with ``loss``, the
             metrics (means), every :class:`morph.Sum` (a number) and every :class:`morph.PerSample` (a numpy array with
             one row per sample, in order) by name, and returns numbers by name.
@@ -238,6 +257,7 @@ class Job:
     optimizer_device: OptimizerDevice = "same"
     collate_fn: Callable[[list[Any]], Any] | None = None
     sampler: Callable[[Any, int, int], Any] | None = None
+    epoch_end: EpochEnd | ShortStep = "fill"
     lengths: Callable[[Any], Any] | None = None
     buckets: tuple[int, ...] = ()
     padding: Mapping[str, float] = field(default_factory=dict)
@@ -257,6 +277,11 @@ class Job:
     def effective_loss_scaling(self) -> LossScaling | None:
         """The given scaling, or the default of ``fp16``."""
         return LossScaling() if self.loss_scaling is None and self.precision == "fp16" else self.loss_scaling
+
+    @property
+    def short_step(self) -> ShortStep | None:
+        """How a short step counts micro-batches alike; None: it counts samples alike, or there are no short steps."""
+        return self.epoch_end if isinstance(self.epoch_end, ShortStep) else None
 
     def __post_init__(self) -> None:
         for name, called in _CALLED.items():
@@ -307,6 +332,9 @@ class Job:
         entry = self.step_entry
         named = entry is None or (isinstance(entry, str) and entry != "")
         _require(named, "step_entry", entry, "a name, or None")
+        end = self.epoch_end
+        known = isinstance(end, ShortStep) or end in get_args(EpochEnd)
+        _require(known, "epoch_end", end, "'fill', 'short' or 'drop'")
         few = _is_int(self.data_workers) and 0 <= self.data_workers <= MOST_DATA_WORKERS
         _require(few, "data_workers", self.data_workers, f"a whole number from 0 to {MOST_DATA_WORKERS}")
 

@@ -22,7 +22,7 @@ from morph.cutting.exporting.exported_job import GraphJob
 from morph.cutting.source.locate import node_line
 from morph.jobs.job import Job
 from morph.preflight.comparison_cache import compare_once
-from morph.preflight.data_check import check_data, reading_warnings
+from morph.preflight.data_check import check_data, epoch_notes, reading_warnings
 from morph.preflight.mean_loss import loss_warnings
 from morph.preflight.plain_comparison import PATIENT_FLOPS, QUICK_FLOPS, Comparison, Limits, comparison_note
 from morph.runtime.workloads.job_workload import check_training
@@ -83,8 +83,9 @@ class Report:
     Args:
         settings: The settings that it trains with, as text by name.
         dependencies: Dependencies between its sections; None: not examined.
-        warnings: Sentences on data that is slow to read, on a loss or metric that is neither a mean over samples nor a
-            total with its weight, and on needless attention masks that exclude flash kernels.
+        warnings: Sentences on data that is slow to read or does not divide into steps, on a loss or metric that is
+            neither a mean over samples nor a total with its weight, and on needless attention masks that exclude flash
+            kernels.
         compared: The comparison with the plain model; None: not compared.
     """
 
@@ -141,7 +142,8 @@ def _settings(checked: CutJob, _effort: Effort, report: Report) -> Report:
 
 def _data(checked: CutJob, _effort: Effort, report: Report) -> Report:
     check_data(checked.job)
-    return replace(report, warnings=(*report.warnings, *(f"warning: {text}" for text in reading_warnings(checked.job))))
+    slow = (f"warning: {text}" for text in reading_warnings(checked.job))
+    return replace(report, warnings=(*report.warnings, *slow, *(f"note: {text}" for text in epoch_notes(checked.job))))
 
 
 def _dependencies(checked: CutJob, effort: Effort, report: Report) -> Report:

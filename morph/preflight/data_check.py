@@ -25,6 +25,7 @@ from morph.data.loader import (
 )
 from morph.data.streams import reading_warning
 from morph.jobs.job import Job, MapDataset
+from morph.words import counted
 
 _NUM_SAMPLES = 8
 _READ_AGAIN = (
@@ -65,6 +66,21 @@ def reading_warnings(job: Job) -> tuple[str, ...]:
     fields: tuple[DataField, ...] = ("dataset", "eval_data")
     found = [reading_warning(data_of(job, field), field) for field in fields if getattr(job, field) is not None]
     return tuple(sentence for sentence in found if sentence is not None)
+
+
+def epoch_notes(job: Job) -> tuple[str, ...]:
+    """Return a sentence on the samples that do not fill an epoch's last step, unless they make a short step."""
+    epochs = order_of(job).epochs
+    if not epochs.num_left or epochs.end == "short":
+        return ()
+    lacking = counted(epochs.batch_size - epochs.num_left, "sample")
+    does = f"its last step takes {lacking} from the next one"
+    others = "'short' makes a smaller step, 'drop' leaves the rest out"
+    if epochs.end == "drop":
+        does = f"{counted(epochs.num_left, 'sample is', 'samples are')} left out of each"
+        others = "'short' makes a smaller step of them, 'fill' fills it from the next epoch"
+    size = f"an epoch of {epochs.num_samples} samples is not a multiple of batch_size {epochs.batch_size}"
+    return (f"{size}: {does} (epoch_end={epochs.end!r}; {others})",)
 
 
 def _check(job: Job, field: DataField) -> None:

@@ -264,9 +264,10 @@ def _compare(job: Job, exported: ExportedJob, num_sections: int | None, size: _S
         _DoesNotRun: there is nothing to compare with.
     """
     exported = replace(exported, boundary="same")  # its rounding is intended, and would hide differences
-    model = cut(exported, num_sections=num_sections, micro_batch_size=size.num_samples)
     keys = sorted(example_batch(job))
     loader = MicroBatchLoader.of(job, size.num_samples)
+    fewer = {loader.size(seed, 0)[1] for seed in range(size.num_seeds)} - {size.num_samples}
+    model = cut(exported, num_sections=num_sections, micro_batch_size=size.num_samples, fewer=sorted(fewer))
     generators = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=generators), warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
         warnings.simplefilter("ignore")
@@ -275,7 +276,7 @@ def _compare(job: Job, exported: ExportedJob, num_sections: int | None, size: _S
         both = _Sides(job, plain, trial, exported.model_line)
         for seed in range(size.num_seeds):
             batch = {key: entry.to(device) for key, entry in loader.load(seed, 0, keys).items()}
-            both.compare(seed, batch, model.at(loader.length(seed, 0)))
+            both.compare(seed, batch, model.at(*loader.size(seed, 0)))
         return both.largest()
 
 

@@ -56,7 +56,7 @@ def check_dependencies(
     m = micro_batch_size_of(job, micro_batch_size)
     wanted = num_sections if num_sections is not None else job.num_sections
     model = cut(program, num_sections=wanted, micro_batch_size=m)
-    model = model.at(MicroBatchLoader.of(job, m).length(0, 0))
+    model = model.at(MicroBatchLoader.of(job, m).size(0, 0)[0])
     recorder = Recorder()
     with torch.random.fork_rng(devices=[]):
         notes = _dry_run(job, program, model, step_function or _step, recorder, max_real_elements)

@@ -19,9 +19,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from morph.jobs.job import Best, Job, OwnProgram, OwnSteps
+from morph.jobs.job import Best, Job, OwnProgram, OwnSteps, ShortStep
 from morph.losses import Loss, PerSample
 from morph.trainers.arguments import check_arguments, refusal
 
@@ -76,7 +76,8 @@ def _job(trainer: Trainer, **replaced: Any) -> Job:
         replaced["model"] = _aligned(trainer, replaced["model"])
     args = trainer.args
     loader = trainer.get_train_dataloader()
-    loss, is_by_batch = _loss_of(trainer, loader)
+    loss, epoch_end = _loss_of(trainer, loader)
+    is_by_batch = isinstance(epoch_end, ShortStep)
     batch_size = args.train_batch_size * args.gradient_accumulation_steps
     fields: dict[str, Any] = {
         "name": _name(args),
@@ -84,7 +85,8 @@ def _job(trainer: Trainer, **replaced: Any) -> Job:
         "loss": loss,
         "dataset": lambda: loader.dataset,
         "collate_fn": loader.collate_fn,
-        "sampler": order_of(loader, batch_size),
+        "sampler": order_of(loader),
+        "epoch_end": epoch_end,
         "optimizer": _optimizer_of(trainer),
         "lr_scheduler": _schedule_of(trainer),
         "batch_size": batch_size,
@@ -245,8 +247,8 @@ def _of_each_sample(trainer: Any, model: Any, outputs: Any, batch: Mapping[str, 
     return found
 
 
-def _loss_of(trainer: Any, loader: DataLoader[Any]) -> tuple[Any, bool]:
-    """Return the loss, and whether the Trainer's batches must be micro-batches.
+def _loss_of(trainer: Any, loader: DataLoader[Any]) -> tuple[Any, Literal["short"] | ShortStep]:
+    """Return the loss and ``Job.epoch_end``; a ``ShortStep``: the Trainer's batches must be micro-batches.
 
     The loss is a total and a weight if the Trainer counts items. Over accumulated batches the Trainer divides by the
     number of items in all of them, or takes the mean of their means; if a model accepts the number and ignores it, as
@@ -254,6 +256,7 @@ def _loss_of(trainer: Any, loader: DataLoader[Any]) -> tuple[Any, bool]:
     """
     accumulated = trainer.args.gradient_accumulation_steps
     by_items, factor = True, 1.0
+    end: Literal["short"] | ShortStep = "short"
     if accumulated > 1:
         batch = dict(loader.collate_fn([loader.dataset[0]]))
         num_items = _num_items(trainer, batch)
@@ -263,6 +266,10 @@ def _loss_of(trainer: Any, loader: DataLoader[Any]) -> tuple[Any, bool]:
             scaled = accepted or trainer.compute_loss_func is not None
         by_items = num_items is not None and _uses_number_of_items(trainer, batch)
         factor = (1 if by_items else accumulated) if scaled else (1 / accumulated if by_items else 1)
+        end = "short" if by_items else ShortStep(of_whole=scaled)
+        if by_items and not scaled and len(loader) % accumulated:
+            allowed = f"a divisor of the {len(loader)} batches of an epoch: the loss is divided by items and by batches"
+            raise refusal("gradient_accumulation_steps", accumulated, allowed)
 
     has_metrics = trainer.args.eval_strategy != "no" and trainer.compute_metrics is not None
 
@@ -277,7 +284,7 @@ def _loss_of(trainer: Any, loader: DataLoader[Any]) -> tuple[Any, bool]:
         result = mean if num_items is None or counted is None else Loss(mean * counted, num_items)
         return (result, _of_each_sample(trainer, model, outputs, batch)) if has_metrics else result
 
-    return loss, accumulated > 1 and not by_items
+    return loss, end
 
 
 def _num_items(trainer: Any, batch: Mapping[str, Tensor]) -> Tensor | None:

@@ -63,7 +63,7 @@ def test_every_replica_gets_short_and_long_micro_batches(num_replicas: int) -> N
 
 def test_entries_are_padded_with_what_does_not_count() -> None:
     batch = loader(replace(varying, padding={"tokens": 7})).load(0, 0, ("tokens", "labels"))
-    length = loader().length(0, 0)
+    length, _ = loader().size(0, 0)
     index = next(index for (_, index) in order_of(varying).mini_batch(0) if length_of(index) < (length or 0))
     number = next(j for j in range(4) if any(place[1] == index for place in loader()._micro_batch(0, j).places))
     batch = loader(replace(varying, padding={"tokens": 7})).load(0, number, ("tokens", "labels"))
@@ -138,7 +138,7 @@ def test_samples_that_do_not_vary_need_no_buckets() -> None:
 
 def test_the_mix_of_lengths_is_that_of_an_epoch() -> None:
     found = mix_of(varying, 2)
-    parts = [loader().length(step, number) for step in range(5) for number in range(4)]
+    parts = [loader().size(step, number)[0] for step in range(5) for number in range(4)]
     assert found == {bucket: parts.count(bucket) / 20 for bucket in BUCKETS}
 
 

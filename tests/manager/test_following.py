@@ -118,8 +118,9 @@ def test_losses_known_to_other_workers_are_not_sent_twice() -> None:
     slot = Slot(worker="n1", stage=1, replica=0)
     mine = SalvagedSum(holder="n1", receiver="n1", sum=partial_sum(LOSSES, {5: 0b111}))
     others = SalvagedSum(holder="n2", receiver="n2", sum=partial_sum(LOSSES, {5: 0b1110000}))
-    salvage = Salvage(sums=(mine, others), remaining=((3, 4), (5, 8)))  # of these, 3 and 5 belong to this replica
-    assert losses_of(plan, slot, salvage) == {5: 0b1111}
+    remaining = (3, 4), (5, 8)  # of these, 3 and 5 belong to this replica
+    salvage = Salvage(sums=(mine, others), remaining=remaining, num_spared=4)
+    assert losses_of(plan, slot, salvage, 8) == {5: 0b1111}
 
 
 def state_with(plan: Plan, policy: Policy, num: int, *, unit_bytes: int = 10) -> ControllerState:

@@ -34,7 +34,8 @@ def crew(processes: Crew) -> Crew:
 def keeping(order: ReshapeOrder, kept: dict[str, tuple[PartialSum, ...]], job: TinyJob) -> ReshapeOrder:
     """Return the order that continues the kept partial sums."""
     sizes = dict.fromkeys(job.units, 1)
-    salvage = choose_salvage(kept, order.plan, order.slots, units_by_stage(order.plan, job.units), job.units, sizes)
+    needed, num = units_by_stage(order.plan, job.units), order.plan.num_micro_batches
+    salvage = choose_salvage(kept, order.plan, order.slots, needed, job.units, sizes, num)
     return order.model_copy(update={"salvage": salvage, "keep_sums": True})
 
 
@@ -143,7 +144,7 @@ def prepared(crew: Crew) -> dict[str, tuple[PartialSum, ...]]:
     for slot in crew.slots:
         mine = units_by_stage(crew.plan, crew.job.units)[slot.stage]
         sums = [partial_sum(unit, dict.fromkeys(crew.job.units[unit], whole)) for unit in mine]
-        losses = partial_sum(LOSSES, losses_of(crew.plan, slot, None))
+        losses = partial_sum(LOSSES, losses_of(crew.plan, slot, None, crew.plan.num_micro_batches))
         kept[slot.worker] = (*sums, losses) if losses.counted else tuple(sums)
     return kept
 

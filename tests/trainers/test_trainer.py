@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import morph
-from manager.controller.state.evaluations import totals_of
 from morph.checkpoint.manifest import read_manifest
 from morph.checkpoint.retention import best_version
 from morph.contract.errors import JobError
-from morph.contract.evaluation import EvaluationTotals
 from morph.contract.job_facts import JobFacts
-from morph.contract.messages import Evaluation
 from morph.cutting import cut, export_job
 from morph.data.loader import order_of
 from morph.jobs.changes import require_same
@@ -30,7 +25,7 @@ from morph.runtime.workloads.job_workload import settings
 from morph.trainers.arguments import ARGUMENTS
 from tests.crew import ManagedCrew
 from tests.system.harness import cut_for_workers, load_tiny_job
-from tests.training.shapes import ShapesCrew, Trained, parameters_of
+from tests.training.shapes import ShapesCrew, parameters_of, rows_of, totals_of_all
 
 transformers = pytest.importorskip("transformers")
 
@@ -143,9 +138,7 @@ def test_evaluations_are_the_trainers_and_a_loss_changes_no_bit(
     assert job.eval_metrics is not None
     for totals, entry in zip(evaluated[0], logged, strict=True):
         assert totals.values["loss"] == pytest.approx(entry["eval_loss"], abs=1e-5)
-        samples = {
-            name: np.frombuffer(array.data, array.dtype).reshape(array.shape) for name, array in totals.samples.items()
-        }
+        samples = {name: rows_of(array) for name, array in totals.samples.items()}
         assert job.eval_metrics(samples) == {"accuracy": entry["eval_accuracy"]}
 
 
@@ -182,16 +175,6 @@ def test_the_example_of_classification_ends_early_where_its_trainer_does(
     assert (again.sentence, lost.losses, lost.evaluations) == (finish.sentence, alone.losses, alone.evaluations)
     last = [read_manifest(url, alone.version) for url in (alone_url, lost_url)]
     assert {one.unit: one.sha256 for one in last[0].units} == {one.unit: one.sha256 for one in last[1].units}
-
-
-def totals_of_all(trained: Trained) -> list[EvaluationTotals]:
-    """Return the evaluations of a run, put together from its workers' reports."""
-    shares: dict[int, list[Evaluation]] = {}
-    for answer in itertools.chain(*trained.answers, trained.commits):
-        if answer.evaluation is not None:
-            shares.setdefault(answer.evaluation.version, []).append(answer.evaluation)
-    found = [totals_of(parts) for _, parts in sorted(shares.items())]
-    return [totals for totals in found if totals is not None]
 
 
 @pytest.mark.parametrize("labels", ["floats", "items"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -10,15 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from manager.controller.state.evaluations import totals_of
 from manager.report.means import EvaluationReader, extreme_rates
 from morph.checkpoint.manifest import write_manifest
 from morph.checkpoint.unit_files import from_payload
 from morph.contract.checkpoint import Manifest
 from morph.contract.decided import Decided, LossScale
-from morph.contract.messages import Committed, HandedCut, PreCopyMove, PreCopyOrder, Prepared
+from morph.contract.evaluation import Array, EvaluationTotals
+from morph.contract.messages import Committed, Evaluation, HandedCut, PreCopyMove, PreCopyOrder, Prepared
 from morph.contract.plan import Plan
 from morph.runtime.process.single import run_single
 from tests.crew import SETUP_S, Crew
@@ -118,6 +123,21 @@ def trained_alone(
             **given,
         )
     return parameters_of(manifest, directory)
+
+
+def totals_of_all(trained: Trained) -> list[EvaluationTotals]:
+    """Return the evaluations of a run, put together from its workers' reports."""
+    shares: dict[int, list[Evaluation]] = {}
+    for answer in itertools.chain(*trained.answers, trained.commits):
+        if answer.evaluation is not None:
+            shares.setdefault(answer.evaluation.version, []).append(answer.evaluation)
+    found = [totals_of(parts) for _, parts in sorted(shares.items())]
+    return [totals for totals in found if totals is not None]
+
+
+def rows_of(array: Array) -> NDArray[Any]:
+    """Return the values of each sample, as they were reported."""
+    return np.frombuffer(array.data, array.dtype).reshape(array.shape)
 
 
 class ShapesCrew:

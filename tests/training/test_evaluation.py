@@ -145,14 +145,9 @@ class Keyless(Points):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"eval_data": lambda: Points(0, 1)},
-            "eval_data: is too small (got 1); allowed: at least one micro-batch of 2",
-        ),
         ({"eval_data": Shaped}, "eval_data()[0]['x']: differs from the others (got '(3,) torch.float32')"),
         ({"eval_data": Keyless}, "eval_data()[0]['y']: differs from the others (got 'nothing')"),
         ({"eval_data": Points, "eval_samples": 99}, "eval_samples: is too large (got 99); allowed: 40"),
-        ({"eval_data": Points, "eval_samples": 1}, "eval_samples: is too small (got 1)"),
         ({"optimizer": lambda named: optim.LBFGS([p for _, p in named])}, "whose step needs a closure"),
         ({"lr_scheduler": optim.lr_scheduler.ReduceLROnPlateau}, "whose step needs a value"),
         ({"lr_scheduler": lambda o: None}, "lr_scheduler: does not return a scheduler"),
@@ -184,12 +179,13 @@ def test_each_micro_batch_is_evaluated_once(total: int, replicas: int) -> None:
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
 
 
-def test_samples_that_fill_no_micro_batch_are_left_out() -> None:
+def test_samples_that_do_not_fill_a_micro_batch_are_evaluated_in_a_smaller_one() -> None:
     loader = EvaluationLoader(Points(0, 7), 0, Points()[0], 2, None)
-    assert loader.num_micro_batches == 3
-    assert EvaluationLoader(Points(0, 7), 0, Points()[0], 2, 5).num_micro_batches == 2
-    assert torch.equal(loader.load(2, ("x",))["x"][1], Points()[5]["x"])
-    assert loader.load(2, ()) == {}
+    assert [loader.size(number) for number in range(loader.num_micro_batches)] == [(None, 2)] * 3 + [(None, 1)]
+    assert loader.shares == (1, 1, 1, 0.5)
+    assert torch.equal(loader.load(3, ("x",))["x"], Points()[6]["x"][None])
+    assert loader.load(3, ()) == {}
+    assert EvaluationLoader(Points(0, 7), 0, Points()[0], 2, 4).shares == ()
 
 
 @pytest.mark.parametrize(
@@ -243,7 +239,7 @@ def test_metrics_leave_the_last_section_as_the_code_makes_them(num_sections: int
         seed=0,
         step=0,
     )
-    (told,) = told_losses({2: stage.forward(2, ())}, model.metric_names)
+    (told,) = told_losses({2: stage.forward(2, ())}, model.metric_names, {})
     found: dict[str, Tensor] = {}
     seeds = (torch.ones(()), *(None for _ in NAMES))
     sink = MicroBatchSums(lambda _, name, gradient: found.update({name: gradient + found.get(name, 0)}), lambda _: None)

@@ -52,7 +52,7 @@ def crew() -> Iterator[ManagedCrew]:
 
 def evaluated(net: Net) -> dict[str, float]:
     """Return the metrics of a model in evaluation mode for all samples at once."""
-    data = [Points(1000, 11)[index] for index in range(10)]
+    data = [Points(1000, 11)[index] for index in range(11)]
     batch = {key: torch.stack([sample[key] for sample in data]) for key in ("x", "y")}
     with torch.no_grad():
         loss, told = loss_with_answers(net.eval(), batch)

@@ -37,7 +37,7 @@ def test_every_shape_and_history_gives_the_same_bits(crew: ShapesCrew, tmp_path:
     assert shapes.decided == alone.decided
     assert shapes.evaluations == alone.evaluations
     assert len({decided.gradient_factor for decided in alone.decided}) > 1
-    assert any(entry.weight == 0 for answers in alone.answers for answer in answers for entry in answer.losses)
+    assert any(entry.weight_of() == 0 for answers in alone.answers for answer in answers for entry in answer.losses)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from morph import Best, CutPoint, Job, Loss, LossScaling, PerSample, Sum
 from morph.data import Packed, document_mask
 from morph.data.order import grouped, stratified, weighted
 from morph.data.streams import Jsonl, Stream
+from morph.jobs.job import ShortStep
 from morph.losses import cross_entropy
 
 WIDTH = 8
@@ -231,8 +232,8 @@ def loss_with_answers(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tenso
 def f1_score(values: dict[str, Any]) -> dict[str, float]:
     """Compute values that are not means: F1 of all samples, a root, values of each sample, and a draw."""
     said, wanted = values["said"] > 0, values["wanted"][:, 0] > 0
-    assert said.shape == (10,)
-    assert values["wanted"].shape == (10, 2)
+    assert said.shape == (11,)
+    assert values["wanted"].shape == (11, 2)
     assert values["hits"] == float((said & wanted).sum())
     denominator = said.sum() + wanted.sum()
     return {
@@ -252,6 +253,8 @@ def spoken(model: nn.Module, step: int) -> dict[str, Any]:
 
 judged = replace(
     plain,
+    dataset=lambda: Points(0, 37),
+    epoch_end="short",
     sample=spoken,
     loss=loss_with_answers,
     optimizer=sgd,
@@ -724,6 +727,16 @@ mixed = replace(by_token_still, loss=mixed_loss, eval_data=None, eval_every_step
 none_counts = replace(
     by_token_scaled, loss=lambda model, batch: cross_entropy(model(batch["x"]), torch.full_like(batch["labels"], -100))
 )
+
+
+short = replace(
+    evaluated, dataset=lambda: Points(0, 27), epoch_end="short", eval_data=lambda: Points(1000, 7), eval_every_steps=3
+)
+short_still = replace(short, model=still_net, loss=loss, optimizer=sgd, clip_grad_norm=0.1, loss_scaling=None)
+short_by_token = replace(by_token_still, dataset=lambda: Sentences(0, 27), epoch_end="short")
+short_dropped = replace(short_still, epoch_end="drop")
+of_batches = replace(short_still, epoch_end=ShortStep())
+of_batches_as_whole = replace(short_still, epoch_end=ShortStep(of_whole=True))
 
 
 @dataclass

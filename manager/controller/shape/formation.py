@@ -177,14 +177,15 @@ def _order(state: ControllerState, choice: Choice, now_s: float) -> tuple[Reshap
     kept = {worker: sums for worker, sums in state.step.kept.items() if worker in held}
     unable = frozenset[WorkerId]() if state.saving.doubt is None else state.saving.doubt.unable
     redundancy = redundancy_of(state, choice.plan, slots, held, now_s)
+    num, sizes = state.num_micro_batches(choice.plan), state.config.unit_bytes
     order = ReshapeOrder.model_construct(  # skips validation of thousands of values that were validated before
         generation=state.generation + 1,
         version=state.version,
         decided=state.decided,
         plan=choice.plan,
         slots=slots,
-        sources=choose_sources(slots, needed, held, state.config.unit_bytes, restore, unable),
-        salvage=choose_salvage(kept, choice.plan, slots, needed, state.config.units, state.config.unit_bytes),
+        sources=choose_sources(slots, needed, held, sizes, restore, unable),
+        salvage=choose_salvage(kept, choice.plan, slots, needed, state.config.units, sizes, num),
         keep_sums=state.config.policy.keeps_sums,
         follows=redundancy.follows,
         follow_in_host=redundancy.in_host,
@@ -196,9 +197,8 @@ def _order(state: ControllerState, choice: Choice, now_s: float) -> tuple[Reshap
 def _spared(order: ReshapeOrder) -> str:
     if order.salvage is None:
         return ""
-    total = order.plan.num_micro_batches
-    left = sum(end - first for first, end in order.salvage.remaining)
-    return f"; {total - left} of the {total} micro-batches of step {order.version} are done and kept"
+    done, left = order.salvage.num_spared, sum(end - first for first, end in order.salvage.remaining)
+    return f"; {done} of the {done + left} micro-batches of step {order.version} are done and kept"
 
 
 def _wait(transition: Transition) -> None:

@@ -209,7 +209,7 @@ def worth_giving_up(transition: Transition) -> str | None:
     if not formed.keep_sums or state.step.attempt or state.saving.under_way or state.stop_reason or state.failing:
         return None
     plan, gain = formed.plan, gain_of(state, choice)
-    step_s, num = plan.expected.mini_batch_s, plan.num_micro_batches
+    step_s, num = plan.expected.mini_batch_s, state.num_micro_batches(plan)
     if formed.salvage is not None and formed.version == state.version:
         num = sum(end - first for first, end in formed.salvage.remaining)
     left_s = order.sent_s + step_s * num / plan.num_micro_batches - now_s

@@ -30,6 +30,7 @@ def choose_salvage(
     needed: Sequence[Sequence[UnitId]],
     units: Mapping[UnitId, Sequence[int]],
     sizes: Mapping[UnitId, int],
+    num_micro_batches: int,
 ) -> Salvage | None:
     """Choose which partial sums count in a shape, and which worker continues each; None if no micro-batch is spared.
 
@@ -43,6 +44,7 @@ def choose_salvage(
         needed: Units by stage.
         units: The sections that use each unit.
         sizes: The bytes of each unit, by which receiving is balanced.
+        num_micro_batches: Micro-batches of the step, over all replicas.
     """
     if not kept:
         return None
@@ -50,7 +52,7 @@ def choose_salvage(
     places: dict[UnitId, Sequence[int]] = {**units, LOSSES: (last,)}
     users = _users(plan, slots, needed, places)
     chosen: dict[UnitId, list[tuple[WorkerId, PartialSum]]] = {}
-    complete = (1 << plan.num_micro_batches) - 1
+    complete = whole = (1 << num_micro_batches) - 1
     by_unit: defaultdict[UnitId, list[tuple[WorkerId, PartialSum]]] = defaultdict(list)
     for worker, sums in kept.items():
         for total in sums:
@@ -70,8 +72,8 @@ def choose_salvage(
                 receiver = min(users[unit], key=load.__getitem__)
                 load[receiver] += sizes.get(unit, 0)
             salvaged.append(SalvagedSum.model_construct(holder=holder, receiver=receiver, sum=total))
-    whole = (1 << plan.num_micro_batches) - 1
-    return Salvage.model_construct(sums=tuple(salvaged), remaining=spans_of(whole & ~complete))
+    remaining, spared = spans_of(whole & ~complete), complete.bit_count()
+    return Salvage.model_construct(sums=tuple(salvaged), remaining=remaining, num_spared=spared)
 
 
 def note_prepared(transition: Transition) -> None:
@@ -86,29 +88,29 @@ def note_prepared(transition: Transition) -> None:
         return
     assert state.reshape is not None, "no generation was formed"
     plan, kept = state.reshape.plan, dict(step.kept)
+    num = state.num_micro_batches(plan)
     salvage = state.reshape.salvage if state.version == state.reshape.version else None
     for slot in state.slots:
         report = step.reports.get(slot.worker)
         if report is None or report.overflowed or report.non_finite:
             continue
-        whole = (1 << plan.num_micro_batches) - 1
         units = state.member_units[slot.worker]
         sums = [
-            partial_sum(unit, dict.fromkeys(sections, whole))
+            partial_sum(unit, dict.fromkeys(sections, (1 << num) - 1))
             for unit, sections in state.config.units.items()
             if unit in units
         ]
-        losses = partial_sum(LOSSES, losses_of(plan, slot, salvage))
+        losses = partial_sum(LOSSES, losses_of(plan, slot, salvage, num))
         kept[slot.worker] = (*sums, losses) if losses.counted else tuple(sums)
     transition.change_step(kept=kept)
 
 
-def losses_of(plan: Plan, slot: Slot, salvage: Salvage | None) -> dict[int, int]:
-    """Return the number of micro-batches whose loss a worker reports in a step, by the last section."""
+def losses_of(plan: Plan, slot: Slot, salvage: Salvage | None, num_micro_batches: int) -> dict[int, int]:
+    """Return the set of micro-batches whose loss a worker reports in a step, by the last section."""
     if not plan.is_last(slot.stage):
         return {}
     last = plan.num_sections - 1
-    mask, known, mine = sum(1 << number for number in share_in(plan, slot.replica, salvage)), 0, 0
+    mask, known, mine = sum(1 << number for number in share_in(plan, slot.replica, salvage, num_micro_batches)), 0, 0
     for entry in () if salvage is None else salvage.sums:
         if entry.sum.unit == LOSSES:
             known |= counted_in(entry.sum)[last]

@@ -12,7 +12,7 @@ from morph.contract.messages import MARKS, SUM, WEIGHT, Evaluation, MicroBatchLo
 def mean_loss(losses: Iterable[MicroBatchLoss]) -> float | None:
     """Return the mean loss, or total over weight; None without losses, or if one is not a number."""
     entries = _each_once(losses)
-    return _mean([entry.loss for entry in entries], [entry.metrics.get(WEIGHT) for entry in entries])
+    return _mean([entry.loss for entry in entries], [entry.weight_of() for entry in entries])
 
 
 def mean_metrics(losses: Iterable[MicroBatchLoss]) -> dict[str, float]:
@@ -22,7 +22,7 @@ def mean_metrics(losses: Iterable[MicroBatchLoss]) -> dict[str, float]:
 
 def total_weight(losses: Iterable[MicroBatchLoss]) -> float | None:
     """Return the total weight of these losses; None: they are means over samples."""
-    weights = [entry.weight for entry in _each_once(losses)]
+    weights = [entry.metrics.get(WEIGHT) for entry in _each_once(losses)]
     given = [weight for weight in weights if weight is not None]
     return math.fsum(given) if given else None
 
@@ -59,7 +59,7 @@ def _each_once(losses: Iterable[MicroBatchLoss]) -> list[MicroBatchLoss]:
 def _means(entries: Sequence[MicroBatchLoss]) -> dict[str, float | None]:
     names = sorted(name for name in entries[0].metrics if not name.endswith(MARKS)) if entries else []
     return {
-        name: _mean([entry.metrics[name] for entry in entries], [entry.metrics.get(name + WEIGHT) for entry in entries])
+        name: _mean([entry.metrics[name] for entry in entries], [entry.weight_of(name) for entry in entries])
         for name in names
     }
 

@@ -15,6 +15,7 @@ from manager.controller.state.profile_correction import Correction, StageRatios
 from manager.controller.state.saves import Saving
 from morph.contract.base import Value
 from morph.contract.decided import Decided, LossScale, LossTrend
+from morph.contract.epochs import Epochs
 from morph.contract.evaluation import EvaluationSize, EvaluationTotals, FinishedMetrics, Judged
 from morph.contract.messages import (
     Evaluation,
@@ -399,6 +400,9 @@ class ControllerState(Value):
     evaluation: EvaluationSize | None = Field(
         default=None, description="size of the job's evaluation, as its workers say"
     )
+    epochs: Epochs | None = Field(
+        default=None, description="how the job's epochs divide into steps; None: all steps are whole"
+    )
     unfinished: EvaluationTotals | None = Field(
         default=None, description="an evaluation whose own metrics the next order has computed"
     )
@@ -425,6 +429,12 @@ class ControllerState(Value):
     def plan(self) -> Plan | None:
         """The present shape; None while none is formed."""
         return self.reshape.plan if self.reshape else None
+
+    def num_micro_batches(self, plan: Plan) -> int:
+        """Return the number of micro-batches of the step that follows the decided version."""
+        if self.epochs is None:
+            return plan.num_micro_batches
+        return self.epochs.num_micro_batches(self.version, plan.micro_batch_size)
 
     @property
     def slots(self) -> tuple[Slot, ...]:

@@ -29,6 +29,7 @@ from manager.controller.state.state import (
     WorkerState,
 )
 from morph.contract.decided import Decided, LossTrend
+from morph.contract.epochs import Epochs
 from morph.contract.evaluation import EvaluationSize, EvaluationTotals, Judged
 from morph.contract.messages import ReshapeOrder, UnitId, Version, WorkerId
 
@@ -51,6 +52,7 @@ class StateFields(TypedDict, total=False):
     pre_copy: PreCopy | None
     num_pre_copies: int
     evaluation: EvaluationSize | None
+    epochs: Epochs | None
     unfinished: EvaluationTotals | None
     judged: Judged
     failing: Failing | None

@@ -323,6 +323,8 @@ def _send_step(transition: Transition, share: dict[UnitId, WorkerId], sentence: 
 def _step_orders(
     state: ControllerState, share: dict[UnitId, WorkerId], receivers: Iterable[WorkerId]
 ) -> tuple[SendStep, ...]:
+    assert state.plan is not None, "no generation was formed"
+    num = state.num_micro_batches(state.plan)
     plain = StepOrder(
         generation=state.generation,
         step=state.version,
@@ -332,6 +334,7 @@ def _step_orders(
         earlier_checkpoints=_earlier(state),
         record_timeline=state.version == state.config.timeline_step,
         bears_non_finite=judges_losses(state),
+        num_micro_batches=None if num == state.plan.num_micro_batches else num,
     )
     units = _units_of(share)
     orders = SendStep.each("worker", receivers, order=plain)

@@ -30,7 +30,7 @@ from morph.cutting.sections.section import BoundaryTensor, Constants, CutModel, 
 Json = Any
 MOST_BYTES = 256 << 20
 """Most bytes of one artefact's JSON. A graph of 96 layers takes 5 MB."""
-_FORM = 4
+_FORM = 5
 _FOLDER = "<folder of the job>/"
 _MOST_DATA_BYTES = 1 << 16
 """Most bytes of one tensor from outside the constructor or the forward; larger ones are weights."""
@@ -97,8 +97,8 @@ def write_entry(exported: ExportedJob, model: CutModel, folder: str) -> bytes:
     text = json.dumps(form, separators=(",", ":"))
     content = zlib.compress(text.replace(_in_json(folder), _FOLDER).encode())
     read = read_entry(content, folder).model.every()
-    for length, one in model.every().items():
-        for section, again in zip(one.sections, read[length].sections, strict=True):
+    for size, one in model.every().items():
+        for section, again in zip(one.sections, read[size].sections, strict=True):
             if _codes(section.code) != _codes(again.code):
                 raise CannotKeep("a graph that reads back as another")
     return content

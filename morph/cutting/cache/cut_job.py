@@ -21,6 +21,7 @@ from morph.cutting.deferred_init.weight_files import require_files
 from morph.cutting.exporting.exported_job import ExportedJob, InitialState
 from morph.cutting.sections.section import CutModel
 from morph.cutting.source.reads import Reads
+from morph.data.loader import short_sizes
 from morph.jobs.files import held, split_job
 from morph.jobs.job import Job, load_job
 from morph.user_cache import cache_folder, keep, read_kept
@@ -126,14 +127,17 @@ class LoadedJob:
     def _made(self, num_sections: int | None, micro_batch_size: int) -> CutModel:
         from morph.cutting.cuts.cut_model import cut
 
-        return cut(self.exported, num_sections=num_sections, micro_batch_size=micro_batch_size)
+        exported, fewer = self.exported, short_sizes(self.job, micro_batch_size)
+        return cut(exported, num_sections=num_sections, micro_batch_size=micro_batch_size, fewer=fewer)
 
     def _kept(self, num_sections: int | None, micro_batch_size: int) -> tuple[Entry | None, bytes]:
         content = read_kept(*self._place(num_sections, micro_batch_size)) if self._key is not None else None
-        with suppress(ValueError):
-            entry = None if content is None else read_entry(content, self._folder)
-            if content is not None and entry is not None and entry.model.micro_batch_size == micro_batch_size:
-                return entry, content
+        if content is not None:
+            with suppress(ValueError):
+                entry = read_entry(content, self._folder)
+                sizes = entry.model.micro_batch_size, tuple(entry.model.by_samples)
+                if sizes == (micro_batch_size, short_sizes(self.job, micro_batch_size)):
+                    return entry, content
         return None, b""
 
     def _keep(self, content: bytes, model: CutModel, num_sections: int | None) -> None:

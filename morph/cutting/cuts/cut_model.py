@@ -81,13 +81,16 @@ def _first_node(analysis: Analysis, name: str) -> Node:
 __all__ = ["BoundaryTensor", "CutModel", "ParameterUnit", "Section", "cut"]
 
 
-def cut(exported: ExportedJob, *, num_sections: int | None, micro_batch_size: int) -> CutModel:
+def cut(
+    exported: ExportedJob, *, num_sections: int | None, micro_batch_size: int, fewer: Sequence[int] = ()
+) -> CutModel:
     """Cut an exported job into sections, fixed to micro-batches of ``micro_batch_size`` samples.
 
     Args:
         exported: The result of ``export_job``.
         num_sections: K; None chooses it from the graph's narrow places.
         micro_batch_size: m. Cut positions and fingerprint do not depend on it.
+        fewer: The numbers of samples of micro-batches that m does not fill: ``CutModel.by_samples``.
 
     Raises:
         JobError: the graph has fewer places to cut than requested.
@@ -95,10 +98,31 @@ def cut(exported: ExportedJob, *, num_sections: int | None, micro_batch_size: in
     """
     if isinstance(exported, MarkedJob):
         model = _cut_marked(exported, num_sections, micro_batch_size)
+        others = {size: _cut_marked(exported, len(model.sections), size) for size in fewer}
+        if any(not _are_alike(model, other) for other in others.values()):
+            raise _cut_elsewhere(exported, "numbers of samples", "micro_batch_size", (micro_batch_size, *fewer))
     else:
         assert isinstance(exported, GraphJob)
-        model = _cut_graph(exported, num_sections, micro_batch_size)
+        analysis = analyse(exported)
+        places = _cut_places(analysis, num_sections)
+        model, *rest = (_cut_graph(analysis, places, size) for size in (micro_batch_size, *fewer))
+        others = dict(zip(fewer, rest, strict=True))
+    model = replace(model, by_samples=others)
     return model if exported.boundary == "same" else narrowed(model, torch.bfloat16)
+
+
+def _are_alike(one: CutModel, other: CutModel) -> bool:
+    return one.fingerprint == other.fingerprint and one.units == other.units
+
+
+def _cut_elsewhere(exported: MarkedJob, what: str, field: str, value: Sequence[int]) -> JobError:
+    return JobError(
+        f"the model is cut at different places for different {what}",
+        source=exported.model_line,
+        field=field,
+        value=tuple(value),
+        allowed="marks that every forward reaches, and num_sections equal to the number that they make, or 1",
+    )
 
 
 def _cut_marked(exported: MarkedJob, num_sections: int | None, micro_batch_size: int) -> CutModel:
@@ -110,22 +134,14 @@ def _cut_marked(exported: MarkedJob, num_sections: int | None, micro_batch_size:
     }
     by_length = {bucket: replace(one, length=bucket) for bucket, one in by_length.items()}
     model = by_length[exported.buckets[-1]]
-    if any(one.fingerprint != model.fingerprint or one.units != model.units for one in by_length.values()):
-        raise JobError(
-            "the model is cut at different places for different lengths",
-            source=exported.model_line,
-            field="buckets",
-            value=exported.buckets,
-            allowed="marks that every forward reaches, and num_sections equal to the number that they make, or 1",
-        )
+    if any(not _are_alike(model, one) for one in by_length.values()):
+        raise _cut_elsewhere(exported, "lengths", "buckets", exported.buckets)
     return replace(model, by_length=by_length)
 
 
-def _cut_graph(exported: GraphJob, num_sections: int | None, micro_batch_size: int) -> CutModel:
-    """Choose the best cuts for the longest bucket, and cut the other buckets at the same operations."""
-    analysis = analyse(exported)
-    places = _cut_places(analysis, num_sections)
-    model = _cut_at(analysis, places, micro_batch_size)
+def _cut_graph(analysis: Analysis, places: Sequence[int], micro_batch_size: int) -> CutModel:
+    """Cut every bucket at the places that were chosen for the longest."""
+    exported, model = analysis.exported, _cut_at(analysis, places, micro_batch_size)
     if exported.length_symbol is None:
         return model
     others = {bucket: replace(analysis, exported=replace(exported, length=bucket)) for bucket in exported.buckets[:-1]}

@@ -200,6 +200,7 @@ class CutModel:
         metric_names: Names of the last section's outputs after the loss.
         by_length: The same cut for each bucket, if lengths vary; this cut is for the longest.
         length: The bucket of this cut.
+        by_samples: The same cut for micro-batches of fewer samples, by their number.
     """
 
     sections: tuple[Section, ...]
@@ -212,18 +213,31 @@ class CutModel:
     buffer_specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
     by_length: Mapping[int, CutModel] = field(default_factory=dict)
     length: int | None = None
+    by_samples: Mapping[int, CutModel] = field(default_factory=dict)
 
-    def at(self, length: int | None) -> CutModel:
-        """Return the cut for micro-batches of a length; this one if the length is unknown or lengths do not vary."""
-        return self if length is None else self.by_length.get(length, self)
+    def at(self, length: int | None, num_samples: int | None = None) -> CutModel:
+        """Return the cut for micro-batches of a length and number of samples.
 
-    def every(self) -> dict[int | None, CutModel]:
-        """Return all cuts by length; only this one if lengths do not vary."""
-        return dict(self.by_length.items()) or {None: self}
+        ``length`` None: it is unknown, or lengths do not vary. ``num_samples`` None: m.
+        """
+        model = self if num_samples in (None, self.micro_batch_size) else self.by_samples[num_samples]
+        return model if length is None else model.by_length.get(length, model)
+
+    def every(self) -> dict[tuple[int | None, int], CutModel]:
+        """Return all cuts, by length (None if lengths do not vary) and number of samples."""
+        models = {self.micro_batch_size: self, **self.by_samples}
+        found: dict[tuple[int | None, int], CutModel] = {}
+        for size, model in models.items():
+            found |= {(length, size): one for length, one in model.by_length.items()} or {(None, size): model}
+        return found
 
     def mapped(self, change: Callable[[CutModel], CutModel]) -> CutModel:
-        """Return the model with ``change`` applied to this cut and to that of each bucket."""
-        return replace(change(self), by_length={length: change(model) for length, model in self.by_length.items()})
+        """Return the model with ``change`` applied to this cut and to every other."""
+        return replace(
+            change(self),
+            by_length={length: change(model) for length, model in self.by_length.items()},
+            by_samples={size: model.mapped(change) for size, model in self.by_samples.items()},
+        )
 
     @property
     def specs(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:

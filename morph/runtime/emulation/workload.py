@@ -60,6 +60,10 @@ class EmulatedWorkload:
     def evaluation(self) -> None:
         """See ``Workload.evaluation``: an emulated device evaluates nothing."""
 
+    @property
+    def epochs(self) -> None:
+        """See ``Workload.epochs``: an emulated device has no data."""
+
     def make_unit(self, unit: str, num_micro_batches: int, *, empty: bool = False) -> UnitState:  # noqa: ARG002
         """See ``Workload.make_unit``: its few numbers are always drawn."""
         return make_unit(self._device, self._units[unit], self._clock, num_micro_batches)

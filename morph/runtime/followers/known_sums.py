@@ -47,7 +47,7 @@ class KnownSums:
             current.units,
             current.plan.stages[current.slot.stage].sections,
             micro_batches,
-            current.plan.num_micro_batches,
+            current.num_micro_batches(order),
             current.plan.num_sections - 1,
             Rings(
                 current.topology.unit_rings,

@@ -117,11 +117,13 @@ def _run_single(
     sources = tuple(Source(worker=ME, unit=unit.id, kind="initial") for unit in model.units)
     slots = (Slot(worker=ME, stage=0, replica=0),)
     order = ReshapeOrder(generation=1, version=0, plan=plan, slots=slots, sources=sources)
-    reshaped = _expect(worker.reshape(order), Reshaped)
+    reshaped, epochs = _expect(worker.reshape(order), Reshaped), worker.ready.epochs
     units = tuple(unit.id for unit in model.units)
     decided, scale = None, reshaped.loss_scale
     for step in range(steps):
-        answer = _run_step(worker, StepOrder(generation=1, step=step, decided=decided, loss_scale=scale))
+        num = None if epochs is None else epochs.num_micro_batches(step, micro_batch_size)
+        step_order = StepOrder(generation=1, step=step, decided=decided, loss_scale=scale, num_micro_batches=num)
+        answer = _run_step(worker, step_order)
         decided = decided_step(
             step + 1, [answer.unit_norms_sq], [answer.non_finite], units, [weights_of(answer.losses)]
         )
@@ -145,7 +147,7 @@ def _run_single(
 def mean_loss(answer: Prepared) -> float:
     """Return the mean over micro-batches, or the total over weight, summed in their global order."""
     ordered = sorted(answer.losses, key=lambda entry: entry.micro_batch)
-    weight = sum(weights_of(ordered).values()) if ordered[0].weight is not None else len(ordered)
+    weight = sum(weights_of(ordered).values()) if ordered[0].weight_of() is not None else len(ordered)
     return sum(entry.loss for entry in ordered) / weight if weight else math.nan
 
 

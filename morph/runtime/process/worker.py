@@ -173,8 +173,10 @@ class Worker:
         self._sums = KnownSums(setup.worker, self._followers, self._faults)
         self._pre_copy = PreCopyLane(setup, self._workload, self._faults, self._borrow_store, self._writer.wake)
         took_s = time.perf_counter() - start_s
-        evaluation = self._workload.evaluation
-        self.ready = WorkerReady(worker=setup.worker, pid=os.getpid(), setup_s=took_s, evaluation=evaluation)
+        evaluation, epochs = self._workload.evaluation, self._workload.epochs
+        self.ready = WorkerReady(
+            worker=setup.worker, pid=os.getpid(), setup_s=took_s, evaluation=evaluation, epochs=epochs
+        )
 
     # ---- order lane ----
 
@@ -438,7 +440,7 @@ class Worker:
         self._workload.reduce(current, sums, executor)
         executor.finish()
         try:
-            means = finish_all(sums.accumulators, current.plan.num_micro_batches, order.step)
+            means = finish_all(sums.accumulators, current.num_micro_batches(order), order.step)
         except NonFiniteGradient as error:
             raise NonFiniteGradient(f"{error}{_of_samples(self._workload.samples_of(order.step))}") from error
         for name, reduced in means.items():

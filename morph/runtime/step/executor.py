@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from morph.contract.messages import WEIGHT
 from morph.contract.timeline import Peaks, SpanKind
 from morph.cutting.sections.section import BoundaryTensor
 from morph.runtime.device.links import Link
@@ -42,6 +43,8 @@ class StageWork:
         gradients_may_lack: Whether tensors at its borders may lack gradients.
         borders: Inputs and outputs of each micro-batch whose tensors differ in shape from ``inputs`` and
             ``outputs``.
+        shares: The share of each micro-batch in means over samples, if they differ.
+        factor: The factor of each loss before its backward, besides its share and the loss scale.
     """
 
     micro_batches: Sequence[int]
@@ -54,10 +57,21 @@ class StageWork:
     gradients_may_lack: bool = False
     record_timeline: bool = False
     borders: Mapping[int, tuple[Borders, Borders]] = field(default_factory=dict)
+    shares: Sequence[float] = ()
+    factor: float = 1.0
 
     def inputs_of(self, micro_batch: int) -> Borders:
         """Return the inputs of a micro-batch."""
         return self.borders[micro_batch][0] if micro_batch in self.borders else self.inputs
+
+    def share_of(self, micro_batch: int) -> float | None:
+        """Return the share of a micro-batch; None: all are alike."""
+        return self.shares[micro_batch] if self.shares else None
+
+    def factor_of(self, micro_batch: int) -> float:
+        """Return the factor of a micro-batch's loss; one with a weight of its own has no share."""
+        share = None if WEIGHT in self.metric_names else self.share_of(micro_batch)
+        return self.factor if share is None else self.factor * share
 
     def outputs_of(self, micro_batch: int) -> Borders:
         """Return the outputs of a micro-batch."""
@@ -203,12 +217,13 @@ class Executor:
         if self._activations_out:
             self._activations_out.send(outputs)
         else:
-            sums.add_loss(micro_batch, outputs, self._work.metric_names)
+            sums.add_loss(micro_batch, outputs, self._work.metric_names, self._work.share_of(micro_batch))
 
     def _backward(self, micro_batch: int, sums: StepSums) -> None:
         gradients: tuple[Tensor | None, ...]
         if self._gradients_in is None:
-            seed = torch.full((), self._loss_scale, device=self._device, dtype=self._work.outputs[0].dtype)
+            scale = self._loss_scale * self._work.factor_of(micro_batch)
+            seed = torch.full((), scale, device=self._device, dtype=self._work.outputs[0].dtype)
             gradients = (seed, *(None for _ in self._work.metric_names))
         else:
             arrived = iter(self._gradients_in.take_there())

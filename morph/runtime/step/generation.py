@@ -12,6 +12,7 @@ from morph.contract.plan import Plan
 from morph.contract.salvage import Salvage, share_in
 from morph.contract.timeline import StepTimeline
 from morph.cutting.sections.section import BoundaryTensor, CutModel
+from morph.data.lengths import Size
 from morph.runtime.device.links import Link, link_over
 from morph.runtime.groups.channels import Channel, GroupSet, Ring
 from morph.runtime.groups.interrupt import Interrupt
@@ -80,12 +81,14 @@ class Generation:
     def micro_batches_in(self, order: StepOrder) -> Sequence[int]:
         """Return the micro-batches that this worker's replica runs in a step."""
         assert self.slot is not None
-        return share_in(self.plan, self.slot.replica, self.salvage_in(order))
+        return share_in(self.plan, self.slot.replica, self.salvage_in(order), order.num_micro_batches)
 
-    def stage_work(
-        self, model: CutModel, micro_batches: Sequence[int], length_of: Callable[[int], int | None] = lambda _: None
-    ) -> StageWork:
-        """Return the tasks of this worker's stage for these micro-batches, given their lengths."""
+    def num_micro_batches(self, order: StepOrder) -> int:
+        """Return the number of a step's micro-batches, over all replicas."""
+        return order.num_micro_batches or self.plan.num_micro_batches
+
+    def stage_work(self, model: CutModel, micro_batches: Sequence[int], size_of: Callable[[int], Size]) -> StageWork:
+        """Return the tasks of this worker's stage for these micro-batches, given their lengths and sizes."""
         assert self.slot is not None
         stage = self.plan.stages[self.slot.stage]
         work = self.work_between(
@@ -93,8 +96,8 @@ class Generation:
         )
         names = model.metric_names if stage.end_section == len(model.sections) else ()
         borders = {}
-        for micro_batch in micro_batches if model.by_length else ():
-            sections = model.at(length_of(micro_batch)).sections
+        for micro_batch in micro_batches if model.by_length or model.by_samples else ():
+            sections = model.at(*size_of(micro_batch)).sections
             borders[micro_batch] = sections[stage.first_section].inputs, sections[stage.end_section - 1].outputs
         may_lack = borders_may_lack_gradients(model)
         return replace(work, metric_names=names, gradients_may_lack=may_lack, borders=borders)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from morph.cutting.sections.section import CutModel, Section
+from morph.data.lengths import Size
 from morph.jobs.job import Precision
 from morph.runtime.step.section_run import (
     GradientSink,
@@ -79,8 +80,8 @@ class Stage:
         live_sections: int | None = None,
     ) -> None:
         self._model = model
-        self.length_of: Callable[[int], int | None] = lambda _: None
-        """Length of each micro-batch, by number, if lengths vary."""
+        self.size_of: Callable[[int], Size] = lambda _: (None, model.micro_batch_size)
+        """Length and number of samples of each micro-batch, by number, if they vary."""
         self._sections = sections
         self._groups = _groups(sections, live_sections if recompute and live_sections else len(sections))
         self._recompute = recompute
@@ -142,8 +143,8 @@ class Stage:
         return gradients
 
     def _of(self, group: range, micro_batch: int) -> tuple[Section, ...]:
-        """Return the sections for the length of a micro-batch."""
-        sections = self._model.at(self.length_of(micro_batch)).sections
+        """Return the sections for the size of a micro-batch."""
+        sections = self._model.at(*self.size_of(micro_batch)).sections
         return tuple(sections[index] for index in group)
 
     def _run(self, group: range, micro_batch: int, inputs: Sequence[Tensor]) -> list[SectionRun]:

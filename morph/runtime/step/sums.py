@@ -11,7 +11,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from morph.contract.messages import SAMPLES, MicroBatchLoss
+from morph.contract.messages import MARKS, SAMPLES, WEIGHT, MicroBatchLoss
 from morph.contract.salvage import LOSSES, PartialSum, Salvage, counted_in, partial_sum
 from morph.runtime.groups.channels import Ring
 from morph.runtime.groups.faults import FaultPlan
@@ -88,6 +88,7 @@ class StepSums:
         self.accumulators: dict[str, Accumulator] = {name: state.new_accumulator() for name, state in units.items()}
         self._known_losses: dict[int, MicroBatchLoss] = {}
         self._outputs: dict[int, Sequence[Tensor]] = {}
+        self._shares: dict[int, float] = {}
         self._unit_of = {name: unit for unit, state in units.items() for name in state.values}
         self._sections_of = {unit: state.unit.sections for unit, state in units.items()}
         own = [(unit, section) for unit, used in self._sections_of.items() for section in used if section in sections]
@@ -132,11 +133,15 @@ class StepSums:
         if not (self._before and self._before.get((unit, section), 0) >> micro_batch & 1):
             self._gradients[unit].append((name, gradient))
 
-    def add_loss(self, micro_batch: int, outputs: Sequence[Tensor], metric_names: Sequence[str]) -> None:
+    def add_loss(
+        self, micro_batch: int, outputs: Sequence[Tensor], metric_names: Sequence[str], share: float | None = None
+    ) -> None:
         """Record the loss and metrics of a micro-batch from the last stage's forward, unless a worker has them already.
-        Nothing waits for the device until they are requested.
+        Nothing waits for the device until they are requested. ``share``: see ``MicroBatchLoss``.
         """
         if not self._before.get(self._losses, 0) >> micro_batch & 1:
+            if share is not None:
+                self._shares[micro_batch] = share
             one_each = [not name.endswith(SAMPLES) for name in ("", *metric_names)]
             self._outputs[micro_batch] = list(compress(outputs, one_each))
             self._metric_names = list(compress(metric_names, one_each[1:]))
@@ -145,7 +150,8 @@ class StepSums:
     def losses(self) -> dict[int, MicroBatchLoss]:
         """Return the losses and metrics of the micro-batches that were run; waits for the device once."""
         outputs, self._outputs = self._outputs, {}
-        self._known_losses |= {loss.micro_batch: loss for loss in told_losses(outputs, self._metric_names)}
+        told = told_losses(outputs, self._metric_names, self._shares)
+        self._known_losses |= {loss.micro_batch: loss for loss in told}
         return self._known_losses
 
     def count(self, micro_batch: int) -> None:
@@ -208,8 +214,13 @@ class StepSums:
         return found
 
 
-def told_losses(outputs: Mapping[int, Sequence[Tensor]], metric_names: Sequence[str]) -> list[MicroBatchLoss]:
-    """Return the last section's outputs by micro-batch, without per-sample values, in one copy from the device."""
+def told_losses(
+    outputs: Mapping[int, Sequence[Tensor]], metric_names: Sequence[str], shares: Mapping[int, float]
+) -> list[MicroBatchLoss]:
+    """Return the last section's outputs by micro-batch, without per-sample values, in one copy from the device.
+
+    ``shares``: by micro-batch, its share in means over samples; empty if micro-batches do not differ in size.
+    """
     if not outputs:
         return []
     kept = [place for place, name in enumerate(("", *metric_names)) if not name.endswith(SAMPLES)]
@@ -220,8 +231,12 @@ def told_losses(outputs: Mapping[int, Sequence[Tensor]], metric_names: Sequence[
     for micro_batch in outputs:
         loss, *metrics = numbers[: len(kept)]
         del numbers[: len(kept)]
-        named = dict(zip(names, metrics, strict=True))
-        told.append(MicroBatchLoss(micro_batch=micro_batch, loss=loss, metrics=named))
+        named, share = dict(zip(names, metrics, strict=True)), shares.get(micro_batch)
+        if share is not None:
+            loss = loss if WEIGHT in named else loss * share
+            means = [name for name in names if not name.endswith(MARKS) and name + WEIGHT not in named]
+            named |= {name: named[name] * share for name in means}
+        told.append(MicroBatchLoss(micro_batch=micro_batch, loss=loss, metrics=named, share=share))
     return told
 
 

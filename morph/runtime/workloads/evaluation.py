@@ -38,7 +38,7 @@ from morph.cutting.sections.statistics import PLAIN, use_statistics
 from morph.data import DataWorkers
 from morph.data.evaluation import EvaluationLoader
 from morph.data.lengths import IGNORED
-from morph.data.loader import data_of, lengths_of, recipe_of
+from morph.data.loader import data_of, lengths_of, order_of, recipe_of
 from morph.data.seeding import own_generators, seed_of
 from morph.jobs.job import Job, Precision
 from morph.runtime.device.staging import placed
@@ -198,7 +198,7 @@ def run_evaluation(
             leaving.flush()
     if leaving is not None:
         leaving.flush()
-    losses = told_losses(told, work.metric_names)
+    losses = told_losses(told, work.metric_names, dict(enumerate(work.shares)))
     arrays = _arrays(told, work.metric_names, work.outputs)
     if not arrays:
         return tuple(losses)
@@ -257,7 +257,7 @@ class Evaluator:
     def __init__(self, job: Job, model: CutModel, device: torch.device, prefetcher: DataWorkers | None = None) -> None:
         assert job.eval_data is not None
         self._job, self._device = job, device
-        self._sections = {length: evaluation_sections(one) for length, one in model.every().items()}
+        self._sections = {size: evaluation_sections(one) for size, one in model.every().items()}
         recipe, data = recipe_of(job), data_of(job, "eval_data")
         sample, m, lengths = recipe.like(data_of(job)), model.micro_batch_size, lengths_of(job, "eval_data")
         self._loader = EvaluationLoader(data, job.seed, sample, m, job.eval_samples, prefetcher, recipe, lengths)
@@ -265,11 +265,12 @@ class Evaluator:
     @property
     def size(self) -> EvaluationSize:
         """Times, size and consequences of evaluations."""
-        job = self._job
-        epochs, best = job.eval_every_epochs, job.best
+        job, epochs = self._job, order_of(self._job).epochs
+        every, best = job.eval_every_epochs, job.best
+        samples = epochs.num_samples if epochs.end == "fill" else epochs.num_steps * job.batch_size
         return EvaluationSize(
             every_steps=job.eval_every_steps,
-            every_samples=None if epochs is None else epochs * len(data_of(job)),
+            every_samples=None if every is None else every * samples,
             batch_size=job.batch_size,
             num_micro_batches=self._loader.num_micro_batches,
             best=None if best is None else BestRule(**asdict(best)),
@@ -286,10 +287,10 @@ class Evaluator:
             return None
         total = self._loader.num_micro_batches
         share = current.plan.share_of(current.slot.replica, range(total))
-        work = current.stage_work(model, share, self._loader.length)
+        work = replace(current.stage_work(model, share, self._loader.size), shares=self._loader.shares)
         indices = current.plan.stages[current.slot.stage].sections
         stage = EvaluationStage(
-            sections_of=lambda number: [self._sections[self._loader.length(number)][index] for index in indices],
+            sections_of=lambda number: [self._sections[self._loader.size(number)][index] for index in indices],
             parameters={name: tensor for state in current.units.values() for name, tensor in state.values.items()},
             load_batch=partial(self._load, version),
             precision=self._job.precision,

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from morph.checkpoint.frozen_weights import FrozenWeights
+from morph.contract.epochs import Epochs
 from morph.contract.errors import ProfileError, wrong_job
 from morph.contract.evaluation import EvaluationSize, EvaluationTotals, FinishedMetrics
 from morph.contract.job_facts import JobFacts
@@ -23,7 +24,7 @@ from morph.cutting.cache.cut_job import load_and_cut
 from morph.cutting.sections.section import BoundaryTensor, ParameterUnit
 from morph.cutting.trial_run.trial import run_users_code
 from morph.data import DataWorkers, MicroBatchLoader
-from morph.data.loader import data_facts, data_of, recipe_of
+from morph.data.loader import data_facts, data_of, order_of, recipe_of
 from morph.jobs.changes import require_same
 from morph.jobs.existing import WholeModel
 from morph.jobs.job import Job
@@ -56,6 +57,7 @@ _FIELDS = (
     *(
         "batch_size",
         "micro_batch_size",
+        "epoch_end",
         "buckets",
         "padding",
         "num_sections",
@@ -220,8 +222,8 @@ class JobWorkload:
         self._run_model = self._model
         if self._job.compile:
             self._run_model = compiled(self._model)
-            for length, one in self._run_model.every().items():
-                compile_all(one, partial(self._example, length), self._job.precision, self._device)
+            for (length, size), one in self._run_model.every().items():
+                compile_all(one, partial(self._example, length, size), self._job.precision, self._device)
         self._evaluator = (
             Evaluator(self._job, self._model, self._device, self._data_workers) if self._job.eval_data else None
         )
@@ -233,6 +235,11 @@ class JobWorkload:
     @property
     def evaluation(self) -> EvaluationSize | None:
         return None if self._evaluator is None else self._evaluator.size
+
+    @property
+    def epochs(self) -> Epochs | None:
+        found = order_of(self._job).epochs
+        return None if found.end == "fill" else found
 
     def make_unit(self, unit: str, num_micro_batches: int, *, empty: bool = False) -> UnitState:
         found = next(entry for entry in self._model.units if entry.id == unit)
@@ -273,7 +280,7 @@ class JobWorkload:
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
         assert current.slot is not None
         plan = current.plan.stages[current.slot.stage]
-        length_of = partial(self._loader.length, order.step)
+        size_of = partial(self._loader.size, order.step)
         if self._data_workers is not None:
             self._expect(current, order)
         stage = Stage(
@@ -287,9 +294,15 @@ class JobWorkload:
             step=order.step,
             precision=self._job.precision,
         )
-        stage.length_of = length_of
-        work = current.stage_work(self._model, current.micro_batches_in(order), length_of)
-        work = replace(work, record_timeline=order.record_timeline)
+        stage.size_of = size_of
+        work = current.stage_work(self._model, current.micro_batches_in(order), size_of)
+        short, num = self._job.short_step, current.num_micro_batches(order)
+        work = replace(
+            work,
+            record_timeline=order.record_timeline,
+            shares=self._loader.shares(order.step) if short is None else (),
+            factor=num / current.plan.num_micro_batches if short is not None and short.of_whole else 1.0,
+        )
         tasks = slowed(stage, faults.slowness, self._clock)
         neighbours, interrupt = current.neighbours(self._device), current.interrupt
         executor = Executor(tasks, work, neighbours, interrupt, faults, self._device, self._clock)
@@ -314,11 +327,11 @@ class JobWorkload:
             step=0,
             precision=self._job.precision,
         )
-        inner.length_of = partial(self._loader.length, 0)
+        inner.size_of = partial(self._loader.size, 0)
         stage = slowed(inner, faults.slowness, self._clock)
         sink = MicroBatchSums(lambda _, name, gradient: sums[name].add(name, gradient), lambda _: None)
         typical = self._loader.typical()
-        model = self._model.at(self._loader.length(0, typical))
+        model = self._model.at(*self._loader.size(0, typical))
         inputs = [self._made(spec) for spec in model.sections[sections.start].inputs]
         outputs = model.sections[sections.stop - 1].outputs
         gradients = [self._made(spec) if spec.requires_grad else None for spec in outputs]
@@ -356,7 +369,8 @@ class JobWorkload:
         """Have this step's micro-batches prefetched, and those of the next step, if this shape runs it."""
         assert current.slot is not None
         plan = current.plan.stages[current.slot.stage]
-        later = current.plan.micro_batches_of(current.slot.replica)
+        num_later = self._loader.num_micro_batches(order.step + 1)
+        later = current.plan.share_of(current.slot.replica, range(num_later))
         self._loader.expect(
             [
                 *((order.step, micro_batch) for micro_batch in current.micro_batches_in(order)),
@@ -374,9 +388,9 @@ class JobWorkload:
         numbers = torch.linspace(-_PROBE_SIZE, _PROBE_SIZE, max(1, math.prod(spec.shape)), device=self._device)
         return numbers.reshape(spec.shape).to(spec.dtype)
 
-    def _example(self, length: int | None, keys: Sequence[str]) -> Mapping[str, Tensor]:
-        """Return entries of a micro-batch of a length."""
-        return placed(self._loader.example(length, keys), self._device)
+    def _example(self, length: int | None, num_samples: int, keys: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return entries of a micro-batch of this length and number of samples."""
+        return placed(self._loader.example(length, keys, num_samples), self._device)
 
     def _load(self, step: int, micro_batch: int, keys: Sequence[str]) -> Mapping[str, Tensor]:
         batch = with_step(self._loader.load(step, micro_batch, keys), self._job, step)

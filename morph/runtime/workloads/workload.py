@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from morph.contract.epochs import Epochs
 from morph.contract.evaluation import EvaluationSize, EvaluationTotals, FinishedMetrics
 from morph.contract.messages import Evaluation, StepOrder, WorkerSetup
 from morph.cutting.sections.section import ParameterUnit
@@ -27,6 +28,10 @@ class Workload(Protocol):
     @property
     def evaluation(self) -> EvaluationSize | None:
         """Interval and size of evaluations; None: never."""
+
+    @property
+    def epochs(self) -> Epochs | None:
+        """How epochs divide into steps; None: all steps are whole."""
 
     def make_unit(self, unit: str, num_micro_batches: int, *, empty: bool = False) -> UnitState:
         """Return a unit's state at version 0; ``empty``: it is about to be loaded, so its parameters are undefined."""
