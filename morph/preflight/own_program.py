@@ -71,12 +71,12 @@ def compare_with_program(program: OwnProgram, most_samples: int) -> tuple[bool, 
         return False, f"not compared with {program.call}: {own}"
     small, *larger = _micro_batch_sizes(own.job)
     steps = f"{len(own.losses)} steps of {own.job.batch_size} samples, dropout off"
-    found = _difference(own, _Steps(own.job, small).train(len(own.losses)))
+    found = _difference(own, trained_steps(own.job, small, len(own.losses)))
     if found is None:
         return True, f"equal to {program.call} over {steps}: losses by step, and weights"
     remedy = ""
     for size in larger:
-        if _difference(own, _Steps(own.job, size).train(len(own.losses))) is None:
+        if _difference(own, trained_steps(own.job, size, len(own.losses))) is None:
             remedy = f"micro_batch_size={size}, with which it trains alike; {_why(own.job)}"
     raise JobError(
         f"its job trains otherwise ({steps}, micro-batches of {small}): {found}",
@@ -105,13 +105,18 @@ def _micro_batch_sizes(job: Job) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class _Trained:
+class Trained:
     """Losses by step, weights before and after the steps, and the largest mean gradient of each weight (rms)."""
 
     losses: Sequence[float]
     before: Mapping[str, Tensor]
     weights: Mapping[str, Tensor]
     gradients: Mapping[str, float]
+
+
+def trained_steps(job: Job, micro_batch_size: int, num_steps: int) -> Trained:
+    """Return the result of a job's first steps, trained as a run on one worker does, on the CPU."""
+    return _Steps(job, micro_batch_size).train(num_steps)
 
 
 class _Steps:
@@ -126,7 +131,7 @@ class _Steps:
         self._loader = MicroBatchLoader.of(job, micro_batch_size)
         self._unit_of = {name: unit.id for unit in self._model.units for name in unit.names}
 
-    def train(self, num_steps: int) -> _Trained:
+    def train(self, num_steps: int) -> Trained:
         """Return the result of so many steps."""
         losses, largest = [], dict[str, float]()
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -145,7 +150,7 @@ class _Steps:
                         largest[name] = max(largest.get(name, 0.0), rms(gradient))
                 apply_all(states.values(), decided_step(step + 1, [norms_sq(states)], [], states, [weights]))
         after = {name: value.detach() for state in states.values() for name, value in state.parameters.items()}
-        return _Trained(losses, held, after, largest)
+        return Trained(losses, held, after, largest)
 
     def _factor(self, step: int) -> float:
         """Return the factor of a step's gradients if they are divided by the micro-batches of a whole step."""
@@ -180,7 +185,7 @@ class _Steps:
         sums[self._unit_of[name]].add(name, gradient)
 
 
-def _difference(own: OwnSteps, ours: _Trained) -> str | None:
+def _difference(own: OwnSteps, ours: Trained) -> str | None:
     """Return the first step whose loss differs, or else the weights that differ; None if they agree."""
     precision = own.job.precision
     for number, (theirs, mine) in enumerate(zip(own.losses, ours.losses, strict=True), 1):

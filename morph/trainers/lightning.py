@@ -209,7 +209,7 @@ class _StandIn:
         return self._counters[name]
 
 
-class _Unknown:
+class Unknown:
     """Stands for a number that is not known within a step; every use is refused by its name."""
 
     def __init__(self, name: str, allowed: str) -> None:
@@ -333,13 +333,13 @@ def _loss(length: _Length, model: Any, batch: Any) -> Any:
     def optimizers(*_: Any, **__: Any) -> Any:
         raise unknown("self.optimizers()", "configure_optimizers; Morph logs learning rates by itself")
 
-    step: Any = _Unknown("the step", "collate_fn and step_entry as morph.lightning.job sets them")
+    step: Any = Unknown("the step", "collate_fn and step_entry as morph.lightning.job sets them")
     index: Any = step
     if isinstance(batch, Mapping) and STEP in batch:
         step, batch = batch[STEP][0], batch[""]
         index = step % length.steps_per_epoch
         if length.accumulated > 1:
-            index = _Unknown("batch_idx", "accumulate_grad_batches=1, or self.global_step")
+            index = Unknown("batch_idx", "accumulate_grad_batches=1, or self.global_step")
     epoch = step // length.steps_per_epoch if isinstance(step, Tensor) else step
     trainer = _StandIn(length, step, epoch)
     methods = {"log": log, "log_dict": log_dict, "optimizers": optimizers, "lr_schedulers": optimizers}
@@ -348,7 +348,7 @@ def _loss(length: _Length, model: Any, batch: Any) -> Any:
             result = model.training_step(*_arguments(model.training_step, batch, index, trainer))
         except Exception as error:
             if trainer.read and "DataDependent" in type(error).__name__:
-                raise _branches(trainer.read) from error
+                raise branches(trainer.read) from error
             raise
     if result is None:
         allowed = "a loss for every batch: multiply it by 0, or leave the samples out of the data set"
@@ -373,7 +373,8 @@ def _arguments(training_step: Any, batch: Any, index: Any, trainer: _StandIn) ->
     return batch, index
 
 
-def _branches(read: Mapping[str, str]) -> Untraceable:
+def branches(read: Mapping[str, str]) -> Untraceable:
+    """Return the error for a branch on values that change from step to step; ``read``: their lines by name."""
     names = ", ".join(f"{name} ({line})" for name, line in read.items())
     return Untraceable(
         f"a branch or a Python number depends on values that change from step to step, such as {names}",

@@ -118,6 +118,7 @@ def _copy(trainer: Any, num_samples: int, changed: Mapping[str, Any]) -> Any:
     twin.create_accelerator_and_postprocess()
     given = (twin.model, twin.processing_class, twin.optimizer, twin.lr_scheduler)
     twin.callback_handler = CallbackHandler([DefaultFlowCallback()], *given)
+    twin.model_init = None  # it made the model already
     twin.state, twin.control = TrainerState(), TrainerControl()
     _turn_off_dropout(twin.model)
     return twin

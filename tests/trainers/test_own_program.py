@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 import morph
-from morph.contract.errors import JobError
+from morph.contract.errors import JobError, MorphError
+from morph.cutting import export_job
 from morph.jobs.job import Job, OwnProgram
-from morph.preflight.own_program import compare_with_program
+from morph.preflight.own_program import compare_with_program, trained_steps
+from morph.trainers.arguments import ARGUMENTS, COMPARED
 from tests.trainers.test_trainer import small_trainer
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 
 class Classifier(torch.nn.Module):
@@ -32,9 +34,11 @@ class Classifier(torch.nn.Module):
         self.first, self.second = torch.nn.Linear(3, 8), torch.nn.Linear(8, 2)
         self.dropout, self.attention_dropout = torch.nn.Dropout(0.5), 0.5
 
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         hidden = torch.nn.functional.dropout(self.first(x).tanh(), self.attention_dropout, self.training)
-        return {"loss": torch.nn.functional.cross_entropy(self.second(self.dropout(hidden)), labels)}
+        logits = self.second(self.dropout(hidden))
+        loss = {} if labels is None else {"loss": torch.nn.functional.cross_entropy(logits, labels)}
+        return {**loss, "logits": logits}
 
 
 def own_program(tmp_path: Path, change: Callable[[Job], dict[str, Any]] | None = None, **given: Any) -> OwnProgram:
@@ -62,6 +66,93 @@ def test_a_job_that_trains_what_its_trainer_does_is_equal(given: dict[str, Any],
     compared, text = compare_with_program(own_program(tmp_path, **given), samples)
     assert compared
     assert text.startswith(f"equal to trainer.train() over 3 steps of {samples} samples, dropout off")
+
+
+HONOURED_ELSEWHERE = {
+    *("warmup_ratio", "fp16", "torch_compile", "torch_compile_backend", "torch_compile_mode", "length_column_name"),
+    *("dataloader_num_workers", "eval_strategy", "eval_steps", "load_best_model_at_end", "metric_for_best_model"),
+    *("greater_is_better", "run_name", "output_dir"),
+}
+"""Arguments that change no step, or need lengths or a GPU."""
+
+
+def test_every_honoured_argument_is_compared_by_step_or_changes_none() -> None:
+    honoured = {name for name, rule in ARGUMENTS.items() if rule.how == "honoured"}
+    compared = {name for given in COMPARED for name in given}
+    assert compared <= honoured
+    assert honoured - compared == HONOURED_ELSEWHERE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", COMPARED)
+def test_losses_and_weights_are_the_trainers_by_step(given: dict[str, Any], tmp_path: Path) -> None:
+    """Over more than an epoch, whose last step is short."""
+    data = [{"x": torch.randn(3), "labels": index % 2} for index in range(19)]
+    given = {"per_device_train_batch_size": 4, "num_train_epochs": 3, **given}
+    trainer = small_trainer(tmp_path, model=Classifier(), train_dataset=data, **given)
+    program = morph.hf.job(trainer).own_program
+    assert program is not None
+    own = program.run(morph.hf.num_steps(trainer), 8)
+    assert not isinstance(own, str)
+    ours = trained_steps(own.job, own.job.micro_batch_size or own.job.batch_size // 2, len(own.losses))
+    tolerance = 1e-3 if "bf16" in given else 1e-5
+    assert ours.losses == pytest.approx(own.losses, abs=tolerance)
+    assert len(set(own.losses)) > 2
+    for name, weight in own.weights.items():
+        assert torch.allclose(ours.weights[name], weight, atol=tolerance), name
+
+
+def compute_loss(weigh: Callable[[Any], Any]) -> type:
+    """Return a Trainer whose loss depends on its state."""
+
+    def loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        found = model(**inputs)
+        weight = weigh(self)
+        return (found["loss"] * weight, found) if return_outputs else found["loss"] * weight
+
+    return type("Own", (transformers.Trainer,), {"compute_loss": loss})
+
+
+@pytest.mark.parametrize(
+    ("weigh", "named"),
+    [
+        (lambda trainer: 1 + trainer.state.global_step / 4, None),
+        (lambda trainer: min(1.0, (1 + trainer.state.global_step) / 4), None),
+        (lambda trainer: 1 + trainer.state.epoch, None),
+        (lambda trainer: 1 - trainer.state.global_step / trainer.state.max_steps, None),
+        (lambda trainer: sum(p.square().sum() for p in trainer.model.parameters()), None),
+        (lambda trainer: trainer.optimizer.param_groups[0]["lr"], r"py:\d+: self\.optimizer: is not known"),
+        (lambda trainer: 1 if trainer.state.best_metric is None else 2, r"py:\d+: self\.state\.best_metric: is not"),
+        (lambda trainer: 2 if trainer.state.global_step > 2 else 1, r"branch.*self\.state\.global_step .*py:\d+"),
+    ],
+)
+def test_what_the_loss_reads_of_the_trainer_is_live_or_refused(weigh: Any, named: str | None, tmp_path: Path) -> None:
+    if named is None:
+        assert compare_with_program(own_program(tmp_path, kind=compute_loss(weigh)), 8)[0]
+        return
+    trainer = small_trainer(tmp_path, model=Classifier(), kind=compute_loss(weigh))
+    with pytest.raises(MorphError, match=named):
+        export_job(morph.hf.job(trainer))
+
+
+@pytest.mark.parametrize("weights", [[1.0, 5.0], None])
+def test_a_loss_weighted_by_class_is_refused_with_its_remedy(weights: list[float] | None, tmp_path: Path) -> None:
+    class Weighted(transformers.Trainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            labels = inputs.pop("labels")
+            logits = model(**inputs)["logits"]
+            found = torch.nn.functional.cross_entropy(
+                logits, labels, None if weights is None else torch.tensor(weights)
+            )
+            return (found, logits) if return_outputs else found
+
+    given = {"kind": Weighted, "gradient_accumulation_steps": 1, "warmup_steps": 0}
+    program = own_program(tmp_path, **given)
+    if weights is None:
+        assert compare_with_program(program, 8)[0]
+        return
+    with pytest.raises(JobError, match=r"allowed: micro_batch_size=4, with which it trains alike; .* by class"):
+        compare_with_program(program, 8)
 
 
 def with_group(job: Job, **changed: float) -> Callable[[Any], Any]:
