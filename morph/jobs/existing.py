@@ -26,13 +26,15 @@ from morph.contract.errors import JobError, wrong_job
 _OF_THE_MODEL = ("params", "param_names")
 
 
-def copied(model: nn.Module, clone: Callable[[Tensor], Tensor] = Tensor.clone) -> nn.Module:
+def copied(
+    model: nn.Module, clone: Callable[[Tensor], Tensor] = Tensor.clone, memo: dict[int, Any] | None = None
+) -> nn.Module:
     """Return a copy of a model, for ``Job.model``: its tensors are cloned, which can be traced, instead of its
     storages.
 
-    ``clone``: makes a new tensor for each tensor, without a graph.
+    ``clone``: makes a new tensor for each tensor, without a graph. ``memo``: receives the copies, as in ``deepcopy``.
     """
-    memo: dict[int, Any] = {}
+    memo = {} if memo is None else memo
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             if isinstance(tensor, Tensor):

@@ -16,11 +16,12 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from morph.jobs.job import Best, Job, ShortStep
+from morph.jobs.job import Best, Job, OwnProgram, OwnSteps, ShortStep
 from morph.losses import Loss, PerSample
 from morph.trainers.arguments import check_arguments, refusal
 
@@ -56,6 +57,17 @@ def job(trainer: Trainer, **replaced: Any) -> Job:
     Raises:
         JobError: an argument cannot be honoured, or a field is not right; the message names the first one.
     """
+    given = dict(replaced)
+
+    def own_steps(num_steps_made: int, most_samples: int) -> OwnSteps | str:
+        from morph.trainers.own_steps import own_steps as make
+
+        return make(trainer, given, _job, num_steps(trainer), num_steps_made, most_samples)
+
+    return replace(_job(trainer, **replaced), own_program=OwnProgram("trainer.train()", own_steps))
+
+
+def _job(trainer: Trainer, **replaced: Any) -> Job:
     from morph.jobs.existing import WholeModel, order_of
 
     _check(trainer, replaced)
