@@ -115,7 +115,7 @@ def trainer_arguments() -> Iterator[str]:
         "# What is honoured of a Trainer",
         "",
         "The tables say what becomes of each argument of the `Trainer` of transformers under",
-        "[`morph.hf.job`](../guides/trainer.md), and of Lightning's under `morph.lightning.job`. What they do not list,",
+        "[`morph.hf.job`](../guides/trainer.md), and of Lightning's under `morph.lightning.job`. What they leave out,",
         "for example an argument of a newer version, is refused unless it has its default value.",
         "",
         "## Arguments of transformers' Trainer",

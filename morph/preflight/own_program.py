@@ -7,6 +7,7 @@ compared. Dropout is off in both, because they draw other random numbers.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,23 +15,25 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from morph.contract.decided import decided_step
 from morph.contract.errors import JobError, MorphError
-from morph.contract.messages import WEIGHT
-from morph.cutting import CutModel, cut, export_job
+from morph.contract.messages import WEIGHT, MicroBatchLoss, weights_of
+from morph.cutting import cut, export_job
 from morph.cutting.source.refusal import first_line
 from morph.cutting.trial_run.trial import rms
 from morph.data import MicroBatchLoader
 from morph.data.loader import short_sizes
 from morph.jobs.job import Job, OwnProgram, OwnSteps
+from morph.losses import Loss
 from morph.preflight.mean_loss import loss_warnings
 from morph.preflight.plain_model import plain_model
 from morph.preflight.step_comparison import StepTrial
-from morph.runtime.state.accumulators import Reduced, finish_all
+from morph.runtime.state.accumulators import Accumulator, Reduced, finish_all
 from morph.runtime.state.unit_state import UnitState, apply_all, norms_sq
 from morph.runtime.step.section_run import run_step
+from morph.runtime.step.sums import told_losses
 from morph.runtime.workloads.evaluation import batch_keys, with_step
 
 NUM_STEPS = 3
@@ -84,7 +87,12 @@ def compare_with_program(program: OwnProgram, most_samples: int) -> tuple[bool, 
 
 def _why(job: Job) -> str:
     """Return why the size of micro-batches matters."""
-    found = loss_warnings(replace(job, micro_batch_size=None))
+
+    def mean(model: nn.Module, batch: Any) -> Any:
+        result = job.loss(model, batch)
+        return result.mean() if isinstance(result, Loss) else result
+
+    found = loss_warnings(replace(job, loss=mean, micro_batch_size=None))
     return found[0] if found else "the model computes another loss for a part of a batch than for the whole"
 
 
@@ -110,7 +118,7 @@ class _Steps:
     """Trains a job's first steps as a run on one worker does, on the CPU."""
 
     def __init__(self, job: Job, micro_batch_size: int) -> None:
-        self._job, self._number = job, job.batch_size // micro_batch_size
+        self._job, self._whole = job, job.batch_size // micro_batch_size
         fewer = short_sizes(job, micro_batch_size)
         self._model = cut(
             export_job(job), num_sections=job.num_sections, micro_batch_size=micro_batch_size, fewer=fewer
@@ -125,12 +133,12 @@ class _Steps:
             warnings.simplefilter("ignore")
             plain = plain_model(self._job, _CPU)
             held = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
-            states = StepTrial.of(self._job, self._model, plain, _CPU, self._number).states
+            states = StepTrial.of(self._job, self._model, plain, _CPU, self._whole).states
             for step in range(num_steps):
-                results, reduced = self._gradients(held, states, step)
-                weights = {n: float(told[WEIGHT]) for n, (_, told) in enumerate(results) if WEIGHT in told}
-                total = sum(weights.values()) if weights else len(results)
-                losses.append(sum(loss for loss, _ in results) / total if total else float("nan"))
+                told, reduced = self._gradients(held, states, step)
+                weights = weights_of(told)
+                total = sum(weights.values()) if weights else len(told)
+                losses.append(self._factor(step) * sum(one.loss for one in told) / total if total else math.nan)
                 for unit, state in states.items():
                     state.reduced = reduced[unit]
                     for name, gradient in reduced[unit].gradients.items():
@@ -139,36 +147,36 @@ class _Steps:
         after = {name: value.detach() for state in states.values() for name, value in state.parameters.items()}
         return _Trained(losses, held, after, largest)
 
+    def _factor(self, step: int) -> float:
+        """Return the factor of a step's gradients if they are divided by the micro-batches of a whole step."""
+        short = self._job.short_step
+        return self._loader.num_micro_batches(step) / self._whole if short is not None and short.of_whole else 1.0
+
     def _gradients(
         self, held: Mapping[str, Tensor], states: Mapping[str, UnitState], step: int
-    ) -> tuple[list[tuple[float, dict[str, Tensor]]], dict[str, Reduced]]:
+    ) -> tuple[list[MicroBatchLoss], dict[str, Reduced]]:
         """Return loss and further values of each micro-batch, and the mean gradients by unit."""
         given = {**held, **{name: value for state in states.values() for name, value in state.values.items()}}
-        keys = sorted(batch_keys(self._model.sections))
-        number, short = self._loader.num_micro_batches(step), self._job.short_step
-        shares = () if short is not None else self._loader.shares(step)
-        factor = number / self._number if short is not None and short.of_whole else 1.0
+        keys, names = sorted(batch_keys(self._model.sections)), self._model.metric_names
+        shares = dict(enumerate(self._loader.shares(step) if self._job.short_step is None else ()))
+        number = self._loader.num_micro_batches(step)
         while True:
             sums = {unit: state.new_accumulator() for unit, state in states.items()}
-            results = []
+            outputs = {}
             for place in range(number):
                 torch.manual_seed(0)
                 batch = with_step(self._loader.load(step, place, keys), self._job, step)
-                model: CutModel = self._model.at(*self._loader.size(step, place))
-                share = shares[place] if shares and WEIGHT not in model.metric_names else 1.0
-                add, scale = partial(self._add, sums), factor * share
-                loss, *told = run_step(model.sections, batch, given, add, precision=self._job.precision, scale=scale)
-                known = dict(zip(model.metric_names, told, strict=True))
-                if shares:
-                    known.setdefault(WEIGHT, torch.tensor(share))
-                results.append((float(loss) * share, known))
+                sections = self._model.at(*self._loader.size(step, place)).sections
+                factor = self._factor(step) * (1.0 if WEIGHT in names else shares.get(place, 1.0))
+                add = partial(self._add, sums)
+                outputs[place] = run_step(sections, batch, given, add, precision=self._job.precision, factor=factor)
             reduced = finish_all(sums, number, step)
             if not any(one.overflowed for one in reduced.values()):
-                return results, reduced
+                return told_losses(outputs, names, shares), reduced
             for unit, state in states.items():  # again, at scales that fit
                 state.rescale(reduced[unit])
 
-    def _add(self, sums: Mapping[str, Any], name: str, gradient: Tensor) -> None:
+    def _add(self, sums: Mapping[str, Accumulator], name: str, gradient: Tensor) -> None:
         sums[self._unit_of[name]].add(name, gradient)
 
 

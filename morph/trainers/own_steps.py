@@ -68,7 +68,9 @@ def own_steps(
     if any(tensor.device.type == "meta" for tensor in trainer.model.parameters()):
         return "the Trainer's model has no numbers"
     batch, accumulated = _sizes(trainer.args, most_samples)
-    num_samples = min(len(trainer.train_dataset), num_steps * batch * accumulated)
+    whole, available = batch * accumulated, len(trainer.train_dataset)
+    left = available % whole  # the last step is as short as that of the Trainer's epochs
+    num_samples = min(available, (num_steps - (left > 0)) * whole + left)
     changed = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated}
     changed["max_steps"] = max(length, num_steps)
     given = {name: value for name, value in replaced.items() if name not in (*OF_EVALUATIONS, "micro_batch_size")}
