@@ -14,7 +14,7 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dis import get_instructions
 from functools import partial
 from itertools import islice
@@ -31,7 +31,7 @@ from morph.contract.errors import JobError
 from morph.cutting.source.locate import calling_line, definition_line
 from morph.cutting.source.refusal import Untraceable
 from morph.jobs.existing import WholeModel, WholeModelOptimizer, order_of
-from morph.jobs.job import Job, ShortStep
+from morph.jobs.job import Job, OwnProgram, OwnSteps, ShortStep
 from morph.losses import Loss
 from morph.runtime.state.optimizer_state import is_elementwise
 from morph.trainers.lengths import Source, fields_of_lengths
@@ -64,6 +64,18 @@ def job(module: Any, loader: Any, eval_loader: Any = None, *, trainer: Any = Non
     Raises:
         JobError: a setting cannot be honoured, or a field is not right; the message names it.
     """
+    given = dict(replaced)
+
+    def run(num_steps_made: int, most_samples: int) -> OwnSteps | str:
+        from morph.trainers.lightning_steps import own_steps
+
+        return own_steps(module, loader, trainer, given, _job, num_steps_made, most_samples)
+
+    made = _job(module, loader, trainer, eval_loader, **replaced)
+    return replace(made, own_program=OwnProgram("Trainer.fit", run))
+
+
+def _job(module: Any, loader: Any, trainer: Any, eval_loader: Any = None, **replaced: Any) -> Job:
     evaluates = eval_loader is not None or type(module).val_dataloader is not lightning_class(module).val_dataloader
     check_module(module, evaluates=evaluates)
     if not isinstance(loader, DataLoader) or loader.batch_size is None or not hasattr(loader.dataset, "__len__"):
@@ -77,7 +89,7 @@ def job(module: Any, loader: Any, eval_loader: Any = None, *, trainer: Any = Non
         whole = _optimizer_of(module)
     check_trainer(None, callbacks if isinstance(callbacks, Sequence) else [callbacks], evaluates=evaluates)
     # the last step of an epoch may have fewer batches, one of them short, and is divided by the number of a whole step
-    num_samples = min(len(loader.sampler), length.num_batches * loader.batch_size)
+    num_samples = min(len(loader.sampler), length.num_batches * loader.batch_size)  # type: ignore[arg-type] # it has one
     is_by_batch = length.accumulated > 1 and num_samples % (loader.batch_size * length.accumulated) > 0
     precision = PRECISIONS[getattr(trainer, "precision", "32-true")]
     fields: dict[str, Any] = {
@@ -195,7 +207,8 @@ class _StandIn:
         self.read: dict[str, str] = {}
         self.is_global_zero, self.global_rank, self.local_rank = True, 0, 0
         self.world_size, self.num_nodes, self.num_devices = 1, 1, 1
-        self.logger, self.loggers, self.progress_bar_callback = None, [], None
+        self.logger, self.progress_bar_callback = None, None
+        self.loggers: list[Any] = []
         self.accumulate_grad_batches, self.num_training_batches = length.accumulated, length.num_batches
         if length.trainer is not None:
             self.max_steps, self.max_epochs = length.trainer.max_steps, length.trainer.max_epochs

@@ -50,12 +50,12 @@ TRAINER: Mapping[str, Rule] = {
     **_rules("no effect", "with `accumulation='exact'` runs are deterministic", "deterministic", "benchmark"),
     **_rules("no effect", "a gradient that is not finite ends a run", "detect_anomaly"),
     **_rules("no effect", "those of precision are checked; others belong to several devices", "plugins"),
-    **_rules("refused", "the default: Morph deals sections to workers", "strategy"),
-    **_rules("refused", f"1: {_ONE_DEVICE}", "num_nodes", allowed=(1,)),
-    **_rules("refused", "None; `morph run --steps`", "max_time"),
-    **_rules("refused", "0; `limit_train_batches` and a loader without shuffling", "overfit_batches", allowed=(0,)),
-    **_rules("refused", "False; `morph run --steps 1`", "fast_dev_run", allowed=(False,)),
-    **_rules("refused", "1.0; `eval_samples`", "limit_val_batches", allowed=(1.0,)),
+    **_rules("refused", "Morph deals sections to workers", "strategy"),
+    **_rules("refused", _ONE_DEVICE, "num_nodes", allowed=(1,)),
+    **_rules("refused", "`morph run --steps`", "max_time"),
+    **_rules("refused", "`limit_train_batches`, and a loader without shuffling", "overfit_batches", allowed=(0,)),
+    **_rules("refused", "`morph run --steps 1`", "fast_dev_run", allowed=(False,)),
+    **_rules("refused", "`eval_samples`", "limit_val_batches", allowed=(1.0,)),
 }
 """Rules by argument; a refused argument must have its default value, or one of those allowed."""
 
@@ -154,13 +154,12 @@ def check_trainer(trainer: Any, callbacks: Any, *, evaluates: bool) -> None:
         if not type(part).__module__.startswith(PACKAGES):
             raise refusal("trainer", type(part).__name__, "a Trainer of Lightning with Lightning's own loops")
     for name, parameter in inspect.signature(type(trainer).__init__).parameters.items():
-        rule = TRAINER.get(
-            name, Rule("refused", "the default; Morph does not know this argument", (parameter.default,))
-        )
+        rule = TRAINER.get(name, Rule("refused", "Morph does not know this argument", (parameter.default,)))
         value = getattr(trainer, name, None)
         skipped = name == "self" or not rule.allowed or (name == "limit_val_batches" and not evaluates)
         if not skipped and value not in rule.allowed:
-            raise refusal(name, value, rule.note if rule.how == "refused" else ", ".join(map(repr, rule.allowed)))
+            note = f"; instead: {rule.note}" if rule.how == "refused" else ""
+            raise refusal(name, value, f"{', '.join(map(repr, rule.allowed))}{note}")
     _check_device(trainer)
 
 
@@ -168,7 +167,7 @@ def _check_device(trainer: Any) -> None:
     strategy, plugin = type(trainer.strategy), type(trainer.precision_plugin)
     automatic = "DDPStrategy" if trainer.num_devices > 1 else "SingleDeviceStrategy"
     if strategy.__name__ != automatic or not strategy.__module__.startswith(PACKAGES):
-        raise refusal("strategy", strategy.__name__, TRAINER["strategy"].note)
+        raise refusal("strategy", strategy.__name__, f"'auto': {TRAINER['strategy'].note}")
     if trainer.num_devices not in (1, trainer.accelerator.auto_device_count()):
         raise refusal("devices", trainer.num_devices, f"1, or 'auto': {_ONE_DEVICE}")
     mixed = trainer.precision != "32-true"

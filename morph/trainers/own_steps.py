@@ -26,12 +26,12 @@ from morph.jobs.job import Job, OwnSteps
 if TYPE_CHECKING:
     from transformers import Trainer
 
-_OF_THE_PROGRAM = frozenset({"model", "loss", "dataset", "collate_fn", "sampler", "optimizer", "lr_scheduler"}) | {
+OF_THE_PROGRAM = frozenset({"model", "loss", "dataset", "collate_fn", "sampler", "optimizer", "lr_scheduler"}) | {
     *("batch_size", "seed", "clip_grad_norm", "precision", "master_weights", "loss_scaling", "step_entry")
 }
 """Fields of a job without which it trains as the Trainer does."""
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_OF_EVALUATIONS = (
+OF_EVALUATIONS = (
     "eval_data",
     "eval_every_steps",
     "eval_every_epochs",
@@ -60,7 +60,7 @@ def own_steps(
         num_steps: The number of steps to make.
         most_samples: The most samples of a step.
     """
-    own = sorted(_OF_THE_PROGRAM & replaced.keys())
+    own = sorted(OF_THE_PROGRAM & replaced.keys())
     if own:
         return f"`{own[0]}` was given to morph.hf.job"
     if trainer.args.fp16:
@@ -73,8 +73,11 @@ def own_steps(
     num_samples = min(available, (num_steps - (left > 0)) * whole + left)
     changed = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated}
     changed["max_steps"] = max(length, num_steps)
-    given = {name: value for name, value in replaced.items() if name not in (*_OF_EVALUATIONS, "micro_batch_size")}
-    with _quietly():
+    given = {name: value for name, value in replaced.items() if name not in OF_EVALUATIONS}
+    m = given.get("micro_batch_size")
+    if m is not None and whole % m:
+        given["micro_batch_size"] = batch  # the comparison's step is smaller than the job's
+    with quietly():
         job = make_job(_copy(trainer, num_samples, changed), **given)
         twin = _copy(trainer, num_samples, changed)
         losses = _train(twin, num_steps)
@@ -120,7 +123,7 @@ def _copy(trainer: Any, num_samples: int, changed: Mapping[str, Any]) -> Any:
     twin.callback_handler = CallbackHandler([DefaultFlowCallback()], *given)
     twin.model_init = None  # it made the model already
     twin.state, twin.control = TrainerState(), TrainerControl()
-    _turn_off_dropout(twin.model)
+    turn_off_dropout(twin.model)
     return twin
 
 
@@ -132,7 +135,7 @@ def _copy_optimizer(whole: Optimizer, memo: dict[int, Any]) -> None:
             vars(made)[name] = copy.deepcopy(value, memo)
 
 
-def _turn_off_dropout(model: nn.Module) -> None:
+def turn_off_dropout(model: nn.Module) -> None:
     """Set every probability of dropout to 0, in the modules and in their configurations."""
     seen: set[int] = set()
     for module in model.modules():
@@ -171,8 +174,8 @@ def _train(twin: Any, num_steps: int) -> list[float]:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Keep what a program prints, warns of and draws from what runs around it."""
+def quietly() -> Iterator[Callable[[int], None]]:
+    """Keep what a program prints, warns of and draws from what runs around it; yields a function that seeds."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -180,6 +183,6 @@ def _quietly() -> Iterator[None]:
             warnings.simplefilter("ignore")
             seed_all(0)
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                yield
+                yield seed_all
     finally:
         logging.disable(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import morph
 from morph.contract.errors import InputError, JobError
 from morph.cutting import export_job
+from morph.preflight.own_program import compare_with_program
 from morph.trainers.lightning_rules import METHODS, TRAINER
 from tests.training.shapes import trained_alone
 
@@ -68,6 +70,36 @@ def test_losses_and_weights_are_those_of_lightning(tmp_path: Path, name: str) ->
     assert found == pytest.approx(losses, abs=1e-6)
     for name, value in parameters.items():
         assert torch.allclose(value, weights[name], rtol=1e-5, atol=1e-6), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_steps_of_fit_are_compared_before_a_run(name: str) -> None:
+    """Over an epoch of two steps, of which the second one is short, and the beginning of another epoch."""
+    program = lightning_job.case(name).own_program
+    assert program is not None
+    compared, text = compare_with_program(program, 100)
+    assert compared, text
+    assert text.startswith("equal to Trainer.fit over 3 steps")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda job: {"loss": lambda model, batch: job.loss(model, batch) * 1.001},
+        lambda _: {"step_entry": None},
+        lambda _: {"epoch_end": "fill"},
+        lambda job: {"lr_scheduler": None},
+    ],
+)
+def test_a_job_that_trains_otherwise_than_fit_is_refused(change: Callable[[Any], dict[str, Any]]) -> None:
+    program = lightning_job.case("counters").own_program
+    assert program is not None
+    own = program.run(3, 100)
+    assert not isinstance(own, str)
+    wrong = replace(own, job=replace(own.job, **change(own.job)))
+    with pytest.raises(JobError, match=r"Trainer\.fit: its job trains otherwise"):
+        compare_with_program(replace(program, run=lambda *_: wrong), 100)
 
 
 def test_what_a_step_logs_are_metrics() -> None:

@@ -33,6 +33,7 @@ class Classifier(torch.nn.Module):
         torch.manual_seed(3)
         self.first, self.second = torch.nn.Linear(3, 8), torch.nn.Linear(8, 2)
         self.dropout, self.attention_dropout = torch.nn.Dropout(0.5), 0.5
+        self.config = transformers.PretrainedConfig()
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         hidden = torch.nn.functional.dropout(self.first(x).tanh(), self.attention_dropout, self.training)
@@ -41,11 +42,13 @@ class Classifier(torch.nn.Module):
         return {**loss, "logits": logits}
 
 
+SETTINGS = {"learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.3, "gradient_accumulation_steps": 2}
+SETTINGS |= {"per_device_train_batch_size": 4, "warmup_steps": 1, "max_steps": 20}
+
+
 def own_program(tmp_path: Path, change: Callable[[Job], dict[str, Any]] | None = None, **given: Any) -> OwnProgram:
     """Return a Trainer's program; ``change`` gives fields that its job has wrongly."""
-    settings = {"learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.3, "gradient_accumulation_steps": 2}
-    settings |= {"per_device_train_batch_size": 4, "warmup_steps": 1, "max_steps": 20}
-    trainer = small_trainer(tmp_path, **{"model": Classifier(), **settings, **given})
+    trainer = small_trainer(tmp_path, **{"model": Classifier(), **SETTINGS, **given})
     program = morph.hf.job(trainer).own_program
     assert program is not None
 
@@ -151,6 +154,12 @@ def test_a_loss_weighted_by_class_is_refused_with_its_remedy(weights: list[float
     if weights is None:
         assert compare_with_program(program, 8)[0]
         return
+    for size in (8, 2):  # the remedy, also where a step of the comparison is smaller
+        remedied = morph.hf.job(
+            small_trainer(tmp_path, **{"model": Classifier(), **SETTINGS, **given}), micro_batch_size=4
+        ).own_program
+        assert remedied is not None
+        assert compare_with_program(remedied, size)[0]
     with pytest.raises(JobError, match=r"allowed: micro_batch_size=4, with which it trains alike; .* by class"):
         compare_with_program(program, 8)
 
