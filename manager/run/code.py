@@ -165,6 +165,7 @@ class RunCode:
             raise JobError(
                 message, source=refusal.source, field=refusal.field, value=refusal.value, allowed=allowed
             ) from None
+        found = found.joined(began.known_by)
         self._tell_accepted(told(differing), found.settings)
         code = self._kept or pack(self._job_path, self._files, unpack=self._unpack)
         with self._files.in_use():

@@ -42,7 +42,12 @@ def shares(micro_batches: Sequence[MicroBatch], size: int) -> tuple[float, ...]:
 
 
 def divided(
-    places: Sequence[Place], size: int, lengths: NDArray[np.int64] | None = None, buckets: Sequence[int] = ()
+    places: Sequence[Place],
+    size: int,
+    lengths: NDArray[np.int64] | None = None,
+    buckets: Sequence[int] = (),
+    *,
+    by_length: bool = True,
 ) -> list[MicroBatch]:
     """Divide the samples of a mini-batch, or of an evaluation, among micro-batches, and return these.
 
@@ -56,15 +61,16 @@ def divided(
         size: m, the number of samples per micro-batch; one has fewer, if m does not divide them.
         lengths: The length of each sample of the data set.
         buckets: The lengths to pad to, ascending.
+        by_length: Whether samples of similar length share micro-batches; otherwise samples keep their order.
     """
     starts = range(0, len(places), size)
     if lengths is None:
         return [MicroBatch(tuple(places[start : start + size])) for start in starts]
     found = lengths[[index for _, index in places]]
-    by_length = np.argsort(found, kind="stable")
-    parts = [by_length[start : start + size] for start in starts]
+    in_order = np.argsort(found, kind="stable") if by_length else np.arange(len(found))
+    parts = [in_order[start : start + size] for start in starts]
     made = [
-        MicroBatch(tuple(places[place] for place in part), buckets[int(np.searchsorted(buckets, found[part[-1]]))])
+        MicroBatch(tuple(places[place] for place in part), buckets[int(np.searchsorted(buckets, found[part].max()))])
         for part in parts
     ]
     return [made[rank] for rank in _spread(len(made))]

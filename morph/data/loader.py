@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
+import math
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -71,6 +74,8 @@ class MicroBatchLoader:
         self._lengths = lengths
         self._mini_batches: OrderedDict[int, Sequence[MicroBatch]] = OrderedDict()
         self._micro_batch_size = micro_batch_size
+        self._keeps_batches = False
+        """Whether micro-batches of different sizes are batches of a loop, so that lengths may not reorder samples."""
         self._num_kept = _CACHED_MICRO_BATCHES
         self._samples: dict[tuple[int, int], list[Any]] = {}
         self._stacked: OrderedDict[tuple[int, int], dict[str, Tensor]] = OrderedDict()
@@ -84,7 +89,9 @@ class MicroBatchLoader:
         """Return the loader of a job's training data."""
         dataset, recipe = data_of(job), recipe_of(job)
         order, lengths = order_of(job), lengths_of(job)
-        return cls(dataset, job.seed, job.batch_size, micro_batch_size, prefetcher, recipe, order, lengths)
+        made = cls(dataset, job.seed, job.batch_size, micro_batch_size, prefetcher, recipe, order, lengths)
+        made._keeps_batches = job.short_step is not None
+        return made
 
     def expect(
         self, places: Iterable[tuple[int, int]], keys: Iterable[str], over: Callable[[], bool], window: int
@@ -188,7 +195,8 @@ class MicroBatchLoader:
             while len(self._mini_batches) > 1:
                 self._mini_batches.popitem(last=False)
             places, size = self._order.mini_batch(step), self._micro_batch_size
-            self._mini_batches[step] = divided(places, size, self._lengths, self._recipe.buckets)
+            by_length = not (self._keeps_batches and len(places) % size)
+            self._mini_batches[step] = divided(places, size, self._lengths, self._recipe.buckets, by_length=by_length)
         return self._mini_batches[step]
 
     def _first_sample(self) -> dict[str, Tensor]:
@@ -302,18 +310,10 @@ def order_of(job: Job) -> EpochOrder:
 
 
 def short_sizes(job: Job, micro_batch_size: int) -> tuple[int, ...]:
-    """Return the numbers of samples of the micro-batches of steps and evaluations that have fewer than m.
-
-    Raises:
-        JobError: such a micro-batch would have to be one of a loop's batches, but lengths decide what it holds.
-    """
+    """Return the numbers of samples of the micro-batches of steps and evaluations that have fewer than m."""
     epochs, found = order_of(job).epochs, set()
     if epochs.end == "short":
         found.add(epochs.num_left % micro_batch_size)
-        if found != {0} and job.short_step is not None and job.lengths is not None:
-            left, allowed = epochs.num_left % micro_batch_size, "drop_last=True, or batches that divide the data set"
-            what = f"sort samples into other batches than the loop's, whose last has {left} of {micro_batch_size}"
-            raise wrong_job("lengths", what, allowed=allowed)
     if job.eval_data is not None:
         found.add((job.eval_samples or len(data_of(job, "eval_data"))) % micro_batch_size)
     return tuple(sorted(found - {0}))
@@ -362,17 +362,64 @@ def check_map_style(dataset: object, field: str) -> int:
 
 
 NUM_SAMPLED = 8
+ROWS_S = 1.0
+"""Longest time (seconds) that a start of a run spends on reading each data set, to find changed samples."""
 
 
-def data_facts(job: Job) -> dict[str, DataFacts]:
+def data_facts(job: Job, rows_s: float = 0.0) -> dict[str, DataFacts]:
     """Return the facts of each of a job's data sets, by field.
+
+    ``rows_s``: the time (seconds) to spend on digests of as many samples as possible; data sets that have a
+    ``fingerprint()`` need none.
 
     Raises:
         JobError: a sample is not valid.
     """
-    found = {"dataset": _facts(data_of(job), recipe_of(job))}
-    if job.eval_data is not None:
-        found["eval_data"] = _facts(data_of(job, "eval_data"), recipe_of(job))
+    fields: tuple[DataField, ...] = ("dataset", "eval_data")
+    found, recipe = dict[str, DataFacts](), recipe_of(job)
+    for field in fields:
+        if getattr(job, field) is not None:
+            dataset = data_of(job, field)
+            facts = _facts(dataset, recipe).model_copy(update={"fingerprint": _fingerprint(dataset)})
+            rows = {} if facts.fingerprint is not None or not rows_s else rows_of(dataset, recipe, rows_s)
+            found[field] = facts.model_copy(update={"rows": rows})
+    return found
+
+
+def _fingerprint(dataset: Any) -> str | None:
+    """Return the text that a data set's own ``fingerprint()`` returns; None if it has no such method."""
+    own = getattr(dataset, "fingerprint", None)
+    if not callable(own):
+        return None
+    try:
+        inspect.signature(own).bind()
+    except (TypeError, ValueError):  # another method of this name
+        return None
+    text = own()
+    return text if isinstance(text, str) else None
+
+
+def rows_of(
+    dataset: MapDataset, recipe: Recipe, seconds: float, clock: Callable[[], float] = time.monotonic
+) -> dict[int, str]:
+    """Return digests of 1, 2, 4, ... samples, and of all that can be read in some seconds, by their number.
+
+    The order in which samples are read depends only on their number and is spread over the data set, so two digests of
+    the same number of samples are of the same samples. A sample that cannot be read ends the reading.
+    """
+    count, began_s, state = num_at_hand(dataset), clock(), hashlib.sha256()
+    found, done = dict[int, str](), 0
+    step = next(step for step in range(max(1, round(count * 0.618)), count + 2) if math.gcd(step, count) == 1)
+    while done < count and clock() - began_s < seconds:
+        index = done * step % count
+        try:
+            (sample,) = recipe.read(dataset, [(0, index)])
+            state.update(f"{index} {sorted(_entries(recipe, sample, index).items())}".encode())
+        except Exception:  # the user's code fails: training reports it, if it needs the sample
+            break
+        done += 1
+        if done & (done - 1) == 0 or done == count:
+            found[done] = state.hexdigest()[:16]
     return found
 
 

@@ -71,11 +71,18 @@ def changes(found: JobFacts, began: JobFacts) -> Iterator[Change]:
         elif has.num_samples != had.num_samples:
             yield Change(what="data", name=f"len({name}())", now=has.num_samples, was=had.num_samples)
         else:
+            if None not in (has.fingerprint, had.fingerprint) and has.fingerprint != had.fingerprint:
+                name_of = f"{name}().fingerprint()"
+                yield Change(what="data", name=name_of, now=str(has.fingerprint), was=str(had.fingerprint))
             for ours, theirs in zip(has.samples, had.samples, strict=True):
                 for key in sorted(ours.entries.keys() | theirs.entries.keys()):
                     now, was = ours.entries.get(key, "absent"), theirs.entries.get(key, "absent")
                     if now != was:
                         yield Change(what="data", name=f"{name}()[{ours.index}][{key!r}]", now=now, was=was)
+            num = has.most_compared(had)
+            if has.rows.get(num) != had.rows.get(num):
+                name_of = f"{name}(), {num} of its {has.num_samples} samples compared"
+                yield Change(what="data", name=name_of, now=f"sha256 {has.rows[num]}", was=f"sha256 {had.rows[num]}")
 
 
 def require_same(found: JobFacts, began: JobFacts, source: str) -> None:

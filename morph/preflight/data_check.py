@@ -74,7 +74,7 @@ def epoch_notes(job: Job) -> tuple[str, ...]:
     if not epochs.num_left or epochs.end == "short":
         return ()
     lacking = counted(epochs.batch_size - epochs.num_left, "sample")
-    does = f"its last step takes {lacking} from the next one"
+    does = f"its last step takes {lacking} from the next epoch"
     others = "'short' makes a smaller step, 'drop' leaves the rest out"
     if epochs.end == "drop":
         does = f"{counted(epochs.num_left, 'sample is', 'samples are')} left out of each"

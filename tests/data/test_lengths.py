@@ -24,6 +24,7 @@ from morph.data import MicroBatchLoader, Packed
 from morph.data.lengths import divided
 from morph.data.loader import lengths_of, mix_of, order_of, varying_dims
 from morph.data.packing import packs
+from morph.jobs.job import ShortStep
 from morph.losses import cross_entropy
 from morph.preflight.mean_loss import loss_warnings
 from morph.preflight.plain_comparison import PATIENT_FLOPS, Limits, compare_with_plain
@@ -50,6 +51,14 @@ def test_like_lengths_share_micro_batches() -> None:
     parts = divided(order_of(varying).mini_batch(0), 2, lengths_of(varying), BUCKETS)
     ranges = sorted((min(found), max(found)) for part in parts for found in [[length_of(i) for _, i in part.places]])
     assert all(high <= low for (_, high), (low, _) in pairwise(ranges))
+
+
+def test_a_short_step_of_a_loops_batches_keeps_the_batches() -> None:
+    job = replace(varying, dataset=lambda: Texts(0, 27), epoch_end=ShortStep())
+    found, numbers = MicroBatchLoader.of(job, 2), order_of(job).epoch(0)[24:].tolist()
+    parts = [found._micro_batch(3, number) for number in range(found.num_micro_batches(3))]
+    assert sorted([index for _, index in part.places] for part in parts) == sorted([numbers[:2], numbers[2:]])
+    assert sorted(len(part.places) for part in parts) == [1, 2]
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3, 5, 8])

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from morph.contract.errors import JobError
-from morph.contract.job_facts import JobFacts
+from morph.contract.job_facts import DataFacts, JobFacts
 from morph.data import MicroBatchLoader, data_of, sample_indices
+from morph.data.batches import Recipe
 from morph.data.evaluation import EvaluationLoader
-from morph.data.loader import data_facts
+from morph.data.loader import data_facts, rows_of
 from morph.jobs.changes import require_same
 from tests.data.jobs import job_with
 
@@ -233,6 +234,64 @@ def same(_index: int, item: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def facts_of(dataset: Samples) -> JobFacts:
     return JobFacts(data=data_facts(job_with(lambda: dataset)))
+
+
+class Numbers(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __init__(self, numbers: list[int], fingerprint: str | None = None) -> None:
+        self._numbers = numbers
+        if fingerprint is not None:
+            self.fingerprint = lambda: fingerprint
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.tensor(self._numbers[index])}
+
+
+def facts_at_start(dataset: Numbers) -> JobFacts:
+    return JobFacts(data=data_facts(job_with(lambda: dataset), rows_s=60.0))
+
+
+@pytest.mark.parametrize("places", [(501,), (17, 802)], ids=["one is edited", "two are swapped"])
+def test_a_start_finds_one_changed_sample_of_a_thousand(places: tuple[int, ...]) -> None:
+    numbers = list(range(1000))
+    began = facts_at_start(Numbers(numbers))
+    require_same(facts_at_start(Numbers(numbers)), began, "job.py")
+    for place, number in zip(places, places[::-1] if len(places) > 1 else (-1,), strict=True):
+        numbers[place] = number
+    with pytest.raises(
+        JobError, match=r"dataset\(\), 1000 of its 1000 samples compared: is not the data that the run be"
+    ):
+        require_same(facts_at_start(Numbers(numbers)), began, "job.py")
+
+
+def test_a_start_that_has_read_fewer_samples_compares_those_and_forgets_none() -> None:
+    def rows(num: int, *changed: int) -> DataFacts:
+        numbers = [-1 if index in changed else index for index in range(1000)]
+        ticks = iter(range(num + 2))
+        read = rows_of(Numbers(numbers), Recipe(), num + 0.5, lambda: float(next(ticks)))
+        return DataFacts(num_samples=1000, rows=read)
+
+    began, again = rows(600), rows(300)
+    assert (max(began.rows), max(again.rows)) == (512, 256)
+    assert began.most_compared(again) == 256
+    assert again.joined(began).rows == began.rows
+    assert rows(300, 0).joined(began).rows != began.rows, "the first sample is always read"
+    assert rows(8, 1).rows == rows(8).rows, "sample 1 is not among the first eight that are read"
+
+
+def test_what_a_data_set_says_of_itself_is_compared_everywhere() -> None:
+    one, other = (facts_of(Numbers([1, 2], text)) for text in ("v1", "v2"))  # type: ignore[arg-type]  # any data set
+    with pytest.raises(JobError, match=r"dataset\(\)\.fingerprint\(\): is not the data .*got 'v2'.*allowed: v1"):
+        require_same(other, one, "job.py")
+    assert facts_at_start(Numbers([1, 2], "v1")).data["dataset"].rows == {}
+
+    class OfMolecules(Numbers):
+        def fingerprint(self, molecule: str) -> str:
+            return molecule
+
+    assert facts_of(OfMolecules([1])).data["dataset"].fingerprint is None  # type: ignore[arg-type]  # any data set
 
 
 @pytest.mark.parametrize(

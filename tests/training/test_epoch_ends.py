@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from morph.contract.errors import JobError
 from morph.cutting import export_job
 from morph.data.loader import order_of, short_sizes
 from morph.data.order import EpochOrder
+from morph.preflight.data_check import epoch_notes
 from tests.training import training_jobs
 from tests.training.shapes import ShapesCrew, trained_alone
 from tests.training.training_jobs import BATCH_SIZE, MICRO_BATCH_SIZE
@@ -109,3 +111,13 @@ def test_the_model_is_cut_also_for_micro_batches_that_have_fewer_samples() -> No
     assert short_sizes(training_jobs.short_dropped, 8) == (7,)
     assert short_sizes(training_jobs.evaluated, 8) == (3,)
     assert short_sizes(training_jobs.plain, 8) == ()
+
+
+def test_the_default_is_told_where_it_takes_samples_of_the_next_epoch() -> None:
+    filled, dropped = (replace(training_jobs.short_still, epoch_end=end) for end in ("fill", "drop"))
+    size = "an epoch of 27 samples is not a multiple of batch_size 8: "
+    assert [text.partition(" (")[0] for text in epoch_notes(filled)] == [
+        f"{size}its last step takes 5 samples from the next epoch"
+    ]
+    assert [text.partition(" (")[0] for text in epoch_notes(dropped)] == [f"{size}3 samples are left out of each"]
+    assert epoch_notes(training_jobs.short_still) == epoch_notes(training_jobs.plain) == ()

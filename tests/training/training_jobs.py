@@ -888,8 +888,8 @@ def told_tokens_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Loss, 
 def check_order(values: dict[str, np.ndarray]) -> dict[str, float]:
     """Return whether samples come in the order of the data, padded to the longest bucket."""
     data = Texts(5, 9)
-    rows = [np.pad(data[i]["labels"].numpy(), (0, 16 - length_of(i)), constant_values=-100) for i in range(8)]
-    firsts = [int(data[i]["tokens"][0]) for i in range(8)]
+    rows = [np.pad(data[i]["labels"].numpy(), (0, 16 - length_of(i)), constant_values=-100) for i in range(9)]
+    firsts = [int(data[i]["tokens"][0]) for i in range(9)]
     return {"right": float((values["all"] == np.stack(rows)).all() and values["first"].tolist() == firsts)}
 
 

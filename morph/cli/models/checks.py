@@ -50,7 +50,7 @@ def check_job(job_path: str, profile: Profile) -> CheckedJob:
     from manager.run.code import CheckedJob
     from morph.contract.job_facts import JobFacts
     from morph.cutting.cache.cut_job import LoadedJob
-    from morph.data.loader import data_facts, order_of
+    from morph.data.loader import ROWS_S, data_facts, order_of
     from morph.jobs.files import held, split_job
     from morph.jobs.snapshot import from_elsewhere
     from morph.preflight.checks import users_code
@@ -75,7 +75,7 @@ def check_job(job_path: str, profile: Profile) -> CheckedJob:
             loaded.keep_findings(about, json.dumps(asdict(found)).encode())
     for note in found.notes:
         print(note, file=sys.stderr)
-    facts = JobFacts(data=data_facts(job), settings=found.settings, epochs=order_of(job).epochs)
+    facts = JobFacts(data=data_facts(job, ROWS_S), settings=found.settings, epochs=order_of(job).epochs)
     return CheckedJob(facts, partial(_cut_for_workers, loaded, job_path, profile.num_sections))
 
 

@@ -228,7 +228,7 @@ class CutModel:
         models = {self.micro_batch_size: self, **self.by_samples}
         found: dict[tuple[int | None, int], CutModel] = {}
         for size, model in models.items():
-            found |= {(length, size): one for length, one in model.by_length.items()} or {(None, size): model}
+            found |= {(length, size): model.at(length) for length in model.by_length or (None,)}
         return found
 
     def mapped(self, change: Callable[[CutModel], CutModel]) -> CutModel:
