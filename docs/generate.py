@@ -8,7 +8,7 @@ repository.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -23,7 +23,8 @@ from pydantic import BaseModel
 
 from morph.cli.main import app
 from morph.contract.cluster import JobFile
-from morph.trainers.arguments import ARGUMENTS
+from morph.trainers import lightning_rules
+from morph.trainers.arguments import ARGUMENTS, CALLBACKS, COMPARED, METHODS, OF_EVALUATIONS, Rule
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(((?:\.\./)+[^)\s#]+)(#[^)\s]*)?\)")
@@ -109,24 +110,62 @@ def _default(field: Any) -> str:
 
 
 def trainer_arguments() -> Iterator[str]:
-    """The page of the arguments of a Trainer, grouped by what becomes of them."""
+    """The page of what becomes of a Trainer's arguments, and of a LightningModule's methods."""
     yield from (
-        "# Arguments of a Trainer",
+        "# What is honoured of a Trainer",
         "",
-        "The table says what becomes of each argument of the `Trainer` of transformers under",
-        "[`morph.hf.job`](../guides/trainer.md). An argument that the table does not list, for example one of a newer",
-        "transformers, is refused unless it has its default value.",
+        "The tables say what becomes of each argument of the `Trainer` of transformers under",
+        "[`morph.hf.job`](../guides/trainer.md), and of Lightning's under `morph.lightning.job`. What they leave out,",
+        "for example an argument of a newer version, is refused unless it has its default value.",
         "",
-        "| Trainer argument | in Morph | how, why, or what instead |",
-        "|---|---|---|",
+        "## Arguments of transformers' Trainer",
+        "",
+        *_rules("argument", ARGUMENTS),
+        "",
+        "A test compares losses and weights by step with `trainer.train()`, over more than an epoch, with values other",
+        f"than the default of {_names(sorted({name for given in COMPARED for name in given}))}.",
+        "They differ by less than 1e-5 (bf16: 1e-3).",
+        "",
+        "`EarlyStoppingCallback` is honoured as `best`. These callbacks are not run:",
+        f"{_names(CALLBACKS)}. Others are refused.",
+        "",
+        "## Methods that a subclass of transformers' Trainer overrides",
+        "",
+        *_rules("method", METHODS),
+        f"| {_names(OF_EVALUATIONS)} | refused if the Trainer evaluates | `compute_metrics` |",
+        "| any other of the Trainer's, such as `training_step` | refused | write it in `compute_loss` |",
+        "",
+        "## Arguments of Lightning's Trainer",
+        "",
+        *_rules("argument", lightning_rules.TRAINER),
+        "",
+        f"These callbacks are not run: {_names(lightning_rules.CALLBACKS)}.",
+        "Others are refused.",
+        "",
+        "## Methods that a LightningModule overrides",
+        "",
+        *_rules("method", lightning_rules.METHODS),
+        "| `on_test_*`, `on_predict_*` | no effect here | there is only training |",
+        "| `on_validation_*` | no effect here | refused if there is evaluation data |",
+        "| any other of Lightning's, such as `on_train_batch_start` | refused | write it in `training_step` |",
     )
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _rules(head: str, rules: Mapping[str, Rule]) -> Iterator[str]:
+    """Return a table of rules, grouped by what becomes of them."""
+    yield from (f"| {head} | in Morph | how, why, or what instead |", "|---|---|---|")
     meanings = {"honoured": "honoured", "no effect": "no effect here", "refused": "refused unless it is the default"}
     for how, meaning in meanings.items():
         notes: dict[str, list[str]] = {}
-        for name, rule in ARGUMENTS.items():
+        for name, rule in rules.items():
             if rule.how == how:
                 only = f"; only {', '.join(str(choice) for choice in rule.allowed)}" if rule.allowed else ""
-                notes.setdefault(rule.note + only, []).append(f"`{name}`")
+                only += f"; or {rule.instead}" if rule.instead else ""
+                notes.setdefault(rule.note + (only if how == "honoured" else ""), []).append(f"`{name}`")
         yield from (f"| {', '.join(names)} | {meaning} | {_cell(note)} |" for note, names in notes.items())
 
 

@@ -58,6 +58,36 @@ MOST_BUCKETS = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
+@dataclass(frozen=True)
+class OwnSteps:
+    """Steps that the user's own program made, and a job that makes the same ones.
+
+    Attributes:
+        job: Trains the same samples from the same weights with the same settings; dropout is off in both.
+        losses: The loss of each step, as the program computes it.
+        weights: The trained parameters after the steps, by their names in the job's model.
+    """
+
+    job: Job
+    losses: tuple[float, ...]
+    weights: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class OwnProgram:
+    """The program that a job was made of, for a comparison before the job starts: see ``morph.preflight.own_program``.
+
+    Attributes:
+        call: The call that the job replaces, such as ``trainer.train()``.
+        run: ``run(num_steps, most_samples)`` makes some of the program's steps, each of at most so many samples, on a
+            copy, and leaves the program itself, files and random generators as they were. It returns the reason, as
+            text, if the steps cannot be compared.
+    """
+
+    call: str
+    run: Callable[[int, int], OwnSteps | str]
+
+
 class MapDataset(Protocol):
     """A map-style data set: every item is a nest of tensors of equal names, shapes and dtypes."""
 
@@ -199,6 +229,8 @@ class Job:
             (``samples`` in the YAML file, or ``morph sample``); the text, numbers, lists or dicts it returns are kept.
         allowed_dependencies: Ids of findings of ``morph trace-deps`` that are accepted: each parameter unit is then
             stepped by itself.
+        own_program: Set by ``morph.hf.job`` and ``morph.lightning.job`` only: the program whose steps are compared with
+            Morph's before the job starts.
 
     Raises:
         JobError: a field has a value that is not allowed; the message says what is allowed.
@@ -239,6 +271,7 @@ class Job:
     step_entry: str | None = None
     sample: Callable[[nn.Module, int], Any] | None = None
     allowed_dependencies: tuple[str, ...] = ()
+    own_program: OwnProgram | None = None
 
     @property
     def effective_loss_scaling(self) -> LossScaling | None:

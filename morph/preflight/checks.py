@@ -103,7 +103,9 @@ class Report:
     def notes(self) -> tuple[str, ...]:
         """Sentences on checks that were less thorough than they could be."""
         compared = self.compared
-        is_whole = compared is None or (compared.how == "whole" and compared.num_steps > 0)
+        is_whole = compared is None or (
+            compared.how == "whole" and compared.num_steps > 0 and (compared.program is None or compared.with_program)
+        )
         dependencies = () if self.dependencies is None else self.dependencies.notes
         return tuple(f"note: {sentence}" for sentence in (*(() if is_whole else (self.comparison,)), *dependencies))
 

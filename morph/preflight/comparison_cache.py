@@ -43,7 +43,8 @@ def compare_once(job: Job, exported: ExportedJob, model: CutModel, limits: Limit
         return kept
     found = compare_with_plain(job, exported, len(model.sections), limits)
     all_was_tried = limits.steps and limits.shorten
-    if found.how != "none" and (found.num_steps or all_was_tried):  # a result that others may improve is not kept
+    is_complete = found.num_steps and (job.own_program is None or found.with_program)
+    if found.how != "none" and (is_complete or all_was_tried):  # a result that others may improve is not kept
         cache_comparison(folder, key, found)
     return found
 

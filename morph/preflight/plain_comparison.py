@@ -33,6 +33,8 @@ from morph.data import MicroBatchLoader
 from morph.data.loader import form_of
 from morph.jobs.job import Job
 from morph.losses import values_of
+from morph.preflight.own_program import NUM_STEPS as PROGRAM_STEPS
+from morph.preflight.own_program import compare_with_program
 from morph.preflight.plain_model import plain_model, shortened
 from morph.preflight.step_comparison import NUM_STEPS, StepTrial
 from morph.runtime.step.section_run import AddGradient, run_step
@@ -46,6 +48,8 @@ PATIENT_FLOPS = 1e13
 _SHARE_OF_MEMORY = 0.6
 _COPIES, _COPIES_OF_A_STEP = 3, 11
 """Copies of all weights in memory: with both sides' gradients; and with sums, optimizer states and own weights too."""
+_COPIES_WITH_PROGRAM = 14
+"""Copies with the user's own program, its optimizer's state and its gradients beside those of a step."""
 _FLOPS_OF_A_STEP = 1e4
 """FLOP per weight that take as long as the steps of both sides."""
 _RUNS = 6.0
@@ -89,6 +93,8 @@ class Comparison:
         largest: The largest difference of a gradient, or of a step, relative to its size; see ``_check``.
         reason: Why the whole model was not compared.
         no_steps: Why weights were not compared.
+        program: What was compared with the program that the job was made of, or why nothing was; None: there is none.
+        with_program: Whether that program was compared.
     """
 
     how: str
@@ -98,10 +104,16 @@ class Comparison:
     largest: float = 0.0
     reason: str | None = None
     no_steps: str | None = None
+    program: str | None = None
+    with_program: bool = False
 
 
 def comparison_note(found: Comparison) -> str:
     """Return one sentence on what was compared."""
+    return _plain_note(found) if found.program is None else f"{found.program}; {_plain_note(found)}"
+
+
+def _plain_note(found: Comparison) -> str:
     if found.how == "none":
         return f"loss, gradients and weights were not compared with the plain model: {found.reason}"
     what = "the plain model's" if found.how == "whole" else "the plain model's, both with fewer equal blocks"
@@ -143,8 +155,33 @@ def compare_with_plain(job: Job, exported: ExportedJob, num_sections: int | None
 
     Raises:
         ExportError: loss or gradients differ; the message names the parameters that differ most, and by how much.
-        JobError: the plain model fails on real samples.
+        JobError: the plain model fails on real samples; or the program that the job was made of trains otherwise.
     """
+    found = _compare_whole_or_shortened(job, exported, num_sections, limits)
+    if job.own_program is None:
+        return found
+    was_compared, program = compare_with_program(job.own_program, _most_samples(job, exported, limits))
+    return replace(found, program=program, with_program=was_compared)
+
+
+def _most_samples(job: Job, exported: ExportedJob, limits: Limits) -> int:
+    """Return how many samples a step of the user's own program may have."""
+    if not limits.steps:
+        return 0
+    specs = exported.initial_parameters.specs.values()
+    parameters = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
+    memory = _SHARE_OF_MEMORY * limits.available_bytes - _COPIES_WITH_PROGRAM * parameters
+    if memory < 0 or not isinstance(exported, GraphJob):
+        return NUM_SAMPLES * NUM_SEEDS if memory >= 0 else 0
+    analysis = analyse(exported)
+    activations = sum(analysis.bytes_of(node) for node in analysis.sequence) / REFERENCE_SAMPLES
+    flops = _RUNS * PROGRAM_STEPS * analysis.total_cost / REFERENCE_SAMPLES
+    return int(min(job.batch_size, memory / max(activations, 1), limits.flops / max(flops, 1)))
+
+
+def _compare_whole_or_shortened(
+    job: Job, exported: ExportedJob, num_sections: int | None, limits: Limits
+) -> Comparison:
     size = _size(exported, limits, job.batch_size)
     if isinstance(size, _Size):
         try:

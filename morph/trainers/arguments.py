@@ -1,4 +1,8 @@
-"""Defines how Morph treats each argument of a Trainer: it is honoured, has no effect here, or is refused."""
+"""Defines how Morph treats each argument, method and callback of a Trainer: honoured, without effect here, or refused.
+
+The tables list what was compared with ``trainer.train()``, or has no part in it. What they do not list, for example in
+a newer transformers, is refused unless it is as transformers has it.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,13 @@ class Rule:
         how: ``honoured``, ``no effect`` or ``refused``; a refused argument must have its default value.
         note: The field of the job that the argument sets, the reason why it has no effect, or the alternative.
         allowed: If not empty, the only values that are honoured.
+        instead: What to use in place of another value.
     """
 
     how: Literal["honoured", "no effect", "refused"]
     note: str
     allowed: tuple[object, ...] = ()
+    instead: str = ""
 
 
 def _honoured(note: str, *allowed: object) -> Rule:
@@ -43,6 +49,7 @@ SCHEDULES = (
     *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"),
     *("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"),
 )
+GROUPED = "`sampler=morph.data.order.grouped(lengths, batch_size)` as another argument of morph.hf.job"
 _BATCH = "`batch_size` is `per_device_train_batch_size` times `gradient_accumulation_steps`, in every shape"
 _TRACKERS = "`trackers` in the job file, `morph status` and the run's page"
 _STEPS = "the length of the schedule; give the length of the run to `morph run`, as `--steps` or `--epochs`"
@@ -73,9 +80,8 @@ ARGUMENTS: Mapping[str, Rule] = {
     "torch_compile_mode": _honoured("`compile`", None, "default"),
     "seed": _honoured("`seed`: dropout and collators draw other random numbers than in a Trainer"),
     "data_seed": _honoured("the order of samples"),
-    "train_sampling_strategy": _honoured("the order of samples", "random", "sequential", "group_by_length"),
-    "group_by_length": _honoured("the order of samples: similar lengths share a step"),
-    "length_column_name": _honoured("`lengths`, and the order with `train_sampling_strategy='group_by_length'`"),
+    "train_sampling_strategy": Rule("honoured", "the order of samples", ("random", "sequential"), GROUPED),
+    "length_column_name": _honoured("`lengths`"),
     "remove_unused_columns": _honoured("`dataset`"),
     "dataloader_num_workers": _honoured("`data_workers`"),
     "dataloader_drop_last": _honoured(
@@ -156,8 +162,92 @@ ARGUMENTS: Mapping[str, Rule] = {
     ),
     **_refused("an evaluation follows a number of steps", "eval_delay", "eval_on_start"),
     **_refused("the model runs in sections", "debug"),
+    **_refused(GROUPED, "group_by_length"),
 }
 """Rules by argument; arguments of any version of transformers that are not listed here are refused as well."""
+
+
+METHODS: Mapping[str, Rule] = {
+    **dict.fromkeys(("compute_loss",), _honoured("`loss`")),
+    **dict.fromkeys(("create_optimizer", "get_decay_parameter_names"), _honoured("`optimizer`")),
+    **dict.fromkeys(("get_optimizer_cls_and_kwargs",), _honoured("`optimizer`")),
+    **dict.fromkeys(("create_scheduler",), _honoured("`lr_scheduler`")),
+    **dict.fromkeys(("get_train_dataloader", "_get_dataloader"), _honoured("`dataset`, `collate_fn` and `sampler`")),
+    **dict.fromkeys(("_get_train_sampler",), _honoured("`sampler`")),
+    **dict.fromkeys(("_remove_unused_columns", "_set_signature_columns_if_needed"), _honoured("`dataset`")),
+    **dict.fromkeys(("_get_collator_with_removed_columns",), _honoured("`collate_fn`")),
+    **dict.fromkeys(("get_eval_dataloader", "_get_eval_sampler"), _honoured("`eval_data`")),
+    **dict.fromkeys(("__init__",), _honoured("the script calls it, in every process")),
+    **_no_effect("values that it logs are not kept: return metrics with the loss", "log", "log_metrics"),
+    **_no_effect("the run's page and journal have every step", "save_metrics", "metrics_format", "save_state"),
+    **_no_effect("the run's page and journal have every step", "floating_point_ops", "store_flos"),
+    **_no_effect("checkpoints are Morph's", "save_model", "_save", "_save_checkpoint", "_save_rng_state"),
+    **_no_effect("checkpoints are Morph's", "_save_optimizer_and_scheduler", "_save_scaler", "_rotate_checkpoints"),
+    **_no_effect("checkpoints are Morph's", "_sorted_checkpoints", "_load_from_checkpoint", "_load_best_model"),
+    **_no_effect("checkpoints are Morph's", "_load_rng_state", "_load_optimizer_and_scheduler", "_load_scaler"),
+    **_no_effect("checkpoints are Morph's", "_load_callback_state", "_issue_warnings_after_load", "_get_output_dir"),
+    **_no_effect("nothing is uploaded", "push_to_hub", "create_model_card", "init_hf_repo", "_push_from_checkpoint"),
+    **_no_effect("nothing is uploaded", "_finish_current_push"),
+    **_no_effect("only the script calls it", "predict", "get_test_dataloader", "hyperparameter_search"),
+    **_no_effect("only the script calls it", "get_num_trainable_parameters", "get_learning_rates", "num_examples"),
+    **_no_effect("only the script calls it", "get_optimizer_group", "num_tokens", "call_model_init"),
+    **_no_effect("only the script calls it", "add_callback", "pop_callback", "remove_callback"),
+    **_no_effect("each worker moves its sections to its device", "_move_model_to_device"),
+    **_no_effect("each worker moves its sections to its device", "is_local_process_zero", "is_world_process_zero"),
+}
+"""Rules by the name of a method that a subclass overrides, or that is set on the Trainer itself."""
+OF_EVALUATIONS = ("evaluate", "evaluation_loop", "prediction_loop", "prediction_step", "_evaluate")
+"""Methods that may be overridden if the Trainer does not evaluate while it trains."""
+
+CALLBACKS = (
+    *("DefaultFlowCallback", "ProgressCallback", "NotebookProgressCallback", "PrinterCallback", "SpotCallback"),
+    *("AzureMLCallback", "ClearMLCallback", "CodeCarbonCallback", "CometCallback", "DVCLiveCallback"),
+    *("DagsHubCallback", "FlyteCallback", "KubeflowCallback", "MLflowCallback", "NeptuneCallback", "SwanLabCallback"),
+    *("TensorBoardCallback", "TrackioCallback", "WandbCallback"),
+)
+"""Callbacks of transformers and of Morph that do not change training; they are not run."""
+_CALLBACK_PACKAGES = ("transformers.", "morph.spot.")
+
+
+def check_methods(trainer: Any) -> None:
+    """Check that a Trainer overrides nothing that training calls and Morph does not, and has no unknown callback.
+
+    Raises:
+        JobError: the message names the first method or callback.
+    """
+    kind: Any = next(base for base in type(trainer).__mro__ if f"{base.__module__}.".startswith("transformers."))
+    evaluates = trainer.args.eval_strategy != "no"
+    own = [
+        base for base in type(trainer).__mro__ if not f"{base.__module__}.".startswith(("transformers.", "builtins."))
+    ]
+    for holder in (trainer, *own):
+        for name, value in vars(holder).items():
+            there = getattr(kind, name, None)
+            if not (callable(there) or isinstance(there, property)) or name == "__class__":
+                continue
+            rule = METHODS.get(name)
+            if (rule is None or rule.how == "refused") and (evaluates or name not in OF_EVALUATIONS):
+                owner = type(trainer).__name__ if holder is trainer else holder.__name__
+                where = getattr(value, "__module__", None) or type(value).__name__
+                raise refusal(f"{owner}.{name}", where, "the Trainer's own; or an override of compute_loss")
+    for callback in trainer.callback_handler.callbacks:
+        known = f"{type(callback).__module__}.".startswith(_CALLBACK_PACKAGES)
+        name = type(callback).__name__
+        if not known or name not in (*CALLBACKS, "EarlyStoppingCallback"):
+            raise refusal("callbacks", type(callback), "EarlyStoppingCallback; for others, `callbacks` in the job file")
+
+
+COMPARED: tuple[Mapping[str, object], ...] = (
+    {"learning_rate": 3e-3, "weight_decay": 0.3, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-3},
+    {"optim": "sgd", "max_grad_norm": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2, "seed": 5},
+    {"optim": "rmsprop", "optim_args": "momentum=0.5", "max_grad_norm": 0, "data_seed": 3},
+    {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2.0}, "num_train_epochs": 2},
+    {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "label_smoothing_factor": 0.1},
+    {"optim": "adagrad", "train_sampling_strategy": "sequential", "dataloader_drop_last": True, "max_steps": 9},
+    {"optim": "adafactor", "lr_scheduler_type": "inverse_sqrt", "label_names": ["labels"]},
+    {"bf16": True, "remove_unused_columns": False},
+)
+"""Arguments with which losses and weights were compared by step with ``trainer.train()``: a test does so for each."""
 
 
 def check_arguments(args: Any) -> None:
@@ -172,7 +262,8 @@ def check_arguments(args: Any) -> None:
         if rule.how == "refused" and not _is_default(value, field):
             raise refusal(name, value, f"the default; instead: {rule.note}")
         if rule.allowed and value not in rule.allowed:
-            raise refusal(name, value, ", ".join(str(choice) for choice in rule.allowed))
+            choices = ", ".join(str(choice) for choice in rule.allowed)
+            raise refusal(name, value, f"{choices}; or {rule.instead}" if rule.instead else choices)
 
 
 def refusal(name: str, value: object, allowed: str) -> JobError:

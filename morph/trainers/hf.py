@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from morph.jobs.job import Best, Job, ShortStep
+from morph.jobs.job import Best, Job, OwnProgram, OwnSteps, ShortStep
 from morph.losses import Loss, PerSample
-from morph.trainers.arguments import check_arguments, refusal
+from morph.trainers.arguments import GROUPED, check_arguments, check_methods, refusal
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,13 +32,9 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
     from transformers import Trainer
 
-REPLACED = (
-    *("train", "training_step", "get_batch_samples", "evaluate", "evaluation_loop", "prediction_loop"),
-    *("prediction_step", "create_optimizer_and_scheduler"),
-)
-"""Methods of a Trainer that Morph does not run: a subclass that overrides one would train otherwise."""
 PREDICTIONS, LABELS = "predictions", "label_ids"
-_OWN_CALLBACKS = ("transformers.", "morph.spot.")
+STEP = "number of the step"
+"""Name of the batch's entry that Morph replaces by the number of the step."""
 
 
 def job(trainer: Trainer, **replaced: Any) -> Job:
@@ -56,6 +53,17 @@ def job(trainer: Trainer, **replaced: Any) -> Job:
     Raises:
         JobError: an argument cannot be honoured, or a field is not right; the message names the first one.
     """
+    given = dict(replaced)
+
+    def own_steps(num_steps_made: int, most_samples: int) -> OwnSteps | str:
+        from morph.trainers.own_steps import own_steps as make
+
+        return make(trainer, given, _job, num_steps(trainer), num_steps_made, most_samples)
+
+    return replace(_job(trainer, **replaced), own_program=OwnProgram("trainer.train()", own_steps))
+
+
+def _job(trainer: Trainer, **replaced: Any) -> Job:
     from morph.jobs.existing import WholeModel, order_of
 
     _check(trainer, replaced)
@@ -64,6 +72,8 @@ def job(trainer: Trainer, **replaced: Any) -> Job:
         replaced["model"] = _aligned(trainer, replaced["model"])
     args = trainer.args
     loader = trainer.get_train_dataloader()
+    if "sampler" not in replaced:
+        _check_order(loader, args)
     loss, epoch_end = _loss_of(trainer, loader)
     is_by_batch = isinstance(epoch_end, ShortStep)
     batch_size = args.train_batch_size * args.gradient_accumulation_steps
@@ -74,7 +84,8 @@ def job(trainer: Trainer, **replaced: Any) -> Job:
         "model": WholeModel(trainer.model),
         "loss": loss,
         "dataset": lambda: loader.dataset,
-        "collate_fn": loader.collate_fn,
+        "collate_fn": partial(_collated_with_step, loader.collate_fn),
+        "step_entry": None if "collate_fn" in replaced else STEP,
         "sampler": order_of(loader),
         "epoch_end": epoch_end,
         "optimizer": _optimizer_of(trainer),
@@ -108,17 +119,7 @@ def _steps_per_epoch(trainer: Trainer) -> int:
 
 def _check(trainer: Trainer, replaced: Mapping[str, Any]) -> None:
     check_arguments(trainer.args)
-    for name in REPLACED:
-        method = getattr(type(trainer), name, None)
-        module = getattr(method, "__module__", "")
-        if method is not None and module.partition(".")[0] != "transformers":
-            raise refusal(
-                f"{type(trainer).__name__}.{name}", module, "the Trainer's own; or an override of compute_loss"
-            )
-    for callback in trainer.callback_handler.callbacks:
-        kind = type(callback)
-        if not f"{kind.__module__}.".startswith(_OWN_CALLBACKS):
-            raise refusal("callbacks", kind, "EarlyStoppingCallback; for others, `callbacks` in the job file")
+    check_methods(trainer)
     if not hasattr(trainer.train_dataset, "__len__"):
         raise refusal("train_dataset", type(trainer.train_dataset), "a data set with a length and numbered items")
     if _has_no_numbers(trainer) and "model" not in replaced:
@@ -127,6 +128,98 @@ def _check(trainer: Trainer, replaced: Mapping[str, Any]) -> None:
         raise refusal("use_cpu", False, "True: each worker moves its sections to its device")
     if trainer.args.eval_strategy != "no" and isinstance(trainer.eval_dataset, Mapping):
         raise refusal("eval_dataset", "several data sets", "one data set")
+
+
+def _check_order(loader: DataLoader[Any], args: Any) -> None:
+    """Refuse batches that are not the Trainer's, and an order that nobody but the Trainer's own loop can draw."""
+    from torch.utils.data import BatchSampler, SequentialSampler
+
+    from morph.data.seeding import own_generators
+
+    batches: Any = loader.batch_sampler
+    while hasattr(batches, "batch_sampler"):  # a wrapper of accelerate
+        batches = batches.batch_sampler
+    if type(batches) is not BatchSampler:
+        allowed = "a DataLoader without a batch_sampler; its order, as a sampler"
+        raise refusal("get_train_dataloader: batch_sampler", type(batches), allowed)
+    if batches.batch_size != args.train_batch_size:
+        raise refusal("get_train_dataloader: batch_size", batches.batch_size, f"{args.train_batch_size}, as in args")
+    sampler = batches.sampler
+    if hasattr(sampler, "set_epoch") or isinstance(sampler, SequentialSampler):
+        return
+    orders = []
+    for seed in (0, 1):
+        with own_generators() as seed_all:
+            seed_all(seed)
+            orders.append(list(sampler))
+    if orders[0] != orders[1]:
+        allowed = f"one with a seed of its own and set_epoch; {GROUPED}"
+        raise refusal("the sampler, which draws from the global generators,", type(sampler), allowed)
+
+
+def _collated_with_step(collate: Any, samples: list[Any]) -> dict[str, Any]:
+    """Return a batch that also has an entry for the number of the step."""
+    import torch
+
+    return {**collate(samples), STEP: torch.zeros(len(samples), dtype=torch.int64)}
+
+
+@contextmanager
+def _live(trainer: Any, model: Any, step: Any) -> Iterator[None]:
+    """Let ``compute_loss`` read the Trainer's state as it is at a step, and its model; other reads are refused.
+
+    ``step``: the number of the step, an int64 tensor without a dimension; None if it is not known.
+    """
+    from morph.trainers.lightning import Unknown, branches
+
+    def unknown(name: str) -> Any:
+        return Unknown(f"self.{name}", "self.state.global_step, self.state.epoch and self.state.max_steps")
+
+    state = _State(trainer, step)
+    held = {"state": state, "model": model, "model_wrapped": model, "is_in_train": True}
+    held |= {name: unknown(name) for name in ("optimizer", "lr_scheduler", "control", "callback_handler")}
+    before = {name: vars(trainer)[name] for name in held if name in vars(trainer)}
+    vars(trainer).update(held)
+    try:
+        yield
+    except Exception as error:
+        if state.read and "DataDependent" in type(error).__name__:
+            raise branches(state.read) from error
+        raise
+    finally:
+        for name in held:
+            vars(trainer).pop(name)
+        vars(trainer).update(before)
+
+
+class _State:
+    """Stands for ``trainer.state`` within a step; attributes that it lacks are refused by their name."""
+
+    def __init__(self, trainer: Trainer, step: Any) -> None:
+        self._trainer, self._step = trainer, step
+        self.read: dict[str, str] = {}
+        """Lines that read what changes from step to step, by name."""
+        self.is_local_process_zero = self.is_world_process_zero = True
+
+    @property
+    def max_steps(self) -> int:
+        """The number of steps of the whole training."""
+        return num_steps(self._trainer)
+
+    def __getattr__(self, name: str) -> Any:
+        from morph.trainers.lightning import unknown, users_line
+
+        if self._step is None or name not in ("global_step", "epoch"):
+            raise unknown(f"self.state.{name}", "self.state.global_step, self.state.epoch and self.state.max_steps")
+        self.read[f"self.state.{name}"] = users_line()
+        if name == "global_step":
+            return self._step
+        num_batches, accumulated = (
+            len(self._trainer.get_train_dataloader()),
+            self._trainer.args.gradient_accumulation_steps,
+        )
+        steps = _steps_per_epoch(self._trainer)
+        return self._step // steps + (self._step % steps * accumulated).double() / num_batches
 
 
 def _align_special_tokens(trainer: Trainer, model: Any) -> None:
@@ -264,12 +357,15 @@ def _loss_of(trainer: Any, loader: DataLoader[Any]) -> tuple[Any, Literal["short
     has_metrics = trainer.args.eval_strategy != "no" and trainer.compute_metrics is not None
 
     def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+        batch = dict(batch)
+        step = batch.pop(STEP, None)
         num_items = _num_items(trainer, batch) if by_items else None
         counted = None if num_items is None else num_items.clamp(min=1)
-        if has_metrics:
-            mean, outputs = trainer.compute_loss(model, dict(batch), return_outputs=True, num_items_in_batch=counted)
-        else:
-            mean = trainer.compute_loss(model, dict(batch), num_items_in_batch=counted)
+        with _live(trainer, model, None if step is None else step[0]):
+            if has_metrics:
+                mean, outputs = trainer.compute_loss(model, {**batch}, return_outputs=True, num_items_in_batch=counted)
+            else:
+                mean = trainer.compute_loss(model, {**batch}, num_items_in_batch=counted)
         mean = mean * factor
         result = mean if num_items is None or counted is None else Loss(mean * counted, num_items)
         return (result, _of_each_sample(trainer, model, outputs, batch)) if has_metrics else result
@@ -301,7 +397,8 @@ def _uses_number_of_items(trainer: Trainer, batch: dict[str, Tensor]) -> bool:
             model = trainer.model if mode is None else copied(trainer.model, partial(torch.empty_like, device="cpu"))
             number = torch.ones((), requires_grad=True)
             try:
-                loss = trainer.compute_loss(model, {**batch, **changed}, num_items_in_batch=number)
+                with _live(trainer, model, torch.zeros((), dtype=torch.int64)):
+                    loss = trainer.compute_loss(model, {**batch, **changed}, num_items_in_batch=number)
             except (RuntimeError, NotImplementedError):  # the model needs the values of its inputs
                 if mode is None:
                     raise

@@ -18,7 +18,6 @@ from morph.checkpoint.retention import best_version
 from morph.contract.errors import JobError
 from morph.contract.job_facts import JobFacts
 from morph.cutting import cut, export_job
-from morph.data.loader import order_of
 from morph.jobs.changes import require_same
 from morph.runtime.process.single import run_single
 from morph.runtime.workloads.job_workload import settings
@@ -324,22 +323,6 @@ def test_lengths_of_a_column_are_taken_where_they_are_right(tmp_path: Path) -> N
         assert (data.num_read < len(data)) == (sizes == SIZES)
 
 
-def test_like_lengths_share_steps_with_group_by_length(tmp_path: Path) -> None:
-    is_new = any(field.name == "train_sampling_strategy" for field in fields(transformers.TrainingArguments))
-    grouped: Any = {"train_sampling_strategy": "group_by_length"} if is_new else {"group_by_length": True}
-    padded = []
-    for given in ({}, grouped):
-        collator = transformers.DataCollatorWithPadding(tokenizer())
-        job = morph.hf.job(trainer_of_words(tmp_path, collator, per_device_train_batch_size=2, **given))
-        epochs = [order_of(job).epoch(epoch).tolist() for epoch in (0, 1)]
-        assert epochs[0] != epochs[1]
-        assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(30))
-        assert epochs == [order_of(job).epoch(epoch).tolist() for epoch in (0, 1)]
-        pairs = [pair for epoch in epochs for pair in zip(epoch[::2], epoch[1::2], strict=True)]
-        padded.append(sum(abs(SIZES[one] - SIZES[other]) for one, other in pairs))
-    assert padded[1] < padded[0] / 2
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     ("collator", "given", "named"),
@@ -455,8 +438,39 @@ class NotPlaced(transformers.TrainingArguments):
     place_model_on_device = False
 
 
-def own_step(cls: type) -> type:
-    return type("Own", (cls,), {"training_step": lambda self, *_: None})
+def own(cls: type = transformers.Trainer, /, **methods: Any) -> type:
+    """Return a subclass with these methods; a function ``loader`` becomes ``get_train_dataloader``."""
+    if "loader" in methods:
+        methods["get_train_dataloader"] = methods.pop("loader")
+    return type("Own", (cls,), methods)
+
+
+def loader_of(**given: Any) -> Any:
+    """Return a ``get_train_dataloader`` that makes a loader of one's own."""
+
+    def get_train_dataloader(self: Any) -> Any:
+        made = {name: value(self.train_dataset) if callable(value) else value for name, value in given.items()}
+        return torch.utils.data.DataLoader(self.train_dataset, collate_fn=self.data_collator, **made)
+
+    return get_train_dataloader
+
+
+class OwnBatches(torch.utils.data.BatchSampler):
+    pass
+
+
+def own_batches(data: Any) -> OwnBatches:
+    return OwnBatches(torch.utils.data.SequentialSampler(data), 8, drop_last=False)
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Stands for a method of one's own."""
+
+
+CHANGES_TRAINING = (
+    *("train", "training_step", "get_batch_samples", "create_optimizer_and_scheduler", "_prepare_inputs"),
+    *("_inner_training_loop", "compute_loss_context_manager", "set_initial_training_values", "_get_num_items_in_batch"),
+)
 
 
 @pytest.mark.parametrize(
@@ -468,20 +482,37 @@ def own_step(cls: type) -> type:
         ({"optim": "lion_32bit"}, "optim.*adamw_torch_fused"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}, "lr_scheduler_type.*linear"),
         ({"torch_compile_backend": "eager"}, "torch_compile_backend.*inductor"),
-        ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy.*group_by_length"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy.*sequential"),
+        ({"train_sampling_strategy": "group_by_length"}, r"train_sampling_strategy.*order\.grouped\(lengths"),
         ({"model": torch.nn.Linear(2, 2, device="meta"), "of": NotPlaced}, "model.*model=make"),
         ({"callbacks": [type("Mine", (transformers.TrainerCallback,), {})()]}, "callbacks.*Mine"),
-        ({"kind": own_step(transformers.Trainer)}, "Own.training_step"),
+        ({"callbacks": [type("Stops", (transformers.EarlyStoppingCallback,), {})(1)]}, "callbacks.*Stops"),
+        *(({"kind": own(**{name: nothing})}, f"Own.{name}") for name in CHANGES_TRAINING),
+        ({"kind": own(evaluate=nothing), "eval_strategy": "epoch"}, "Own.evaluate"),
+        ({"kind": own(loader=loader_of(batch_sampler=own_batches))}, "batch_sampler.*OwnBatches"),
+        ({"kind": own(loader=loader_of(batch_size=3))}, r"get_train_dataloader: batch_size.*3.*8, as in args"),
+        ({"kind": own(loader=loader_of(batch_size=8, shuffle=True))}, r"global generators.*RandomSampler"),
         ({"train_dataset": iter([])}, "train_dataset"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_its_name(given: dict[str, Any], named: str, tmp_path: Path) -> None:
-    if "reduce_lr_on_plateau" in given.values():
+    if "eval_strategy" in given:
         given = {**given, "eval_dataset": [{"x": torch.zeros(3), "labels": 0}]}
     if "train_dataset" in given:
         given = {**given, "max_steps": 3}
     with pytest.raises(JobError, match=named):
         morph.hf.job(small_trainer(tmp_path, **given))
+
+
+def test_methods_that_do_not_change_training_may_be_overridden(tmp_path: Path) -> None:
+    harmless = dict.fromkeys(("log", "save_model", "evaluate", "prediction_step", "helper"), nothing)
+    assert morph.hf.job(small_trainer(tmp_path, kind=own(**harmless))).batch_size == 8
+    trainer = small_trainer(tmp_path)
+    trainer.log = nothing
+    morph.hf.job(trainer)
+    trainer.training_step = nothing
+    with pytest.raises(JobError, match=r"Trainer\.training_step"):
+        morph.hf.job(trainer)
 
 
 def test_settings_become_fields_of_the_job(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import inspect
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,14 @@ def is_users(file: str) -> bool:
     return "site-packages" in file or not file.startswith(_STANDARD_LIBRARY)
 
 
-def calling_line() -> str | None:
-    """Return ``file:line`` of the user's code that is running."""
-    frames = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
+def calling_line(packages: Sequence[str] = ()) -> str | None:
+    """Return ``file:line`` of the user's code that is running, outside some packages (``name.``)."""
+    folders = tuple(f"/site-packages/{package.rstrip('.')}/" for package in packages)
+    frames = [
+        frame
+        for frame in traceback.extract_stack()
+        if is_users(frame.filename) and not any(folder in frame.filename for folder in folders)
+    ]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
 
 
@@ -88,7 +93,7 @@ def forward_line(job: Job, model: nn.Module) -> str:
 
 
 def user_files(job: Job, model: nn.Module | None) -> set[str]:
-    """Return the files, outside torch, that define the job's functions and the model's modules."""
+    """Return the files, outside torch and Morph, that define the job's functions and the model's modules."""
     things: list[Any] = [job.model, job.loss, job.dataset, job.optimizer]
     if model is not None:
         things.extend({type(module) for module in model.modules()})
@@ -99,7 +104,7 @@ def user_files(job: Job, model: nn.Module | None) -> set[str]:
             file = inspect.getsourcefile(inspect.unwrap(target))
         except (OSError, TypeError):
             continue
-        if file is not None and not file.startswith(_TORCH_FOLDER):
+        if file is not None and is_users(file):
             files.add(file)
     return files
 

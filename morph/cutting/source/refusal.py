@@ -16,6 +16,19 @@ OR_MARK = (
 _PACKED = ("torch/nn/utils/rnn.py", "torch/nn/modules/rnn.py")
 
 
+class Untraceable(Exception):
+    """The user's code cannot be traced, for a reason that is known where it is raised.
+
+    Args:
+        reason: What the code does.
+        allowed: What to write instead.
+    """
+
+    def __init__(self, reason: str, allowed: str) -> None:
+        super().__init__(reason)
+        self.allowed = allowed
+
+
 def transform_refused() -> tuple[str, str]:
     """Return (reason, what is allowed) for a use of torch.func."""
     return (
@@ -36,6 +49,8 @@ def explain(error: Exception, guard: Guard | None = None) -> tuple[str, str]:
 
 
 def _reason_and_advice(error: Exception, guard: Guard | None) -> tuple[str, str]:
+    if isinstance(error, Untraceable):
+        return str(error), error.allowed
     text = str(error)
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     in_transform = any(file.removesuffix(".py").replace("/", ".").endswith(TRANSFORMS) for file in files)

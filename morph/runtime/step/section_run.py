@@ -92,6 +92,8 @@ def run_step(
     parameters: Mapping[str, Tensor],
     add: AddGradient,
     prepared: Callable[[Section], Section] = lambda section: section,
+    precision: Precision = "fp32",
+    factor: float = 1.0,
 ) -> tuple[Tensor, ...]:
     """Run all sections forward, and then backward from the loss; return the outputs of the last one.
 
@@ -101,13 +103,15 @@ def run_step(
         parameters: Parameters by name.
         add: Receives each gradient, as in ``section_backward``.
         prepared: Called with each section before its forward; returns the section to run in its place.
+        precision: The type in which autocast runs suitable operations.
+        factor: The factor of the loss before its backward.
     """
     runs: list[SectionRun] = []
     values: tuple[Tensor, ...] = ()
     for section in sections:
-        runs.append(run_section(prepared(section), values, batch, parameters))
+        runs.append(run_section(prepared(section), values, batch, parameters, precision))
         values = runs[-1].outputs
-    following: tuple[Tensor | None, ...] = (torch.ones_like(values[0]), *(None for _ in values[1:]))
+    following: tuple[Tensor | None, ...] = (torch.full_like(values[0], factor), *(None for _ in values[1:]))
     for section in reversed(sections):
         following = section_backward(section, runs.pop(), following, parameters, add)
     return values
