@@ -39,7 +39,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 OMP_NUM_THREADS=1 RAY_USAGE_
 TEST_ENV += PYTHONDONTWRITEBYTECODE=
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-fast test-long test-trackers test-slurm test-oldest-ray test-oldest-transformers test-gpu bench-gpu gpu-kit soak check lint types layers docs format clean
+.PHONY: help setup demo test test-fast test-long test-trackers test-slurm test-oldest-ray test-oldest-transformers test-oldest-lightning test-gpu bench-gpu gpu-kit soak check lint types layers docs format clean
 .PHONY: .packages .byte-code .first-plan
 .DELETE_ON_ERROR:
 
@@ -87,15 +87,17 @@ test: $(READY) tests/__pycache__
 test-fast: $(READY) tests/__pycache__
 	$(PYTEST) -m "not system and not slow and not long" $(PYTEST_ARGS)
 
-test-long: $(READY) tests/__pycache__ test-oldest-ray test-oldest-transformers
+test-long: $(READY) tests/__pycache__ test-oldest-ray test-oldest-transformers test-oldest-lightning
 	MORPH_HISTORIES=10000 MORPH_EXPLORE=long $(PYTEST) $(PYTEST_ARGS)
 
 # Installed is the newest of each range in pyproject.toml; the oldest is put before it on the path of the tests that concern
 # it, with what it needs in other versions than those installed.
 OLDEST_RAY := 2.55.0
 OLDEST_TRANSFORMERS := 5.0.0
+OLDEST_LIGHTNING := 2.5.0
 OLD_RAY := $(VENV)/ray-$(OLDEST_RAY)/site-packages
 OLD_TRANSFORMERS := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)/site-packages
+OLD_LIGHTNING := $(VENV)/lightning-$(OLDEST_LIGHTNING)/site-packages
 PIP_OLD = $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --target
 
 test-oldest-ray: $(READY) | $(OLD_RAY)
@@ -106,6 +108,12 @@ test-oldest-ray: $(READY) | $(OLD_RAY)
 test-oldest-transformers: $(READY) | $(OLD_TRANSFORMERS)
 	PYTHONPATH=$(abspath $(OLD_TRANSFORMERS)) $(PYTEST) -k "not mixtral and not routers" \
 		tests/cutting/test_attention.py tests/cutting/test_models.py tests/trainers/test_trainer.py
+
+test-oldest-lightning: $(READY) | $(OLD_LIGHTNING)
+	PYTHONPATH=$(abspath $(OLD_LIGHTNING)) $(PYTEST) tests/trainers/test_lightning.py
+
+$(OLD_LIGHTNING): | $(READY)
+	$(PIP_OLD) $@ pytorch-lightning==$(OLDEST_LIGHTNING)
 
 $(OLD_RAY): | $(READY)
 	$(PIP_OLD) $@ ray==$(OLDEST_RAY)

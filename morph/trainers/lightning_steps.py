@@ -81,6 +81,7 @@ def _copy(module: Any) -> Any:
     twin: Any = copied(module)
     turn_off_dropout(twin)
     vars(twin)["configure_callbacks"] = list  # they log or save
+    vars(twin)["prepare_data"] = lambda: None  # it may download what the loader has already
     return twin
 
 

@@ -132,13 +132,9 @@ def parts(size: int, batch: int, *, drop_last: bool = False) -> tuple[Module, Da
     return Module(), DataLoader(Rows(size), batch_size=batch, drop_last=drop_last, collate_fn=stacked)
 
 
-class Accumulating:
-    """The settings of a Lightning Trainer."""
-
-    def __init__(self, accumulated: int) -> None:
-        self.accumulate_grad_batches = accumulated
-
-
 def module_job(size: int, batch: int, accumulated: int, *, drop_last: bool = False) -> Job:
     """Return the job of a module."""
-    return morph.lightning.job(*parts(size, batch, drop_last=drop_last), trainer=Accumulating(accumulated))
+    trainer = lightning.Trainer(
+        accelerator="cpu", accumulate_grad_batches=accumulated, max_epochs=-1, logger=False, enable_checkpointing=False
+    )
+    return morph.lightning.job(*parts(size, batch, drop_last=drop_last), trainer=trainer)

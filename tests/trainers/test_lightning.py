@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import morph
 from morph.contract.errors import InputError, JobError
@@ -100,6 +102,90 @@ def test_a_job_that_trains_otherwise_than_fit_is_refused(change: Callable[[Any],
     wrong = replace(own, job=replace(own.job, **change(own.job)))
     with pytest.raises(JobError, match=r"Trainer\.fit: its job trains otherwise"):
         compare_with_program(replace(program, run=lambda *_: wrong), 100)
+
+
+class AutoEncoder(lightning.LightningModule):
+    """The first example of Lightning's documentation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(28 * 28, 128), nn.ReLU(), nn.Linear(128, 3))
+        self.decoder = nn.Sequential(nn.Linear(3, 128), nn.ReLU(), nn.Linear(128, 28 * 28))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, _ = batch
+        x = x.view(x.size(0), -1)
+        loss = nn.functional.mse_loss(self.decoder(self.encoder(x)), x)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+class ImageClassifier(lightning.LightningModule):
+    """Lightning's example of images: its network, loss and optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.conv1, self.conv2 = nn.Conv2d(1, 32, 3, 1), nn.Conv2d(32, 64, 3, 1)
+        self.dropout1, self.dropout2 = nn.Dropout(0.25), nn.Dropout(0.5)
+        self.fc1, self.fc2 = nn.Linear(9216, 128), nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.max_pool2d(self.conv2(self.conv1(x).relu()).relu(), 2)
+        x = self.fc1(torch.flatten(self.dropout1(x), 1)).relu()
+        return nn.functional.log_softmax(self.fc2(self.dropout2(x)), dim=1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.nll_loss(self(x), y.long())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.nll_loss(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adadelta(self.parameters(), lr=1.0)
+
+
+def words() -> Dataset[Any]:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(*(torch.randint(0, 50, (12, 8), generator=generator) for _ in range(2)))
+
+
+def images() -> Dataset[Any]:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.rand(12, 1, 28, 28, generator=generator), torch.arange(12) % 10)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("module", "data", "refused"),
+    [
+        (AutoEncoder, images, None),
+        (ImageClassifier, images, None),
+        (lambda: demos("transformer").LightningTransformer(50), words, r"transformer\.py:\d+: .*cannot be exported"),
+        (lambda: demos("lstm").LightningLSTM(50), words, "LightningLSTM.on_train_epoch_end"),
+        (lambda: demos("boring_classes").BoringModel(), images, "configure_optimizers.*a schedule by 1 epoch"),
+    ],
+)
+def test_examples_of_lightning_train_as_fit_does_or_are_refused_by_name(
+    module: Callable[[], Any], data: Callable[[], Any], refused: str | None
+) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(InputError, match=refused) if refused else nullcontext():
+        program = morph.lightning.job(module(), DataLoader(data(), batch_size=4), num_sections=2).own_program
+        assert program is not None
+        compared, text = compare_with_program(program, 8)
+        assert compared, text
+
+
+def demos(name: str) -> Any:
+    return import_module(f"pytorch_lightning.demos.{name}")
 
 
 def test_what_a_step_logs_are_metrics() -> None:
