@@ -116,11 +116,7 @@ class Pools:
         self._two_types: dict[tuple[int, Schedule], TwoTypes] = {}
 
     def equal(self, gpus: Sequence[int], count: int = 1, below_ns: float = math.inf) -> list[Found]:
-        """Return the fastest equal pipelines on each type alone, best first, in at most ``below_ns``.
-
-        Raises:
-            PlanError: the job fits on no type. With a ``below_ns`` the list is empty instead.
-        """
+        """Return the fastest equal pipelines on each type alone, best first, in at most ``below_ns``."""
         found = []
         for place, (sweep, number) in enumerate(zip(self.sweeps, gpus, strict=True)):
             depths: Sequence[int] = range(1, min(number, sweep.num_sections) + 1)
@@ -129,8 +125,6 @@ class Pools:
             if depths:
                 outcomes = sweep.fastest(number, depths, count, self.most_replicas, below_ns / 1e9)
                 found += [self.of_outcome(place, outcome) for outcome in outcomes]
-        if not found and below_ns == math.inf:
-            raise self.too_small(gpus)
         return sorted(found, key=lambda each: (each.mini_batch_ns, sum(each.workers)))
 
     def best(self, gpus: Sequence[int], count: int = 1) -> list[Found]:
@@ -139,14 +133,10 @@ class Pools:
         Raises:
             PlanError: the job does not fit.
         """
-        found, refused = list[Found](), None
-        try:
-            found = self._of_one_type_each(gpus, count)
-        except PlanError as error:
-            refused = error
+        found = self._of_one_type_each(gpus, count)
         crossing = self.crossing(tuple(gpus), found[0] if found else None)
-        if refused is not None and crossing is None:
-            raise refused
+        if not found and crossing is None:
+            raise self.too_small(gpus)
         return ([crossing] if crossing else []) + found[: count - 1 if crossing else count]
 
     def crossing(

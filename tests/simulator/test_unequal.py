@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise, permutations, product
 from typing import Literal
 
@@ -36,7 +36,6 @@ from simulator.search.mixes import Chosen, Mixes, Search
 from simulator.search.pipelines import Stages
 from simulator.search.pools import WORTH, Pools
 from simulator.search.purchases import cheapest_enough
-from simulator.search.two_types import Split, TwoTypes
 from tests.seeds import each_seed
 from tests.simulator.test_reductions import random_job
 
@@ -192,72 +191,6 @@ def random_pool(rng: np.random.Generator) -> tuple[Profile, dict[str, int]]:
         of_zones = [("@a", "t4@b"), ("@a", "@b")][int(rng.integers(2))]
         counts, profile = dict(zip(of_zones, counts.values(), strict=True)), over_zones(rng, profile)
     return with_type(profile, "t4", slower, limit), counts
-
-
-def splits_of(gpus: Sequence[int], num_sections: int) -> list[Split]:
-    """Every pipeline over two types that these GPUs can form."""
-    return [
-        Split(i, j, a, b)
-        for i, j in permutations(range(len(gpus)), 2)
-        for a, b in product(range(1, gpus[i] + 1), range(1, gpus[j] + 1))
-        if a + b <= num_sections
-    ]
-
-
-def fastest_of_all(pools: Pools, gpus: Sequence[int]) -> int:
-    """Return the best time over every multiset of pipelines, on one type or over two, with every share."""
-    two_types = TwoTypes(pools.mixes(1, "varuna"), pools.of_size(1))
-    joint, best = (
-        two_types.joint,
-        min((each.mini_batch_ns for each in pools.equal(gpus, below_ns=2.0**62)), default=2**62),
-    )
-    for splits in multisets(splits_of(gpus, pools.sweeps[0].num_sections), tuple(gpus), two_types):
-        left = tuple(number - used for number, used in zip(gpus, two_types.gpus_of(splits, ()), strict=True))
-        others = (
-            [*Search(two_types.mixes, left).all_mixes(), *alone_on(two_types.mixes, left)]
-            if splits
-            else (Search(two_types.mixes, left).all_mixes())
-        )
-        for other in others:
-            chosen = two_types.chosen(splits, other)
-            numbers = [number for _, number in chosen]
-            if sum(numbers) == 1:
-                outcome = two_types.equal(*next(iter(splits.items())))
-                best = min(best, best if outcome is None else outcome.mini_batch_ns)
-            elif sum(numbers) <= joint.total:
-                for totals in product(*(range(number, joint.total + 1) for number in numbers[:-1])):
-                    last = joint.total - sum(totals)
-                    if last >= numbers[-1]:
-                        best = min(best, joint.exact_ns(chosen, (*totals, last)))
-    return best
-
-
-def multisets(splits: Sequence[Split], gpus: tuple[int, ...], two_types: TwoTypes) -> Iterator[dict[Split, int]]:
-    """Of such pipelines, the empty one too, that fit on these GPUs side by side."""
-    if not splits:
-        yield {}
-        return
-    first, *others = splits
-    for number in range(sum(gpus) // first.depth + 1):
-        here = {first: number} if number else {}
-        left = tuple(has - used for has, used in zip(gpus, two_types.gpus_of(here, ()), strict=True))
-        if min(left) >= 0:
-            yield from (here | rest for rest in multisets(others, left, two_types))
-
-
-def alone_on(mixes: Mixes, gpus: tuple[int, ...]) -> Iterator[Chosen]:
-    """No pipeline, or one of one type."""
-    yield ()
-    yield from (((group, 1),) for group in Search(mixes, gpus).groups)
-
-
-@pytest.mark.slow
-@each_seed(10, in_long=300)
-def test_plans_of_small_pools_are_hardly_slower_than_the_best_of_all(seed: int) -> None:
-    profile, counts = random_pool(np.random.default_rng(seed))
-    request = PlanRequest(schedule="varuna", recompute=True)
-    pools, gpus = Pools(profile, request, list(counts)), list(counts.values())
-    assert pools.best(gpus)[0].mini_batch_ns <= 1.02 * fastest_of_all(pools, gpus)
 
 
 @each_seed(20)
