@@ -187,10 +187,9 @@ class Mixes:
         }
         mixes = []
         for chosen in sorted(rough, key=lambda each: (rough[each], len(each)))[:num_finals]:
-            for stages in _EXACT:
-                exact = self.settled(chosen, stages, thorough=search.is_tiny)
-                if exact is not None:
-                    mixes.append(self.mix(chosen, stages, *exact))
+            exact = ((stages, self.settled(chosen, stages, thorough=search.is_tiny)) for stages in _EXACT)
+            each = [self.mix(chosen, stages, *found) for stages, found in exact if found is not None]
+            mixes += sorted(each, key=lambda mix: mix.mini_batch_ns)[:1]
         return sorted(mixes, key=lambda mix: (mix.mini_batch_ns, len(mix.shares), sum(mix.workers.values())))
 
     @staticmethod

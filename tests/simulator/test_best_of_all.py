@@ -123,3 +123,12 @@ def test_nothing_that_is_added_or_allowed_makes_a_plan_slower(seed: int) -> None
     found_s = best_s(*case)
     for what, more in larger(case, np.random.default_rng(seed)).items():
         assert best_s(*more) * WORTH <= found_s, what
+
+
+def test_no_runner_up_is_listed_twice() -> None:
+    profile = with_type(synthetic_profile(num_sections=6, batch_size=48, micro_batch_size=1), "t4", 2.0)
+    price = {"": 0.9, "t4": 0.16}
+    for given in ({}, {"budget_usd_per_h": 3.0, "usd_per_gpu_hour": price}):
+        found = plan(profile, pool={"": 4, "t4": 4}, unequal=True, **given)
+        plans = [(each.shape, each.pool, each.micro_batches_per_replica) for each in (found.best, *found.runners_up)]
+        assert len(set(map(str, plans))) == len(plans)

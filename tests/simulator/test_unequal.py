@@ -152,6 +152,13 @@ def test_no_worker_waits_for_the_optimizer_step_of_a_slower_type(engine: EngineN
     assert begins_s == pytest.approx([0, 0.4])
 
 
+def test_an_explanation_is_of_the_kind_of_pipeline_that_is_through_last() -> None:
+    profile = synthetic_profile(num_sections=4, forward_s=0.05, overhead_s=0, latency_s=0, parameter_bytes=1000)
+    kinds = [([0], (5,), [""]), ([0, 1, 2, 3], (2,), ["t4"] * 4)]
+    found = mix(with_type(profile, "t4", 10.0), kinds)
+    assert "2 micro-batches per replica are few for 4 stages" in found.explanation
+
+
 def test_slow_workers_of_an_unequal_plan_are_those_of_its_stages() -> None:
     profile = synthetic_profile(num_sections=4, batch_size=6, micro_batch_size=1)
     plan = mix(profile, [([0, 2], (2,), ["", ""]), ([0], (2, 2), [""])]).plan
