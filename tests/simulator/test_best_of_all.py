@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.harness import PROFILES
 from morph.contract.errors import PlanError
-from morph.contract.profile import Profile
+from morph.contract.profile import Profile, load_profile
 from simulator import PlanRequest, plan, synthetic_profile
 from simulator.costs.stage_costs import SectionCosts
 from simulator.inputs.synthetic import with_type
-from simulator.search.pools import WORTH
+from simulator.render import tables
 from tests.seeds import each_seed
 from tests.simulator.brute_force import Bruteforce
 
 Case = tuple[Profile, PlanRequest, dict[str, int]]
-_TOLERATED = 1.01
+WORTH, _TOLERATED = PlanRequest().worth, 1.01
 
 
 def with_memory(profile: Profile, own: int | None, other: int | None) -> Profile:
@@ -132,3 +133,41 @@ def test_no_runner_up_is_listed_twice() -> None:
         found = plan(profile, pool={"": 4, "t4": 4}, unequal=True, **given)
         plans = [(each.shape, each.pool, each.micro_batches_per_replica) for each in (found.best, *found.runners_up)]
         assert len(set(map(str, plans))) == len(plans)
+
+
+@pytest.mark.slow
+def test_a_plan_is_more_complex_only_where_it_gains_more_than_the_tolerance() -> None:
+    profile = load_profile(PROFILES / "gpt2-2.5b-t4.json")
+    for pool in ({"v100": 31}, {"v100": 13, "t4": 5}):
+        found = {
+            tolerance: plan(profile, pool=pool, unequal=True, tolerance=tolerance, num_runners_up=0).best
+            for tolerance in (0.0, 0.01, 0.2)
+        }
+        kinds = [len(each.pipeline_kinds) for each in found.values()]
+        assert kinds == sorted(kinds, reverse=True), pool
+        fastest_s = found[0.0].expected.mini_batch_s
+        for tolerance, each in found.items():
+            assert each.expected.mini_batch_s * (1 - tolerance) <= fastest_s, (pool, tolerance)
+    with pytest.raises(PlanError, match="tolerance"):
+        plan(profile, num_gpus=4, tolerance=1.0)
+
+
+@pytest.mark.slow
+def test_a_roomier_and_a_faster_plan_are_named_where_they_cost_little() -> None:
+    profile = load_profile(PROFILES / "gpt2-2.5b-t4.json")
+    tight = plan(profile, num_gpus=27, unequal=True)
+    line = tables.room_line(tight)
+    assert line.startswith("1.4% of the fullest device's memory is left, and measured memory was up to 9% above")
+    roomy = next(each for each in tight.runners_up if each.expected.peak_memory_bytes < 0.92 * 2**34)
+    longer = roomy.expected.mini_batch_s / tight.best.expected.mini_batch_s - 1
+    assert line.endswith(f"; {roomy.shape.replace('x', ' x ')} leaves 22% and takes {longer:.1%} longer")
+    assert "above the expected" not in tables.room_line(tight, 2**35)
+    assert tables.room_line(plan(synthetic_profile(), num_gpus=2)) == ""
+    price = {"v100": 0.9, "t4": 0.16}
+    pool = {"v100": 12, "t4": 12}
+    cheap = plan(profile, pool=pool, unequal=True, objective="usd_per_example", usd_per_gpu_hour=price)
+    faster = cheap.runners_up[0].expected.examples_per_s / cheap.best.expected.examples_per_s - 1
+    dearer = cheap.values[1] / cheap.values[0] - 1
+    assert faster > 0.3
+    assert tables.price_lines(cheap)[-1].endswith(f"{faster:.0%} faster for {dearer:.1%} more dollars per example")
+    assert tables.leftover_line(cheap).endswith(" GPUs idle: no better plan with them was found")

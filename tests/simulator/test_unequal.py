@@ -34,10 +34,12 @@ from simulator.inputs.placement import Placement
 from simulator.inputs.synthetic import with_type
 from simulator.search.mixes import Chosen, Mixes, Search
 from simulator.search.pipelines import Stages
-from simulator.search.pools import WORTH, Pools
+from simulator.search.pools import Pools
 from simulator.search.purchases import cheapest_enough
 from tests.seeds import each_seed
 from tests.simulator.test_reductions import random_job
+
+WORTH = PlanRequest().worth
 
 
 def sections_of(profile: Profile, cuts: Sequence[int], types: Sequence[str]) -> SectionCosts:
