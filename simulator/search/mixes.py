@@ -282,10 +282,6 @@ class Mixes:
             totals[group] = max(chosen[group], totals[group] + step)
         return tuple(totals[group] for group in chosen)
 
-    def exact_ns(self, chosen: Chosen, totals: tuple[int, ...]) -> int:
-        """Return the time (ns) of the whole mini-batch with the best stages."""
-        return self.played(chosen, totals, "best")[0]
-
     def played(self, chosen: Chosen, totals: tuple[int, ...], stages: Stages) -> tuple[int, int]:
         """Return the time (ns) of the whole mini-batch, and the place of the kind whose last backward ends last."""
         ended, numbers = [], []
