@@ -202,6 +202,7 @@ def frame_of(outcomes: Sequence[Outcome]) -> pd.DataFrame:
                 "hours": one.hours,
                 "steps": one.steps,
                 "finished": one.finished,
+                "gave_up": one.gave_up,
                 "examples": one.examples,
                 "examples_per_s": one.examples_per_s,
                 "usd": one.usd,

@@ -86,6 +86,7 @@ MICRO_BATCH = Range(1, 2**20, whole=True)
 BATCH = Range(1, 10**9, whole=True)
 SLOTS = GPUS
 FACTOR = Range(0, 100, above=True)
+TOLERANCE = Range(0, 0.5)
 """Factor of a slow worker, or of workers that share a node."""
 SEED = Range(0, 2**63 - 1, whole=True)
 RUNNERS_UP = Range(0, 2**31, whole=True)

@@ -181,8 +181,9 @@ def describe_kinds(kinds: Sequence[SimulatedKind]) -> Simulation:
         node_sizes=placements[0].node_sizes if placements else (),
         placement=tuple(row for placement in placements for row in placement.nodes),
     )
+    last = max(kinds, key=_bound_ns).outcome if len(kinds) > 1 else first
     breakdown = _breakdown_s(kinds)
-    explanation = explain(breakdown, plan)
+    explanation = explain(breakdown, last.shape[0], max(last.counts), plan)
     return Simulation(plan, explanation, breakdown, tuple(kinds), first.spread).with_note(note(first.costs, conditions))
 
 

@@ -78,8 +78,11 @@ def _hindrance(conditions: Conditions) -> str:
     return "shared_links" if conditions.compute_slots is None else "shared_cores"
 
 
-def explain(steps_s: dict[str, float], plan: Plan) -> str:
-    """Return one sentence: the share of work in the mini-batch, and the main cause of the rest."""
+def explain(steps_s: dict[str, float], depth: int, most: int, plan: Plan) -> str:
+    """Return one sentence: the share of work in the mini-batch, and the main cause of the rest.
+
+    ``depth``, ``most``: stages and micro-batches of the pipeline that is through last.
+    """
     total = sum(steps_s.values())
     name, lost = max(((key, value) for key, value in steps_s.items() if key != "work"), key=lambda item: item[1])
     share = steps_s["work"] / total
@@ -87,8 +90,8 @@ def explain(steps_s: dict[str, float], plan: Plan) -> str:
         return f"{share:.0%} of the mini-batch is work; nothing else takes more than 2 %."
     cause = _TIED if name == "all_reduce" and plan.num_replicas == 1 else _CAUSES[name]
     cause = cause.format(
-        n=max(plan.micro_batches_per_replica),
-        p=plan.pipeline_depth,
+        n=most,
+        p=depth,
         d=plan.num_replicas,
         schedule=plan.schedule,
     )

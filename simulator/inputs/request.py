@@ -102,6 +102,7 @@ class PlanRequest:
         zone_usd_per_gb: Price of data from one zone to another, USD for 10^9 bytes.
         budget_usd_per_h: The highest price of all GPUs in use together, USD per hour; only for :func:`plan`. The
             whole price of a node of several GPUs counts.
+        tolerance: The gain, as a share of the time or price, that is worth a plan with more kinds of pipelines.
         revocations_per_hour: Revocations of each node per hour; for "progress".
         pause_s: Seconds for which a morph stops training; for "progress".
         replacement_s: Seconds from the revocation of a node until its replacement is in use; for "progress".
@@ -138,6 +139,7 @@ class PlanRequest:
     zone_latency_ms: float = 1.0
     zone_usd_per_gb: float = 0.0
     budget_usd_per_h: float | None = None
+    tolerance: float = 0.001
     revocations_per_hour: float | None = None
     pause_s: float = 1.0
     replacement_s: float = 120.0
@@ -149,6 +151,7 @@ class PlanRequest:
         needed = _NEEDS[self.objective]
         if needed is not None and getattr(self, needed) is None:
             raise PlanError(f"is missing; the objective {self.objective} needs it", field=needed, allowed="a number")
+        ranges.TOLERANCE.check("tolerance", self.tolerance)
         ranges.USD_PER_GB.check("zone_usd_per_gb", self.zone_usd_per_gb)
         if self.budget_usd_per_h is not None:
             ranges.USD_PER_HOUR_AT_MOST.check("budget_usd_per_h", self.budget_usd_per_h)
@@ -161,6 +164,11 @@ class PlanRequest:
                     value=self.budget_usd_per_h,
                     allowed="the objectives examples_per_s and usd_per_example",
                 )
+
+    @property
+    def worth(self) -> float:
+        """The share of a simpler plan's time or price that a more complex plan may have at most."""
+        return 1 - self.tolerance
 
     @property
     def memory_rules(self) -> MemoryRules:

@@ -14,11 +14,16 @@ from morph.contract.profile import Profile
 from morph.tables import table
 from morph.words import count_text, counted, size_text, time_text
 from simulator import PlanChoice, Simulation
+from simulator.costs.joined_sections import JoinedSections
 from simulator.costs.memory import MOMENTS
 from simulator.costs.redundant import redundant_host_bytes
 from simulator.inputs.jitter import Spread
 from simulator.search.purchases import nodes_in_use, nodes_text
 
+_WORTH_PAYING = 10
+"""A runner-up is named that is faster by at least this many times the share by which it is dearer."""
+_LEAST_EXPECTED = 0.92
+"""The expected memory of a stage was at least this share of the measured (docs/benchmarks.md)."""
 _MOST_PARTS = 6
 WIDTH = 110
 
@@ -119,7 +124,7 @@ def leftover_line(choice: PlanChoice) -> str:
         return f"all {choice.num_gpus} GPUs at work"
     idle = f"{choice.num_idle} {'GPU' if choice.num_idle == 1 else 'GPUs'} idle"
     if not plan.placement:
-        return idle
+        return f"{idle}: no better plan with {'it' if choice.num_idle == 1 else 'them'} was found"
     busy = Counter(node for row in plan.placement for node in row)
     free = {node: size - busy[node] for node, size in enumerate(plan.node_sizes) if size > busy[node]}
     whole = Counter(plan.node_sizes[node] for node in free if not busy[node])
@@ -144,6 +149,13 @@ def price_lines(choice: PlanChoice) -> list[str]:
             used = nodes_text(nodes_in_use(choice.best))
         usd = (choice.usd_per_h + choice.zone_usd_per_h) / 3.6 / choice.best.expected.examples_per_s
         lines.append(f"{used} for ${choice.usd_per_h:.4g} an hour: ${usd:.3g} for 1,000 examples")
+    if choice.objective == "usd_per_example":
+        best = choice.best.expected.examples_per_s
+        others = zip(choice.runners_up, choice.values[1:], strict=True)
+        found = [(plan.expected.examples_per_s / best - 1, usd / choice.values[0] - 1, plan) for plan, usd in others]
+        faster, dearer, plan = max(found, key=lambda each: each[0] - _WORTH_PAYING * each[1], default=(0, 0, None))
+        if plan is not None and faster >= 0.01 and faster >= _WORTH_PAYING * dearer:
+            lines.append(f"{_spaced(plan)} is {faster:.0%} faster for {dearer:.1%} more dollars per example")
     return lines
 
 
@@ -191,6 +203,41 @@ def memory_lines(simulation: Simulation) -> list[str]:
         whole = size_text(int(costs.host_bytes[stage]), binary=True)
         lines.append(f"host memory: up to {whole} at stage {first + stage}: {_parts_text(costs.host_parts(stage))}")
     return lines
+
+
+def room_line(choice: PlanChoice, memory_bytes: int | None = None) -> str:
+    """Return the line about the memory that a plan leaves, and a roomier plan where it leaves little; "" if unlimited.
+
+    ``memory_bytes``: the requested limit of a device; None: the profile's.
+    """
+    rooms = [_room(simulation, memory_bytes) for simulation in choice.simulations]
+    room, limit_bytes = rooms[0]
+    if limit_bytes is None:
+        return ""
+    left = f"{room:.1%} of the fullest device's memory is left"
+    if room >= 1 - _LEAST_EXPECTED:
+        return left
+    line = f"{left}, and measured memory was up to {1 / _LEAST_EXPECTED - 1:.0%} above the expected"
+    for plan, (other, _) in list(zip((choice.best, *choice.runners_up), rooms, strict=True))[1:]:
+        if other >= 1 - _LEAST_EXPECTED:
+            longer = plan.expected.mini_batch_s / choice.best.expected.mini_batch_s - 1
+            takes = f"{longer:.1%} longer" if longer >= 0 else f"{-longer:.0%} less time"
+            return f"{line}; {_spaced(plan)} leaves {other:.0%} and takes {takes}"
+    return f"{line}; --memory-gib {limit_bytes * _LEAST_EXPECTED / 2**30:.3g} plans with that margin"
+
+
+def _room(simulation: Simulation, memory_bytes: int | None) -> tuple[float, int | None]:
+    """Return the share of memory that is left on the fullest device, and this device's memory; 1 and None: no limit."""
+    found: tuple[float, int | None] = (1.0, None)
+    for costs in (kind.outcome.costs for kind in simulation.kinds):
+        sections = costs.sections
+        limits = [memory_bytes or sections.profile.environment.device_memory_bytes] * len(costs.memory_bytes)
+        if isinstance(sections, JoinedSections):
+            limits = [sections.limits[place] for place in sections.type_of[list(costs.boundaries)]]
+        for limit, needed in zip(limits, costs.memory_bytes.tolist(), strict=True):
+            if limit is not None and (found[1] is None or 1 - needed / limit < found[0]):
+                found = 1 - needed / limit, limit
+    return found
 
 
 def redundant_line(simulation: Simulation) -> str:

@@ -152,6 +152,7 @@ class Mixes:
         self.most_replicas = min(self.total, most_replicas or self.total)
         self._found: dict[tuple[int, ...], tuple[float, list[Mix]]] = {}
         self._searches: dict[tuple[int, ...], Search] = {}
+        self._bounds: dict[tuple[int, ...], Search] = {}
         self._settled: dict[tuple[Chosen, Stages, bool], tuple[int, tuple[int, ...]] | None] = {}
         self._rings: dict[object, Rings] = {}
         self.lines: dict[tuple[Group, int, frozenset[int]], Line] = {}
@@ -169,6 +170,12 @@ class Mixes:
             self._searches[gpus] = Search(self, gpus)
         return self._searches[gpus]
 
+    def bounds(self, gpus: tuple[int, ...]) -> Search:
+        """Return a search on these GPUs in which nothing is simulated, so that all its times are lower bounds."""
+        if gpus not in self._bounds:
+            self._bounds[gpus] = Search(self, gpus)
+        return self._bounds[gpus]
+
     def _search(self, gpus: tuple[int, ...], below_ns: float) -> list[Mix]:
         """Settle promising mixes with stages that are found quickly, then the best of them with the best stages."""
         search = self.search(gpus)
@@ -180,10 +187,9 @@ class Mixes:
         }
         mixes = []
         for chosen in sorted(rough, key=lambda each: (rough[each], len(each)))[:num_finals]:
-            for stages in _EXACT:
-                exact = self.settled(chosen, stages, thorough=search.is_tiny)
-                if exact is not None:
-                    mixes.append(self.mix(chosen, stages, *exact))
+            exact = ((stages, self.settled(chosen, stages, thorough=search.is_tiny)) for stages in _EXACT)
+            each = [self.mix(chosen, stages, *found) for stages, found in exact if found is not None]
+            mixes += sorted(each, key=lambda mix: mix.mini_batch_ns)[:1]
         return sorted(mixes, key=lambda mix: (mix.mini_batch_ns, len(mix.shares), sum(mix.workers.values())))
 
     @staticmethod
@@ -228,13 +234,16 @@ class Mixes:
     def _shares(self, chosen: Mapping[Group, int], num_replicas: int) -> tuple[int, ...] | None:
         """Return micro-batches of each kind that make the slowest pipeline fastest if none waits for others."""
         known: dict[Group, dict[int, int]] = {group: {} for group in chosen}
+        most = {(kind, depth): self.types[kind].most(depth) for kind, depth in chosen}
+        if sum(most[group] * number for group, number in chosen.items()) < self.total or min(most.values()) < 1:
+            return None
 
         def play(group: Group, number: int) -> None:
-            if 1 <= number < self.total and number not in known[group]:
+            if 1 <= number <= most[group] and number not in known[group]:
                 kind, depth = group
                 known[group][number] = self.types[kind].alone_ns(depth, number, num_replicas)
 
-        level = dict.fromkeys(chosen, max(1, self.total // num_replicas))
+        level = {group: min(most[group], max(1, self.total // num_replicas)) for group in chosen}
         for _ in range(_ROUNDS):
             before = sum(map(len, known.values()))
             for group, number in level.items():
@@ -246,11 +255,15 @@ class Mixes:
                 break
             lines = {group: Line(times.items()) for group, times in known.items()}
             time_ns = least_time_ns(self.total, [(lines[group], number) for group, number in chosen.items()])
-            level = {group: min(self.total - 1, max(1, int(lines[group].number(time_ns)))) for group in chosen}
-        return self._whole(chosen, level, known)
+            level = {group: min(most[group], max(1, int(lines[group].number(time_ns)))) for group in chosen}
+        return self._whole(chosen, level, known, most)
 
     def _whole(
-        self, chosen: Mapping[Group, int], level: Mapping[Group, int], known: Mapping[Group, Mapping[int, int]]
+        self,
+        chosen: Mapping[Group, int],
+        level: Mapping[Group, int],
+        known: Mapping[Group, Mapping[int, int]],
+        most: Mapping[Group, int],
     ) -> tuple[int, ...] | None:
         """Return whole totals by kind: the first to end get missing micro-batches, the last lose surplus ones."""
         lines = {group: Line(known[group].items()) for group in chosen}
@@ -259,7 +272,7 @@ class Mixes:
             next_ns = {
                 group: lines[group].time_ns(-(-(totals[group] + (left > 0)) // number))
                 for group, number in chosen.items()
-                if left > 0 or totals[group] > number
+                if (totals[group] < most[group] * number if left > 0 else totals[group] > number)
             }
             if not next_ns:
                 return None
@@ -268,10 +281,6 @@ class Mixes:
             step = min(left, chosen[group] - over) if left > 0 else max(left, -(over or chosen[group]))
             totals[group] = max(chosen[group], totals[group] + step)
         return tuple(totals[group] for group in chosen)
-
-    def exact_ns(self, chosen: Chosen, totals: tuple[int, ...]) -> int:
-        """Return the time (ns) of the whole mini-batch with the best stages."""
-        return self.played(chosen, totals, "best")[0]
 
     def played(self, chosen: Chosen, totals: tuple[int, ...], stages: Stages) -> tuple[int, int]:
         """Return the time (ns) of the whole mini-batch, and the place of the kind whose last backward ends last."""
@@ -447,12 +456,12 @@ class Search:
 
     def is_far(self, group: Group, time_ns: float) -> bool:
         """Return whether a kind would have far more, or far fewer, micro-batches than it was simulated with."""
-        number = self._anchor(self.lines[group].number(time_ns))
+        number = self._anchor(group, self.lines[group].number(time_ns))
         played = self.played[group]
         return len(played) < _PLAYS and all(max(number, each) > _FAR * min(number, each) for each in played)
 
-    def _anchor(self, number: float) -> int:
-        return min(anchor(max(1, int(min(number, self.total)))), max(1, self.total - 1))
+    def _anchor(self, group: Group, number: float) -> int:
+        return min(anchor(max(1, int(min(number, self.total)))), self.mixes.types[group[0]].most(group[1]))
 
     def play(self, group: Group, time_ns: float) -> None:
         """Simulate a pipeline of this kind with about as many micro-batches as it finishes in this time (ns)."""
@@ -461,7 +470,7 @@ class Search:
         else:
             place = self.place[group]
             number = float(np.interp(time_ns / self.ratios[place], self.bounds[:, place], self.bound_numbers))
-        self.played[group] = self.played.get(group, frozenset()) | {self._anchor(number)}
+        self.played[group] = self.played.get(group, frozenset()) | {self._anchor(group, number)}
         self.replace(group)
 
     def replace(self, group: Group) -> None:
@@ -493,13 +502,15 @@ class Search:
         """Return the times of a pipeline of a simulated kind, as one of D pipelines."""
         key = group, num_replicas, self.played[group]
         if key not in self.mixes.lines:
-            depth, alone_ns = group[1], self.mixes.types[group[0]].alone_ns
+            depth, pipelines = group[1], self.mixes.types[group[0]]
+            alone_ns, most = pipelines.alone_ns, pipelines.most(depth)
             times_ns: dict[int, int] = {}
             for number in sorted(self.played[group]):
                 is_few = number <= _FEW
                 others = (max(1, number * 3 // 4), number + 1) if is_few else (number * 3 // 4,)
                 for each in others:
-                    times_ns.setdefault(each, alone_ns(depth, each, num_replicas, None if is_few else number))
+                    if each <= most:
+                        times_ns.setdefault(each, alone_ns(depth, each, num_replicas, None if is_few else number))
                 times_ns[number] = alone_ns(depth, number, num_replicas)
             self.mixes.lines[key] = Line(_growing(times_ns).items())
         return self.mixes.lines[key]
@@ -545,7 +556,7 @@ class Search:
 
     def least_time(self, without: frozenset[Group], least_ns: float) -> tuple[float, Chosen] | None:
         """Return the least time (ns) in which some pipelines finish all micro-batches, and these pipelines."""
-        high = max(least_ns, float(self.times_ns.min(initial=NEVER)))
+        high = max(least_ns, float(self.times_ns.min(initial=NEVER, where=self.times_ns > 0)))
         if high >= NEVER:
             return None
         low = high

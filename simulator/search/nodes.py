@@ -27,7 +27,7 @@ from simulator.inputs.placement import Placement, place_pipelines
 from simulator.inputs.request import PlanRequest
 from simulator.search.mixes import Chosen, Mixes, Search
 from simulator.search.pipelines import Pipelines, Stages
-from simulator.search.pools import WORTH, Pools
+from simulator.search.pools import Pools
 from simulator.search.sweep import Sweep
 
 Rows = tuple[tuple[int, ...], ...]
@@ -119,12 +119,12 @@ class _OnNodes:
             Pools(profile, lone, names, [Sweep(each, lone, lone.conditions(None)) for each in of_types])
             for of_types in (near, profiles)
         )
-        self.schedule = request.schedule
+        self.request, self.schedule = request, request.schedule
         self.is_tiny = sum(self.gpus) <= _TINY
 
     def best(self, equal: Sequence[Outcome]) -> Simulation | None:
         """See :func:`unequal_on_nodes`."""
-        best, below = None, equal[0].mini_batch_ns * WORTH
+        best, below = None, equal[0].mini_batch_ns * self.request.worth
         for size, schedule in self._promising(equal, below):
             near, far = self.near.mixes(size, schedule), self.far.mixes(size, schedule)
             for chosen in self._chosen(near, far, below):

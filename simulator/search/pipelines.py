@@ -58,6 +58,7 @@ class Pipelines:
         self.total = self.settings[0].num_micro_batches
         self._costs: dict[tuple[int, int, bool], StageCosts | None] = {}
         self._ended: dict[tuple[int, int, bool], Ended] = {}
+        self._most: dict[int, int] = {}
 
     @property
     def node_types(self) -> tuple[str, ...]:
@@ -105,10 +106,22 @@ class Pipelines:
         best stages takes most of the time of a search. On several types of node the most even stages may be better,
         because all types are then cut alike.
         """
-        key = depth, min(anchor(num_micro_batches), max(1, self.total - 1)), stages != "best"
+        quick = stages != "best"
+        key = depth, min(anchor(num_micro_batches), self.most(depth)), quick
+        if key[1] < num_micro_batches:
+            return None
         if key not in self._costs:
             self._costs[key] = self._best(*key)
         return self._costs[key]
+
+    def most(self, depth: int) -> int:
+        """Return the most micro-batches with which P stages fit in memory beside other pipelines; 0: none fit."""
+        if depth not in self._most:
+            numbers = range(1, max(2, self.total))
+            self._most[depth] = bisect_left(
+                numbers, True, key=lambda number: not any(each.fits(depth, number) for each in self.settings)
+            )
+        return self._most[depth]
 
     def _best(self, depth: int, number: int, quick: bool) -> StageCosts | None:
         counts = (number,) * max(2, round(self.total / number))

@@ -276,6 +276,8 @@ def _plan_pool(
     prices = None if request.objective == "examples_per_s" else prices_of(request, pools.names)
     if nodes:
         ranked = pools.equal(gpus, 1 + num_runners_up)
+        if not ranked:
+            raise pools.too_small(gpus)
         best_of_type = {each.node_types: each for each in reversed(ranked)}.values()
         outcomes = [each.outcome for each in sorted(best_of_type, key=lambda each: each.mini_batch_ns) if each.outcome]
         unequal = unequal_on_nodes(profile, request, nodes, pool.types, outcomes)

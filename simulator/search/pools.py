@@ -1,9 +1,10 @@
 """Finds the best plan for GPUs of one or several types: equal pipelines, unequal ones, or pipelines over two types.
 
 A :class:`Sweep` finds the equal pipelines on each type. Mixes are then searched with the micro-batch sizes that suit
-equal pipelines, and replace equal pipelines if they take 0.1 % less time. A mix of all GPUs is not always the best:
-mixes of fewer GPUs that might be as fast are searched, too, so that an added GPU never makes a plan slower. Mixes with
-pipelines over two types (:mod:`simulator.search.two_types`) also replace others if they take 0.1 % less time.
+equal pipelines, and replace equal pipelines if they are faster by more than the request's tolerance. A mix of all GPUs
+is not always the best: mixes of fewer GPUs that might be as fast are searched, too, so that an added GPU never makes a
+plan slower. Mixes with pipelines over two types (:mod:`simulator.search.two_types`) also replace others if they are
+that much faster. Of mixes that are about as fast, the one with fewest kinds of pipelines is chosen.
 """
 
 from __future__ import annotations
@@ -30,8 +31,6 @@ from simulator.search.pipelines import Pipelines
 from simulator.search.sweep import Sweep
 from simulator.search.two_types import TwoTypes
 
-WORTH = 0.999
-"""Unequal pipelines replace equal ones if they take at most this fraction of their time."""
 _SIZES, _MANY = 4, 64
 """The number of micro-batch sizes that are tried, in the order of their bounds. With more than ``_MANY`` GPUs only one
 size is tried."""
@@ -116,11 +115,7 @@ class Pools:
         self._two_types: dict[tuple[int, Schedule], TwoTypes] = {}
 
     def equal(self, gpus: Sequence[int], count: int = 1, below_ns: float = math.inf) -> list[Found]:
-        """Return the fastest equal pipelines on each type alone, best first, in at most ``below_ns``.
-
-        Raises:
-            PlanError: the job fits on no type. With a ``below_ns`` the list is empty instead.
-        """
+        """Return the fastest equal pipelines on each type alone, best first, in at most ``below_ns``."""
         found = []
         for place, (sweep, number) in enumerate(zip(self.sweeps, gpus, strict=True)):
             depths: Sequence[int] = range(1, min(number, sweep.num_sections) + 1)
@@ -129,8 +124,6 @@ class Pools:
             if depths:
                 outcomes = sweep.fastest(number, depths, count, self.most_replicas, below_ns / 1e9)
                 found += [self.of_outcome(place, outcome) for outcome in outcomes]
-        if not found and below_ns == math.inf:
-            raise self.too_small(gpus)
         return sorted(found, key=lambda each: (each.mini_batch_ns, sum(each.workers)))
 
     def best(self, gpus: Sequence[int], count: int = 1) -> list[Found]:
@@ -139,14 +132,10 @@ class Pools:
         Raises:
             PlanError: the job does not fit.
         """
-        found, refused = list[Found](), None
-        try:
-            found = self._of_one_type_each(gpus, count)
-        except PlanError as error:
-            refused = error
+        found = self._of_one_type_each(gpus, count)
         crossing = self.crossing(tuple(gpus), found[0] if found else None)
-        if refused is not None and crossing is None:
-            raise refused
+        if not found and crossing is None:
+            raise self.too_small(gpus)
         return ([crossing] if crossing else []) + found[: count - 1 if crossing else count]
 
     def crossing(
@@ -159,7 +148,7 @@ class Pools:
         if sum(number > 0 for number in gpus) < 2:
             return None
         if best is not None:
-            below_ns = min(below_ns, best.mini_batch_ns * WORTH)
+            below_ns = min(below_ns, best.mini_batch_ns * self.request.worth)
         if best is not None and sum(gpus) > _CROSSED and sum(best.workers) >= _BUSY * sum(gpus):
             return None  # the gain would not be worth a search over so many GPUs
         schedule = self.request.schedule or "varuna"
@@ -190,11 +179,11 @@ class Pools:
 
     def _of_one_type_each(self, gpus: Sequence[int], count: int) -> list[Found]:
         mixes = self.unequal(gpus)
-        below_ns = mixes[0].mini_batch_ns / WORTH if mixes else math.inf
+        below_ns = mixes[0].mini_batch_ns / self.request.worth if mixes else math.inf
         equal = self.equal(gpus, count, below_ns)
         if equal:
             mixes = self.unequal(gpus, equal) or mixes
-        is_worth = mixes and not (equal and equal[0].mini_batch_ns * WORTH <= mixes[0].mini_batch_ns)
+        is_worth = mixes and not (equal and equal[0].mini_batch_ns * self.request.worth <= mixes[0].mini_batch_ns)
         return (mixes + equal if is_worth else equal + mixes)[:count]
 
     def of_outcome(self, place: int, outcome: Outcome) -> Found:
@@ -206,7 +195,7 @@ class Pools:
     def unequal(self, gpus: Sequence[int], equal: Sequence[Found] = ()) -> list[Found]:
         """Return the fastest mixes on these GPUs or fewer, best first, that surpass the best equal pipelines."""
         best: list[Found] = []
-        below = equal[0].mini_batch_ns * WORTH if equal else math.inf
+        below = equal[0].mini_batch_ns * self.request.worth if equal else math.inf
         for size, schedule in self.promising(tuple(gpus), equal, below):
             mixes = self.mixes(size, schedule)
             for subset in self._subsets(mixes, tuple(gpus), below):
@@ -214,7 +203,12 @@ class Pools:
                 if found:
                     best = [*(self.of_mix(mix, mixes) for mix in found), *best]
                     below = float(best[0].mini_batch_ns)
-        return best
+        simplest = min(
+            (each for each in best if each.mini_batch_ns * self.request.worth <= below),
+            key=lambda each: (each.num_kinds, each.mini_batch_ns),
+            default=None,
+        )
+        return [each for each in best if each is simplest] + [each for each in best if each is not simplest]
 
     def promising(self, gpus: tuple[int, ...], equal: Sequence[Found], below_ns: float) -> list[tuple[int, Schedule]]:
         """Return micro-batch sizes and schedules for mixes: those of equal pipelines, and the most promising others.
@@ -271,7 +265,7 @@ class Pools:
             known = [least[each] for each in fewer if each in least]
             best = min(alone, key=lambda each: (each.mini_batch_ns, sum(each.workers)), default=None)
             if best is not None:
-                below = min([best.mini_batch_ns * WORTH, *(each.mini_batch_ns for each in known)])
+                below = min([best.mini_batch_ns * self.request.worth, *(each.mini_batch_ns for each in known)])
                 for mix in mixes.best(gpus, below)[:1] if sum(gpus) > 1 else ():
                     if mix.mini_batch_ns < below:
                         known.append(self.of_mix(mix, mixes))
@@ -280,7 +274,7 @@ class Pools:
             known += [crossing] if crossing else []
             if known:
                 least[gpus] = min(known, key=lambda each: each.mini_batch_ns)
-            if best is not None and not (known and least[gpus].mini_batch_ns < best.mini_batch_ns * WORTH):
+            if best is not None and not (known and least[gpus].mini_batch_ns < best.mini_batch_ns * self.request.worth):
                 yield gpus, best
             elif known:
                 yield gpus, least[gpus]

@@ -35,7 +35,7 @@ from simulator.inputs.request import PlanRequest
 from simulator.search.choice import PlanChoice
 from simulator.search.mixes import Mixes
 from simulator.search.objectives import Cheapest, Shape, usd_per_h_of
-from simulator.search.pools import WORTH, Found, Pools
+from simulator.search.pools import Found, Pools
 from simulator.search.sweep import Sweep
 
 Floats = npt.NDArray[np.float64]
@@ -287,7 +287,7 @@ def cheapest(pools: Pools, gpus: Sequence[int], equal: Sequence[Found], usd_per_
     def cost(found: Found) -> float:
         return _cost(pools, found, usd_per_h)
 
-    best, below = None, cost(equal[0]) * WORTH if equal else math.inf
+    best, below = None, cost(equal[0]) * pools.request.worth if equal else math.inf
     for size, schedule in pools.promising(tuple(gpus), equal, math.inf):
         mixes = pools.mixes(size, schedule)
         for subset in _cheap_subsets(mixes, tuple(gpus), usd_per_h):
@@ -295,7 +295,7 @@ def cheapest(pools: Pools, gpus: Sequence[int], equal: Sequence[Found], usd_per_
                 if cost(found := pools.of_mix(mix, mixes)) < below:
                     best, below = found, cost(found)
     crossing = _cheapest_crossing(pools, tuple(gpus), best or (equal[0] if equal else None), usd_per_h)
-    if crossing is not None and cost(crossing) < below * (WORTH if best else 1):
+    if crossing is not None and cost(crossing) < below * (pools.request.worth if best else 1):
         return crossing
     if best is None and not equal:
         raise pools.too_small(gpus)
@@ -355,7 +355,7 @@ def _cheapest_crossing(
     """Return the cheapest mix with pipelines over two types that costs less than the best answer; None: none does."""
     found, below = None, math.inf
     if best is not None:
-        below = _cost(pools, best, usd_per_h) * WORTH
+        below = _cost(pools, best, usd_per_h) * pools.request.worth
     schedule = pools.request.schedule or "varuna"
     for size in pools.crossing_sizes(gpus, best, schedule) if sum(number > 0 for number in gpus) > 1 else ():
         for least, subset in pools.two_types_of(size, schedule).cheap(gpus, usd_per_h):

@@ -46,6 +46,7 @@ _HOPEFUL = {True: 1.05, False: 1.0}
 """A mix is tried if its estimate is at most this many times the time to surpass, for tiny pools (True) and others."""
 _HOPE = 0.5
 """A time is assumed to exceed its bound by this fraction of the least relative excess simulated for one type."""
+Floats = npt.NDArray[np.float64]
 _SLOWER, _LENGTHS, _CHEAP = 16.0, 12, 3
 """As in :mod:`simulator.search.purchases`."""
 _LONG = 8
@@ -203,7 +204,7 @@ class SplitPipelines(Pipelines):
         self.sweep, self.schedule, self.total = first.sweep, first.schedule, first.total
         self.settings = tuple(setting.under(first.schedule) for setting in settings)
         self._types = (first.node_type,) * split.num_first + (second.node_type,) * split.num_second
-        self._costs, self._ended = {}, {}
+        self._costs, self._ended, self._most = {}, {}, {}
 
     @property
     def node_types(self) -> tuple[str, ...]:
@@ -231,21 +232,71 @@ def _most_on_both(first, second, gains, alone, others):  # type: ignore[no-untyp
     return best, taken
 
 
+def _most_by_prices(gained: tuple[Ints, Ints, Ints, Ints], alone: Ints, beside: Ints) -> int:
+    """Return an upper bound of the micro-batches on all GPUs of two types.
+
+    If each GPU of a type has a price, and no pipeline finishes more micro-batches than its GPUs cost, then all GPUs
+    together finish no more than they cost. The prices with which they cost least are found by ternary search.
+    """
+    first, second, gains, _ = gained
+    low, high, least = 0.0, math.pi / 2, math.inf
+    numbers = np.arange(1, len(alone)), np.arange(1, len(beside))
+
+    def cost(angle: float) -> float:
+        prices = math.cos(angle), math.sin(angle)
+        dearest = float((gains / (first * prices[0] + second * prices[1])).max(initial=0.0))
+        for price, number, done in zip(prices, numbers, (alone, beside), strict=True):
+            dearest = max(dearest, float((done[1:] / (number * max(price, 1e-12))).max(initial=0.0)))
+        return dearest * (prices[0] * (len(alone) - 1) + prices[1] * (len(beside) - 1))
+
+    for _ in range(_ROUNDS):
+        left, right = low + (high - low) / 3, high - (high - low) / 3
+        costs = cost(left), cost(right)
+        least = min(least, *costs)
+        low, high = (low, right) if costs[0] < costs[1] else (left, high)
+    return int(least + 1e-6)
+
+
 class Splits:
     """Bounds of pipelines on two types of node in one order, for all numbers of stages."""
 
     def __init__(self, borders: Sequence[Border], schedule: Schedule, total: int, most: tuple[int, int]) -> None:
-        self.total = total
-        beside = max(1, total - 1)
-        self.slowest_ns = np.stack([each.bottleneck_ns(schedule, beside, *most) for each in borders]).astype(np.float64)
+        self.borders, self.schedule, self.total, self.most = borders, schedule, total, most
         self.fill_ns = np.array([each.fill_ns for each in borders], np.float64)[:, None, None]
-        self.fits = np.any(self.slowest_ns < NEVER, axis=0)
+        few, alone = self._slowest_ns(1), self._slowest_ns(total)
+        self.fits = np.any((few < NEVER) | (alone < NEVER), axis=0)
+        self._alone_ns = np.where(alone < NEVER, self.fill_ns + (total - 1) * alone, math.inf).min(axis=0)
+
+    def _slowest_ns(self, number: int) -> Floats:
+        """Return the times of the slowest stages if this many micro-batches are in flight, as far as windows allow."""
+        every = [each.bottleneck_ns(self.schedule, number, *self.most) for each in self.borders]
+        return np.stack(every).astype(np.float64)
+
+    @cached_property
+    def _steps(self) -> list[tuple[Floats, int]]:
+        """Times of the slowest stages, each with the number of micro-batches up to which they are lower bounds.
+
+        Fewer micro-batches need smaller windows and so less memory.
+        """
+        few, many = self._slowest_ns(1), self._slowest_ns(max(1, self.total - 1))
+        found = [(many, self.total)]
+        if not np.array_equal(few, many):
+            deepest = min(self.borders[0].num_sections, self.total - 1)
+            numbers = [1 << k for k in range(deepest.bit_length()) if 1 << k < deepest]
+            caps = [number - 1 for number in (*numbers[1:], self.total - 1)]
+            found += zip(map(self._slowest_ns, numbers), caps, strict=True)
+        return found
 
     def gains(self, time_ns: float) -> Ints:
-        """Return the most micro-batches that a pipeline may finish in this time: [first + 1, second + 1]."""
-        number = np.floor((time_ns - self.fill_ns) / self.slowest_ns) + 1
-        found: Ints = np.clip(np.where(self.slowest_ns < NEVER, number, 0), 0, self.total).max(axis=0).astype(np.int64)
-        return found
+        """Return the most micro-batches that a pipeline may finish in this time: [first + 1, second + 1].
+
+        A pipeline alone reduces nothing, so that it may need less memory; then it finishes all micro-batches or none.
+        """
+        found = np.zeros(self.fits.shape)
+        for slowest_ns, most in self._steps:
+            number = np.floor((time_ns - self.fill_ns) / slowest_ns) + 1
+            found = np.maximum(found, np.clip(np.where(slowest_ns < NEVER, number, 0), 0, most).max(axis=0))
+        return np.where(self._alone_ns <= time_ns, self.total, found).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -305,7 +356,8 @@ class TwoTypes:
 
     def least_ns(self, gpus: tuple[int, ...]) -> float:
         """Return the estimated time of the best such mix; inf if there is none."""
-        return min((self._least_time(pair, gpus, math.inf) for pair in self._pairs(gpus)), default=math.inf)
+        search = self.mixes.search(gpus)
+        return min((self._least_time(search, pair) for pair in self._pairs(gpus)), default=math.inf)
 
     def cheap(self, gpus: tuple[int, ...], usd_per_h: Sequence[float]) -> list[tuple[float, tuple[int, ...]]]:
         """Return GPUs of two types that may have the fewest dollars per example, for mini-batches of several lengths.
@@ -315,10 +367,10 @@ class TwoTypes:
         found: dict[tuple[int, ...], float] = {}
         for pair in self._pairs(gpus):
             only = tuple(number if kind in pair else 0 for kind, number in enumerate(gpus))
-            shortest_ns = self._least_time(pair, only, math.inf)
+            search = self.mixes.search(only)
+            shortest_ns = self._least_time(search, pair)
             for time_ns in np.geomspace(shortest_ns, shortest_ns * _SLOWER, _LENGTHS) if shortest_ns < math.inf else ():
-                done = self.mixes.search(only).done(time_ns)
-                gained = self._gains(pair, only, time_ns)[:3]
+                done, gained = search.done(time_ns), self._gains(search, pair, time_ns)[:3]
                 best, _ = _most_on_both(*gained, *(done[kind] for kind in pair))
                 prices = np.add.outer(*(np.arange(gpus[kind] + 1) * usd_per_h[kind] for kind in pair))
                 ends = np.unravel_index(np.where(best >= self.total, prices, math.inf).argmin(), prices.shape)
@@ -368,61 +420,67 @@ class TwoTypes:
             self._borders[i, j] = list(found.values())
         return self._borders[i, j]
 
-    def _gains(self, pair: tuple[int, int], gpus: Sequence[int], time_ns: float) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return the splits on these GPUs that gain anything: stages on each type, micro-batches, and the order."""
-        (i, j), deepest = pair, self.sweeps[0].num_sections - 1
+    def _gains(self, search: Search, pair: tuple[int, int], time_ns: float) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return the splits that gain anything: stages on each type, micro-batches, and the order.
+
+        Their times are bounds if nothing was simulated in this search, else estimates.
+        """
+        (i, j), gpus, deepest = pair, search.gpus, self.sweeps[0].num_sections - 1
         most = min(gpus[i], deepest), min(gpus[j], deepest)
-        search = self.mixes.search(tuple(gpus))
         played = [float(search.ratios[search.place[group]]) for group in search.lines]
         time_ns /= 1 + _HOPE * (min(played, default=1.0) - 1)
         there = self._splits_of(i, j, most).gains(time_ns)[: most[0] + 1, : most[1] + 1]
         back = self._splits_of(j, i, most[::-1]).gains(time_ns)[: most[1] + 1, : most[0] + 1].T
         gains, order = np.maximum(there, back), (back > there).astype(np.int64)
         first, second = np.nonzero(gains)
-        if gpus[i] * gpus[j] > _MANY_PLACES and len(first) > _DENSE:
-            speeds = [1 / sweep.settings[0].sections.backward_sum_ns[-1] for sweep in (self.sweeps[i], self.sweeps[j])]
-            density = gains[first, second] / (first * speeds[0] + second * speeds[1])
-            kept = np.sort(np.argsort(-density, kind="stable")[:_DENSE])
-            first, second = first[kept], second[kept]
         return first, second, gains[first, second], order[first, second]
 
-    def _done(self, pair: tuple[int, int], gpus: Sequence[int], time_ns: float) -> int:
-        """Return the most micro-batches in this time (ns), by present estimates."""
-        done, (first, second, gains, _) = self.mixes.search(tuple(gpus)).done(time_ns), self._gains(pair, gpus, time_ns)
-        others = sum(int(each[-1]) for kind, each in enumerate(done) if kind not in pair)
-        best, _ = _most_on_both(first, second, gains, done[pair[0]], done[pair[1]])
-        return int(best[-1, -1]) + others
+    def _densest(self, pair: tuple[int, int], gained: tuple[Ints, Ints, Ints, Ints]) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return the splits with most micro-batches for the speed of their GPUs."""
+        speeds = [1 / self.sweeps[kind].settings[0].sections.backward_sum_ns[-1] for kind in pair]
+        density = gained[2] / (gained[0] * speeds[0] + gained[1] * speeds[1])
+        kept = np.sort(np.argsort(-density, kind="stable")[:_DENSE])
+        return gained[0][kept], gained[1][kept], gained[2][kept], gained[3][kept]
 
-    def _least_time(self, pair: tuple[int, int], gpus: tuple[int, ...], below_ns: float) -> float:
-        """Return the estimated least time (ns) for all micro-batches; inf if it is not below ``below_ns``."""
-        high = below_ns
-        if high == math.inf:
-            high = float(self._splits_of(*pair, (1, 1)).fill_ns.min())
-            for _ in range(_ROUNDS):
-                if self._done(pair, gpus, high) >= self.total:
-                    break
-                high *= 2
-            else:
-                return math.inf
-        elif self._done(pair, gpus, high) < self.total:
+    def _done(self, search: Search, pair: tuple[int, int], time_ns: float) -> int:
+        """Return the most micro-batches in this time (ns), by the bounds or estimates of a search."""
+        done, gained = search.done(time_ns), self._gains(search, pair, time_ns)
+        alone, beside = (done[kind] for kind in pair)
+        others = sum(int(each[-1]) for kind, each in enumerate(done) if kind not in pair)
+        if len(alone) * len(beside) > _MANY_PLACES:
+            return others + _most_by_prices(gained, alone, beside)
+        return others + int(_most_on_both(*gained[:3], alone, beside)[0][-1, -1])
+
+    def _least_time(self, search: Search, pair: tuple[int, int]) -> float:
+        """Return the least time (ns) for all micro-batches, by the bounds or estimates of a search; inf: never."""
+        high = float(self._splits_of(*pair, (1, 1)).fill_ns.min())
+        for _ in range(_ROUNDS):
+            if self._done(search, pair, high) >= self.total:
+                break
+            high *= 2
+        else:
             return math.inf
         low = high / 2
-        while self._done(pair, gpus, low) >= self.total:
+        while self._done(search, pair, low) >= self.total:
             low, high = low / 2, low
         while high - low > _NEAR * high:
             middle = (low + high) / 2
-            low, high = (low, middle) if self._done(pair, gpus, middle) >= self.total else (middle, high)
+            low, high = (low, middle) if self._done(search, pair, middle) >= self.total else (middle, high)
         return high
 
     def _hopeful(self, gpus: tuple[int, ...], below_ns: float) -> list[tuple[dict[Split, int], Chosen]]:
-        """Return mixes that may take less than ``below_ns``, the most promising first."""
-        found: list[tuple[int, int, dict[Split, int], Chosen]] = []
+        """Return mixes that may take less than ``below_ns`` by their bounds, the most promising by estimates first."""
+        found: list[tuple[float, int, dict[Split, int], Chosen]] = []
+        search, bounds = self.mixes.search(gpus), self.mixes.bounds(gpus)
         for pair in self._pairs(gpus):
-            time_ns = self._least_time(pair, gpus, below_ns)
+            if below_ns < math.inf and self._done(bounds, pair, below_ns) < self.total:
+                continue
+            time_ns = self._least_time(search, pair)
             if time_ns == math.inf:
                 continue
-            search = self.mixes.search(gpus)
-            gained, done = self._gains(pair, gpus, time_ns), search.done(time_ns)
+            gained, done = self._gains(search, pair, time_ns), search.done(time_ns)
+            if len(gained[0]) > _DENSE and math.prod(len(done[kind]) for kind in pair) > _MANY_PLACES:
+                gained = self._densest(pair, gained)
             for splits in self._ways(pair, gpus, gained, done):
                 used = self.gpus_of(splits, ())
                 left = tuple(number - taken for number, taken in zip(gpus, used, strict=True))
@@ -433,7 +491,7 @@ class TwoTypes:
                     num_done += number * places[ends if split.first == pair[0] else ends[::-1]]
                 others = self._without_spare(others, search, time_ns, num_done - self.total)
                 if sum(splits.values()) + sum(number for _, number in others) <= self.mixes.most_replicas:
-                    found.append((-num_done, len(splits) + len(others), splits, others))
+                    found.append((time_ns / num_done, len(splits) + len(others), splits, others))
         return [(splits, others) for _, _, splits, others in sorted(found, key=lambda each: each[:2])]
 
     def _near(
@@ -481,7 +539,8 @@ class TwoTypes:
         worth = []
         for place in range(len(first)):
             a, b = int(first[place]), int(second[place])
-            for number in range(1, min(gpus[i] // a, gpus[j] // b) + 1):
+            needed = -(-self.total // int(gains[place]))
+            for number in range(1, min(gpus[i] // a, gpus[j] // b, needed) + 1):
                 whole = number * int(gains[place]) + int(done[i][gpus[i] - number * a] + done[j][gpus[j] - number * b])
                 worth.append((-whole, number, place))
         nearest = sorted(worth)[: _LOOKED_AT[sum(gpus) <= _TINY]]

@@ -474,6 +474,21 @@ def test_a_job_ends_with_its_steps_or_its_dollars() -> None:
         assert not spent.finished
 
 
+def test_a_run_that_gives_up_says_so_and_is_compared_over_equal_hours() -> None:
+    """One VM alone holds no plan of this job, and the second comes after two days."""
+    rules = JOB.policy.rules
+    rules = rules.model_copy(update={"wait": rules.wait.model_copy(update={"vms_patience_s": 3600.0})})
+    job = JOB.model_copy(update={"policy": JOB.policy.model_copy(update={"rules": rules})})
+    trace, until = trace_of((0.0, "+a"), (2 * 86400.0, "+b")), Until(kind="hours", amount=83)
+    gone, other = (play(job, trace, until=until, seed=0, prices=PRICES, name="") for play in (play_morph, play_restart))
+    assert gone.gave_up == "gave up after 1 of 83 hours: there were never 2 ready workers within 3600 s"
+    assert (gone.hours, gone.steps, gone.finished) == (83, 0, False)
+    assert other.hours == 83
+    assert other.steps > 0
+    assert not other.gave_up
+    assert list(frame_of([gone, other])["gave_up"]) == [gone.gave_up, ""]
+
+
 @pytest.mark.slow
 def test_processes_give_what_one_gives_in_the_same_order() -> None:
     cases = tuple((f"{seed}", seed, drawn(seed, 300)) for seed in range(2))

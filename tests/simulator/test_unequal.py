@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise, permutations, product
 from typing import Literal
 
@@ -34,11 +34,12 @@ from simulator.inputs.placement import Placement
 from simulator.inputs.synthetic import with_type
 from simulator.search.mixes import Chosen, Mixes, Search
 from simulator.search.pipelines import Stages
-from simulator.search.pools import WORTH, Pools
+from simulator.search.pools import Pools
 from simulator.search.purchases import cheapest_enough
-from simulator.search.two_types import Split, TwoTypes
 from tests.seeds import each_seed
 from tests.simulator.test_reductions import random_job
+
+WORTH = PlanRequest().worth
 
 
 def sections_of(profile: Profile, cuts: Sequence[int], types: Sequence[str]) -> SectionCosts:
@@ -153,6 +154,13 @@ def test_no_worker_waits_for_the_optimizer_step_of_a_slower_type(engine: EngineN
     assert begins_s == pytest.approx([0, 0.4])
 
 
+def test_an_explanation_is_of_the_kind_of_pipeline_that_is_through_last() -> None:
+    profile = synthetic_profile(num_sections=4, forward_s=0.05, overhead_s=0, latency_s=0, parameter_bytes=1000)
+    kinds = [([0], (5,), [""]), ([0, 1, 2, 3], (2,), ["t4"] * 4)]
+    found = mix(with_type(profile, "t4", 10.0), kinds)
+    assert "2 micro-batches per replica are few for 4 stages" in found.explanation
+
+
 def test_slow_workers_of_an_unequal_plan_are_those_of_its_stages() -> None:
     profile = synthetic_profile(num_sections=4, batch_size=6, micro_batch_size=1)
     plan = mix(profile, [([0, 2], (2,), ["", ""]), ([0], (2, 2), [""])]).plan
@@ -192,72 +200,6 @@ def random_pool(rng: np.random.Generator) -> tuple[Profile, dict[str, int]]:
         of_zones = [("@a", "t4@b"), ("@a", "@b")][int(rng.integers(2))]
         counts, profile = dict(zip(of_zones, counts.values(), strict=True)), over_zones(rng, profile)
     return with_type(profile, "t4", slower, limit), counts
-
-
-def splits_of(gpus: Sequence[int], num_sections: int) -> list[Split]:
-    """Every pipeline over two types that these GPUs can form."""
-    return [
-        Split(i, j, a, b)
-        for i, j in permutations(range(len(gpus)), 2)
-        for a, b in product(range(1, gpus[i] + 1), range(1, gpus[j] + 1))
-        if a + b <= num_sections
-    ]
-
-
-def fastest_of_all(pools: Pools, gpus: Sequence[int]) -> int:
-    """Return the best time over every multiset of pipelines, on one type or over two, with every share."""
-    two_types = TwoTypes(pools.mixes(1, "varuna"), pools.of_size(1))
-    joint, best = (
-        two_types.joint,
-        min((each.mini_batch_ns for each in pools.equal(gpus, below_ns=2.0**62)), default=2**62),
-    )
-    for splits in multisets(splits_of(gpus, pools.sweeps[0].num_sections), tuple(gpus), two_types):
-        left = tuple(number - used for number, used in zip(gpus, two_types.gpus_of(splits, ()), strict=True))
-        others = (
-            [*Search(two_types.mixes, left).all_mixes(), *alone_on(two_types.mixes, left)]
-            if splits
-            else (Search(two_types.mixes, left).all_mixes())
-        )
-        for other in others:
-            chosen = two_types.chosen(splits, other)
-            numbers = [number for _, number in chosen]
-            if sum(numbers) == 1:
-                outcome = two_types.equal(*next(iter(splits.items())))
-                best = min(best, best if outcome is None else outcome.mini_batch_ns)
-            elif sum(numbers) <= joint.total:
-                for totals in product(*(range(number, joint.total + 1) for number in numbers[:-1])):
-                    last = joint.total - sum(totals)
-                    if last >= numbers[-1]:
-                        best = min(best, joint.exact_ns(chosen, (*totals, last)))
-    return best
-
-
-def multisets(splits: Sequence[Split], gpus: tuple[int, ...], two_types: TwoTypes) -> Iterator[dict[Split, int]]:
-    """Of such pipelines, the empty one too, that fit on these GPUs side by side."""
-    if not splits:
-        yield {}
-        return
-    first, *others = splits
-    for number in range(sum(gpus) // first.depth + 1):
-        here = {first: number} if number else {}
-        left = tuple(has - used for has, used in zip(gpus, two_types.gpus_of(here, ()), strict=True))
-        if min(left) >= 0:
-            yield from (here | rest for rest in multisets(others, left, two_types))
-
-
-def alone_on(mixes: Mixes, gpus: tuple[int, ...]) -> Iterator[Chosen]:
-    """No pipeline, or one of one type."""
-    yield ()
-    yield from (((group, 1),) for group in Search(mixes, gpus).groups)
-
-
-@pytest.mark.slow
-@each_seed(10, in_long=300)
-def test_plans_of_small_pools_are_hardly_slower_than_the_best_of_all(seed: int) -> None:
-    profile, counts = random_pool(np.random.default_rng(seed))
-    request = PlanRequest(schedule="varuna", recompute=True)
-    pools, gpus = Pools(profile, request, list(counts)), list(counts.values())
-    assert pools.best(gpus)[0].mini_batch_ns <= 1.02 * fastest_of_all(pools, gpus)
 
 
 @each_seed(20)

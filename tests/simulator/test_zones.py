@@ -13,9 +13,8 @@ from morph.contract.pool import Pool, type_and_zone
 from morph.contract.profile import LinkProfile, Profile
 from simulator import PlanChoice, plan, simulate_plan, synthetic_profile
 from simulator.costs.zone_traffic import bytes_between_zones
-from simulator.search.pools import WORTH
 from tests.seeds import each_seed
-from tests.simulator.test_unequal import mix, over_zones, random_pool
+from tests.simulator.test_unequal import WORTH, mix, over_zones, random_pool
 
 LATENCY_S, BYTES_PER_S = 0.01, 1e6
 NUM_BYTES = 1_000_000

@@ -13,7 +13,7 @@ from manager.controller.state.events import NodeFacts
 from manager.simulation.policies.membership import ON_DEMAND, end_of, nothing_paid, usd_of
 from manager.simulation.spot.cluster import SpotCluster, without_cycles
 from manager.simulation.spot.job import SpotJob
-from manager.simulation.spot.outcome import Outcome
+from manager.simulation.spot.outcome import Moment, Outcome
 from manager.simulation.spot.run_end import SpotPrices, Until
 from manager.simulation.spot.vms import Acting
 from morph.contract.lives import Recorded, recorded
@@ -77,15 +77,20 @@ def play_morph(
         lives.setdefault(change.event.node_id, []).append((change, due))
     for of_one in lives.values():
         cluster.env.process(live(of_one))
+    end_s, gave_up = end_of(until, trace), ""
     with without_cycles():
-        _play(cluster, until, end_of(until, trace), told)
-    account = cluster.account
+        _play(cluster, until, end_s, told)
+    account, ended_s = cluster.account, cluster.now_s
+    if cluster.finish is not None and cluster.finish.outcome != "finished":
+        gave_up = f"gave up after {ended_s / 3600:.2g} of {end_s / 3600:.4g} hours: {cluster.finish.sentence}"
+        cluster.moments.append(Moment(ended_s, 0, "", 0.0))
+        ended_s = max(ended_s, end_s)
     changes = sum(before.shape != after.shape for before, after in pairwise(cluster.moments))
     return Outcome(
         policy="morph" if redundancy is None else f"morph-{redundancy}",
         trace=name,
         seed=seed,
-        hours=cluster.now_s / 3600,
+        hours=ended_s / 3600,
         steps=cluster.state.version,
         examples=cluster.state.version * job.batch_size,
         lost_steps=cluster.lost_steps,
@@ -96,6 +101,7 @@ def play_morph(
         parts_s={part: account.part_s(part) / job.gpus_per_vm for part in Part},
         usd=None if nothing_paid(trace, prices) is None else _usd(cluster),
         finished=cluster.finish is not None and cluster.finish.outcome == "finished",
+        gave_up=gave_up,
         moments=tuple(cluster.moments),
     )
 

@@ -24,6 +24,7 @@ class Outcome:
     ``steps``: the steps whose result counts at the end. ``examples``: the samples in them; fewer than steps times the
     batch if a policy drops samples. ``lost_steps``: steps that were run and undone. ``parts_s``: node-seconds by use;
     they add up to ``vm_s``. ``usd``: None without prices. ``finished``: whether all requested steps are done.
+    ``gave_up``: when and why the controller ended the run early, in words; its time goes on without VMs.
     """
 
     policy: str
@@ -40,6 +41,7 @@ class Outcome:
     parts_s: dict[Part, float]
     usd: float | None
     finished: bool
+    gave_up: str = ""
     moments: tuple[Moment, ...] = field(default=(), repr=False)
 
     @property

@@ -119,6 +119,16 @@ def plan_command(
         float | None,
         typer.Option("--budget", metavar="USD", help="Dollars an hour for all that is used (with --price)."),
     ] = None,
+    tolerance_percent: Annotated[
+        float | None,
+        typer.Option(
+            "--tolerance",
+            min=0,
+            max=50,
+            metavar="PERCENT",
+            help="Gain that is worth more kinds of pipelines. Default: 0.1.",
+        ),
+    ] = None,
     jitter_seed: JitterOption = None,
     settings: SettingsOption = None,
     as_json: JsonOption = False,
@@ -135,7 +145,7 @@ def plan_command(
       morph plan profile.json --gpus 6
       morph plan profile.json --gpus 128 --memory-gib 16 --json -o plan.json
       morph plan profile.json --nodes 16x1,4x4
-      morph plan p.json --pool v100=12,t4=12 --price v100=0.9,t4=0.16 --budget 8
+      morph plan gpt2-2.5b-t4.json --pool v100=12,t4=12 --price v100=0.9,t4=0.16 --budget 8
       morph plan profile.json --gpus 16..128 --csv plans.csv --png plans.png
     """
     from morph.contract.profile import load_profile
@@ -175,7 +185,8 @@ def plan_command(
     for line in [*lines, *tables.price_lines(choice)]:
         console.print(line)
     console.print(tables.stage_table(measured, choice.best_simulation))
-    for line in tables.memory_lines(choice.best_simulation):
+    room = tables.room_line(choice, request.memory_bytes)
+    for line in [*tables.memory_lines(choice.best_simulation), *([room] if room else [])]:
         console.print(line)
     if on_types is None and len(choice.best.pipeline_kinds) == 1:
         memory_bytes = request.memory_bytes or measured.environment.device_memory_bytes

@@ -38,6 +38,7 @@ def request_of(context: typer.Context, settings: Conditions) -> PlanRequest:
         "host_memory_bytes": memory_bytes_of(settings.host_memory_gib, "--set host_memory_gib"),
         "usd_per_gpu_hour": None if given.get("usd_per_gpu_hour") is None else price_of(given["usd_per_gpu_hour"]),
         "slow": slow_of(given.get("slow") or ()),
+        "tolerance": None if given.get("tolerance_percent") is None else given["tolerance_percent"] / 100,
     }
     if given.get("nodes") is not None:
         read["num_gpus_per_node"] = node_list(given["nodes"])

@@ -48,7 +48,11 @@ def show(name: str, outcomes: Sequence[Outcome]) -> None:
         )
     columns = ["policy", "hours", "steps", "examples/s", "lost time", "lost steps", "changes", "$", "examples/$"]
     title = f"{name}: {num} trace{'s' if num > 1 else ''}" + (", means with 95 % intervals" if num > 1 else "")
-    wide_console(WIDTH).print(table(title, columns, rows, left=1, light=True))
+    console = wide_console(WIDTH)
+    console.print(table(title, columns, rows, left=1, light=True))
+    for one in outcomes:
+        if one.gave_up:
+            console.print(f"{one.policy}{f' on {one.trace}' if num > 1 else ''} {one.gave_up}")
 
 
 def _mean(values: Sequence[float]) -> float:
