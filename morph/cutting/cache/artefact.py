@@ -30,7 +30,7 @@ from morph.cutting.sections.section import BoundaryTensor, Constants, CutModel, 
 Json = Any
 MOST_BYTES = 256 << 20
 """Most bytes of one artefact's JSON. A graph of 96 layers takes 5 MB."""
-_FORM = 4
+_FORM = 5
 _FOLDER = "<folder of the job>/"
 _MOST_DATA_BYTES = 1 << 16
 """Most bytes of one tensor from outside the constructor or the forward; larger ones are weights."""
