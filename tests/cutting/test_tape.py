@@ -160,8 +160,10 @@ def with_numpy_and_python() -> nn.Module:
 
 def an_adapter_over_a_seeded_base() -> nn.Module:
     transformers.set_seed(5)
-    sizes = dict(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
-    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    base = transformers.LlamaForCausalLM(config)
     return peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian"))
 
 
