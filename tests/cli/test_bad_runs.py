@@ -84,7 +84,10 @@ def test_a_device_that_this_machine_lacks_is_refused(
         (HEADER + "0,add,x\n1,explode,x\n", ", line 3: event: is not a kind of event (got 'explode')"),
         (HEADER + "0,add,x\n1,remove,y\n", ", line 3: node_id: node is not there (got 'y')"),
         (HEADER + "0,add,x\n0,add,x\n", ", line 3: node_id: node is already there (got 'x')"),
-        (HEADER + "5,add,x\n4,add,y\n", ", line 3: time_s: time steps back (got 4.0); allowed: at least 5.0"),
+        (
+            HEADER + "5,add,x\n4,add,y\n",
+            ", line 3: time_s: time steps back, so the file is not sorted by time (got 4.0)",
+        ),
         (HEADER + "0,add\n", ", line 2: wrong number of columns; allowed: 3 columns"),
         (HEADER, ": holds no events"),
     ],
@@ -159,7 +162,12 @@ def test_a_wrong_profile_is_refused_by_every_command_that_reads_it(
 
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [("absent.json", "cannot be read: No such file"), ("jobs.py", "Invalid JSON"), ("", "cannot be read: Is a dir")],
+    [
+        ("absent.json", "does not exist; allowed: a JSON file that `morph calibrate JOB -o FILE` wrote"),
+        ("jobs.py", "is not a profile; allowed: a JSON file that `morph calibrate JOB -o FILE` wrote"),
+        ("run.yaml", "is not a profile; allowed: a JSON file that `morph calibrate JOB -o FILE` wrote"),
+        ("", "cannot be read: Is a dir"),
+    ],
 )
 def test_a_file_that_is_not_a_profile_is_refused(given: Given, name: str, problem: str) -> None:
     assert f"{given.folder / name}: {problem}" in given.run_refused(profile=given.folder / name)
