@@ -69,11 +69,11 @@ class Packed:
         found = checked_lengths(lengths(dataset) if callable(lengths) else lengths, len(dataset), [length], "dataset")
         self._dataset, self._length, self._padding = dataset, length, padding or {}
         self._lengths = found
-        self._packs = packs(found.tolist(), length)
+        self.packs = packs(found.tolist(), length)
 
     def __len__(self) -> int:
         """Return the number of samples."""
-        return len(self._packs)
+        return len(self.packs)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return a sample, every entry of which is [length].
@@ -81,15 +81,16 @@ class Packed:
         Raises:
             JobError: an entry of a document is not as long as the document.
         """
+        return self.sample(self.packs[index])
+
+    def sample(self, documents: Sequence[int]) -> dict[str, Tensor]:
+        """Return the sample of these documents, which fit into it, in this order; errors are those of items."""
         parts: dict[str, list[Tensor]] = {}
-        filled = 0
-        for document in self._packs[index]:
-            size = int(self._lengths[document])
+        sizes = [int(self._lengths[document]) for document in documents]
+        for document, size in zip(documents, sizes, strict=True):
             for name, entry in self._document(document, size).items():
                 parts.setdefault(name, []).append(entry)
-            filled += size
-        sizes = [int(self._lengths[document]) for document in self._packs[index]]
-        room = self._length - filled
+        room = self._length - sum(sizes)
         for name, entries in parts.items():
             if room:
                 entries.append(entries[0].new_full((room, *entries[0].shape[1:]), padding_of(name, self._padding)))

@@ -188,7 +188,8 @@ class Job:
         num_sections: K. None: chosen from the model's narrow places.
         cut_points: Names of modules (``model.named_modules()``). The model is cut before these modules and nowhere
             else.
-        seed: Seeds the weights, the sample order and all randomness of training.
+        seed: Seeds the weights, the sample order and all randomness of training. Weights that ``model`` draws after it
+            has seeded a generator itself (``torch.manual_seed``) are those of plain PyTorch with that seed.
         accumulation: ``exact`` sums gradients in 64-bit fixed point, so that the result is bit-identical in every
             shape; ``fast`` sums in floating point.
         lr_scheduler: Builds the learning-rate schedule of one optimizer; stepped once per applied step.

@@ -24,6 +24,7 @@ from morph.jobs.job import Job
 from morph.preflight.comparison_cache import compare_once
 from morph.preflight.data_check import check_data, epoch_notes, reading_warnings
 from morph.preflight.mean_loss import loss_warnings
+from morph.preflight.packed_check import check_packed
 from morph.preflight.plain_comparison import PATIENT_FLOPS, QUICK_FLOPS, Comparison, Limits, comparison_note
 from morph.runtime.workloads.job_workload import check_training
 from morph.tracing import DependencyReport, check_dependencies, require_no_violation
@@ -125,7 +126,7 @@ def check(checked: CutJob, effort: Effort) -> Report:
 
     Raises:
         JobError: an optimizer, a schedule or data cannot be used; a step mixes sections, unless that is only reported;
-            or a loss or a plain model fails on real samples.
+            a loss or a plain model fails on real samples; or a model mixes packed documents.
         ExportError: the sections do not compute the same as the plain model.
     """
     report = Report()
@@ -180,6 +181,7 @@ def _loss(checked: CutJob, effort: Effort, report: Report) -> Report:
     frozen = sum(prod(shape) for held in checked.model.constants for shape, _ in held.specs.values())
     if num_elements(checked.model) + frozen > effort.most_parameters:
         return report
+    check_packed(checked.job)
     found = (f"warning: {sentence}" for sentence in loss_warnings(checked.job))
     return replace(report, warnings=(*report.warnings, *found))
 

@@ -26,14 +26,19 @@ class EqualDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
 
     Attributes:
         coarsest: The largest ``eps`` of the floating-point types used in the computation.
+        has_other_backward: Whether there was a batch norm or a draw whose backward does not fit its changed result.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.coarsest = 0.0
+        self.has_other_backward = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``, with these exceptions."""
+        if isinstance(func, OpOverload):
+            is_draw = torch.Tag.nondeterministic_seeded in func.tags and _name(func) != "native_dropout"
+            self.has_other_backward |= is_draw or _name(func) in _STATISTICS
         result = _carry_out(func, args, kwargs or {})
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -41,10 +46,14 @@ class EqualDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
         return result
 
 
+def _name(func: OpOverload) -> str:
+    return func._schema.name.partition("::")[2].removesuffix("_")
+
+
 def _carry_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not isinstance(func, OpOverload):
         return func(*args, **kwargs)
-    name = func._schema.name.partition("::")[2].removesuffix("_")
+    name = _name(func)
     if name in _STATISTICS and torch.is_tensor(args[0]):
         return _normalised(args)
     if torch.Tag.nondeterministic_seeded not in func.tags:

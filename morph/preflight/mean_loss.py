@@ -39,6 +39,9 @@ _ROUNDINGS = 4.0
 """Tolerance of a value, in rounding errors of the least precise type that took part."""
 _SURE = 10.0
 """A pair must be off the mean by this many tolerances to be used to find the reason."""
+_GRADIENT_TOLERANCE, _GRADIENT_ROUNDINGS = 1e-4, 1e3
+_LEAST_SIZE = 1e-4
+"""Gradients smaller than this share of the largest parameter's are judged as if they had its size: mere rounding."""
 _NOTHING = 1e-3
 """A share of the weight up to this counts as 0."""
 _TIMES_WEIGHT = "return morph.Loss(total, weight), which is divided by the weight of the whole mini-batch"
@@ -60,6 +63,7 @@ class LossTrial:
         collate: Makes a batch of samples.
         part: The name of the parts into which Morph divides a batch.
         setting: The name of the setting that gives the size of a part.
+        gradients: Whether gradients are compared too, where the values of the loss show nothing.
     """
 
     loss: Callable[[Any], Any]
@@ -69,6 +73,7 @@ class LossTrial:
     collate: Callable[[Sequence[Any]], Any]
     part: str = "micro-batch"
     setting: str = "micro_batch_size"
+    gradients: bool = False
 
     @property
     def parts(self) -> str:
@@ -117,7 +122,9 @@ def _job_warnings(job: Job) -> tuple[str, ...]:
             made = recipe.batch(samples, [(0, 0)] * len(samples), "dataset()")
             return made.form.build({key: widen(entry) for key, entry in made.entries.items()})
 
-        return mean_warnings(LossTrial(partial(job.loss, model), model, num_at_hand(dataset), read, collate))
+        return mean_warnings(
+            LossTrial(partial(job.loss, model), model, num_at_hand(dataset), read, collate, gradients=True)
+        )
 
     try:
         return tried(_widened)
@@ -160,7 +167,43 @@ def mean_warnings(trial: LossTrial, *, running_s: float = _RUNNING_S) -> tuple[s
         sets += [(finite[0], index) for index in runs.tried if finite and not runs.is_finite(index)]
         names = list(runs.of((runs.tried[0],)))
         found = [sentence for name in names if (sentence := _Judge(runs, looks, name, sets).sentence()) is not None]
+        if trial.gradients and sets and not found:
+            found += _by_gradients(runs, [those for those in (sets[0], sets[-1]) if all(map(runs.is_finite, those))])
     return tuple(found + _left_out(runs))
+
+
+def _by_gradients(runs: _Runs, sets: Sequence[tuple[int, ...]]) -> list[str]:
+    """Compare gradients of samples together and alone, each parameter's by itself.
+
+    A small term of the loss, such as a load balancing loss with a coefficient of 1e-4, is lost in the rounding of the
+    loss's value, but not in the gradients of a router.
+
+    Returns:
+        A sentence on the parameter whose gradient differs most, if that is more than rounding; none if gradients cannot
+        be computed.
+    """
+    worst, shown = 0.0, ""
+    for indices in sets:
+        try:
+            whole, *alone = (runs.gradients(those) for those in (indices, *((index,) for index in indices)))
+        except Exception:  # some operations have no derivative on this device, or under the equal draws
+            return []
+        size = max((float(gradient.norm()) for gradient in whole.values()), default=0.0)
+        for name, gradient in whole.items():
+            total = sum(own[name] for own in alone if name in own)
+            off = float((gradient - total / (1 if "" in runs.totals else len(indices))).norm())
+            relative = off / max(float(gradient.norm()), _LEAST_SIZE * size, 1e-30)
+            if relative > worst:
+                worst, numbers = relative, ", ".join(map(str, indices))
+                shown = f"samples {numbers} together: the gradient of {name} is {100 * relative:.2g}% off"
+    if worst <= max(_GRADIENT_TOLERANCE, _GRADIENT_ROUNDINGS * runs.precision):
+        return []
+    part, setting = runs.trial.part, runs.trial.setting
+    return [
+        f"the gradients of samples run together are not the mean of their separate ones ({shown}): a small term of the "
+        f"loss, such as load balancing, is computed over a batch; in Morph only the m samples of a {part} run "
+        f"together, so the result changes with {setting}, though not with the shape"
+    ]
 
 
 class _Runs:
@@ -235,6 +278,29 @@ class _Runs:
         self.precision = max(self.precision, draws.coarsest)
         self.spent_s += time.thread_time() - begun_s
         return values
+
+    def gradients(self, indices: tuple[int, ...]) -> dict[str, Tensor]:
+        """Return the gradients of these samples' loss, in double precision, by parameter.
+
+        Raises:
+            LossFailed: the model has a batch norm, or draws other than those of a dropout.
+        """
+        trained = {name: value for name, value in self.trial.model.named_parameters() if value.requires_grad}
+        samples = [self._sample(index) for index in indices for _ in range(self.copies)]
+        try:
+            with torch.enable_grad(), EqualDraws() as draws:
+                loss, _ = values_of(self.trial.loss(self.trial.collate(samples)))
+                if draws.has_other_backward:
+                    raise LossFailed
+                found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        finally:
+            self._restore()
+        pairs = zip(trained, found, strict=True)
+        return {
+            name: gradient.to(torch.promote_types(gradient.dtype, torch.float64))
+            for name, gradient in pairs
+            if gradient is not None
+        }
 
     def _sample(self, index: int) -> Any:
         if index not in self._samples:

@@ -404,3 +404,36 @@ def test_a_costly_loss_is_tried_on_one_pair_alone() -> None:
     read = lambda indices: [torch.tensor(float(index)) for index in indices]  # noqa: E731
     assert mean_warnings(LossTrial(costly, nn.Linear(1, 1), 100, read, torch.stack), running_s=0) == ()
     assert sizes == [1, 1, 2]
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.router, self.head = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 4)
+        self.experts = nn.Parameter(torch.randn(4, 16, 16) * 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        shares = self.router(hidden).softmax(-1)
+        chosen = functional.one_hot(shares.argmax(-1), 4).to(shares)
+        self.balance = 4 * (shares.mean(0) * chosen.mean(0)).sum()
+        self.entropy = (shares.mean(0) * shares.mean(0).log()).sum()
+        mixed = torch.einsum("bi,eio->beo", hidden, self.experts) * (shares * chosen)[..., None]
+        return self.head(hidden + mixed.sum(1))
+
+
+@pytest.mark.parametrize(
+    ("term", "coefficient"), [("balance", 1e-4), ("entropy", 2e-4), ("balance", 0.0), ("entropy", 0.0)]
+)
+def test_a_small_term_of_the_whole_batch_shows_in_gradients(tools: Any, term: str, coefficient: float) -> None:
+    def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        value = functional.cross_entropy(model(batch["x"]), batch["y"])
+        return value + coefficient * getattr(model, term)
+
+    draw = torch.Generator().manual_seed(0)
+    items = [{"x": torch.randn(8, generator=draw), "y": torch.tensor(index % 4)} for index in range(64)]
+    told = loss_warnings(tools.make_job(Experts, loss, items))
+    assert [sentence.split("(")[0] for sentence in told] == (
+        ["the gradients of samples run together are not the mean of their separate ones "] if coefficient else []
+    )
+    assert all("the gradient of router.weight is" in sentence for sentence in told)

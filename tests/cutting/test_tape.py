@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import peft
+import pytest
 import torch
+import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from morph.cutting.cache import artefact
 from morph.cutting.deferred_init import tape
 from morph.cutting.deferred_init.construct import LazyTensors, build_model
 
@@ -96,3 +102,95 @@ def test_a_weight_without_numbers_is_laid_out_as_the_weight() -> None:
     for name in values:
         empty, real = values.empty(name, torch.device("cpu")), values[name]
         assert (empty.shape, empty.dtype, empty.stride()) == (real.shape, real.dtype, real.stride()), name
+
+
+def seeded() -> nn.Module:
+    torch.manual_seed(5)
+    return Drawing()
+
+
+def seeded_with_the_jobs_seed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+
+
+def forked() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(4, 8), nn.GRU(8, 3), Drawing())
+
+
+def with_a_generator() -> nn.Module:
+    model, generator = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, generator=generator)
+    nn.init.trunc_normal_(model[1].weight, std=0.3, generator=generator)
+    nn.init.uniform_(model[0].bias[2:7], generator=generator)
+    model.drawn = nn.Parameter(torch.randn(6, generator=generator))
+    return model
+
+
+def with_a_noise_of_its_own() -> nn.Module:
+    torch.manual_seed(7)
+    model = nn.Linear(4, 40)
+    with torch.no_grad():
+        model.weight.copy_(torch.normal(model.weight, 0.1) + torch.nn.functional.dropout(model.weight, 0.5))
+        model.bias.copy_(torch.poisson(model.bias.abs() * 20) + torch.rand(40))
+    return model
+
+
+def with_a_saved_state() -> nn.Module:
+    before = torch.get_rng_state()
+    torch.manual_seed(5)
+    first = nn.Linear(4, 8)
+    torch.set_rng_state(before)
+    torch.manual_seed(int(torch.randint(9, (), generator=torch.Generator().manual_seed(1))))
+    return nn.Sequential(first, nn.Linear(8, 2))
+
+
+def with_numpy_and_python() -> nn.Module:
+    model = nn.Linear(4, 8)
+    np.random.seed(5)
+    random.seed(5)
+    with torch.no_grad():
+        model.weight.copy_(torch.from_numpy(np.random.randn(8, 4)) + np.random.RandomState(5).rand())
+        model.bias.fill_(random.random())
+    return model
+
+
+def an_adapter_over_a_seeded_base() -> nn.Module:
+    transformers.set_seed(5)
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    base = transformers.LlamaForCausalLM(config)
+    return peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian"))
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # of peft with a newer transformers
+@pytest.mark.parametrize("make", [
+    seeded, seeded_with_the_jobs_seed, forked, with_a_generator, with_a_noise_of_its_own, with_a_saved_state,
+    with_numpy_and_python, an_adapter_over_a_seeded_base,
+])  # fmt: skip
+def test_a_constructor_that_seeds_itself_gives_the_weights_of_plain_pytorch(make: Callable[[], nn.Module]) -> None:
+    made = parameters(make, 0)
+    for operation in made.tape.operations if made.tape is not None else ():
+        assert artefact.read_value(artefact.write_value(operation)).function is operation.function
+    with torch.random.fork_rng(devices=[]):
+        plain = dict(make().named_parameters())
+    for name, value in made.all_at_once().items():
+        assert torch.equal(value, plain[name]), name
+        assert torch.equal(made[name], plain[name]), f"{name} alone"
+
+
+def test_layers_after_a_forked_seed_are_drawn_from_the_jobs_seed() -> None:
+    def make() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            first = nn.Linear(4, 8)
+        return nn.Sequential(first, nn.Linear(8, 2))
+
+    one, again, other = (parameters(make, seed).all_at_once() for seed in (0, 0, 1))
+    assert torch.equal(one["0.weight"], other["0.weight"])
+    assert torch.equal(one["1.weight"], again["1.weight"])
+    assert not torch.equal(one["1.weight"], other["1.weight"])

@@ -143,8 +143,12 @@ class BuiltModel:
         return nullcontext() if self.fake_mode is None else tracing(TracingContext(self.fake_mode))
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with which the model can be called: a fake tensor for a fake model."""
-        return tensor if self.fake_mode is None else self.fake_mode.from_tensor(tensor, static_shapes=True)
+        """Return a new tensor with which the model can be called: a fake tensor for a fake model.
+
+        It is made of a copy: the mode returns the same fake tensor, with its fixed number of samples, for the same
+        tensor as long as anything refers to it, such as a result that the model or a hook has kept.
+        """
+        return tensor if self.fake_mode is None else self.fake_mode.from_tensor(tensor.clone(), static_shapes=True)
 
 
 def write_assigned_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> None:
@@ -221,7 +225,7 @@ def _record(make: Callable[[], nn.Module], seed: int) -> BuiltModel:
     # as in torch.export's own mode: torch.export uses a mode that it finds, and requires these values
     shapes = ShapeEnv(tracked_fakes=[], prefer_deferred_runtime_asserts_over_guards=False, trace_asserts=True)
     fake_mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True, export=True)
-    with _seeded(seed), recordable(tape), fake_mode, RecordTape(tape):
+    with _seeded(seed), tape.constructing(), recordable(tape), fake_mode, RecordTape(tape):
         model = make()
     return BuiltModel(model, tape, fake_mode, None)
 

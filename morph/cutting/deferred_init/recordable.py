@@ -67,7 +67,7 @@ def _as_one_operation(original: Callable[..., Tensor], tape: Tape) -> Callable[.
     def write(tensor: Tensor, *numbers: float, generator: torch.Generator | None = None) -> Tensor:
         if not tape.knows(tensor):
             return original(tensor, *numbers, generator=generator)
-        tape.write_initialiser(original, tensor, *numbers)
+        tape.write_initialiser(original, tensor, *numbers, generator=generator)
         return tensor
 
     return write

@@ -4,7 +4,8 @@ The constructor runs under a ``FakeTensorMode``, so that no weight takes memory.
 or changes a storage is written on a tape; views are not written, because a tensor is its storage with a shape. A tensor
 is materialised by replaying, in order, the operations on which its storage depends. Each random operation is seeded by
 the job's seed and its number on the tape, so that a weight does not depend on which other tensors are materialised, or
-where.
+where. Where the constructor has seeded a generator itself, the operation is carried out once while it is recorded, to
+move that generator on, and the tape keeps the generator's state before it.
 
 Tensors that hold data from elsewhere (``torch.tensor([...])``, ``torch.from_numpy``) are real, and so are operations
 among them: they are data on the tape.
@@ -13,7 +14,8 @@ among them: they are data on the tape.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -70,7 +72,8 @@ class Operation:
         overwrites: A storage whose every element it replaces.
         results: Its outputs in flat order; None for values that are not tensors.
         creates: New storages.
-        draw: Number of this operation among the random ones; None if it draws nothing.
+        draw: What it draws with: its number among the random operations, or the state of a generator that the
+            constructor has seeded. None if it draws nothing.
     """
 
     function: Callable[..., Any]
@@ -81,7 +84,7 @@ class Operation:
     overwrites: int | None
     results: tuple[TensorRef | None, ...]
     creates: frozenset[int]
-    draw: int | None
+    draw: int | Tensor | None
 
 
 @dataclass(eq=False)
@@ -91,6 +94,8 @@ class Tape:
     seed: int
     operations: list[Operation] = field(default_factory=list)
     num_draws: int = 0
+    untouched: Tensor | None = None
+    """During the constructor: the state of the global generator as long as the constructor does not seed it."""
     _storages: dict[int, tuple[int, torch.UntypedStorage]] = field(default_factory=dict)
 
     def knows(self, tensor: Tensor) -> bool:
@@ -124,7 +129,54 @@ class Tape:
         self.num_draws += 1
         return self.num_draws - 1
 
-    def write_initialiser(self, function: Callable[..., object], target: Tensor, *numbers: float) -> None:
+    @contextmanager
+    def constructing(self) -> Iterator[None]:
+        """While the block runs, draws from generators that it seeds itself are recorded with their states."""
+        torch.rand(_odd_number(self.seed))  # no seed that the constructor may set gives this state
+        self.untouched = torch.default_generator.get_state()
+        try:
+            yield
+        finally:
+            self.untouched = None
+
+    def seeded_generator(self, given: torch.Generator | None) -> torch.Generator | None:
+        """Return the generator from which an operation draws, if the constructor has seeded it.
+
+        Raises:
+            CannotRecord: it is not a generator of the CPU.
+        """
+        if self.untouched is None:
+            return None
+        if given is not None and given.device.type != "cpu":
+            raise CannotRecord("a generator is not on the CPU")
+        if given is not None and given is not torch.default_generator:
+            return given
+        with unset_fake_temporarily():
+            is_seeded = not torch.equal(torch.default_generator.get_state(), self.untouched)
+        return torch.default_generator if is_seeded else None
+
+    def drawn_with(self, function: Callable[..., Any], args: Any, kwargs: Any, given: torch.Generator | None) -> Any:
+        """Return ``Operation.draw`` for an operation that is about to be recorded, and move its generator on."""
+        generator = self.seeded_generator(given)
+        if generator is None:
+            return self.next_draw()
+        references = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TensorRef)]
+        with unset_fake_temporarily(), torch.no_grad():
+            state = generator.get_state()
+            if function in _OVERWRITES:  # only the target's shape matters
+                made = [_laid_out_as(reference) for reference in references]
+            else:
+                made = self.materialise(references)
+            found = dict(zip(references, made, strict=True))
+            real_args, real_kwargs = tree_map(
+                lambda value: found[value] if isinstance(value, TensorRef) else value, (args, kwargs)
+            )
+            _draw(function, real_args, real_kwargs, generator)
+        return state
+
+    def write_initialiser(
+        self, function: Callable[..., object], target: Tensor, *numbers: float, generator: torch.Generator | None
+    ) -> None:
         """Record a Python function that fills ``target`` at random, in a loop that depends on the numbers."""
         reference = self.reference(target)
         storages = frozenset((reference.storage,))
@@ -138,7 +190,7 @@ class Tape:
                 overwrites=reference.storage if _is_whole(target) else None,
                 results=(),
                 creates=frozenset(),
-                draw=self.next_draw(),
+                draw=self.drawn_with(function, (reference, *numbers), {}, generator),
             )
         )
 
@@ -213,7 +265,7 @@ class RecordTape(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
             with unset_fake_temporarily():
                 return value.item()
         foreign = any(isinstance(tensor, FakeTensor) and not self._tape.knows(tensor) for tensor in tensors)
-        result = func(*args, **kwargs)
+        result = func(*args, **kwargs)  # without values, so that no generator moves on
         if not foreign:
             self._write(func, args, kwargs, result)
         return result
@@ -222,7 +274,9 @@ class RecordTape(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
         with unset_fake_temporarily():
             if torch.Tag.nondeterministic_seeded not in func.tags:
                 return func(*args, **kwargs)
-            return _draw(func, args, kwargs, _seed(self._tape.seed, self._tape.next_draw()))
+            if self._tape.seeded_generator(_given_generator(args, kwargs)) is not None:
+                return func(*args, **kwargs)
+            return _draw(func, args, kwargs, _generator(self._tape.seed, self._tape.next_draw()))
 
     def _write(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
         tape = self._tape
@@ -234,6 +288,9 @@ class RecordTape(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
             return
         packed_args, packed_kwargs = tree_map(self._pack, (args, kwargs))
         references = [leaf for leaf in tree_leaves((packed_args, packed_kwargs)) if isinstance(leaf, TensorRef)]
+        draw = None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            draw = tape.drawn_with(func, packed_args, packed_kwargs, _given_generator(args, kwargs))
         creates = frozenset(tape.add_storage(tensor) for tensor in new)
         writes = frozenset(tape.reference(tensor).storage for tensor in written)
         tape.operations.append(
@@ -248,7 +305,7 @@ class RecordTape(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
                     tape.reference(leaf) if isinstance(leaf, FakeTensor) else None for leaf in tree_leaves(result)
                 ),
                 creates=creates,
-                draw=tape.next_draw() if torch.Tag.nondeterministic_seeded in func.tags else None,
+                draw=draw,
             )
         )
 
@@ -298,7 +355,7 @@ def _replay(operation: Operation, storages: dict[int, torch.UntypedStorage], see
     if operation.draw is None:
         result = operation.function(*args, **kwargs)
     else:
-        result = _draw(operation.function, args, kwargs, _seed(seed, operation.draw))
+        result = _draw(operation.function, args, kwargs, _generator(seed, operation.draw))
     if not operation.creates:
         return
     is_empty = isinstance(operation.function, OpOverload) and operation.function._schema.name.startswith(_EMPTY)
@@ -312,8 +369,8 @@ def _replay(operation: Operation, storages: dict[int, torch.UntypedStorage], see
         storages[reference.storage] = value.untyped_storage()
 
 
-def _draw(function: Callable[..., Any], args: Any, kwargs: Any, seed: int) -> Any:
-    """Carry out a random operation with its own generator; the numbers equal those of the global one with this seed.
+def _draw(function: Callable[..., Any], args: Any, kwargs: Any, generator: torch.Generator) -> Any:
+    """Carry out a random operation with a generator; the numbers equal those of the global one in the same state.
 
     Operations that take no generator (dropout, recurrent layers) draw from the global one, which is restored:
     constructors with such operations run only in the training thread.
@@ -321,9 +378,11 @@ def _draw(function: Callable[..., Any], args: Any, kwargs: Any, seed: int) -> An
     taker, place = (function, None) if not isinstance(function, OpOverload) else _taking_generator(function)
     if taker is None:
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            return function(*args, **kwargs)
-    generator = torch.Generator().manual_seed(seed)
+            torch.default_generator.set_state(generator.get_state())
+            result = function(*args, **kwargs)
+            after = torch.default_generator.get_state()
+        generator.set_state(after)
+        return result
     if place is not None and place < len(args):
         return taker(*args[:place], generator, *args[place + 1 :], **kwargs)
     return taker(*args, **{**kwargs, "generator": generator})
@@ -353,6 +412,23 @@ def _tensor(storages: dict[int, torch.UntypedStorage], reference: TensorRef) -> 
 def _compact(tensor: Tensor) -> Tensor:
     """Release a storage that is larger than the tensor."""
     return tensor if _is_whole(tensor) else tensor.clone()
+
+
+def _given_generator(args: Any, kwargs: Any) -> torch.Generator | None:
+    return next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)), None)
+
+
+def _laid_out_as(reference: TensorRef) -> Tensor:
+    return torch.empty_strided(reference.size, reference.stride, dtype=reference.dtype)
+
+
+def _odd_number(seed: int) -> int:
+    return 1 + 2 * (_seed(seed, -1) % 50_000)
+
+
+def _generator(seed: int, draw: int | Tensor) -> torch.Generator:
+    generator = torch.Generator()
+    return generator.set_state(draw) if isinstance(draw, Tensor) else generator.manual_seed(_seed(seed, draw))
 
 
 def _seed(seed: int, draw: int) -> int:
