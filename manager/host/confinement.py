@@ -326,7 +326,7 @@ def _filter(machine: _Machine) -> bool:
     made.append(returned(_REFUSE | errno.EPROTONOSUPPORT))
     program += [unless(_EQUAL, machine.socket, len(made)), *made, allow]
     instructions = (_Instruction * len(program))(*(_Instruction(*one) for one in program))
-    return _libc.prctl(_SET_FILTER, 2, ctypes.byref(_Program(len(program), instructions)), 0, 0) == 0
+    return bool(_libc.prctl(_SET_FILTER, 2, ctypes.byref(_Program(len(program), instructions)), 0, 0) == 0)
 
 
 def _mount(source: str | None, target: Path, kind: str | None, flags: int) -> None:

@@ -122,11 +122,11 @@ def fetch(
 
 def _proxy_of(parts: SplitResult) -> SplitResult | None:
     """Return the proxy that the environment names for a URL, as curl and requests read it."""
-    from urllib.request import getproxies_environment, proxy_bypass_environment
+    from urllib.request import getproxies, proxy_bypass
 
-    known = getproxies_environment()
+    known = getproxies()
     found = known.get(parts.scheme) or known.get("all")
-    if not found or proxy_bypass_environment(parts.netloc.rpartition("@")[2], known):
+    if not found or proxy_bypass(parts.netloc.rpartition("@")[2]):
         return None
     proxy = urlsplit(found if "://" in found else f"http://{found}")
     try:
