@@ -238,7 +238,7 @@ def outside(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
                 listener.bind(address)
                 listener.listen()
             port = listeners.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            for path in (folder, *folder.iterdir(), shared, os.ttyname(other_end)):
+            for path in (folder, *folder.iterdir(), shared, Path(os.ttyname(other_end))):
                 os.chown(path, uid, uid)
             yield {
                 "uid": uid,
