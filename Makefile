@@ -12,7 +12,8 @@
 #   make test-trackers  TensorBoard, Weights & Biases and MLflow, installed for it: read back with their own readers
 #   make test-slurm  a run on a real Slurm, whose packages it installs (Debian, as root)
 #   make soak        runs under faults from outside, for SOAK_MINUTES (60), drawn from SEED;
-#                    SOAK_STEPS=1000000: one run of so many cheap steps, with faults far apart
+#                    SOAK_STEPS=1000000: one run of so many cheap steps, with faults far apart; with SOAK_FOLDER
+#                    in pieces of SOAK_MINUTES, each of which continues the one before
 #   make check       lint, format, types, layers, documentation: what CI runs first
 #   make docs        the documentation as a site in out/site, with every link and anchor checked
 #
@@ -134,7 +135,7 @@ gpu-kit:
 	PYTHON="$(PYTHON)" bash benchmarks/gpu_kit/prepare.sh
 
 soak: $(READY)
-	$(TEST_ENV) $(BIN)/python -m tests.chaos $(if $(SOAK_STEPS),--long $(SOAK_STEPS),--minutes $(SOAK_MINUTES)) $(if $(SEED),--seed $(SEED))
+	$(TEST_ENV) $(BIN)/python -m tests.chaos --minutes $(SOAK_MINUTES) $(if $(SOAK_STEPS),--long $(SOAK_STEPS)) $(if $(SOAK_FOLDER),--folder $(SOAK_FOLDER)) $(if $(SEED),--seed $(SEED))
 
 check: lint types layers docs
 

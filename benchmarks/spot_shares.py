@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 from benchmarks.harness import PROFILES, head, option, row, words
-from manager.run.preparation import from_its_first_event
 from manager.simulation.replay import play_of
 from manager.simulation.spot.job import job_from_profile, with_redundant_costs
 from manager.simulation.spot.run_end import SpotPrices, Until
@@ -30,7 +29,7 @@ def main(
     values = ("over on-demand", "over restart", "over half on demand")
     head(f"trace | hours, losses | {' | '.join(names)} | Morph's value {' | '.join(values)}")
     for path in traces:
-        trace = from_its_first_event(import_trace(path))
+        trace = import_trace(path).from_first_event()
         measured = load_profile(PROFILES / f"{profile}.json")
         job = with_redundant_costs(job_from_profile(measured, trace.max_nodes), measured, trace.max_nodes)
         until = Until(kind="hours", amount=trace.duration_s / 3600)

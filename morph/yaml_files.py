@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,6 +12,8 @@ from morph.contract.base import read_text
 from morph.contract.errors import ConfigError
 
 if TYPE_CHECKING:
+    import yaml
+
     from morph.contract.base import Value
     from morph.contract.cluster import ClusterConfig, JobFile
 
@@ -152,12 +155,56 @@ def _plain(key: str, written: str) -> Any:
     try:
         return json.loads(written)
     except ValueError:
-        if not written.startswith(("[", "{")):
+        if not (written.startswith(("[", "{")) or any(re.fullmatch(form, written) for form in _NUMBERS.values())):
             return written
     try:
-        return yaml.safe_load(written)
+        return yaml.load(written, _loader(SET))  # a SafeLoader: builds plain values only
     except yaml.YAMLError:
         raise ConfigError("is not YAML", field=f"{SET} {key}", value=written) from None
+
+
+_NUMBERS = {
+    "int": r"[-+]?([0-9][0-9_]*|0o[0-7_]+|0x[0-9a-fA-F_]+)",
+    "float": r"[-+]?(\.[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*|[0-9][0-9_]*(?=[eE]))([eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
+"""Numbers as people write them: those of YAML 1.2, and Python's underscores. In YAML 1.1, which PyYAML reads, ``1e-3``
+is text, ``010`` is 8 and ``1:30`` is 90."""
+
+
+def _loader(source: str) -> type[yaml.SafeLoader]:
+    """Return a safe loader that reads numbers as people write them, and refuses a key given twice, which YAML drops."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, form) for tag, form in known if not tag.endswith((":int", ":float"))]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def mapping(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            where = f"{source}, line {key.start_mark.line + 1}"
+            if not key.tag.endswith((":str", ":merge")):
+                shown = key.value if isinstance(key, yaml.ScalarNode) else None
+                raise ConfigError("key is not text", source=where, value=shown, allowed="a name")
+            if key.value in seen:
+                raise ConfigError("key is given twice", source=where, field=str(key.value), allowed="each key once")
+            seen.add(key.value)
+        return loader.construct_mapping(node, deep=True)
+
+    def integer(loader: Loader, node: yaml.ScalarNode) -> int:
+        written = str(loader.construct_scalar(node))
+        return int(written, 0 if re.match("[-+]?0[ox]", written) else 10)
+
+    Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+    Loader.add_constructor("tag:yaml.org,2002:int", integer)
+    for kind, form in _NUMBERS.items():
+        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"^({form})$"), [*"-+.0123456789"])
+    return Loader
 
 
 def read_yaml(path: Path) -> Any:
@@ -168,25 +215,9 @@ def read_yaml(path: Path) -> Any:
     """
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        """A safe loader that refuses a key given twice; YAML would drop one of them silently."""
-
-    def mapping(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            where = f"{path}, line {key.start_mark.line + 1}"
-            if not key.tag.endswith((":str", ":merge")):
-                shown = key.value if isinstance(key, yaml.ScalarNode) else None
-                raise ConfigError("key is not text", source=where, value=shown, allowed="a name")
-            if key.value in seen:
-                raise ConfigError("key is given twice", source=where, field=str(key.value), allowed="each key once")
-            seen.add(key.value)
-        return loader.construct_mapping(node, deep=True)
-
-    Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
     text = read_text(path, ConfigError)
     try:
-        data = yaml.load(text, Loader)  # a SafeLoader: builds plain values only
+        data = yaml.load(text, _loader(str(path)))  # a SafeLoader: builds plain values only
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}" if mark is not None else str(path)

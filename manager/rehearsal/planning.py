@@ -10,7 +10,7 @@ from manager.engine.local_vms.namespaces import check_permitted
 from manager.rehearsal.device import known_units, stretched
 from manager.rehearsal.measurements import WARM_UP_STEPS
 from manager.rehearsal.spec import RehearsalSpec
-from manager.run.preparation import from_its_first_event, most_of_types
+from manager.run.preparation import most_of_types
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan, by_need, by_pool
 from morph.contract.pool import Pool
@@ -155,7 +155,7 @@ def plan_rehearsal(spec: RehearsalSpec) -> Planned:
         scales = choose_scales(spec, plan_shape(spec, spec.profile).plan, num_cores)
         profile = stretched(spec.profile, scales.time)
         return Planned(spec, scales, profile, plan_shape(spec, profile))
-    trace = from_its_first_event(spec.trace)
+    trace = spec.trace.from_first_event()
     each = [choose_scales(spec, plan, num_cores) for plan in _plans_for(spec, trace, spec.profile).values()]
     scales = Scales(max(one.time for one in each), min(one.message for one in each), each[0].state)
     spec, profile = replace(spec, trace=trace.scaled(scales.time)), stretched(spec.profile, scales.time)

@@ -46,15 +46,6 @@ def constant_trace(vms: Vms) -> Trace:
     )
 
 
-def from_its_first_event(trace: Trace) -> Trace:
-    """Return the same trace with its first event at time 0: a run begins with that event, however late its time."""
-    start_s = trace.events[0].time_s
-    prices = (price.model_copy(update={"time_s": max(0.0, price.time_s - start_s)}) for price in trace.prices)
-    events = (event.model_copy(update={"time_s": event.time_s - start_s}) for event in trace.events)
-    end_s = None if trace.end_s is None else trace.end_s - start_s
-    return Trace(events=tuple(events), prices=tuple(prices), end_s=end_s)
-
-
 @dataclass(frozen=True)
 class VmMemory:
     """The memory that one worker may use: of its device, and of the host if devices have their own memory."""

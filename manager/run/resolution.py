@@ -8,7 +8,6 @@ from pathlib import Path
 from manager.run.cloud import Cloud, check_address, check_storage, check_url
 from manager.run.inputs import PreparedRun
 from manager.run.markets import market_of
-from manager.run.preparation import from_its_first_event
 from manager.run.request import RunRequest, absolute_url, folder_of, short_path
 from manager.trackers.alerts import check_notify
 from manager.trackers.sinks import check_trackers
@@ -37,7 +36,7 @@ def prepare(request: RunRequest, run_dir: Path | None) -> PreparedRun:
         allowed = f"0 to {run.request.steps - 1}"
         raise ConfigError("is never run", field="--timeline-step", value=step, allowed=allowed)
     run.prices()
-    trace = from_its_first_event(load_trace(request.trace)).scaled(1 / request.trace_speed) if request.trace else None
+    trace = load_trace(request.trace).from_first_event().scaled(1 / request.trace_speed) if request.trace else None
     if run.cloud is not None:
         check_address(run.cloud, source)
     if trace is not None and vms.keep is not None:

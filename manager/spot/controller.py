@@ -71,7 +71,7 @@ class Uploaded:
 
 @dataclass(frozen=True)
 class Refused:
-    """Storage did not accept a save."""
+    """A save could not be copied on the VM's disk, or storage did not accept it."""
 
     number: int
     sentence: str
@@ -182,7 +182,7 @@ def decide(state: SpotState, event: Event, now_s: float) -> Answer:
             return _uploaded(replace(state, lasting=max(number, state.lasting), upload_s=seconds), number)
         case Refused(_, sentence):
             state = replace(state, lasting=state.ordered, saved_s=now_s, emergency=None)
-            return state, (), f"storage did not accept a save: {sentence}"
+            return state, (), f"a save was not stored: {sentence}"
         case Noticed(lead_s):
             return _noticed(state, lead_s, now_s)
         case Gone():

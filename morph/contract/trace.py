@@ -19,6 +19,7 @@ import csv
 import heapq
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -128,6 +129,14 @@ class Trace(Value):
                 events.append(came.model_copy(update={"time_s": event.time_s}))
         return self.model_copy(update={"events": tuple(events), "end_s": self.duration_s})
 
+    def from_first_event(self) -> Trace:
+        """Return the trace with its first event at time 0, since recordings may count from 1970."""
+        start_s = self.events[0].time_s if self.events else 0.0
+        prices = (price.model_copy(update={"time_s": max(0.0, price.time_s - start_s)}) for price in self.prices)
+        events = (event.model_copy(update={"time_s": event.time_s - start_s}) for event in self.events)
+        end_s = None if self.end_s is None else self.end_s - start_s
+        return Trace(events=tuple(events), prices=tuple(prices), end_s=end_s)
+
     def scaled(self, factor: float) -> Trace:
         """Return the trace with every time multiplied by ``factor`` (0.01 = a hundred times faster)."""
         events = tuple(
@@ -161,36 +170,21 @@ def _parse(reader: csv.DictReader[str], source: str) -> Trace:
     doubled = len(set(columns)) < len(columns)
     if doubled or not set(HEADER[:3]) <= set(columns) or not set(columns) <= set(HEADER):
         raise TraceError("wrong header", source=f"{source}, line 1", value=",".join(columns), allowed=",".join(HEADER))
-    events: list[TraceEvent] = []
-    prices: list[TracePrice] = []
-    added_s: dict[str, float] = {}
-    last_s, end_s = 0.0, None
+    lines: list[tuple[str, TraceEvent | TracePrice | TraceEnd]] = []
     for row in reader:
         where = f"{source}, line {reader.line_num}"
         if None in row or None in row.values():
             raise TraceError("wrong number of columns", source=where, allowed=f"{len(columns)} columns")
-        line = _line(row, where)
-        if line.time_s < last_s:
-            raise TraceError(
-                "time steps back",
-                source=where,
-                field="time_s",
-                value=line.time_s,
-                allowed=f"at least {last_s}",
-            )
-        if end_s is not None:
+        lines.append((where, _line(row, where)))
+        if len(lines) > 1 and isinstance(lines[-2][1], TraceEnd):
             raise TraceError("comes after the trace's end", source=where, field="event", value=row["event"])
-        last_s = line.time_s
-        if isinstance(line, TraceEnd):
-            end_s = line.time_s
-        elif isinstance(line, TracePrice):
-            prices.append(line)
-        else:
-            _check_order(line, added_s, where)
-            events.append(line)
+    check_order(lines)
+    events = tuple(line for _, line in lines if isinstance(line, TraceEvent))
     if not events:
         raise TraceError("holds no events", source=source)
-    return Trace(events=tuple(events), prices=tuple(prices), end_s=end_s)
+    prices = tuple(line for _, line in lines if isinstance(line, TracePrice))
+    end_s = next((line.time_s for _, line in lines if isinstance(line, TraceEnd)), None)
+    return Trace(events=events, prices=prices, end_s=end_s)
 
 
 def _line(row: dict[str, str], where: str) -> TraceEvent | TracePrice | TraceEnd:
@@ -215,7 +209,31 @@ def _line(row: dict[str, str], where: str) -> TraceEvent | TracePrice | TraceEnd
         raise TraceError(problem, source=where, field=field, value=shown) from error
 
 
-def _check_order(event: TraceEvent, added_s: dict[str, float], where: str) -> None:
+def check_order(lines: Sequence[tuple[str, TraceEvent | TracePrice | TraceEnd]], unit: str = "s") -> None:
+    """Check that lines, each with its place in the file, are in time order, and that VMs leave after they came.
+
+    ``unit``: of the file's times, ``s`` or ``ms``.
+
+    Raises:
+        TraceError: naming the line. Times are checked first: in an unsorted file VMs seem to leave before they come.
+    """
+    scale = 1000 if unit == "ms" else 1
+    for (_, before), (where, line) in pairwise(lines):
+        if line.time_s < before.time_s:
+            raise TraceError(
+                "time steps back, so the file is not sorted by time",
+                source=where,
+                field=f"time_{unit}",
+                value=line.time_s * scale,
+                allowed=f"at least {before.time_s * scale:.16g}, the time of the line before it",
+            )
+    added_s: dict[str, float] = {}
+    for where, line in lines:
+        if isinstance(line, TraceEvent):
+            _check_presence(line, added_s, where)
+
+
+def _check_presence(event: TraceEvent, added_s: dict[str, float], where: str) -> None:
     """Check an event against earlier ones; ``added_s``: arrival times of the present VMs."""
     node = event.node_id
     if (node in added_s) == (event.event == "add"):

@@ -53,7 +53,7 @@ class CatchUpLog:
         elif self._is_refused:
             return
         elif not self.is_open:
-            copy = state.pack()
+            copy = state.pack(with_carried=False)  # it changes between steps, so joiners get it as they enter
             self._most_bytes = max(MOST_STATES * len(copy), LEAST_BOUND_BYTES)
             self._num_steps = state.num_steps
             self._put(SNAPSHOT, copy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,8 +26,17 @@ from morph.runtime.groups.channels import Ring
 from morph.runtime.state.accumulators import Reduced
 from morph.runtime.state.parts import Memory
 
+log = logging.getLogger("morph.elastic")
+
 MOST_WORKERS = 4096
 """Most workers: with a loop's own batches each contributes once, and exact sums leave room for these."""
+
+MOST_CHANGES = 10
+CHANGED = (
+    "step %d: the loop changes gradients between two steps (clip_grad_norm_, a scaler's unscale_), without any effect: "
+    "they are 0 there, because gradients exist only within step(); clip with "
+    "morph.elastic.Optimizer(clip_grad_norm=...), or in register_step_pre_hook of the wrapped optimizer"
+)
 
 KEPT_BYTES = 31 * 2**20
 """glibc returns freed memory to the system above twice the largest block that it has mapped, at most 32 MiB."""
@@ -69,6 +79,9 @@ class Gradients:
         self.overflow: tuple[Place, dict[str, int]] | None = None
         """Scales for the next attempt at a step, and the place where a sum of the last attempt overflowed."""
         self.num_shares = 0
+        self._mark: Tensor | None = None
+        self._num_changes = 0
+        self._has_warned = False
         for name, parameter in self._parameters.items():
             self._listen(name, parameter)
 
@@ -159,12 +172,27 @@ class Gradients:
             allowed = "a function that returns the loss: step() runs its backward, and clip_grad_norm= clips gradients"
             raise InputError("runs backward itself", field="loss_of", allowed=allowed)
 
+    def leave_mark(self) -> None:
+        """Leave zeros as the gradient of the smallest parameter: the next step sees whether the loop changes them."""
+        parameters = [one for one in self._parameters.values() if one.requires_grad]
+        if self._has_warned or not parameters:
+            return
+        least = min(parameters, key=Tensor.numel)
+        self._mark = least.grad = torch.zeros_like(least, requires_grad=False)
+
     def check(self) -> None:
         """Refuse gradients that the loop's own backward has left, because a step would ignore them.
+
+        Warns once of gradients that the loop changes (by clipping, or by a scaler), because there are none to change.
 
         Raises:
             InputError: a parameter has such a gradient; the message names it.
         """
+        mark, self._mark = self._mark, None
+        self._num_changes += int(mark is not None and mark._version > 0)
+        if self._num_changes == MOST_CHANGES and not self._has_warned:
+            self._has_warned = True
+            log.warning(CHANGED, self._state.num_steps)
         name, self._strayed = self._strayed, None
         if name is not None and self._parameters[name].grad is not None:
             raise InputError(

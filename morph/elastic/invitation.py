@@ -23,14 +23,23 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Invitation:
-    """The part that this process takes. Without ``join``, it founds a ring of ``num_founders``, alone if that is 1."""
+    """The part that this process takes.
+
+    ``join``: addresses of workers, any of which lets it in. Without them it founds a ring of ``num_founders``, alone if
+    that is 1.
+    """
 
     listen_host: str = LOOPBACK
     listen_fd: int | None = None
-    join: tuple[str, int] | None = None
+    join: tuple[tuple[str, int], ...] = ()
     num_founders: int = 1
     secret: str = ""
     silence_s: float = SILENCE_S
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether ``morph elastic`` started this process, so that there are, or may be, other workers."""
+        return bool(self.join) or self.listen_fd is not None
 
     @property
     def credential(self) -> str:
@@ -52,13 +61,22 @@ class Invitation:
             return cls(
                 listen_host=found[LISTEN] or LOOPBACK,
                 listen_fd=int(fd) if fd else None,
-                join=parse_address(join, JOIN) if join else None,
+                join=parse_addresses(join, JOIN) if join else (),
                 num_founders=int(found[FOUNDERS] or 1),
                 secret=found[SECRET] or secrets.token_hex(32),
                 silence_s=float(found[SILENCE] or SILENCE_S),
             )
         except ValueError as error:
             raise InputError(f"a variable of morph elastic is not a number: {error}", source="environment") from error
+
+
+def parse_addresses(text: str, field: str) -> tuple[tuple[str, int], ...]:
+    """Return the hosts and ports of ``HOST:PORT,HOST:PORT...``.
+
+    Raises:
+        InputError: one of them is not an address.
+    """
+    return tuple(parse_address(one.strip(), field) for one in text.split(","))
 
 
 def parse_address(text: str, field: str) -> tuple[str, int]:

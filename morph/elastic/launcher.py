@@ -22,7 +22,7 @@ LOOK_EVERY_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The workers to start. ``join``: the address of a worker of the job; the workers join or found its ring.
+    """The workers to start. ``join``: addresses of workers of the job; the workers join or found its ring.
 
     ``num_founders``: how many workers begin together, on all machines; more may join later. ``is_open``: other machines
     know the secret, and their workers can join.
@@ -32,7 +32,7 @@ class Plan:
     num_workers: int
     num_founders: int
     listen: tuple[str, int]
-    join: tuple[str, int] | None
+    join: tuple[tuple[str, int], ...]
     secret: str
     is_open: bool
     silence_s: float
@@ -75,25 +75,34 @@ def launch(plan: Plan) -> Outcome:
 
 
 def _start(plan: Plan, workers: list[subprocess.Popen[bytes]]) -> None:
-    """Start the workers; the first founder inherits the listening socket, so that the others can find it."""
+    """Start the workers; the first one inherits the listening socket, so that the others can find it.
+
+    Where the job begins, the first worker founds it.
+    """
     environment = {name: value for name, value in os.environ.items() if name not in NAMES}
     environment |= {SECRET: plan.secret, LISTEN: plan.listen[0], SILENCE: f"{plan.silence_s:g}"}
     environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; sums within an operation depend on it
     join = plan.join
+    if join:
+        environment[JOIN] = _listed(join)
     while len(workers) < plan.num_workers:
-        if join is None:
+        if not workers and (not join or plan.listen[1]):
             with socket.create_server(plan.listen, backlog=128) as listening:
-                join = listening.getsockname()[:2]
-                fd = listening.fileno()
-                of_first = {LISTEN_FD: str(fd), FOUNDERS: str(plan.num_founders)}
+                here, fd = listening.getsockname()[:2], listening.fileno()
+                of_first = {LISTEN_FD: str(fd)} | ({} if join else {FOUNDERS: str(plan.num_founders)})
                 workers.append(_process(plan.command, environment | of_first, (fd,)))
             if plan.is_open:
-                missing = plan.num_founders - plan.num_workers
+                missing = 0 if join else plan.num_founders - plan.num_workers
                 others = f"; waiting for {missing} more" if missing > 0 else ""
-                print(f"workers can join at {join[0]}:{join[1]}{others}", file=sys.stderr)
+                print(f"workers can join at {_listed((here,))}{others}", file=sys.stderr)
+            environment[JOIN] = _listed(join or (here,))
         else:
-            workers.append(_process(plan.command, {**environment, JOIN: f"{join[0]}:{join[1]}"}, ()))
+            workers.append(_process(plan.command, environment, ()))
         print(f"worker process {workers[-1].pid} started", file=sys.stderr)
+
+
+def _listed(addresses: Sequence[tuple[str, int]]) -> str:
+    return ",".join(f"{host}:{port}" for host, port in addresses)
 
 
 def _process(command: Sequence[str], environment: Mapping[str, str], fds: tuple[int, ...]) -> subprocess.Popen[bytes]:

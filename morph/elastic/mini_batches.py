@@ -32,11 +32,27 @@ class BatchUser(Protocol):
     def use(self, batch: Batch) -> None:
         """Set the batch of the next step."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether this worker has left the job."""
+
     def finish(self) -> None:
         """Leave the job properly after the last step."""
 
 
 _users: list[BatchUser] = []
+_looping: list[BatchUser] = []
+"""The users of the loops over ``batches`` that are running."""
+
+
+def batch_users() -> Sequence[BatchUser]:
+    """Return the optimizers of this process, in order of their creation."""
+    return _users
+
+
+def is_used_by_another(user: BatchUser) -> bool:
+    """Whether a loop over ``batches`` is running, and none for this optimizer."""
+    return bool(_looping) and user not in _looping
 
 
 def use_batches_with(user: BatchUser) -> None:
@@ -122,14 +138,18 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         optimizer = the_optimizer()
-        while (step := optimizer.settled_steps()) < self.num_steps:
-            batch = Batch(self, step)
-            optimizer.use(batch)
-            yield batch
-            if optimizer.num_steps == step:
-                raise InputError(
-                    "a batch was not used", field="batches", allowed="one optimizer.step(...) for each batch"
-                )
+        _looping.append(optimizer)
+        try:
+            while (step := optimizer.settled_steps()) < self.num_steps:
+                batch = Batch(self, step)
+                optimizer.use(batch)
+                yield batch
+                if optimizer.num_steps == step:
+                    raise InputError(
+                        "a batch was not used", field="batches", allowed="one optimizer.step(...) for each batch"
+                    )
+        finally:
+            _looping.remove(optimizer)
         optimizer.finish()
 
 

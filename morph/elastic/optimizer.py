@@ -20,7 +20,7 @@ from morph.contract.messages import WEIGHT
 from morph.elastic.gradients import Gradients, Try
 from morph.elastic.invitation import Invitation
 from morph.elastic.membership import Place
-from morph.elastic.mini_batches import Batch, loss_warnings, use_batches_with
+from morph.elastic.mini_batches import Batch, batch_users, is_used_by_another, loss_warnings, use_batches_with
 from morph.elastic.participation import Participation
 from morph.elastic.replicas import Sum, Union, as_vector, move_to
 from morph.elastic.settings import SettingsDiffer, difference, exchanged, schedule_of
@@ -47,6 +47,17 @@ log = logging.getLogger("morph.elastic")
 CLIP_EPSILON = 1e-6
 """The same constant as in ``torch.nn.utils.clip_grad_norm_``."""
 
+STATE = "morph.elastic"
+"""The key of ``state_dict``."""
+SECOND = (
+    "is the second in this process, and each would be a job of its own: some workers would wait for others that are in "
+    "another optimizer"
+)
+UNUSED = "gives its batches to the optimizer that was made last, which is another one"
+ONE_FOR_SEVERAL = (
+    "one elastic optimizer of all models: wrap a torch optimizer with a group for each model (morph.Optimizers for "
+    "several classes), and freeze the models that a step does not train (requires_grad_(False))"
+)
 MODEL = "model"
 """The name under which a worker's shelf (:mod:`morph.elastic.shelf`) holds its model for others, with ad-psgd."""
 
@@ -69,9 +80,13 @@ class Optimizer:
         lr_scheduler: The optimizer's schedule, or a function that makes it from the optimizer. Morph steps it after
             each step (the loop must not), and workers share its state.
         clip_grad_norm: Largest 2-norm of all gradients together, as applied; ``math.inf`` only measures the norm.
+        state: The loop's own objects whose state a joiner gets from the oldest worker, and ``state_dict`` includes, by
+            name: anything with ``state_dict`` and ``load_state_dict`` (moving averages, scalers), or a dict that is
+            changed in place (best values).
 
     Raises:
-        InputError: an argument has a value that is not allowed.
+        InputError: an argument has a value that is not allowed, or this is not the process's first optimizer under
+            ``morph elastic``.
         WaitTimeout: the other workers do not arrive in time.
     """
 
@@ -84,6 +99,7 @@ class Optimizer:
         sync: str = "s-sgd",
         lr_scheduler: LRScheduler | MakeScheduler | None = None,
         clip_grad_norm: float | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         if accumulation not in ("exact", "fast"):
             raise InputError("is not a kind of sum", field="accumulation", value=accumulation, allowed="exact or fast")
@@ -100,14 +116,19 @@ class Optimizer:
         self._optimizer, self._clip_grad_norm = optimizer, clip_grad_norm
         scheduler = None if lr_scheduler is None else schedule_of(optimizer, lr_scheduler)
         agreed = {"accumulation": accumulation, "sync": sync, "clip_grad_norm": clip_grad_norm}
-        self._state = TrainingState(model, optimizer, pace=begun(sync), scheduler=scheduler, agreed=agreed)
+        self._state = TrainingState(
+            model, optimizer, pace=begun(sync), scheduler=scheduler, agreed=agreed, carried=dict(state or {})
+        )
         self._parameters = self._state.named
         self._gradients = Gradients(self._state, accumulation)
         self.gradient_norm: float | None = None
         """The 2-norm of all gradients of the last step, before they were clipped; None without ``clip_grad_norm``."""
         self._batch: Batch | None = None
         self._rate: float | None = None
-        self._participation = Participation(self._state, Invitation.of_environment(), self._become_one)
+        invitation = Invitation.of_environment()
+        if invitation.is_shared and any(not user.is_over for user in batch_users()):
+            raise InputError(SECOND, field="morph.elastic.Optimizer", allowed=ONE_FOR_SEVERAL)
+        self._participation = Participation(self._state, invitation, self._become_one)
         use_batches_with(self)
 
     @property
@@ -136,9 +157,45 @@ class Optimizer:
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         return groups
 
+    @property
+    def is_over(self) -> bool:
+        """Whether this worker has left the job."""
+        return self._participation.is_over
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of a backward of your own: ``step`` refuses them."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return everything with which the loop continues, to be saved by ``torch.save`` at rank 0.
+
+        It includes model, optimizer, schedule, number of steps, and the objects of ``state=``.
+        """
+        self._state.load_carried(in_step=True)
+        return {STATE: self._state.pack()}
+
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
+        """Continue from what ``state_dict`` returned; call this before the first step.
+
+        Raises:
+            InputError: it was saved by another loop, or a step was done before.
+        """
+        if self._state.num_steps:
+            raise InputError("comes too late", field="load_state_dict", allowed="a call before the first step")
+        try:
+            self._state.unpack(saved[STATE].cpu())
+        except (AttributeError, KeyError, RuntimeError, ValueError) as error:
+            problem = f"is not a state of this model and optimizer: {type(error).__name__}: {error}"
+            allowed = "what state_dict() of the same loop's morph.elastic.Optimizer returned"
+            raise InputError(problem, field="load_state_dict", allowed=allowed) from error
+        self._state.load_carried(in_step=True)
+
     def settled_steps(self) -> int:
         """Return how many steps the model has had, once this worker is in a ring and has its state."""
+        self._state.load_carried(in_step=False)
         self._participation.settle()
+        self._state.load_carried(in_step=False)
         self._state.pass_boundary()
         return self._state.num_steps
 
@@ -151,7 +208,9 @@ class Optimizer:
 
         The end of ``batches``, or of the process, also does this.
         """
+        self._state.load_carried(in_step=True)
         self._participation.finish()
+        self._state.load_carried(in_step=True)
 
     def __enter__(self) -> Optimizer:
         return self
@@ -163,7 +222,7 @@ class Optimizer:
         if isinstance(error, SystemExit):
             self._participation.will_exit(error)
         if error is None or (isinstance(error, SystemExit) and not error.code):
-            self._participation.finish()
+            self.finish()
         else:
             self._participation.close()
 
@@ -185,6 +244,7 @@ class Optimizer:
             TrainingStopped: this worker no longer trains; the message says why.
         """
         self._gradients.check()
+        self._state.load_carried(in_step=True)
         batch, self._batch = self._batch, None
         wanted, self._gradients.overflow = self._state.num_steps, None
         ways = {S_SGD: self._step_s_sgd, SMA: self._step_sma, AD_PSGD: self._step_ad_psgd}
@@ -198,6 +258,7 @@ class Optimizer:
             sync = self._state.pace.sync
             if self._state.num_steps > wanted:
                 break
+            self._state.load_carried(in_step=True)
             if sync == S_SGD and self._state.differs:
                 self._become_one()
                 continue
@@ -213,6 +274,10 @@ class Optimizer:
             except SystemExit as exit:
                 self._participation.will_exit(exit)
                 raise
+            except (AttributeError, LookupError, TypeError) as error:
+                if batch is not None or not is_used_by_another(self):
+                    raise
+                raise InputError(UNUSED, field="morph.elastic.batches", allowed=ONE_FOR_SEVERAL) from error
             finally:
                 self._gradients.drop()
             seconds = time.monotonic() - begin_s
@@ -364,6 +429,7 @@ class Optimizer:
         for parameter in self._parameters.values():
             parameter.grad = None
         self._gradients.release()
+        self._gradients.leave_mark()
         for name, buffer in self._state.buffers().items():
             apply_change(name, buffer, aside[name])
         self._state.exponents = exponents

@@ -186,7 +186,7 @@ class Participation:
     def _rejoin(self) -> bool:
         """Ask once more to be let in, unless this member has been in a ring; return whether it asked."""
         self._num_tries += 1
-        if self._membership.was_in_a_ring or self._invitation.join is None or self._num_tries > NUM_TRIES_TO_JOIN:
+        if self._membership.was_in_a_ring or not self._invitation.join or self._num_tries > NUM_TRIES_TO_JOIN:
             return False
         self._membership.close()
         self._membership, self._store, self._sponsor = meet(self._invitation)

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from itertools import cycle
 
 from morph.contract.errors import WaitTimeout
 from morph.elastic.codec import Address, book_of
@@ -58,7 +59,7 @@ def meet(invitation: Invitation) -> tuple[Membership, StoreHost, Sponsor | None]
     membership = Membership(listening, invitation.listen_host, store.port(), credential, invitation.silence_s)
     sponsor = None
     try:
-        if invitation.join is None:
+        if not invitation.join:
             membership.found(invitation.num_founders, RENDEZVOUS_TIMEOUT_S)
         else:
             sponsor = _ask(membership, invitation.join, credential)
@@ -68,20 +69,22 @@ def meet(invitation: Invitation) -> tuple[Membership, StoreHost, Sponsor | None]
     return membership, store, sponsor
 
 
-def _ask(membership: Membership, where: tuple[str, int], credential: str) -> Sponsor | None:
+def _ask(membership: Membership, where: tuple[tuple[str, int], ...], credential: str) -> Sponsor | None:
+    """Ask the workers at these addresses in turn, and the worker that one of them names, until one answers."""
     until_s = time.monotonic() + RENDEZVOUS_TIMEOUT_S
-    host, port = where
+    places = cycle(where)
+    host, port = next(places)
     problem: Exception | None = None
     while time.monotonic() < until_s:
         try:
             call = Call(home_at(Address(host, port, 0), "", credential), JOINER)
         except (OSError, ValueError) as error:
-            problem, (host, port) = error, where  # the named worker may be gone
+            problem, (host, port) = error, next(places)  # this worker may be gone
             time.sleep(RETRY_S)
             continue
-        with suppress(OSError, ValueError, KeyError):
+        try:
             call.send(json.dumps(membership.address).encode())
-            answer = json.loads(call.receive())
+            answer = json.loads(call.receive(max(RETRY_S, until_s - time.monotonic())))
             if "redirect" in answer:
                 host, port, _ = answer["redirect"]
                 call.reset()
@@ -90,6 +93,9 @@ def _ask(membership: Membership, where: tuple[str, int], credential: str) -> Spo
             state = member.founder(number, tuple(range(num_founders))) if num_founders else member.joiner(number)
             membership.begin(state, book_of(answer["book"]))
             return None if num_founders else Sponsor(int(answer["sponsor"]), call, membership)
+        except (OSError, ValueError, KeyError) as error:
+            problem, (host, port) = error, next(places)
         call.reset()
         time.sleep(RETRY_S)
-    raise WaitTimeout(f"no worker answered at {where[0]}:{where[1]} within {RENDEZVOUS_TIMEOUT_S:g} s ({problem})")
+    named = " or ".join(f"{host}:{port}" for host, port in where)
+    raise WaitTimeout(f"no worker answered at {named} within {RENDEZVOUS_TIMEOUT_S:g} s ({problem})")

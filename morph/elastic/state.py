@@ -26,7 +26,19 @@ from morph.runtime.state.optimizer_state import (
     load_groups,
     load_scheduler,
     scheduler_numbers,
+    to_plain,
 )
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """States of the loop's own objects that another member sent, by name.
+
+    ``has_passed``: the sender's loop had already begun its own code for the next step.
+    """
+
+    states: dict[str, Any]
+    has_passed: bool
 
 
 @dataclass
@@ -36,10 +48,11 @@ class TrainingState:
     ``differs``: the other members' replicas may differ from this one. ``met_at``: ``num_steps`` at the last
     synchronisation. ``scheduler``: stepped with each step. ``summed``: which parameters were trained in the last step
     that all members had together, in the form of ``trained``. ``agreed``: values that must always be the same at all
-    members, by name.
+    members, by name. ``carried``: the loop's own objects whose state travels with this one, by name.
 
     Raises:
-        InputError: the optimizer has parameters that are not the model's, or hyperparameters that are not plain.
+        InputError: the optimizer has parameters that are not the model's, or hyperparameters that are not plain; or one
+            of ``carried`` cannot be carried.
     """
 
     model: Module
@@ -53,6 +66,7 @@ class TrainingState:
     scheduler: LRScheduler | None = None
     summed: str = ""
     agreed: dict[str, Any] = field(default_factory=dict)
+    carried: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.named = dict(self.model.named_parameters())
@@ -63,6 +77,12 @@ class TrainingState:
         self._groups: list[Any] = []
         self.summed = self.summed or self.trained()
         self._schedule = self.settings()["scheduler"]
+        self._arrived: Arrived | None = None
+        for name, one in self.carried.items():
+            if not (isinstance(one, dict) or (hasattr(one, "state_dict") and hasattr(one, "load_state_dict"))):
+                allowed = "objects with state_dict and load_state_dict, or dicts, by name"
+                raise InputError("has no state", field=f"state[{name!r}]", value=type(one).__name__, allowed=allowed)
+        self._carried_now()
 
     def trained(self) -> str:
         """Return a 1 for each parameter of the model that now requires a gradient, and a 0 for each other parameter."""
@@ -138,8 +158,8 @@ class TrainingState:
             self.scheduler.step()
             self._schedule = self.settings()["scheduler"]
 
-    def pack(self) -> Tensor:
-        """Return the whole state as uint8 [bytes]."""
+    def pack(self, *, with_carried: bool = True) -> Tensor:
+        """Return the whole state as uint8 [bytes]; the part of the loop's own objects may be left out."""
         tensors, numbers = self.model_tensors(), list[dict[str, Any]]()
         for index, parameter in enumerate(self.optimized()):
             values = self.optimizer.state.get(parameter, {})
@@ -147,11 +167,61 @@ class TrainingState:
             for key, value in sorted(values.items()):
                 if isinstance(value, Tensor):
                     tensors[f"optimizer/{index}/{key}"] = value
-        return _packed(tensors, {**self._facts(), **self._settings_to_tell(), "numbers": numbers})
+        told, apart = self._carried_now() if with_carried else (None, {})
+        facts = {**self._facts(), **self._settings_to_tell(), "numbers": numbers, "carried": told}
+        return _packed({**tensors, **apart}, facts)
 
     def pack_facts(self) -> Tensor:
-        """Return everything except tensors as uint8 [bytes]."""
-        return _packed({}, {**self._facts(), **self._settings_to_tell()})
+        """Return everything except tensors of model and optimizer as uint8 [bytes]."""
+        told, apart = self._carried_now()
+        return _packed(apart, {**self._facts(), **self._settings_to_tell(), "carried": told})
+
+    def _carried_now(self) -> tuple[Any, dict[str, Tensor]]:
+        """Return the state of the loop's own objects: plain values, and tensors by name.
+
+        Raises:
+            InputError: a state has a value that is neither a tensor nor plain.
+        """
+        tensors: list[Tensor] = []
+        told = {}
+        for name, one in self.carried.items():
+            try:
+                told[name] = to_plain(one if isinstance(one, dict) else one.state_dict(), tensors)
+            except ValueError as error:
+                allowed = "tensors, numbers, texts, None, and lists, tuples and dicts of these"
+                raise InputError(
+                    "has a state that cannot be sent", field=f"state[{name!r}]", value=str(error), allowed=allowed
+                ) from error
+        return told, {f"carried/{place}": one for place, one in enumerate(tensors)}
+
+    def _receive_carried(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        told = facts["carried"]
+        if told is None:
+            return
+        if set(told) != set(self.carried):
+            allowed = f"{', '.join(map(repr, told)) or 'nothing'}, as the other workers have it"
+            value = ", ".join(map(repr, self.carried)) or "nothing"
+            raise InputError("names other objects than there", field="state", value=value, allowed=allowed)
+        num_apart = sum(name.startswith("carried/") for name in tensors)
+        apart = [tensors[f"carried/{place}"].clone() for place in range(num_apart)]  # not views of the whole message
+        states = {name: from_plain(value, apart) for name, value in told.items()}
+        self._arrived = Arrived(states, has_passed=facts["has_passed"])
+
+    def load_carried(self, *, in_step: bool) -> None:
+        """Load the sent state of the loop's own objects, once the loop's code here has run as far as the sender's had.
+
+        ``in_step``: the loop's code for the next step has run.
+        """
+        arrived = self._arrived
+        if arrived is None or (arrived.has_passed and not in_step):
+            return
+        self._arrived = None
+        for name, one in self.carried.items():
+            if isinstance(one, dict):
+                one.clear()
+                one.update(arrived.states[name])
+            else:
+                one.load_state_dict(arrived.states[name])
 
     def pack_gradients(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return the mean gradients of a step, before it is applied, as uint8 [bytes]."""
@@ -185,15 +255,16 @@ class TrainingState:
 
     @staticmethod
     def read(packed: Tensor) -> tuple[int, bool]:
-        """Return how many steps a packed state has had, and whether it includes tensors."""
-        tensors, facts = _unpacked(packed)
-        return int(facts["num_steps"]), len(tensors) > 0
+        """Return how many steps a packed state has had, and whether it includes model and optimizer."""
+        _, facts = _unpacked(packed)
+        return int(facts["num_steps"]), "numbers" in facts
 
     def unpack_facts(self, packed: Tensor) -> None:
-        """Adopt facts that another member packed without tensors: this member already has the tensors."""
-        _, facts = _unpacked(packed)
+        """Adopt what another member packed without model and optimizer: this member already has these."""
+        tensors, facts = _unpacked(packed)
         self._take_facts(facts)
         self._take_settings(facts)
+        self._receive_carried(tensors, facts)
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -205,6 +276,7 @@ class TrainingState:
             "met_at": self.met_at,
             "summed": self.summed,
             "agreed": self.agreed,
+            "has_passed": self._has_passed,
         }
 
     def _take_facts(self, facts: Mapping[str, Any]) -> None:
@@ -214,8 +286,12 @@ class TrainingState:
 
     def _settings_to_tell(self) -> Settings:
         """Return the settings before the loop's own code for the next step, if that code may have changed them."""
-        has_passed = self._passed is not None and self._passed[0] == self.num_steps
-        return self._passed[1] if self._passed is not None and has_passed else self.settings()
+        return self._passed[1] if self._passed is not None and self._has_passed else self.settings()
+
+    @property
+    def _has_passed(self) -> bool:
+        """Whether the loop's own code for the next step runs already."""
+        return self._passed is not None and self._passed[0] == self.num_steps
 
     def _take_settings(self, facts: Mapping[str, Any]) -> None:
         for name, value in self.agreed.items():
@@ -271,6 +347,7 @@ class TrainingState:
             if values:
                 self.optimizer.state[parameters[index]] = values
         self._take_facts(facts)
+        self._receive_carried(tensors, facts)
 
     def buffers(self) -> dict[str, Tensor]:
         """The model's buffers, by name."""

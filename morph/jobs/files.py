@@ -6,22 +6,29 @@ it is found and tracebacks name the user's own files, with the lines that are re
 
 from __future__ import annotations
 
+import builtins
 import linecache
 import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import decode_source, spec_from_file_location
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import Any
 
 _JOB = re.compile(r"(?P<path>.+?):(?P<name>[^:()]+(\(.*\))?)", re.DOTALL)
-OWN = frozenset({"morph", "calibrate", "simulator", "manager", "__main__"})
-"""Morph's own packages, and its command: never part of a job."""
+_SHARED = frozenset({"calibrate", "simulator", "manager"})
+"""Morph's packages whose names a job's own modules may have, too."""
+OWN = frozenset({"morph", "__main__"}) | _SHARED
+"""Morph's own packages, and its command: never part of a job under these names."""
+JOB_PREFIX = "morph_job_"
+"""Begins the names of a job's file, and of its modules whose names are those of packages of Morph."""
+_MORPH_FOLDER = Path(__file__).resolve().parents[2]
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _STANDARD = tuple({Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
 _OF_PYTHON = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib", "stdlib", "platstdlib"))
@@ -60,7 +67,9 @@ class JobFiles:
     def in_use(self) -> Iterator[None]:
         """Import from these files during the block, and forget them afterwards: another job may use the same names."""
         search = list(sys.path)
-        stale = {name: sys.modules.pop(name) for name in list(sys.modules) if self._has(sys.modules[name])}
+        stale = {name: module for name, module in list(sys.modules.items()) if self._has(module)}
+        for name in stale:
+            del sys.modules[name]
         self.install()
         try:
             yield
@@ -119,13 +128,19 @@ class JobFiles:
         """
         if fullname.partition(".")[0] in OWN:
             return None
-        search = list(sys.path if path is None else path)
+        search, name = list(sys.path if path is None else path), fullname
+        if path is None and fullname.startswith(JOB_PREFIX):
+            search, name = [str(self.folder)], fullname.removeprefix(JOB_PREFIX)
         for number, entry in enumerate(search):
-            found = self._below(entry, fullname)
+            found = self._below(entry, name)
             if found is not None:
-                before = PathFinder.find_spec(fullname, search[:number])
+                before = PathFinder.find_spec(name, search[:number])
                 return None if before is not None and before.origin is not None else self._spec(fullname, found)
-        spec = PathFinder.find_spec(fullname, path)
+        spec = PathFinder.find_spec(name, search)
+        if name != fullname and spec is not None and spec.origin is None:  # a folder without __init__.py
+            space = ModuleSpec(fullname, None, is_package=True)
+            space.submodule_search_locations = [str(self.folder / name)]
+            return space
         if spec is None or spec.origin is None or (inside := self.inside(spec.origin)) is None:
             return spec
         content = Path(spec.origin).read_bytes()
@@ -144,21 +159,48 @@ class JobFiles:
 
     def _spec(self, fullname: str, inside: str) -> ModuleSpec | None:
         path = self.folder / inside
-        loader = _Loader(fullname, str(path), self.files[inside])
+        loader = _Loader(fullname, str(path), self.files[inside], self._import if self.shared else None)
         within = [str(path.parent)] if path.name == "__init__.py" else None
         return spec_from_file_location(fullname, path, loader=loader, submodule_search_locations=within)
 
+    @cached_property
+    def shared(self) -> frozenset[str]:
+        """The names of packages of Morph that the job's own modules have."""
+        if self.folder == _MORPH_FOLDER:
+            return frozenset()
+        there = [*self.files, *(_python_files(self.folder, _SHARED) if self.growing else ())]
+        return _SHARED & {name.partition("/")[0].removesuffix(".py") for name in there}
+
+    def _import(self, name: str, *given: Any, **named: Any) -> ModuleType:
+        """Import for the job's code (``__import__``): ``import simulator`` gives the job's own file of this name.
+
+        Morph's packages keep their names, because its own code in this process imports them.
+        """
+        level = named.get("level", given[3] if len(given) > 3 else 0)
+        is_own = level == 0 and name.partition(".")[0] in self.shared
+        return builtins.__import__(JOB_PREFIX + name if is_own else name, *given, **named)
+
     def _has(self, module: ModuleType) -> bool:
-        file = file_of(module)
+        file = file_of(module) or _folder_of(module)
         return file is not None and module.__name__.partition(".")[0] not in OWN and self.inside(file) is not None
 
 
 class _Loader(SourceFileLoader):
-    """Runs the given source under the file's own path, and shows its lines in tracebacks."""
+    """Runs the given source under the file's own path, and shows its lines in tracebacks.
 
-    def __init__(self, fullname: str, path: str, source: bytes) -> None:
+    ``own_import``: what the source uses as ``__import__``; None: Python's.
+    """
+
+    def __init__(
+        self, fullname: str, path: str, source: bytes, own_import: Callable[..., ModuleType] | None = None
+    ) -> None:
         super().__init__(fullname, path)
-        self._source = source
+        self._source, self._own_import = source, own_import
+
+    def exec_module(self, module: ModuleType) -> None:
+        if self._own_import is not None:
+            module.__dict__["__builtins__"] = vars(builtins) | {"__import__": self._own_import}
+        super().exec_module(module)
 
     def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002
         if self.path.endswith(".py"):
@@ -169,6 +211,14 @@ class _Loader(SourceFileLoader):
 
     def get_data(self, path: str) -> bytes:
         return self._source if path == self.path else super().get_data(path)
+
+
+def _python_files(folder: Path, names: Iterable[str]) -> Iterator[str]:
+    """Yield the Python files of modules and packages of these names in a folder, relative to it."""
+    for name in names:
+        for found in (folder / f"{name}.py", *(folder / name).rglob("*.py")):
+            if found.is_file():
+                yield found.relative_to(folder).as_posix()
 
 
 @cache
@@ -188,6 +238,15 @@ def file_of(module: ModuleType) -> str | None:
     except AttributeError:  # not every entry of sys.modules is a module
         return None
     return file if isinstance(file, str) else None
+
+
+def _folder_of(module: ModuleType) -> str | None:
+    """Return the first folder of a package without ``__init__.py``."""
+    try:
+        folders = object.__getattribute__(module, "__dict__").get("__path__")
+        return next(iter(folders or ()), None)
+    except (AttributeError, KeyError, TypeError):  # a folder's package looks for its parent, which may be gone
+        return None
 
 
 def held(path: Path) -> JobFiles | None:

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from morph.contract.errors import JobError, wrong_job
-from morph.jobs.files import held, split_job
+from morph.jobs.files import JOB_PREFIX, held, split_job
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -373,7 +373,7 @@ def _import_file(path: Path) -> ModuleType:
     folder = str(resolved.parent)
     if folder not in sys.path:
         sys.path.append(folder)
-    module_name = f"morph_job_{re.sub(r'[^A-Za-z0-9_]', '_', resolved.stem)}"
+    module_name = JOB_PREFIX + re.sub(r"[^A-Za-z0-9_]", "_", resolved.stem)
     began = held(resolved)
     spec = began.main(module_name, resolved) if began else spec_from_file_location(module_name, resolved)
     if spec is None or spec.loader is None:

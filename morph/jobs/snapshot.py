@@ -194,7 +194,7 @@ def _imported(code: Path, found: JobFiles) -> set[Path]:
     while to_visit:
         file, package = to_visit.pop()
         for name in {
-            name for name in imported_names(file.read_bytes(), package) if not _is_elsewhere(name[0], elsewhere)
+            name for name in imported_names(file.read_bytes(), package) if not _is_elsewhere(name[0], elsewhere, found)
         }:
             for led_to, its_package in _leads_to(found.folder, name):
                 if led_to not in files:
@@ -231,10 +231,10 @@ def _leads_to(folder: Path, name: _Name) -> Iterator[tuple[Path, _Name]]:
                 break
 
 
-def _is_elsewhere(top: str, search: list[str]) -> bool:
+def _is_elsewhere(top: str, search: list[str], found: JobFiles) -> bool:
     """Whether Python finds this module outside the job's folder, which it searches last."""
     if top in sys.stdlib_module_names or top in OWN:
-        return True
+        return top not in found.shared
     spec = PathFinder.find_spec(top, search)
     return spec is not None and spec.origin is not None
 

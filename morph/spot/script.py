@@ -6,18 +6,23 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import json
+import logging
 import os
 import shutil
+import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from morph.contract.errors import CheckpointError, InputError
 from morph.contract.files import locked
 from morph.spot.storage import read_newest, write_backup
+
+log = logging.getLogger("morph.spot")
 
 FOLDER, STORAGE = "MORPH_SPOT_FOLDER", "MORPH_SPOT_STORAGE"
 EVENTS, SAVE = "events", "save"
@@ -42,6 +47,7 @@ class Script:
         self._answered = 0
         self._requested_s: float | None = None
         self._num_spools = 0
+        self._warned: set[str] = set()
         self._waiting: tuple[int, Path, str] | None = None
         self._changed = threading.Condition()
         self._is_busy = False
@@ -77,17 +83,24 @@ class Script:
 
     def backup(self, path: Path) -> None:
         """See ``morph.spot``."""
-        if not path.exists():
-            raise InputError("is not there", field="backup", value=str(path), allowed="a file or folder that was saved")
+        path = path if path.name not in ("", "..") else path.resolve()
+        if not (path.is_file() or path.is_dir()) or not path.name:
+            allowed = "a file or folder that was saved"
+            raise InputError("is not there, or is neither", field="backup", value=str(path), allowed=allowed)
         if self._folder is None or not _is_first():
             return
         self._num_spools += 1
         spool = self._folder / f"spool-{self._num_spools}"
-        spool.mkdir()
-        if path.is_dir():
-            shutil.copytree(path, spool / path.name)
-        else:
-            shutil.copyfile(path, spool / path.name)
+        try:
+            spool.mkdir()
+            self._warn(_copied(path, spool / path.name))
+        except OSError as error:  # a full disk, for example: the loop goes on, and an earlier backup stays the newest
+            shutil.rmtree(spool, ignore_errors=True)
+            sentence = f"{path} cannot be copied on the VM's disk: {error}"
+            log.warning("morph.spot.backup: %s", sentence)
+            self._requested_s = None
+            self._tell(kind="refused", number=self._answered, sentence=sentence)
+            return
         stall_s = None if self._requested_s is None else time.monotonic() - self._requested_s
         self._requested_s = None
         self._tell(kind="saved", number=self._answered, seconds=stall_s)
@@ -130,6 +143,13 @@ class Script:
                 self._is_busy = False
                 self._changed.notify_all()
 
+    def _warn(self, left_out: Sequence[str]) -> None:
+        """Say what backups leave out, each once."""
+        for one in left_out:
+            if one not in self._warned:
+                self._warned.add(one)
+                log.warning("morph.spot.backup leaves out %s", one)
+
     def _wait_for_backups(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting is None and not self._is_busy, END_TIMEOUT_S)
@@ -138,8 +158,42 @@ class Script:
         if self._folder is None:
             return
         line = json.dumps(event).encode() + b"\n"
-        descriptor = os.open(self._folder / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            os.write(descriptor, line)
-        finally:
-            os.close(descriptor)
+            descriptor = os.open(self._folder / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                os.write(descriptor, line)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            log.warning("morph.spot cannot tell morph spot-run that a %s is done: %s", event["kind"], error)
+
+
+def _copied(source: Path, target: Path) -> list[str]:
+    """Copy a file or folder, with links as what they point to; return what was left out, and why.
+
+    Raises:
+        OSError: a file cannot be read, or the copy cannot be written.
+    """
+    left_out: list[str] = []
+
+    def copy(source: Path, target: Path, above: tuple[str, ...]) -> None:
+        try:
+            real, mode = os.path.realpath(source, strict=True), source.stat().st_mode
+            if stat.S_ISREG(mode):
+                shutil.copyfile(source, target)
+            elif not stat.S_ISDIR(mode):
+                left_out.append(f"{source}: it is neither a file nor a folder")
+            elif real in above:
+                left_out.append(f"{source}: it links to a folder that it is in")
+            else:
+                target.mkdir()
+                for name in sorted(os.listdir(source)):  # noqa: PTH208 # only names are needed
+                    copy(source / name, target / name, (*above, real))
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ELOOP):
+                raise
+            problem = "it links to something that is not there" if source.is_symlink() else "it was deleted meanwhile"
+            left_out.append(f"{source}: {problem}")
+
+    copy(source, target, ())
+    return left_out

@@ -1,4 +1,7 @@
-"""Backups in storage: one folder per backup, whose manifest is written last and lists each file with its SHA-256."""
+"""Backups in storage: one folder per backup, whose manifest is written last and lists each file with its SHA-256.
+
+A file is stored under its SHA-256: the user's own names may mean something to a storage, or be that of the manifest.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +36,17 @@ def write_backup(url: str, path: Path) -> int:
         there = _numbers(filesystem, root)
         number = max(there, default=0) + 1
         folder = f"{root.rstrip('/')}/b{number:08d}"
-        files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+        filesystem.makedirs(folder, exist_ok=True)
         entries: dict[str, dict[str, Any]] = {}
-        for one in files:
+        folders: list[str] = []
+        for one in sorted([path, *path.rglob("*")]):
             name = one.relative_to(path.parent).as_posix()
-            filesystem.makedirs(posixpath.dirname(f"{folder}/{name}"), exist_ok=True)
-            filesystem.put_file(str(one), f"{folder}/{name}")
+            if one.is_dir():
+                folders.append(name)
+                continue
             entries[name] = {"bytes": one.stat().st_size, "sha256": _digest(one)}
-        manifest = {"schema_version": 1, "name": path.name, "files": entries}
+            filesystem.put_file(str(one), f"{folder}/{entries[name]['sha256']}")
+        manifest = {"schema_version": 2, "name": path.name, "files": entries, "folders": folders}
         write_atomically(f"{url.rstrip('/')}/b{number:08d}/{MANIFEST}", json.dumps(manifest).encode())
         whole = [one for one in there if filesystem.exists(f"{root.rstrip('/')}/b{one:08d}/{MANIFEST}")]
         for old in sorted(there):
@@ -79,13 +85,18 @@ def read_newest(url: str, into: Path) -> Path | None:
 def _fetched(filesystem: fsspec.AbstractFileSystem, folder: str, manifest: dict[str, Any], into: Path) -> str | None:
     """Fetch the files of a backup; return the problem with them, or None."""
     into.mkdir(parents=True)
-    for name, entry in manifest["files"].items():
-        target = into / name
-        if not target.resolve().is_relative_to(into.resolve()):
+    folders, files = manifest.get("folders", []), manifest["files"]
+    for name in (*folders, *files):
+        if not (into / name).resolve().is_relative_to(into.resolve()):
             return f"{name} would lie outside the folder"
+    for name in folders:
+        (into / name).mkdir(parents=True, exist_ok=True)
+    for name, entry in files.items():
+        target = into / name
         target.parent.mkdir(parents=True, exist_ok=True)
+        stored = name if manifest["schema_version"] == 1 else entry["sha256"]  # older backups have the user's names
         try:
-            filesystem.get_file(f"{folder}/{name}", str(target))
+            filesystem.get_file(f"{folder}/{stored}", str(target))
         except FileNotFoundError:
             return f"{name} is missing"
         if _digest(target) != entry["sha256"]:

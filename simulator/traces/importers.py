@@ -25,7 +25,7 @@ import numpy as np
 
 from morph.contract.base import read_text
 from morph.contract.errors import TraceError
-from morph.contract.trace import UNKNOWN, Trace, TraceEvent, TracePrice, parse_trace
+from morph.contract.trace import UNKNOWN, Trace, TraceEvent, TracePrice, check_order, parse_trace
 
 MOST_VMS = 100_000
 _EVENTS = re.compile(r"\s*\d+(\.\d+)?\s*,\s*(add|remove)\s*,.*")
@@ -110,9 +110,7 @@ def _cells(where: str, cells: list[str], num: int, form: str) -> list[str]:
 
 def _from_events(lines: list[tuple[str, list[str]]], place: Place, path: Path, seed: int) -> Trace:
     del seed
-    living: set[str] = set()
-    events: list[TraceEvent] = []
-    start_s = last_s = 0.0
+    events: list[tuple[str, TraceEvent]] = []
     for where, line in lines:
         time_ms, event, node = _cells(where, line, 3, "time_ms,add|remove,node")
         time_s = _number(time_ms, where, "time_ms", "milliseconds, 0 or more") / 1000
@@ -120,19 +118,10 @@ def _from_events(lines: list[tuple[str, list[str]]], place: Place, path: Path, s
             raise TraceError("is not an event", source=where, field="event", value=event, allowed="'add' or 'remove'")
         if _NODE.fullmatch(node) is None:
             raise TraceError("is not a name", source=where, field="node", value=node, allowed="letters, digits, . _ -")
-        if (node in living) == (event == "add"):
-            state = "already there" if event == "add" else "not there"
-            raise TraceError(f"node is {state}", source=where, field="node", value=node)
-        start_s, last_s = (time_s, time_s) if not events else (start_s, last_s)
-        if time_s < last_s:
-            raise TraceError(
-                "time steps back", source=where, field="time_ms", value=time_ms, allowed=f"at least {last_s * 1000:g}"
-            )
-        (living.add if event == "add" else living.discard)(node)
-        last_s = time_s
-        told = {"time_s": time_s - start_s, "event": event, "node_id": node}
-        events.append(TraceEvent.model_validate(told | _told(place, path)))
-    return Trace(events=tuple(events))
+        told = {"time_s": time_s, "event": event, "node_id": node}
+        events.append((where, TraceEvent.model_validate(told | _told(place, path))))
+    check_order(events, "ms")
+    return Trace(events=tuple(event for _, event in events)).from_first_event()
 
 
 def _from_counts(lines: list[tuple[str, list[str]]], place: Place, path: Path, seed: int) -> Trace:

@@ -1,19 +1,22 @@
 """Soak: play run after run under faults drawn from a seed; stop at the first failure or after the given minutes.
 
     python -m tests.chaos --minutes 60 --seed 1
-    python -m tests.chaos --long 1000000 --seed 1
+    python -m tests.chaos --long 1000000 --seed 1 --folder out/soak --minutes 60
 
 The second command is one run of that many cheap steps, with a fault every 500 to 5,000 steps. It prints how the
-manager's memory, handles and threads and the run directory grew, and how long ``morph status`` takes at the end.
+manager's memory, handles and threads and the run directory grew, and how long ``morph status`` takes at the end. With
+``--folder`` it is stopped after ``--minutes``, and the same command plays the next piece; the last one compares.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from morph.contract.profile import load_profile
@@ -36,11 +39,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000)
     parser.add_argument("--steps", type=int, default=1500, help="of each run")
     parser.add_argument("--long", type=int, default=0, metavar="STEPS", help="one run of so many cheap steps instead")
+    parser.add_argument("--folder", type=Path, help="with --long: keep the run there, and play it in pieces")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="morph-soak-"))
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="morph-soak-"))
     print(f"seed {options.seed}; {folder}", flush=True)
     if options.long:
-        return _long(options.long, options.seed, folder)
+        return _long(options.long, options.seed, folder, options.minutes * 60 if options.folder else None)
     profile = folder / "profile.json"
     morph("calibrate", f"{JOB}:job", "-o", profile, "--samples", 5, "-m", 2)
     setting = Setting(profile, options.steps)
@@ -49,7 +53,7 @@ def main() -> int:
     while time.monotonic() < until_s:
         seed = options.seed + total.num_runs
         (folder / str(seed)).mkdir()
-        played = play(seed, setting, reference, folder / str(seed), BOUNDS, (*FAULTS, *HARD))
+        played = play(seed, setting, lambda: reference, folder / str(seed), BOUNDS, (*FAULTS, *HARD))
         print("\n".join([f"seed {seed}: {played.told()}", *played.lines]), flush=True)
         if played.failures:
             print(
@@ -62,17 +66,29 @@ def main() -> int:
     return 0
 
 
-def _long(steps: int, seed: int, folder: Path) -> int:
-    """Play one run with faults far apart; return 1 if it failed."""
-    profile = folder / "profile.json"
-    morph("calibrate", f"{CHEAP}:job", "-o", profile, "--samples", 5, "-m", 2)
+def _long(steps: int, seed: int, folder: Path, piece_s: float | None) -> int:
+    """Play one run with faults far apart, or a piece of it; return 1 if it failed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    profile, log = folder / "profile.json", folder / "pieces.json"
+    pieces = json.loads(log.read_text(encoding="utf-8")) if log.exists() else []
+    if not pieces:
+        morph("calibrate", f"{CHEAP}:job", "-o", profile, "--samples", 5, "-m", 2)
+        (folder / "run").mkdir()
     sections = load_profile(profile).num_sections
     setting = Setting(profile, steps, "processes", checkpoint_every=500, job=CHEAP)
-    alone = run_single(
-        f"{CHEAP}:job", steps=steps, num_sections=sections, micro_batch_size=2, checkpoint_url=str(folder / "alone")
-    )
-    (folder / "run").mkdir()
-    played = play(seed, setting, {unit.unit: unit.sha256 for unit in alone.units}, folder / "run", LONG, FAULTS)
+
+    def undisturbed() -> dict[str, str]:
+        alone = run_single(
+            f"{CHEAP}:job", steps=steps, num_sections=sections, micro_batch_size=2, checkpoint_url=str(folder / "alone")
+        )
+        return {unit.unit: unit.sha256 for unit in alone.units}
+
+    seed += len(pieces)
+    played = play(seed, setting, undisturbed, folder / "run", replace(LONG, piece_s=piece_s), FAULTS)
+    pieces.append({"seed": seed, "steps": played.steps, "faults": dict(played.faults), "failures": played.failures})
+    log.write_text(json.dumps(pieces, indent=2), encoding="utf-8")
+    for number, piece in enumerate(pieces, 1):
+        print(f"piece {number}: seed {piece['seed']}, to step {piece['steps']}, {sum(piece['faults'].values())} faults")
     print("\n".join([f"seed {seed}: {played.told()}", *played.lines]))
     for size in played.sizes[:: max(1, len(played.sizes) // 20)]:
         print(
@@ -83,8 +99,12 @@ def _long(steps: int, seed: int, folder: Path) -> int:
     if played.failures:
         print(f"did not hold: {'; '.join(played.failures)}; kept: {folder}")
         return 1
+    if played.is_piece:
+        print(f"{played.steps} of {steps} steps; the same command plays the next piece")
+        return 0
     print(f"as if undisturbed, to the bit, after {steps} steps")
-    shutil.rmtree(folder)
+    if piece_s is None:
+        shutil.rmtree(folder)
     return 0
 
 

@@ -6,7 +6,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,8 @@ POLL_S = 0.2
 LAST_SHARE = 0.9
 """Share of the steps after which no faults follow, because a command repeated after its run's end is refused."""
 STEPS_BETWEEN = 3
+STOPPED = 130
+"""The exit code of a run that Ctrl-C stopped."""
 RECOVERS = 0.7
 """The share of faults after which the run trains again before the next one."""
 
@@ -31,7 +33,7 @@ class Bounds:
     Faults are inflicted for some time once the run trains. A run without a new step for a certain time is stuck. It is
     left alone after each fault, and after most of them until it has trained a few steps again, but for ``patience_s``
     at most. With ``apart_steps``, a range, that many steps are decided between two faults instead, and the size of the
-    run is measured before each fault.
+    run is measured before each fault. With ``piece_s`` the run is stopped after that time, and kept for the next piece.
     """
 
     faults_s: float
@@ -39,6 +41,7 @@ class Bounds:
     calm_s: tuple[float, float] = (1.0, 5.0)
     patience_s: float = 20.0
     apart_steps: tuple[int, int] | None = None
+    piece_s: float | None = None
 
 
 @dataclass
@@ -55,6 +58,7 @@ class Played:
     sizes: list[Size] = field(default_factory=list)
     status_cpu_s: float = 0.0
     num_runs: int = 0
+    is_piece: bool = False
 
     def add(self, other: Played) -> None:
         """Add the figures of another run."""
@@ -76,25 +80,28 @@ class Played:
 def play(
     seed: int,
     setting: Setting,
-    reference: dict[str, str],
+    reference: Callable[[], Mapping[str, str]],
     folder: Path,
     bounds: Bounds,
     faults: Sequence[Fault] = FAULTS,
 ) -> Played:
-    """Start the command, disturb it for a while, and let it end; failures are in the result."""
+    """Start the command, disturb it for a while, and let it end; failures are in the result.
+
+    ``reference`` returns the digests of an undisturbed run; it is called once all steps are done.
+    """
     played, draw = Played(seed), random.Random(seed)
     possible = [fault for fault in faults if fault.possible()]
-    with World(setting, folder) as world:
+    with World(setting, folder, is_kept=bounds.piece_s is not None) as world:
         world.start()
         began_s = time.monotonic()
         code = _disturbed(world, played, draw, possible, bounds)
         played.lines.append(f"{time.monotonic() - began_s:6.1f} s  exit code {code}")
         if code is None:
             played.failures.append(f"no new step for {bounds.stuck_s:g} s, at version {world.version()}")
-        elif code != 0:
+        elif code != (STOPPED if played.is_piece else 0):
             played.failures.append(f"exit code {code}")
         else:
-            if world.digests() != reference:
+            if not played.is_piece and world.digests() != reference():
                 played.failures.append("the final weights differ from those of the undisturbed run")
             played.status_cpu_s = world.status_cpu_s()
             played.failures += [f"left behind: {what}" for what in world.left()]
@@ -112,15 +119,19 @@ def _disturbed(world: World, played: Played, draw: random.Random, faults: list[F
     deck: list[Fault] = []
     trains_s = next_s = None
     goal, newest, moved_s = 0, 0, began_s
+    first = world.version()  # above 0 in a piece that continues an earlier one
     while (code := world.ended()) is None:
         now_s = time.monotonic()
+        if bounds.piece_s is not None and now_s - began_s > bounds.piece_s and trains_s is not None:
+            played.is_piece = True
+            return world.stop()
         version = world.version()
         if version > newest:
             newest, moved_s = version, now_s
         if now_s - moved_s > bounds.stuck_s:
             return None
         if trains_s is None or next_s is None:
-            trains_s = next_s = now_s if version > 0 else None
+            trains_s = next_s = now_s if version > first else None
         elif bounds.apart_steps is not None:
             if goal <= version < LAST_SHARE * world.steps:
                 with suppress(psutil.Error, OSError):  # the manager, or one of its files, may have just disappeared

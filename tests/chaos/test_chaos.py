@@ -25,7 +25,7 @@ def test_a_run_under_faults_from_outside_ends_with_undisturbed_weights(
 ) -> None:
     reference = uninterrupted(STEPS, tmp_path / "reference", load_profile(calibrated).num_sections)
     setting = Setting(calibrated, STEPS, launcher, READ_S, CHECKPOINT_EVERY)
-    played = play(SEED, setting, reference, tmp_path, BOUNDS)
+    played = play(SEED, setting, lambda: reference, tmp_path, BOUNDS)
     print("\n".join([played.told(), *played.lines]))  # pytest shows this when the test fails
     assert played.failures == []
     assert played.faults.total() >= 3

@@ -66,14 +66,15 @@ class Size:
 
 
 class World:
-    """A run in a folder of its own; a context manager that leaves no process and no file of the run.
+    """A run in a folder of its own; a context manager that leaves no process and, unless kept, no file of the run.
 
-    ``disk``: a small disk for the run directory; None if this user may not mount one.
+    ``disk``: a small disk for the run directory; None if the run is kept, or if this user may not mount one.
     """
 
-    def __init__(self, setting: Setting, folder: Path) -> None:
+    def __init__(self, setting: Setting, folder: Path, *, is_kept: bool = False) -> None:
         self._rest = ExitStack()
-        self.disk = self._rest.enter_context(small_disk(folder / "disk", DISK)) if may_mount() else None
+        may = may_mount() and not is_kept
+        self.disk = self._rest.enter_context(small_disk(folder / "disk", DISK)) if may else None
         self.folder, self.run_dir = folder, folder / "disk" / "run"
         self.family = Family(mark := own_mark())
         self.steps, self._on_ray = setting.steps, setting.launcher == "ray"
@@ -83,7 +84,7 @@ class World:
         self._clock = folder / "clock"
         self._clock.write_bytes(struct.pack("q", 0))
         self.job = folder / "job" / "job.py"
-        self.job.parent.mkdir()
+        self.job.parent.mkdir(exist_ok=is_kept)
         text = setting.job.read_text(encoding="utf-8")
         if setting.read_s:
             assert READING in text
@@ -159,6 +160,12 @@ class World:
         assert self._process is not None
         self._process.send_signal(signal.SIGKILL)
         return self._process.wait(END_S) == -signal.SIGKILL
+
+    def stop(self) -> int:
+        """Stop the run as Ctrl-C does; return the exit code once it is saved."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGINT)
+        return self._process.wait(END_S)
 
     def set_clock(self, moved_s: int) -> None:
         """Set the wall clock of every process of the run this far ahead of the machine's clock."""

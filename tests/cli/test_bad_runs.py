@@ -84,7 +84,10 @@ def test_a_device_that_this_machine_lacks_is_refused(
         (HEADER + "0,add,x\n1,explode,x\n", ", line 3: event: is not a kind of event (got 'explode')"),
         (HEADER + "0,add,x\n1,remove,y\n", ", line 3: node_id: node is not there (got 'y')"),
         (HEADER + "0,add,x\n0,add,x\n", ", line 3: node_id: node is already there (got 'x')"),
-        (HEADER + "5,add,x\n4,add,y\n", ", line 3: time_s: time steps back (got 4.0); allowed: at least 5.0"),
+        (
+            HEADER + "5,add,x\n4,add,y\n",
+            ", line 3: time_s: time steps back, so the file is not sorted by time (got 4.0)",
+        ),
         (HEADER + "0,add\n", ", line 2: wrong number of columns; allowed: 3 columns"),
         (HEADER, ": holds no events"),
     ],

@@ -63,6 +63,30 @@ def test_arguments_of_the_jobs_function_are_read_and_set(given: Given) -> None:
 
 
 @pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("1e-3", 1e-3), ("-2E5", -2e5), ("1.5e3", 1500.0), (".5", 0.5), ("1_000", 1000), ("010", 10), ("0x1F", 31),
+        ("1:30", "1:30"), ("3h", "3h"), ("10.0.0.1", "10.0.0.1"), ("'1e-3'", "1e-3"),
+    ],
+)  # fmt: skip
+def test_numbers_as_people_write_them_are_numbers_and_quoted_text_is_text(
+    given: Given, written: str, value: float | str
+) -> None:
+    job = f"code: 'jobs.py:sized', profile: profile.json, arguments: {{rate: {written}}}"
+    read = load_job_file(job_file(given, job)).job.arguments["rate"]
+    assert (type(read), read) == (type(value), value)
+    if "'" not in written:
+        (read,) = load_job_file(job_file(given), [f"job.arguments.rate={written}"]).job.arguments.values()
+        assert (type(read), read) == (type(value), value)
+
+
+def test_numbers_with_an_exponent_are_numbers_for_every_key(given: Given) -> None:
+    path = job_file(given, rest="policy: {min_join_gain: 1e-2, takeover_patience_s: 1.2e1}\n")
+    policy = load_job_file(path).policy
+    assert (policy.min_join_gain, policy.takeover_patience_s) == (0.01, 12)
+
+
+@pytest.mark.parametrize(
     ("options", "problem"),
     [
         (("--steps", "9"), "--steps: is set in the job file"),

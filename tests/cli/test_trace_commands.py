@@ -52,6 +52,24 @@ def test_a_trace_is_drawn_converted_described_fitted_and_pictured(tmp_path: Path
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_trace_that_counts_from_1970_is_described_and_drawn_as_one_that_begins_at_its_first_event(
+    tmp_path: Path,
+) -> None:
+    lines = ["0,add,a,z", "0,add,b,z", "3600,remove,a,z", "5400,add,c,z", "9000,remove,b,z", "9000,remove,c,z"]
+    told, drawn = [], []
+    for start_s in (0, 1_690_000_000):
+        moved = (line.partition(",") for line in lines)
+        rows = [f"{start_s + int(time_s)},{rest}" for time_s, _, rest in moved]
+        path, out = tmp_path / f"{start_s}.csv", tmp_path / "drawn.csv"
+        path.write_text("\n".join(["time_s,event,node_id,zone", *rows, f"{start_s + 10800},end,,"]) + "\n")
+        told.append(json.loads(run("stats", path, "--json")))
+        run("generate", "--like", path, "--hours", 5, "-o", out)
+        drawn.append(load_trace(out))
+    assert told[0] == told[1]
+    assert told[1]["z"]["hours"] == 3
+    assert drawn[0] == drawn[1]
+
+
 def test_other_formats_are_converted(tmp_path: Path) -> None:
     for zone in ("a", "b"):
         text = json.dumps({"metadata": {"gap_seconds": 600}, "data": [2, 2, 1, 2] * 6})

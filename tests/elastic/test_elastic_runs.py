@@ -17,6 +17,7 @@ import pytest
 
 from manager.host.processes import runs
 from tests.elastic.forked import ForkedJob
+from tests.grids import IS_LONG
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -116,7 +117,17 @@ def two_and_a_joiner(start: Callable[..., Job], **environment: str) -> tuple[Job
     job.until(lambda: len(list(job.folder.glob("begun-*"))) == 2, "its founders have begun: this one is none of them")
     where = re.search(r"workers can join at (\S+)", job.log)
     assert where is not None
-    return job, start("--join", where[1], IS_JOINER="1", **{**secret, "INIT_SEED": "6"})
+    # the first of these addresses is that of a worker that is gone
+    return job, start("--join", f"127.0.0.1:1,{where[1]}", IS_JOINER="1", **{**secret, "INIT_SEED": "6"})
+
+
+@pytest.mark.skipif(not IS_LONG, reason="as with batches of Morph, only in make test-long")
+def test_a_joiner_with_batches_of_its_own_has_the_others_state(start: Callable[..., Job]) -> None:
+    job, joiner = two_and_a_joiner(start, NUM_STEPS="80", OWN_LOADER="1")
+    assert (job.wait(), joiner.wait()) == (0, 0), job.log + joiner.log
+    one, other = job.ends()
+    assert one == other
+    assert one["averaged"] == 80
 
 
 @pytest.mark.parametrize("sync", ["s-sgd", "ad-psgd"])

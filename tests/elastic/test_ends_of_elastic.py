@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -123,3 +124,11 @@ def test_it_offers_a_place_only_to_those_who_can_know_the_secret(start: Callable
 def test_its_output_says_where_to_join_and_how_many_are_missing(start: Callable[..., Started]) -> None:
     log = start("--founders", "5", MORPH_ELASTIC_SECRET="a secret of this test").log
     assert re.search(r"^workers can join at 127\.0\.0\.1:\d+; waiting for 3 more$", log, re.MULTILINE)
+
+
+def test_a_command_that_joins_also_listens_where_it_is_told(start: Callable[..., Started]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ("--join", "127.0.0.1:1", "--listen", f"127.0.0.1:{port}")
+    log = start(*options, MORPH_ELASTIC_SECRET="a secret of this test").log
+    assert f"workers can join at 127.0.0.1:{port}\n" in log

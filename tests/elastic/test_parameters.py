@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from morph.elastic.settings import difference
 from morph.elastic.state import TrainingState
 from morph.elastic.sums import Accumulation
 from morph.losses import cross_entropy
+from morph.optimizers import Optimizers
 
 NUM_STEPS, BATCH = 8, 12
 
@@ -323,11 +325,102 @@ def test_changes_between_steps_are_honoured_or_refused(between: Any, said: str) 
         loop()
 
 
+@pytest.mark.parametrize(
+    ("between", "is_warned"),
+    [
+        (lambda net, _: torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0), True),
+        (lambda net, _: [one.grad.div_(8.0) for one in net.parameters() if one.grad is not None], True),
+        (lambda net, optimizer: optimizer.zero_grad(), False),
+        (lambda net, _: [one.grad for one in net.parameters()], False),
+    ],
+)
+def test_clipping_by_hand_between_steps_is_said_to_have_no_effect(
+    between: Any, is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = Net()
+    optimizer = Optimizer(sgd(net), net)
+    for _ in batches(Data(), global_batch=BATCH, num_steps=13):
+        between(net, optimizer)
+        optimizer.step(lambda share: loss_of(net, share))
+    said = [record.getMessage() for record in caplog.records if "without any effect" in record.getMessage()]
+    assert len(said) == int(is_warned)
+    assert all("clip_grad_norm=" in line for line in said)
+
+
+class Players(nn.Module):
+    """The two models of a GAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.judge = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def loss(self, real: Tensor, noise: Tensor, *, is_judge: bool) -> Tensor:
+        said = self.judge(self.maker(noise)).sigmoid()
+        if not is_judge:
+            return -said.log().mean()
+        return -(self.judge(real).sigmoid().log() + (1 - said).log()).mean()
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [
+            torch.optim.Adam(self.judge.parameters(), lr=0.02, weight_decay=0.1),
+            torch.optim.RMSprop(self.maker.parameters(), lr=0.01),
+        ]
+
+
+def test_two_players_with_one_elastic_optimizer_train_as_with_two_plain_ones() -> None:
+    torch.manual_seed(0)
+    players = Players()
+    plain = copy.deepcopy(players)
+    draws = [(torch.randn(12, 8) + 2, torch.randn(12, 4)) for _ in range(20)]
+    optimizers = plain.optimizers()
+    for real, noise in draws:
+        for number, inner in enumerate(optimizers):
+            plain.zero_grad()
+            plain.loss(real, noise, is_judge=number == 0).backward()
+            inner.step()
+    inner = Optimizers(
+        (players.judge.parameters(), lambda found: torch.optim.Adam(found, lr=0.02, weight_decay=0.1)),
+        (players.maker.parameters(), lambda found: torch.optim.RMSprop(found, lr=0.01)),
+    )
+    optimizer = Optimizer(inner, players)
+    while optimizer.num_steps < 2 * len(draws):
+        real, noise = draws[optimizer.num_steps // 2]
+        is_judge = optimizer.num_steps % 2 == 0
+        players.judge.requires_grad_(is_judge)
+        players.maker.requires_grad_(not is_judge)
+        optimizer.step(lambda _, real=real, noise=noise, mine=is_judge: players.loss(real, noise, is_judge=mine))
+    assert_equal(players, plain)
+
+
+def test_a_second_optimizer_is_refused_under_morph_elastic(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, other = Net(), Net()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        monkeypatch.setenv("MORPH_ELASTIC_LISTEN_FD", str(listening.fileno()))
+        with Optimizer(sgd(net), net) as first:
+            with pytest.raises(InputError, match=r"is the second in this process.*morph\.Optimizers for several"):
+                Optimizer(sgd(other), other)
+            assert first.step(lambda _: loss_of(net, (torch.ones(2, 8), torch.zeros(2, dtype=torch.long)))) > 0
+        with Optimizer(sgd(other), other) as later:  # the first has left the job
+            assert later.num_workers == 1
+
+
+def test_of_two_optimizers_alone_the_one_without_batches_is_told_why() -> None:
+    net, other = Net(), Net()
+    first, second = Optimizer(sgd(net), net), Optimizer(sgd(other), other)
+    fixed = (torch.ones(2, 8), torch.zeros(2, dtype=torch.long))
+    for _ in batches(Data(), global_batch=BATCH, num_steps=1):
+        second.step(lambda share: loss_of(other, share))
+        first.step(lambda _: loss_of(net, fixed))
+        with pytest.raises(InputError, match="batches: gives its batches to the optimizer that was made last"):
+            first.step(lambda share: loss_of(net, share))
+
+
 def test_gradients_that_are_forgotten_before_a_step_do_no_harm() -> None:
     net = Net()
     optimizer = Optimizer(sgd(net), net)
     backward_before(net, optimizer, step_lr(sgd(net)))
-    net.zero_grad()
+    optimizer.zero_grad()
     assert optimizer.step(lambda _: loss_of(net, (torch.ones(2, 8), torch.zeros(2, dtype=torch.long)))) > 0
 
 

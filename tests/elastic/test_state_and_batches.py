@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +54,106 @@ def test_a_packed_state_trains_on_like_the_one_it_was_packed_from() -> None:
         state.optimizer.step()
     for name, value in one.model.state_dict().items():
         assert torch.equal(value, other.model.state_dict()[name]), name
+
+
+class Loop:
+    """A loop's moving average and best value, with what its own code does to them after a step."""
+
+    def __init__(self, seed: int) -> None:
+        state = trained(seed, 0)
+        self.average, self.best = torch.optim.swa_utils.AveragedModel(state.model), {"loss": math.inf, "at": (0,)}
+        carried = {"average": self.average, "best": self.best, "scaler": torch.amp.GradScaler("cpu")}
+        self.state = TrainingState(state.model, state.optimizer, carried=carried)
+
+    def step(self) -> None:
+        self.state.num_steps += 1
+
+    def after_step(self) -> None:
+        self.average.update_parameters(self.state.model)
+        self.best.update(loss=1.0 / self.state.num_steps, at=(self.state.num_steps,))
+
+    @property
+    def told(self) -> tuple[int, dict[str, Any], list[float]]:
+        return int(self.average.n_averaged), self.best, self.average.module[0].weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("has_passed", [True, False], ids=["sent in a step", "sent before it"])
+@pytest.mark.parametrize("in_step", [True, False], ids=["received in the step before", "received between steps"])
+@pytest.mark.parametrize("is_caught_up", [True, False])
+def test_a_loops_own_state_arrives_once_however_far_both_loops_are(
+    has_passed: bool, in_step: bool, is_caught_up: bool
+) -> None:
+    one, other = Loop(0), Loop(1)
+    for _ in range(3):
+        one.step()
+        one.after_step()
+    if has_passed:
+        one.state.pass_boundary()
+    if is_caught_up:
+        other.state.unpack(one.state.pack(with_carried=False))
+        assert other.told[0] == 0
+        other.state.unpack_facts(one.state.pack_facts())
+    else:
+        other.state.unpack(one.state.pack())
+    if in_step:  # the step came with the state, and this loop's own code follows it
+        other.after_step()
+    other.state.load_carried(in_step=False)
+    other.state.load_carried(in_step=True)
+    assert other.told == one.told
+    other.after_step()
+    assert other.told[0] == 4  # nothing of it is loaded twice
+    other.state.load_carried(in_step=True)
+    assert other.told[0] == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"average": 3.5}, r"state\['average'\]: has no state \(got 'float'\); allowed: objects with state_dict"),
+        ({"best": {"loss": object()}}, r"state\['best'\]: has a state that cannot be sent \(got 'object'\)"),
+    ],
+)
+def test_what_cannot_travel_is_refused(given: dict[str, Any], said: str) -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(InputError, match=said):
+        Optimizer(torch.optim.SGD(model.parameters()), model, state=given)
+
+
+def test_a_worker_with_other_objects_than_the_oldest_is_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"state: names other objects than there \(got 'nothing'\); allowed: 'average'"
+    ):
+        trained(1, 0).unpack(Loop(0).state.pack())
+
+
+def test_a_loop_continues_from_a_saved_state_like_one_that_was_not_interrupted(tmp_path: Path) -> None:
+    def loop(num_steps: int, saved: Path | None = None) -> tuple[Optimizer, nn.Module, Any]:
+        torch.manual_seed(0 if saved is None else 1)
+        model = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+        inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        schedule = torch.optim.lr_scheduler.StepLR(inner, 2, 0.5)
+        optimizer = Optimizer(inner, model, lr_scheduler=schedule, state={"average": average})
+        if saved is not None:
+            optimizer.load_state_dict(torch.load(saved, weights_only=True))
+        data = torch.linspace(-1, 1, 24).reshape(24, 1)
+        for _ in batches(data, global_batch=8, share_size=4, num_steps=num_steps):
+            optimizer.step(lambda share: model(share).square().mean())
+            average.update_parameters(model)
+        return optimizer, model, average
+
+    optimizer, *_ = loop(5)
+    torch.save(optimizer.state_dict(), tmp_path / "saved.pt")
+    _, *whole = loop(9)
+    continued, *resumed = loop(9, tmp_path / "saved.pt")
+    for one, other in zip(whole, resumed, strict=True):
+        for name, value in one.state_dict().items():
+            assert torch.equal(value, other.state_dict()[name]), name
+    with pytest.raises(InputError, match="comes too late; allowed: a call before the first step"):
+        continued.load_state_dict(optimizer.state_dict())
+    model = nn.Linear(2, 2)
+    with pytest.raises(InputError, match="is not a state of this model and optimizer"):
+        Optimizer(torch.optim.SGD(model.parameters()), model).load_state_dict(optimizer.state_dict())
 
 
 @pytest.mark.parametrize("dtype", state_module._TYPES)
@@ -168,6 +270,7 @@ def test_a_batch_makes_at_most_32_shares_unless_more_are_asked_for() -> None:
     ("options", "said"),
     [
         (["--join", "nowhere"], "--join: is not an address (got 'nowhere'); allowed: HOST:PORT"),
+        (["--join", "127.0.0.1:1,here"], "--join: is not an address (got 'here')"),
         (["--join", "127.0.0.1:1"], "MORPH_ELASTIC_SECRET: is not set"),
         (["--workers", "3", "--founders", "2"], "--founders: is less than --workers (got 2)"),
         (["--listen", "192.0.2.1"], "--listen: cannot be listened on"),

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import math
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import swa_utils
 
 import morph.elastic
 import morph.losses
@@ -191,7 +193,15 @@ def main() -> None:
         inner = model.optimizer()
         schedule = torch.optim.lr_scheduler.StepLR(inner, 6, 0.7)  # a scheduler that includes added groups
         options = {"lr_scheduler": schedule, "clip_grad_norm": 0.5}
-    optimizer = morph.elastic.Optimizer(inner, model, sync=sync, **options)
+    average = swa_utils.AveragedModel(model, avg_fn=swa_utils.get_ema_avg_fn(0.9))
+    best = {"loss": math.inf, "step": 0}
+    optimizer = morph.elastic.Optimizer(inner, model, sync=sync, state={"average": average, "best": best}, **options)
+
+    def follow(mean: float) -> None:
+        average.update_parameters(model)
+        if mean < best["loss"]:
+            best.update(loss=mean, step=optimizer.num_steps)
+
     if os.environ.get("IS_JOINER"):
         (FOLDER / "joiner").touch()
     first_rank = optimizer.rank
@@ -211,6 +221,8 @@ def main() -> None:
         while optimizer.num_steps < NUM_STEPS:
             share = (torch.randn(8, 8, generator=generator), torch.randint(0, 3, (8,), generator=generator))
             mean = optimizer.step(lambda _, share=share: loss(share))
+            follow(mean)
+        optimizer.finish()
     else:
         data: Any = Text() if is_text else Samples()
         sizes = {"global_batch": 192, "share_size": 24} if is_text else {"global_batch": 24, "share_size": 4}
@@ -220,10 +232,13 @@ def main() -> None:
                 if isinstance(model, Changing):
                     model.change(inner, optimizer.num_steps)
                 mean = optimizer.step(loss)
+                follow(mean)
                 syncs.append(optimizer.sync)
                 if sync != "s-sgd":
                     hashes.append(hash_of(model))
     told: dict[str, Any] = {"steps": optimizer.num_steps, "loss": mean, "weights": hash_of(model)}
+    if sync == "s-sgd":
+        told |= {"average": hash_of(average.module), "averaged": int(average.n_averaged), "best": best}
     if sync != "s-sgd" or is_text:
         told |= {"syncs": syncs, "hashes": hashes, "loss": held_out_loss(model, data) if is_text else mean}
     (FOLDER / f"ending-{os.getpid()}").write_text(json.dumps(told))

@@ -13,7 +13,6 @@ import pytest
 from simulated_job import MIXED, SIZES, UNEQUAL, UNITS, make_plan
 
 from manager.accounting.account import Part
-from manager.run.preparation import from_its_first_event
 from manager.simulation.policies.bounds import Bound, play_ideal, play_on_demand
 from manager.simulation.policies.morph import play_mix, play_morph
 from manager.simulation.policies.pipelines import play_pipelines
@@ -429,7 +428,7 @@ def test_any_trace_is_played_or_refused_by_a_typed_error(tmp_path: Path) -> None
     for seed in range(1000 if IS_LONG else 75):
         path.write_text(random_trace(seed), encoding="utf-8")
         try:
-            trace = from_its_first_event(load_trace(path))
+            trace = load_trace(path).from_first_event()
         except TraceError:
             continue
         until = [Until(kind="hours", amount=max(trace.duration_s, 1) / 3600), Until(kind="steps", amount=20)][seed % 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import sys
 import traceback
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from morph.contract.errors import JobError
 from morph.jobs.files import JobFiles
 from morph.jobs.job import load_job
+from morph.jobs.snapshot import collect
 
 JOB = """
 from pathlib import Path
@@ -110,6 +112,63 @@ def test_python_s_own_and_installed_modules_come_before_the_jobs(folder: Path) -
         assert found.find_spec("numpy") is None
     finally:
         sys.path.remove(str(folder))
+
+
+SHARED = {
+    "train.py": """
+        import manager.parts.inner as inner
+        import simulator
+        from calibrate.rules import RULE
+        from simulator import Text
+        from manager import parts, NAME
+
+        from morph import Job
+
+
+        def dataset():
+            from simulator import Text as late
+
+            return [late(), inner.DEEP]
+
+
+        def failing(*given):
+            raise AssertionError
+
+
+        job = Job(name=NAME, model=Text, loss=failing, dataset=dataset, optimizer=failing, batch_size=simulator.SIZE)
+    """,
+    "simulator.py": "import manager\nSIZE = 8\nassert manager.NAME == 'own'\nclass Text:\n    pass\n",
+    "manager/__init__.py": "NAME = 'own'\nfrom . import parts\n",
+    "manager/parts/__init__.py": "from simulator import SIZE\n",
+    "manager/parts/inner.py": "from ..parts import SIZE\nDEEP = SIZE + 1\n",
+    "calibrate/rules.py": "RULE = 1\n",  # a folder without __init__.py
+}
+
+
+@pytest.mark.parametrize("growing", [True, False])
+def test_a_jobs_own_modules_may_have_the_names_of_packages_of_morph(tmp_path: Path, growing: bool) -> None:
+    import manager
+    import simulator
+
+    for name, text in SHARED.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(inspect.cleandoc(text), encoding="utf-8")
+    collected = collect(f"{tmp_path / 'train.py'}:job").files
+    assert set(collected) == set(SHARED)
+    given = {"train.py": collected["train.py"]} if growing else collected
+    with JobFiles(tmp_path, given, growing=growing).in_use():
+        job = load_job(f"{tmp_path / 'train.py'}:job")
+        text, deep = job.dataset()
+        assert (job.name, job.batch_size, deep) == ("own", 8, 9)
+        assert type(text) is job.model
+        assert inspect.getsourcefile(job.model) == str(tmp_path / "simulator.py")
+        assert type(pickle.loads(pickle.dumps(text))) is job.model
+        assert sys.modules["simulator"] is simulator
+        assert sys.modules["manager"] is manager
+        from simulator import plan  # as Morph's own code does, in a function
+
+        assert plan is simulator.plan
+    assert not {name for name in sys.modules if name.startswith("morph_job_")}
 
 
 def test_an_environment_in_the_jobs_folder_is_not_part_of_the_job(folder: Path) -> None:

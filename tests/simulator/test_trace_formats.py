@@ -101,7 +101,7 @@ def test_a_part_begins_with_the_vms_that_are_there(tmp_path: Path) -> None:
         ("a.txt", "0,add,a\n5,grow,b\n", ["a.txt, line 2", "event", "'grow'"]),
         ("a.txt", "0,add,a\n\n5,add,a\n", ["a.txt, line 3", "already there"]),
         ("a.txt", "0,add,a\n5,remove,b\n", ["a.txt, line 2", "not there"]),
-        ("a.txt", "9,add,a\n5,add,b\n", ["a.txt, line 2", "time steps back", "at least 9"]),
+        ("a.txt", "0,add,a\n9,remove,b\n5,add,b\n", ["a.txt, line 3", "time steps back", "time_ms", "at least 9,"]),
         ("a.txt", "0,add,a\nx,add,b\n", ["a.txt, line 2", "time_ms", "'x'"]),
         ("a.txt", "0,add,a\n1,add,b c\n", ["a.txt, line 2", "'b c'"]),
         ("a.txt", "2021-12-11, 11:11:30, 2\n2021-13-11, 11:11:30, 2\n", ["a.txt, line 2", "is not a time"]),

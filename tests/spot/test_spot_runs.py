@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -385,20 +388,111 @@ def test_a_damaged_backup_is_skipped(tmp_path: Path, damage: str) -> None:
         source.write_text(f"state {number}")
         write_backup(storage, source)
     newest = tmp_path / "storage" / "b00000002"
+    (stored,) = (one for one in newest.iterdir() if one.name != "manifest.json")
     match damage:
         case "flip":
-            (newest / "model.pt").write_text("state 3")
+            stored.write_text("state 3")
         case "cut":
-            (newest / "model.pt").write_text("state")
+            stored.write_text("state")
         case "no manifest":
             (newest / "manifest.json").unlink()
         case "no JSON":
             (newest / "manifest.json").write_text("{")
         case "no file":
-            (newest / "model.pt").unlink()
+            stored.unlink()
     found = read_newest(storage, tmp_path / "back")
     assert found is not None
     assert found.read_text() == "state 1"
+
+
+def awkward_folder(base: Path) -> tuple[Path, dict[str, bytes], set[str]]:
+    """Make a folder; return it with what a restore must bring, and with the names that no backup can hold."""
+    folder = base / "run"
+    for name in ("epoch=3-val:0.5*?#%20 [a]{b}~'\"\\", "manifest.json", "empty", "é", os.fsdecode(b"\xff")):
+        for path in (folder / name, folder / "deep" / name):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"" if name == "empty" else os.fsencode(str(path)))
+    (folder / "none").mkdir()
+    (base / "beside" / "more").mkdir(parents=True)
+    (base / "beside" / "more" / "weights").write_bytes(b"beside")
+    (folder / "latest").symlink_to("deep")
+    (folder / "out").symlink_to(base / "beside")
+    right = {
+        str(Path(where, name).relative_to(folder)): Path(where, name).read_bytes()
+        for where, _, names in os.walk(folder, followlinks=True)
+        for name in names
+    }
+    (folder / "gone").symlink_to("nowhere")
+    (folder / "self").symlink_to("self")
+    (folder / "around").symlink_to(".")
+    os.mkfifo(folder / "pipe")
+    with socket.socket(socket.AF_UNIX) as one, contextlib.chdir(folder):
+        one.bind("socket")
+    return folder, right, {"gone", "self", "around", "pipe", "socket"}
+
+
+def test_a_backup_has_every_file_under_its_name_or_says_what_it_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, right, left_out = awkward_folder(tmp_path)
+    (tmp_path / "vm").mkdir()
+    script = Script(tmp_path / "vm", str(tmp_path / "storage"))
+    monkeypatch.chdir(folder / "none")
+    for path in (folder, Path("..")):
+        script.backup(path)
+        script._wait_for_backups()
+        restored = script.restore()
+        assert restored is not None
+        assert restored.name == "run"
+        assert {
+            str(one.relative_to(restored)): one.read_bytes() for one in restored.rglob("*") if one.is_file()
+        } == right
+        assert (restored / "none").is_dir()
+    said = [record.getMessage() for record in caplog.records]
+    assert {line.split(":")[0].rpartition("/")[2] for line in said} == left_out
+    for name in (".", "manifest.json", "none"):  # by themselves
+        monkeypatch.chdir(folder / "deep" if name == "manifest.json" else folder)
+        script.backup(Path(name))
+        script._wait_for_backups()
+        restored = script.restore()
+        assert restored is not None
+        assert restored.name == ("run" if name == "." else name)
+        assert restored.is_file() == (name == "manifest.json")
+
+
+def test_a_backup_that_cannot_be_copied_is_said_and_the_loop_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "vm").mkdir()
+    (tmp_path / "model.pt").write_text("state")
+    script = Script(tmp_path / "vm", str(tmp_path / "storage"))
+    monkeypatch.setattr("shutil.copyfile", full)
+    script.backup(tmp_path / "model.pt")
+    assert "cannot be copied on the VM's disk: [Errno 28]" in caplog.text
+    told = json.loads((tmp_path / "vm" / "events").read_text())
+    assert (told["kind"], [one.name for one in (tmp_path / "vm").iterdir()]) == ("refused", ["events"])
+    (tmp_path / "vm" / "events").unlink()
+    (tmp_path / "vm" / "events").mkdir()  # nothing can be told either
+    script.backup(tmp_path / "model.pt")
+    with script.step():
+        pass
+    assert "cannot tell morph spot-run" in caplog.text
+
+
+def test_a_backup_of_an_earlier_version_is_restored(tmp_path: Path) -> None:
+    folder = tmp_path / "storage" / "b00000001"
+    (folder / "run").mkdir(parents=True)
+    (folder / "run" / "model.pt").write_text("state")
+    entry = {"bytes": 5, "sha256": hashlib.sha256(b"state").hexdigest()}
+    (folder / "manifest.json").write_text(
+        json.dumps({"schema_version": 1, "name": "run", "files": {"run/model.pt": entry}})
+    )
+    restored = read_newest(str(tmp_path / "storage"), tmp_path / "back")
+    assert restored is not None
+    assert (restored / "model.pt").read_text() == "state"
 
 
 def test_a_backup_that_points_elsewhere_is_skipped(tmp_path: Path) -> None:

@@ -371,6 +371,11 @@ class Hoarder(optim.SGD):
     [
         (one_group(optim.LBFGS), "optimizer: returns an optimizer whose step needs a closure (got 'LBFGS')"),
         (lambda named: list(named), "optimizer: does not return an optimizer (got 'list')"),
+        (
+            lambda named: [torch.optim.SGD(named), torch.optim.Adam(named)],
+            "for several, morph.Optimizers, which leaves",
+        ),
+        (lambda named: [torch.optim.SGD([])], "optimizer: makes an optimizer of no parameters, when it is called for"),
     ],
 )
 def test_an_optimizer_that_cannot_be_used_is_refused(optimizer: Any, message: str) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 def export_command(
+    context: typer.Context,
     source: StoredArgument,
     output: Annotated[
         Path, typer.Argument(metavar="OUT", help="File (.safetensors, .pt, .pth or .bin) or folder to write.")
@@ -80,7 +81,7 @@ def export_command(
     if version is not None and version not in known:
         raise unknown_version(stored, "--version", version, known)
     doing("tracing the model")
-    loaded = loaded_job(stored, job)
+    loaded = loaded_job(context, stored, job)
 
     def exported(manifest: Manifest) -> tuple[nn.Module | None, dict[str, Tensor]]:
         if as_folder:
@@ -101,21 +102,25 @@ def export_command(
     print(f"wrote version {manifest.version} to {output}: {num_tensors} tensors, {size_bytes / 2**20:.1f} MiB")
 
 
-def loaded_job(stored: Stored, job: str | None) -> Job:
-    """Return the named job, else the job that the run trains, even if its files were changed or removed."""
+def loaded_job(context: typer.Context, stored: Stored, job: str | None) -> Job:
+    """Return the named job, else the job that the run trains, even if its files were changed or removed.
+
+    Its files are in use until the command ends.
+    """
     from manager.run.code import kept
     from manager.run_dir import read_facts
     from morph.contract.errors import InputError
-    from morph.jobs.files import JobFiles
+    from morph.jobs.files import JobFiles, imported_once
     from morph.jobs.job import load_job
     from morph.jobs.snapshot import files_of
 
     if job is not None:
+        context.with_resource(imported_once(job))
         return load_job(job)
     if stored.run_dir is None:
         raise InputError("is not given", field="--job", allowed="path/to/file.py:name; no code is read from storage")
     facts = read_facts(stored.run_dir)
     if facts.code_sha256 is not None:
         code = kept(stored.run_dir, facts.code_sha256, facts.job)
-        JobFiles(Path(code.folder), files_of(code)).install()
+        context.with_resource(JobFiles(Path(code.folder), files_of(code)).in_use())
     return load_job(facts.job)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 def import_command(
+    context: typer.Context,
     job: JobArgument,
     weights: Annotated[
         Path,
@@ -61,6 +62,7 @@ def import_command(
     from morph.checkpoint.plain_file import PlainFile
     from morph.contract.errors import InputError, JobError, RunDirError
     from morph.cutting import cut, export_job
+    from morph.jobs.files import imported_once
     from morph.jobs.job import load_job
     from morph.runtime.state.checkpoint_writer import write_initial_checkpoint
     from morph.runtime.state.model_state import ImportedParameters, ImportRules
@@ -77,6 +79,7 @@ def import_command(
         allowed = "a run directory: files of weights hold no optimizer state"
         raise InputError("has none", source=str(weights), field="--optimizer-state", allowed=allowed)
     file = _stored_run(weights) if is_run(weights) else PlainFile(weights)
+    context.with_resource(imported_once(job))
     loaded = load_job(job)
     micro_batch_size = loaded.micro_batch_size if m is None else m
     if micro_batch_size is None or micro_batch_size not in _possible(loaded):

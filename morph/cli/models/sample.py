@@ -25,6 +25,7 @@ POLL_S = 2.0
 
 
 def sample_command(
+    context: typer.Context,
     source: StoredArgument,
     job: Annotated[
         str | None,
@@ -59,7 +60,7 @@ def sample_command(
     from morph.runtime.device.devices import usable_device
 
     usable_device(device, source="morph sample", field="--device", numbered=True)
-    found = loaded_job(stored, job)
+    found = loaded_job(context, stored, job)
     if found.sample is None:
         missing = wrong_job("sample", "is not given", allowed="lambda model, step: text")
         if not while_open:

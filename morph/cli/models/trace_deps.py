@@ -43,12 +43,13 @@ def trace_deps_command(
 
     from calibrate.timing.environment import available_bytes
     from morph.cutting import cut, export_job
+    from morph.jobs.files import imported_once
     from morph.jobs.job import load_job
     from morph.preflight.checks import CutJob, Effort, check, users_code
     from morph.tracing import micro_batch_size_of
 
     torch.set_num_threads(1)
-    with users_code(job):
+    with users_code(job), imported_once(job):
         loaded = load_job(job)
         say("tracing the model")
         exported = export_job(loaded)

@@ -229,9 +229,7 @@ def _is_of_cluster(setting: str) -> bool:
 
 def _recorded(files: list[Path]) -> Cases:
     """Read the traces; each begins at its first event."""
-    from manager.run.preparation import from_its_first_event
-
-    found = tuple((path.stem, 0, from_its_first_event(read_traces([path]))) for path in files)
+    found = tuple((path.stem, 0, read_traces([path])) for path in files)
     for path, (_, _, trace) in zip(files, found, strict=True):
         if not trace.duration_s:
             raise TraceError(

@@ -27,7 +27,7 @@ ModelOption = Annotated[
 def read_traces(
     paths: Sequence[Path], zone: str | None = None, instance_type: str | None = None, seed: int = 0
 ) -> Trace:
-    """Read traces of any format as one cluster.
+    """Read traces of any format as one cluster, which begins at its first event.
 
     Raises:
         TraceError: if a file cannot be read; the error names file and line.
@@ -36,7 +36,7 @@ def read_traces(
     from simulator.traces.importers import Place, import_trace, merged, name_of
 
     place = Place(zone or UNKNOWN, instance_type or UNKNOWN)
-    return merged([(name_of(path), import_trace(path, place, seed)) for path in paths])
+    return merged([(name_of(path), import_trace(path, place, seed)) for path in paths]).from_first_event()
 
 
 def model_of(vms: int | None, like: Path | None, model: Path | None, drawn: DrawnTrace) -> TraceModel:

@@ -27,7 +27,11 @@ def elastic_command(
         ),
     ] = "127.0.0.1",
     join: Annotated[
-        str | None, typer.Option(help="Join the job of a worker that listens at this address.", metavar="HOST:PORT")
+        str | None,
+        typer.Option(
+            help="Join the job of a worker that listens at this address, or at one of several.",
+            metavar="HOST:PORT[,HOST:PORT...]",
+        ),
     ] = None,
     silence_s: Annotated[
         float,
@@ -37,8 +41,9 @@ def elastic_command(
     """Start workers of a script that uses morph.elastic; they continue when some of them are lost.
 
     On one machine nothing else is needed. On several machines, set MORPH_ELASTIC_SECRET to the same long random text on
-    each, start the first with --listen and an address that the others reach, and the others with --join. Machines that
-    join later may give any worker's address. The command ends with its last worker, with code 0 if a worker finished.
+    each, start the first with --listen and an address that the others reach, and the others with --join. A command that
+    joins may have --listen HOST:PORT too; machines that join later name one or more of these addresses, in case some
+    are gone. The command ends with its last worker, with code 0 if a worker finished.
 
     \b
     Example:
@@ -48,18 +53,18 @@ def elastic_command(
       morph elastic --listen 10.0.0.2 --join 10.0.0.1:29400 --workers 2 \\
           -- python train.py
     """
-    from morph.elastic.invitation import SECRET, parse_address
+    from morph.elastic.invitation import SECRET, parse_address, parse_addresses
     from morph.elastic.launcher import Plan, launch, new_secret
 
     host, port = parse_address(listen, "--listen") if ":" in listen else (listen, 0)
-    where = parse_address(join, "--join") if join is not None else None
+    where = parse_addresses(join, "--join") if join is not None else ()
     given = os.environ.get(SECRET, "")
-    if where is not None and founders is not None:
+    if where and founders is not None:
         raise InputError("is set where the job begins", field="--founders", allowed="only without --join")
-    if not given and (where is not None or (founders is not None and founders > workers)):
+    if not given and (where or (founders is not None and founders > workers)):
         raise InputError("is not set", source="environment", field=SECRET, allowed="the secret of the job's workers")
     num_founders = founders if founders is not None else workers
-    if where is None and num_founders < workers:
+    if not where and num_founders < workers:
         raise InputError("is less than --workers", field="--founders", value=founders, allowed=f"{workers} or more")
     plan = Plan(
         command=tuple(command),

@@ -80,7 +80,6 @@ def inject_command(
     """
     from manager.engine.machines.preemption import PreemptionRequest
     from manager.injection.injector import Injection, first_answer, inject, lines_of, planned_line
-    from manager.run.preparation import from_its_first_event
     from manager.run_dir import read_facts
     from morph.contract.lives import Lifetimes, Removals, by_name
     from morph.contract.trace import load_trace
@@ -96,7 +95,7 @@ def inject_command(
     ranges.TRACE_SPEED.check("--trace-speed", trace_speed)
     lead_s = seconds_of("--notice", notice, ranges.SECONDS)
     mttp_s = seconds_of("--mttp", mttp, ranges.MTTP_S) if mttp is not None else 0.0
-    played = from_its_first_event(load_trace(trace)).scaled(1 / trace_speed) if trace is not None else None
+    played = load_trace(trace).from_first_event().scaled(1 / trace_speed) if trace is not None else None
     read_facts(run_dir)
 
     def lives(start_s: float) -> Lives:

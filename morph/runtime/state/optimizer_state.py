@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any
@@ -27,6 +27,10 @@ from morph.runtime.device.staging import moved
 MakeOptimizer = Callable[[Iterable[tuple[str, Parameter]]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 
+_SEVERAL = (
+    "morph.Optimizers, which leaves out parts without parameters; where each has a loss of its own (GAN), "
+    "`morph elastic`, because a job's step minimises one loss over all parameters"
+)
 _HOST = torch.device("cpu")
 NOT_HYPERPARAMETERS = ("params", "param_names")
 
@@ -44,13 +48,23 @@ def build_optimizer(make_optimizer: MakeOptimizer, parameters: Mapping[str, Para
     """Call the job's factory for some parameters. A unit of buffers has none, and needs no call.
 
     Raises:
-        JobError: the factory returns no optimizer, or an optimizer that must evaluate the loss itself.
+        JobError: the factory returns no optimizer, or several, or an optimizer that must evaluate the loss itself; or
+            it makes one of none of these parameters.
     """
     if not parameters:
         return SGD([{"params": []}])
-    optimizer = make_optimizer(list(parameters.items()))
+    try:
+        optimizer = make_optimizer(list(parameters.items()))
+    except ValueError as error:
+        if "empty parameter list" not in str(error):
+            raise
+        problem = (
+            f"makes an optimizer of no parameters, when it is called for those of one section: {', '.join(parameters)}"
+        )
+        raise wrong_job("optimizer", problem, allowed=f"an empty parameter group; or {_SEVERAL}") from error
     if not isinstance(optimizer, Optimizer):
-        raise _wrong("optimizer", "does not return an optimizer", optimizer, "a torch.optim.Optimizer")
+        allowed = f"a torch.optim.Optimizer; for several, {_SEVERAL}"
+        raise _wrong("optimizer", "does not return an optimizer", optimizer, allowed)
     if (part := next(filter(_needs_argument, parts_of(optimizer)), None)) is not None:
         allowed = "optimizers whose step() needs no closure: Morph runs the model, once per step"
         raise _wrong("optimizer", "returns an optimizer whose step needs a closure", part, allowed)
@@ -336,8 +350,10 @@ def _wrong(field: str, message: str, value: object, allowed: str) -> JobError:
 _KIND = "~"
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: Any, tensors: list[Tensor] | None = None) -> Any:
     """Write a value with JSON's types; tuples, dicts, counters and tensors of one number are marked.
+
+    Other tensors are appended to ``tensors``, if that is given.
 
     Raises:
         ValueError: a value cannot be written; the error names its type.
@@ -345,28 +361,33 @@ def to_plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
-        return [to_plain(item) for item in value]
+        return [to_plain(item, tensors) for item in value]
     if isinstance(value, tuple):
-        return {_KIND: "tuple", "items": [to_plain(item) for item in value]}
+        return {_KIND: "tuple", "items": [to_plain(item, tensors) for item in value]}
     if isinstance(value, Tensor) and value.numel() == 1 and not value.dtype.is_complex:
         return {_KIND: str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "number": value.item()}
-    if type(value) in (dict, Counter, defaultdict):
+    if isinstance(value, Tensor) and tensors is not None:
+        tensors.append(value.detach())
+        return {_KIND: "apart", "place": len(tensors) - 1}
+    if type(value) in (dict, Counter, defaultdict, OrderedDict):
         kind = "counter" if isinstance(value, Counter) else "dict"
-        return {_KIND: kind, "items": [[to_plain(key), to_plain(item)] for key, item in value.items()]}
+        return {_KIND: kind, "items": [[to_plain(key), to_plain(item, tensors)] for key, item in value.items()]}
     raise ValueError(type(value).__name__)
 
 
-def from_plain(value: Any) -> Any:
-    """Read a value written by ``to_plain``; a defaultdict comes back as a dict."""
+def from_plain(value: Any, tensors: Sequence[Tensor] = ()) -> Any:
+    """Read a value written by ``to_plain``; a defaultdict or an OrderedDict comes back as a dict."""
     if isinstance(value, list):
-        return [from_plain(item) for item in value]
+        return [from_plain(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     kind = value[_KIND]
     if kind == "tuple":
-        return tuple(from_plain(item) for item in value["items"])
+        return tuple(from_plain(item, tensors) for item in value["items"])
+    if kind == "apart":
+        return tensors[value["place"]]
     if kind in ("dict", "counter"):
-        pairs = {from_plain(key): from_plain(item) for key, item in value["items"]}
+        pairs = {from_plain(key): from_plain(item, tensors) for key, item in value["items"]}
         return Counter(pairs) if kind == "counter" else pairs
     dtype: torch.dtype = getattr(torch, kind)
     return torch.tensor(value["number"], dtype=dtype).reshape(value["shape"])
