@@ -1,6 +1,7 @@
-"""Makes one HTTP exchange with the standard library, without proxies or redirects, and with a bound on its whole time.
+"""Makes one HTTP exchange with the standard library, without redirects, and with a bound on its whole time.
 
-A cloud's metadata service must be asked without a proxy, and a redirect from it is not an answer.
+A cloud's metadata service must be asked without a proxy, and a redirect from it is not an answer. Requests to other
+places may use the environment's proxies.
 """
 
 from __future__ import annotations
@@ -8,15 +9,17 @@ from __future__ import annotations
 import http.client
 import socket
 import time
+from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from morph.contract.errors import MorphError
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
 CHUNK_BYTES = 65536
+_CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 
 
 class HttpFailed(MorphError):
@@ -66,21 +69,33 @@ def fetch(
     method: str = "GET",
     headers: Mapping[str, str] | None = None,
     body: bytes | None = None,
+    by_proxy: bool = False,
 ) -> HttpAnswer:
     """Make one request; blocks for at most about ``timeout_s``.
+
+    ``by_proxy``: through the proxy that the environment names for this URL (``HTTPS_PROXY``, ``HTTP_PROXY``,
+    ``ALL_PROXY``, less ``NO_PROXY``), if it names one.
 
     Raises:
         HttpFailed: no complete answer comes in time. Any status is an answer.
     """
     parts = urlsplit(url)
-    kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
     assert parts.hostname is not None
-    assert parts.scheme in kinds, url
+    assert parts.scheme in _CONNECTIONS, url
     until_s = time.monotonic() + timeout_s
-    connection = kinds[parts.scheme](parts.hostname, parts.port, timeout=timeout_s)
-    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    proxy = _proxy_of(parts) if by_proxy else None
+    target, given = (parts.path or "/") + (f"?{parts.query}" if parts.query else ""), dict(headers or {})
+    place = parts if proxy is None else proxy
+    connection = _CONNECTIONS[parts.scheme](str(place.hostname), place.port, timeout=timeout_s)
+    if proxy is not None:
+        login = f"{unquote(proxy.username or '')}:{unquote(proxy.password or '')}"
+        credential = {"Proxy-Authorization": f"Basic {b64encode(login.encode()).decode()}"} if login != ":" else {}
+        if parts.scheme == "https":
+            connection.set_tunnel(parts.hostname, parts.port, credential)
+        else:
+            target, given = f"http://{parts.netloc.rpartition('@')[2]}{target}", given | credential
     try:
-        connection.request(method, target, body=body, headers=dict(headers or {}))
+        connection.request(method, target, body=body, headers=given)
         sock = connection.sock  # the connection drops the socket if the answer announces its end
         _bound(sock, until_s)
         response = connection.getresponse()
@@ -103,6 +118,24 @@ def fetch(
         raise HttpFailed(f"{_where(url)}: {type(error).__name__}: {error}") from error
     finally:
         connection.close()
+
+
+def _proxy_of(parts: SplitResult) -> SplitResult | None:
+    """Return the proxy that the environment names for a URL, as curl and requests read it."""
+    from urllib.request import getproxies, proxy_bypass
+
+    known = getproxies()
+    found = known.get(parts.scheme) or known.get("all")
+    if not found or proxy_bypass(parts.netloc.rpartition("@")[2]):
+        return None
+    proxy = urlsplit(found if "://" in found else f"http://{found}")
+    try:
+        usable = proxy.scheme == "http" and proxy.hostname and (proxy.port or True)
+    except ValueError:
+        usable = False
+    if not usable:
+        raise HttpFailed("the environment's proxy is not of the form http://HOST:PORT")
+    return proxy
 
 
 def _bound(sock: socket.socket, until_s: float) -> None:

@@ -26,10 +26,11 @@ SEQUENCE = "sequence"
 """The column that every block has: the number of the line that decided each step."""
 NUM_AT_LEVEL = (512, 16_384)
 """The number of steps in a level's blocks that become one block of the next, so that blocks are few and none is big."""
+ROW_DIGEST_BYTES = 20
 TABLES = (
     "CREATE TABLE IF NOT EXISTS steps (level INTEGER, name TEXT, first INTEGER, num INTEGER, data BLOB, digest BLOB, "
     "PRIMARY KEY (level, name, first))",
-    "CREATE TABLE IF NOT EXISTS records (sequence INTEGER, time_s REAL, kind TEXT, payload_json TEXT)",
+    "CREATE TABLE IF NOT EXISTS records (sequence INTEGER, time_s REAL, kind TEXT, payload_json TEXT, digest BLOB)",
     "CREATE INDEX IF NOT EXISTS records_by_kind ON records (kind, sequence)",
     "CREATE TABLE IF NOT EXISTS kept (first INTEGER PRIMARY KEY, last INTEGER, data BLOB, digest BLOB)",
     "CREATE TABLE IF NOT EXISTS heads (sequence INTEGER PRIMARY KEY, time_s REAL, data BLOB, digest BLOB)",
@@ -122,6 +123,15 @@ def digest_of(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
+def row_digest(*values: object) -> bytes:
+    """Return a digest of all values of a row; it is longer than that of ``digest_of``, which older rows have."""
+    hashed = hashlib.blake2b(digest_size=ROW_DIGEST_BYTES)
+    for value in values:
+        data = value if isinstance(value, bytes) else f"{value}".encode("utf-8", "surrogateescape")
+        hashed.update(f"{type(value).__name__} {len(data)} ".encode() + data)
+    return hashed.digest()
+
+
 def packed(values: Column, name: str) -> bytes:
     """Return a column as few bytes: whole numbers as differences, and bytes of the same position side by side."""
     if name in WHOLE:
@@ -130,13 +140,13 @@ def packed(values: Column, name: str) -> bytes:
     return zlib.compress(np.ascontiguousarray(places).tobytes(), 2)
 
 
-def unpacked(data: bytes, digest: bytes, name: str, source: str) -> Column:
-    """Return the column of these bytes.
+def unpacked(data: bytes, digest: bytes, name: str, source: str, *place: object) -> Column:
+    """Return the column of these bytes; ``place``: the other values of its row.
 
     Raises:
         RunDirError: the bytes are damaged.
     """
-    places = np.frombuffer(zlib.decompress(proven(data, digest, source)), dtype=np.uint8).reshape(8, -1)
+    places = np.frombuffer(zlib.decompress(proven(data, digest, source, name, *place)), dtype=np.uint8).reshape(8, -1)
     values = np.ascontiguousarray(places.T).view("<i8" if name in WHOLE else "<f8").reshape(-1)
     return np.cumsum(values) if name in WHOLE else values
 
@@ -146,23 +156,29 @@ def packed_lines(rows: Sequence[tuple[int, float, str, str]]) -> bytes:
     return zlib.compress(json.dumps(rows).encode(), 6)
 
 
-def unpacked_lines(data: bytes, digest: bytes, source: str) -> list[Entry]:
-    """Return the lines of these bytes.
+def unpacked_lines(data: bytes, digest: bytes, source: str, *place: object) -> list[Entry]:
+    """Return the lines of these bytes; ``place``: the other values of their row.
 
     Raises:
         RunDirError: the bytes are damaged.
     """
-    rows = json.loads(zlib.decompress(proven(data, digest, source)))
+    rows = json.loads(zlib.decompress(proven(data, digest, source, *place)))
     return [Entry(sequence=row[0], time_s=row[1], kind=row[2], payload_json=row[3]) for row in rows]
 
 
-def proven(data: bytes, digest: bytes, source: str) -> bytes:
-    """Return the bytes that were read, if they equal those that were written.
+def proven(data: bytes, digest: bytes, source: str, *place: object) -> bytes:
+    """Return the bytes that were read, if they and the other values of their row equal those that were written.
 
     Raises:
         RunDirError: the bytes differ.
     """
-    if digest_of(data) != digest:
+    if not isinstance(data, bytes) or not isinstance(digest, bytes):
+        is_same = False
+    elif len(digest) == ROW_DIGEST_BYTES:
+        is_same = row_digest(*place, data) == digest
+    else:
+        is_same = digest_of(data) == digest
+    if not is_same:
         raise RunDirError("is damaged: a part of it differs from what was written", source=source)
     return data
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, get_args
 
 import numpy as np
 from pydantic_core import PydanticSerializationError
@@ -32,10 +32,10 @@ from manager.journal.condensed import (
     Kept,
     Tail,
     absent,
-    digest_of,
     packed,
     packed_lines,
     proven,
+    row_digest,
     state_json,
     unpacked,
     unpacked_lines,
@@ -85,14 +85,15 @@ CREATE TABLE IF NOT EXISTS entries (
     sequence INTEGER PRIMARY KEY AUTOINCREMENT,
     time_s REAL NOT NULL,
     kind TEXT NOT NULL CHECK (kind IN ('config', 'event', 'decision', 'fact')),
-    payload_json TEXT NOT NULL
+    payload_json TEXT NOT NULL,
+    digest BLOB
 )
 """
 _TABLES = (
     _SCHEMA,
     "CREATE INDEX IF NOT EXISTS configs ON entries (sequence) WHERE kind = 'config'",
     "CREATE INDEX IF NOT EXISTS facts ON entries (sequence) WHERE kind = 'fact'",
-    "CREATE TABLE IF NOT EXISTS snapshots (sequence INTEGER PRIMARY KEY, state_json TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS snapshots (sequence INTEGER PRIMARY KEY, state_json TEXT NOT NULL, digest BLOB)",
     *TABLES,
 )
 LAYOUT = 2
@@ -102,13 +103,76 @@ AT_ONCE = 2048
 SNAPSHOT_EVERY = 1000
 """The number of decisions from one snapshot of the state to the next, and from one cut to the next."""
 _HAS_TABLE = "SELECT 1 FROM sqlite_master WHERE name = ?"
+_WITH_DIGESTS = ("entries", "records", "snapshots")
+"""Tables whose rows have a digest, except those that older versions wrote."""
 _COLUMNS = "SELECT sequence, time_s, kind, payload_json FROM entries"
-_INSERT = "INSERT INTO entries (time_s, kind, payload_json) VALUES (?, ?, ?)"
+_PROVABLE = "SELECT sequence, time_s, kind, payload_json, digest FROM entries"
+_INSERT = "INSERT INTO entries (sequence, time_s, kind, payload_json, digest) VALUES (?, ?, ?, ?, ?)"
+_LAST = "SELECT seq FROM sqlite_sequence WHERE name = 'entries'"
+_KINDS = frozenset(get_args(EntryKind))
+_told: set[tuple[Path, int]] = set()
+
+
+def _is_sound(row: Sequence[Any]) -> bool:
+    """Whether a row is as it was written, by the digest in its last column; older rows have none."""
+    *values, digest = row
+    return digest is None or row_digest(*values) == digest
+
+
+class _Sieve:
+    """Passes on the lines of a journal that are as they were written.
+
+    After damage, or a gap, the lines up to the next configuration are left out: that is how the journal of a manager
+    looks that was killed there. Of lines up to ``head``, which are condensed, only the damaged one is left out.
+
+    Args:
+        path: The journal.
+        head: The last condensed line.
+        after: The line before the first one.
+        strict: Whether damage is an error.
+    """
+
+    def __init__(self, path: Path, head: int, after: int, *, strict: bool = False) -> None:
+        self._path, self._head, self._strict = path, head, strict
+        self._last, self._skips = max(head, after), False
+
+    def entry(self, row: Sequence[Any]) -> Entry | None:
+        """Return a row's line, or None.
+
+        Raises:
+            RunDirError: the line is damaged, or lines before it are missing, and ``strict``.
+        """
+        sequence, time_s, kind, payload, _ = row
+        sound = _is_sound(row) and kind in _KINDS and isinstance(time_s, float) and isinstance(payload, str)
+        if sequence > self._head:
+            gap, self._last = sequence > self._last + 1, sequence
+            self._skips = (self._skips or gap or not sound) and not (sound and kind == "config")
+            if gap:
+                self._note(sequence - 1, "is missing")
+        if not sound:
+            self._note(sequence, "is damaged")
+        if not sound or self._skips:
+            return None
+        return Entry(sequence=sequence, time_s=time_s, kind=kind, payload_json=payload)
+
+    def _note(self, sequence: int, what: str) -> None:
+        if self._strict:
+            raise RunDirError(f"line {sequence} of the journal {what}", source=str(self._path))
+        if (self._path, sequence) not in _told:
+            _told.add((self._path, sequence))
+            rest = ", and left out with what follows it in its session" if sequence > self._head else ", and left out"
+            log.warning("%s: line %d of the journal %s%s", self._path, sequence, what, rest)
 
 
 def _marks(values: Sequence[object]) -> str:
     """Return as many question marks as there are values."""
     return ", ".join("?" * len(values))
+
+
+def _without_digests(connection: sqlite3.Connection) -> list[str]:
+    """Return the tables of a file whose rows have no digests, because an older version made it."""
+    columns = {table: connection.execute(f"PRAGMA table_info({table})").fetchall() for table in _WITH_DIGESTS}
+    return [table for table, found in columns.items() if found and "digest" not in [column[1] for column in found]]
 
 
 class Journal:
@@ -123,8 +187,12 @@ class Journal:
     or condensed, never both or neither, whenever the writer is killed.
     """
 
-    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
+    def __init__(self, connection: sqlite3.Connection, path: Path, without: Sequence[str] = ()) -> None:
+        """``without``: the tables of a file that only older versions wrote, whose rows have no digests."""
         self._connection, self._path = connection, path
+        connection.text_factory = lambda data: data.decode("utf-8", "surrogateescape")  # damage is found by digests
+        self._provable = _PROVABLE.replace("digest", "NULL") if "entries" in without else _PROVABLE
+        self._digest = dict.fromkeys(_WITH_DIGESTS, "digest") | dict.fromkeys(without, "NULL")
         self._num_unsaved = SNAPSHOT_EVERY  # since the last snapshot; this process's first decision makes one
         self._lock = threading.RLock()
         self.keeper: Keeper | None = None
@@ -156,14 +224,17 @@ class Journal:
                 connection.execute("PRAGMA synchronous = NORMAL")
                 for table in _TABLES:
                     connection.execute(table)
+                for table in _without_digests(connection):
+                    connection.execute(f"ALTER TABLE {table} ADD COLUMN digest BLOB")
                 if is_new:
                     connection.execute(f"PRAGMA user_version = {LAYOUT}")
+            without = _without_digests(connection)
         except sqlite3.Error as error:
             connection.close()
             stuck = isinstance(error, sqlite3.OperationalError) and path.is_file()
             kind = RunDirStuck if stuck else RunDirError
             raise kind(f"is not a journal, or is in use: {error}", source=str(path)) from error
-        journal = cls(connection, path)
+        journal = cls(connection, path, without)
         if read_only and old:
             head, last = journal.head() if begun else None, journal.last_moment() if begun else None
             journal.close()
@@ -269,9 +340,11 @@ class Journal:
             with self._transaction():
                 self._snapshot(last, state_json(state))
         at, reader = 0 if head is None else head.sequence, LineReader()
+        sieve = _Sieve(self._path, at, at)
         while at < last:
-            for entry in self._entries(f"{_COLUMNS} WHERE sequence > ? ORDER BY sequence LIMIT ?", at, AT_ONCE):
-                at, line = entry.sequence, reader.line(entry)
+            for row in self._select(f"{self._provable} WHERE sequence > ? ORDER BY sequence LIMIT ?", at, AT_ONCE):
+                at, entry = row[0], sieve.entry(row)
+                line = None if entry is None else reader.line(entry)
                 if line is not None:
                     keeper.take(line)
                     if keeper.num_taken >= SNAPSHOT_EVERY and keeper.may_cut:
@@ -283,7 +356,7 @@ class Journal:
         """Return all lines that ``each`` reads."""
         return tuple(self.each(after))
 
-    def each(self, after: int = 0, until: int | None = None) -> Iterator[Entry]:
+    def each(self, after: int = 0, until: int | None = None, *, strict: bool = False) -> Iterator[Entry]:
         """Read every line after this sequence number, in the order written, as of now.
 
         Condensed lines of steps at which nothing else happened no longer exist.
@@ -291,16 +364,17 @@ class Journal:
         Args:
             after: The sequence number.
             until: The sequence number of the last line to be read.
+            strict: Whether a damaged line is an error; otherwise it is left out, with the rest of its session.
 
         Raises:
-            RunDirError: the file cannot be read.
+            RunDirError: the file cannot be read, or a line is damaged.
         """
         last = 2**62 if until is None else until
         with self._at_one_moment():
-            packs = self._select("SELECT data, digest FROM kept WHERE last > ? ORDER BY first", after)
-            query = f"{_COLUMNS} WHERE sequence > ? AND sequence <= ? ORDER BY sequence"
-            entries = self._one_by_one(query, after, last)
-        kept = (entry for data, digest in packs for entry in unpacked_lines(data, digest, str(self._path)))
+            packs = self._select("SELECT data, digest, first, last FROM kept WHERE last > ? ORDER BY first", after)
+            query = f"{self._provable} WHERE sequence > ? AND sequence <= ? ORDER BY sequence"
+            entries = self._one_by_one(query, after, last, strict=strict)
+        kept = (entry for data, digest, *at in packs for entry in unpacked_lines(data, digest, str(self._path), *at))
         return heapq.merge(
             (one for one in kept if after < one.sequence <= last), entries, key=lambda entry: entry.sequence
         )
@@ -320,21 +394,17 @@ class Journal:
         with self._at_one_moment():
             head = self.head()
             if head is None or head.sequence <= after:
-                entries = self._one_by_one(f"{_COLUMNS} WHERE sequence > ? ORDER BY sequence LIMIT ?", after, most)
+                entries = self._one_by_one(
+                    f"{self._provable} WHERE sequence > ? ORDER BY sequence LIMIT ?", after, most
+                )
                 return Tail(None, (), range(0), entries)
-            records = self._select(
-                f"SELECT sequence, time_s, kind, payload_json FROM records WHERE kind IN ({_marks(kinds)}) "
-                "AND sequence > ? ORDER BY sequence, rowid",
-                *kinds,
-                after,
-            )
+            records = self._records(f"kind IN ({_marks(kinds)}) AND sequence > ?", *kinds, after)
             first, num = 0, 0
             if rows:
                 sequences = self.column(SEQUENCE)
                 first, num = int(np.searchsorted(sequences, after, side="right")), len(sequences)
-            query = f"{_COLUMNS} WHERE sequence > ? ORDER BY sequence LIMIT ?"
-            entries = self._one_by_one(query, head.sequence, most)
-            return Tail(head, [Kept(*record) for record in records], range(first, num), entries)
+            query = f"{self._provable} WHERE sequence > ? ORDER BY sequence LIMIT ?"
+            return Tail(head, records, range(first, num), self._one_by_one(query, head.sequence, most))
 
     def head(self) -> Head | None:
         """Return the newest cut; None: nothing is condensed."""
@@ -342,13 +412,24 @@ class Journal:
         if not rows:
             return None
         sequence, time_s, data, digest = rows[0]
-        states = json.loads(proven(data, digest, str(self._path)))
+        states = json.loads(proven(data, digest, str(self._path), sequence, time_s))
         return Head(sequence, time_s, states, states.pop("version", None))
 
     def records(self, kind: str) -> list[Kept]:
         """Return all records of one kind."""
-        query = "SELECT sequence, time_s, kind, payload_json FROM records WHERE kind = ? ORDER BY sequence, rowid"
-        return [Kept(*record) for record in self._select(query, kind)]
+        return self._records("kind = ?", kind)
+
+    def _records(self, where: str, *values: int | str) -> list[Kept]:
+        """Return records in their order.
+
+        Raises:
+            RunDirError: one of them is damaged.
+        """
+        columns = f"sequence, time_s, kind, payload_json, {self._digest['records']}"
+        rows = self._select(f"SELECT {columns} FROM records WHERE {where} ORDER BY sequence, rowid", *values)
+        if not all(map(_is_sound, rows)):
+            raise RunDirError("is damaged: a part of it differs from what was written", source=str(self._path))
+        return [Kept(*row[:-1]) for row in rows]
 
     def column_names(self) -> list[str]:
         """Return the names of the columns of decided steps."""
@@ -370,27 +451,27 @@ class Journal:
             }
             if not needed:
                 return column
+            columns = "first, num, data, digest"
             between = f"{where} AND first BETWEEN {min(needed)} AND {max(needed)}"
-            for first, data, digest in self._rows(f"SELECT first, data, digest FROM steps {between}", *levels, name):
-                values, at = unpacked(data, digest, name, str(self._path)), needed[first]
+            for first, num, data, digest in self._rows(f"SELECT {columns} FROM steps {between}", *levels, name):
+                values, at = unpacked(data, digest, name, str(self._path), first, num), needed.get(first, 0)
                 values = values[max(0, -at) : len(column) - at]
                 column[max(0, at) : max(0, at) + len(values)] = values
             return column
 
     def first_line(self) -> Entry | None:
         """Return the oldest line, which is never condensed."""
-        found = self._entries(f"{_COLUMNS} ORDER BY sequence LIMIT 1")
+        found = self._entries(f"{self._provable} ORDER BY sequence LIMIT 1")
         return found[0] if found else None
 
     def last_config(self, before: int | None = None) -> Entry | None:
         """Return the line that began the last session; ``before``: the session that contains this line."""
         where = "kind = 'config'" + ("" if before is None else f" AND sequence <= {before}")
-        found = self._entries(f"{_COLUMNS} WHERE {where} ORDER BY sequence DESC LIMIT 1")
-        return found[0] if found else None
+        return next(iter(self._entries(f"{self._provable} WHERE {where} ORDER BY sequence DESC")), None)
 
     def facts(self, after: int) -> tuple[Entry, ...]:
         """Return the facts after a line."""
-        return self._entries(f"{_COLUMNS} WHERE kind = 'fact' AND sequence > ? ORDER BY sequence", after)
+        return self._entries(f"{self._provable} WHERE kind = 'fact' AND sequence > ? ORDER BY sequence", after)
 
     def last_moment(self) -> tuple[int, float] | None:
         """Return the number of the newest line, and when it was written."""
@@ -401,7 +482,10 @@ class Journal:
 
     def snapshot(self) -> tuple[int, str] | None:
         """Return the newest snapshot, without its configuration: the line before it, and the state as JSON."""
-        rows = self._select("SELECT sequence, state_json FROM snapshots ORDER BY sequence DESC LIMIT 1")
+        columns = f"sequence, state_json, {self._digest['snapshots']}"
+        rows = self._select(f"SELECT {columns} FROM snapshots ORDER BY sequence DESC LIMIT 1")
+        if rows and not _is_sound(rows[0]):
+            raise RunDirError("is damaged: its snapshot differs from what was written", source=str(self._path))
         return (int(rows[0][0]), str(rows[0][1])) if rows else None
 
     @contextmanager
@@ -425,31 +509,31 @@ class Journal:
         except sqlite3.Error as error:
             raise RunDirError(f"the journal cannot be read: {error}", source=str(self._path)) from error
 
-    def _one_by_one(self, query: str, *values: int) -> Iterator[Entry]:
+    def _one_by_one(self, query: str, after: int, *values: int, strict: bool = False) -> Iterator[Entry]:
         """Return lines without loading all at once, as of this call: SQLite keeps that state for the reader."""
         try:
             with self._lock:
-                cursor = self._connection.execute(query, values)
+                heads = self._connection.execute("SELECT max(sequence) FROM heads").fetchone()[0] or 0
+                cursor = self._connection.execute(query, (after, *values))
                 first = cursor.fetchone()
         except sqlite3.Error as error:
             raise RunDirError(f"the journal cannot be read: {error}", source=str(self._path)) from error
-        return self._fetched(cursor, first)
+        return self._fetched(cursor, first, _Sieve(self._path, heads, after, strict=strict))
 
-    def _fetched(self, cursor: sqlite3.Cursor, row: Any) -> Iterator[Entry]:
+    def _fetched(self, cursor: sqlite3.Cursor, row: Any, sieve: _Sieve) -> Iterator[Entry]:
         try:
             while row is not None:
-                sequence, time_s, kind, payload = row
-                yield Entry(sequence=sequence, time_s=time_s, kind=kind, payload_json=payload)
+                if (entry := sieve.entry(row)) is not None:
+                    yield entry
                 with self._lock:
                     row = cursor.fetchone()
         except sqlite3.Error as error:
             raise RunDirError(f"the journal cannot be read: {error}", source=str(self._path)) from error
 
     def _entries(self, query: str, *values: int) -> tuple[Entry, ...]:
-        return tuple(
-            Entry(sequence=sequence, time_s=time_s, kind=kind, payload_json=payload)
-            for sequence, time_s, kind, payload in self._select(query, *values)
-        )
+        """Return the sound ones of some lines that do not follow one another."""
+        sieve = _Sieve(self._path, 2**62, 0)
+        return tuple(entry for row in self._select(query, *values) if (entry := sieve.entry(row)) is not None)
 
     def _select(self, query: str, *values: int | str) -> list[Any]:
         try:
@@ -472,15 +556,18 @@ class Journal:
     def _write(self, rows: list[tuple[float, EntryKind, str]], saved: str | None = None) -> int:
         """Append lines, and a snapshot of the state after them; returns the number of the last line."""
         with self._transaction() as connection:
-            for row in rows:
-                sequence = connection.execute(_INSERT, row).lastrowid
+            sequence = int((connection.execute(_LAST).fetchone() or (0,))[0])
+            for sequence, (time_s, kind, payload) in enumerate(rows, sequence + 1):  # noqa: B020
+                row = (sequence, float(time_s), kind, payload)
+                connection.execute(_INSERT, (*row, row_digest(*row)))
             if saved is not None:
-                self._snapshot(int(sequence or 0), saved)
-            return int(sequence or 0)
+                self._snapshot(sequence, saved)
+            return sequence
 
     def _snapshot(self, sequence: int, saved: str) -> None:
         self._connection.execute("DELETE FROM snapshots")
-        self._connection.execute("INSERT INTO snapshots VALUES (?, ?)", (sequence, saved))
+        snapshot = (sequence, saved, row_digest(sequence, saved))
+        self._connection.execute("INSERT INTO snapshots (sequence, state_json, digest) VALUES (?, ?, ?)", snapshot)
 
     def _condense(self, cut: Cut, state: ControllerState | None = None) -> None:
         """Replace the lines up to a cut by their condensed form; ``state``: the controller's state there, to be stored.
@@ -495,16 +582,16 @@ class Journal:
             rows = connection.execute(f"{_COLUMNS} WHERE {decided} ORDER BY sequence", (cut.sequence,)).fetchall()
             kept = [row for row in rows if row[0] in cut.kept]
             if kept:
-                lines = packed_lines(kept)
-                connection.execute(
-                    "INSERT INTO kept VALUES (?, ?, ?, ?)", (kept[0][0], kept[-1][0], lines, digest_of(lines))
-                )
+                pack = (kept[0][0], kept[-1][0], packed_lines(kept))
+                connection.execute("INSERT INTO kept VALUES (?, ?, ?, ?)", (*pack, row_digest(*pack)))
             connection.execute(f"DELETE FROM entries WHERE {decided}", (cut.sequence,))
-            connection.executemany("INSERT INTO records VALUES (?, ?, ?, ?)", cut.records)
+            for record in cut.records:
+                values = (record[0], float(record[1]), *record[2:])
+                insert = "INSERT INTO records (sequence, time_s, kind, payload_json, digest) VALUES (?, ?, ?, ?, ?)"
+                connection.execute(insert, (*values, row_digest(*values)))
             connection.execute("DELETE FROM heads")
-            connection.execute(
-                "INSERT INTO heads VALUES (?, ?, ?, ?)", (cut.sequence, cut.time_s, head, digest_of(head))
-            )
+            place = (cut.sequence, float(cut.time_s))
+            connection.execute("INSERT INTO heads VALUES (?, ?, ?, ?)", (*place, head, row_digest(*place, head)))
             if saved is not None:
                 self._snapshot(cut.sequence, saved)
             if len(cut.columns[SEQUENCE]):
@@ -515,7 +602,7 @@ class Journal:
         first, num = int(columns[SEQUENCE][0]), len(columns[SEQUENCE])
         for name, values in columns.items():
             data = packed(values, name)
-            block = (level, name, first, num, data, digest_of(data))
+            block = (level, name, first, num, data, row_digest(name, first, num, data))
             self._connection.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", block)
 
     def _join_blocks(self) -> None:

@@ -123,13 +123,14 @@ class LineReader:
         """Read one line; None for an event, or for a decision whose event was not read.
 
         Raises:
-            RunDirError: another version of Morph wrote it.
+            RunDirError: another version of Morph wrote it. Damage to a line that has a digest is found before.
         """
         try:
             return self._line(entry)
         except ValidationError as error:
             raise RunDirError(
-                f"line {entry.sequence} of the journal was written by another version of Morph, and cannot be read",
+                f"line {entry.sequence} of the journal cannot be read: it was written by another version of Morph, or "
+                "is damaged",
                 allowed="that version; or morph resume of the run's checkpoints in another run directory",
             ) from error
 

@@ -23,7 +23,7 @@ def replay(journal: Journal) -> ControllerState:
             version of the controller wrote them. The run can be resumed from its newest checkpoint.
     """
     state, after = _snapshot(journal)
-    for entry in journal.each(after):
+    for entry in journal.each(after, strict=True):
         if entry.kind == "config":
             state = initial_state(ControllerConfig.model_validate_json(entry.payload_json))
         elif entry.kind == "event":

@@ -40,7 +40,7 @@ from morph.checkpoint.newest import find_whole, newest_whole
 from morph.checkpoint.storage import bounded
 from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import LocalVms
-from morph.contract.errors import CheckpointDamaged, CheckpointError, ClusterLost, RunDirError
+from morph.contract.errors import CheckpointDamaged, CheckpointError, ClusterLost, RunFinished
 from morph.contract.messages import JobCode
 from morph.contract.pool import several_types
 from morph.contract.profile import other_device, other_links
@@ -248,7 +248,7 @@ class ManagedRun:
         self._restarts.begin_at(version)
         if not number and version >= run.request.steps:
             where, allowed = str(run.run_dir), f"above {version}, given to morph run"
-            raise RunDirError(
+            raise RunFinished(
                 "has reached that step already", source=where, field="--steps", value=run.request.steps, allowed=allowed
             )
         if self._code is None:

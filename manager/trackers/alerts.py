@@ -189,10 +189,11 @@ def _post(url: str, content: bytes) -> str:
         time.sleep(pause_s)
         try:
             headers = {"Content-Type": "application/json"}
-            status = fetch(url, timeout_s=HTTP_S, method="POST", headers=headers, body=content).status
+            status = fetch(url, timeout_s=HTTP_S, method="POST", headers=headers, body=content, by_proxy=True).status
         except HttpFailed as error:
             cause = error.__cause__
-            wrong = f"no answer within {HTTP_S:g} s" if isinstance(cause, TimeoutError) else type(cause).__name__
+            wrong = str(error) if cause is None else type(cause).__name__
+            wrong = f"no answer within {HTTP_S:g} s" if isinstance(cause, TimeoutError) else wrong
             continue
         if status < 300:
             return ""

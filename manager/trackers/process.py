@@ -1,19 +1,21 @@
 """The process of one tracker or callback: ``python -m manager.trackers.process``, as ``supervisor`` starts it.
 
 It follows the journal of a run from its first line and reports new events, until its standard input ends; then it
-reports the rest and ends. It writes each error as a line to standard output. If one call takes too long, it ends
-itself, and the manager starts another process, which continues after that event.
+reports the rest and ends. It writes each error as a line to standard output, and to its log. If one call takes too
+long, or the rest does, it ends itself, whether its manager lives, listens or is gone. The manager then starts another
+process, which continues after that event.
 """
 
 from __future__ import annotations
 
-import fcntl
+import faulthandler
 import os
 import select
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -27,11 +29,16 @@ from manager.trackers.sinks import Callback, CallbackFailed, MlFlow, Sink, Tenso
 from morph.contract.base import Value
 from morph.contract.cluster import Notify
 from morph.contract.errors import RunDirError
+from morph.contract.files import locked
 
 POLL_S = 0.5
 LINES_AT_ONCE = 500
 HANGS = 75
 """The exit code of a process that ended itself because a call took too long."""
+REST_S = 120.0
+"""Seconds for reporting the rest after the manager's end. A living manager ends this process earlier."""
+GRACE_S = 5.0
+SAY_S = 1.0
 _OUTPUT = os.dup(1)
 """Standard output, for messages to the manager; output of libraries, their processes and callbacks goes to the log."""
 TRACKERS: Mapping[str, Callable[[Path, str], Sink]] = {
@@ -64,30 +71,51 @@ class Watching(Value):
 
 
 class _Watchdog:
-    """Ends the process when a call takes too long."""
+    """Ends the process when a call takes too long, or when the rest takes too long after the manager's end.
+
+    Code that never lets another thread run is ended by a timer of the interpreter, ``GRACE_S`` later.
+    """
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s, self._what, self._since_s = limit_s, "", 0.0
+        self._over_s: float | None = None
         threading.Thread(target=self._watch, daemon=True).start()
 
     def begin(self, what: str) -> None:
         self._since_s, self._what = time.monotonic(), what
+        faulthandler.dump_traceback_later(self._limit_s + GRACE_S, exit=True, file=2)
 
     def end(self) -> None:
         self._what = ""
+        faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
         while True:
             time.sleep(min(0.2, self._limit_s / 4))
-            what, since_s = self._what, self._since_s
-            if what and time.monotonic() - since_s > self._limit_s:
-                say(f"{what} took more than {self._limit_s:g} s, and was given up")
-                os._exit(HANGS)
+            what, now_s = self._what, time.monotonic()
+            if what and now_s - self._since_s > self._limit_s:
+                self._give_up(f"{what} took more than {self._limit_s:g} s, and was given up")
+            if self._over_s is None and select.select([0], [], [], 0)[0]:  # only its end can come
+                self._over_s = now_s
+            if self._over_s is not None and now_s - self._over_s > REST_S:
+                self._give_up(f"reporting the rest took more than {REST_S:g} s, and was given up")
+
+    @staticmethod
+    def _give_up(sentence: str) -> None:
+        try:
+            say(sentence)
+        finally:
+            os._exit(HANGS)
 
 
 def say(sentence: str) -> None:
-    """Send the manager a sentence."""
-    os.write(_OUTPUT, (" ".join(sentence.split()) + "\n").encode())
+    """Send the manager a sentence, if it listens; the log has it in any case."""
+    line = (" ".join(sentence.split()) + "\n").encode()
+    with suppress(OSError):
+        os.write(2, line)
+    with suppress(OSError):  # the manager is gone
+        if select.select([], [_OUTPUT], [], SAY_S)[1]:  # a line is shorter than what a writable pipe takes at once
+            os.write(_OUTPUT, line[-select.PIPE_BUF :])
 
 
 def sink_of(watching: Watching) -> Sink:
@@ -160,8 +188,8 @@ def main() -> int:
     os.nice(10)
     name = watching.kind if watching.kind != "callback" else f"callback-{watching.number}"
     try:
-        with open(watching.run_dir / "trackers" / f"{name}.lock", "w") as lock:  # noqa: PTH123
-            fcntl.flock(lock, fcntl.LOCK_EX)  # a killed manager's process may still be reporting the rest
+        # a killed manager's process may still be reporting the rest
+        with locked(watching.run_dir / "trackers" / f"{name}.lock", REST_S + watching.limit_s + GRACE_S, say):
             follow(watching, sink_of(watching))
     except Exception as error:
         say(f"{type(error).__name__}: {error}")

@@ -22,14 +22,15 @@ from manager.trackers.process import Watching
 END_S, SAMPLES_END_S = 20.0, 120.0
 MOST_STARTS = 5
 LIMIT_OF_A_CALL_S = 60.0
-OWN_VARIABLES = {"wandb": ("WANDB_", "NETRC"), "mlflow": ("MLFLOW_",)}
-"""The prefixes of a tracker's own variables, credentials included, which it gets in addition to harmless ones."""
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+OWN_VARIABLES = {"wandb": ("WANDB_", "NETRC", *PROXIES), "mlflow": ("MLFLOW_", *PROXIES), "notify": PROXIES}
+"""The prefixes of a process's own variables, credentials included, which it gets in addition to harmless ones."""
 
 
 def environment_of(kind: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return a tracker's part of the manager's environment; a callback gets only the harmless part."""
     prefixes = OWN_VARIABLES.get(kind, ())
-    own = {name: value for name, value in environment.items() if prefixes and name.startswith(prefixes)}
+    own = {name: value for name, value in environment.items() if prefixes and name.upper().startswith(prefixes)}
     return handed_on(environment) | own
 
 

@@ -73,6 +73,22 @@ def _sync_directory(path: str) -> None:
         os.close(descriptor)
 
 
+def is_half_written(name: str) -> bool:
+    """Whether a file of this name is one that ``write_atomically`` began, and has not finished or never will."""
+    return name.startswith(".") and name.endswith(".tmp")
+
+
+def remove_half_written(url: str, version: int) -> list[int]:
+    """Remove what killed saves left in the folder of a version that no save writes now; return the sizes in bytes."""
+    filesystem, folder = fsspec.core.url_to_fs(version_url(url, version))
+    removed = []
+    for name, size_bytes in files_in(filesystem, folder).items():
+        if is_half_written(name):
+            filesystem.rm_file(f"{folder}/{name}")
+            removed.append(size_bytes)
+    return removed
+
+
 class StoredManifest(Manifest):
     """A manifest as stored. ``sha256``: of the other fields as compact JSON; older manifests have none."""
 
@@ -87,6 +103,8 @@ def write_manifest(url: str, manifest: Manifest) -> None:
     """Write the manifest that makes a set of unit files a checkpoint."""
     data = StoredManifest(**dict(manifest), sha256=_digest(manifest)).model_dump_json(indent=2).encode()
     write_atomically(f"{version_url(url, manifest.version)}/{MANIFEST}", data)
+    with contextlib.suppress(Exception):  # they cost only space, and `morph checkpoints gc` removes them too
+        remove_half_written(url, manifest.version)
 
 
 def read_manifest(url: str, version: int, name: str = MANIFEST) -> Manifest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import queue
@@ -32,17 +33,29 @@ def _is_local(filesystem: Any) -> bool:
 def read_whole(filesystem: Any, path: str) -> bytes:
     """Return the content of a checkpoint's file; raises as ``open_file`` does, and the errors of the storage."""
     if _is_local(filesystem):
-        open_file(path).close()
+        with open_file(path) as file:
+            return file.readall()
     return cast(bytes, filesystem.cat_file(path))
 
 
 def open_file(path: str) -> io.FileIO:
-    """Open a file of this machine, unless reading it might never end: others who can write there may have created it.
+    """Open a file of this machine in the folder of a checkpoint, which others may have made.
 
     Raises:
-        CheckpointDamaged: it is a named pipe, a device or similar.
+        CheckpointDamaged: it is a symbolic link, or in a folder that is one; or reading it might never end, because it
+            is a named pipe, a device or similar.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    folder, name = os.path.split(path)
+    try:
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=place)
+        finally:
+            os.close(place)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        raise CheckpointDamaged(f"{path}: is a symbolic link or in one, and links are not followed") from error
     file = io.FileIO(descriptor)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         file.close()

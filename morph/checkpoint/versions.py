@@ -13,7 +13,14 @@ from dataclasses import dataclass
 
 import fsspec
 
-from morph.checkpoint.manifest import MANIFEST, files_in, version_folders, version_url, write_atomically
+from morph.checkpoint.manifest import (
+    MANIFEST,
+    files_in,
+    is_half_written,
+    version_folders,
+    version_url,
+    write_atomically,
+)
 from morph.checkpoint.storage import read_whole, reading
 from morph.contract.errors import CheckpointDamaged
 
@@ -54,8 +61,8 @@ class StoredVersion:
 
     @property
     def size_bytes(self) -> int:
-        """The size of all its files in bytes."""
-        return sum(self.files.values())
+        """The size of all its files in bytes, without those that killed saves left half-written."""
+        return sum(size_bytes for name, size_bytes in self.files.items() if not is_half_written(name))
 
 
 def stored_versions(url: str) -> tuple[StoredVersion, ...]:

@@ -9,6 +9,7 @@ MorphError
 │   ├── TraceError            a trace file
 │   ├── ConfigError           a cluster or job configuration file
 │   └── RunDirError           a run directory in use, not writable, or of another job
+│       ├── RunFinished       its run has reached the last step that was asked for: nothing is left to do
 │       └── RunDirStuck       it cannot be written now, because its disk is full or its journal is locked: wait
 ├── GenerationAborted         retry: the group was dissolved, a new generation follows
 ├── PeerLost                  retry: a collective failed because a peer went away
@@ -99,6 +100,10 @@ class ConfigError(InputError):
 
 class RunDirError(InputError):
     """The run directory is in use, not writable, or belongs to another job."""
+
+
+class RunFinished(RunDirError):
+    """The run has reached the last step that was asked for."""
 
 
 class RunDirStuck(RunDirError):

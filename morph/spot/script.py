@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -20,13 +19,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from morph.contract.errors import CheckpointError, InputError
+from morph.contract.files import locked
 from morph.spot.storage import read_newest, write_backup
 
 log = logging.getLogger("morph.spot")
 
 FOLDER, STORAGE = "MORPH_SPOT_FOLDER", "MORPH_SPOT_STORAGE"
 EVENTS, SAVE = "events", "save"
-END_TIMEOUT_S = 600.0
+END_TIMEOUT_S, RESTORE_S = 600.0, 3600.0
 
 
 def ranks_here() -> int:
@@ -116,8 +116,7 @@ class Script:
             return None
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         into, found = self._folder / f"restored-{restart}", self._folder / f"found-{restart}"
-        with (self._folder / "restoring").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(self._folder / "restoring", RESTORE_S):
             if ranks_here() > 1 and found.exists():  # another rank on this VM fetched the backup
                 return Path(text) if (text := found.read_text()) else None
             newest = read_newest(self._storage, into)

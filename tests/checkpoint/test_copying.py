@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import fsspec
 import pytest
+from typer.testing import CliRunner
 
 from morph.checkpoint import inspection, transfer
 from morph.checkpoint.inspection import State, VersionStatus, inspect_versions
@@ -17,6 +18,7 @@ from morph.checkpoint.newest import find_whole, newest_whole
 from morph.checkpoint.retention import keep, let_go, refusal
 from morph.checkpoint.transfer import copy_version
 from morph.checkpoint.versions import RECOVERY, delete_version, stored_versions
+from morph.cli.main import app
 from morph.contract.checkpoint import Manifest
 from morph.contract.errors import CheckpointDamaged, CheckpointError, InputError
 from tests.checkpoint.test_manifest import SEEN_AT_ONCE, _flipped, _truncated, contents, save
@@ -148,6 +150,43 @@ def test_a_named_pipe_in_place_of_a_file_counts_as_damage(tmp_path: Path) -> Non
     assert newest is not None
     assert newest.version == 2
     assert len(passed_over) == 2
+
+
+@pytest.mark.parametrize("linked", ["manifest.json", "s1", ""], ids=["its manifest", "a unit", "its folder"])
+def test_a_link_out_of_a_checkpoint_is_not_followed(tmp_path: Path, linked: str) -> None:
+    url, place = str(tmp_path / "stored"), tmp_path / "stored" / "v00000004"
+    save(url, 2, 4)
+    file = place if not linked else next(path for path in place.iterdir() if path.name.startswith(linked))
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    look = seen(url, every_byte=True)[4]
+    assert look.state is State.DAMAGED
+    assert "symbolic link" in look.problem
+    newest, _ = newest_whole(url, every_byte=True)
+    assert newest is not None
+    assert newest.version == 2
+
+
+def test_half_written_files_of_killed_saves_are_not_counted_and_go_with_the_next_manifest(url: str) -> None:
+    save(url, 2, 4, 6)
+    counted = {version: look.size_bytes for version, look in seen(url).items()}
+    filesystem, _ = fsspec.core.url_to_fs(url)
+    halves = [f"{version_url(url, version)}/.{version:032x}.tmp" for version in (2, 4, 6, 8)]
+    for half in halves:
+        write_atomically(half, b"half")
+
+    def left() -> list[int]:
+        return [index for index, half in enumerate(halves) if filesystem.exists(fsspec.core.url_to_fs(half)[1])]
+
+    assert {version: look.size_bytes for version, look in seen(url).items()} == counted | {8: 0}
+    write_manifest(url, read_manifest(url, 2))
+    assert left() == [1, 2, 3]
+    told = CliRunner().invoke(app, ["checkpoints", "gc", url])
+    assert left() == [3], "a save may be under way there"
+    assert "2 half-written files of killed saves (8 bytes) are removed" in told.output
+    assert {
+        version: look.state for version, look in seen(url, every_byte=True).items() if version < 8
+    } == dict.fromkeys((2, 4, 6), State.WHOLE)
 
 
 def test_a_flipped_bit_is_found_where_every_byte_is_read(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from manager.run_dir import GOES_ON, LOCK, SILENT_S, GoesOn, RunDir, RunFacts, o
 from morph.cli.main import app
 from morph.cli.reading.errors import EXIT_GOES_ON, EXIT_INPUT, EXIT_INTERRUPTED
 from morph.cli.runs.forever import Ended, ends
-from morph.cli.runs.service import Kind, service_text
+from morph.cli.runs.service import STARTS, Kind, service_text
 from simulator import plan_table, synthetic_profile
 from tests.waiting import ANSWER_S, poll_until
 
@@ -41,7 +41,7 @@ import os, signal, sys
 from pathlib import Path
 import typer
 from morph.cli.runs.forever import kept_up, leave_word
-from morph.contract.errors import TrainingStopped
+from morph.contract.errors import RunFinished, TrainingStopped
 from morph.contract.waits import Backoff
 
 folder = Path(sys.argv[1])
@@ -59,8 +59,11 @@ try:
             leave_word(outcome="stopped", sentence="there were never 2 ready workers within 5 s")
             raise typer.Exit(130)
         if number == 3 and sys.argv[2] == "waits":
+            signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
             print("waits", flush=True)
             signal.pause()
+        if sys.argv[2] == "was finished":
+            raise RunFinished("has reached that step already", source="run", value=9)
         leave_word(outcome="finished", sentence="all 9 steps are committed")
 except typer.Exit as end:
     sys.exit(end.exit_code)
@@ -88,13 +91,23 @@ def test_a_run_forever_continues_and_says_each_time_why(tmp_path: Path) -> None:
     assert not (tmp_path / GOES_ON).exists()
 
 
-def test_a_signal_reaches_the_manager_and_is_the_end(tmp_path: Path) -> None:
+def test_a_finished_run_that_is_started_again_has_ended_well(tmp_path: Path) -> None:
+    with lives(tmp_path, "was finished") as parent:
+        _, told = parent.communicate(timeout=ANSWER_S)
+    assert parent.returncode == 0
+    assert told.splitlines()[-1] == "the run is finished: run has 9 steps"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_the_manager_and_is_the_end_even_if_the_manager_dies_of_it(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     with lives(tmp_path, "waits") as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "waits\n"
-        parent.send_signal(signal.SIGTERM)
+        parent.send_signal(number)
         parent.communicate(timeout=ANSWER_S)
-    assert parent.returncode == 128 + signal.SIGTERM
+    assert parent.returncode == EXIT_INTERRUPTED
     assert not (tmp_path / "life4").exists()
 
 
@@ -181,19 +194,51 @@ def test_names_in_a_script_of_slurm_are_quoted(tmp_path: Path, monkeypatch: pyte
     assert f"cd {shlex.quote(str(folder))} ||" in script
 
 
+def with_stubs(folder: Path) -> dict[str, str]:
+    """Return an environment whose scontrol and sleep only note what they were asked."""
+    for name, noted in (("scontrol", "requeued"), ("sleep", "paused")):
+        (folder / name).write_text(f'#!/bin/sh\necho "$@" >> {folder}/{noted}\n')
+        (folder / name).chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
+
+
+def test_a_job_of_slurm_that_fails_is_queued_again_after_growing_pauses_up_to_a_limit(tmp_path: Path) -> None:
+    known = with_stubs(tmp_path)
+    (tmp_path / "manager").write_text("exit 1")
+    script = tmp_path / "job.sbatch"
+    script.write_text(service_text(Kind.SLURM, "tiny", tmp_path, ["sh", str(tmp_path / "manager")]))
+
+    def paused() -> list[int]:
+        for path in (found := [tmp_path / name for name in ("requeued", "paused")]):
+            path.unlink(missing_ok=True)
+        for _ in range(STARTS):
+            assert subprocess.run(["bash", str(script)], env=known, check=False, timeout=ANSWER_S).returncode == 1
+        assert found[0].read_text() == "requeue 12\n" * (STARTS - 1)
+        return [int(line) for line in found[1].read_text().splitlines()]
+
+    pauses = [30, 60, 120, 240, 480, 960, 1920] + [3600] * (STARTS - 8)
+    assert paused() == pauses
+    assert paused() == pauses, "its user started it anew"
+    unit = service_text(Kind.SYSTEMD, "tiny", tmp_path, ["true"])
+    for line in (
+        *("RestartSec=30", "RestartMaxDelaySec=3600", f"StartLimitBurst={STARTS}", "StartLimitIntervalSec=86400"),
+        *("RestartPreventExitStatus=2", "SuccessExitStatus=75 130", "Restart=on-failure"),
+    ):
+        assert f"\n{line}\n" in unit
+
+
 @pytest.mark.parametrize(
-    ("signals", "code", "requeued"), [(["USR2"], 130, True), (["TERM"], 130, False), ([], 1, True)]
+    ("signals", "code", "requeued"),
+    [(["USR2"], 130, True), (["TERM"], 130, False), ([], 1, True), ([], 0, False), ([], EXIT_INPUT, False)],
 )
 def test_a_job_of_slurm_stops_before_its_time_and_is_queued_again(
     tmp_path: Path, signals: list[str], code: int, requeued: bool
 ) -> None:
-    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/requeued\n')
-    (tmp_path / "scontrol").chmod(0o755)
-    stops = f"trap 'exit 130' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
-    command = ["sh", "-c", stops if signals else "exit 1"]
+    stops = f"trap 'exit 130' TERM; touch {tmp_path}/ready; while :; do /bin/sleep 0.05; done"
+    command = ["sh", "-c", stops if signals else f"exit {code}"]
     script = tmp_path / "job.sbatch"
     script.write_text(service_text(Kind.SLURM, "tiny", tmp_path, command))
-    known = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
+    known = with_stubs(tmp_path)
     with subprocess.Popen(["bash", str(script)], env=known) as job:
         if signals:
             poll_until(lambda: (tmp_path / "ready").exists(), "the manager's start")

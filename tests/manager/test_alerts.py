@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import sqlite3
 import subprocess
@@ -12,11 +13,12 @@ from pathlib import Path
 import pytest
 from simulated_cluster import Faults, JournalledCluster
 
+from manager.host.plain_http import fetch
 from manager.run_dir import JOURNAL
 from manager.trackers import alerts
 from manager.trackers.alerts import Alerts, check_notify, webhook_variables
 from manager.trackers.process import Watching
-from manager.trackers.supervisor import Watchers
+from manager.trackers.supervisor import Watchers, environment_of
 from morph.contract.cluster import ClusterConfig, Notify
 from morph.contract.errors import ConfigError
 from morph.contract.happenings import Happening, RunEnded, StepDone, Trouble
@@ -204,6 +206,45 @@ def test_a_failing_webhook_is_retried_and_its_url_is_never_shown(
     assert "secret" not in repr(ClusterConfig(notify=literal))
     assert webhook_variables(literal) == {}
     assert webhook_variables(desk.notify) == {"HOOK": f"{server.url}/secret-way?key=secret"}
+
+
+def test_an_outside_webhook_is_reached_by_the_environments_proxy_and_a_metadata_service_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of the receiver is known to the proxy alone."""
+    monkeypatch.setattr(alerts, "TRY_AFTER_S", (0.0,))
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    outside, login = "outside.invalid/way?key=secret", f"Basic {base64.b64encode(b'me:p@ss').decode()}"
+    with served() as proxy, served() as direct:
+        for name in ("HTTP_PROXY", "HTTPS_PROXY"):
+            monkeypatch.setenv(name, proxy.url.replace("http://", "http://me:p%40ss@"))
+        monkeypatch.setenv("NO_PROXY", "inside.invalid,127.0.0.1")
+        proxy.script("POST", f"http://{outside}", Reply())
+        desk = Desk(tmp_path, webhook=f"http://{outside}", command=())
+        desk.trouble("bad_step", "step 4 is bad")
+        assert desk.said == []
+        assert proxy.asked[-1].headers["proxy-authorization"] == login
+        assert json.loads(proxy.asked[-1].body)["sentence"] == "step 4 is bad"
+        for url, wrong in (
+            (f"https://{outside}", "OSError"),  # this proxy refuses what it is asked
+            ("http://inside.invalid/", "gaierror"),
+        ):
+            (tmp_path / wrong).mkdir()
+            desk = Desk(tmp_path / wrong, webhook=url, command=())
+            desk.trouble("bad_step")
+            assert desk.said == [f"an alert (bad_step) did not reach the webhook: {wrong}"]
+        connects = [one for one in proxy.asked if one.method == "CONNECT"]
+        assert [(one.path, one.headers["proxy-authorization"]) for one in connects] == [("outside.invalid:443", login)]
+        direct.script("GET", "/metadata", Reply(body="here"))
+        monkeypatch.delenv("NO_PROXY")
+        assert fetch(f"{direct.url}/metadata", timeout_s=30.0).text == "here"
+        assert [one.method for one in proxy.asked] == ["POST", "CONNECT"]
+    environment = {"HTTPS_PROXY": "http://me:secret@proxy:3128"}
+    assert [environment_of(kind, environment) == environment for kind in ("notify", "wandb", "callback")] == [
+        *(True, True, False)
+    ]
 
 
 def test_a_command_that_fails_or_hangs_is_ended_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

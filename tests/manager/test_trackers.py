@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import socket
 import sqlite3
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,12 +22,13 @@ from manager.journal.journal import Journal
 from manager.report.journal_reader import read_report
 from manager.run_dir import JOURNAL
 from manager.trackers import reading, sinks
-from manager.trackers.process import Watching, reader_of
+from manager.trackers.process import HANGS, Watching, reader_of
 from manager.trackers.reading import HappeningsReader
 from manager.trackers.sinks import check_trackers, numbers_of
 from manager.trackers.supervisor import Watchers, environment_of
 from morph.contract.cluster import Notify
-from morph.contract.errors import ConfigError
+from morph.contract.errors import ConfigError, WaitTimeout
+from morph.contract.files import locked
 from morph.contract.happenings import (
     CheckpointDone,
     EvaluationDone,
@@ -313,3 +318,71 @@ def test_missing_trackers_are_refused_before_anything_starts(tmp_path: Path, mon
     for target in ("missing.py:Name", "Name", "missing.py:"):
         with pytest.raises(ConfigError, match=r"callbacks: names no callback .*allowed: file.py:name, of a file below"):
             check_trackers((), (target,), "run.yaml", tmp_path)
+
+
+HANGING = {
+    "sleeps": "time.sleep(600)",
+    "never lets another thread run": "ctypes.PyDLL(None).sleep(600)",
+}
+BY_ITSELF = """
+import ctypes, os, sys, time
+import manager.trackers.process as process
+process.GRACE_S = 0.5
+watchdog = process._Watchdog(1.0)
+watchdog.begin("StepDone of step 1")
+{hang}
+"""
+
+
+@pytest.mark.parametrize("hang", HANGING.values(), ids=HANGING)
+@pytest.mark.parametrize("manager", ["is dead", "does not read"])
+def test_a_call_that_hangs_ends_whether_its_manager_listens_or_not(hang: str, manager: str) -> None:
+    reading, writing = os.pipe()
+    if manager == "is dead":
+        os.close(reading)
+    else:
+        os.set_blocking(writing, False)
+        with contextlib.suppress(BlockingIOError):
+            while os.write(writing, b"x" * 65536):
+                pass
+        os.set_blocking(writing, True)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", BY_ITSELF.format(hang=hang)],
+            stdin=subprocess.PIPE, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(writing)
+        if manager != "is dead":
+            os.close(reading)
+    assert done.returncode != 0
+    sentence = "Timeout" if "PyDLL" in hang else "StepDone of step 1 took more than 1 s, and was given up"
+    assert sentence in done.stderr
+
+
+def test_the_rest_after_a_managers_end_has_a_limit(run: Path, folder: Path) -> None:
+    """Each call is fast enough; all together are not."""
+    slow = "import time\nclass Slow:\n    def on_step(self, step):\n        time.sleep(0.5)\n"
+    (folder / "slow.py").write_text(slow, encoding="utf-8")
+    (folder / "trackers").mkdir()
+    code = "import sys\nimport manager.trackers.process as p\np.REST_S = 1.0\nsys.exit(p.main())"
+    watched = watching("callback", folder, target=f"{folder / 'slow.py'}:Slow")
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=watched.model_dump_json() + "\n",
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == HANGS
+    assert "reporting the rest took more than 1 s, and was given up" in done.stdout
+
+
+def test_a_wait_for_a_lock_has_a_limit_and_names_its_holder(tmp_path: Path) -> None:
+    told: list[str] = []
+    path = tmp_path / "a.lock"
+    holder = f"process {os.getpid()} of {socket.gethostname()}"
+    with locked(path, 1.0):
+        limit = pytest.raises(WaitTimeout, match=f"{holder} holds {path} for more than 0.2 s")
+        with limit, locked(path, 0.2, told.append):
+            pass
+        assert told == [f"waits for at most 0.2 s for {holder}, which holds {path}"]
+    with locked(path, 0.0):
+        pass

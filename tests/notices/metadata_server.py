@@ -63,7 +63,7 @@ class MetadataServer:
             def do_GET(self) -> None:
                 service.serve(self)
 
-            do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815
+            do_PUT = do_POST = do_DELETE = do_CONNECT = do_GET  # noqa: N815
 
             def date_time_string(self, timestamp: float | None = None) -> str:
                 return service.date or super().date_time_string(timestamp)

@@ -12,6 +12,7 @@ import pytest
 from botocore.exceptions import NoCredentialsError
 from pydantic import ValidationError
 
+from manager.providers import aws
 from manager.providers.aws.checks import Checks, quota_of
 from manager.providers.aws.client import Aws, aws_client
 from manager.providers.aws.errors import fleet_error, provider_error
@@ -330,7 +331,11 @@ def test_the_policy_allows_what_is_asked_and_no_more_is_needed(ec2: FakeEc2, tmp
     written = policy(SPEC, "123456789012")
     allowed = [action for statement in written["Statement"] for action in statement["Action"]]
     asked = {f"pricing:{call}" if call == "GetProducts" else f"ec2:{call}" for call in ec2.calls}
-    assert {call for call in asked if call not in allowed} == set()
+    assert asked - set(allowed) == set()
+    calls = "".join(path.read_text(encoding="utf-8") for path in Path(aws.__file__).parent.glob("*.py"))
+    implied = {"ec2:CreateTags", "iam:PassRole"}  # at each creation
+    names = {action: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", action.split(":")[1]).lower() for action in allowed}
+    assert {action for action, name in names.items() if f'"{name}"' not in calls} == implied
     assert not [action for action in allowed if "*" in action]
     for statement in written["Statement"]:
         if any(fnmatch.fnmatch(action, "ec2:[CDT]*") and "Describe" not in action for action in statement["Action"]):
@@ -338,6 +343,30 @@ def test_the_policy_allows_what_is_asked_and_no_more_is_needed(ec2: FakeEc2, tmp
     ends = next(one for one in written["Statement"] if "ec2:TerminateInstances" in one["Action"])
     assert ends["Condition"] == {"StringLike": {"ec2:ResourceTag/morph-run": "*"}}
     assert len(json.dumps(written).encode()) < 6144, "what a managed policy may have"
+
+
+@pytest.mark.parametrize("kind", ["instance", "volume", "network-interface", "fleet", "launch-template"])
+def test_the_policy_lets_nothing_be_made_or_ended_without_the_runs_tag(kind: str) -> None:
+    """As AWS evaluates policies: a request needs a statement whose condition holds, for each resource of a call."""
+    make = {"fleet": "ec2:CreateFleet", "launch-template": "ec2:CreateLaunchTemplate"}.get(kind, "ec2:RunInstances")
+    end = {"volume": "ec2:DeleteVolume", "launch-template": "ec2:DeleteLaunchTemplate"}.get(kind)
+    ours, others = {"morph-run": "tiny-1"}, {"Name": "another"}
+
+    def may(action: str, **tags: dict[str, str]) -> bool:
+        known = {f"aws:RequestTag/{key}": value for key, value in tags.get("asked", {}).items()}
+        known |= {f"ec2:ResourceTag/{key}": value for key, value in tags.get("has", {}).items()}
+        return any(
+            action in one["Action"]
+            and any(fnmatch.fnmatch(f"arn:aws:ec2:us-west-2:123456789012:{kind}/x", name) for name in one["Resource"])
+            and all(key in known for key in one.get("Condition", {}).get("StringLike", {}))
+            for one in policy(SPEC, "123456789012")["Statement"]
+        )
+
+    assert [may(make, asked=tags) for tags in (ours, others, {})] == [True, False, False]
+    if kind == "launch-template":
+        assert [may("ec2:RunInstances", has=tags) for tags in (ours, others, {})] == [True, False, False]
+    if end is not None:
+        assert [may(end, has=tags) for tags in (ours, others, {})] == [True, False, False]
 
 
 def test_a_cloud_file_is_checked_and_nothing_is_made(ec2: FakeEc2, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ STORE_BYTES = 80 * 1024 * 1024
 OF_THE_CONFINED = {
     "write": "ENOENT",
     "read": "ENOENT",
-    "signal": "EPERM",
+    "signal": "ESRCH",
     "control": "ENOENT",
     "metadata": "EACCES",
     "stolen": 0,
@@ -87,7 +87,7 @@ class Hostile:
             def __reduce__(self):
                 return exec, (self.code,)
         bomb = Bomb()
-        bomb.code = "import os; open(os.environ['TMPDIR'] + '/read', 'a').write(f'{os.getpid()} ')"
+        bomb.code = "import os; open(os.environ['TMPDIR'] + '/read', 'a').write(os.readlink('/proc/self/ns/pid') + ' ')"
         bomb.code += f"\\ntry: open({outside!r} + '/unpickled', 'w')\\nexcept OSError: pass"
         if self.ends:
             bomb.code += "\\nos._exit(1)"
@@ -283,10 +283,11 @@ def test_code_run_with_rays_token_reaches_neither_manager_nor_machine(
         assert done.returncode == 0, done.stderr
         found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
         assert found == [OF_THE_CONFINED] * 2
-        (driver,) = _drivers(cluster)
+        driver = _driver(cluster)
         own = set(_confined(cluster))
         assert {process.name() for process in own} >= {"gcs_server", "raylet", "ray::RuntimeEnvAgent"}
         assert driver in own
+        namespace = str(Path(f"/proc/{driver.pid}/ns/pid").readlink())
         assert not any(_shares_mounts(process) or not _has_no_privileges(process) for process in own)
         launcher.start_worker("bomb", "vm9")
         _wait_until(lambda: ended == ["bomb"], "nobody said that the worker ended")
@@ -294,8 +295,8 @@ def test_code_run_with_rays_token_reaches_neither_manager_nor_machine(
         _wait_until(lambda: not lives(driver), "the driver did not read what the VM sent")
         assert cluster.driver.wait_for_nodes(lambda nodes: nodes is None, GONE_S)
         assert cluster.driver.wait_for_nodes(lambda nodes: "vm9" in (nodes or {}), GONE_S)
-        assert _drivers(cluster) != [driver]
-        assert (directory / "tmp" / "read").read_text().split() == [str(driver.pid)] * 2
+        assert _driver(cluster) != driver
+        assert (directory / "tmp" / "read").read_text().split() == [namespace] * 2
         assert {path.name for path in tmp_path.iterdir()} == {secret.name}
         cluster.check_head()
     finally:
@@ -311,8 +312,11 @@ def _home(worker: str) -> Home:
     return Home(worker=worker, host="127.0.0.1", port=1, secret="s" * 32)
 
 
-def _drivers(cluster: RayCluster) -> list[psutil.Process]:
-    return [process for process in _family(cluster) if "manager.engine.on_ray.driver" in process.cmdline()]
+def _driver(cluster: RayCluster) -> psutil.Process:
+    """Return the driver itself, which is the last of the processes that its namespace needs."""
+    named = [process for process in _family(cluster) if "manager.engine.on_ray.driver" in process.cmdline()]
+    (last,) = (one for one in named if not any(child in named for child in one.children()))
+    return last
 
 
 def _confined(cluster: RayCluster) -> Iterator[psutil.Process]:

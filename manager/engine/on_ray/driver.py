@@ -2,7 +2,7 @@
 
 ``python -m manager.engine.on_ray.driver FD DIRECTORY ADDRESS`` starts it. FD is its connection to the manager; each
 line on it is a value of ``driver_messages``. DIRECTORY is the run's directory, which has Ray's token. ADDRESS is that
-of the head node. The process ends with the connection.
+of the head node, whose id follows on standard input. The process ends with the connection.
 
 VMs send pickles over Ray, and reading a pickle can run any code. This process reads them because it has nothing to
 steal: it is confined and has no credentials. Of the run's secrets it has only Ray's token, which every VM has, and a
@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -57,6 +58,13 @@ class Driver:
             if time.monotonic() > until_s:
                 sys.exit(f"no head node came up at {address} within {HEAD_TIMEOUT_S:g} s")
             time.sleep(LOOK_EVERY_S)
+        node_id = sys.stdin.readline().strip()
+        if not node_id:
+            sys.exit("the process that owns Ray's nodes is gone")
+        # Ray looks for its node among this machine's processes, which are hidden here: this one is found instead
+        self._found = subprocess.Popen(
+            ["raylet", "-c", "read ended", f"--node_id={node_id}"], executable="/bin/sh", stdin=subprocess.PIPE
+        )
         self._library.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=NAMESPACE)
         threading.Thread(target=self._tell_nodes, name="nodes", daemon=True).start()
 

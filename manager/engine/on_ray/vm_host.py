@@ -31,6 +31,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,6 +47,7 @@ OBJECT_STORE_BYTES = 80 * 1024 * 1024
 END_TIMEOUT_S = 10.0
 LOOK_EVERY_S = 0.05
 LOG = "vm_host.log"
+NODE_ID = "--node_id="
 HEAD_PROCESSES = ("gcs_server", "raylet")
 _SET_REAPER_OF_ORPHANS = 36
 END_SESSION = """
@@ -193,9 +195,10 @@ class _Nodes:
             self._driver.kill()
             self._driver.wait()
         command = [sys.executable, "-m", "manager.engine.on_ray.driver", str(connection), str(self._directory)]
-        self._driver = subprocess.Popen(
-            [*command, self._head.address], stdin=subprocess.DEVNULL, pass_fds=[connection], process_group=0
+        self._driver = driver = subprocess.Popen(
+            [*command, self._head.address], stdin=subprocess.PIPE, pass_fds=[connection], process_group=0
         )
+        threading.Thread(target=_tell_node_id, args=(driver,), name="node-id", daemon=True).start()
 
     def start_store(self, host: str, port: int) -> None:
         """Start the rendezvous store; the answer follows."""
@@ -281,13 +284,28 @@ class _Nodes:
 
 
 def _raylet_of(name: str) -> psutil.Process | None:
-    """Find the processes that Ray started for a VM, by the resource that tells nodes apart."""
-    for child in psutil.Process().children():
+    """Find the processes that Ray started for a VM, by the resource that tells nodes apart; "": for the head node."""
+    for child in psutil.Process().children(recursive=not name):
         with suppress(psutil.NoSuchProcess):
             is_raylet = child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE
-            if is_raylet and f"{VM_RESOURCE}{name}," in f"{' '.join(child.cmdline())},":
+            line = f"{' '.join(child.cmdline())},"
+            if is_raylet and (f"{VM_RESOURCE}{name}," in line if name else VM_RESOURCE not in line):
                 return child
     return None
+
+
+def _tell_node_id(driver: subprocess.Popen[bytes]) -> None:
+    """Tell a driver the head node's id once its raylet runs: Ray looks for a process that the driver cannot see."""
+    assert driver.stdin is not None
+    with driver.stdin as told:
+        while driver.poll() is None:
+            raylet = _raylet_of("")
+            with suppress(psutil.NoSuchProcess, OSError):
+                for argument in [] if raylet is None else raylet.cmdline():
+                    if argument.startswith(NODE_ID):
+                        told.write(argument.removeprefix(NODE_ID).encode() + b"\n")
+                        return
+            time.sleep(LOOK_EVERY_S)
 
 
 def _end_children() -> None:

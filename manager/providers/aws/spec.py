@@ -200,8 +200,8 @@ def planned(
 def policy(spec: AwsSpec, account: str = "*") -> dict[str, Any]:
     """Return the IAM policy with the minimal permissions of the manager's user.
 
-    Only resources with the tag ``morph-run`` may be changed or ended; new resources get this tag, and tags may be set
-    only at creation.
+    Resources may be made only with the tag ``morph-run``, and only resources with this tag may be changed or ended.
+    Tags may be set only at creation.
 
     Args:
         spec: The cloud file.
@@ -209,19 +209,19 @@ def policy(spec: AwsSpec, account: str = "*") -> dict[str, Any]:
     """
     partition = next((f"aws-{part}" for part in ("cn", "us-gov") if spec.region.startswith(f"{part}-")), "aws")
     here = f"arn:{partition}:ec2:{spec.region}:{account}"
-    made = ["instance", "volume", "network-interface", "fleet", "launch-template", "spot-instances-request"]
-    used = [f"arn:{partition}:ec2:{spec.region}::image/{spec.image}"]
+    made = [f"{here}:{kind}/*" for kind in ("instance", "volume", "network-interface", "launch-template", "fleet")]
+    used = [f"{here}:spot-instances-request/*", f"arn:{partition}:ec2:{spec.region}::image/{spec.image}"]
     used += [f"{here}:subnet/{subnet}" for subnet in spec.subnets.values()]
     used += [f"{here}:security-group/{group}" for group in spec.security_groups]
     used += [f"{here}:key-pair/{spec.key_name}"] if spec.key_name else []
-    ours = {"StringLike": {"ec2:ResourceTag/morph-run": "*"}}
+    ours, tagged = ({"StringLike": {f"{key}/morph-run": "*"}} for key in ("ec2:ResourceTag", "aws:RequestTag"))
     statements: list[dict[str, Any]] = [
         {
             "Sid": "Look",
             "Effect": "Allow",
             "Action": [
                 "ec2:DescribeImages", "ec2:DescribeInstances", "ec2:DescribeInstanceTypeOfferings",
-                "ec2:DescribeInstanceTypes", "ec2:DescribeLaunchTemplates", "ec2:DescribeLaunchTemplateVersions",
+                "ec2:DescribeInstanceTypes", "ec2:DescribeLaunchTemplates",
                 "ec2:DescribeNetworkInterfaces", "ec2:DescribeSecurityGroups", "ec2:DescribeSpotPriceHistory",
                 "ec2:DescribeSubnets", "ec2:DescribeVolumes", "pricing:GetProducts", "servicequotas:ListServiceQuotas",
             ],
@@ -231,13 +231,27 @@ def policy(spec: AwsSpec, account: str = "*") -> dict[str, Any]:
             "Sid": "Make",
             "Effect": "Allow",
             "Action": ["ec2:CreateFleet", "ec2:CreateLaunchTemplate", "ec2:RunInstances"],
-            "Resource": [*(f"{here}:{kind}/*" for kind in made), *used],
+            "Resource": made,
+            "Condition": tagged,
+        },
+        {
+            "Sid": "UseOwnTemplates",
+            "Effect": "Allow",
+            "Action": ["ec2:CreateFleet", "ec2:RunInstances"],
+            "Resource": [f"{here}:launch-template/*"],
+            "Condition": ours,
+        },
+        {
+            "Sid": "Use",
+            "Effect": "Allow",
+            "Action": ["ec2:CreateFleet", "ec2:RunInstances"],
+            "Resource": used,
         },
         {
             "Sid": "TagWhatIsMade",
             "Effect": "Allow",
             "Action": ["ec2:CreateTags"],
-            "Resource": [f"{here}:{kind}/*" for kind in made],
+            "Resource": made,
             "Condition": {
                 "StringEquals": {"ec2:CreateAction": ["CreateFleet", "CreateLaunchTemplate", "RunInstances"]}
             },
@@ -249,7 +263,7 @@ def policy(spec: AwsSpec, account: str = "*") -> dict[str, Any]:
                 "ec2:CreateLaunchTemplateVersion", "ec2:DeleteLaunchTemplate", "ec2:DeleteLaunchTemplateVersions",
                 "ec2:DeleteNetworkInterface", "ec2:DeleteVolume", "ec2:GetConsoleOutput", "ec2:TerminateInstances",
             ],
-            "Resource": [f"{here}:{kind}/*" for kind in made[:3] + made[4:5]],
+            "Resource": made[:4],
             "Condition": ours,
         },
     ]  # fmt: skip

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count as numbers
 from pathlib import Path
 from typing import Protocol, Self
@@ -30,12 +29,15 @@ from manager.providers.interface.provider import (
 )
 from morph.contract.base import Value
 from morph.contract.cluster import UsdPerHour
-from morph.contract.files import PRIVATE, write_whole
+from morph.contract.errors import WaitTimeout
+from morph.contract.files import PRIVATE, locked, write_whole
 
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 30.0
 """Seconds until a refused request may be repeated: shorter than for clouds, because checking hosts is cheap."""
+LOCK_S = 60.0
+"""Seconds for which other runs may hold the leases' file, which takes each a moment."""
 MAX_AT_ONCE = 32
 """Number of hosts whose nodes are ended at the same time."""
 
@@ -316,12 +318,14 @@ class StaticProvider:
     def _leases(self) -> Iterator[tuple[dict[str, Lease], Callable[[dict[str, Lease]], None]]]:
         """Hold the lock; yield the leases and the function that replaces them."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.with_suffix(".lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with ExitStack() as held:
             try:
+                held.enter_context(locked(self._path.with_suffix(".lock"), LOCK_S))
                 leases = _LEASES.validate_json(self._path.read_bytes()) if self._path.exists() else {}
             except ValidationError as error:
                 raise Misconfigured(f"{self._path} holds no leases; remove it once no run uses its hosts") from error
+            except WaitTimeout as error:
+                raise Transient(str(error)) from error
             except OSError as error:  # the leases are unknown
                 raise Transient(f"{self._path} cannot be read: {error.strerror}") from error
             yield leases, self._write

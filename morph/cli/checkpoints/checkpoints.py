@@ -1,4 +1,4 @@
-"""``morph checkpoints``: list, verify, keep, remove and copy stored checkpoints."""
+"""``morph checkpoints``: list, verify, keep, remove, clean and copy stored checkpoints."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def age_text(saved_s: float | None, now_s: float) -> str:
 
 
 checkpoints_app = typer.Typer(
-    help="List, verify, keep, remove and copy checkpoints.\n\n\b\nExample:\n  morph checkpoints ls runs/tiny",
+    help="List, verify, keep, remove, clean and copy checkpoints.\n\n\b\nExample:\n  morph checkpoints ls runs/tiny",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -187,6 +187,31 @@ def rm_command(
         with writing(stored.url):
             gone = delete_version(stored.url, version, even_kept=force)
         print(f"version {version} is removed" if gone else f"version {version} stays: it is kept", flush=True)
+
+
+@checkpoints_app.command("gc")
+def gc_command(source: StoredArgument) -> None:
+    """Remove files that killed saves left half-written, even while the run is active. No checkpoint loses a byte.
+
+    A save removes them from its own folder. This command removes them from all complete checkpoints and from incomplete
+    ones before the newest.
+
+    \b
+    Example:
+      morph checkpoints gc runs/tiny
+    """
+    from manager.run.checkpoint_location import stored_at
+    from morph.checkpoint.manifest import remove_half_written
+    from morph.checkpoint.storage import writing
+    from morph.checkpoint.versions import stored_versions
+
+    stored = stored_at(source)
+    found = stored_versions(stored.url)
+    newest = max((entry.version for entry in found if entry.complete), default=-1)
+    with writing(stored.url):
+        old = [entry.version for entry in found if entry.version <= newest]
+        sizes = [size_bytes for version in old for size_bytes in remove_half_written(stored.url, version)]
+    print(f"{len(sizes)} half-written files of killed saves ({sum(sizes)} bytes) are removed")
 
 
 @checkpoints_app.command("copy")

@@ -22,7 +22,7 @@ from manager.host.signals import BY_USER
 from manager.run_dir import GOES_ON, GoesOn, write_in_run_dir
 from morph.cli.reading.errors import EXIT_GOES_ON, EXIT_INPUT, EXIT_INTERRUPTED
 from morph.contract.base import Value
-from morph.contract.errors import CheckpointsTaken, RunDirError
+from morph.contract.errors import CheckpointsTaken, RunDirError, RunFinished
 from morph.contract.waits import Backoff
 
 PAUSES = Backoff(first_s=1.0, most_s=3600.0)
@@ -87,6 +87,12 @@ def kept_up(
         yield known
     except (KeyboardInterrupt, typer.Exit):
         raise
+    except RunFinished as error:  # a service starts it again after each boot
+        if not is_kept_up():
+            raise
+        _word.leave(outcome="finished", sentence=str(error))
+        print(f"the run is finished: {error.source} has {error.value} steps", file=sys.stderr)
+        raise typer.Exit from error
     except Exception as error:
         if not _word.ended.outcome:
             outcome = "taken" if isinstance(error, CheckpointsTaken) else "error"
@@ -137,7 +143,8 @@ class _Keeper:
             ended, code = self._ended(reading)
             has_begun |= ended.began
             if ends(ended, code, asked=bool(self._asked), has_begun=has_begun):
-                raise typer.Exit(code)
+                by_signal = self._asked and code not in (0, EXIT_GOES_ON)  # not 137, if it had to be killed
+                raise typer.Exit(EXIT_INTERRUPTED if by_signal else code)
             in_vain = not ended.moved and time.monotonic() - began_s < self._pauses.most_s
             num_in_vain = num_in_vain + 1 if in_vain else 1
             self._pause(ended, code, self._pauses.pause_s(num_in_vain - 1))

@@ -21,7 +21,8 @@ UNIT = """\
 Description=Morph: {what}
 Wants=network-online.target
 After=network-online.target
-StartLimitIntervalSec=0
+StartLimitIntervalSec={limit_s}
+StartLimitBurst={starts}
 
 [Service]
 Type=exec
@@ -30,9 +31,14 @@ WorkingDirectory={folder}
 EnvironmentFile=-{environment}
 ExecStart={command}
 Restart=on-failure
-RestartSec=30
-# exit codes after morph stop (75) and systemctl stop (130)
+# pauses grow from {first_s} s to {longest_s} s (systemd 254; an older one waits {first_s} s each time); StartLimitBurst
+# bounds the starts within StartLimitIntervalSec
+RestartSec={first_s}
+RestartSteps=8
+RestartMaxDelaySec={longest_s}
+# exit codes after morph stop (75) and systemctl stop (130); 2: refused, which another start does not change
 SuccessExitStatus=75 130
+RestartPreventExitStatus=2
 # VMs outlive a manager that dies, so that the next one can take them over; a manager that is stopped ends them itself
 KillMode=process
 OOMPolicy=continue
@@ -62,11 +68,29 @@ pid=$!
 [ -z "$asked" ] || kill -TERM "$pid"
 wait "$pid"; code=$?
 while kill -0 "$pid" 2>/dev/null; do wait "$pid"; code=$?; done
-# 0: finished, 75: morph stop, 130: stopped, by scancel or for the time limit
-case "$code" in 0|75|130) ;; *) again=1 ;; esac
+# 0: finished, 2: refused, which another start does not change, 75: morph stop, 130: stopped by scancel or for the limit
+case "$code" in
+0|2|75|130) rm -f {failures} ;;
+*)
+    failed=$(cat {failures} 2>/dev/null); [ "$SECONDS" -lt {longest_s} ] || failed=0
+    failed=$((${{failed:-0}} + 1)); echo "$failed" >{failures}
+    pause=$(({first_s} << (failed > 8 ? 7 : failed - 1))); [ "$pause" -lt {longest_s} ] || pause={longest_s}
+    if [ "$failed" -lt {starts} ]; then
+        echo "ended with code $code, $failed of {starts} times: queued again in $pause s"
+        again=1; [ -n "$asked" ] || {{ sleep "$pause" & wait $!; }}
+    else
+        echo "ended with code $code {starts} times in a row: it is not queued again; sbatch starts it anew"
+        rm -f {failures}
+    fi ;;
+esac
 if [ -n "$again" ] && [ "$code" -ne 0 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"
 """
+
+
+FIRST_S, LONGEST_S, STARTS, LIMIT_S = 30, 3600, 20, 86400
+"""The pauses in seconds after failures, and the most starts: in ``LIMIT_S`` under systemd, in a row under Slurm. A
+manager that dies is restarted by ``--forever`` first: these are failures of that process, or of its machine."""
 
 
 class Kind(StrEnum):
@@ -118,10 +142,12 @@ def service_command(
 def service_text(kind: Kind, named: str, path: Path, command: Sequence[str]) -> str:
     """Return the unit or script that runs a command in this process's working directory."""
     known = {"what": str(path), "name": f"morph-{named}", "folder": str(Path.cwd()), "stop_s": str(STOP_S)}
+    known |= {"first_s": str(FIRST_S), "longest_s": str(LONGEST_S), "starts": str(STARTS), "limit_s": str(LIMIT_S)}
     beside = path if path.is_dir() else path.parent
     if kind is Kind.SLURM:
         log = f"{known['folder']}/{known['name']}".replace("%", "%%") + "-%j.log"
         known |= {"folder": shlex.quote(known["folder"]), "name": _of_sbatch(known["name"])}
+        known["failures"] = shlex.quote(str(beside / f".{named}.failures"))
         return SLURM.format(**known, log=_of_sbatch(log), command=shlex.join(command))
     known = {name: value.replace("%", "%%") for name, value in known.items()}
     environment = str(beside / "service.env").replace("%", "%%")
