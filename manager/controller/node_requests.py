@@ -165,8 +165,11 @@ def on_nodes_granted(transition: Transition, event: NodesGranted) -> None:
     if event.waiting:
         parts.append(f"{', '.join(event.waiting)} {'wait' if len(event.waiting) > 1 else 'waits'} in the queue")
     transition.say(ReasonCode.NODES_GRANTED, "; ".join(parts))
-    if short:
-        _refuse(transition, f"{event.request} is granted in part", request.node_type)
+    if event.short == "input":
+        end_requests(transition, f"{event.request} is granted in part: {event.detail}")
+    elif short:
+        why = f"{event.request} is granted in part" + (f": {event.detail}" if event.detail else "")
+        _refuse(transition, why, request.node_type)
     else:
         others = {name: entry for name, entry in state.provisioning.refused.items() if name != request.node_type}
         transition.change_provisioning(num_refused=0, next_request_s=None, refused=others)
@@ -203,6 +206,8 @@ def on_request_refused(transition: Transition, event: RequestRefused) -> None:
     keep_request(transition, event.request, request.model_copy(update={"count": 0}))
     forget_kept(transition)
     why = f"{event.request} is refused: {event.cause}" + (f", {event.detail}" if event.detail else "")
+    if event.cause == "input":
+        return end_requests(transition, why)
     return _refuse(transition, why, request.node_type, event.retry_s)
 
 
@@ -246,13 +251,24 @@ def lost_booting(transition: Transition, event: WorkerLost) -> None:
 
 
 def has_ended_requests(state: ControllerState) -> bool:
-    """Whether granted VMs failed to appear so often that further ones would only cost money."""
-    return state.provisioning.num_absent >= state.config.policy.rules.requests.max_absent
+    """Whether further requests could bring no worker: VMs that fail to appear would only cost money."""
+    provisioning = state.provisioning
+    return bool(provisioning.requests_over) or (
+        provisioning.num_absent >= state.config.policy.rules.requests.max_absent
+    )
+
+
+def end_requests(transition: Transition, why: str) -> None:
+    """Request no further VM, for a reason that only the user can mend; the VMs that are there go on."""
+    over = f"{why.rstrip('.')}: no further VM is requested; mend this, and give the same command again"
+    transition.change_provisioning(requests_over=over)
+    transition.wake_by(transition.now_s)  # where nothing else comes, the run ends
+    transition.say(ReasonCode.REQUEST_REFUSED, over)
 
 
 def why_requests_ended(state: ControllerState) -> str:
     """Return the sentence for ``has_ended_requests``, with advice for the user."""
-    return (
+    return state.provisioning.requests_over or (
         f"{state.provisioning.num_absent} times in a row VMs were granted and none of them joined: "
         "no further one is requested; look at the log of such a VM's first boot, at what vms.environment installs, "
         "and at whether it reaches the manager's ports (docs/guides/azure.md)"

@@ -20,6 +20,7 @@ from manager.providers.interface.provider import (
     PATIENCE_S,
     RETRIES,
     Capabilities,
+    Granted,
     Misconfigured,
     Throttled,
     Transient,
@@ -285,7 +286,7 @@ def test_a_vm_given_up_before_a_late_adoption_is_not_adopted() -> None:
     book.ask(action)
     assert book.give_up(["job-1-0"], []) is None  # the request could make it again
     assert book.adopt(vms, frozenset(["job-1-0"]), ["job-1"]) == []
-    answer, end = book.answer(action, vms, [])
+    answer, end = book.answer(action, Granted(vms), [])
     assert answer == NodesGranted(request="job-1", nodes=("job-1-1",))
     assert end is not None
     assert end.vms == ("job-1-0",)
@@ -305,7 +306,7 @@ def test_a_vm_that_is_made_anew_for_workers_that_were_lost_is_ended() -> None:
     assert lost is not None
     book.ended(lost)
     book.ask(action)
-    answer, end = book.answer(action, vms, [])
+    answer, end = book.answer(action, Granted(vms), [])
     assert answer == NodesGranted(request="job-1", nodes=("job-1-1",))
     assert end is not None
     assert end.vms == ("job-1-0",)

@@ -157,6 +157,9 @@ class Provisioning(Value):
     num_setups_lost: int = Field(default=0, description="VMs in a row that were lost before they were ready")
     setup_lost_s: float | None = Field(default=None, description="when the last of these VMs was lost")
     num_absent: int = Field(default=0, description="times in a row that granted VMs did not appear at all")
+    requests_over: str = Field(
+        default="", description="why no VM is requested any more, which only the user can mend; empty: they are"
+    )
     failed_setups: FailedSetups | None = None
     gives_up: Literal["setups", "limit"] | None = Field(
         default=None, description="why the run ends, or rests, because its VMs achieve nothing"
