@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from manager.controller.shape.formation import partly_lost_until_s
 from manager.controller.state.actions import ReasonCode, ReleaseNodes, RequestId, RequestNodes
 from manager.controller.state.config import ControllerConfig
@@ -15,7 +17,7 @@ from manager.controller.state.events import (
     WorkerLost,
 )
 from manager.controller.state.nodes import NodeState
-from manager.controller.state.state import ControllerState, KeptNotice, NodeRequest, Phase, Refusals
+from manager.controller.state.state import ControllerState, FailedBoots, KeptNotice, NodeRequest, Phase, Refusals
 from manager.controller.state.transition import Transition
 from morph.contract.messages import WorkerId
 from morph.contract.pool import Pool
@@ -213,7 +215,7 @@ def on_request_refused(transition: Transition, event: RequestRefused) -> None:
 
 def note_appeared(transition: Transition, event: NodeAppeared) -> NodeFacts:
     """Stop waiting for a node that has appeared, whether its grant was reported or not; returns its facts."""
-    transition.change_provisioning(num_absent=0)
+    transition.change_provisioning(num_absent=0, failed_boots=None)
     requests = transition.state.provisioning.requests
     for name, request in requests.items():
         if event.node in request.granted:
@@ -246,8 +248,24 @@ def lost_booting(transition: Transition, event: WorkerLost) -> None:
             keep_request(transition, name, without_granted(request, event.worker))
             sentence = f"{event.worker} never appeared: {event.cause}"
             transition.say(ReasonCode.NODE_ABSENT, sentence, ReleaseNodes(nodes=(event.worker,)))
-            return pause_requests(transition, request.granted[event.worker], num_absent=int(event.unfit))
+            pause_requests(transition, request.granted[event.worker], num_absent=int(event.unfit))
+            return _note_failed_boot(transition, event, sentence) if event.unfit else None
     return transition.say(ReasonCode.IGNORED, f"{event.worker} is unknown, or was lost before")
+
+
+VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
+"""Parts of a message that differ between failures with the same cause."""
+
+
+def _note_failed_boot(transition: Transition, event: WorkerLost, sentence: str) -> None:
+    """Record why a VM cannot be used; once several in a row failed in the same way, no further one would help."""
+    way, known = VARYING.sub("#", event.cause), transition.state.provisioning.failed_boots
+    before = known.vms if known is not None and known.way == way else frozenset[str]()
+    failed = FailedBoots(way=way, vms=before | {vm_of(event.worker)})
+    transition.change_provisioning(failed_boots=failed)
+    if len(failed.vms) >= transition.state.config.policy.rules.setups.alike:
+        end_requests(transition, f"{sentence} ({len(failed.vms)} VMs in a row, in the same way)")
+        transition.code = ReasonCode.NODE_ABSENT
 
 
 def has_ended_requests(state: ControllerState) -> bool:

@@ -22,6 +22,7 @@ MOST_NAMES = 4
 MOST_SAMPLES = 4096
 AS_SAID = frozenset(
     {
+        ReasonCode.NODE_ABSENT,
         ReasonCode.NODES_STARTED,
         ReasonCode.REQUEST_REFUSED,
         ReasonCode.SETUP_FAILED,

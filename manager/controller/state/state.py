@@ -138,6 +138,13 @@ class FailedSetups(Value):
     cause: FailureCause = "run"
 
 
+class FailedBoots(Value):
+    """VMs in a row on which no worker can be started, in the same ``way``, by their own account."""
+
+    way: str
+    vms: frozenset[str]
+
+
 class Refusals(Value):
     """Refusals of a type of GPU: how many in a row, and until when it is not requested."""
 
@@ -161,6 +168,7 @@ class Provisioning(Value):
         default="", description="why no VM is requested any more, which only the user can mend; empty: they are"
     )
     failed_setups: FailedSetups | None = None
+    failed_boots: FailedBoots | None = None
     gives_up: Literal["setups", "limit"] | None = Field(
         default=None, description="why the run ends, or rests, because its VMs achieve nothing"
     )

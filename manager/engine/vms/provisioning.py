@@ -92,6 +92,7 @@ class Provisioning:
         self._end_all = end_all
         self._least_vms = least_vms
         self._is_silent = False
+        self._waits_for: dict[str, str] = {}
         self.failure: Exception | None = None
         """The reason why the last failed request was refused, if repeating the request does not help."""
         self._inherited: tuple[frozenset[str], frozenset[RequestId]] | None = None
@@ -252,7 +253,9 @@ class Provisioning:
             self._adopt()
             return
         with self._told("provider_silent"):
-            strays, lost = self._registry.compare(self._listed())
+            listed = self._listed()
+            self._tell_waits([vm for vm in listed if vm.waits_for])
+            strays, lost = self._registry.compare(listed)
             whys = {vm: self._why_ended(vm) for vm in dict.fromkeys(map(vm_of, lost))}
             for node in lost:
                 cause = f"the provider no longer has its VM{whys[vm_of(node)]}"
@@ -355,6 +358,22 @@ class Provisioning:
         finally:
             self._registry.ended(end)
         self._count()
+
+    def _tell_waits(self, vms: Sequence[Vm]) -> None:
+        """Tell the user why VMs wait in their market's queue, once for each reason, and give up those that never begin.
+
+        Such a VM is reported until the controller has given it up, because its grant may come later.
+        """
+        for vm in vms:
+            sentence = f"it waits in the queue: {vm.waits_for}"
+            if vm.never_begins:
+                cause = f"{sentence}, so it never begins"
+                for worker in vm.workers:
+                    self._event_queue.put(WorkerLost(worker=worker, cause=cause, unfit=True))
+            elif self._waits_for.get(vm.name) != vm.waits_for:
+                log.warning("%s: %s", vm.name, sentence)
+                self._event_queue.put(Fact(name="vm_waits", worker=vm.name, detail=vm.waits_for))
+        self._waits_for = {vm.name: vm.waits_for for vm in vms}
 
     def _why_ended(self, vm: str) -> str:
         """Return the provider's reason, as the end of a sentence; empty: it gives none."""

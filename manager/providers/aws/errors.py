@@ -7,6 +7,7 @@ https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/troubleshooting-launch-fleet
 from __future__ import annotations
 
 from manager.providers.interface.provider import (
+    MESSAGE_CHARACTERS,
     CapacityShort,
     Misconfigured,
     ProviderError,
@@ -76,7 +77,6 @@ USERS = (
 MISMATCH = "IdempotentParameterMismatch"
 TEMPLATE_EXISTS = "InvalidLaunchTemplateName.AlreadyExistsException"
 DRY_RUN = "DryRunOperation"
-MESSAGE_CHARACTERS = 300
 
 
 def provider_error(code: str, message: str, status: int, begin: str = "") -> ProviderError:

@@ -31,6 +31,8 @@ from morph.contract.waits import Backoff
 NAME_CHARACTERS = 48
 ENDED = "ended: "
 """Begins the first line of a boot log if the cloud says why the VM ended."""
+MESSAGE_CHARACTERS = 300
+"""The number of characters at the beginning of a message of a cloud that Morph's own message keeps."""
 BOOT_LOG_CHARACTERS = 2000
 """The number of characters at the end of a VM's boot log that a journal keeps."""
 
@@ -101,6 +103,12 @@ class Vm(Value):
         default="", description="type of its GPUs; empty: all are alike", exclude_if=lambda given: not given
     )
     waits: bool = Field(default=False, description="it is in its market's queue, and costs nothing until it begins")
+    waits_for: str = Field(
+        default="", description="the market's reason why it waits; empty: the usual", exclude_if=lambda given: not given
+    )
+    never_begins: bool = Field(
+        default=False, description="that reason is the user's to mend", exclude_if=lambda given: not given
+    )
 
     @property
     def workers(self) -> tuple[str, ...]:
