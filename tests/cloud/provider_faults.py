@@ -90,14 +90,14 @@ def _once(arm: FakeArm, directory: Path, faults: Sequence[Fault] = (), **options
 
 def _put_off(arm: FakeArm, directory: Path, status: int, code: str) -> list[str]:
     """Check that the request is repeated when Azure allows it."""
-    told = _once(arm, directory, [Fault(*PUT, status, code, {"Retry-After": "17"})])
-    assert any("again in 17 s" in sentence for sentence in told)
+    told = _once(arm, directory, [Fault(*PUT, status, code, {"Retry-After": "170"})])
+    assert any("again in 170 s" in sentence for sentence in told)
     return told
 
 
 CASES |= {
-    "429 with Retry-After 17 s": partial(_put_off, status=429, code="TooManyRequests"),
-    "503 with Retry-After 17 s": partial(_put_off, status=503, code="ServerBusy"),
+    "429 with Retry-After 170 s": partial(_put_off, status=429, code="TooManyRequests"),
+    "503 with Retry-After 170 s": partial(_put_off, status=503, code="ServerBusy"),
     "409, another operation is under way": partial(_once, faults=[Fault(*PUT, 409, "Conflict")]),
     "503 to the request, 500 while it is under way": partial(
         _once, faults=[Fault(*PUT, 503), Fault("GET", "/operations/", 500)]
