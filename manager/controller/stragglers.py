@@ -13,7 +13,7 @@ from manager.controller.state.actions import EndWorker, NoteCorrection, ProbeWor
 from manager.controller.state.bounds import probe_bound_s
 from manager.controller.state.events import ComputeTimesSeen, WorkerProbed
 from manager.controller.state.nodes import NodeEvent, NodeState
-from manager.controller.state.profile_correction import correction_of, is_material, with_times
+from manager.controller.state.profile_correction import correction_of, is_material, with_forecasts, with_times
 from manager.controller.state.state import ControllerState, Pace, WorkerState, Yardstick
 from manager.controller.state.transition import Transition
 from manager.controller.steps.failures import lose
@@ -135,10 +135,12 @@ def _is_judged(value_s: float, reference_s: float, spread_s: float, rules: Stutt
 
 
 def learn(transition: Transition, event: ComputeTimesSeen) -> None:
-    """Learn from compute times of healthy members; report corrections of the profile that changed materially."""
+    """Learn from compute times of healthy members with a device each; report corrections that changed materially."""
     state, profiled_s = transition.state, transition.state.config.compute_s
     measured = state.measured
-    if state.plan is None or not all(times_s and all(times_s) for times_s in profiled_s.values()):
+    if state.plan is None or state.config.shares_cores(state.plan):
+        return
+    if not all(times_s and all(times_s) for times_s in profiled_s.values()):
         return
     stage_of = {slot.worker: slot.stage for slot in state.slots}
     samples_s: dict[int, list[float]] = {}
@@ -151,8 +153,9 @@ def learn(transition: Transition, event: ComputeTimesSeen) -> None:
     seen = with_times(measured.stage_ratios, stages, samples_s, profiled_s)
     if seen is measured.stage_ratios:
         return
-    transition.change_measured(stage_ratios=seen)
-    found = correction_of(seen, profiled_s)
+    forecasts = with_forecasts(measured.forecasts, measured.stage_ratios, seen, profiled_s)
+    transition.change_measured(stage_ratios=seen, forecasts=forecasts)
+    found = correction_of(() if forecasts.are_worse else seen, profiled_s)
     if is_material(measured.correction, found, seen, profiled_s):
         transition.change_measured(correction=found)
         transition.add(found.sentence, NoteCorrection(correction=found))

@@ -9,7 +9,11 @@ The module also has names that the manager shares with the process of the local 
 
 from __future__ import annotations
 
+import itertools
+import random
+import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 from morph.contract.cluster import NUM_PORTS
 
@@ -22,7 +26,11 @@ RAY_PORTS = {
     "metrics_export_port": "--metrics-export-port",
 }
 """The ports of each node of Ray, in order: the parameter, and the option of ``ray start``."""
+AGENT_PORTS = ("runtime_env_agent_port", "dashboard_agent_listen_port", "metrics_agent_port", "metrics_export_port")
+"""Those of the two agents of a node, which start beside its raylet."""
 FIRST_OF_RAY, FIRST_OF_WORKERS = 10, 20
+LOWEST, EPHEMERAL = 20_000, Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""The lowest port that is drawn, above those of Ray's workers; and where Linux has the range that it draws from."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +83,37 @@ class Ports:
         return self.first + index if self.first else 0
 
 
+def free_agent_ports() -> dict[str, int]:
+    """Return free ports of this machine for the agents of a node of Ray, by parameter.
+
+    A raylet that chooses its agents' ports ends if they take more than 15 s to start, which no setting of Ray changes;
+    with given ports it waits for ``RAY_agent_register_timeout_ms``. The kernel gives none of these ports to others.
+    """
+    end = int(EPHEMERAL.read_text(encoding="ascii").split()[0]) if EPHEMERAL.exists() else 32_768
+    candidates = list(range(LOWEST, end if end > LOWEST + 1000 else 65_536))
+    random.SystemRandom().shuffle(candidates)
+    free = itertools.islice(filter(_is_free, candidates), len(AGENT_PORTS))
+    return dict(zip(AGENT_PORTS, free, strict=True))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
 VM_RESOURCE = "morph_vm_"
 RAY_SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # Ray's default of 15 lets anything else on the machine stop training
+    # Morph's own bounds give up a boot; Ray's, of 15 to 60 s, would give up what is merely slow
+    "RAY_agent_register_timeout_ms": "600000",
+    "RAY_worker_register_timeout_seconds": "600",
     "RAY_automatic_object_spilling_enabled": "0",  # spilling needs workers, which the head node does not have
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # a dead raylet refuses five checks within seconds; an unreachable one gets almost a minute, because Morph's own

@@ -23,6 +23,14 @@ def runs(pid: int) -> bool:
         return False
 
 
+def patience_s(bound_s: float) -> float:
+    """Return a bound (seconds) on work of this machine's processors, times the processes that want each core now.
+
+    So a machine that is merely busy is not taken for a broken one.
+    """
+    return bound_s * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def wait_gone(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
     """Wait until every process has ended (as a zombie has); after ``timeout_s``, return those that have not."""
     left, until_s = list(processes), time.monotonic() + timeout_s

@@ -540,7 +540,7 @@ class RunReader:
                     first_version=order.version,
                     num_steps=0,
                     expected_mini_batch_s=plan.expected.mini_batch_s,
-                    shared_mini_batch_s=config.expected_on_shared_cores_s(plan),
+                    num_shared_cores=config.num_cores if config.shares_cores(plan) else None,
                     measured_mini_batch_s=None,
                 ),
                 0,

@@ -269,7 +269,7 @@ def _draw_throughput(panel: Axes, report: RunReport) -> None:
         smooth = [statistics.median(speeds[max(0, i - 4) : i + 5]) for i in range(len(speeds))]
         panel.plot(times_s, smooth, color=MEASURED, linewidth=1.8, label="" if number else "measured (dots: each step)")
         end_s = (report.end_s if span.end_s is None else span.end_s) - report.start_s
-        if span.expected_here_s > 0:
+        if span.expected_here_s:
             expected = span.batch_size / span.expected_here_s
             panel.plot(
                 [span.start_s - report.start_s, end_s], [expected, expected], "--", color=EXPECTED, linewidth=1.8,

@@ -68,15 +68,14 @@ def summarise(report: RunReport, *, verbose: bool = False) -> str:
         lines += _account_lines(report.account)
     for shape in report.shapes:
         if shape.num_steps:
-            expected_ms, measured_ms = shape.expected_mini_batch_s * 1e3, (shape.measured_mini_batch_s or 0) * 1e3
-            expected = f"expected {expected_ms:.0f} ms"
-            if shape.shared_mini_batch_s is not None:
-                expected += f" with a device each and {shape.shared_mini_batch_s * 1e3:.0f} ms on the cores shared here"
             of = f" on {shape.pool}" if shape.pool else ""
-            lines.append(
-                f"shape {shape.shape}{of} from {shape.start_s - report.start_s:.1f} s: {shape.num_steps} steps, "
-                f"{expected}, measured {measured_ms:.0f} ms"
-            )
+            measured = f"{(shape.measured_mini_batch_s or 0) * 1e3:.0f} ms a step"
+            if shape.expected_here_s is None:
+                measured += f" ({shape.num_workers} workers share {shape.num_shared_cores} cores: no forecast)"
+            else:
+                measured += f" ({shape.expected_here_s * 1e3:.0f} ms expected)"
+            since_s = shape.start_s - report.start_s
+            lines.append(f"shape {shape.shape}{of} from {since_s:.1f} s: {shape.num_steps} steps, {measured}")
     types = {name for shape in report.shapes if shape.num_steps and shape.pool for name in shape.pool.types}
     if sentence := several_types(types):
         lines.append(sentence)

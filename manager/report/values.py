@@ -56,15 +56,15 @@ class ShapeSpan(Value):
     first_version: int
     num_steps: int
     expected_mini_batch_s: float = Field(description="for workers with a device each")
-    shared_mini_batch_s: float | None = Field(
-        default=None, description="expected for workers that share this machine's cores; None: each has its own"
+    num_shared_cores: int | None = Field(
+        default=None, description="the cores that its workers share, fewer than workers; None: each has a device"
     )
     measured_mini_batch_s: float | None = Field(description="median over its steps; None: there are none")
 
     @property
-    def expected_here_s(self) -> float:
-        """The expected seconds of a mini-batch on the workers' real devices."""
-        return self.expected_mini_batch_s if self.shared_mini_batch_s is None else self.shared_mini_batch_s
+    def expected_here_s(self) -> float | None:
+        """The expected seconds of a mini-batch; None for workers that share cores, for which there is no forecast."""
+        return self.expected_mini_batch_s if self.num_shared_cores is None else None
 
     @property
     def examples_per_s(self) -> float | None:

@@ -24,7 +24,7 @@ from morph.contract.pool import Pool
 from morph.contract.profile import Profile
 from morph.contract.trace import UNKNOWN, Trace, TraceEvent
 from morph.contract.vm_names import workers_of
-from simulator import PlanRequest, plan, plan_table, pool_plan_table, simulate_plan
+from simulator import PlanRequest, plan, plan_table, pool_plan_table
 from simulator.inputs.conditions import of_pool_type
 from simulator.inputs.request import RedundancyName
 from simulator.inputs.transfer import bandwidth_bytes_per_s
@@ -144,7 +144,6 @@ def controller_config(
         policy=policy,
         timeline_step=timeline_step,
         section_compute_s=section_compute_s(profile, micro_batch_size),
-        shared_mini_batch_s=_on_shared_cores(profile, vms, plans.values()),
     )
 
 
@@ -156,6 +155,7 @@ def _of_vms(vms: Vms, trace: Trace, memory: VmMemory) -> dict[str, Any]:
         "idle_vm_h": vms.limits.idle_vm_h,
         "device_memory_bytes": memory.device_bytes,
         "host_memory_bytes": memory.host_bytes,
+        "num_cores": (os.cpu_count() or 1) if isinstance(vms, LocalVms) and vms.device == "cpu" else None,
     }
 
 
@@ -257,21 +257,6 @@ def starting_from(
     return config.model_copy(
         update={"initial_version": version, "initial_checkpoint": checkpoint, "expected_losses": expected_losses}
     )
-
-
-def _on_shared_cores(profile: Profile, vms: Vms, plans: Iterable[Plan]) -> dict[str, float]:
-    """Return the expected seconds of each shape's mini-batch on this machine, which may have fewer cores than workers.
-
-    Plans are made as if each VM had its own device, even if local processes emulate the VMs.
-    """
-    num_cores = os.cpu_count() or 1
-    if not isinstance(vms, LocalVms) or vms.device != "cpu":
-        return {}
-    by_shape = {plan.shape: plan for plan in plans if plan.num_workers > num_cores}
-    return {
-        shape: simulate_plan(profile, plan, compute_slots=num_cores).expected.mini_batch_s
-        for shape, plan in by_shape.items()
-    }
 
 
 def _facts_of(profile: Profile) -> dict[str, Any]:

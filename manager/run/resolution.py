@@ -57,7 +57,8 @@ def _read(request: RunRequest, run_dir: Path | None) -> PreparedRun:
         return resolve(request, path, load_job_file(path, request.settings), run_dir)
     if request.profile is None or request.cluster is None:
         missing = "--profile" if request.profile is None else "--cluster"
-        raise ConfigError("is not given", field=missing, allowed="a file, or a job file (YAML) instead of JOB")
+        made = {"--profile": "a file that `morph calibrate JOB -o FILE` wrote", "--cluster": "a cluster file (YAML)"}
+        raise ConfigError("is missing", field=missing, allowed=f"{made[missing]}, or a job file (YAML) in place of JOB")
     profile, cluster = load_profile(request.profile), load_cluster(request.cluster, request.settings)
     url = request.checkpoint_url
     run_dir = run_dir or folder_of(profile, request.profile)

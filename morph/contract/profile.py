@@ -404,12 +404,19 @@ def _check_contention(place: str, entries: tuple[Contention, ...]) -> None:
         raise ValueError(f"{place} has num_busy {counts}; allowed: each more than the one before")
 
 
+MEASURED = "a JSON file that `morph calibrate JOB -o FILE` wrote"
+
+
 def load_profile(path: Path) -> Profile:
     """Read a profile file.
 
     Raises:
         ProfileError: the file is invalid; the error names the file and, if possible, the field.
     """
+    if path.suffix in (".yaml", ".yml", ".py"):
+        raise ProfileError("is not a profile", source=str(path), allowed=MEASURED)
+    if not path.exists():
+        raise ProfileError("does not exist", source=str(path), allowed=MEASURED)
     try:
         return read_json(path, Profile, ProfileError)
     except ProfileError as error:

@@ -159,7 +159,12 @@ def test_a_wrong_profile_is_refused_by_every_command_that_reads_it(
 
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [("absent.json", "cannot be read: No such file"), ("jobs.py", "Invalid JSON"), ("", "cannot be read: Is a dir")],
+    [
+        ("absent.json", "does not exist; allowed: a JSON file that `morph calibrate JOB -o FILE` wrote"),
+        ("jobs.py", "is not a profile; allowed: a JSON file that `morph calibrate JOB -o FILE` wrote"),
+        ("run.yaml", "is not a profile; allowed: a JSON file that `morph calibrate JOB -o FILE` wrote"),
+        ("", "cannot be read: Is a dir"),
+    ],
 )
 def test_a_file_that_is_not_a_profile_is_refused(given: Given, name: str, problem: str) -> None:
     assert f"{given.folder / name}: {problem}" in given.run_refused(profile=given.folder / name)

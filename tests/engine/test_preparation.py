@@ -17,7 +17,7 @@ from morph.contract.cluster import LinkSetting, LocalVms, Policy, StaticVms
 from morph.contract.errors import CheckpointError, PlanError, TraceError
 from morph.contract.pool import Pool
 from morph.contract.trace import Trace, TraceEvent
-from simulator import PlanRequest, plan, pool_plan_table, simulate_plan, synthetic_profile
+from simulator import PlanRequest, plan, pool_plan_table, synthetic_profile
 from simulator.inputs.request import RedundancyName
 from simulator.inputs.synthetic import with_type
 
@@ -48,9 +48,7 @@ def test_workers_beyond_those_kept_have_plans_that_change_nothing_else() -> None
     config, more = (controller_config(PROFILE, kept, POLICY, Trace(events=()), 10, num_beyond=n) for n in (0, 3))
     assert set(config.plans) == {1, 2, 3, 4}
     assert set(more.plans) == {1, 2, 3, 4, 5, 6, 7}
-    assert config.shared_mini_batch_s.items() <= more.shared_mini_batch_s.items()
-    same = {"plans": config.plans, "shared_mini_batch_s": config.shared_mini_batch_s}
-    assert more.model_copy(update=same) == config
+    assert more.model_copy(update={"plans": config.plans}) == config
     assert {count: more.plans[count] for count in config.plans} == config.plans
 
 
@@ -109,32 +107,15 @@ def test_every_number_of_vms_that_the_trace_brings_has_a_plan() -> None:
     assert config.units["s0+s3"] == (0, 3)
 
 
-def test_shapes_beyond_the_local_cores_are_expected_on_those_cores(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_workers_of_this_machines_processors_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    config = controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10)
-    crowded = [one for one in config.plans.values() if one.num_workers > 2]
-    assert config.shared_mini_batch_s.keys() == {one.shape for one in crowded} != set()
-    for one in crowded:
-        shared = simulate_plan(PROFILE, one, compute_slots=2).expected.mini_batch_s
-        assert config.expected_on_shared_cores_s(one) == shared
-        assert shared > one.expected.mini_batch_s
-        slower = one.expected.model_copy(update={"mini_batch_s": 1.5 * one.expected.mini_batch_s})
-        found = config.expected_on_shared_cores_s(one.model_copy(update={"expected": slower}))
-        assert found == pytest.approx(1.5 * shared)
-    assert config.expected_on_shared_cores_s(config.plans[1]) is None
-    monkeypatch.setattr("os.cpu_count", lambda: 64)
-    assert controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10).shared_mini_batch_s == {}
-
-
-def test_workers_with_machines_or_devices_of_their_own_share_no_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    local = controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10)
+    assert {plan.num_workers for plan in local.plans.values() if local.shares_cores(plan)} == {3, 4}
     hosts = StaticVms(kind="static", cloud="hosts.yaml", keep=4, memory_bytes=10**12, device="cpu", address="10.0.0.4")
-    assert controller_config(PROFILE, hosts, POLICY, Trace(events=()), 10).shared_mini_batch_s == {}
+    assert controller_config(PROFILE, hosts, POLICY, Trace(events=()), 10).num_cores is None
     cuda, owned = VMS.model_copy(update={"device": "cuda"}), CudaDevice("GPU-0", 10**12)
     found = controller_config(PROFILE, cuda, POLICY, constant_trace(cuda), 10, devices=lambda: [owned] * 4)
-    assert found.shared_mini_batch_s == {}
+    assert found.num_cores is None
 
 
 def shapes(**asked: int) -> dict[int, str]:

@@ -68,7 +68,7 @@ def test_only_the_type_slower_than_its_profile_is_found(seed: int) -> None:
     assert is_material(None, found, ratios, TYPES)
     assert found.of_type("slow").factors == pytest.approx([1.3] * 6, abs=0.05)
     assert found.of_type("fast").factors == pytest.approx([1.0] * 6, abs=0.05)
-    assert "; on slow 0-" in found.sentence
+    assert "; on slow section" in found.sentence
     unseen = found.of_type("other")
     assert 1.0 < unseen.factors[0] < 1.15
     assert unseen.errors[0] > 2 * found.of_type("slow").errors[0]
@@ -152,6 +152,10 @@ def test_a_change_within_the_error_or_of_little_is_not_material() -> None:
     assert is_material(told, much, (often,), {"": (1.0,)})
 
 
+EVERY = "every"
+"""Every type of GPU is slower than profiled."""
+
+
 def trained(make: Callable[..., Script] = Script) -> Script:
     plans = {2: make_plan(2, 1), 3: make_plan(3, 1), 4: make_plan(2, 2)}
     script = make(plans=plans, expected_nodes=4, section_compute_s=SECTIONS_S)
@@ -161,7 +165,7 @@ def trained(make: Callable[..., Script] = Script) -> Script:
 
 
 def tell_times(script: Script, slower: float, num: int = 40, slow_type: str = "") -> list[NoteCorrection]:
-    """Report times of every member several times, with section 5 or one type of GPU slower than profiled.
+    """Report times of every member several times, with section 5, one type of GPU, or all slower than profiled.
 
     Returns the corrections that the controller reported.
     """
@@ -172,7 +176,8 @@ def tell_times(script: Script, slower: float, num: int = 40, slow_type: str = ""
         for slot in script.state.slots:
             stage = script.state.plan.stages[slot.stage]
             times_s = script.state.config.compute_s[stage.node_type]
-            is_slow = {index: stage.node_type == slow_type if slow_type else index == 5 for index in stage.sections}
+            named = slow_type in (EVERY, stage.node_type)
+            is_slow = {index: named if slow_type else index == 5 for index in stage.sections}
             device_s = sum(times_s[index] * (slower if is_slow[index] else 1) for index in stage.sections)
             times.append(
                 WorkerTimes(
@@ -207,6 +212,30 @@ def test_corrections_count_at_the_next_shape_and_cause_none() -> None:
     assert script.state.plan is not None
     planned = script.state.config.plans[script.state.plan.num_workers]
     assert script.state.plan.expected.mini_batch_s > planned.expected.mini_batch_s
+
+
+def test_workers_that_share_cores_teach_nothing() -> None:
+    """What neighbours on the same cores take is no property of a section."""
+    for num_cores, learns in ((3, False), (4, True)):
+        script = trained(partial(Script, num_cores=num_cores))
+        assert bool(tell_times(script, 3.0)) is learns
+        assert bool(script.state.measured.stage_ratios) is learns
+
+
+@pytest.mark.parametrize(("slower_now", "kept"), [(1.0, False), (1.5, True)])
+def test_a_correction_that_misled_about_the_next_shape_is_dropped(slower_now: float, kept: bool) -> None:
+    script = trained()
+    tell_times(script, 1.5, 100, slow_type=EVERY)
+    assert min(script.state.measured.correction.factors) > 1.3
+    generation = script.state.generation
+    script.tell(WorkerLost(worker=script.members[-1], cause="revoked"))
+    while script.state.generation == generation:
+        script.aborted()
+    script.reshaped()
+    told = tell_times(script, slower_now, 5, slow_type=EVERY)
+    assert script.state.measured.forecasts.are_worse is not kept
+    assert bool(told) is not kept
+    assert (script.state.measured.correction.factors == (1.0,) * 6) is not kept
 
 
 def mixed(make: Callable[..., Script] = Script) -> Script:
@@ -291,4 +320,4 @@ def test_a_journal_with_corrections_replays_to_the_same_state(
         assert replay(journal).config.best_plan(Pool.parse("fast=2,slow=2")) == script.state.plan
     report = read_report(tmp_path)
     assert report.correction == script.state.measured.correction
-    assert "; on slow 0-1 x" in summarise(report)
+    assert "; on slow sections 0-1 take " in summarise(report)

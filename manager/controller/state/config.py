@@ -109,10 +109,8 @@ class ControllerConfig(Value):
     offers: tuple[Offer, ...] = Field(
         default=(), description="GPUs that can be requested, if they may be of several types; absent: any"
     )
-    shared_mini_batch_s: dict[str, float] = Field(
-        default={},
-        description="by shape, the expected seconds of a mini-batch if more workers than this machine has cores "
-        "share them; absent: each worker has a device of its own",
+    num_cores: int | None = Field(
+        default=None, ge=1, description="cores that all workers share; absent: each worker has a device of its own"
     )
     device_memory_bytes: int | None = Field(
         default=None, ge=1, description="memory of one worker's device, as used for the plans; absent: no limit"
@@ -139,6 +137,14 @@ class ControllerConfig(Value):
     type_factors: dict[str, tuple[float, ...]] = Field(
         default={}, description="these factors by type of GPU, if there are several"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_journals(cls, given: object) -> object:
+        """Drop ``shared_mini_batch_s``: earlier versions expected times of shapes whose workers share cores."""
+        if isinstance(given, dict) and "shared_mini_batch_s" in given:
+            return {name: value for name, value in given.items() if name != "shared_mini_batch_s"}
+        return given
 
     @model_validator(mode="after")
     def _consistent(self) -> ControllerConfig:
@@ -254,13 +260,9 @@ class ControllerConfig(Value):
         """The smallest number of workers for which there is a plan."""
         return by_pool(self.plans)[0][0].num_gpus
 
-    def expected_on_shared_cores_s(self, plan: Plan) -> float | None:
-        """Return seconds of a mini-batch of one of the plans, corrected; None: each worker has its own device."""
-        shared_s = self.shared_mini_batch_s.get(plan.shape)
-        if shared_s is None:
-            return None
-        planned = next(one for one in self.plans.values() if one.shape == plan.shape)
-        return shared_s * plan.expected.mini_batch_s / planned.expected.mini_batch_s
+    def shares_cores(self, plan: Plan) -> bool:
+        """Return whether a plan has more workers than they have cores, so that no time is a device's own."""
+        return self.num_cores is not None and plan.num_workers > self.num_cores
 
     def expected_compute_s(self, stage: StagePlan) -> float | None:
         """Return the compute seconds that the profile expects for one micro-batch on a stage; None if not known."""

@@ -10,6 +10,10 @@ one stage and so to one type: a type that is slower than its profile shows in it
 without observations follows in part those of the other types, and stays nearly as uncertain as before. If a type has
 only run the same sections, a slower type cannot be told from slower sections, and the standard errors of its other
 sections show this. Times of links are not learned.
+
+Only shapes whose workers have a device each are observed: what neighbours on the same cores take is no property of a
+section. A correction is kept only as long as it forecasts stages that were not observed before better than the profile
+does (``Forecasts``).
 """
 
 from __future__ import annotations
@@ -70,10 +74,27 @@ class StageRatios(Value):
         return self.model_copy(update={"num": num, "mean": mean, "squares": squares})
 
     @property
+    def key(self) -> tuple[int, int, str]:
+        """The stage: its first and end section, and its type of GPU."""
+        return self.first_section, self.end_section, self.node_type
+
+    @property
     def variance(self) -> float:
         """The variance of the mean."""
         each = (self.squares + NOISE_COUNTS * NOISE**2) / (self.num - 1 + NOISE_COUNTS)
         return each / self.num + MISFIT**2
+
+
+class Forecasts(Value):
+    """Sums of squared errors (of logarithms) of forecasts of stages that had not been observed yet."""
+
+    corrected: float = 0.0
+    profiled: float = 0.0
+
+    @property
+    def are_worse(self) -> bool:
+        """Whether corrected times were further off than the profile's own."""
+        return self.corrected > self.profiled
 
 
 class Correction(Value):
@@ -96,15 +117,15 @@ class Correction(Value):
         """The correction in words; neighbouring sections with the same factor are listed together."""
         every = self.types or {"": self}
         texts = [f"{f'on {name} ' if name else ''}{each._parts()}" for name, each in every.items()]
-        return f"times of sections against the profile: {'; '.join(texts)}"
+        return f"against the profile, {'; '.join(texts)}"
 
     def _parts(self) -> str:
         parts, first = [], 0
         for factor, alike in groupby(f"{factor:.2f}" for factor in self.factors):
             last = first + len(list(alike)) - 1
             error = max(self.errors[first : last + 1])
-            sections = f"{first}-{last}" if first < last else f"{first}"
-            parts.append(f"{sections} x{factor} (each +-{error:.0%})")
+            sections = f"sections {first}-{last} take" if first < last else f"section {first} takes"
+            parts.append(f"{sections} {factor} times as long (+-{error:.0%})")
             first = last + 1
         return ", ".join(parts)
 
@@ -117,7 +138,7 @@ def with_observation(
     Beyond ``MOST_STAGES``, the least recently observed stage of the type of GPU with most stages is forgotten.
     """
     key = (sections.start, sections.stop, node_type)
-    known = next((entry for entry in seen if (entry.first_section, entry.end_section, entry.node_type) == key), None)
+    known = next((entry for entry in seen if entry.key == key), None)
     entry = known or StageRatios(first_section=sections.start, end_section=sections.stop, node_type=node_type)
     found = (*(other for other in seen if other is not known), entry.with_one(log_ratio))
     if len(found) <= MOST_STAGES:
@@ -184,6 +205,23 @@ def correction_of(seen: Sequence[StageRatios], compute_s: Times) -> Correction:
             errors.append(round(math.sqrt(max(0.0, common + spread**2 - told)), 4))
         found[name] = Correction(factors=tuple(factors), errors=tuple(errors))
     return found.pop("").model_copy(update={"types": found})
+
+
+def with_forecasts(
+    known: Forecasts, before: Sequence[StageRatios], now: Sequence[StageRatios], compute_s: Times
+) -> Forecasts:
+    """Add the stages that are observed for the first time: their ratios, and what the earlier ones had forecast."""
+    old = {entry.key for entry in before}
+    new = [entry for entry in now if entry.key not in old]
+    if not before or not new:
+        return known
+    forecast, corrected, profiled = correction_of(before, compute_s), known.corrected, known.profiled
+    for entry in new:
+        factors = forecast.of_type(entry.node_type).factors
+        expected = sum(x * factor for x, factor in zip(_weights(entry, compute_s), factors, strict=True))
+        corrected += (entry.mean - math.log(expected)) ** 2
+        profiled += entry.mean**2
+    return Forecasts(corrected=corrected, profiled=profiled)
 
 
 def _alike(one: str, other: str) -> float:

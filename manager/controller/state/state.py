@@ -11,7 +11,7 @@ from manager.controller.state.actions import Action, Finish, Reason, RequestId
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import NodeFacts
 from manager.controller.state.nodes import NodeState
-from manager.controller.state.profile_correction import Correction, StageRatios
+from manager.controller.state.profile_correction import Correction, Forecasts, StageRatios
 from manager.controller.state.saves import Saving
 from morph.contract.base import Value
 from morph.contract.decided import Decided, LossScale, LossTrend
@@ -377,6 +377,7 @@ class Measured(Value):
     state_bytes_per_s: float | None = Field(default=None, description="mean speed of units from peers to one worker")
     stage_ratios: tuple[StageRatios, ...] = Field(default=(), description="ratios of compute times to the profile's")
     correction: Correction | None = Field(default=None, description="correction of the profile, as last reported")
+    forecasts: Forecasts = Field(default=Forecasts(), description="how well corrections forecast new stages")
     planned_with: tuple[float, ...] = Field(default=(), description="``config.factors`` now")
     types_planned_with: dict[str, tuple[float, ...]] = Field(default={}, description="``config.type_factors`` now")
 

@@ -18,6 +18,7 @@ import psutil
 
 from manager.engine.local_vms.control_socket import PACKET_BYTES
 from manager.host.folders import holding
+from manager.host.processes import patience_s
 from morph.contract.errors import ClusterError
 
 log = logging.getLogger(__name__)
@@ -153,13 +154,15 @@ class HostLine:
         """Return the next answer.
 
         Raises:
-            ClusterError: no answer comes within ``timeout_s``, the host is gone, or it answers with an error.
+            ClusterError: no answer comes within ``timeout_s``, or longer on a busy machine; the host is gone; or it
+                answers with an error.
         """
+        timeout_s = patience_s(timeout_s)
         try:
             self._connection.settimeout(timeout_s)
             message, descriptors, _, _ = socket.recv_fds(self._connection, PACKET_BYTES, 1)
         except TimeoutError as error:
-            raise ClusterError(f"waited {timeout_s:g} s for {what}; see {self._log_path}") from error
+            raise ClusterError(f"waited {timeout_s:.3g} s for {what}; see {self._log_path}") from error
         except OSError:
             message, descriptors = b"", []
         for descriptor in descriptors:

@@ -16,6 +16,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from manager.engine.on_ray.ray_environment import confine_to
+from manager.host.ports import RAY_PORTS, free_agent_ports
 
 _SET_SIGNAL_OF_PARENTS_END = 1
 
@@ -26,6 +27,13 @@ def end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_SET_SIGNAL_OF_PARENTS_END, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         sys.exit("the process that started this one is gone")
+
+
+def with_agent_ports(command: list[str]) -> list[str]:
+    """Return the arguments of ``ray``, where ``start`` names the ports of its agents; see ``free_agent_ports``."""
+    options = {RAY_PORTS[name]: port for name, port in free_agent_ports().items()}
+    named = {argument.partition("=")[0] for argument in command}
+    return [*command, *(f"{option}={port}" for option, port in options.items() if option not in named)]
 
 
 def main() -> None:
@@ -39,7 +47,7 @@ def main() -> None:
     if given.confined is not None:
         confine_to(given.confined)
     (ray,) = entry_points(group="console_scripts", name="ray")
-    sys.argv = ["ray", *command]
+    sys.argv = ["ray", *with_agent_ports(command)]
     ray.load()()
 
 

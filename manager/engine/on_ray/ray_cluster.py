@@ -15,6 +15,7 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,7 +27,7 @@ from manager.engine.local_vms.host_line import HostLine
 from manager.engine.on_ray.driver_line import DriverLine
 from manager.engine.on_ray.ray_environment import environment
 from manager.host.folders import OWN_SOCKET
-from manager.host.processes import runs, session_of, wait_gone
+from manager.host.processes import patience_s, runs, session_of, wait_gone
 from morph.contract.errors import ClusterError, ClusterLost
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0
 START_TRIES = 3
 TAKE_OVER_TIMEOUT_S = 30.0
-ADD_TIMEOUT_S = 120.0
+ADD_TIMEOUT_S, HEADROOM, NUM_RECENT = 120.0, 4.0, 8
+"""A boot may take this, or this many times the longest of so many recent boots; longer while the machine is busy."""
 STORE_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 15.0
 LOOK_EVERY_S = 1.0
@@ -53,7 +55,7 @@ class RayCluster:
         gone: Called, in a thread of this object, with a VM that ended by itself after it was up.
     """
 
-    boots_at_once = max(1, min(4, os.cpu_count() or 1))  # a raylet gives up a start that takes 15 s
+    boots_at_once = max(1, min(4, os.cpu_count() or 1))
 
     def __init__(
         self,
@@ -77,6 +79,7 @@ class RayCluster:
         self._vms: dict[str, int] = {}
         self._up: set[str] = set()
         self._boots: dict[str, str] = {}
+        self._recent_boots_s: deque[float] = deque(maxlen=NUM_RECENT)
         self._given_up: set[str] = set()
         self._store_asked: Future[tuple[int, int]] | None = None
         self._lock = threading.Lock()
@@ -89,7 +92,7 @@ class RayCluster:
     def start(self, workers: socket.socket) -> None:
         """Start the head node and a driver. ``workers``: the socket that they call, which the nodes' host keeps.
 
-        A failed start is tried again, because on a busy machine Ray gives up a process that needs more than 15 s.
+        A failed start is tried again, because on a busy machine Ray gives up a node that needs more than 30 s.
 
         Raises:
             ClusterError: Ray does not come up within ``START_TIMEOUT_S``.
@@ -180,8 +183,11 @@ class RayCluster:
         """Bring up a VM; blocks some seconds, until Ray knows it.
 
         Raises:
-            ClusterError: the node does not come up within ``ADD_TIMEOUT_S``.
+            ClusterError: the node does not come up in time; see ``ADD_TIMEOUT_S``.
         """
+        began_s = time.monotonic()
+        with self._lock:
+            bound_s = patience_s(max(ADD_TIMEOUT_S, HEADROOM * max(self._recent_boots_s, default=0.0)))
         try:
             if self._line is None:
                 raise ClusterError("the cluster is closed")
@@ -189,12 +195,13 @@ class RayCluster:
                 self._boots[name] = ""
             self._line.send({"add": name})
             is_over = self.driver.wait_for_nodes(
-                lambda nodes: bool(self._boots[name]) or name in (nodes or {}), ADD_TIMEOUT_S
+                lambda nodes: bool(self._boots[name]) or name in (nodes or {}), bound_s
             )
             with self._lock:
                 error = self._boots[name]
                 if is_over and not error:
                     self._up.add(name)
+                    self._recent_boots_s.append(time.monotonic() - began_s)
         except ClusterError as error_of_host:
             raise ClusterError(f"VM {name} did not come up: {error_of_host}") from error_of_host
         finally:
@@ -205,7 +212,7 @@ class RayCluster:
         if not is_over:
             self._given_up.add(name)
             self.prepare_kill([name])()
-            raise ClusterError(f"VM {name} did not come up within {ADD_TIMEOUT_S:g} s")
+            raise ClusterError(f"VM {name} did not come up within {bound_s:.0f} s")
 
     def _told(self, packet: dict[str, Any]) -> None:
         """Handle a message from the process that owns the nodes; an empty message means that this process is gone."""
@@ -246,18 +253,18 @@ class RayCluster:
         """Start the rendezvous store, ending an earlier one; returns its process and port.
 
         Raises:
-            ClusterError: the store does not come up within ``STORE_TIMEOUT_S``.
+            ClusterError: the store does not come up within ``STORE_TIMEOUT_S``, or longer on a busy machine.
         """
-        line, requested = self._line, Future[tuple[int, int]]()
+        line, requested, bound_s = self._line, Future[tuple[int, int]](), patience_s(STORE_TIMEOUT_S)
         with self._lock:
             self._store_asked = requested
         try:
             if line is None:
                 raise ClusterError("the cluster is closed")
             line.send({"store": host, "port": port})
-            return requested.result(STORE_TIMEOUT_S)
+            return requested.result(bound_s)
         except TimeoutError as error:
-            raise ClusterError(f"the rendezvous store did not start within {STORE_TIMEOUT_S:g} s") from error
+            raise ClusterError(f"the rendezvous store did not start within {bound_s:.0f} s") from error
         except ClusterError as error:
             raise ClusterError(f"the rendezvous store did not start: {error}") from error
 

@@ -38,7 +38,7 @@ from typing import Any, Protocol
 import psutil
 
 from manager.engine.local_vms.control_socket import ControlSocket, hear, tell
-from manager.host.ports import LOOPBACK, VM_RESOURCE, Ports
+from manager.host.ports import LOOPBACK, VM_RESOURCE, Ports, free_agent_ports
 from manager.host.processes import wait_gone
 from morph.contract.errors import ClusterError
 
@@ -130,6 +130,7 @@ class _LocalHead:
                 "include_log_monitor": False,
                 "no_monitor": True,
                 "node_ip_address": LOOPBACK,
+                **free_agent_ports(),
             },
         )
         self.address: str = self._cluster.address
@@ -144,6 +145,7 @@ class _LocalHead:
             resources={VM_RESOURCE + name: 1},
             object_store_memory=OBJECT_STORE_BYTES,
             node_ip_address=LOOPBACK,
+            **free_agent_ports(),
             raylet_socket_name=str(self._sockets / f"raylet-{number}"),
             plasma_store_socket_name=str(self._sockets / f"store-{number}"),
         )
