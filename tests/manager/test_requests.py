@@ -23,6 +23,7 @@ from manager.controller.state.actions import (
 from manager.controller.state.config import Offer
 from manager.controller.state.events import (
     Event,
+    ManagerResumed,
     NodeAppeared,
     NodeFacts,
     NodesGranted,
@@ -281,8 +282,10 @@ def test_an_error_that_only_the_user_can_mend_ends_the_requests_and_a_run_withou
     ends = [action for action in actions if isinstance(action, Finish)]
     assert [(end.outcome, "no such subnet" in end.sentence) for end in ends] == ([] if granted else [("failed", True)])
     assert requested(actions) == []
-    script.tell(Tick(), at_s=script.now_s + 10 * REQUESTS.backoff_max_s)
+    script.tell(Tick(), at_s=script.now_s + REQUESTS.boot_s / 2)
     assert script.state.provisioning.num_requests == 1
+    if granted:  # the same command is given again
+        assert requested(script.tell(ManagerResumed(living=()))) == [("job-2", 1)]
 
 
 def test_a_run_with_too_few_vms_and_no_requests_left_ends() -> None:
