@@ -5,8 +5,7 @@ Either workers repeatedly fail their setup in the same way, or VMs are paid for 
 
 from __future__ import annotations
 
-import re
-
+from manager.controller.node_requests import VARYING
 from manager.controller.shape.formation import form
 from manager.controller.state.actions import ReasonCode
 from manager.controller.state.nodes import NodeState
@@ -22,7 +21,6 @@ UNTRAINED = (Phase.STARTING, Phase.WAITING, Phase.RESTING)
 _IDLE = (Phase.STARTING, Phase.WAITING)
 _GIVES_UP = (*UNTRAINED, Phase.HOLDING, Phase.RESHAPING, Phase.TRAINING, Phase.ABORTING)
 _SECONDS_PER_H = 3600.0
-_VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 def note_failed_setup(transition: Transition, worker: WorkerId, host: str, answer: Failed) -> str:
@@ -50,7 +48,7 @@ def _way_of(answer: Failed) -> str:
     Numbers, addresses and the worker's name are removed from the message, because they differ between workers.
     """
     frames = [line.strip() for line in answer.traceback.splitlines() if line.startswith("  File ")]
-    where = frames[-1] if frames else _VARYING.sub("#", answer.error.replace(answer.worker, ""))
+    where = frames[-1] if frames else VARYING.sub("#", answer.error.replace(answer.worker, ""))
     return f"{answer.cause}, {answer.detail}: {where}"
 
 

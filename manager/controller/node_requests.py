@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from manager.controller.shape.formation import partly_lost_until_s
 from manager.controller.state.actions import ReasonCode, ReleaseNodes, RequestId, RequestNodes
 from manager.controller.state.config import ControllerConfig
@@ -15,7 +17,7 @@ from manager.controller.state.events import (
     WorkerLost,
 )
 from manager.controller.state.nodes import NodeState
-from manager.controller.state.state import ControllerState, KeptNotice, NodeRequest, Phase, Refusals
+from manager.controller.state.state import ControllerState, FailedBoots, KeptNotice, NodeRequest, Phase, Refusals
 from manager.controller.state.transition import Transition
 from morph.contract.messages import WorkerId
 from morph.contract.pool import Pool
@@ -165,8 +167,11 @@ def on_nodes_granted(transition: Transition, event: NodesGranted) -> None:
     if event.waiting:
         parts.append(f"{', '.join(event.waiting)} {'wait' if len(event.waiting) > 1 else 'waits'} in the queue")
     transition.say(ReasonCode.NODES_GRANTED, "; ".join(parts))
-    if short:
-        _refuse(transition, f"{event.request} is granted in part", request.node_type)
+    if event.short == "input":
+        end_requests(transition, f"{event.request} is granted in part: {event.detail}")
+    elif short:
+        why = f"{event.request} is granted in part" + (f": {event.detail}" if event.detail else "")
+        _refuse(transition, why, request.node_type)
     else:
         others = {name: entry for name, entry in state.provisioning.refused.items() if name != request.node_type}
         transition.change_provisioning(num_refused=0, next_request_s=None, refused=others)
@@ -203,12 +208,14 @@ def on_request_refused(transition: Transition, event: RequestRefused) -> None:
     keep_request(transition, event.request, request.model_copy(update={"count": 0}))
     forget_kept(transition)
     why = f"{event.request} is refused: {event.cause}" + (f", {event.detail}" if event.detail else "")
+    if event.cause == "input":
+        return end_requests(transition, why)
     return _refuse(transition, why, request.node_type, event.retry_s)
 
 
 def note_appeared(transition: Transition, event: NodeAppeared) -> NodeFacts:
     """Stop waiting for a node that has appeared, whether its grant was reported or not; returns its facts."""
-    transition.change_provisioning(num_absent=0)
+    transition.change_provisioning(num_absent=0, failed_boots=None)
     requests = transition.state.provisioning.requests
     for name, request in requests.items():
         if event.node in request.granted:
@@ -241,18 +248,45 @@ def lost_booting(transition: Transition, event: WorkerLost) -> None:
             keep_request(transition, name, without_granted(request, event.worker))
             sentence = f"{event.worker} never appeared: {event.cause}"
             transition.say(ReasonCode.NODE_ABSENT, sentence, ReleaseNodes(nodes=(event.worker,)))
-            return pause_requests(transition, request.granted[event.worker], num_absent=int(event.unfit))
+            pause_requests(transition, request.granted[event.worker], num_absent=int(event.unfit))
+            return _note_failed_boot(transition, event, sentence) if event.unfit else None
     return transition.say(ReasonCode.IGNORED, f"{event.worker} is unknown, or was lost before")
 
 
+VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
+"""Parts of a message that differ between failures with the same cause."""
+
+
+def _note_failed_boot(transition: Transition, event: WorkerLost, sentence: str) -> None:
+    """Record why a VM cannot be used; once several in a row failed in the same way, no further one would help."""
+    way, known = VARYING.sub("#", event.cause), transition.state.provisioning.failed_boots
+    before = known.vms if known is not None and known.way == way else frozenset[str]()
+    failed = FailedBoots(way=way, vms=before | {vm_of(event.worker)})
+    transition.change_provisioning(failed_boots=failed)
+    if len(failed.vms) >= transition.state.config.policy.rules.setups.alike:
+        end_requests(transition, f"{sentence} ({len(failed.vms)} VMs in a row, in the same way)")
+        transition.code = ReasonCode.NODE_ABSENT
+
+
 def has_ended_requests(state: ControllerState) -> bool:
-    """Whether granted VMs failed to appear so often that further ones would only cost money."""
-    return state.provisioning.num_absent >= state.config.policy.rules.requests.max_absent
+    """Whether further requests could bring no worker: VMs that fail to appear would only cost money."""
+    provisioning = state.provisioning
+    return bool(provisioning.requests_over) or (
+        provisioning.num_absent >= state.config.policy.rules.requests.max_absent
+    )
+
+
+def end_requests(transition: Transition, why: str) -> None:
+    """Request no further VM, for a reason that only the user can mend; the VMs that are there go on."""
+    over = f"{why.rstrip('.')}: no further VM is requested; mend this, and give the same command again"
+    transition.change_provisioning(requests_over=over)
+    transition.wake_by(transition.now_s)  # where nothing else comes, the run ends
+    transition.say(ReasonCode.REQUEST_REFUSED, over)
 
 
 def why_requests_ended(state: ControllerState) -> str:
     """Return the sentence for ``has_ended_requests``, with advice for the user."""
-    return (
+    return state.provisioning.requests_over or (
         f"{state.provisioning.num_absent} times in a row VMs were granted and none of them joined: "
         "no further one is requested; look at the log of such a VM's first boot, at what vms.environment installs, "
         "and at whether it reaches the manager's ports (docs/guides/azure.md)"

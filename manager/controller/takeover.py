@@ -34,6 +34,7 @@ def on_manager_resumed(transition: Transition, event: ManagerResumed) -> None:
     continues one that it is working on.
     """
     _begin_waits_anew(transition)
+    transition.change_provisioning(requests_over="", failed_boots=None)  # the user may have mended the reason
     dropped = without_pre_copy(transition)
     state = transition.state
     unknown = [worker for worker in event.living if worker not in state.workers]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from manager.providers.aws.spec import AwsSpec
 from manager.providers.azure.prices import disk_price, retail_prices
@@ -55,11 +57,13 @@ def open_azure(spec: AzureSpec, path: Path, name: RunName, run_dir: Path, start:
     Raises:
         ProviderError: an earlier manager's file in the run directory is damaged.
     """
-    from manager.providers.azure.client import azure_client
+    from manager.providers.azure.client import azure_client, until_stopped
     from manager.providers.azure.provider import AzureProvider
 
-    return AzureProvider(
-        azure_client(spec.subscription_id, base_url=spec.resource_manager, authority=spec.authority),
+    stopped = threading.Event()
+    login: dict[str, Any] = {"base_url": spec.resource_manager, "authority": spec.authority}
+    provider = AzureProvider(
+        azure_client(spec.subscription_id, pause=until_stopped(stopped), **login),
         spec,
         Identity(run=name.run, job=name.job),
         Operations(run_dir / OPERATIONS_NAME),
@@ -68,6 +72,8 @@ def open_azure(spec: AzureSpec, path: Path, name: RunName, run_dir: Path, start:
         find_disk_price=partial(disk_price, spec.location),
         ending=ending_command(path, name),
     )
+    provider.group.stopped = stopped  # the client's pauses end with the provider
+    return provider
 
 
 def open_aws(spec: AwsSpec, path: Path, name: RunName, run_dir: Path, start: NodeStart) -> Provider:

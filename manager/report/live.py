@@ -27,7 +27,6 @@ TOLD = frozenset(
         ReasonCode.NODE_REGISTERED,
         ReasonCode.WORKER_READY,
         ReasonCode.NODES_REQUESTED,
-        ReasonCode.NODE_ABSENT,
         ReasonCode.NOTICE_KEPT,
         ReasonCode.NOTICE_ACKNOWLEDGED,
         ReasonCode.HOLDING,

@@ -22,6 +22,7 @@ MOST_NAMES = 4
 MOST_SAMPLES = 4096
 AS_SAID = frozenset(
     {
+        ReasonCode.NODE_ABSENT,
         ReasonCode.NODES_STARTED,
         ReasonCode.REQUEST_REFUSED,
         ReasonCode.SETUP_FAILED,
@@ -42,7 +43,10 @@ AS_SAID = frozenset(
 
 
 class Milestone(NamedTuple):
-    """One line. ``code``: a reason's code, or one of shape, morph, lost, waiting, requested, queued, evaluation."""
+    """One line.
+
+    ``code``: a reason's code, or one of shape, morph, lost, waiting, requested, granted, queued, evaluation.
+    """
 
     code: str
     sentence: str
@@ -103,6 +107,8 @@ class Milestones:
         if isinstance(event, NodesGranted) and event.waiting:
             several = len({vm_of(node) for node in event.waiting}) > 1
             told.append(Milestone("queued", f"{_named(event.waiting)} {'wait' if several else 'waits'} in the queue"))
+        if isinstance(event, NodesGranted) and event.detail:
+            told.append(Milestone("granted", event.detail))
         told += self._evaluation(event)
         named = event.answer.named if isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared) else None
         if named is not None:

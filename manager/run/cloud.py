@@ -58,8 +58,8 @@ class Cloud:
         return self.market.providing(self.described, self.vms, self.path, name, run_dir)
 
 
-def check_address(cloud: Cloud, source: str) -> None:
-    """Refuse an address that this machine does not have, and a loopback address if a host is another machine.
+def check_loopback(cloud: Cloud, source: str) -> None:
+    """Refuse a loopback address if a host is another machine.
 
     Raises:
         ConfigError: the address is refused; the error names the cluster file.
@@ -73,6 +73,15 @@ def check_address(cloud: Cloud, source: str) -> None:
             value=vms.address,
             allowed="an address of this machine that the hosts reach",
         )
+
+
+def check_listening(cloud: Cloud, source: str) -> None:
+    """Refuse an address that this machine does not have.
+
+    Raises:
+        ConfigError: the address is refused; the error names the cluster file.
+    """
+    vms = cloud.vms
     try:
         socket.create_server((vms.address, 0)).close()
     except OSError as error:

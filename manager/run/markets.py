@@ -254,7 +254,7 @@ class StaticMarket(Market):
 
     def most_devices(self, described: Hosts) -> int:
         """See ``Market``."""
-        return max(host.num_gpus for host in described.hosts)
+        return max(host.num_devices for host in described.hosts)
 
     def vm_kind(self, _described: Hosts) -> NodeFacts:
         """See ``Market``."""
@@ -271,7 +271,7 @@ class StaticMarket(Market):
             Offer(
                 node_type=name,
                 usd_per_h=_dearest([hosts.usd_per_gpu_h(host) for host in of_type]),
-                most=sum(host.num_gpus for host in of_type),
+                most=sum(host.num_devices for host in of_type),
             )
             for name, of_type in by_type.items()
         )
@@ -339,7 +339,7 @@ class SlurmMarket(Market):
 
     def most_devices(self, described: SlurmSpec) -> int:
         """See ``Market``."""
-        return described.num_gpus
+        return described.num_devices
 
     def vm_kind(self, described: SlurmSpec) -> NodeFacts:
         """See ``Market``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from manager.run.cloud import Cloud, check_address, check_storage, check_url
+from manager.run.cloud import Cloud, check_listening, check_loopback, check_storage, check_url
 from manager.run.inputs import PreparedRun
 from manager.run.markets import market_of
 from manager.run.request import RunRequest, absolute_url, folder_of, short_path
@@ -38,7 +38,7 @@ def prepare(request: RunRequest, run_dir: Path | None) -> PreparedRun:
     run.prices()
     trace = load_trace(request.trace).from_first_event().scaled(1 / request.trace_speed) if request.trace else None
     if run.cloud is not None:
-        check_address(run.cloud, source)
+        check_listening(run.cloud, source)
     if trace is not None and vms.keep is not None:
         raise ConfigError(
             "the trace determines which VMs come and go",
@@ -110,7 +110,7 @@ def resolve(request: RunRequest, path: Path, file: JobFile, run_dir: Path | None
 def _with_cloud(
     request: RunRequest, profile: Profile, cluster: ClusterConfig, run_dir: Path, url_field: str
 ) -> PreparedRun:
-    """Read the cloud file if a provider brings the VMs; check that the VMs can reach the checkpoints."""
+    """Read the cloud file if a provider brings the VMs; check that the VMs can reach manager and checkpoints."""
     assert request.cluster is not None
     source, url = str(request.cluster), request.checkpoint_url
     check_trackers(cluster.trackers, cluster.callbacks, source, request.cluster.resolve().parent)
@@ -121,6 +121,7 @@ def _with_cloud(
     cloud = load_cloud(cluster, request.cluster)
     if cloud is None:
         return PreparedRun(request, profile, cluster, run_dir, collect(request.job))
+    check_loopback(cloud, source)
     check_storage(cloud.vms, url, source, url_field)
     files = collect(request.job, cloud.vms.environment.files, source)
     return PreparedRun(request, profile, cluster, run_dir, files, cloud)

@@ -254,6 +254,10 @@ class Launcher:
                 self._in_queue[name] -= set(nodes)
                 if not self._in_queue[name]:
                     yield Came(name)
+            case NodesGranted(short="input", detail=detail):
+                raise Misconfigured(detail)
+            case WorkerLost(cause=cause, unfit=True):
+                raise Misconfigured(cause)
             case NodesGranted(nodes=nodes):
                 self._provisioning.release(ReleaseNodes(nodes=nodes))
                 yield Denied(f"there are VMs for {len(_vms_of(nodes))} of a group alone")

@@ -69,11 +69,11 @@ def resolved(directory: Path, described: Described) -> PreparedRun:
     return resolve(RunRequest(job=str(path), steps=1), path, load_job_file(path))
 
 
-def refused(directory: Path, described: Described) -> str:
+def refused(directory: Path, described: Described, *command: str) -> str:
     path = directory / "job.yaml"
     path.write_text(json.dumps(described), encoding="utf-8")
     before = sorted(directory.iterdir())
-    result = CliRunner().invoke(app, ["run", str(path)])
+    result = CliRunner().invoke(app, [*(command or ("run",)), str(path)])
     assert result.exit_code == 2, result.output
     assert sorted(directory.iterdir()) == before, "something was written"
     (line,) = without_phases(result.stderr)
@@ -140,6 +140,7 @@ def test_the_loopback_is_refused_where_a_host_is_elsewhere(tmp_path: Path, descr
     (tmp_path / "cloud.yaml").write_text("hosts: [{address: localhost}, {address: gpu1, user: me}]\n", encoding="utf-8")
     described["vms"]["address"] = "127.0.0.1"
     told = refused(tmp_path, described)
+    assert refused(tmp_path, described, "config", "check") == told
     assert "vms.address: is a loopback address, which me@gpu1 of " in told
     assert "cloud.yaml cannot reach (got '127.0.0.1'); allowed: an address of this machine that the hosts reach" in told
 

@@ -13,11 +13,12 @@ from typing import Any
 
 from manager.controller.state.events import ManagerResumed
 from manager.controller.state.nodes import NodeState
-from manager.controller.state.state import initial_state
+from manager.controller.state.state import Phase, initial_state
 from manager.notices.aws import ACTION_PATH, REBALANCE_PATH, AwsInterruptions, AwsMetadata, AwsRebalance
 from manager.providers.aws.provider import end_run
 from manager.providers.interface.cloud import Bounds
 from manager.providers.interface.provider import ProviderError
+from morph.contract.cluster import Limits
 from tests.cloud.fault_world import BOUND_S, KEEP, Cases, World, config
 from tests.cloud.notice_faults import VM, agent, until_draining
 from tests.notices.metadata_server import MetadataServer, Reply, json_reply, served
@@ -98,10 +99,68 @@ CASES |= {
     "the price of all types is above `max_usd_per_h`, and then falls": partial(
         _refused, code="SpotMaxPriceTooLow", cause="capacity"
     ),
-    "UnauthorizedOperation inside a fleet, and then allowed": partial(
-        _refused, code="UnauthorizedOperation", cause="error"
+}
+
+
+@CASES("UnauthorizedOperation inside a fleet")
+def unauthorised(ec2: FakeEc2, directory: Path) -> list[str]:
+    ec2.error_of_all = "UnauthorizedOperation"
+    with world(ec2, directory) as run:
+        run.begin()
+        run.until(lambda: run.state.phase is Phase.ENDED, "the end of the run")
+        assert run.has("is refused: input, VM tiny-1-")
+        assert run.has("UnauthorizedOperation")
+        assert run.state.provisioning.num_requests == 1
+        return run.told
+
+
+def _one_of_two(ec2: FakeEc2, directory: Path, code: str = "", died: str = "", told: str = "") -> list[str]:
+    """Check that repeated trouble with one VM costs neither the other one nor a dearer type."""
+    ec2.trouble, ec2.dies = {VM: code} if code else {}, {VM: died} if died else {}
+    with world(ec2, directory, scale=200.0) as run:
+        run.begin()
+        run.until_whole()
+        assert run.ready() == sorted(ec2.living()) == ["tiny-1-1", "tiny-2-0"]
+        assert {vm.size for vm in run.provider.list()} == {"g4dn.xlarge"}
+        assert told in str(run.told)
+        assert "TerminateInstances" not in ec2.calls
+        return run.told
+
+
+CASES |= {
+    "InternalError to one VM of two, always": partial(
+        _one_of_two, code="InternalError", told="granted in part: VM tiny-1-0: InternalError"
+    ),
+    "RequestLimitExceeded to one VM of two, always": partial(
+        _one_of_two, code="RequestLimitExceeded", told="granted in part: VM tiny-1-0: RequestLimitExceeded"
+    ),
+    "one instance of two dies at once, always": partial(
+        _one_of_two,
+        died="Server.SpotInstanceTermination",
+        told="granted in part: VM tiny-1-0 was made and ended: SpotInstanceTermination",
+    ),
+    "one instance of two dies at once, for lack of capacity": partial(
+        _one_of_two, died="Server.InsufficientInstanceCapacity", told="made and ended: InsufficientInstanceCapacity"
     ),
 }
+
+
+@CASES("the cheap type is short, and a dearer one is not; `vms.limits` allow it, or not")
+def dearer(ec2: FakeEc2, directory: Path) -> list[str]:
+    ec2.shortages = {("g4dn.xlarge", zone): "InsufficientInstanceCapacity" for zone in ec2.subnets}
+    (directory / "little").mkdir()
+    with world(ec2, directory / "little", limits=Limits(usd_per_h=1.0)) as run:
+        run.begin()
+        run.until(lambda: run.has("is refused: limit"), "the refusal")
+        assert "CreateFleet" not in ec2.calls
+    with world(ec2, directory) as run:
+        run.begin()
+        run.until(lambda: "tiny-1-0.d0" in run.ready(), "the VM")
+        assert [vm.size for vm in run.provider.list()] == ["g4dn.12xlarge"]
+        choice = "tiny-1: 1 of g4dn.12xlarge with 4 devices requested, because VM tiny-1-"
+        assert choice in run.chosen[0]
+        assert "InsufficientInstanceCapacity" in run.chosen[0]
+        return [*run.told, *run.chosen]
 
 
 @CASES("InsufficientInstanceCapacity in one zone")

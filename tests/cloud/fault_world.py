@@ -116,6 +116,7 @@ class World:
     look_every_s: float | None = None
     open_provider: Callable[..., Provider] = provider
     told: list[str] = field(default_factory=list)
+    chosen: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._begin_s, self._skipped_s = time.monotonic(), 0.0
@@ -160,6 +161,7 @@ class World:
                 ready = WorkerReady(worker=action.worker, pid=1, setup_s=1.0)
                 self.tell(WorkerAnswered(worker=action.worker, answer=ready))
         if isinstance(event, NodesGranted):
+            self.chosen += [event.detail] if event.detail else []
             for node in event.nodes:
                 if node not in self.never_join:
                     self.tell(NodeAppeared(node=node, request=event.request))

@@ -90,14 +90,14 @@ def _once(arm: FakeArm, directory: Path, faults: Sequence[Fault] = (), **options
 
 def _put_off(arm: FakeArm, directory: Path, status: int, code: str) -> list[str]:
     """Check that the request is repeated when Azure allows it."""
-    told = _once(arm, directory, [Fault(*PUT, status, code, {"Retry-After": "17"})])
-    assert any("again in 17 s" in sentence for sentence in told)
+    told = _once(arm, directory, [Fault(*PUT, status, code, {"Retry-After": "170"})])
+    assert any("again in 170 s" in sentence for sentence in told)
     return told
 
 
 CASES |= {
-    "429 with Retry-After 17 s": partial(_put_off, status=429, code="TooManyRequests"),
-    "503 with Retry-After 17 s": partial(_put_off, status=503, code="ServerBusy"),
+    "429 with Retry-After 170 s": partial(_put_off, status=429, code="TooManyRequests"),
+    "503 with Retry-After 170 s": partial(_put_off, status=503, code="ServerBusy"),
     "409, another operation is under way": partial(_once, faults=[Fault(*PUT, 409, "Conflict")]),
     "503 to the request, 500 while it is under way": partial(
         _once, faults=[Fault(*PUT, 503), Fault("GET", "/operations/", 500)]
@@ -188,35 +188,51 @@ def not_for_spot(arm: FakeArm, directory: Path) -> list[str]:
         return [*run.told, f"VMs of {', '.join(sorted({vm.size for vm in run.provider.list()}))}"]
 
 
-def _mended(arm: FakeArm, directory: Path, code: str, text: str) -> list[str]:
-    """Check a fault that the user must fix: one call per request and its sentence, and VMs once it is fixed."""
-    arm.at_once = dict.fromkeys(SIZES, (409, code, text))
+def _users(arm: FakeArm, directory: Path, code: str, text: str, num_granted: int = 0) -> list[str]:
+    """Check an error that only the user can mend: one call, its sentence, no further request; what came goes on."""
+    if num_granted:
+        arm.faults = [Fault(*PUT[:1], "virtualMachines/tiny-1-1", 409, code, message=text, times=99)]
+    else:
+        arm.at_once = dict.fromkeys(SIZES, (409, code, text))
     with world(arm, directory) as run:
         run.begin()
-        run.until(lambda: run.has("is refused: error"), "the refusal")
-        assert puts(arm) == 1
-        arm.at_once = {}
-        run.until_whole()
+        if num_granted:
+            run.until(lambda: run.has("no further VM is requested") and run.ready(), "the end of requests")
+            assert (run.ready(), run.state.phase) == (["tiny-1-0"], Phase.STARTING)
+        else:
+            run.until(lambda: run.state.phase is Phase.ENDED, "the end of the run")
+            assert run.has(code)
+        assert (puts(arm), run.state.provisioning.num_requests) == (1 + num_granted, 1)
         return run.told
 
 
+LOCKED = "cannot perform write operation because following scope(s) are locked: 'train'."
 CASES |= {
-    "the subscription does not know Microsoft.Compute, and then does": partial(
-        _mended,
+    "the subscription does not know Microsoft.Compute": partial(
+        _users,
         code="MissingSubscriptionRegistration",
         text="The subscription is not registered to use namespace 'Microsoft.Compute'.",
     ),
-    "the resource group is locked, and then is not": partial(
-        _mended,
-        code="ScopeLocked",
-        text="cannot perform write operation because following scope(s) are locked: 'train'.",
-    ),
-    "the subscription is read-only, and then is not": partial(
-        _mended,
+    "the resource group is locked": partial(_users, code="ScopeLocked", text=LOCKED),
+    "the resource group is locked after one VM came": partial(_users, code="ScopeLocked", text=LOCKED, num_granted=1),
+    "the subscription is read-only": partial(
+        _users,
         code="ReadOnlyDisabledSubscription",
         text="The subscription is disabled and therefore marked as read only.",
     ),
 }
+
+
+@CASES("one VM is evicted at each of its creations, the other one is not")
+def evicted(arm: FakeArm, directory: Path) -> list[str]:
+    arm.evicted = {"tiny-1-0"}
+    with world(arm, directory, scale=200.0) as run:
+        run.begin()
+        run.until_whole()
+        assert run.ready() == ["tiny-1-1", "tiny-2-0"]
+        assert run.has("tiny-1 is granted in part: VM tiny-1-0 was made, and was gone at once")
+        assert not any(call.startswith("DELETE") for call in arm.calls)
+        return run.told
 
 
 @CASES("503 with Retry-After as a date in 90 s, by a clock that is an hour ahead")

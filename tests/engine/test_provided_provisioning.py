@@ -17,9 +17,11 @@ from manager.engine.vms.provisioning import Provisioning
 from manager.engine.vms.vm_registry import VmRegistry
 from manager.journal.records import Fact
 from manager.providers.interface.provider import (
+    ENDED,
     PATIENCE_S,
     RETRIES,
     Capabilities,
+    Granted,
     Misconfigured,
     Throttled,
     Transient,
@@ -285,7 +287,7 @@ def test_a_vm_given_up_before_a_late_adoption_is_not_adopted() -> None:
     book.ask(action)
     assert book.give_up(["job-1-0"], []) is None  # the request could make it again
     assert book.adopt(vms, frozenset(["job-1-0"]), ["job-1"]) == []
-    answer, end = book.answer(action, vms, [])
+    answer, end = book.answer(action, Granted(vms), [])
     assert answer == NodesGranted(request="job-1", nodes=("job-1-1",))
     assert end is not None
     assert end.vms == ("job-1-0",)
@@ -305,7 +307,7 @@ def test_a_vm_that_is_made_anew_for_workers_that_were_lost_is_ended() -> None:
     assert lost is not None
     book.ended(lost)
     book.ask(action)
-    answer, end = book.answer(action, vms, [])
+    answer, end = book.answer(action, Granted(vms), [])
     assert answer == NodesGranted(request="job-1", nodes=("job-1-1",))
     assert end is not None
     assert end.vms == ("job-1-0",)
@@ -321,6 +323,35 @@ def test_an_unexpected_error_ends_neither_the_run_nor_its_requests(world: World)
     world.cloud.list = whole  # type: ignore[method-assign]
     world.shell.request(RequestNodes(request="job-1", count=1))
     assert world.next(NodesGranted) == NodesGranted(request="job-1", nodes=("job-1-0",))
+
+
+def test_the_user_learns_why_vms_wait_and_those_that_never_begin_are_given_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World(look_every_s=0.01)
+    down, never = {"waits": True, "waits_for": "PartitionDown"}, {"waits_for": "PartitionTimeLimit"}
+    world.cloud.made_as = [down, {**down, **never, "never_begins": True}]
+    world.shell.begin((), ())
+    world.shell.request(RequestNodes(request="job-1", count=2))
+    cause = "it waits in the queue: PartitionTimeLimit, so it never begins"
+    for _ in range(3):  # until the controller gives it up
+        assert world.next(WorkerLost) == WorkerLost(worker="job-1-1", cause=cause, unfit=True)
+    world.shell.release(ReleaseNodes(nodes=("job-1-1",)))
+    assert world.there() == {"job-1-0"}
+    world.shell.close()
+    assert caplog.messages.count("job-1-0: it waits in the queue: PartitionDown") == 1
+
+
+def test_a_vm_that_ended_is_lost_with_the_providers_reason() -> None:
+    world = World(look_every_s=0.01)
+    world.cloud.boot_log = lambda name: f"{ENDED}{name} was preempted\nthe log"  # type: ignore[method-assign]
+    world.shell.begin((), ())
+    world.shell.request(RequestNodes(request="job-1", count=1))
+    world.next(NodesGranted)
+    world.cloud.there.clear()
+    cause = "the provider no longer has its VM: job-1-0 was preempted"
+    assert world.next(WorkerLost) == WorkerLost(worker="job-1-0", cause=cause)
+    world.shell.close()
 
 
 def test_the_end_does_not_wait_for_a_request_under_way_and_leaves_nothing(world: World) -> None:

@@ -10,10 +10,11 @@ import pytest
 from manager.controller.state.actions import ReleaseNodes, RequestNodes
 from manager.controller.state.events import NodeFacts, NodesGranted, NodesStarted, Paid, RequestRefused
 from manager.engine.vms.budget import Before, Spending
-from manager.engine.vms.provisioning import RETRY_AFTER_MAX_S, TRIES, Provisioning
+from manager.engine.vms.provisioning import RETRIES, RETRY_AFTER_MAX_S, TRIES, Provisioning
 from manager.providers.interface.provider import (
     CapacityShort,
     Misconfigured,
+    ProviderError,
     QuotaExceeded,
     Throttled,
     Transient,
@@ -137,7 +138,7 @@ def test_a_request_that_comes_again_makes_no_further_call(world: World) -> None:
     [
         (QuotaExceeded("0 of 4 cores left"), "quota"),
         (CapacityShort("none in zone 1"), "capacity"),
-        (Misconfigured("no such subnet"), "error"),
+        (Misconfigured("no such subnet"), "input"),
         (RuntimeError("a bug"), "error"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
@@ -155,22 +156,27 @@ def test_a_refusal_says_why_and_what_had_come_is_ended(world: World, error: Exce
 def test_a_throttled_call_waits_as_requested_and_continues_under_its_name(world: World) -> None:
     world.cloud.errors = [Throttled("slow down", 17), Throttled("slow down", 10**6), Transient("502")]
     assert isinstance(world.get(), NodesGranted)
-    assert world.pauses_s == [17, RETRY_AFTER_MAX_S, 8]
+    assert world.pauses_s == [17, RETRY_AFTER_MAX_S, RETRIES.first_s]  # waiting as told is not a failure
     assert {request for request, _ in world.cloud.requested} == {"job-1"}
     assert len(world.cloud.there) == 2
 
 
-def test_a_request_is_refused_after_some_failed_tries_and_leaves_nothing(world: World) -> None:
-    world.cloud.errors = [Transient("502")] * TRIES
-    refused = world.get()
-    assert isinstance(refused, RequestRefused)
-    assert (refused.cause, refused.detail) == ("error", "502")
-    assert len(world.cloud.requested) == TRIES
-    assert world.settle() == ["job-1-0"]
+@pytest.mark.parametrize(
+    ("error", "tries"), [(Transient("502"), TRIES), (Throttled("slow down", 600), RETRY_AFTER_MAX_S / 600 + 1)]
+)
+def test_after_some_failed_tries_what_came_is_granted_with_the_reason(
+    world: World, error: ProviderError, tries: float
+) -> None:
+    world.cloud.errors = [error] * 9
+    granted = world.get(count=3)
+    assert isinstance(granted, NodesGranted)
+    assert (granted.nodes, granted.short, granted.detail) == (("job-1-0",), "error", str(error))
+    assert len(world.cloud.requested) == tries
+    assert world.settle() == []
 
 
 def test_a_vm_whose_worker_joined_stays_although_its_request_is_refused(world: World) -> None:
-    world.cloud.errors = [Throttled("slow down", 1)] * TRIES
+    world.cloud.errors = [Transient("502"), CapacityShort("no more")]
     world.cloud.there = {"job-1-1": Vm(name="job-1-1", request="job-1")}  # one boots; the refusal orphans the other
     world.joined = ["job-1-0"]
     assert isinstance(world.get(), RequestRefused)
@@ -183,7 +189,7 @@ def test_a_vm_whose_worker_joined_stays_although_its_request_is_refused(world: W
 
 def test_a_worker_that_joins_after_its_request_was_refused_brings_its_price(world: World) -> None:
     world.cloud.num_devices, world.cloud.made_as = 2, [{"usd_per_h": 0.3, "provider": "azure"}]
-    world.cloud.errors = [Throttled("slow down", 1)] * TRIES
+    world.cloud.errors = [Transient("502"), CapacityShort("no more")]
     world.joined = ["job-1-0.d0"]
     assert isinstance(world.get(), RequestRefused)
     assert world.shell.request_of("job-1-0.d1") == "job-1"

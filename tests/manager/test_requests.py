@@ -22,6 +22,8 @@ from manager.controller.state.actions import (
 )
 from manager.controller.state.config import Offer
 from manager.controller.state.events import (
+    Event,
+    ManagerResumed,
     NodeAppeared,
     NodeFacts,
     NodesGranted,
@@ -236,19 +238,54 @@ def test_vms_that_never_appear_are_requested_less_and_less_often() -> None:
     assert requested(script.tell(WorkerLost(worker="n1", cause="taken"))) == []
 
 
-def test_unfit_vms_are_requested_as_rarely_as_absent_ones() -> None:
+PYTHON = "its Python is 3.10.12"
+
+
+def test_the_second_vm_that_is_unfit_in_the_same_way_ends_the_requests() -> None:
     script = asking(policy=make_config().policy.model_copy(update={"order_timeout_s": 1e6}))
     script.tell(Tick())
-    script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
+    script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4.d0", "n4.d1")))
     script.ready("n1", "n2", "n3")
-    script.tell(WorkerLost(worker="n4", cause="its Python is 3.10.12", unfit=True))
-    for number in range(2, REQUESTS.max_absent + 1):
-        script.tell(Tick(), at_s=script.now_s + REQUESTS.backoff_max_s)
-        assert "no further one" not in script.sentence
-        script.tell(NodesGranted(request=f"job-{number}", nodes=(f"m{number}",)))
-        script.tell(WorkerLost(worker=f"m{number}", cause="its Python is 3.10.12", unfit=True))
-    assert "none of them joined: no further one is requested" in script.sentence
+    for number, cause in enumerate((PYTHON, PYTHON, "no space left", "its Python is 3.9.2"), start=1):
+        nodes = ("n4.d0", "n4.d1") if number == 1 else (f"m{number}",)
+        if number > 1:
+            script.tell(Tick(), at_s=script.now_s + REQUESTS.backoff_max_s)
+            script.tell(NodesGranted(request=f"job-{number}", nodes=nodes))
+        if number == 2:
+            script.tell(NodeAppeared(node="m2"))
+            script.ready("m2")  # a VM that is well in between
+            script.tell(WorkerLost(worker="m2", cause="taken"))
+            continue
+        for node in nodes:
+            script.tell(WorkerLost(worker=node, cause=cause, unfit=True))
+            assert f"{node} never appeared: {cause}" in script.sentence
+            assert not script.state.provisioning.requests_over
+    script.tell(Tick(), at_s=script.now_s + REQUESTS.backoff_max_s)
+    script.tell(NodesGranted(request="job-5", nodes=("m5",)))
+    script.tell(WorkerLost(worker="m5", cause=PYTHON, unfit=True))
+    assert f"m5 never appeared: {PYTHON} (2 VMs in a row, in the same way): no further VM" in script.sentence
     assert requested(script.tell(Tick(), at_s=script.now_s + 10 * REQUESTS.backoff_max_s)) == []
+
+
+@pytest.mark.parametrize("granted", [0, 3])
+def test_an_error_that_only_the_user_can_mend_ends_the_requests_and_a_run_without_vms(granted: int) -> None:
+    script = asking()
+    script.tell(Tick())
+    if granted:
+        nodes = tuple(f"n{number}" for number in range(granted))
+        event: Event = NodesGranted(request="job-1", nodes=nodes, short="input", detail="no such subnet.")
+    else:
+        event = RequestRefused(request="job-1", cause="input", detail="no such subnet.")
+    script.tell(event)
+    assert "no such subnet: no further VM is requested; mend this" in script.sentence
+    actions = script.tell(Tick())
+    ends = [action for action in actions if isinstance(action, Finish)]
+    assert [(end.outcome, "no such subnet" in end.sentence) for end in ends] == ([] if granted else [("failed", True)])
+    assert requested(actions) == []
+    script.tell(Tick(), at_s=script.now_s + REQUESTS.boot_s / 2)
+    assert script.state.provisioning.num_requests == 1
+    if granted:  # the same command is given again
+        assert requested(script.tell(ManagerResumed(living=()))) == [("job-2", 1)]
 
 
 def test_a_run_with_too_few_vms_and_no_requests_left_ends() -> None:

@@ -18,6 +18,7 @@ from manager.providers.azure.spec import AzureSize, AzureSpec
 from manager.providers.boot.cloud_init import NodeStart, cloud_init, custom_data
 from manager.providers.interface.cloud import Bounds, Identity
 from manager.providers.interface.operations import Operations
+from manager.providers.interface.provider import Granted, Provider, ProviderError
 from tests.providers.fake_arm import FakeArm
 
 SUBSCRIPTION = "00000000-0000-0000-0000-000000000001"
@@ -107,6 +108,15 @@ class Hasty(Line):
         if not self.gave_up and asked.method == "PUT" and "/virtualMachines/" in asked.url:
             self.gave_up = True
             request.context.options["read_timeout"] = 0.4
+
+
+def trouble(market: Provider, request: str, count: int) -> ProviderError | None:
+    """Return why a request got fewer VMs than it asked for, whether or not it got any."""
+    try:
+        granted = market.request(request, count)
+    except ProviderError as error:
+        return error
+    return granted.missing if isinstance(granted, Granted) else None
 
 
 def client_of(

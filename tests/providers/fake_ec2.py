@@ -73,7 +73,8 @@ class FakeEc2:
 
     ``shortages``: an error for a type in a zone. ``error_of_all``: an error for all of them. ``hidden``: the number of
     looks that do not list a new instance. ``slow_ends``: the number of looks for which an instance is shutting down.
-    ``protected``: VMs that may not be ended.
+    ``protected``: VMs that may not be ended. ``trouble``: an error to each fleet of a VM. ``dies``: VMs that are
+    terminated as soon as they are made, each with its StateReason.
     """
 
     shortages: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -83,6 +84,8 @@ class FakeEc2:
     max_spot: int = 1000
     quota_vcpus: float | None = 64.0
     protected: set[str] = field(default_factory=set)
+    trouble: dict[str, str] = field(default_factory=dict)
+    dies: dict[str, str] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -96,6 +99,7 @@ class FakeEc2:
         self._looks_left: dict[str, int] = {}
         self._ending: dict[str, int] = {}
         self._went: set[str] = set()
+        self._reasons: dict[str, str] = {}
         subnets = self.real.describe_subnets()["Subnets"]
         self.subnets = {told["AvailabilityZone"]: told["SubnetId"] for told in subnets if told["DefaultForAz"]}
         self.spec = AwsSpec(
@@ -229,6 +233,9 @@ class FakeEc2:
         if (used["LaunchTemplateName"], used["Version"]) in self.dropped:
             raise error("CreateFleet", "InvalidLaunchTemplateId.VersionNotFound")
         tagged = {one["ResourceType"]: tuple_of(one["Tags"]) for one in asked["TagSpecifications"]}
+        name = dict(tagged["instance"])["Name"]
+        if name in self.trouble:
+            raise error("CreateFleet", self.trouble[name], status=503)
         if set(tagged) != {"fleet", "instance", "volume", "network-interface"}:
             self.wrong.append(f"CreateFleet tags {sorted(tagged)}")
         zone_of = {subnet: zone for zone, subnet in self.subnets.items()}
@@ -265,6 +272,9 @@ class FakeEc2:
         beside = [told["BlockDeviceMappings"][0]["Ebs"]["VolumeId"], told["NetworkInterfaces"][0]["NetworkInterfaceId"]]
         self.real.create_tags(Resources=beside, Tags=list(asked["TagSpecifications"][1]["Tags"]))
         self._looks_left[made] = self.hidden
+        if name in self.dies:
+            self.take(made)
+            self._reasons[made] = self.dies[name]
         return answer  # type: ignore[no-any-return]
 
     def _describe_instances(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -272,6 +282,8 @@ class FakeEc2:
         for reservation in answer["Reservations"]:
             for told in [*reservation["Instances"]]:
                 made = told["InstanceId"]
+                if made in self._reasons:
+                    told["StateReason"] = {"Code": self._reasons[made], "Message": f"{self._reasons[made]}: injected"}
                 told.pop("Platform", None)  # moto's own images are of Windows
                 told.setdefault("CpuOptions", {"CoreCount": 2, "ThreadsPerCore": 2})
                 if self._looks_left.get(made, 0) > 0:

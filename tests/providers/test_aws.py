@@ -163,7 +163,7 @@ def test_a_type_that_is_short_is_followed_by_larger_ones(ec2: FakeEc2, tmp_path:
         ("InvalidAMIID.NotFound", 400, Misconfigured),
         ("AuthFailure", 401, Transient),
         ("InvalidLaunchTemplateId.VersionNotFound", 400, Transient),
-        ("SomethingNew", 400, Misconfigured),
+        ("SomethingNew", 400, Transient),
     ],
 )
 def test_errors_say_what_to_do_next(code: str, status: int, kind: type[ProviderError]) -> None:

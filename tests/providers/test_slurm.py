@@ -17,6 +17,7 @@ from manager.notices.source import NoticeUnavailable
 from manager.providers.boot.cloud_init import NodeStart
 from manager.providers.interface.provider import (
     CapacityShort,
+    Granted,
     Misconfigured,
     ProviderError,
     QuotaExceeded,
@@ -210,6 +211,34 @@ def test_jobs_that_wait_are_granted_and_begin_later(tmp_path: Path) -> None:
     cluster.room = 2
     cluster.begin()
     assert [vm.waits for vm in provider(cluster, tmp_path).list()] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("reason", "told", "never"),
+    [
+        ("None", "", False),
+        ("Resources", "", False),
+        ("PartitionDown", "PartitionDown", False),
+        ("AReasonOfNextYear", "AReasonOfNextYear", False),
+        ("PartitionTimeLimit", "PartitionTimeLimit", True),
+        ("BadConstraints", "BadConstraints", True),
+    ],
+)
+def test_slurms_reason_for_a_job_that_waits_is_known(tmp_path: Path, reason: str, told: str, never: bool) -> None:
+    cluster = FakeSlurm(room=0)
+    slurm = provider(cluster, tmp_path, spec=SPEC.model_copy(update={"num_gpus": 0}))
+    (vm,) = slurm.request("a", 1)
+    cluster.jobs["1"].reason = reason
+    assert [(vm.waits_for, vm.never_begins) for vm in slurm.list()] == [(told, never)]
+    assert (vm.num_devices, vm.waits) == (1, True)
+
+
+def test_jobs_that_were_submitted_are_granted_and_the_others_have_a_reason(tmp_path: Path) -> None:
+    granted = provider(FakeSlurm(submits=2), tmp_path).request("a", 4)
+    assert len(granted) == 2
+    assert isinstance(granted, Granted)
+    assert isinstance(granted.missing, QuotaExceeded)
+    assert "QOSMaxSubmitJobPerUserLimit" in str(granted.missing)
 
 
 def test_only_jobs_with_the_mark_of_the_run_are_ended(tmp_path: Path) -> None:

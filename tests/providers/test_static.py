@@ -25,7 +25,7 @@ from manager.providers.boot.cloud_init import NodeStart
 from manager.providers.hosts.ssh import SshHost, Unanswered, run_ssh, ssh_command
 from manager.providers.hosts.static import LOOK_AGAIN_S, Hosts, StaticProvider, StaticSpec
 from manager.providers.hosts.static_node import secret_of, static_node
-from manager.providers.interface.provider import CapacityShort, Misconfigured, Transient
+from manager.providers.interface.provider import CapacityShort, Misconfigured, ProviderError, Transient
 from morph.link.authority import authority_of
 
 pytestmark = pytest.mark.slow
@@ -326,6 +326,39 @@ def test_a_program_that_is_not_there_is_the_users_to_mend(world: Path) -> None:
         run_ssh(SshHost(address="h1"), "true", program=[str(world / "no-such")])
     with pytest.raises(Misconfigured, match="failed with 3"):
         run_ssh(SshHost(address="h1"), "exit 3", program=[str(world / "ssh")])
+
+
+CHANGED = (
+    "@" * 58 + "\n@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\n" + "@" * 58 + "\n"
+    "IT IS POSSIBLE THAT SOMEONE IS DOING SOMETHING NASTY!\n" + 20 * "Someone could be eavesdropping on you. \n"
+    "Host key verification failed.\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "told"),
+    [
+        (CHANGED, Misconfigured, "h1 cannot be used: @ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @ IT IS"),
+        ("me@h1: Permission denied (publickey).\n", Misconfigured, "h1 cannot be used: me@h1: Permission denied"),
+        ("ssh: connect to host h1 port 22: Connection refused\n", Transient, "h1 cannot be reached: ssh: connect to"),
+        ("something new\n", Transient, "h1 cannot be reached: something new"),
+    ],
+)
+def test_what_ssh_refuses_is_the_users_to_mend_and_told_from_its_beginning(
+    tmp_path: Path, said: str, kind: type[ProviderError], told: str
+) -> None:
+    (tmp_path / "said").write_text(said, encoding="utf-8")
+    program = ["sh", "-c", f"cat {tmp_path}/said >&2; exit 255"]
+    with pytest.raises(kind) as raised:
+        run_ssh(SshHost(address="h1"), "true", "a secret", program=program)
+    assert str(raised.value).startswith(told)
+
+
+def test_hosts_without_gpus_have_one_worker_each(tmp_path: Path) -> None:
+    hosts = (SshHost(address="h0", num_gpus=0),)
+    shell = lambda host, remote, secret="": ""  # noqa: E731
+    static = StaticProvider(StaticSpec(hosts=hosts, command=("true",)), "tiny", tmp_path / "l.json", SECRET, shell)
+    assert [vm.num_devices for vm in static.request("a", 1)] == [1]
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="ssh is not installed")

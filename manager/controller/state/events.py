@@ -48,6 +48,10 @@ class NodeAppeared(Value):
     facts: NodeFacts | None = None
 
 
+Cause = Literal["quota", "capacity", "error", "limit", "input"]
+"""Why VMs do not come: no quota, no capacity, trouble of the provider, a limit of the user's, or the user's error."""
+
+
 class NodesGranted(Value):
     """The provider grants a request, or, with fewer nodes than requested, only this part of it.
 
@@ -61,6 +65,10 @@ class NodesGranted(Value):
     paid: dict[WorkerId, Paid] = Field(default_factory=dict)
     facts: dict[WorkerId, NodeFacts] = Field(default_factory=dict)
     waiting: tuple[WorkerId, ...] = Field(default=(), exclude_if=lambda given: not given)
+    short: Cause | None = Field(default=None, exclude_if=lambda given: not given, description="why some did not come")
+    detail: Shown = Field(
+        default="", exclude_if=lambda given: not given, description="on ``short``, and on choices that cost more"
+    )
 
 
 class NodesStarted(Value):
@@ -74,11 +82,11 @@ class NodesStarted(Value):
 
 
 class RequestRefused(Value):
-    """A request is refused: no quota, no capacity, an error of the provider, or a limit set by the user."""
+    """A request is refused, and no VM of it came."""
 
     kind: Literal["request_refused"] = "request_refused"
     request: RequestId
-    cause: Literal["quota", "capacity", "error", "limit"]
+    cause: Cause
     detail: Shown = ""
     retry_s: float | None = Field(default=None, ge=0, description="when the provider asks to repeat the request")
 

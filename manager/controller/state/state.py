@@ -139,6 +139,13 @@ class FailedSetups(Value):
     cause: FailureCause = "run"
 
 
+class FailedBoots(Value):
+    """VMs in a row on which no worker can be started, in the same ``way``, by their own account."""
+
+    way: str
+    vms: frozenset[str]
+
+
 class Refusals(Value):
     """Refusals of a type of GPU: how many in a row, and until when it is not requested."""
 
@@ -158,7 +165,11 @@ class Provisioning(Value):
     num_setups_lost: int = Field(default=0, description="VMs in a row that were lost before they were ready")
     setup_lost_s: float | None = Field(default=None, description="when the last of these VMs was lost")
     num_absent: int = Field(default=0, description="times in a row that granted VMs did not appear at all")
+    requests_over: str = Field(
+        default="", description="why no VM is requested any more, which only the user can mend; empty: they are"
+    )
     failed_setups: FailedSetups | None = None
+    failed_boots: FailedBoots | None = None
     gives_up: Literal["setups", "limit"] | None = Field(
         default=None, description="why the run ends, or rests, because its VMs achieve nothing"
     )

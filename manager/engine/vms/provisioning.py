@@ -8,22 +8,22 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Literal
 
 from manager.controller.state.actions import ReleaseNodes, RequestId, RequestNodes
 from manager.controller.state.events import NodeFacts, Paid, RequestRefused, WorkerLost
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.vms.budget import Spending
-from manager.engine.vms.vm_registry import End, VmRegistry, facts_of, paid
+from manager.engine.vms.vm_registry import End, VmRegistry, cause_of, facts_of, paid
 from manager.host.serial_executor import ParallelExecutor, SerialExecutor
 from manager.journal.records import VM_KILLED, Fact
 from manager.providers.interface.provider import (
-    CapacityShort,
+    ENDED,
+    RETRYABLE,
+    Granted,
+    Misconfigured,
     Provider,
     ProviderError,
-    QuotaExceeded,
-    Throttled,
-    Transient,
+    Refused,
     Vm,
     end_all,
 )
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 TRIES = 5
 RETRIES = Backoff(first_s=2.0, most_s=120.0)
 RETRY_AFTER_MAX_S = 3600.0
-"""Seconds. The longest delay for which a provider can ask: if asked earlier, it only refuses for longer."""
+"""Seconds for which a request waits because its provider asks for it; such a wait is not a failure."""
 CLOSE_TIMEOUT_S = 10.0
 ROOM_LOOK_S = 15.0
 ROOM_PATIENCE_S = 900.0
@@ -92,6 +92,7 @@ class Provisioning:
         self._end_all = end_all
         self._least_vms = least_vms
         self._is_silent = False
+        self._waits_for: dict[str, str] = {}
         self.failure: Exception | None = None
         """The reason why the last failed request was refused, if repeating the request does not help."""
         self._inherited: tuple[frozenset[str], frozenset[RequestId]] | None = None
@@ -252,15 +253,19 @@ class Provisioning:
             self._adopt()
             return
         with self._told("provider_silent"):
-            strays, lost = self._registry.compare(self._listed())
+            listed = self._listed()
+            self._tell_waits([vm for vm in listed if vm.waits_for])
+            strays, lost = self._registry.compare(listed)
+            whys = {vm: self._why_ended(vm) for vm in dict.fromkeys(map(vm_of, lost))}
             for node in lost:
-                self._event_queue.put(WorkerLost(worker=node, cause="the provider no longer has its VM"))
+                cause = f"the provider no longer has its VM{whys[vm_of(node)]}"
+                self._event_queue.put(WorkerLost(worker=node, cause=cause))
             left = [vm.name for vm in strays]
             self._end(self._registry.end(left), [f"{', '.join(left)}: belongs to no run, ended"])
 
     def _ask(self, action: RequestNodes) -> None:
         try:
-            found: tuple[Vm, ...] | RequestRefused = self._answer(action)
+            found: Granted | RequestRefused = self._answer(action)
         except Exception as error:  # a bug, or a provider's own error: the controller must learn of the refusal
             self.failure = _without_frames(error)
             detail = f"{type(error).__name__}: {error}"
@@ -270,41 +275,55 @@ class Provisioning:
             self._event_queue.put(answer)
         self._end(end)
 
-    def _answer(self, action: RequestNodes) -> tuple[Vm, ...] | RequestRefused:
-        name = action.request
-        waited, attempt, until_s = "", 0, time.monotonic() + ROOM_PATIENCE_S
+    def _answer(self, action: RequestNodes) -> Granted | RequestRefused:
+        """Request VMs until they came, or repeating the request does not help; VMs that came are granted."""
+        name, until_s = action.request, time.monotonic() + ROOM_PATIENCE_S
+        num_failed, told_s = 0, 0.0
         while True:
+            granted, why, num_over, listed = Granted(), "", 0, tuple[Vm, ...]()
             try:
                 listed = self._listed()
                 living, num_over = self._registry.living(listed, name)
                 of_type = {"node_type": action.node_type} if action.node_type else {}
-                price = self._provider.price(**of_type)
-                allowed, why = self._spending.allowed(action.count, living, price)
+                allowed, why = self._spending.allowed(action.count, living, self._provider.price(**of_type))
                 if allowed < self._least_vms:
                     return RequestRefused(request=name, cause="limit", detail=why)
                 vms = self._provider.request(name, action.count, allowed, **of_type)
-                num_devices = sum(vm.num_devices for vm in vms)
-                if why and num_devices < action.count:
-                    self._fact("request_reduced", f"{name}: {num_devices} of {action.count} workers: {why}")
-                self._count()
-                self._told_of(vms)
-                return vms
-            except (QuotaExceeded, CapacityShort) as error:
-                waited = str(error)
-                if self._wait_for_room(name, waited, num_over, {vm.name for vm in listed}, until_s):
+                granted = vms if isinstance(vms, Granted) else Granted(vms)
+                error = granted.missing
+            except ProviderError as raised:
+                error = raised
+            if isinstance(error, RETRYABLE):
+                num_failed, told_s, wait_s = _wait_of(error, num_failed, told_s)
+                if wait_s is not None:
+                    self._fact("provider_retried", f"{name}: {error}; again in {wait_s:g} s")
+                    if self._pause(wait_s):  # everything is over, and what came is ended
+                        return RequestRefused(request=name, cause="error", detail=str(error))
                     continue
-                is_quota = isinstance(error, QuotaExceeded)
-                cause: Literal["quota", "capacity"] = "quota" if is_quota else "capacity"
-                return RequestRefused(request=name, cause=cause, detail=waited, retry_s=error.retry_after_s)
-            except (Throttled, Transient) as error:
-                waited = str(error)
-                own_s = RETRIES.pause_s(attempt)
-                wait_s = own_s if error.retry_after_s is None else min(error.retry_after_s, RETRY_AFTER_MAX_S)
-            attempt += 1
-            if attempt < TRIES:
-                self._fact("provider_retried", f"{name}: {waited}; again in {wait_s:g} s")
-            if attempt == TRIES or self._pause(wait_s):
-                return RequestRefused(request=name, cause="error", detail=waited)
+                if not granted:
+                    with contextlib.suppress(ProviderError):
+                        granted = Granted((vm for vm in self._listed() if vm.request == name), error)
+            if granted:
+                return self._granted(action, granted, why)
+            assert error is not None, "a request without VMs has a reason"
+            if isinstance(error, Refused) and self._wait_for_room(
+                name, str(error), num_over, {vm.name for vm in listed}, until_s
+            ):
+                continue
+            if isinstance(error, Misconfigured):
+                self.failure = _without_frames(error)
+            retry_s = error.retry_after_s if isinstance(error, Refused) else None
+            return RequestRefused(request=name, cause=cause_of(error), detail=str(error), retry_s=retry_s)
+
+    def _granted(self, action: RequestNodes, granted: Granted, limit: str) -> Granted:
+        """Report a grant, and why it is not a whole one."""
+        num_devices = sum(vm.num_devices for vm in granted)
+        why = limit if granted.missing is None else str(granted.missing)
+        if why and num_devices < action.count:
+            self._fact("request_reduced", f"{action.request}: {num_devices} of {action.count} workers: {why}")
+        self._count()
+        self._told_of(granted)
+        return granted
 
     def _wait_for_room(
         self, request: RequestId, why: str, num_over: int, listed: Collection[str], until_s: float
@@ -339,6 +358,27 @@ class Provisioning:
         finally:
             self._registry.ended(end)
         self._count()
+
+    def _tell_waits(self, vms: Sequence[Vm]) -> None:
+        """Tell the user why VMs wait in their market's queue, once for each reason, and give up those that never begin.
+
+        Such a VM is reported until the controller has given it up, because its grant may come later.
+        """
+        for vm in vms:
+            sentence = f"it waits in the queue: {vm.waits_for}"
+            if vm.never_begins:
+                cause = f"{sentence}, so it never begins"
+                for worker in vm.workers:
+                    self._event_queue.put(WorkerLost(worker=worker, cause=cause, unfit=True))
+            elif self._waits_for.get(vm.name) != vm.waits_for:
+                log.warning("%s: %s", vm.name, sentence)
+                self._event_queue.put(Fact(name="vm_waits", worker=vm.name, detail=vm.waits_for))
+        self._waits_for = {vm.name: vm.waits_for for vm in vms}
+
+    def _why_ended(self, vm: str) -> str:
+        """Return the provider's reason, as the end of a sentence; empty: it gives none."""
+        first = self._provider.boot_log(vm).partition("\n")[0]
+        return f": {first.removeprefix(ENDED)}" if first.startswith(ENDED) else ""
 
     def _keep_log(self, vm: str) -> None:
         try:
@@ -389,6 +429,17 @@ class Provisioning:
             if is_look and self._is_silent:
                 self._is_silent = False
                 log.warning("the provider answers again")
+
+
+def _wait_of(error: ProviderError, num_failed: int, told_s: float) -> tuple[int, float, float | None]:
+    """Return the new number of failures, the seconds waited as told, and the next wait (s); None: no more of them.
+
+    ``num_failed``, ``told_s``: those before this error.
+    """
+    if error.retry_after_s is not None:
+        wait_s = min(max(error.retry_after_s, RETRIES.first_s), RETRY_AFTER_MAX_S)
+        return num_failed, told_s + wait_s, wait_s if told_s < RETRY_AFTER_MAX_S else None
+    return num_failed + 1, told_s, RETRIES.pause_s(num_failed) if num_failed + 1 < TRIES else None
 
 
 def _without_frames(error: Exception) -> Exception:

@@ -9,9 +9,18 @@ from dataclasses import dataclass
 
 from manager.controller.node_requests import request_name
 from manager.controller.state.actions import RequestId, RequestNodes
-from manager.controller.state.events import NodeFacts, NodesGranted, NodesStarted, Paid, RequestRefused
+from manager.controller.state.events import Cause, NodeFacts, NodesGranted, NodesStarted, Paid, RequestRefused
 from manager.controller.state.state import ControllerState
-from manager.providers.interface.provider import Vm, request_part, vm_name
+from manager.providers.interface.provider import (
+    Granted,
+    Misconfigured,
+    ProviderError,
+    QuotaExceeded,
+    Refused,
+    Vm,
+    request_part,
+    vm_name,
+)
 from morph.contract.vm_names import vm_of
 
 
@@ -93,7 +102,7 @@ class VmRegistry:
             return True, None
 
     def answer(
-        self, action: RequestNodes, found: Sequence[Vm] | RequestRefused, known: Collection[str]
+        self, action: RequestNodes, found: Granted | RequestRefused, known: Collection[str]
     ) -> tuple[Answer, End | None]:
         """Record the answer to a request; return the event for the controller, and the VMs to be ended.
 
@@ -119,7 +128,15 @@ class VmRegistry:
                 costs = {node: cost for node, cost in paid(vms, time.time()).items() if node in nodes}
                 facts = {node: known for node, known in facts_of(vms).items() if node in nodes}
                 waiting = tuple(node for vm in vms if vm.waits for node in vm.workers if node in nodes)
-                answer = NodesGranted(request=action.request, nodes=nodes, paid=costs, facts=facts, waiting=waiting)
+                answer = NodesGranted(
+                    request=action.request,
+                    nodes=nodes,
+                    paid=costs,
+                    facts=facts,
+                    waiting=waiting,
+                    short=None if found.missing is None else cause_of(found.missing),
+                    detail="; ".join([*found.decisions, *([] if found.missing is None else [str(found.missing)])]),
+                )
             else:
                 lost = "its VMs were lost before it was granted"
                 answer = RequestRefused(request=action.request, cause="error", detail=lost)
@@ -306,6 +323,14 @@ class VmRegistry:
 
     def _is_ending(self, vm: str) -> bool:
         return any(vm in end.vms for end in self._ends.values())
+
+
+def cause_of(error: ProviderError) -> Cause:
+    """Return what kind of error keeps VMs from coming."""
+    kinds: tuple[tuple[type[ProviderError], Cause], ...] = (
+        (Misconfigured, "input"), (QuotaExceeded, "quota"), (Refused, "capacity")
+    )  # fmt: skip
+    return next((cause for kind, cause in kinds if isinstance(error, kind)), "error")
 
 
 def paid(vms: Sequence[Vm], now_s: float) -> dict[str, Paid]:

@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from manager.providers.aws.client import MAX_PER_PAGE, Aws, code_of, reading
-from manager.providers.aws.errors import TEMPLATE_EXISTS
+from manager.providers.aws.errors import TEMPLATE_EXISTS, state_error
 from manager.providers.aws.spec import VM_TAG, AwsSpec, template_body, template_name
 from manager.providers.interface.cloud import (
     DEVICES_TAG,
@@ -33,11 +33,12 @@ GONE, ENDING = "terminated", "shutting-down"
 
 @dataclass(frozen=True)
 class Instance:
-    """An instance of the run. ``state``: AWS's name for its state."""
+    """An instance of the run. ``state``: AWS's name for its state; ``why``: why it ended, if that is known."""
 
     id: str
     vm: Vm
     state: str
+    why: ProviderError | None = None
 
     @property
     def is_there(self) -> bool:
@@ -118,7 +119,10 @@ class Account:
             int(tags.get(DEVICES_TAG) or 1),
             paid_since_s(created, date or None, now_s),
         )
-        return Instance(str(told["InstanceId"]), vm, str(told["State"]["Name"]))
+        state, reason = str(told["State"]["Name"]), told.get("StateReason") or {}
+        ended = state in (GONE, ENDING) and reason.get("Code")
+        why = state_error(str(reason["Code"]), str(reason.get("Message", "")), f"VM {vm.name}") if ended else None
+        return Instance(str(told["InstanceId"]), vm, state, why)
 
     def vm(self, name: str, request: str, size: str, zone: str, num_devices: int, since_s: float | None) -> Vm:
         """Describe one instance as a VM."""

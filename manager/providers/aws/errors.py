@@ -7,6 +7,7 @@ https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/troubleshooting-launch-fleet
 from __future__ import annotations
 
 from manager.providers.interface.provider import (
+    MESSAGE_CHARACTERS,
     CapacityShort,
     Misconfigured,
     ProviderError,
@@ -62,10 +63,20 @@ NOT_YET = {
     "VolumeInUse",
 }
 """Resources made or ended a moment ago are not known to all of AWS's servers yet."""
+USERS = (
+    "AccessDenied",
+    "Invalid",
+    "Missing",
+    "OperationNotPermitted",
+    "OptInRequired",
+    "Unauthorized",
+    "Unknown",
+    "Valid",
+)
+"""Beginnings of codes of errors that only the user can mend. The meaning of any other code is not known."""
 MISMATCH = "IdempotentParameterMismatch"
 TEMPLATE_EXISTS = "InvalidLaunchTemplateName.AlreadyExistsException"
 DRY_RUN = "DryRunOperation"
-MESSAGE_CHARACTERS = 300
 
 
 def provider_error(code: str, message: str, status: int, begin: str = "") -> ProviderError:
@@ -79,12 +90,27 @@ def provider_error(code: str, message: str, status: int, begin: str = "") -> Pro
         return CapacityShort(text)
     if code == "AuthFailure" and message.startswith("Not authorized"):  # about an image or a network, not the login
         return Misconfigured(text)
-    if code in EXPIRED or code in NOT_YET or code == MISMATCH or status >= 500 or status < 400:
+    if code in EXPIRED or code in NOT_YET or code == MISMATCH or status >= 500:
         return Transient(text)
-    return Misconfigured(text)
+    if status in (401, 403) or code.startswith(USERS):
+        return Misconfigured(text)
+    return Transient(text)
 
 
 def fleet_error(code: str, message: str, begin: str) -> ProviderError:
     """Return a provider's error for one of a fleet, which has no status: unknown ones count as transient."""
     internal = code.startswith(("Internal", "Unavailable", "ServiceUnavailable"))
     return provider_error(code, message, 500 if internal else 400, begin)
+
+
+_ITS_OWN = ("InstanceInitiatedShutdown", "UserInitiatedShutdown", "UserInitiatedHibernate")
+
+
+def state_error(code: str, message: str, begin: str) -> ProviderError:
+    """Return a provider's error for the StateReason of an instance that ended, as ``Server.SpotInstanceTermination``.
+
+    Source: https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_StateReason.html.
+    """
+    side, _, name = code.rpartition(".")
+    status = 500 if side == "Server" or name in _ITS_OWN else 403
+    return provider_error(name, message.removeprefix(f"{code}: "), status, f"{begin} was made and ended")

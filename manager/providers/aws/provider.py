@@ -21,10 +21,12 @@ from manager.providers.aws.client import Aws, aws_client, code_of, reading
 from manager.providers.aws.errors import MISMATCH, fleet_error
 from manager.providers.aws.prices import Prices, prices_of
 from manager.providers.aws.spec import AwsSpec, fleet_body, version_body
-from manager.providers.interface.cloud import Bounds, Identity, missing, turns, why_none
+from manager.providers.interface.cloud import Bounds, Identity, gone_at_once, larger, missing, outcome, turns
 from manager.providers.interface.operations import Operations
 from manager.providers.interface.provider import (
     BOOT_LOG_CHARACTERS,
+    ENDED,
+    RETRYABLE,
     Capabilities,
     CapacityShort,
     Misconfigured,
@@ -91,8 +93,8 @@ class AwsProvider:
     def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
         """See ``Provider``. Among the types with equally many devices, AWS chooses type and zone.
 
-        Types with more devices are tried, for what is still missing, after those with fewer are refused. An error that
-        the user must fix ends the request, which then returns the VMs that were made.
+        Types with more devices are tried only for VMs that were refused: an instance that was made and died is missing,
+        and StateReason says why.
         """
         answer = self._operations.answer(request)
         if answer is not None:
@@ -101,44 +103,50 @@ class AwsProvider:
             self.account.make_template()
             self._has_template = True
         most, spec = count if max_vms is None else max_vms, self._spec.of_type(node_type)
-        refused: list[Refused | Misconfigured] = []
+        made: dict[str, int] = {}
+        errors: dict[str, ProviderError] = {}
+        decisions: list[str] = []
         for num_devices in turns(spec.types, count, most):
-            if any(isinstance(error, Misconfigured) for error in refused):
-                break
             there = {vm.name: vm.num_devices for vm in self.list() if vm.request == request}
-            names = [name for _, name in missing(request, there, count, most, num_devices)]
-            refused += self._make(names, request, num_devices, spec)
-        made = tuple(vm for vm in self.list() if vm.request == request)
-        if not made:
-            raise why_none(request, refused)
-        self._operations.answered(request, tuple(vm.name for vm in made))
-        return made
+            names = [name for _, name in missing(request, made | there, count, most, num_devices)]
+            if names and errors:
+                decisions.append(larger(request, len(names), spec.types, num_devices, errors))
+            errors = self._make(names, request, num_devices, spec)
+            made |= {name: num_devices for name in names if name not in errors}
+            if not all(isinstance(error, Refused) for error in errors.values()):
+                break
+        instances = self._instances()
+        vms = [vm for vm in self._listed(instances) if vm.request == request]
+        died = gone_at_once(made.keys() - {vm.name for vm in vms})
+        died |= {one.vm.name: one.why for one in instances if one.vm.name in died and one.why is not None}
+        granted = outcome(request, vms, errors | died, decisions)
+        if not isinstance(granted.missing, RETRYABLE):
+            self._operations.answered(request, tuple(vm.name for vm in granted))
+        return granted
 
-    def _make(
-        self, names: Sequence[str], request: str, num_devices: int, spec: AwsSpec
-    ) -> list[Refused | Misconfigured]:
-        """Make VMs, some at the same time; after the first refusal no further ones are requested."""
-        refused: list[Refused | Misconfigured] = []
-        failed: list[ProviderError] = []
+    def _make(self, names: Sequence[str], request: str, num_devices: int, spec: AwsSpec) -> dict[str, ProviderError]:
+        """Make VMs, some at the same time; return the errors of the others, by name.
+
+        After an error that applies to all of them no further ones are requested.
+        """
+        errors: dict[str, ProviderError] = {}
 
         def make(name: str) -> None:
-            if refused or failed or self.account.stopped.is_set():
-                return
+            same = next((error for error in [*errors.values()] if not isinstance(error, Transient)), None)
+            if self.account.stopped.is_set():
+                same = Transient(f"{request}: no longer waited for")
             try:
-                self._make_one(name, request, num_devices, spec)
-            except (Refused, Misconfigured) as error:
-                refused.append(error)
+                if same is None:
+                    self._make_one(name, request, num_devices, spec)
             except ProviderError as error:
-                failed.append(error)
+                same = error
+            if same is not None:
+                errors[name] = same
 
         if names:
             with ThreadPoolExecutor(min(NUM_AT_ONCE, len(names)), "morph-fleet") as pool:
                 list(pool.map(make, names))
-        if failed:
-            raise failed[0]
-        if self.account.stopped.is_set():
-            raise Transient(f"{request}: no longer waited for")
-        return refused
+        return errors
 
     def _make_one(self, name: str, request: str, num_devices: int, spec: AwsSpec) -> None:
         """Request one VM, or repeat an earlier manager's request under the same client token."""
@@ -206,7 +214,11 @@ class AwsProvider:
         return found
 
     def list(self) -> tuple[Vm, ...]:
-        vms = {one.vm.name: one.vm for one in self._instances() if one.is_there}
+        return self._listed(self._instances())
+
+    @staticmethod
+    def _listed(instances: Sequence[Instance]) -> tuple[Vm, ...]:
+        vms = {one.vm.name: one.vm for one in instances if one.is_there}
         return tuple(vms[name] for name in sorted(vms, key=lambda name: (len(name), name)))
 
     def delete(self, names: Sequence[str]) -> None:
@@ -226,10 +238,13 @@ class AwsProvider:
     def boot_log(self, name: str) -> str:
         """See ``Provider``: the console output."""
         try:
-            found = [one.id for one in self._instances() if one.vm.name == name]
+            found = [one for one in self._instances() if one.vm.name == name]
         except ProviderError:
             return ""
-        return self.account.console(found[-1])[-BOOT_LOG_CHARACTERS:] if found else ""
+        if not found:
+            return ""
+        why = "" if found[-1].why is None else f"{ENDED}{found[-1].why}\n"
+        return why + self.account.console(found[-1].id)[-BOOT_LOG_CHARACTERS + len(why) :]
 
     def stop(self) -> None:
         """See ``Provider``: requested instances are still made, and listed."""
@@ -249,12 +264,12 @@ class AwsProvider:
         return Capabilities(spot=self._spec.spot, zones=self._spec.zones, notices="aws", ending=self._ending)
 
 
-CHIEF = (Throttled, Transient, QuotaExceeded, CapacityShort, Misconfigured)
+OF_A_FLEET = (Throttled, Transient, QuotaExceeded, CapacityShort, Misconfigured)
 
 
 def _chief(errors: Sequence[ProviderError]) -> ProviderError:
     """Return the most important error of a fleet: each type and zone has its own."""
-    return min(errors, key=lambda error: CHIEF.index(type(error)))
+    return min(errors, key=lambda error: OF_A_FLEET.index(type(error)))
 
 
 def open_aws(

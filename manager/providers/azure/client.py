@@ -21,8 +21,9 @@ logging.getLogger("azure").addHandler(logging.NullHandler())
 """The SDK's warnings are silenced, because each also comes as an error in one sentence."""
 CONNECT_TIMEOUT_S = 10
 READ_TIMEOUT_S = 60
-SHORT_PAUSE_S = 10.0
-"""Seconds: the client repeats a throttled call if the pause is at most this; longer ones are left to the caller."""
+SHORT_PAUSE_S = 60.0
+"""Seconds: the client repeats a throttled call if the pause is at most this; longer ones are left to the caller, which
+begins its sequence of calls anew."""
 NUM_REPEATS = 3
 POLL_PAUSE_S = 60.0
 """Seconds: the longest pause between two polls of an operation, whatever pause Azure asks for."""
@@ -50,7 +51,7 @@ def azure_client(
         authority: The URL for logins; None: the public cloud's.
         policies: Further pipeline policies.
         read_timeout_s: Time limit for one answer.
-        pause: Waits some seconds.
+        pause: Waits some seconds; true: the call is not to be repeated any more.
     """
     base_url = base_url.rstrip("/")
     where = {"authority": authority} if authority else {}
@@ -71,6 +72,11 @@ def azure_client(
         connection_timeout=CONNECT_TIMEOUT_S,
         read_timeout=read_timeout_s,
     )
+
+
+def until_stopped(stopped: threading.Event) -> Callable[[float], object]:
+    """Return a pause that ends once ``stopped`` is set; later pauses, of calls that end VMs, last their time."""
+    return lambda pause_s: time.sleep(pause_s) if stopped.is_set() else stopped.wait(pause_s)
 
 
 class _WithoutTls(SansIOHTTPPolicy):  # type: ignore[misc,type-arg,unused-ignore]
@@ -122,8 +128,9 @@ class _Repeats(HTTPPolicy):  # type: ignore[misc,type-arg,unused-ignore]
             except (ServiceRequestError, ServiceResponseError):
                 if not is_poll or not left:
                     raise
-                pause_s = DEFAULT_PAUSE_S
+                pause_s, is_answered = DEFAULT_PAUSE_S, False
             else:
+                is_answered = True
                 status = response.http_response.status_code
                 if status == 401 and not renewed:
                     renewed = True
@@ -138,4 +145,5 @@ class _Repeats(HTTPPolicy):  # type: ignore[misc,type-arg,unused-ignore]
                 elif pause_s > SHORT_PAUSE_S:
                     return response
             left -= 1
-            self._pause(pause_s)
+            if self._pause(pause_s) and is_answered:
+                return response

@@ -14,6 +14,7 @@ from email.utils import parsedate_to_datetime
 from azure.core.exceptions import AzureError, ClientAuthenticationError, HttpResponseError
 
 from manager.providers.interface.provider import (
+    MESSAGE_CHARACTERS,
     CapacityShort,
     Misconfigured,
     ProviderError,
@@ -57,7 +58,6 @@ SOON = {"NicReservedForAnotherVm"}
 """A code that is returned for three minutes after a VM failed; it is transient, although its status is 400."""
 GONE = {"ResourceNotFound", "NotFound"}
 """Codes: the resource does not exist. With other codes of status 404, its group or subscription does not exist."""
-MESSAGE_CHARACTERS = 300
 
 
 class SizeRefused(CapacityShort):

@@ -17,10 +17,11 @@ from manager.host.plain_http import HttpFailed, fetch
 from manager.providers.azure.errors import SizeRefused, translating
 from manager.providers.azure.group import Group, NotInTime
 from manager.providers.azure.spec import AzureSize, AzureSpec, vm_body
-from manager.providers.interface.cloud import Bounds, Identity, missing, turns, why_none
+from manager.providers.interface.cloud import Bounds, Identity, gone_at_once, larger, missing, outcome, turns
 from manager.providers.interface.operations import Operations
 from manager.providers.interface.provider import (
     BOOT_LOG_CHARACTERS,
+    RETRYABLE,
     Capabilities,
     CapacityShort,
     Misconfigured,
@@ -28,6 +29,7 @@ from manager.providers.interface.provider import (
     ProviderError,
     QuotaExceeded,
     Refused,
+    Throttled,
     Vm,
 )
 
@@ -46,7 +48,7 @@ class _Making:
     offers: list[Offer]
     num_devices: int
     poller: Any = None
-    error: Refused | Misconfigured | None = None
+    error: ProviderError | None = None
     offer: Offer | None = field(default=None)
 
 
@@ -94,8 +96,7 @@ class AzureProvider:
     def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
         """See ``Provider``. If Azure refuses an offer, the next zone is tried, and then the next size.
 
-        Sizes with more devices are tried, for what is still missing, after those with fewer are refused. An error that
-        the user must fix ends the request, which then returns the VMs that were made.
+        Sizes with more devices are tried, for what is still missing, after those with fewer are refused.
         """
         answer = self._operations.answer(request)
         if answer is not None:
@@ -109,28 +110,31 @@ class AzureProvider:
         there = {vm.name: vm.num_devices for vm, state in found if state not in (*BEING_MADE, *LOST)}
         making = [_Making(vm.name, [], vm.num_devices) for vm, state in found if state in BEING_MADE]
         states = {vm.name: state for vm, state in found}
-        refused: list[Refused | Misconfigured] = []
+        errors: dict[str, ProviderError] = {}
+        decisions: list[str] = []
         for num_devices in turns(spec.sizes, count, most):
-            if time.monotonic() >= until_s or any(isinstance(error, Misconfigured) for error in refused):
+            if time.monotonic() >= until_s or not all(isinstance(error, Refused) for error in errors.values()):
                 break
             known = there | {one.name: one.num_devices for one in making}
-            making += [
-                _Making(name, spec.offers_of(index, num_devices), num_devices)
-                for index, name in missing(request, known, count, most, num_devices)
-            ]
+            new = missing(request, known, count, most, num_devices)
+            if new and errors:
+                decisions.append(larger(request, len(new), spec.sizes, num_devices, errors))
+            making += [_Making(name, spec.offers_of(index, num_devices), num_devices) for index, name in new]
             given_up = self._make(making, request, states, until_s)
             there |= {one.name: one.num_devices for one in making if one not in given_up}
-            refused += [one.error for one in given_up if one.error is not None]
+            errors = {one.name: one.error for one in given_up if one.error is not None}
             making = []
         found = self._of(request)
-        made = tuple(vm for vm, state in found if state not in (*BEING_MADE, *LOST))
-        self.group.begin_ends([vm.name for vm, _ in found if vm not in made])  # no request waits for them any more
-        if not made:
-            raise why_none(request, refused)
+        made = [vm for vm, state in found if state not in (*BEING_MADE, *LOST)]
+        gone = gone_at_once(there.keys() - {vm.name for vm in made})
+        if not any(isinstance(error, RETRYABLE) for error in (gone | errors).values()):  # nothing waits for the others
+            self.group.begin_ends([vm.name for vm, _ in found if vm not in made])
+        granted = outcome(request, made, gone | errors, decisions)
         with contextlib.suppress(ProviderError):  # no permission: the disks will not be found later
-            self.group.tag_disks(made)
-        self._operations.answered(request, tuple(vm.name for vm in made))
-        return made
+            self.group.tag_disks(granted)
+        if not isinstance(granted.missing, RETRYABLE):
+            self._operations.answered(request, tuple(vm.name for vm in granted))
+        return granted
 
     def list(self) -> tuple[Vm, ...]:
         """See ``Provider``."""
@@ -200,15 +204,17 @@ class AzureProvider:
         """Make VMs at the same time, each by its first offer that succeeds; return VMs without an offer left."""
         given_up: list[_Making] = []
         while making:
-            wrong: Misconfigured | None = None
+            same: ProviderError | None = None
             for one in making:
-                if wrong is not None:
-                    one.error = wrong
+                if same is not None:
+                    one.error = same
                     continue
                 try:
                     self._begin(one, request, states.pop(one.name, None), until_s)
-                except Misconfigured as error:  # the others would be refused in the same way
-                    wrong = one.error = error
+                except (Misconfigured, Throttled) as error:  # the others would be answered in the same way
+                    same = one.error = error
+                except ProviderError as error:
+                    one.error = error
             making, without = self._round(making, until_s)
             given_up += without
         return given_up
@@ -225,14 +231,10 @@ class AzureProvider:
         one.offer = one.offers.pop(0)
         names = {"run": self._identity.run, "job": self._identity.job, "request": request}
         body = vm_body(self._spec, names, one.name, one.offer, self._custom_data(one.name, one.num_devices))
-        try:
-            with translating(f"VM {one.name}"):
-                one.poller = self._machines.begin_create_or_update(
-                    self._spec.resource_group, one.name, body, polling_interval=self._bounds.poll_s
-                )
-        except Refused as error:
-            one.error = error
-            return
+        with translating(f"VM {one.name}"):
+            one.poller = self._machines.begin_create_or_update(
+                self._spec.resource_group, one.name, body, polling_interval=self._bounds.poll_s
+            )
         self._operations.begun(one.name, one.poller.continuation_token())
 
     def _resumed(self, one: _Making) -> Any:
@@ -265,11 +267,13 @@ class AzureProvider:
             except (Refused, Misconfigured) as error:
                 one.error = error
                 remains.append(one.name)
+            except ProviderError as error:  # it may exist: the request is repeated under its name
+                one.error = error
             self._operations.ended(one.name)
             why, one.poller, one.error = one.error, None, None
             if why is None:
                 continue
-            if isinstance(why, Misconfigured):
+            if not isinstance(why, Refused):
                 one.offers = []
             if isinstance(why, QuotaExceeded | SizeRefused) and one.offer is not None:  # this applies to all zones
                 one.offers = [offer for offer in one.offers if offer[0] != one.offer[0]]
@@ -280,7 +284,7 @@ class AzureProvider:
                 given_up.append(one)
         try:
             self.group.end(remains, until_s, always=False)
-        except Misconfigured as error:  # remains of failed VMs block their names
+        except ProviderError as error:  # remains of failed VMs block their names
             kept = [one for one in left if one.name in remains]
             for one in kept:
                 one.error = error

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 from collections.abc import Sequence
 
 from pydantic import Field
 
-from manager.providers.interface.provider import Misconfigured, Transient
+from manager.providers.interface.provider import MESSAGE_CHARACTERS, Misconfigured, Transient
 from morph.contract.base import Value
 from morph.contract.cluster import NodeType, UsdPerHour
 from morph.contract.vm_names import MAX_DEVICES
@@ -26,6 +27,12 @@ OPTIONS = (
     "PermitLocalCommand=no",
     "RequestTTY=no",
 )
+_USERS = re.compile(
+    "host key verification failed|permission denied|no matching|bad configuration option", re.IGNORECASE
+)
+"""What ssh says of errors that only the user can mend, such as a changed host key."""
+_FRAME = re.compile("@{5,}")
+"""ssh draws a frame around the warning of a changed host key."""
 SSH_FAILED = 255
 """The exit status of ssh's own errors; any other status is that of the remote command."""
 
@@ -47,10 +54,17 @@ class SshHost(Value):
         pattern=r"^\d+\.\d+\.\d+\.\d+$",
         description="address for other nodes; absent: its address towards the manager",
     )
-    num_gpus: int = Field(default=1, ge=1, le=MAX_DEVICES, description="devices that Morph uses, each with a worker")
+    num_gpus: int = Field(
+        default=1, ge=0, le=MAX_DEVICES, description="devices that Morph uses, each with a worker; 0: the processor"
+    )
     node_type: NodeType | None = Field(
         default=None, description="type of these devices, by its name in the profile; absent: all hosts are alike"
     )
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices, each of which has a worker."""
+        return max(1, self.num_gpus)
 
     @property
     def is_here(self) -> bool:
@@ -124,7 +138,8 @@ def run_ssh(
     Raises:
         Unanswered: the host did not answer in time, or the program was killed.
         Transient: the host was not reached.
-        Misconfigured: there is no ssh program, or the remote line failed.
+        Misconfigured: there is no ssh program, ssh refuses the host or the host refuses the login, or the remote line
+            failed.
     """
     try:
         done = subprocess.run(
@@ -141,10 +156,13 @@ def run_ssh(
         raise Unanswered(f"{host.shown} did not answer within {timeout_s:g} s") from error
     except OSError as error:
         raise Misconfigured(f"{program[0]} cannot be run: {error.strerror}") from error
-    said = " ".join((done.stderr or "").split())[-300:].replace(secret, "...") if secret else done.stderr.strip()[-300:]
+    said = " ".join(_FRAME.sub("", done.stderr if not secret else done.stderr.replace(secret, "...")).split())
+    said = said[:MESSAGE_CHARACTERS]
     if done.returncode < 0:
         raise Unanswered(f"{host.shown} did not answer before {program[0]} was killed by signal {-done.returncode}")
     if done.returncode == SSH_FAILED:
+        if _USERS.search(done.stderr):
+            raise Misconfigured(f"{host.shown} cannot be used: {said}")
         raise Transient(f"{host.shown} cannot be reached: {said}")
     if done.returncode:
         raise Misconfigured(f"{host.shown}: the command failed with {done.returncode}: {said}")

@@ -15,6 +15,7 @@ from typing import Protocol, Self
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from manager.providers.hosts.ssh import SshHost, Unanswered, end_script, log_script, run_ssh, start_script
+from manager.providers.interface.cloud import outcome
 from manager.providers.interface.provider import (
     BOOT_LOG_CHARACTERS,
     Capabilities,
@@ -63,7 +64,7 @@ class Hosts(Value):
     def usd_per_gpu_h(self, host: SshHost) -> float | None:
         """Return the dollars an hour of one of a host's devices; None: not known."""
         usd_per_h = self.usd_per_h if host.usd_per_h is None else host.usd_per_h
-        return None if usd_per_h is None else usd_per_h / host.num_gpus
+        return None if usd_per_h is None else usd_per_h / host.num_devices
 
     def at(self, usd_per_h: float) -> Self:
         """Return the same hosts, each at this price."""
@@ -193,12 +194,13 @@ class StaticProvider:
                 self._give_back(key, vm)
                 continue
             granted.append(vm)
-        if not granted and wrong is not None:
-            raise wrong
-        if not granted:
-            of_type = f"{len(self._hosts) - len(others)} hosts{f' with {node_type}' if node_type else ''}"
-            raise CapacityShort(trouble or f"none of the {of_type} is free", LOOK_AGAIN_S)
-        return tuple(granted)
+        if not granted and wrong is not None and (leased or tried == self._hosts.keys()):
+            raise wrong  # no other host can come free
+        if sum(vm.num_devices for vm in granted) >= count or len(granted) >= most:
+            return tuple(granted)
+        of_type = f"{len(self._hosts) - len(others)} hosts{f' with {node_type}' if node_type else ''}"
+        short = CapacityShort(str(wrong or trouble or f"none of the {of_type} is free"), LOOK_AGAIN_S)
+        return outcome(request, granted, {request: short})
 
     def list(self) -> tuple[Vm, ...]:
         """See ``Provider``."""
@@ -286,7 +288,7 @@ class StaticProvider:
             free = [key for key in self._hosts if key not in leases and key not in tried]
             if not free:
                 return None
-            sizes = {key: self._hosts[key].num_gpus for key in free}
+            sizes = {key: self._hosts[key].num_devices for key in free}
             key = min(free, key=lambda key: (sizes[key] > missing, abs(missing - sizes[key])))
             name = next(name for index in numbers() if (name := vm_name(request, index)) not in taken)
             vm = Vm(name=name, request=request, num_devices=sizes[key])

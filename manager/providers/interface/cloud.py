@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -14,12 +14,15 @@ from typing import Generic, NamedTuple, TypeVar
 from pydantic import Field
 
 from manager.providers.interface.provider import (
+    Granted,
     Misconfigured,
     Price,
     ProviderError,
     QuotaExceeded,
     Refused,
+    Throttled,
     Transient,
+    Vm,
     vm_name,
 )
 from morph.contract.base import Value
@@ -140,11 +143,43 @@ def missing(request: str, known: Mapping[str, int], count: int, most: int, num_d
     return list(itertools.islice(free, num_vms))
 
 
-def why_none(request: str, refused: Collection[Refused | Misconfigured]) -> ProviderError:
-    """Return the error of a request that got no VM; errors that the user must fix take precedence, then quotas."""
-    evicted = Transient(f"{request}: its VMs were made and are gone")
-    first = {Misconfigured: 0, QuotaExceeded: 1}
-    return min([*refused, evicted], key=lambda error: first.get(type(error), 2))
+CHIEF = (Misconfigured, Throttled, Transient, QuotaExceeded, Refused, ProviderError)
+
+
+def outcome(
+    request: str, made: Iterable[Vm], errors: Mapping[str, ProviderError], decisions: Sequence[str] = ()
+) -> Granted:
+    """Return the VMs of a request, with the most important error as the reason why others are missing.
+
+    Errors that the user must mend take precedence, then those after which the same request may get more.
+
+    ``errors``: by the names of the VMs that did not come.
+
+    Raises:
+        ProviderError: no VM came; this is that error.
+    """
+    granted = tuple(made)
+    chief = min(
+        errors.values(), key=lambda error: next(n for n, of in enumerate(CHIEF) if isinstance(error, of)), default=None
+    )
+    if not granted:
+        raise chief or Transient(f"{request}: its VMs were made and are gone")
+    return Granted(granted, chief, decisions)
+
+
+def gone_at_once(names: Iterable[str]) -> dict[str, ProviderError]:
+    """Return the errors of VMs that were made and are not there any more: they are missing, and were not refused."""
+    return {name: Transient(f"VM {name} was made, and was gone at once") for name in names}
+
+
+def larger(
+    request: str, num_vms: int, sizes: Iterable[Size], num_devices: int, refused: Mapping[str, ProviderError]
+) -> str:
+    """Return the sentence on the choice of sizes with more devices, because those with fewer were refused."""
+    names = " or ".join(size.name for size in sizes if size.num_devices == num_devices)
+    return (
+        f"{request}: {num_vms} of {names} with {num_devices} devices requested, because {next(iter(refused.values()))}"
+    )
 
 
 def priced(what: str, usd_per_h: float | None) -> str:

@@ -16,7 +16,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -29,6 +29,10 @@ from morph.contract.vm_names import MAX_DEVICES, workers_of
 from morph.contract.waits import Backoff
 
 NAME_CHARACTERS = 48
+ENDED = "ended: "
+"""Begins the first line of a boot log if the cloud says why the VM ended."""
+MESSAGE_CHARACTERS = 300
+"""The number of characters at the beginning of a message of a cloud that Morph's own message keeps."""
 BOOT_LOG_CHARACTERS = 2000
 """The number of characters at the end of a VM's boot log that a journal keeps."""
 
@@ -99,11 +103,36 @@ class Vm(Value):
         default="", description="type of its GPUs; empty: all are alike", exclude_if=lambda given: not given
     )
     waits: bool = Field(default=False, description="it is in its market's queue, and costs nothing until it begins")
+    waits_for: str = Field(
+        default="", description="the market's reason why it waits; empty: the usual", exclude_if=lambda given: not given
+    )
+    never_begins: bool = Field(
+        default=False, description="that reason is the user's to mend", exclude_if=lambda given: not given
+    )
 
     @property
     def workers(self) -> tuple[str, ...]:
         """The names of its workers, by device."""
         return workers_of(self.name, self.num_devices)
+
+
+class Granted(tuple[Vm, ...]):
+    """The VMs that a request got.
+
+    ``missing``: why fewer came than were requested, where its class says what to do about the rest; None: nothing is
+    missing, or ``max_vms`` is reached. ``decisions``: sentences about choices that the user pays for.
+    """
+
+    missing: ProviderError | None
+    decisions: tuple[str, ...]
+
+    def __new__(
+        cls, vms: Iterable[Vm] = (), missing: ProviderError | None = None, decisions: Sequence[str] = ()
+    ) -> Granted:
+        """Make the answer to one request."""
+        granted = super().__new__(cls, vms)
+        granted.missing, granted.decisions = missing, tuple(decisions)
+        return granted
 
 
 class Price(Value):
@@ -136,7 +165,9 @@ class Provider(Protocol):
 
         Repeating a request under its name, from any process, gets no further VMs. A VM is made only while the other VMs
         have fewer devices, so that no VM is superfluous; the last VM may bring more devices than were missing. The
-        result has fewer devices if no more VMs are available, or if the limit ``max_vms`` (None: ``count``) is reached.
+        result has fewer devices if the limit ``max_vms`` (None: ``count``) is reached, or if some VMs did not come:
+        then it is a ``Granted`` with the reason. Trouble with one VM ends no other one: an error is raised only if none
+        came.
 
         ``node_type``: the user's name for the type of their GPUs; empty: any type.
 
@@ -173,7 +204,10 @@ class Provider(Protocol):
         """
 
     def boot_log(self, name: str) -> str:
-        """Return the end of the boot log of a VM of this run; empty if it is not known. Never fails."""
+        """Return the end of the boot log of a VM of this run; empty if it is not known. Never fails.
+
+        If the cloud says why the VM ended, the first line is ``ENDED`` and that reason.
+        """
 
     def stop(self) -> None:
         """Make a request under way in another thread give up soon; VMs that it made are still listed."""

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from manager.providers.interface.provider import (
+    MESSAGE_CHARACTERS,
     CapacityShort,
     Misconfigured,
     ProviderError,
@@ -29,6 +30,16 @@ TIME_FORMAT = "%s"
 JSON_SINCE = (23, 2)
 """The first version whose ``squeue --json`` honours filters; earlier ones list the jobs of all users, 10 kB each."""
 MARK = "morph "
+NEVER = frozenset(
+    {
+        "AccountNotAllowed", "AssocMaxWallDurationPerJobLimit", "BadConstraints", "DependencyNeverSatisfied",
+        "InvalidAccount", "InvalidQOS", "PartitionNodeLimit", "PartitionTimeLimit", "QOSMaxWallDurationPerJobLimit",
+        "QOSNotAllowed", "QOSTimeLimit",
+    }
+)  # fmt: skip
+"""Reasons of waiting jobs that never begin, unless the user mends the cloud file."""
+ORDINARY = frozenset({"", "BeginTime", "Cleaning", "None", "Priority", "Prolog", "Resources"})
+"""Reasons of jobs that begin in time. A job with any other reason may begin."""
 WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
 OVER = frozenset(
     {
@@ -220,6 +231,6 @@ def error_of(program: str, said: str) -> ProviderError:
             f"{program} finds no configuration of Slurm: this machine has no slurm.conf (SLURM_CONF names another "
             "place), and no controller answers that would send one"
         )
-    text = " ".join(said.replace(f"{program}: error:", "").split())[-300:] or "it says nothing"
+    text = " ".join(said.replace(f"{program}: error:", "").split())[:MESSAGE_CHARACTERS] or "it says nothing"
     kind = next((kind for kind, words in _KINDS if re.search(words, said)), Transient)
     return kind(f"{program}: {text}")

@@ -17,14 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from manager.providers.interface.cloud import outcome
 from manager.providers.interface.provider import (
     BOOT_LOG_CHARACTERS,
+    ENDED,
     Capabilities,
     Misconfigured,
     Price,
     ProviderError,
     QuotaExceeded,
-    Refused,
     RunName,
     Transient,
     Vm,
@@ -33,6 +34,8 @@ from manager.providers.interface.provider import (
 )
 from manager.providers.slurm.answers import (
     JSON_SINCE,
+    NEVER,
+    ORDINARY,
     TIME_FORMAT,
     Job,
     Mark,
@@ -146,7 +149,7 @@ class SlurmProvider:
         jobs = self._one_each(self._jobs())
         known = {job.name for job in jobs}
         there = [job for job in jobs if job.phase != "over" and _mark(job).request == request]
-        missing = min(-(-count // self._spec.num_gpus), most) - len(there)
+        missing = min(-(-count // self._spec.num_devices), most) - len(there)
         if self._spec.max_jobs is not None:
             missing = min(missing, room := self._spec.max_jobs - sum(job.phase != "over" for job in jobs))
             if room <= 0 and not there:
@@ -159,14 +162,13 @@ class SlurmProvider:
                 break
             try:
                 submitted.append(self._submit(node, request))
-            except (Refused, Misconfigured) as error:  # the others would be refused in the same way
+            except ProviderError as error:  # the others would be answered in the same way
                 refused = error
                 break
         if submitted:
             there = [job for job in self._seen(submitted) if job.phase != "over" and _mark(job).request == request]
-        if not there:
-            raise refused or Transient(f"{request}: its jobs were submitted and are gone")
-        return tuple(sorted((self._vm(job) for job in there), key=lambda vm: int(vm.name.rpartition("-")[2])))
+        vms = sorted((self._vm(job) for job in there), key=lambda vm: int(vm.name.rpartition("-")[2]))
+        return outcome(request, vms, {} if refused is None else {request: refused})
 
     def list(self) -> tuple[Vm, ...]:
         """See ``Provider``."""
@@ -208,7 +210,7 @@ class SlurmProvider:
             if job is not None:
                 done = ["sacct", "--parsable2", "--noheader", "--allocations", "--format=State,ExitCode"]
                 why = why_over(self._run([*done, f"--jobs={job.number}"]).out) or "+".join(sorted(job.states))
-                text = f"job {job.number} of Slurm: {why}\n"
+                text = f"{ENDED if job.phase == 'over' else ''}job {job.number} of Slurm: {why}\n"
                 log = self._logs / f"{name}-{job.number}.log"
                 text += log.read_text(encoding="utf-8", errors="replace")[-BOOT_LOG_CHARACTERS + len(text) :]
         return text
@@ -236,7 +238,7 @@ class SlurmProvider:
         return {mark.run: mark.job for job in self._all() if (mark := job.mark) is not None and job.phase != "over"}
 
     def _submit(self, node: str, request: str) -> str:
-        mark = Mark(run=self._name.run, job=self._name.job, request=request, devices=self._spec.num_gpus)
+        mark = Mark(run=self._name.run, job=self._name.job, request=request, devices=self._spec.num_devices)
         try:
             self._logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -323,6 +325,8 @@ class SlurmProvider:
             paid_since_s=job.starts_s if runs else None,
             num_devices=mark.devices,
             waits=job.phase == "waiting",
+            waits_for="" if job.reason in ORDINARY or job.phase != "waiting" else job.reason,
+            never_begins=job.reason in NEVER and job.phase == "waiting",
         )
 
 

@@ -38,7 +38,9 @@ class SlurmSpec(Value):
     account: str | None = Field(default=None, pattern=WORD)
     qos: str | None = Field(default=None, pattern=WORD)
     gres: str | None = Field(default=None, pattern=WORD, description="as for sbatch, such as gpu:a100:4; absent: none")
-    num_gpus: int = Field(default=1, ge=1, le=MAX_DEVICES, description="devices of a job that Morph drives")
+    num_gpus: int = Field(
+        default=1, ge=0, le=MAX_DEVICES, description="devices of a job that Morph uses; 0: the processor, as one"
+    )
     cpus: int = Field(default=1, ge=1, le=1024, description="processor cores of a job")
     memory: str | None = Field(default=None, pattern=r"^\d+[KMGT]?$", description="memory of a job, as for --mem")
     time_limit: str | None = Field(
@@ -93,6 +95,11 @@ class SlurmSpec(Value):
         return self
 
     @property
+    def num_devices(self) -> int:
+        """The number of devices of a job, each of which has a worker."""
+        return max(1, self.num_gpus)
+
+    @property
     def size(self) -> str:
         """The name of the kind of job in reports and in the history."""
         return self.partition if self.gres is None else f"{self.partition}/{self.gres}"
@@ -130,12 +137,12 @@ def planned(
     ``script``: returns the text that is shown for the script, given a node's name and number of devices, because the
     script holds secrets.
     """
-    mark = Mark(run=run, job=job, request=request, devices=spec.num_gpus)
-    num_jobs = min(-(-count // spec.num_gpus), spec.max_jobs or count)
+    mark = Mark(run=run, job=job, request=request, devices=spec.num_devices)
+    num_jobs = min(-(-count // spec.num_devices), spec.max_jobs or count)
     nodes = [vm_name(request, index) for index in range(num_jobs)]
     commands = [shlex.join(sbatch_command(spec, node, mark, logs)) for node in nodes]
     return [
-        {"command": command, "standard input": script(node, spec.num_gpus)}
+        {"command": command, "standard input": script(node, spec.num_devices)}
         for node, command in zip(nodes, commands, strict=True)
     ]
 
@@ -175,7 +182,7 @@ def _leader(start: NodeStart, spec: SlurmSpec, node: str, grace_s: float) -> str
     file system.
     """
     limits = json.dumps({"grace_s": grace_s, "ahead_s": spec.successor_s}).replace("}", ', "ends_s": %s}')
-    known = {"{node}": node, "{address}": "", "{devices}": str(spec.num_gpus)}
+    known = {"{node}": node, "{address}": "", "{devices}": str(spec.num_devices)}
     _, _, script = static_node(start, "slurm")
     for name, value in known.items():
         script = script.replace(name, value)
