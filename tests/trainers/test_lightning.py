@@ -174,8 +174,13 @@ def images() -> Dataset[Any]:
     ],
 )
 def test_examples_of_lightning_train_as_fit_does_or_are_refused_by_name(
-    module: Callable[[], Any], data: Callable[[], Any], refused: str | None
+    module: Callable[[], Any],
+    data: Callable[[], Any],
+    refused: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # one of them writes into the current folder
     torch.manual_seed(0)
     with pytest.raises(InputError, match=refused) if refused else nullcontext():
         program = morph.lightning.job(module(), DataLoader(data(), batch_size=4), num_sections=2).own_program
