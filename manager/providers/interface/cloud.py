@@ -35,10 +35,15 @@ RUN_TAG, JOB_TAG, REQUEST_TAG, DEVICES_TAG = "morph-run", "morph-job", "morph-re
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits on waits, in seconds. ``poll_s``: between two polls of an operation, if the cloud names no time."""
+    """Limits on waits, in seconds.
+
+    ``list_s``: how long lists may omit what was just made. ``poll_s``: between two polls of an operation, if the cloud
+    names no time.
+    """
 
     make_s: float = 600.0
     delete_s: float = 300.0
+    list_s: float = 300.0
     poll_s: float = 5.0
 
 
