@@ -32,6 +32,9 @@ from morph.contract.vm_names import MAX_DEVICES
 
 RUN_TAG, JOB_TAG, REQUEST_TAG, DEVICES_TAG = "morph-run", "morph-job", "morph-request", "morph-devices"
 
+TAG_CHARACTERS = 256
+"""The number of characters that a tag's value may have on AWS and on Azure."""
+
 
 @dataclass(frozen=True)
 class Bounds:

@@ -55,6 +55,7 @@ def dry_run_command(
 
     market = market_of_file(read_yaml(file), kind)
     spec = load_yaml(file, market.described)
+    market.check_job_name(job, str(file), "--job")
     shown = [_boot_of(cluster, market.kind, spec)] if cluster else []
     print(json.dumps(market.planned(spec, file, run, job, f"{job}-1", count, *shown), indent=1))
 
