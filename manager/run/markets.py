@@ -125,7 +125,8 @@ class Market(ABC):
         Raises:
             ConfigError: this kind has no checks.
         """
-        raise ConfigError("cloud files of this kind have no checks", field="--kind", value=self.kind, allowed="aws")
+        allowed = "azure or aws"
+        raise ConfigError("cloud files of this kind have no checks", field="--kind", value=self.kind, allowed=allowed)
 
     def policy(self, _described: Any) -> dict[str, Any]:
         """Return the minimal permissions of the manager's user.
@@ -198,6 +199,16 @@ class AzureMarket(Market):
         from manager.providers.azure.termination import end_run
 
         return end_run(described, run, job, told=told)
+
+    def findings(self, described: AzureSpec, count: int) -> Iterator[Finding]:
+        """See ``Market``."""
+        self.check("the cloud file")
+        from manager.providers.azure.checks import Checks
+        from manager.providers.azure.client import azure_client
+
+        where: dict[str, Any] = {"base_url": described.resource_manager, "authority": described.authority}
+        client = azure_client(described.subscription_id, **where)
+        return Checks(described, client, count, retail_prices(described)).run()
 
     def planned(self, described: AzureSpec, _path: Path, *names: Any) -> list[dict[str, Any]]:
         """See ``Market``."""

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from botocore.exceptions import NoCredentialsError
@@ -122,7 +123,7 @@ def test_a_run_has_not_ended_while_aws_may_list_more_of_its_instances(ec2: FakeE
 
     def reconciled(run: str, list_s: float) -> list[str]:
         bounds = replace(BOUNDS, list_s=list_s)
-        options = {"pause": lambda _s: None, "open_client": ec2.client, "bounds": bounds}
+        options: dict[str, Any] = {"pause": lambda _s: None, "open_client": ec2.client, "bounds": bounds}
         return sorted(vm.name for vm in end_run(ec2.spec, run, "tiny", told.append, **options))
 
     ec2.hidden = 6
@@ -295,7 +296,7 @@ def test_leftovers_of_instances_are_deleted_and_named_with_their_price(ec2: Fake
         if owned:
             ec2.real.create_tags(Resources=[volume, made["NetworkInterfaceId"]], Tags=owned)
     told: list[str] = []
-    options = {"open_client": ec2.client, "bounds": BOUNDS}
+    options: dict[str, Any] = {"open_client": ec2.client, "bounds": BOUNDS}
     assert [vm.name for vm in end_run(ec2.spec, "tiny-1", "tiny", told.append, **options)] == ["a-0"]
     assert [re.sub(r"(vol|eni)-\w+", r"\1", sentence) for sentence in told] == [
         "ended what an instance had left behind: volume vol (100 GiB, gp3), 0.0100 dollars an hour",

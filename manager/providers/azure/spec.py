@@ -24,6 +24,19 @@ from morph.contract.cluster import UsdPerHourAtMost
 
 PUBLIC_AZURE = "https://management.azure.com"
 NETWORK_API_VERSION = "2022-07-01"
+ACTIONS = tuple(
+    f"Microsoft.{action}"
+    for action in (
+        "Compute/virtualMachines/read", "Compute/virtualMachines/write", "Compute/virtualMachines/delete",
+        "Compute/virtualMachines/retrieveBootDiagnosticsData/action", "Compute/virtualMachineScaleSets/read",
+        "Compute/virtualMachineScaleSets/write", "Compute/virtualMachineScaleSets/delete", "Compute/disks/read",
+        "Compute/disks/write", "Compute/disks/delete", "Network/networkInterfaces/read",
+        "Network/networkInterfaces/write", "Network/networkInterfaces/join/action", "Network/networkInterfaces/delete",
+        "Network/virtualNetworks/subnets/join/action", "Network/networkSecurityGroups/join/action",
+        "ManagedIdentity/userAssignedIdentities/assign/action",
+    )
+)  # fmt: skip
+"""What the manager's identity does in the resource group."""
 RESERVED_USERS = frozenset(
     {
         "administrator", "admin", "user", "user1", "test", "user2", "test1", "user3", "admin1", "1", "123", "a",

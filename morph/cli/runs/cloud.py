@@ -103,8 +103,8 @@ def check_command(
 ) -> None:
     """Check whether a run would get its VMs: login, names in the file, permissions, quota, price. Nothing is created.
 
-    On AWS, the requests of a run are sent as dry runs, which AWS checks but does not carry out. Exit status 1: a check
-    failed.
+    For files of Azure and AWS. On AWS, the requests of a run are sent as dry runs, which AWS checks but does not carry
+    out. Exit status 1: a check failed.
 
     \b
     Example:
