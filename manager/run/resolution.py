@@ -121,6 +121,7 @@ def _with_cloud(
     cloud = load_cloud(cluster, request.cluster)
     if cloud is None:
         return PreparedRun(request, profile, cluster, run_dir, collect(request.job))
+    cloud.market.check_job_name(profile.job.name, str(request.profile), "job.name")
     check_loopback(cloud, source)
     check_storage(cloud.vms, url, source, url_field)
     files = collect(request.job, cloud.vms.environment.files, source)
