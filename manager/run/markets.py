@@ -53,11 +53,7 @@ class Market(ABC):
     """The modules that the market imports, and the extra that installs them."""
 
     def check(self, source: str) -> None:
-        """Check that the packages that the market needs are installed.
-
-        Raises:
-            ConfigError: a package is missing; the error names the cluster or cloud file and what to install.
-        """
+        """Check that the packages that the market needs are installed; ConfigError names the file and the package."""
         try:
             missing = any(find_spec(module) is None for module in self.needs)
         except ModuleNotFoundError:  # a module of the market's package
