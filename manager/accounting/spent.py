@@ -70,9 +70,7 @@ class Spent:
     def paid(self, prices: Prices | None, dearest: int | None) -> int | None:
         """Return the cost in units; None: no price is known.
 
-        Args:
-            prices: The user's prices, for VMs without their own price or for all.
-            dearest: The highest price of a granted VM in nano-dollars an hour, which applies if no other is known.
+        ``dearest`` (nano-dollars an hour), the highest price of a granted VM, applies if no other price is known.
         """
         given = None if prices is None or prices.paid_usd_per_h is None else nano_usd(prices.paid_usd_per_h)
         if given is not None and prices is not None and prices.for_all:

@@ -43,10 +43,7 @@ def note_failed_setup(transition: Transition, worker: WorkerId, host: str, answe
 
 
 def _way_of(answer: Failed) -> str:
-    """Return a key that is equal for failures with the same cause: the line of the user's code, else the message.
-
-    Numbers, addresses and the worker's name are removed from the message, because they differ between workers.
-    """
+    """Return a key of the cause: the line of the user's code, else the message without numbers, addresses and names."""
     frames = [line.strip() for line in answer.traceback.splitlines() if line.startswith("  File ")]
     where = frames[-1] if frames else VARYING.sub("#", answer.error.replace(answer.worker, ""))
     return f"{answer.cause}, {answer.detail}: {where}"

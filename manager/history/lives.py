@@ -125,11 +125,7 @@ def lives_of(entries: Iterable[Entry]) -> tuple[Life, ...]:
 
 
 def lives_in(journal: Journal) -> tuple[Life, ...]:
-    """Return the lives of all VMs in a journal.
-
-    Raises:
-        RunDirError: the journal cannot be read.
-    """
+    """Return the lives of all VMs in a journal; RunDirError if it cannot be read."""
     tail = journal.tail(0, (OF_LIVES,))
     over = [Life.model_validate_json(payload) for _, _, _, payload in tail.records]
     reader = LivesReader.at(journal, tail.head)

@@ -40,13 +40,8 @@ def cuda_devices(
 ) -> tuple[CudaDevice, ...]:
     """Return the devices for a process started here: all, or those of ``CUDA_VISIBLE_DEVICES``. Takes up to 30 s.
 
-    Args:
-        ask: Returns a line for each device: number, UUID and memory in MiB, as nvidia-smi does.
-        environment: The environment of this process.
-        ask_parts: Returns the output of ``nvidia-smi -L``, for names of MIG instances.
-
-    Raises:
-        ConfigError: there is no device, or none of the named ones.
+    ``ask`` returns a line for each device: number, UUID and memory in MiB, as nvidia-smi does; ``ask_parts`` the output
+    of ``nvidia-smi -L``, for names of MIG instances. ConfigError: there is no device, or none of the named ones.
     """
     try:
         lines = [tuple(cell.strip() for cell in line.split(",")) for line in ask().splitlines() if line.strip()]

@@ -122,8 +122,7 @@ class LineReader:
     def line(self, entry: Entry) -> Line | None:
         """Read one line; None for an event, or for a decision whose event was not read.
 
-        Raises:
-            RunDirError: another version of Morph wrote it. Damage to a line that has a digest is found before.
+        RunDirError if another version of Morph wrote it. Damage to a line that has a digest is found before.
         """
         try:
             return self._line(entry)

@@ -83,8 +83,7 @@ class Measured:
     def commit_s(self, optimizer_s: Mapping[int, float]) -> float:
         """The median over steps of the manager's round trip: from a decision to the start of the next step.
 
-        Args:
-            optimizer_s: The time of the optimizer step in each first stage of a pipeline; it comes before the start.
+        ``optimizer_s``: the time of the optimizer step in each first stage of a pipeline; it comes before the start.
         """
         turns = []
         for step in self.counted_steps:
@@ -123,9 +122,7 @@ class _Counters:
 class Load:
     """An observer of the driver that reads the machine's counters when ``first`` and when ``last`` are decided.
 
-    Attributes:
-        busy_share: The busy share of all cores, with any work.
-        others_share: The share of all cores that was taken by work other than the rehearsal.
+    ``busy_share``: that of all cores, with any work; ``others_share``: that of work other than the rehearsal.
     """
 
     def __init__(self, first: int, last: int) -> None:

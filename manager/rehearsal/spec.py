@@ -29,12 +29,9 @@ class RehearsalSpec(PlanRequest):
     """One rehearsal. Of a request's fields, it uses m, D, schedule, slow workers, jitter and memory.
 
     Attributes:
-        profile: The profile as measured.
-        num_stages: P; or ``boundaries``.
-        num_hosts: The number of hosts.
+        num_stages: P; or ``boundaries``: first section of each stage; None: balanced.
         workers_per_host: How many workers share a host; neighbouring stages share one if possible.
         steps: The number of counted mini-batches; one more runs before them.
-        boundaries: First section of each stage; None: balanced.
         plan: A plan to rehearse instead of a shape: its pipelines may be unequal, and on nodes of several types.
         trace: A trace of VMs that come and are lost, instead of a shape, with one worker each. The manager chooses a
             plan whenever they change. If the profile has several types of node, a VM's instance type names its type.
@@ -43,7 +40,6 @@ class RehearsalSpec(PlanRequest):
         time_scale: The factor for every time; None: the factor that this machine's cores need.
         message_scale: The real size of messages over the profile's; None: as large as this machine can carry.
         state_scale: The real size of parameters over the profile's; None: small.
-        network: How hosts are connected.
         forgiven_s: See ``EmulatedDevice``; None: the default.
     """
 
@@ -90,8 +86,7 @@ class RehearsalSpec(PlanRequest):
     def check(self) -> None:
         """Refuse impossible rehearsals that the simulator would not refuse.
 
-        Raises:
-            PlanError: an option is wrong; the error names it, its value and what is allowed.
+        PlanError names the wrong option, its value and what is allowed.
         """
         if self.batch_size is not None:
             ranges.BATCH.check("batch_size", self.batch_size)

@@ -32,8 +32,7 @@ from simulator.render.timeline import draw_boxes
 def draw_measured(timelines: Sequence[StepTimeline], replica: int, path: Path) -> None:
     """Write a PNG of one replica in a measured step, as figure 7 of the Varuna paper; numbers count its micro-batches.
 
-    Raises:
-        RunDirError: the file cannot be written; the error names it.
+    RunDirError if the file cannot be written.
     """
     laid = [one for one in lay_out(timelines) if one.timeline.replica == replica]
     first_stage = min((one.timeline.stage for one in laid), default=0)
@@ -82,11 +81,7 @@ LABEL_WIDTH_PX = 66
 
 
 def draw_run(report: RunReport, path: Path) -> None:
-    """Write the picture as a PNG, 1600 x 1000 pixels; an existing file is replaced atomically.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a PNG of 1600 x 1000 pixels; an existing file is replaced atomically. OSError if it cannot be written."""
     from manager.run_dir import as_its_folder
 
     drawn = png_of(run_figure(report))

@@ -166,10 +166,7 @@ class Condensed:
 class Steps(Sequence[StepRecord]):
     """Every decided step, in the order of decision, including those that were run again later.
 
-    Args:
-        condensed: The condensed steps.
-        newer: The steps decided since then.
-        set_backs: The times that the run went back to an earlier version.
+    ``condensed``, then ``newer`` ones; ``set_backs``: the times that the run went back to an earlier version.
     """
 
     def __init__(

@@ -26,10 +26,9 @@ CAME_FROM = {
 
 
 def with_its_manager(report: RunReport, run_dir: Path) -> RunReport:
-    """Return the journal's report together with the present state of the run's manager, which may be gone or waiting.
+    """Return the journal's report with the present state of the run's manager, which may be gone or waiting.
 
-    Raises:
-        RunDirError: the run's lock cannot be read.
+    RunDirError if the run's lock cannot be read.
     """
     now_s = time.time()
     waits = read_json(run_dir / GOES_ON, GoesOn, RunDirError) if (run_dir / GOES_ON).is_file() else None

@@ -63,21 +63,13 @@ class Machines(Protocol):
     """Runs scripts on VMs, by their names. All methods but ``start`` and ``close`` need a ``start`` before."""
 
     def start(self, vms: Sequence[str], command: Sequence[str], storage: str) -> None:
-        """Start the script on each VM of a group.
-
-        Raises:
-            OSError: the script cannot be started.
-        """
+        """Start the script on each VM of a group; OSError if it cannot be started."""
 
     def save(self, vm: str, number: int) -> None:
         """Order the script to save."""
 
     def said(self, vm: str) -> bytes:
-        """Return the script's messages since the last call.
-
-        Raises:
-            ProviderError: no VM of this kind can be used.
-        """
+        """Return the script's messages since the last call; ProviderError if no VM of this kind can be used."""
 
     def ended(self, vm: str) -> int | None:
         """Return the script's exit code; None: it runs, or some of its messages have not come yet."""
@@ -118,14 +110,9 @@ class Outcome:
 
 
 class Launcher:
-    """Runs one job to its end.
+    """Runs one job to its end; ``run`` closes ``machines``.
 
-    Args:
-        job: The values of the spot job.
-        command: The script's command.
-        source: Brings the VMs.
-        machines: Closed by ``run``.
-        lives: Determines when VMs are taken on purpose; each life begins at the script's start on the VM.
+    ``lives``: determines when VMs are taken on purpose; each life begins at the script's start on the VM.
     """
 
     def __init__(
@@ -157,11 +144,9 @@ class Launcher:
         self._reasons: list[tuple[float, str]] = []
 
     def run(self) -> Outcome:
-        """Block until the script ends; no VM outlives this call.
+        """Block until the script ends; no VM outlives this call. OSError if the script cannot be started.
 
-        Raises:
-            ProviderError: further requests are useless, or a VM could not be ended.
-            OSError: the script cannot be started.
+        ProviderError: further requests are useless, or a VM could not be ended.
         """
         watches = [NoticeWatch(source, self._told) for source in sources_of(self._job.notices)]
         try:
@@ -239,11 +224,7 @@ class Launcher:
             self._events.put(Gone())
 
     def _of_vms(self, item: VmEvent | Fact) -> Iterator[Event]:
-        """Return the controller's events for the provider's VMs.
-
-        Raises:
-            ProviderError: further requests are useless.
-        """
+        """Return the controller's events for the provider's VMs; ProviderError if further requests are useless."""
         match item:
             case NodesGranted(request=name, nodes=nodes) if len(nodes) >= self._source.num_devices:
                 self._nodes[name] = nodes

@@ -293,11 +293,7 @@ class Callback:
         return True
 
     def tell(self, happening: Happening) -> None:
-        """See ``Sink.tell``.
-
-        Raises:
-            CallbackFailed: a method failed for the first time.
-        """
+        """See ``Sink.tell``; CallbackFailed if a method failed for the first time."""
         method = METHODS[type(happening)]
         call = getattr(self._object, method, None)
         if call is None:
@@ -327,8 +323,7 @@ def _text(error: BaseException) -> str:
 def check_trackers(trackers: tuple[str, ...], callbacks: tuple[str, ...], source: str, folder: Path) -> None:
     """Check that a tracker or callback can be used.
 
-    Raises:
-        ConfigError: a library is not installed, or a callback does not name a file.
+    ConfigError: a library is not installed, or a callback does not name a file.
     """
     for name in trackers:
         if importlib.util.find_spec(LIBRARIES[name]) is None:

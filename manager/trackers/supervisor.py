@@ -35,12 +35,9 @@ def environment_of(kind: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Watchers:
-    """All trackers and callbacks of a run, while the context is open.
+    """All trackers and callbacks of a run, while the context is open; ``watching``: one value for each process.
 
-    Args:
-        watching: One value for each process.
-        tell: Shows the user a sentence.
-        end_s: The time that each has at the end.
+    ``tell``: shows the user a sentence. ``end_s``: the time that each has at the end.
     """
 
     def __init__(self, watching: tuple[Watching, ...], tell: Callable[[str], None], end_s: float = END_S) -> None:

@@ -42,11 +42,7 @@ def step_bound_s(state: ControllerState, order: ReshapeOrder, version: int | Non
     """Return the bound (seconds) of a step in the shape that an order forms.
 
     Besides running the mini-batch, members apply the previous step, convert sums and send state to followers.
-
-    Args:
-        state: The present state.
-        order: The reshape order that forms the shape.
-        version: The version at which the step begins; None: the bound of the longest step, with an evaluation.
+    ``version``: that at which the step begins; None: the bound of the longest step, with an evaluation.
     """
     state_bytes = _stage_bytes(state, order.plan)
     expected_s = _mini_batch_s(state, order.plan) + 2 * state_bytes / PASS_BYTES_PER_S + _followed_s(state, order)

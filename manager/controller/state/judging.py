@@ -27,11 +27,9 @@ def finisher(state: ControllerState) -> WorkerId | None:
 
 
 def take_evaluation(transition: Transition) -> None:
-    """Once all have answered an order, process the evaluation that the answers report: that of this order or the
-    previous one.
+    """Once all have answered an order, process the evaluation that they report: that of this order or the previous one.
 
-    Raises:
-        TrainingStopped: the evaluation lacks the metric by which the job's best version is chosen.
+    TrainingStopped if the evaluation lacks the metric by which the job's best version is chosen.
     """
     state = transition.state
     size, step = state.evaluation, state.step

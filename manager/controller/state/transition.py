@@ -80,9 +80,7 @@ class WorkerFields(TypedDict, total=False):
 class SliceChange(Generic[Fields]):
     """A method of a transition that replaces some fields of one slice of its state.
 
-    Args:
-        path: Names of the fields that lead from the state to the slice.
-        kind: The slice's class, whose constructor defines the fields and their types.
+    ``path``: the fields that lead from the state to the slice. The constructor of ``kind`` defines fields and types.
     """
 
     def __init__(self, path: str, kind: Callable[Fields, object]) -> None:  # noqa: ARG002 (for its type)

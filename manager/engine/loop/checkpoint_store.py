@@ -75,11 +75,7 @@ class CheckpointStore:
         self._do(partial(self._mark, best))
 
     def check(self) -> None:
-        """Check that, as far as is known, this manager still holds the checkpoints.
-
-        Raises:
-            CheckpointsTaken: another manager holds them.
-        """
+        """Raise CheckpointsTaken if, as far as is known, another manager holds the checkpoints."""
         if self._lease is not None:
             self._lease.check()
 

@@ -113,18 +113,12 @@ Observer = Callable[[Observed], None]
 
 
 class Driver:
-    """Drives one run to its end.
+    """Drives one run to its end. The journal gets every event and decision before its actions are carried out.
 
-    Args:
-        state: The controller's initial state.
-        event_queue: Brings events and facts.
-        pool: Carries orders.
-        journal: Gets every event and decision before its actions are carried out.
-        checkpoint_url: The URL to which manifests are written.
-        observers: Called after each decision, in this thread.
-        requests: Requests VMs; None: requests are only journalled.
-        acknowledge: Tells a node that has a notice that it holds nothing of value; None: nodes are not told.
-        lease: The lease of ``checkpoint_url``; None: no other manager can write there.
+    ``checkpoint_url``: manifests are written there. ``observers``: called after each decision, in this thread.
+    ``requests``: requests VMs; None: requests are only journalled. ``acknowledge``: tells a node that has a notice that
+    it holds nothing of value; None: nodes are not told. ``lease``: that of ``checkpoint_url``; None: no other manager
+    can write there.
     """
 
     def __init__(
@@ -166,11 +160,7 @@ class Driver:
                 self._take(Stamped(self._event_queue.now_s(), item))
 
     def run(self) -> Finish:
-        """Block until the controller finishes the run.
-
-        Raises:
-            CheckpointsTaken: another manager has taken over its checkpoints.
-        """
+        """Block until the controller finishes the run; CheckpointsTaken if another manager has its checkpoints."""
         try:
             return self._run()
         finally:

@@ -37,10 +37,7 @@ def machines_of(
     """Return a function that opens VMs of this kind. ``providing``: how to open their provider, if one brings them.
 
     The job's imports are made in advance only if the job gets no variables of its own: these would come after the
-    imports.
-
-    Raises:
-        ClusterError: Ray was imported too early, or the run that was found is gone.
+    imports. ClusterError: Ray was imported too early, or the run that was found is gone.
     """
     if isinstance(vms, LocalVms) and not vms.under_ray:
         return Processes(run_dir / WORKERS_LOG, job_path="" if vms.pass_variables else job_path)

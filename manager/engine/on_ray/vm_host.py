@@ -110,12 +110,9 @@ class _ConfinedHead:
 class _LocalHead:
     """A cluster whose nodes are all on this machine and listen on loopback, for which ``ray start`` has no option.
 
-    It is not confined: only its user has its token, and its workers run as that user.
-
-    Args:
-        sockets: A directory with a short path, below one that only its user may enter, because Ray opens it to all.
-            Each node gets its own socket files there: if Ray chose free names, two nodes that start together would
-            choose the same ones.
+    It is not confined: only its user has its token, and its workers run as that user. ``sockets``: a directory with a
+    short path, below one that only its user may enter, because Ray opens it to all. Each node gets its own socket files
+    there: if Ray chose free names, two nodes that start together would choose the same ones.
     """
 
     def __init__(self, sockets: Path) -> None:

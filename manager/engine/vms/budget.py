@@ -32,11 +32,8 @@ class Before:
 class Spending:
     """Adds up the cost of living VMs, and decides how many more are allowed. Thread-safe.
 
-    Args:
-        limits: The user's limits.
-        clock: Returns the seconds of a monotonic clock.
-        before: The earlier cost; hours without a price are charged at the current price of a VM.
-        wall_clock: Returns seconds since 1970, the unit of a VM's ``paid_since_s``.
+    ``clock``: returns the seconds of a monotonic clock. ``before``: the earlier cost; hours without a price are charged
+    at the current price of a VM. ``wall_clock``: returns seconds since 1970, the unit of a VM's ``paid_since_s``.
     """
 
     def __init__(
@@ -112,15 +109,9 @@ def _usd_per_h(vm: Vm, price: Price | None) -> float:
 
 
 def before_now(run_dir: Path, now_s: float, *, lives_on: bool) -> Before:
-    """Add up the cost of all sessions of a run until now.
+    """Add up the cost of all sessions of a run until ``now_s`` on its clock; RunDirError if its journal cannot be read.
 
-    Args:
-        run_dir: The run's directory.
-        now_s: The present time on the run's clock.
-        lives_on: Whether the nodes of the last session still live.
-
-    Raises:
-        RunDirError: the journal cannot be read.
+    ``lives_on``: whether the nodes of the last session still live.
     """
     ledger = ledger_now(run_dir, now_s, lives_on=lives_on)
     total = ledger.account().total

@@ -40,10 +40,6 @@ def inherited(state: ControllerState, up: Collection[str]) -> Inherited:
     A VM is named after its request, so it is known even if its grant was not journalled before the manager died. VMs
     are wanted if they are up and have nodes that the controller knows, if they were granted and are awaited, or if they
     are up while their request has no answer. All other VMs that are up were given up.
-
-    Args:
-        state: The state from the journal.
-        up: VMs that are up.
     """
     if not state.config.target_nodes:
         return Inherited()
@@ -106,10 +102,7 @@ class VmRegistry:
     ) -> tuple[Answer, End | None]:
         """Record the answer to a request; return the event for the controller, and the VMs to be ended.
 
-        Args:
-            action: The request.
-            found: The provider's answer.
-            known: All nodes that the controller knows; their VMs live on, whatever the answer is.
+        ``known``: all nodes that the controller knows; their VMs live on, whatever the answer is.
         """
         with self._lock:
             of_known = {vm_of(node) for node in known}
@@ -193,11 +186,7 @@ class VmRegistry:
         """Record that the controller no longer needs these nodes; return the VMs of which it needs no node.
 
         If a VM's grant has not come, only one of its workers is known. Such a VM is ended once its request is answered,
-        because until then the request might make it again.
-
-        Args:
-            nodes: The nodes that are given up.
-            known: All other nodes that the controller knows.
+        because until then the request might make it again. ``known``: all other nodes that the controller knows.
         """
         now = []
         with self._lock:
