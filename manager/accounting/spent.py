@@ -33,7 +33,6 @@ class Spent:
     cost: int = 0
 
     def __add__(self, other: Spent) -> Spent:
-        """Return the sum."""
         return Spent(
             self.node_ns + other.node_ns,
             self.vm_ns + other.vm_ns,
@@ -42,11 +41,9 @@ class Spent:
         )
 
     def __sub__(self, other: Spent) -> Spent:
-        """Return the difference."""
         return self + other * -1
 
     def __mul__(self, times: int) -> Spent:
-        """Return the multiple."""
         return Spent(self.node_ns * times, self.vm_ns * times, self.unpriced_ns * times, self.cost * times)
 
     def part(self, counter: int, denominator: int) -> Spent:

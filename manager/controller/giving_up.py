@@ -1,7 +1,4 @@
-"""Decides when a run ends, or rests without VMs, because the VMs that it pays for achieve nothing.
-
-Either workers repeatedly fail their setup in the same way, or VMs are paid for too long while no step is trained.
-"""
+"""Ends or rests a run whose VMs achieve nothing: setups keep failing in one way, or no step is trained for too long."""
 
 from __future__ import annotations
 

@@ -228,11 +228,7 @@ def _close_windows(transition: Transition) -> list[int]:
 
 
 def _judged(state: ControllerState, stages: Sequence[int], usual: Usual | None) -> dict[WorkerId, Judgement]:
-    """Judge every worker of these stages by its last window.
-
-    If there are too few peers to estimate the spread by chance, the spread of each worker's own earlier windows, from
-    before it grew slow, is used.
-    """
+    """Judge workers of these stages by their last window; with few peers, by each one's spread before it grew slow."""
     assert state.plan is not None, "no shape is formed"
     members, rules = members_by_stage(state), state.config.policy.rules.stutter
     judged: dict[WorkerId, Judgement] = {}

@@ -67,10 +67,7 @@ def device_share_bytes(devices: Sequence[CudaDevice], num_vms: int) -> int:
 
 
 def device_slots(devices: Sequence[CudaDevice], num_vms: int, folder: Path) -> tuple[str, ...]:
-    """Return a file for each VM: a process that locks one has a share of the device in the file's name.
-
-    A VM tries the files in this order, so that VMs are spread evenly.
-    """
+    """Return a file for each VM, to be tried in order; whoever locks one has a share of the device in its name."""
     rounds = -(-num_vms // len(devices))
     return tuple(str(folder / f"{share}" / device.uuid) for share in range(rounds) for device in devices)
 

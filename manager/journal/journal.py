@@ -153,7 +153,6 @@ class _Sieve:
 
 
 def _marks(values: Sequence[object]) -> str:
-    """Return as many question marks as there are values."""
     return ", ".join("?" * len(values))
 
 
@@ -581,7 +580,6 @@ class Journal:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Write everything in the context, or nothing."""
         with self._lock:
             try:
                 self._connection.execute("BEGIN IMMEDIATE")

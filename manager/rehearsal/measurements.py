@@ -43,7 +43,6 @@ class Measured:
     only: Plan | None = None
 
     def __call__(self, observed: Observed) -> None:
-        """Record one decision."""
         state, event = observed.decision.state, observed.event
         if isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared):
             stages = {slot.worker: slot.stage for slot in state.slots}
@@ -132,7 +131,6 @@ class Load:
         self.others_share = 0.0
 
     def __call__(self, observed: Observed) -> None:
-        """Observe the decided version."""
         version = observed.decision.state.version
         if version == self._first and self._before is None:
             self._before = _read()

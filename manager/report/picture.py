@@ -324,10 +324,7 @@ def _began_s(morph: MorphRecord) -> float:
 
 
 def label_rows(centres_px: Sequence[float]) -> list[int]:
-    """Assign each label, in ascending order of its centre, to the lowest row where it overlaps no earlier label.
-
-    If it would overlap in all rows, it gets the row where it overlaps least.
-    """
+    """Give labels, in order of their centres, the lowest row without overlap, else that with the least overlap."""
     ends_px = [float("-inf")] * LABEL_ROWS
     rows = []
     for centre_px in centres_px:

@@ -162,7 +162,6 @@ class ManagedRun:
                 _tell(f"the checkpoints at {url} are taken over from {before}, which stops when it next looks there")
 
     def _watching(self, opened: RunDir) -> tuple[Watching, ...]:
-        """Return what trackers and callbacks need to follow the run."""
         run = self._run
         folder = Path() if run.request.cluster is None else run.request.cluster.resolve().parent
         common: dict[str, object] = {

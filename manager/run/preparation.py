@@ -252,10 +252,7 @@ def redundancy_line(
     memory_bytes: int | None,
     host_memory_bytes: int | None = None,
 ) -> str:
-    """Return how a run of this plan protects itself against losses at its beginning, and why, in its journal's words.
-
-    The losses are those expected when nothing is known about the VMs.
-    """
+    """Return how and why a run of this plan protects itself at first, with the losses expected of unknown VMs."""
     if redundancy == "off" or not profile.units:
         return "second holders: off"
     config = ControllerConfig(

@@ -112,7 +112,6 @@ def run_until_it_ends(session: Callable[[int], Finish], restarts: Restarts, tell
 
 
 def _wait(pause_s: float) -> str | None:
-    """Wait; returns the name of the signal that requested a stop meanwhile, if one did."""
     requested: list[str] = []
     stop = threading.Event()
 

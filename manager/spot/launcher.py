@@ -166,7 +166,6 @@ class Launcher:
         return Outcome(1 if code is None or code < 0 else code, self._num_groups, self._reasons)
 
     def _end(self, watches: Sequence[NoticeWatch]) -> None:
-        """End everything that is left."""
         for watch in watches:
             watch.close()
         log.info("ending what is left of the run's VMs")  # deleting them takes minutes

@@ -84,7 +84,6 @@ class _Watcher(threading.Thread):
                 self._say(f"note: {self._name} ended {MOST_STARTS} times and is left out; see {self._log}")
 
     def end(self) -> None:
-        """Tell the process that the session is over."""
         with self._lock:
             if self._process is not None:
                 self._tell_end(self._process)

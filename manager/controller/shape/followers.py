@@ -37,10 +37,7 @@ PAYS_WITHIN_S = 3600.0
 
 
 class Redundancy(NamedTuple):
-    """How a shape protects against losses.
-
-    ``why``: the reason in a few words. ``worth``: the share of the time that the protection saves.
-    """
+    """How a shape protects against losses: the reason in a few words, and the share of the time that this saves."""
 
     follows: tuple[Follow, ...]
     copy_sums_every: int

@@ -260,7 +260,6 @@ class _Dealing:
         self.on[stage] -= Counter([self.vms[worker]])
 
     def _change(self, one: int, other: int) -> None:
-        """Swap the stages of two workers."""
         stages = self.where[one], self.where[other]
         for worker, stage in zip((one, other), stages, strict=True):
             if stage is not None:
@@ -398,10 +397,7 @@ def _share_sending(
     sizes: Mapping[UnitId, int],
     load: Mapping[WorkerId, int] = MappingProxyType({}),
 ) -> dict[tuple[WorkerId, UnitId], WorkerId]:
-    """Choose the least loaded holder to send each missing unit; ``load``: bytes that each worker sends already.
-
-    Units with the fewest holders come first, because they leave the least choice; among equals, the largest unit.
-    """
+    """Choose the least loaded holder (``load``: bytes) to send each missing unit: rarest unit first, then largest."""
     loads = defaultdict(int, load)
     senders: dict[tuple[WorkerId, UnitId], WorkerId] = {}
     for worker, unit in sorted(lacked, key=lambda entry: (len(holders_of[entry[1]]), -sizes[entry[1]])):

@@ -133,6 +133,5 @@ def _steady(state: ControllerState, now_s: float) -> tuple[tuple[WorkerId, ...],
 
 
 def _in_order(state: ControllerState, chosen: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
-    """Sort workers by appearance."""
     wanted = set(chosen)
     return tuple(worker for worker in state.workers if worker in wanted)

@@ -173,10 +173,7 @@ class RequestNodes(Value):
 
 
 class ReleaseNodes(Value):
-    """Give nodes back whose workers are lost or given up, or which did not appear in time; no event follows.
-
-    A VM is terminated once all of its nodes are given back.
-    """
+    """Give back nodes that are lost, given up or late; no event follows. A VM ends when all its nodes are given back."""
 
     kind: Literal["release_nodes"] = "release_nodes"
     nodes: tuple[WorkerId, ...]

@@ -50,10 +50,7 @@ def step_bound_s(state: ControllerState, order: ReshapeOrder, version: int | Non
 
 
 def reshape_bound_s(state: ControllerState, order: ReshapeOrder) -> float:
-    """Return the bound (seconds) of a reshape, which the worker that sends, receives or loads the most bytes decides.
-
-    The bound includes reading the new stage's frozen weights.
-    """
+    """Return the bound (seconds) of a reshape, for the worker with the most bytes to move or load, with frozen weights."""
     sizes, num_copies = state.config.unit_bytes, state.config.state_copies
     sent: Counter[WorkerId] = Counter()
     received: Counter[WorkerId] = Counter()

@@ -40,10 +40,7 @@ class ExpectedLosses(Value):
 
 
 class _Ranked:
-    """Plans, the fastest first; among equally fast ones, the plan of the smallest pool first.
-
-    ``needs``: for each plan's pool, the number of GPUs of each named type, and of all.
-    """
+    """Plans, the fastest first, then by smallest pool; ``needs``: each pool's GPUs of each named type, and of all."""
 
     def __init__(self, table: list[tuple[Pool, Plan]]) -> None:
         ranked = sorted(table, key=lambda entry: _rank(entry[1]), reverse=True)

@@ -79,10 +79,7 @@ def marked_with(state: ControllerState, *complete: int) -> Best | None:
 
 
 def _mark(transition: Transition) -> None:
-    """Mark a complete checkpoint that is better than the marked one; forget candidates that will not be complete.
-
-    An evaluated version whose checkpoint failed is never marked.
-    """
+    """Mark a complete checkpoint that is better than the marked one; forget candidates that cannot be complete."""
     state, saving = transition.state, transition.state.saving
     marked = marked_with(state, *saving.newest)
     if marked is not None and marked != saving.marked:

@@ -130,10 +130,7 @@ class Correction(Value):
 def with_observation(
     seen: tuple[StageRatios, ...], sections: range, log_ratio: float, node_type: str = ""
 ) -> tuple[StageRatios, ...]:
-    """Add one observation of a stage.
-
-    Beyond ``MOST_STAGES``, the least recently observed stage of the type of GPU with most stages is forgotten.
-    """
+    """Add one observation; beyond ``MOST_STAGES``, forget the oldest stage of the type of GPU with most stages."""
     key = (sections.start, sections.stop, node_type)
     known = next((entry for entry in seen if entry.key == key), None)
     entry = known or StageRatios(first_section=sections.start, end_section=sections.stop, node_type=node_type)

@@ -90,7 +90,6 @@ class SliceChange(Generic[Fields]):
         """Return a bound function, and keep no reference: a cycle of objects would keep each decision's state."""
 
         def change(*args: Fields.args, **fields: Fields.kwargs) -> None:
-            """Replace these fields."""
             assert not args, "fields are given by name"
             owners = list(accumulate(self._path, getattr, initial=transition.state))
             replaced = owners.pop().model_copy(update=fields)
@@ -194,10 +193,7 @@ class Transition:
         self.change_step(awaited=awaited, order=self.state.step.order if awaited else None)
 
     def forget(self, lost: Iterable[WorkerId]) -> None:
-        """Forget workers, and give back their VMs to the provider.
-
-        A pending checkpoint becomes stale if one of them still had units to write for it.
-        """
+        """Forget workers, and give back their VMs; a pending checkpoint for which they had to write becomes stale."""
         state, gone = self.state, set(lost)
         workers = {worker: entry for worker, entry in state.workers.items() if worker not in gone}
         pending, awaited = state.saving.pending, state.step.awaited - gone

@@ -37,10 +37,7 @@ class KeptVms(VmHost, Protocol):
 
 @dataclass(frozen=True)
 class Provided:
-    """The additional parts if a provider brings the VMs.
-
-    ``joined``: returns the workers whose VMs are in the cluster, with addresses.
-    """
+    """The parts added if a provider brings the VMs. ``joined``: the workers in the cluster, with addresses."""
 
     provider: Provider
     notices: NoticeServer

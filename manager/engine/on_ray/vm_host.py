@@ -198,7 +198,6 @@ class _Nodes:
         threading.Thread(target=_tell_node_id, args=(driver,), name="node-id", daemon=True).start()
 
     def start_store(self, host: str, port: int) -> None:
-        """Start the rendezvous store; the answer follows."""
         threading.Thread(target=self._serve_store, args=(host, port), name="store", daemon=True).start()
 
     def _serve_store(self, host: str, port: int) -> None:
@@ -227,7 +226,6 @@ class _Nodes:
                 threading.Thread(target=self._run, args=(name,), name=f"vm-{name}", daemon=True).start()
 
     def _run(self, name: str) -> None:
-        """The body of a VM's thread."""
         found = threading.Event()
         self._launching.acquire()  # Ray would give two nodes that start together the same log files
         launched = ExitStack()

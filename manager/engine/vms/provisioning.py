@@ -125,10 +125,7 @@ class Provisioning:
         return self._registry.request_of(node)
 
     def known_of(self, nodes: Collection[str]) -> tuple[dict[str, Paid], dict[str, NodeFacts]]:
-        """Return the price and type of nodes whose VMs came before their grant; blocks for a list of VMs.
-
-        Nodes about which nothing is known are left out.
-        """
+        """Return the known prices and types of nodes whose VMs came before their grant; blocks for a list of VMs."""
         early = self._registry.ungranted(nodes)
         if not early:
             return {}, {}
