@@ -72,10 +72,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def error_of_median(samples_s: Sequence[float]) -> float:
-    """Return the standard error (seconds) of the median of these samples, from their own spread.
-
-    On machines with shared cores, times of micro-batches vary and a window says less.
-    """
+    """Return the standard error (seconds) of the median from the samples' spread, which is large on shared cores."""
     return MEDIAN_ERROR * spread(samples_s) / math.sqrt(len(samples_s))
 
 

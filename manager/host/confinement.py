@@ -178,10 +178,7 @@ def of_python() -> list[Path]:
 
 
 def _own_namespaces() -> bool:
-    """Move to new namespaces of mounts, shared memory and processes; returns whether that is allowed.
-
-    A child returns from this call if it is: only processes that are started later are in a namespace of processes.
-    """
+    """Move to new namespaces of mounts, memory and processes, in a child that returns; False: that is not allowed."""
     uid, gid = os.geteuid(), os.getegid()
     if _libc.unshare(_NEW_MOUNTS_IPC_AND_PROCESSES) != 0:
         if _libc.unshare(_NEW_MOUNTS_IPC_AND_PROCESSES | _NEW_USER) != 0:

@@ -66,10 +66,7 @@ class TraceMoment(Value):
 
 
 class DecisionRecord(Value):
-    """A decision without its state, which a replay of the events restores.
-
-    The reshape order, equal for all of its receivers, is stored once; ``actions`` has all other actions.
-    """
+    """A decision without its state, which a replay restores; the reshape order, equal for all receivers, is apart."""
 
     reason: Reason
     phase: Phase

@@ -184,10 +184,7 @@ def _first_of(spec: RehearsalSpec, trace: Trace, plans: dict[Pool, Plan]) -> Pla
 
 
 def _with_batch(spec: RehearsalSpec) -> RehearsalSpec:
-    """Return the same spec with the requested batch in the profile; m stays as given by the job's own batch.
-
-    PlanError if the batch is not a whole number of micro-batches.
-    """
+    """Return the spec with the requested batch in the profile, m as before; PlanError unless it is a multiple of m."""
     if spec.batch_size is None:
         return spec
     m = knee_micro_batch_size(spec.profile, spec.micro_batch_size)

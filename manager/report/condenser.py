@@ -38,10 +38,7 @@ _OF_STEPS = (SendStep, SendCommit, NoteNextSave, NoteCorrection, WriteManifest)
 
 
 class Condenser:
-    """The keeper of a journal: its readers, and their results until these are written.
-
-    The journal's condensed part is read here; later lines are passed to ``take``.
-    """
+    """The keeper of a journal: its readers, and their results until written; ``take`` gets later lines."""
 
     def __init__(self, journal: Journal) -> None:
         head = journal.head()
@@ -133,10 +130,7 @@ def condense_all(path: Path, tell: Callable[[str], None]) -> None:
 
 
 def is_kept(event: Event, record: DecisionRecord, *, changes: bool) -> bool:
-    """Return whether an event and its decision are kept as they are, because something unusual happened.
-
-    ``changes``: whether the shape is being changed.
-    """
+    """Whether an event and its decision are kept because they are unusual; ``changes``: the shape is being changed."""
     code = record.reason.code
     if isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared) and event.answer.timeline is not None:
         return True

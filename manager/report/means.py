@@ -21,7 +21,7 @@ MOST_EVALUATIONS = 100
 
 @dataclass
 class EvaluationReader:
-    """Combines workers' answers into evaluations, the newest of each version; the last ``MOST_EVALUATIONS`` are kept."""
+    """Combines workers' answers into evaluations, the newest of each version; keeps the last ``MOST_EVALUATIONS``."""
 
     _shares: dict[int, list[Evaluation]] = field(default_factory=dict)
     _unfinished: dict[int, EvaluationRecord] = field(default_factory=dict)

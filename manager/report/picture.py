@@ -30,10 +30,7 @@ from simulator.render.timeline import draw_boxes
 
 
 def draw_measured(timelines: Sequence[StepTimeline], replica: int, path: Path) -> None:
-    """Write a PNG of one replica in a measured step, as figure 7 of the Varuna paper; numbers count its micro-batches.
-
-    RunDirError if the file cannot be written.
-    """
+    """Write a PNG of one replica's measured step, as figure 7 of the Varuna paper; RunDirError if that fails."""
     laid = [one for one in lay_out(timelines) if one.timeline.replica == replica]
     first_stage = min((one.timeline.stage for one in laid), default=0)
     first = min((one.span.micro_batch for one in laid if one.span.micro_batch is not None), default=0)

@@ -73,10 +73,7 @@ class RunCode:
         """The cut that workers get; known once the run's code is settled."""
 
     def check(self) -> None:
-        """Check the job, which loads torch, and name the imported code that the snapshot does not contain.
-
-        InputError if the job is not valid, or does not fit the profile.
-        """
+        """Check the job, which loads torch, and name code that the snapshot lacks; InputError if it does not fit."""
         before = set(sys.modules)
         with self._files.in_use():
             self._checked = self._check_job(self._job_path, self._profile)

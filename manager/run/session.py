@@ -112,13 +112,10 @@ def run_session(
     The caller holds ``run_dir`` until this returns. ``observer``: called after each decision. ``attend``: makes one
     more observer for experiments, which may request and revoke VMs. ``found``: the run that a killed manager left, to
     be continued. Its configuration applies, not the spec's.
-
-    Raises:
-        ClusterError: Ray, or its replacement, does not start.
-        ClusterLost: the session's machines are lost; nothing of the session is left running.
-        TakeoverFailed: the run that was found cannot be continued; nothing of it is left running.
-        CheckpointsTaken: another manager has taken over the checkpoints.
-        KeyboardInterrupt: a second such signal arrived; even so, everything was ended.
+    ClusterError: Ray, or its replacement, does not start. ClusterLost: the session's machines are lost; nothing of the
+    session is left running. TakeoverFailed: the run that was found cannot be continued; nothing of it is left running.
+    CheckpointsTaken: another manager has taken over the checkpoints. KeyboardInterrupt: a second such signal arrived;
+    even so, everything was ended.
     """
     ending = ExitStack()  # closes what was opened, in reverse
     session: Session | None = None

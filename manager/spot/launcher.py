@@ -86,10 +86,7 @@ class Machines(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """The source of VMs, on which ``Machines`` run the script.
-
-    ``num_devices``: the number of devices in a group of VMs. ``least_vms``: the smallest number of VMs that have them.
-    """
+    """The source of VMs for ``Machines``. ``num_devices``: in a group of VMs; ``least_vms``: the fewest with them."""
 
     provider: Provider
     num_devices: int
@@ -99,10 +96,7 @@ class Source:
 
 @dataclass
 class Outcome:
-    """``num_vms``: the number of VMs, or groups of VMs, that ran the script.
-
-    ``reasons``: the reasons for all decisions, with the seconds since the beginning.
-    """
+    """The number of VMs, or groups of them, that ran the script, and the reasons for decisions, with their seconds."""
 
     code: int
     num_vms: int

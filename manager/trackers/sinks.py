@@ -1,7 +1,4 @@
-"""Sends a run's events to TensorBoard, Weights & Biases, MLflow, or a user's callback.
-
-Each sink runs in its own process, and imports its library only there.
-"""
+"""Sends events to TensorBoard, Weights & Biases, MLflow or a callback, each with its library in its own process."""
 
 from __future__ import annotations
 

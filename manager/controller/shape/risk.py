@@ -13,9 +13,7 @@ from morph.contract.vm_names import vm_of
 
 
 def losses_per_vm_s(state: ControllerState, now_s: float) -> float:
-    """Return the rate (1/s) of one VM's losses: the mean of a Gamma posterior from the expected rate and this run's
-    losses.
-    """
+    """Return the rate (1/s) of one VM's losses: the mean of a Gamma posterior of expected and observed losses."""
     expected, seen = state.config.expected_losses, state.saving.save_times
     appeared_s: dict[str, float] = {}
     for worker, entry in state.workers.items():

@@ -70,11 +70,7 @@ def choose_salvage(
 
 
 def note_prepared(transition: Transition) -> None:
-    """Handle that a step is abandoned: record the sums of workers that have prepared it, because they get no abort to
-    answer.
-
-    This includes workers that had prepared the step when the abort reached them.
-    """
+    """Record the sums of workers that have prepared the abandoned step, also if the abort reached them after that."""
     state = transition.state
     step = state.step
     if not step.reports or step.attempt or not state.config.policy.keeps_sums:

@@ -157,10 +157,7 @@ class HostLine:
         return answer
 
     def listen(self, told: Callable[[dict[str, Any]], None]) -> None:
-        """From now on pass every packet to ``told``, in a thread that ends when the host is gone, or at ``end``.
-
-        ``receive`` must not be called any more. The last value passed is ``{}``: nothing follows.
-        """
+        """Pass every further packet to ``told`` in a thread, last of all ``{}``; never ``receive`` after this."""
         self._connection.settimeout(None)
 
         def run() -> None:

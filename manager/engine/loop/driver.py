@@ -76,10 +76,7 @@ class Pool(Protocol):
         """Kill a worker."""
 
     def watch(self) -> bool:
-        """Look for silent workers. Call it every ``silence.watch_every_s``.
-
-        Returns False while all workers are silent together, when time-outs cannot be judged.
-        """
+        """Look for silent workers every ``watch_every_s``; False while all are silent: then no time-out counts."""
 
 
 class Requests(Protocol):
@@ -97,10 +94,7 @@ class Requests(Protocol):
 
 @dataclass(frozen=True)
 class Observed:
-    """One turn of the loop, for observers that show the run or end it.
-
-    ``facts``: the facts written to the journal since the previous decision, each with its time.
-    """
+    """One turn of the loop, for observers that show or end the run. ``facts``: since the last decision, with times."""
 
     time_s: float
     event: Event

@@ -73,10 +73,7 @@ def read_answer(worker: str, message: bytes) -> Answer | Probed:
 
 
 class EventQueue:
-    """A thread-safe queue that stamps entries. ``put`` may interrupt ``get`` in one thread, as a signal handler does.
-
-    ``now_s``: the run's clock, which stamps all that the controller sees.
-    """
+    """A thread-safe queue that stamps entries by the run's clock; a signal handler's ``put`` may interrupt ``get``."""
 
     def __init__(self, now_s: Callable[[], float] | None = None) -> None:
         self.now_s = now_s or RunClock().now_s

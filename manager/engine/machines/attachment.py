@@ -119,11 +119,7 @@ def find_living(run_dir: RunDir, command: dict[str, str]) -> FoundRun | None:
 
 
 def _note_last_sign_of_life(run_dir: RunDir) -> None:
-    """Journal the time until which VMs of this machine lived, if their host left a sign of it: they cost money until
-    then.
-
-    A host that ended normally, when its patience was over, leaves no sign.
-    """
+    """Journal until when this machine's VMs lived, and cost money, if their host was killed and left a sign of it."""
     with suppress(RunDirError, OSError):
         attachment = read_json(run_dir.path / ATTACHMENT, Attachment, RunDirError)
         if attachment.kind == "provided":  # they do not end with a process of this machine

@@ -80,10 +80,7 @@ def watch_joining(
     state: ControllerState,
     appeared: Collection[str],
 ) -> Joiner:
-    """Continue with the VMs that the controller knows, end those that an earlier manager gave up, and watch VMs join.
-
-    ``appeared``: workers whose VMs an earlier manager reported to the controller.
-    """
+    """Watch VMs join, continue with known ones, end those given up; ``appeared``: reported by an earlier manager."""
     booting = {node for request in state.provisioning.requests.values() for node in request.granted}
     provisioning.begin(
         {*state.workers, *booting}, [name for name, request in state.provisioning.requests.items() if request.count]

@@ -258,10 +258,7 @@ class RayCluster:
         return self.driver.nodes
 
     def prepare_kill(self, names: Sequence[str]) -> Callable[[], None]:
-        """Find all processes of some VMs; calling the result kills them all at once, with SIGKILL.
-
-        The search takes up to a tenth of a second: VMs must not outlive each other for so long.
-        """
+        """Find all processes of some VMs, in up to 0.1 s; calling the result kills them all at once, with SIGKILL."""
         pids = [pid for name in names for pid in self.vm_pids(name)]
 
         def kill() -> None:

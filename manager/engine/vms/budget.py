@@ -19,10 +19,7 @@ SECONDS_PER_H = 3600.0
 
 @dataclass(frozen=True)
 class Before:
-    """The run's earlier cost, under all its managers: dollars, and the VM-hours of VMs whose price was not recorded.
-
-    ``vms``: the run's VMs that still live; their cost so far is included.
-    """
+    """The run's earlier cost in dollars, and VM-hours without a recorded price; both include the living ``vms``."""
 
     usd: float = 0.0
     unpriced_h: float = 0.0
@@ -61,10 +58,7 @@ class Spending:
             return self._spent_usd + self._before.unpriced_h * price.usd_per_h
 
     def living(self, vms: Sequence[Vm], price: Price | None) -> None:
-        """Record which VMs exist from now on; a VM without its own price costs ``price``.
-
-        A new VM is charged from the time at which it began to cost money. A queued VM costs nothing yet.
-        """
+        """Record which VMs exist from now on; those without a price cost ``price``, and queued ones nothing yet."""
         vms = [vm for vm in vms if not vm.waits]
         with self._lock:
             self._add_up()
@@ -76,10 +70,7 @@ class Spending:
             self._counted |= {vm.name for vm in vms}  # a VM missing from one list is not new when it is back
 
     def allowed(self, count: int, living: Sequence[Vm], price: Price | None) -> tuple[int, str]:
-        """Return how many of ``count`` further VMs may be requested, and the reason why not all.
-
-        Each of them may cost the highest price, ``price``.
-        """
+        """Return how many of ``count`` further VMs, which cost at most ``price`` each, are allowed, and why not all."""
         limits = self._limits
         bounds = [(count, "")]
         if limits.max_vms is not None:

@@ -112,10 +112,7 @@ class Provisioning:
         self._end(self._registry.give_up(action.nodes, self._nodes), keep_logs=True)
 
     def begin(self, nodes: Collection[str], requests: Collection[RequestId]) -> None:
-        """Continue with the VMs of these nodes and requests, and end all others; returns at once. Call it first.
-
-        The others were left by a killed manager, and are unknown to this one.
-        """
+        """Continue with the VMs of these nodes and requests; end others that a killed manager left. Call it first."""
         self._inherited = (frozenset(nodes), frozenset(requests))
         self._has_begun = True
         self._asks.put(self._adopt)
@@ -201,11 +198,7 @@ class Provisioning:
         self._fact("provider_failed", f"{type(error).__name__}: {error}")  # a bug, or a provider's own error
 
     def _end(self, end: End | None, facts: Sequence[str] = (), *, keep_logs: bool = False) -> None:
-        """Start ending VMs; returns at once.
-
-        ``facts``: reported once the VMs are ended, for VMs whose end was not requested. ``keep_logs``: keep the boot
-        logs of VMs that never joined, because they show the reason and vanish with the VM.
-        """
+        """Start ending VMs; ``facts`` follow their end. ``keep_logs``: of those that never joined, as they show why."""
         if end is not None:
             silent = [vm for vm in end.vms if vm not in self._joined] if keep_logs else []
             self._ends.put(lambda: self._delete(end, facts, silent))
@@ -230,10 +223,7 @@ class Provisioning:
         self._end(self._registry.end([vm.name for vm in strays]), facts)
 
     def _look(self) -> None:
-        """Report VMs that were preempted or ended by others: those that two consecutive looks did not find.
-
-        Also end VMs that the provider failed to end before. Before ``begin`` no VMs are known.
-        """
+        """Report VMs that two consecutive looks did not find, and end VMs again that the provider failed to end."""
         if not self._has_begun:
             return
         if self._inherited is not None:  # until the provider answers, it is unknown which VMs are strays
@@ -396,9 +386,7 @@ class Provisioning:
 
     @contextlib.contextmanager
     def _told(self, name: str) -> Iterator[None]:
-        """Report a provider's error as a fact, and continue: ``reconcile`` finds VMs that are left.
-
-        A provider that gives no answer is also reported to the user, once until it answers again.
+        """Report a provider's error as a fact, and once to the user if no answer comes; ``reconcile`` finds VMs left.
         """
         is_look = name == "provider_silent"
         try:
@@ -415,10 +403,7 @@ class Provisioning:
 
 
 def _wait_of(error: ProviderError, num_failed: int, told_s: float) -> tuple[int, float, float | None]:
-    """Return the new number of failures, the seconds waited as told, and the next wait (s); None: no more of them.
-
-    ``num_failed``, ``told_s``: those before this error.
-    """
+    """Return the failures and the seconds waited as told, with this error, and the next wait (s; None: no more)."""
     if error.retry_after_s is not None:
         wait_s = min(max(error.retry_after_s, RETRIES.first_s), RETRY_AFTER_MAX_S)
         return num_failed, told_s + wait_s, wait_s if told_s < RETRY_AFTER_MAX_S else None

@@ -69,10 +69,7 @@ class End:
 
 
 class VmRegistry:
-    """The VMs of a run and their states. Thread-safe; only ``wait_ended`` blocks.
-
-    The controller's nodes are workers, one for each device of a VM; a VM is ended once none of its workers is wanted.
-    """
+    """The VMs of a run; one is ended once none of its workers is wanted. Thread-safe; only ``wait_ended`` blocks."""
 
     def __init__(self) -> None:
         self._answers: dict[RequestId, Answer] = {}
@@ -169,10 +166,7 @@ class VmRegistry:
             return vm in self._granted and self._granted[vm] not in self._under_way
 
     def ungranted(self, nodes: Collection[str]) -> frozenset[str]:
-        """Return the VMs of nodes that came before the answer to their request, or although it was refused.
-
-        VMs that were last known to wait in their market's queue are included.
-        """
+        """Return the VMs of nodes whose requests have no answer yet or were refused, and those last known as queued."""
         with self._lock:
             vms = {vm_of(node) for node in nodes}
             early = self._under_way.keys() | {
@@ -207,10 +201,7 @@ class VmRegistry:
             return self._end(now)
 
     def adopt(self, vms: Sequence[Vm], nodes: frozenset[str], requests: Collection[RequestId]) -> list[Vm]:
-        """Treat the VMs of these nodes and requests as granted; return the other VMs.
-
-        This may happen late, if the provider did not answer: VMs given up and requests answered since then stay so.
-        """
+        """Treat these nodes' and requests' VMs as granted, unless given up or answered by now; return the others."""
         with self._lock:
             nodes = nodes - self._gone
             known = {vm_of(node) for node in nodes}
