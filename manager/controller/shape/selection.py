@@ -118,7 +118,7 @@ def cost_of_morph_s(state: ControllerState) -> float:
 
 
 def _steady(state: ControllerState, now_s: float) -> tuple[tuple[WorkerId, ...], tuple[WorkerId, ...]]:
-    """Split the ready workers, in order: those to use, and those of flapping machines or with an error at this step."""
+    """Split the ready workers, in order: those to use, and those of flapping machines or an error at the next step."""
     failed = state.failing.worker if state.failing is not None and not state.failing.final else None
     taken: list[WorkerId] = []
     left: list[WorkerId] = []

@@ -41,7 +41,10 @@ def prepare(tls: Tls | None = None) -> Path:
 
 
 def adopt(ray_directory: Path, tls: Tls | None = None) -> Path:
-    """Use a killed manager's directory, token and certificates, instead of ``prepare``; ClusterError if one is gone."""
+    """Use a killed manager's directory, token and certificates, instead of ``prepare``.
+
+    They are removed at exit. ClusterError if the token or the certificates are gone.
+    """
     directory = ray_directory.parent
     if not token_of(directory).is_file():
         raise ClusterError("Ray's token is gone")

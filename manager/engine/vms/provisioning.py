@@ -386,8 +386,7 @@ class Provisioning:
 
     @contextlib.contextmanager
     def _told(self, name: str) -> Iterator[None]:
-        """Report a provider's error as a fact, and once to the user if no answer comes; ``reconcile`` finds VMs left.
-        """
+        """Report a provider's error as a fact, once to the user too if no answer came; ``reconcile`` finds VMs left."""
         is_look = name == "provider_silent"
         try:
             yield
