@@ -72,11 +72,7 @@ class RunFacts(Value):
 
 
 def read_facts(path: Path) -> RunFacts:
-    """Read the identity of the run in a run directory.
-
-    Raises:
-        RunDirError: it is not a run directory.
-    """
+    """Read the identity of the run in a run directory; RunDirError if it is not one."""
     if not path.is_dir():
         raise RunDirError("there is no such run directory", source=str(path))
     if not is_run(path):
@@ -92,8 +88,7 @@ def is_run(path: Path) -> bool:
 def check_free(path: Path) -> None:
     """Check that a run may begin in a directory, which need not exist.
 
-    Raises:
-        RunDirError: the path is not a directory, cannot be read, or holds something else.
+    RunDirError: the path is not a directory, cannot be read, or holds something else.
     """
     where = str(path.resolve())
     if not path.exists():
@@ -110,11 +105,9 @@ def check_free(path: Path) -> None:
 
 
 def write_in_run_dir(path: Path, content: str | bytes) -> None:
-    """Write a file of a run directory atomically, for its user alone.
+    """Write a file of a run directory atomically, for its user alone; RunDirError if it cannot be written.
 
-    Raises:
-        RunDirStuck: the file cannot be written now, because the disk is full or read-only.
-        RunDirError: the file cannot be written.
+    RunDirStuck if it cannot be written now, because the disk is full or read-only.
     """
     try:
         write_whole(path, content, PRIVATE)
@@ -153,9 +146,7 @@ def as_its_folder(path: Path) -> Iterator[None]:
 class RunDir:
     """An opened run directory; a context manager that holds its lock, and within which new files are private.
 
-    Raises:
-        RunDirError: the directory is in use by another process, not writable, of another job, or not empty and not a
-            run's.
+    RunDirError: it is in use by another process, not writable, of another job, or not empty and not a run's.
     """
 
     def __init__(self, path: Path, facts: RunFacts) -> None:
@@ -178,11 +169,7 @@ class RunDir:
         return self.path / JOURNAL
 
     def begin_with(self, facts: RunFacts) -> None:
-        """Write atomically the code and data on which the run trains from now on.
-
-        Raises:
-            RunDirError: the file cannot be written.
-        """
+        """Write atomically the code and data on which the run trains from now on; RunDirError if it cannot."""
         write_in_run_dir(self.path / RUN, facts.model_dump_json(indent=2) + "\n")
         self.facts = facts
 
@@ -289,11 +276,7 @@ class NotRunning(RunDirError):
 
 
 def holder_of(run_dir: Path) -> int | None:
-    """Return the process that manages a run now; None if there is none.
-
-    Raises:
-        RunDirError: the lock cannot be read.
-    """
+    """Return the process that manages a run now; None if there is none. RunDirError if the lock cannot be read."""
     try:
         lock_file = (run_dir / LOCK).open(encoding="utf-8")
     except FileNotFoundError:
@@ -319,10 +302,8 @@ class GoesOn(Value):
 def of_manager(run_dir: Path, now_s: float) -> str:
     """Return what is wrong with the manager of a run that has not ended, as visible from here; empty: nothing.
 
-    On its host a manager is known by the lock of its directory; elsewhere its last sign of life is used.
-
-    Raises:
-        RunDirError: the lock cannot be read.
+    On its host a manager is known by the lock of its directory (RunDirError if it cannot be read); elsewhere its last
+    sign of life is used.
     """
     holder = holder_of(run_dir)
     try:
@@ -338,11 +319,7 @@ def of_manager(run_dir: Path, now_s: float) -> str:
 
 
 def check_unused(run_dir: Path) -> None:
-    """Check that no process manages a run; its directory need not exist.
-
-    Raises:
-        RunDirError: a process manages it, or the lock cannot be read.
-    """
+    """Check that no process manages a run, whose directory may not exist; RunDirError if one does, or if unknown."""
     holder = holder_of(run_dir) if run_dir.is_dir() else None
     if holder is not None:
         raise in_use_by(str(holder), run_dir)
@@ -354,12 +331,7 @@ def in_use_by(holder: str, run_dir: Path) -> RunDirError:
 
 
 def living_holder_of(run_dir: Path) -> int:
-    """Return the process that manages a run now.
-
-    Raises:
-        NotRunning: there is no manager.
-        RunDirError: the lock cannot be read.
-    """
+    """Return the process that manages a run now; NotRunning if none does, RunDirError if the lock is unreadable."""
     holder = holder_of(run_dir)
     if holder is None:
         raise NotRunning("is not running: no process manages it", source=str(run_dir))
@@ -369,8 +341,7 @@ def living_holder_of(run_dir: Path) -> int:
 def ask_to_stop(run_dir: Path) -> int:
     """Send the manager the signal to save and end; returns its process id.
 
-    Raises:
-        RunDirError: the run has no manager, or the process belongs to another user.
+    RunDirError: the run has no manager, or the process belongs to another user.
     """
     holder = living_holder_of(run_dir)
     try:
@@ -388,11 +359,7 @@ def others_process(holder: int, run_dir: Path) -> RunDirError:
 
 
 def wait_for_end(run_dir: Path, timeout_s: float) -> None:
-    """Block until the run has no manager.
-
-    Raises:
-        WaitTimeout: the run continues for longer than ``timeout_s``.
-    """
+    """Block until the run has no manager; WaitTimeout if it continues for longer than ``timeout_s``."""
     until_s = time.monotonic() + timeout_s
     while holder_of(run_dir) is not None:
         if time.monotonic() >= until_s:

@@ -83,10 +83,7 @@ class Account(Value):
         return self.total_ns / NS_PER_S
 
     def bill(self, prices: Prices | None = None) -> Bill | None:
-        """Return the price paid; None if no price is known, neither the VMs' own nor the user's.
-
-        If the user gives no price, VMs without their own price are charged the highest known price.
-        """
+        """Return the price paid; VMs without one get the user's, else the highest known one. None: none is known."""
         total = self.total.paid(prices, self.dearest)
         parts = {part: spent.paid(prices, self.dearest) for part, spent in self.parts.items()}
         known = {part: units for part, units in parts.items() if units is not None}

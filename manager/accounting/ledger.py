@@ -139,10 +139,7 @@ class Ledger:
             self.parts[_OF_MEMBERS[self.phase]] += members * passed_ns
 
     def take(self, event: Event, record: DecisionRecord, decided: Collection[Prepared] | Prepared = ()) -> None:
-        """Process an event and its decision.
-
-        ``decided``: every member's answer, if the event decided a step; or one answer that stands for each member.
-        """
+        """Process an event and its decision. ``decided``: answers that decided a step, or one that stands for all."""
         for each in event.events if isinstance(event, Together) else (event,):
             self._heard(each, is_open=record.reason.code is ReasonCode.NODES_GRANTED)
         self._gone([action.worker for action in record.actions if isinstance(action, EndWorker)])

@@ -33,7 +33,6 @@ class Spent:
     cost: int = 0
 
     def __add__(self, other: Spent) -> Spent:
-        """Return the sum."""
         return Spent(
             self.node_ns + other.node_ns,
             self.vm_ns + other.vm_ns,
@@ -42,11 +41,9 @@ class Spent:
         )
 
     def __sub__(self, other: Spent) -> Spent:
-        """Return the difference."""
         return self + other * -1
 
     def __mul__(self, times: int) -> Spent:
-        """Return the multiple."""
         return Spent(self.node_ns * times, self.vm_ns * times, self.unpriced_ns * times, self.cost * times)
 
     def part(self, counter: int, denominator: int) -> Spent:
@@ -70,9 +67,7 @@ class Spent:
     def paid(self, prices: Prices | None, dearest: int | None) -> int | None:
         """Return the cost in units; None: no price is known.
 
-        Args:
-            prices: The user's prices, for VMs without their own price or for all.
-            dearest: The highest price of a granted VM in nano-dollars an hour, which applies if no other is known.
+        ``dearest`` (nano-dollars an hour), the highest price of a granted VM, applies if no other price is known.
         """
         given = None if prices is None or prices.paid_usd_per_h is None else nano_usd(prices.paid_usd_per_h)
         if given is not None and prices is not None and prices.for_all:

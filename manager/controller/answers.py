@@ -100,7 +100,6 @@ def _answer_of(worker: WorkerId, answer: Answer) -> WorkerAnswered:
 
 
 def _note(transition: Transition, answers: Mapping[WorkerId, Answer]) -> None:
-    """Record what these workers report about their orders."""
     kinds = dict.fromkeys(map(type, answers.values()))
     for kind in kinds:
         alike = answers if len(kinds) == 1 else {worker: one for worker, one in answers.items() if type(one) is kind}

@@ -164,10 +164,7 @@ def _order_until(order: OutstandingOrder) -> tuple[float, str]:
 
 
 def _cannot_tell(state: ControllerState, late: Mapping[WorkerId, str]) -> bool:
-    """Return whether most late workers may only be waiting for another one.
-
-    An abort distinguishes them: a worker that hangs does not give up its order.
-    """
+    """Whether most late workers may only wait for another; an abort tells: a hanging one does not give up its order."""
     waiting = state.step.awaited & set(late)
     return state.phase in FORMED_PHASES and len(waiting) > 1 and 2 * len(waiting) > len(state.slots)
 

@@ -86,20 +86,11 @@ class ImpossibleEvent(MorphError):
 
 
 def decide(state: ControllerState, event: Event, now_s: float) -> Decision:
-    """Decide how to react to one event.
+    """Decide how to react to one event; ImpossibleEvent if it cannot happen in this phase.
 
-    Args:
-        state: The controller's state, from ``initial_state`` or the last decision.
-        event: What happened.
-        now_s: Seconds of the run's clock at which the driver saw it: seconds since 1970 at the session's start, and
-            monotonic from then on, so that setting the machine's clock changes no wait.
-
-    Returns:
-        The new state, the actions to carry out in order (after both are journalled), the reason, and the
-        time at which a ``Tick`` must come at the latest.
-
-    Raises:
-        ImpossibleEvent: the event cannot happen in this phase.
+    ``now_s``: seconds of the run's clock at which the driver saw it: seconds since 1970 at the session's start, and
+    monotonic from then on, so that setting the machine's clock changes no wait. The actions are carried out in order,
+    after event and decision are journalled; a ``Tick`` must come at the decision's wake-up time at the latest.
     """
     transition = Transition(state, now_s)
     count_idle(transition)

@@ -1,7 +1,4 @@
-"""Decides when a run ends, or rests without VMs, because the VMs that it pays for achieve nothing.
-
-Either workers repeatedly fail their setup in the same way, or VMs are paid for too long while no step is trained.
-"""
+"""Ends or rests a run whose VMs achieve nothing: setups keep failing in one way, or no step is trained for too long."""
 
 from __future__ import annotations
 
@@ -43,10 +40,7 @@ def note_failed_setup(transition: Transition, worker: WorkerId, host: str, answe
 
 
 def _way_of(answer: Failed) -> str:
-    """Return a key that is equal for failures with the same cause: the line of the user's code, else the message.
-
-    Numbers, addresses and the worker's name are removed from the message, because they differ between workers.
-    """
+    """Return a key of the cause: the line of the user's code, else the message without numbers, addresses and names."""
     frames = [line.strip() for line in answer.traceback.splitlines() if line.startswith("  File ")]
     where = frames[-1] if frames else VARYING.sub("#", answer.error.replace(answer.worker, ""))
     return f"{answer.cause}, {answer.detail}: {where}"

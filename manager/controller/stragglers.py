@@ -72,10 +72,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def error_of_median(samples_s: Sequence[float]) -> float:
-    """Return the standard error (seconds) of the median of these samples, from their own spread.
-
-    On machines with shared cores, times of micro-batches vary and a window says less.
-    """
+    """Return the standard error (seconds) of the median from the samples' spread, which is large on shared cores."""
     return MEDIAN_ERROR * spread(samples_s) / math.sqrt(len(samples_s))
 
 
@@ -228,11 +225,7 @@ def _close_windows(transition: Transition) -> list[int]:
 
 
 def _judged(state: ControllerState, stages: Sequence[int], usual: Usual | None) -> dict[WorkerId, Judgement]:
-    """Judge every worker of these stages by its last window.
-
-    If there are too few peers to estimate the spread by chance, the spread of each worker's own earlier windows, from
-    before it grew slow, is used.
-    """
+    """Judge workers of these stages by their last window; with few peers, by each one's spread before it grew slow."""
     assert state.plan is not None, "no shape is formed"
     members, rules = members_by_stage(state), state.config.policy.rules.stutter
     judged: dict[WorkerId, Judgement] = {}

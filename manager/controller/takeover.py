@@ -123,7 +123,6 @@ def _repeated_orders(state: ControllerState) -> tuple[Action, ...]:
 
 
 def _requests(state: ControllerState) -> list[RequestNodes]:
-    """Build the unanswered requests for VMs again."""
     requests = state.provisioning.requests.items()
     return [
         RequestNodes(request=name, count=request.count, node_type=request.node_type)

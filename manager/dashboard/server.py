@@ -51,11 +51,7 @@ class PageAddress(Value):
 
 
 def read_address(run_dir: Path) -> PageAddress:
-    """Return the address of the page of a running run.
-
-    Raises:
-        RunDirError: the run serves no page, or is not running.
-    """
+    """Return the address of the page of a running run; RunDirError if it serves none, or is not running."""
     path = run_dir / PAGE
     if not path.is_file():
         raise RunDirError("serves no page: it is not running, or was started with --no-page", source=str(run_dir))
@@ -66,9 +62,8 @@ def read_address(run_dir: Path) -> PageAddress:
 def serving(run: LiveRun, run_dir: Path) -> Iterator[PageAddress]:
     """Serve a run's page while the context is open, from its own thread; nothing remains afterwards.
 
-    Raises:
-        ClusterError: the page cannot be served within ``START_TIMEOUT_S``.
-        RunDirError: its address cannot be written; while the disk is full, this waits.
+    ClusterError if that fails within ``START_TIMEOUT_S``. RunDirError if its address cannot be written; while the disk
+    is full, this waits.
     """
     server = _Server(run)
     server.start()

@@ -20,7 +20,6 @@ class _Figures(Collector):
         self._known = known
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every figure that is known now."""
         known = self._known
         for name, text, value in (
             ("morph_version", "Decided steps; falls when a step was lost.", known["version"]),

@@ -44,10 +44,9 @@ def signing_request(key: PrivateKey, node: str, address: str) -> str:
 
 
 def requested_key(pem: str, node: str, address: str) -> PublicKey:
-    """Return the key of a signing request, which must be for this node and this address only.
+    """Return the key of a signing request for this node and this address only.
 
-    Raises:
-        RequestRefused: the request is for something else, is damaged, or its sender does not have the key.
+    RequestRefused: the request is for something else, is damaged, or its sender does not have the key.
     """
     try:
         request = x509.load_pem_x509_csr(pem.encode())
@@ -68,11 +67,7 @@ def requested_key(pem: str, node: str, address: str) -> PublicKey:
 
 
 def check_certificate(pem: str, authority: bytes, key: PrivateKey, address: str) -> None:
-    """Check that a certificate is from this authority, for this key and address, and valid now.
-
-    Raises:
-        WrongCertificate: a check failed.
-    """
+    """Raise WrongCertificate unless it is from this authority, for this key and address, and valid now."""
     try:
         found, signer = x509.load_pem_x509_certificate(pem.encode()), x509.load_pem_x509_certificate(authority)
         found.verify_directly_issued_by(signer)

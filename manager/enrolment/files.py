@@ -10,10 +10,7 @@ FILES = ("authority.pem", "certificate.pem", "key.pem", "authority-key.pem")
 
 @dataclass(frozen=True)
 class Certificates:
-    """The paths of a machine's certificate and key, and of the authority that it trusts.
-
-    ``authority_key``: exists only at the manager of a run whose VMs request certificates.
-    """
+    """A machine's certificate, key and trusted authority, whose key (``authority_key``) only a manager has."""
 
     authority: Path
     certificate: Path

@@ -53,11 +53,9 @@ class Granted:
 
 
 def ask(place: Place, make_request: MakeRequest) -> Granted:
-    """Request a certificate once.
+    """Request a certificate once; NotEnrolled if the manager refuses.
 
-    Raises:
-        OSError: the manager cannot be reached or is slow, or the answering process cannot prove that it is the manager.
-        NotEnrolled: the manager refuses.
+    OSError: the manager cannot be reached or is slow, or the answering process cannot prove that it is the manager.
     """
     with called(place.manager, place.secret, place.node, ERRAND, source=place.source) as session:
         address = session.own_address
@@ -69,11 +67,7 @@ def ask(place: Place, make_request: MakeRequest) -> Granted:
 
 
 def ask_for_long(place: Place, make_request: MakeRequest, patience_s: float, retry_s: float = RETRY_S) -> Granted:
-    """Repeat the request until there is an answer, for this number of seconds and one more attempt.
-
-    Raises:
-        NotEnrolled: no answer came, or the manager refuses.
-    """
+    """Repeat the request for this number of seconds and one more attempt; NotEnrolled: no answer, or a refusal."""
     until_s = time.monotonic() + patience_s
     while True:
         try:
@@ -87,11 +81,7 @@ def ask_for_long(place: Place, make_request: MakeRequest, patience_s: float, ret
 
 
 def enrol(place: Place, authority: Path, directory: Path, patience_s: float) -> tuple[Certificates, str]:
-    """Get a certificate for a new key; return the paths of both, and the certificate's address.
-
-    Raises:
-        NotEnrolled: there is no certificate.
-    """
+    """Get a certificate for a new key; return both paths and the certificate's address. NotEnrolled: there is none."""
     key, trusted = new_key(), authority.read_bytes()
     granted = ask_for_long(place, lambda address: signing_request(key, place.node, address), patience_s)
     try:

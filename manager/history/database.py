@@ -54,10 +54,7 @@ def history_path() -> Path:
 def keep_lives(path: Path, run: str, lives: Sequence[Life]) -> None:
     """Store the lives of a run's VMs in one transaction, replacing earlier entries for the same VMs.
 
-    Waits at most ``BUSY_S`` for another writer.
-
-    Raises:
-        HistoryError: the file cannot be written; it is unchanged.
+    Waits at most ``BUSY_S`` for another writer. HistoryError if the file cannot be written; it is unchanged.
     """
     rows = [
         (run, life.vm, life.begun_s, life.ended_s, *_kind(life), life.model_dump_json(exclude_defaults=True))
@@ -73,11 +70,7 @@ def keep_lives(path: Path, run: str, lives: Sequence[Life]) -> None:
 
 
 def kept_lives(path: Path, kind: Mapping[str, str]) -> tuple[Life, ...]:
-    """Return the lives of VMs of a kind, such as ``{"provider": "azure"}``; none if there is no history.
-
-    Raises:
-        HistoryError: the file cannot be read.
-    """
+    """Return the lives of a kind, such as ``{"provider": "azure"}``; HistoryError if the file cannot be read."""
     if _is_empty(path):
         return ()
     where, values = _where(kind)
@@ -90,11 +83,7 @@ def kept_lives(path: Path, kind: Mapping[str, str]) -> tuple[Life, ...]:
 
 
 def forget_lives(path: Path, kind: Mapping[str, str]) -> int:
-    """Remove the VMs of a kind, or all if no kind is named; returns how many were removed.
-
-    Raises:
-        HistoryError: the file cannot be written; it is unchanged.
-    """
+    """Remove the VMs of a kind, or all if no kind is named; return their number. HistoryError: none was removed."""
     if _is_empty(path):
         return 0
     where, values = _where(kind)

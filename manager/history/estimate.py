@@ -91,10 +91,7 @@ def seen(lives: Sequence[Life]) -> Seen:
 
 
 def estimate(lives: Sequence[Life], facts: NodeFacts) -> Estimate:
-    """Return the estimate for VMs of a kind; ``facts`` without a size, region or zone mean any.
-
-    Lives of other providers are ignored.
-    """
+    """Return the estimate for VMs of a kind, from its provider's; facts without a size, region or zone mean any."""
     most = max((number for number, field in enumerate(facts.model_dump().values(), 1) if field), default=1)
     depths = [min(most, _depth(life.facts, facts)) for life in lives]
     steps = [[life for life, at in zip(lives, depths, strict=True) if at == depth] for depth in range(1, most + 1)]

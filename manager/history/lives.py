@@ -113,10 +113,7 @@ class Life(Value):
 
 
 def lives_of(entries: Iterable[Entry]) -> tuple[Life, ...]:
-    """Return the lives of all VMs in a journal's lines, in the order in which they ended.
-
-    A life that is not over at the last line ends with it, as if the run ended there.
-    """
+    """Return the lives of all VMs in a journal's lines, in order of their ends; open ones end with the last line."""
     reader = LivesReader()
     for line in lines(entries):
         reader.take_line(line)
@@ -125,11 +122,7 @@ def lives_of(entries: Iterable[Entry]) -> tuple[Life, ...]:
 
 
 def lives_in(journal: Journal) -> tuple[Life, ...]:
-    """Return the lives of all VMs in a journal.
-
-    Raises:
-        RunDirError: the journal cannot be read.
-    """
+    """Return the lives of all VMs in a journal; RunDirError if it cannot be read."""
     tail = journal.tail(0, (OF_LIVES,))
     over = [Life.model_validate_json(payload) for _, _, _, payload in tail.records]
     reader = LivesReader.at(journal, tail.head)

@@ -19,11 +19,7 @@ from morph.contract.errors import RunDirError
 
 
 class RunHistory:
-    """The connection of a run to the history.
-
-    Args:
-        tell: Called once with each sentence on why the history cannot be used.
-    """
+    """The connection of a run to the history. ``tell`` gets each sentence on why that cannot be used, once."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell

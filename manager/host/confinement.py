@@ -150,14 +150,9 @@ def confine(*, reads: Iterable[str | Path], writes: Sequence[str | Path]) -> Con
     """Confine this single-threaded process, and all that it starts from now on, as far as this machine allows.
 
     Where namespaces are allowed, a child process returns from this call, as process 2 of its own namespace. This
-    process waits for it and exits as it does; the end of either ends all processes of the namespace.
-
-    Args:
-        reads: Files and folders that may be read and executed, in addition to ``SYSTEM`` and ``of_python``.
-        writes: Folders in which everything is allowed. Missing paths are left out of both arguments.
-
-    Raises:
-        OSError: a step that the machine allows failed.
+    process waits for it and exits as it does; the end of either ends all processes of the namespace. ``reads``: files
+    and folders that may be read and executed, in addition to ``SYSTEM`` and ``of_python``; ``writes``: folders in which
+    everything is allowed. Missing paths are left out. OSError if a step that the machine allows failed.
     """
     machine = _MACHINES.get(platform.machine()) if sys.platform == "linux" else None
     if machine is None:
@@ -183,10 +178,7 @@ def of_python() -> list[Path]:
 
 
 def _own_namespaces() -> bool:
-    """Move to new namespaces of mounts, shared memory and processes; returns whether that is allowed.
-
-    A child returns from this call if it is: only processes that are started later are in a namespace of processes.
-    """
+    """Move to new namespaces of mounts, memory and processes, in a child that returns; False: that is not allowed."""
     uid, gid = os.geteuid(), os.getegid()
     if _libc.unshare(_NEW_MOUNTS_IPC_AND_PROCESSES) != 0:
         if _libc.unshare(_NEW_MOUNTS_IPC_AND_PROCESSES | _NEW_USER) != 0:
@@ -220,10 +212,8 @@ def _exit_as(child: int) -> NoReturn:
 def _see_only(machine: _Machine, paths: Iterable[Path], place: Path) -> bool:
     """Hide all files except these, which keep their names, ``DEVICES`` and processes of this namespace.
 
-    Returns whether other processes are hidden too: a container's own limits on ``/proc`` can prevent it.
-
-    Args:
-        place: A folder in which the new root is made.
+    The new root is made in ``place``. Returns whether other processes are hidden too: a container's own limits on
+    ``/proc`` can prevent it.
     """
     here, root = Path.cwd(), Path(tempfile.mkdtemp(dir=place))
     _mount(None, Path("/"), None, _RECURSIVE | _PRIVATE)

@@ -40,13 +40,8 @@ def cuda_devices(
 ) -> tuple[CudaDevice, ...]:
     """Return the devices for a process started here: all, or those of ``CUDA_VISIBLE_DEVICES``. Takes up to 30 s.
 
-    Args:
-        ask: Returns a line for each device: number, UUID and memory in MiB, as nvidia-smi does.
-        environment: The environment of this process.
-        ask_parts: Returns the output of ``nvidia-smi -L``, for names of MIG instances.
-
-    Raises:
-        ConfigError: there is no device, or none of the named ones.
+    ``ask`` returns a line for each device: number, UUID and memory in MiB, as nvidia-smi does; ``ask_parts`` the output
+    of ``nvidia-smi -L``, for names of MIG instances. ConfigError: there is no device, or none of the named ones.
     """
     try:
         lines = [tuple(cell.strip() for cell in line.split(",")) for line in ask().splitlines() if line.strip()]
@@ -72,10 +67,7 @@ def device_share_bytes(devices: Sequence[CudaDevice], num_vms: int) -> int:
 
 
 def device_slots(devices: Sequence[CudaDevice], num_vms: int, folder: Path) -> tuple[str, ...]:
-    """Return a file for each VM: a process that locks one has a share of the device in the file's name.
-
-    A VM tries the files in this order, so that VMs are spread evenly.
-    """
+    """Return a file for each VM, to be tried in order; whoever locks one has a share of the device in its name."""
     rounds = -(-num_vms // len(devices))
     return tuple(str(folder / f"{share}" / device.uuid) for share in range(rounds) for device in devices)
 

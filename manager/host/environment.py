@@ -50,11 +50,7 @@ def handed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables(names: Sequence[str]) -> dict[str, str]:
-    """Return the variables of this environment that workers get.
-
-    Raises:
-        ConfigError: a variable is not set.
-    """
+    """Return the variables of this environment that workers get; ConfigError if one is not set."""
     missing = [name for name in names if name not in os.environ]
     if missing:
         raise ConfigError("is not set in this environment", field="vms.pass_variables", value=missing[0])

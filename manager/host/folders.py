@@ -39,11 +39,8 @@ _held: dict[Path, int] = {}
 def make_folder(longest_socket: str = "") -> Path:
     """Make a folder that only this user can enter, held until this process ends.
 
-    Args:
-        longest_socket: The longest path of a socket below it.
-
-    Raises:
-        ConfigError: no folder for temporary files has a path that is short enough.
+    ``longest_socket``: the longest path of a socket below it. ConfigError if no folder for temporary files has a path
+    that is short enough.
     """
     sweep()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_place_for(longest_socket)))
@@ -54,11 +51,7 @@ def make_folder(longest_socket: str = "") -> Path:
 
 
 def hold(folder: Path) -> None:
-    """Also hold the folder of a killed manager.
-
-    Raises:
-        ClusterError: the folder is gone, or is being removed.
-    """
+    """Also hold the folder of a killed manager; ClusterError if it is gone, or is being removed."""
     try:
         _held[folder] = _lock(folder / LOCK, fcntl.LOCK_SH | fcntl.LOCK_NB, create=True)
     except OSError as error:

@@ -71,13 +71,10 @@ def fetch(
     body: bytes | None = None,
     by_proxy: bool = False,
 ) -> HttpAnswer:
-    """Make one request; blocks for at most about ``timeout_s``.
+    """Make one request; blocks for at most about ``timeout_s``. HttpFailed: no complete answer came; any status is one.
 
     ``by_proxy``: through the proxy that the environment names for this URL (``HTTPS_PROXY``, ``HTTP_PROXY``,
     ``ALL_PROXY``, less ``NO_PROXY``), if it names one.
-
-    Raises:
-        HttpFailed: no complete answer comes in time. Any status is an answer.
     """
     parts = urlsplit(url)
     assert parts.hostname is not None

@@ -35,10 +35,7 @@ LOWEST, EPHEMERAL = 20_000, Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports of a run.
-
-    ``first``: the first port of the block; if it is 0, no port is fixed, and all are 0.
-    """
+    """The ports of a run, from ``first`` on; if it is 0, no port is fixed, and all are 0."""
 
     first: int = 0
 

@@ -24,10 +24,7 @@ def runs(pid: int) -> bool:
 
 
 def patience_s(bound_s: float) -> float:
-    """Return a bound (seconds) on work of this machine's processors, times the processes that want each core now.
-
-    So a machine that is merely busy is not taken for a broken one.
-    """
+    """Return a bound (seconds) times the processes per core, so that a busy machine is not taken for a broken one."""
     return bound_s * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 

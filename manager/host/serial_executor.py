@@ -14,11 +14,8 @@ Task = Callable[[], None]
 class SerialExecutor:
     """Runs tasks in the order in which they are put, until ``stop``.
 
-    Args:
-        name: The name of the thread.
-        failed: Called with a task's error; the next task still runs.
-        idle: Called if no task was put for ``idle_every_s``; None: nothing is called.
-        idle_every_s: The interval in seconds; None: never.
+    ``failed``: called with a task's error; the next task still runs. ``idle``: called if no task was put for
+    ``idle_every_s`` seconds; None: never.
     """
 
     def __init__(
@@ -69,12 +66,7 @@ MOST_AT_ONCE = 32
 
 
 class ParallelExecutor:
-    """Runs tasks in parallel, up to ``MOST_AT_ONCE`` of them, until ``stop``.
-
-    Args:
-        name: The name of the threads.
-        failed: Called with a task's error.
-    """
+    """Runs tasks in parallel, up to ``MOST_AT_ONCE`` of them, until ``stop``; ``failed`` gets a task's error."""
 
     def __init__(self, name: str, failed: Callable[[Exception], None]) -> None:
         self._name, self._failed = name, failed

@@ -24,10 +24,8 @@ def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
 
     For ``STOP_SIGNAL`` the reason is ``STOPPED_BY_COMMAND``. A hang-up or Ctrl-C that was ignored before stays ignored,
     as under nohup or in a script's background jobs; SIGTERM and ``STOP_SIGNAL`` are always handled. After a hang-up,
-    output to the closed terminal is dropped. Outside the main thread this does nothing.
-
-    Raises:
-        KeyboardInterrupt: a second signal arrived.
+    output to the closed terminal is dropped. A second signal raises KeyboardInterrupt. Outside the main thread this
+    does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -43,11 +43,8 @@ class Injection:
 def ask(run_dir: Path, requested: PreemptionRequest) -> PreemptionAnswer | None:
     """Send a request, and wait at most ``ANSWER_TIMEOUT_S`` for the answer; None: the manager does not answer now.
 
-    The manager does not answer while it starts, and while the run resumes from a checkpoint.
-
-    Raises:
-        NotRunning: the run has no manager.
-        RunDirError: the run belongs to another user.
+    It does not answer while it starts, and while the run resumes from a checkpoint. NotRunning if the run has no
+    manager, RunDirError if it belongs to another user.
     """
     holder = living_holder_of(run_dir)
     path = run_dir / ATTACHMENT
@@ -73,12 +70,7 @@ def ask(run_dir: Path, requested: PreemptionRequest) -> PreemptionAnswer | None:
 
 
 def first_answer(run_dir: Path, requested: PreemptionRequest, told: Callable[[str], None]) -> PreemptionAnswer:
-    """Send a request once the manager answers; blocks while the run starts or pauses.
-
-    Raises:
-        NotRunning: the run has no manager.
-        RunDirError: the run belongs to another user.
-    """
+    """Send a request once the manager answers; blocks while the run starts or pauses. Errors: see ``ask``."""
     waits = False
     while (answer := ask(run_dir, requested)) is None:
         if not waits:
@@ -93,17 +85,9 @@ def inject(
 ) -> str:
     """Preempt VMs; blocks until the run or the last life is over, or enough were taken. Returns which, as a sentence.
 
-    The manager finishes what it has begun, even if this is interrupted.
-
-    Args:
-        run_dir: The directory of a running run.
-        injection: How VMs are preempted.
-        make_lives: Makes the model that determines when VMs are taken, given its first moment on the run's clock.
-        told: Called with a line for each VM that is taken or spared.
-
-    Raises:
-        NotRunning: the run has no manager at the start.
-        RunDirError: the run belongs to another user.
+    The manager finishes what it has begun, even if this is interrupted. ``make_lives``: makes the model that determines
+    when VMs are taken, given its first moment on the run's clock. ``told``: called with a line for each VM that is
+    taken or spared. Errors: see ``ask``.
     """
     answer = first_answer(run_dir, PreemptionRequest(), told)
     told(f"VMs that may be taken now: {len(answer.vms)}; {injection.why}")

@@ -141,11 +141,7 @@ def packed(values: Column, name: str) -> bytes:
 
 
 def unpacked(data: bytes, digest: bytes, name: str, source: str, *place: object) -> Column:
-    """Return the column of these bytes; ``place``: the other values of its row.
-
-    Raises:
-        RunDirError: the bytes are damaged.
-    """
+    """Return the column of these bytes; ``place``: the row's other values. RunDirError if the bytes are damaged."""
     places = np.frombuffer(zlib.decompress(proven(data, digest, source, name, *place)), dtype=np.uint8).reshape(8, -1)
     values = np.ascontiguousarray(places.T).view("<i8" if name in WHOLE else "<f8").reshape(-1)
     return np.cumsum(values) if name in WHOLE else values
@@ -157,21 +153,13 @@ def packed_lines(rows: Sequence[tuple[int, float, str, str]]) -> bytes:
 
 
 def unpacked_lines(data: bytes, digest: bytes, source: str, *place: object) -> list[Entry]:
-    """Return the lines of these bytes; ``place``: the other values of their row.
-
-    Raises:
-        RunDirError: the bytes are damaged.
-    """
+    """Return the lines of these bytes; ``place``: the row's other values. RunDirError if the bytes are damaged."""
     rows = json.loads(zlib.decompress(proven(data, digest, source, *place)))
     return [Entry(sequence=row[0], time_s=row[1], kind=row[2], payload_json=row[3]) for row in rows]
 
 
 def proven(data: bytes, digest: bytes, source: str, *place: object) -> bytes:
-    """Return the bytes that were read, if they and the other values of their row equal those that were written.
-
-    Raises:
-        RunDirError: the bytes differ.
-    """
+    """Return these bytes if they and the other values of their row equal those written; else RunDirError."""
     if not isinstance(data, bytes) or not isinstance(digest, bytes):
         is_same = False
     elif len(digest) == ROW_DIGEST_BYTES:

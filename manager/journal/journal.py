@@ -53,12 +53,9 @@ Result = TypeVar("Result")
 
 
 def patiently(attempt: Callable[[], Result], limit_s: float = LIMIT_S) -> Result:
-    """Retry an action until the run directory allows it; blocks, and reports once that it waits and once that it
-    continues.
+    """Retry an action until the run directory allows it; reports once that it waits and once that it continues.
 
-    Raises:
-        RunDirStuck: the action does not succeed within ``limit_s``.
-        KeyboardInterrupt: on a second Ctrl-C, as everywhere.
+    RunDirStuck if it does not succeed within ``limit_s``; KeyboardInterrupt on a second Ctrl-C, as everywhere.
     """
     begin_s, pauses, told = time.monotonic(), RETRIES.pauses(), False
     while True:
@@ -124,12 +121,7 @@ class _Sieve:
 
     After damage, or a gap, the lines up to the next configuration are left out: that is how the journal of a manager
     looks that was killed there. Of lines up to ``head``, which are condensed, only the damaged one is left out.
-
-    Args:
-        path: The journal.
-        head: The last condensed line.
-        after: The line before the first one.
-        strict: Whether damage is an error.
+    ``after``: the line before the first one. ``strict``: damage is an error.
     """
 
     def __init__(self, path: Path, head: int, after: int, *, strict: bool = False) -> None:
@@ -137,11 +129,7 @@ class _Sieve:
         self._last, self._skips = max(head, after), False
 
     def entry(self, row: Sequence[Any]) -> Entry | None:
-        """Return a row's line, or None.
-
-        Raises:
-            RunDirError: the line is damaged, or lines before it are missing, and ``strict``.
-        """
+        """Return a row's line, or None; if ``strict``, RunDirError if it is damaged or lines before it are missing."""
         sequence, time_s, kind, payload, _ = row
         sound = _is_sound(row) and kind in _KINDS and isinstance(time_s, float) and isinstance(payload, str)
         if sequence > self._head:
@@ -165,7 +153,6 @@ class _Sieve:
 
 
 def _marks(values: Sequence[object]) -> str:
-    """Return as many question marks as there are values."""
     return ", ".join("?" * len(values))
 
 
@@ -201,9 +188,8 @@ class Journal:
     def open(cls, path: Path, *, read_only: bool = False) -> Journal:
         """Open a journal file; make it if it is missing, unless ``read_only``.
 
-        Raises:
-            RunDirError: the file is missing, cannot be written, or is not a journal.
-            RunDirStuck: it is locked, or the disk is full.
+        RunDirError: it is missing, cannot be written, or is not a journal. RunDirStuck: it is locked, or the disk is
+        full.
         """
         if read_only and not path.is_file():
             raise RunDirError("holds no journal", source=str(path))
@@ -246,12 +232,7 @@ class Journal:
         return journal
 
     def append(self, time_s: float, kind: EntryKind, payload_json: str) -> None:
-        """Append one line.
-
-        Raises:
-            RunDirStuck: the file cannot be written now; nothing was written.
-            RunDirError: the file is damaged.
-        """
+        """Append one line. RunDirStuck: nothing was written, and cannot be now; RunDirError: the file is damaged."""
         self._write([(time_s, kind, payload_json)])
 
     def append_config(self, time_s: float, config: ControllerConfig) -> None:
@@ -314,13 +295,9 @@ class Journal:
     ) -> None:
         """Condense all existing lines, a few at a time, and further lines from now on.
 
-        Args:
-            keeper: Makes a keeper for this journal, which continues after the condensed part.
-            state: The controller's state after the last line, if a manager continues from it; None if no manager does.
-            tell: Called now and then with the last condensed line and the last line of all.
-
-        Raises:
-            RunDirStuck: the file cannot be written now.
+        ``keeper``: makes a keeper for this journal, which continues after the condensed part. ``state``: the
+        controller's after the last line, if a manager continues from it. ``tell``: called now and then with the last
+        condensed line and the last line of all. RunDirStuck if the file cannot be written now.
         """
         try:
             self.keeper = keeper(self)
@@ -357,17 +334,11 @@ class Journal:
         return tuple(self.each(after))
 
     def each(self, after: int = 0, until: int | None = None, *, strict: bool = False) -> Iterator[Entry]:
-        """Read every line after this sequence number, in the order written, as of now.
+        """Read every line after one sequence number, and up to another, in the order written, as of now.
 
-        Condensed lines of steps at which nothing else happened no longer exist.
-
-        Args:
-            after: The sequence number.
-            until: The sequence number of the last line to be read.
-            strict: Whether a damaged line is an error; otherwise it is left out, with the rest of its session.
-
-        Raises:
-            RunDirError: the file cannot be read, or a line is damaged.
+        Condensed lines of steps at which nothing else happened no longer exist. ``strict``: a damaged line is an error;
+        otherwise it is left out, with the rest of its session. RunDirError: the file cannot be read, or a line is
+        damaged.
         """
         last = 2**62 if until is None else until
         with self._at_one_moment():
@@ -380,16 +351,10 @@ class Journal:
         )
 
     def tail(self, after: int = 0, kinds: Sequence[str] = (), *, rows: bool = False, most: int = -1) -> Tail:
-        """Return the content after a line: first the condensed part, then line by line.
+        """Return the content after a line: first the condensed part, then line by line; RunDirError if unreadable.
 
-        Args:
-            after: The line.
-            kinds: The kinds of records to return.
-            rows: The rows of the columns to return.
-            most: The largest number of uncondensed lines to return; these are the first ones.
-
-        Raises:
-            RunDirError: the file cannot be read, or is damaged.
+        ``kinds``, ``rows``: the records, and the rows of the columns, to return. ``most``: the largest number of
+        uncondensed lines to return; these are the first ones.
         """
         with self._at_one_moment():
             head = self.head()
@@ -420,11 +385,7 @@ class Journal:
         return self._records("kind = ?", kind)
 
     def _records(self, where: str, *values: int | str) -> list[Kept]:
-        """Return records in their order.
-
-        Raises:
-            RunDirError: one of them is damaged.
-        """
+        """Return records in their order; RunDirError if one of them is damaged."""
         columns = f"sequence, time_s, kind, payload_json, {self._digest['records']}"
         rows = self._select(f"SELECT {columns} FROM records WHERE {where} ORDER BY sequence, rowid", *values)
         if not all(map(_is_sound, rows)):
@@ -570,11 +531,7 @@ class Journal:
         self._connection.execute("INSERT INTO snapshots (sequence, state_json, digest) VALUES (?, ?, ?)", snapshot)
 
     def _condense(self, cut: Cut, state: ControllerState | None = None) -> None:
-        """Replace the lines up to a cut by their condensed form; ``state``: the controller's state there, to be stored.
-
-        Raises:
-            RunDirStuck: the file cannot be written now; nothing was changed.
-        """
+        """Replace the lines up to a cut by their condensed form, and store ``state``; RunDirStuck: all is unchanged."""
         head = json.dumps({**cut.states, "version": VERSION}).encode()
         saved = None if state is None else state_json(state)
         decided = "sequence <= ? AND kind IN ('event', 'decision')"
@@ -623,7 +580,6 @@ class Journal:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Write everything in the context, or nothing."""
         with self._lock:
             try:
                 self._connection.execute("BEGIN IMMEDIATE")

@@ -66,10 +66,7 @@ class TraceMoment(Value):
 
 
 class DecisionRecord(Value):
-    """A decision without its state, which a replay of the events restores.
-
-    The reshape order, equal for all of its receivers, is stored once; ``actions`` has all other actions.
-    """
+    """A decision without its state, which a replay restores; the reshape order, equal for all receivers, is apart."""
 
     reason: Reason
     phase: Phase
@@ -122,8 +119,7 @@ class LineReader:
     def line(self, entry: Entry) -> Line | None:
         """Read one line; None for an event, or for a decision whose event was not read.
 
-        Raises:
-            RunDirError: another version of Morph wrote it. Damage to a line that has a digest is found before.
+        RunDirError if another version of Morph wrote it. Damage to a line that has a digest is found before.
         """
         try:
             return self._line(entry)

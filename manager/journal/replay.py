@@ -18,9 +18,8 @@ from morph.contract.errors import RunDirError
 def replay(journal: Journal) -> ControllerState:
     """Run ``decide`` again over the events since the last snapshot or configuration, and return the state.
 
-    Raises:
-        RunDirError: the journal has no configuration, or its decisions differ from those made now, because another
-            version of the controller wrote them. The run can be resumed from its newest checkpoint.
+    RunDirError: the journal has no configuration, or its decisions differ from those made now, because another version
+    of the controller wrote them. The run can be resumed from its newest checkpoint.
     """
     state, after = _snapshot(journal)
     for entry in journal.each(after, strict=True):

@@ -53,17 +53,10 @@ class Agent:
     """Reports notices to the manager, and repeats valid ones after each new connection.
 
     A process at the manager's address that cannot authenticate gets no notices, and does not count as the manager.
-
-    Args:
-        address: The manager's address.
-        node: This VM's name.
-        secret: The nodes' credential.
-        sources: The sources to poll.
-        lonely_s: Seconds without the manager after which ``end`` is called, again and again.
-        end: Ends this VM.
-        every_s: The time between two polls, and between two attempts to connect.
-        num_devices: The number of this VM's devices, each of which has a worker.
-        stay: Called while the manager answers, so that the VM's watchdog lets it live on.
+    ``lonely_s``: seconds without the manager after which ``end``, which ends this VM, is called again and again.
+    ``every_s``: the time between two polls, and between two attempts to connect. ``num_devices``: the number of this
+    VM's devices, each of which has a worker. ``stay``: called while the manager answers, so that the VM's watchdog lets
+    it live on.
     """
 
     def __init__(

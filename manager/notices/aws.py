@@ -22,13 +22,7 @@ TIMEOUT_S = 5.0
 
 
 class AwsMetadata:
-    """The instance metadata service, with a token that is renewed before it expires and when it is refused.
-
-    Args:
-        metadata_url: The URL of the service.
-        token_ttl_s: Lifetime of a token.
-        timeout_s: The bound of each call.
-    """
+    """The instance metadata service, with a token that is renewed before it expires and when it is refused."""
 
     def __init__(
         self, metadata_url: str = METADATA_URL, token_ttl_s: int = TOKEN_TTL_S, timeout_s: float = TIMEOUT_S
@@ -41,11 +35,7 @@ class AwsMetadata:
         self._lock = threading.Lock()
 
     def get(self, path: str) -> HttpAnswer | None:
-        """Return the answer; None if there is none (404).
-
-        Raises:
-            NoticeUnavailable: there was no usable answer.
-        """
+        """Return the answer; None if there is none (404); NoticeUnavailable if it is not usable."""
         answer = self._call("GET", path, {"X-aws-ec2-metadata-token": self._current_token()})
         if answer.status == 401:  # the token is refused, although it should still be valid
             self._forget_token()

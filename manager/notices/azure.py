@@ -19,10 +19,7 @@ TIMEOUT_S = 10.0
 class AzureNotices:
     """The Preempt events of this VM; events of other VMs of the same scale set are ignored.
 
-    Args:
-        metadata_url: The URL of the metadata service.
-        first_timeout_s: The bound of a call until the first answer.
-        timeout_s: The bound of every other call.
+    ``first_timeout_s``: the bound of a call until the first answer; ``timeout_s``: that of every other call.
     """
 
     name = "azure"

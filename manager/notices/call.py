@@ -40,17 +40,9 @@ def called(
 ) -> Iterator[Session]:
     """Call the manager; the connection closes with the context.
 
-    Args:
-        manager: The manager's address.
-        secret: The nodes' credential.
-        node: The name of the calling node.
-        role: ``AGENT`` or ``ERRAND``.
-        num_devices: The number of the node's devices.
-        timeout_s: The bound for each of the manager's messages in the greeting.
-        source: The address to call from; empty: the kernel's choice.
-
-    Raises:
-        OSError: the manager cannot be reached, is slow, or another process answers.
+    ``role``: ``AGENT`` or ``ERRAND``. ``timeout_s``: the bound for each of the manager's messages in the greeting.
+    ``source``: the address to call from; empty: the kernel's choice. OSError: the manager cannot be reached, is slow,
+    or another process answers.
     """
     with socket.create_connection(manager, CONNECT_TIMEOUT_S, (source, 0) if source else None) as connection:
         session = Session(connection, Wire(secret, listens=False))

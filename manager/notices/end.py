@@ -48,16 +48,10 @@ def end_vm(
 
 
 def end_on_azure(node: str, metadata_url: str = METADATA_URL, management_url: str = MANAGEMENT_URL) -> bool | None:
-    """Ask Azure to delete this VM.
+    """Ask Azure to delete this VM, which Morph named ``node``; return whether Azure accepted.
 
-    Args:
-        node: The VM's name, as Morph made it.
-        metadata_url: The URL of the metadata service.
-        management_url: The URL of the resource manager.
-
-    Returns:
-        Whether Azure accepted; False without an identity or permission, or if Azure does not describe this VM;
-        None: the VM is not the node, or has no tags of Morph, and no deletion was requested.
+    False without an identity or permission, or if Azure does not describe this VM; None: the VM is not the node, or has
+    no tags of Morph, and no deletion was requested.
     """
     headers = {"Metadata": "true"}
     try:

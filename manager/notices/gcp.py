@@ -19,10 +19,7 @@ LEAD_S = 30.0
 class GcpNotices:
     """Asks whether this VM was preempted. The call blocks until the answer changes, for at most ``wait_s``.
 
-    Args:
-        metadata_url: The URL of the metadata server.
-        wait_s: The whole seconds for which a call may block.
-        margin_s: The further seconds after which the call is given up.
+    ``wait_s`` is whole; ``margin_s`` further seconds later, the call is given up.
     """
 
     name = "gcp"

@@ -32,11 +32,8 @@ class CallingNode:
 class VmServer(ABC):
     """Listens for nodes, which show a certificate. Subclasses handle their messages.
 
-    Args:
-        secret: The nodes' credential is derived from it; callers without that credential are refused.
-        host: Address to listen on.
-        port: Port to listen on; 0: any free one.
-        files: The files that nodes may request, by name; a function that makes one is called in the node's thread.
+    The nodes' credential is derived from ``secret``; callers without it are refused. ``port``: 0: any free one.
+    ``files``: the files that nodes may request, by name; a function that makes one is called in the node's thread.
     """
 
     def __init__(self, secret: str, host: str, port: int, files: Mapping[str, bytes | Callable[[], bytes]]) -> None:

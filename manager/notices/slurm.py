@@ -32,12 +32,7 @@ class SlurmLimits(Value):
 
 
 class SlurmNotices:
-    """Reads the files of a node's folder.
-
-    Args:
-        folder: The node's folder.
-        clock: Returns seconds since 1970.
-    """
+    """Reads the files of a node's folder. ``clock``: returns seconds since 1970."""
 
     name = "slurm"
 

@@ -14,12 +14,7 @@ from morph.contract.errors import MorphError
 
 
 class NoticeUnavailable(MorphError):
-    """A metadata service gave no usable answer; earlier notices still hold. Ask again later.
-
-    Args:
-        sentence: A sentence on the service's behaviour.
-        retry_after_s: The wait for which it asks.
-    """
+    """A metadata service gave no usable answer; earlier notices still hold. Ask again after ``retry_after_s``."""
 
     def __init__(self, sentence: str, retry_after_s: float | None = None) -> None:
         self.retry_after_s = retry_after_s
@@ -42,38 +37,24 @@ class NoticeSource(Protocol):
         """The name of the source, for reports."""
 
     def standing(self) -> tuple[Standing, ...]:
-        """Return every valid notice of this VM; blocks for a bounded time.
-
-        Raises:
-            NoticeUnavailable: there was no usable answer.
-        """
+        """Return every valid notice of this VM; blocks for a bounded time. NoticeUnavailable: no usable answer."""
 
     def acknowledge(self, notice: str) -> None:
-        """Let the revocation begin early, because nothing of value is left here. Does nothing if the cloud has no such
-        call.
+        """Let the revocation begin early, as nothing of value is left here; nothing happens if the cloud cannot.
 
-        Raises:
-            NoticeUnavailable: the service did not accept the acknowledgement.
+        NoticeUnavailable if the service did not accept it.
         """
 
 
 def checked(answer: HttpAnswer, what: str) -> HttpAnswer:
-    """Return an answer with status 200.
-
-    Raises:
-        NoticeUnavailable: the status is another one.
-    """
+    """Return an answer with status 200; NoticeUnavailable for any other status."""
     if answer.status != 200:
         raise NoticeUnavailable(f"{what}: status {answer.status}", answer.retry_after_s)
     return answer
 
 
 def json_of(answer: HttpAnswer, what: str) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        NoticeUnavailable: the answer is not a JSON object.
-    """
+    """Read a JSON object; NoticeUnavailable if the answer is none."""
     try:
         found = json.loads(answer.body)
     except ValueError as error:

@@ -42,13 +42,10 @@ Told = Given | Withdrawn | Trouble
 
 
 class NoticeWatch:
-    """Polls one source in its own thread. Errors are reported, and polling continues.
+    """Polls one source in its own thread, in which ``tell`` is called. Errors are reported, and polling continues.
 
-    Args:
-        source: The source to poll.
-        tell: Called in that thread.
-        every_s: The time between polls; it grows with consecutive errors, up to ``ERROR_WAIT_MAX_S`` or the time for
-            which the service asks.
+    ``every_s``: the time between polls; it grows with consecutive errors, up to ``ERROR_WAIT_MAX_S`` or the time for
+    which the service asks.
     """
 
     def __init__(self, source: NoticeSource, tell: Callable[[Told], None], every_s: float = EVERY_S) -> None:

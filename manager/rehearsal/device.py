@@ -78,11 +78,8 @@ def emulated_device(
 ) -> EmulatedDevice:
     """Return the description from which a worker emulates one device of the profile's kind.
 
-    Args:
-        profile: The profile, whose times are used as they are (see ``stretched``).
-        micro_batch_size: m; must be one of the measured sizes.
-        ring_sizes: The numbers of members that all-reduces may have.
-        options: See ``EmulationOptions``.
+    The profile's times are used as they are (see ``stretched``). ``micro_batch_size`` (m) must be a measured one.
+    ``ring_sizes``: the numbers of members that all-reduces may have.
     """
     m = micro_batch_size
     reduce = AllReduce(profile, options.all_reduces_at_once)

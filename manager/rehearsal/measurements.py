@@ -43,7 +43,6 @@ class Measured:
     only: Plan | None = None
 
     def __call__(self, observed: Observed) -> None:
-        """Record one decision."""
         state, event = observed.decision.state, observed.event
         if isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared):
             stages = {slot.worker: slot.stage for slot in state.slots}
@@ -83,8 +82,7 @@ class Measured:
     def commit_s(self, optimizer_s: Mapping[int, float]) -> float:
         """The median over steps of the manager's round trip: from a decision to the start of the next step.
 
-        Args:
-            optimizer_s: The time of the optimizer step in each first stage of a pipeline; it comes before the start.
+        ``optimizer_s``: the time of the optimizer step in each first stage of a pipeline; it comes before the start.
         """
         turns = []
         for step in self.counted_steps:
@@ -123,9 +121,7 @@ class _Counters:
 class Load:
     """An observer of the driver that reads the machine's counters when ``first`` and when ``last`` are decided.
 
-    Attributes:
-        busy_share: The busy share of all cores, with any work.
-        others_share: The share of all cores that was taken by work other than the rehearsal.
+    ``busy_share``: that of all cores, with any work; ``others_share``: that of work other than the rehearsal.
     """
 
     def __init__(self, first: int, last: int) -> None:
@@ -135,7 +131,6 @@ class Load:
         self.others_share = 0.0
 
     def __call__(self, observed: Observed) -> None:
-        """Observe the decided version."""
         version = observed.decision.state.version
         if version == self._first and self._before is None:
             self._before = _read()

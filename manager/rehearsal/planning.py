@@ -139,11 +139,7 @@ class Planned:
 
 
 def plan_rehearsal(spec: RehearsalSpec) -> Planned:
-    """Check and plan a rehearsal.
-
-    Raises:
-        InputError: a value is wrong; the error names it.
-    """
+    """Check and plan a rehearsal; InputError names a wrong value."""
     spec.check()
     spec = _with_batch(spec)
     if spec.network == "namespaces":
@@ -164,11 +160,7 @@ def plan_rehearsal(spec: RehearsalSpec) -> Planned:
 
 
 def _plans_for(spec: RehearsalSpec, trace: Trace, profile: Profile) -> dict[Pool, Plan]:
-    """Plan for every number or pool of VMs that the trace may have at one time.
-
-    Raises:
-        PlanError: not even all VMs together can run the job.
-    """
+    """Plan for every number or pool of VMs that the trace may have; PlanError if all together cannot run the job."""
     own = {each.name for each in fields(PlanRequest)}
     given = {name: getattr(spec, name) for name in own} | {"num_replicas": None, "unequal": True}
     request = PlanRequest(**given)
@@ -192,11 +184,7 @@ def _first_of(spec: RehearsalSpec, trace: Trace, plans: dict[Pool, Plan]) -> Pla
 
 
 def _with_batch(spec: RehearsalSpec) -> RehearsalSpec:
-    """Return the same spec with the requested batch in the profile; m stays as given by the job's own batch.
-
-    Raises:
-        PlanError: the batch is not a whole number of micro-batches.
-    """
+    """Return the spec with the requested batch in the profile, m as before; PlanError unless it is a multiple of m."""
     if spec.batch_size is None:
         return spec
     m = knee_micro_batch_size(spec.profile, spec.micro_batch_size)
@@ -213,9 +201,7 @@ def _with_batch(spec: RehearsalSpec) -> RehearsalSpec:
 
 
 def plan_shape(spec: RehearsalSpec, profile: Profile, plan: Plan | None = None) -> Simulation:
-    """Simulate a plan of the rehearsal on this profile: the given plan, else the spec's plan, else one of the spec's
-    shape.
-    """
+    """Simulate on this profile the given plan, else the spec's, else one of the spec's shape."""
     share_links, num_draws = spec.network == "namespaces", WARM_UP_STEPS + spec.steps
     plan = plan or spec.plan
     if plan is not None:

@@ -42,14 +42,10 @@ LATE_SHARE_AT_MOST = 0.01
 class Rehearsed:
     """The result of rehearsing one plan. Times are as measured, stretched by ``planned.scales.time``.
 
-    Attributes:
-        planned: The rehearsal, with this plan's simulation.
-        mini_batches_s: The time of every counted step.
-        commit_s: The real manager's measured round trip; it replaces the profile's in ``expected_s``.
-        parts_s: Seconds per worker and step by kind of work.
-        late_s: The median delay of a step by the busy host.
-        busy_share: The busy share of this machine's cores during the counted steps.
-        others_share: Likewise, the share taken by work other than the rehearsal.
+    ``planned`` has this plan's simulation. ``mini_batches_s``: every counted step. ``commit_s``: the real manager's
+    measured round trip; it replaces the profile's in ``expected_s``. ``parts_s``: seconds per worker and step by kind
+    of work. ``late_s``: the median delay of a step by the busy host. ``busy_share``: that of this machine's cores
+    during the counted steps; ``others_share``: that taken by work other than the rehearsal.
     """
 
     planned: Planned
@@ -90,11 +86,9 @@ class Rehearsed:
 class Rehearsal:
     """The result of a rehearsal with changes of VMs.
 
-    Attributes:
-        plans: One for each plan with a counted step, which is a step that followed another with the same workers.
-        changes: (version, shape, pool) of every generation of workers that trained.
-        lost: Types of the lost workers, in order; "" if all workers are of one type.
-        num_left: Events of the trace that the run's end left unplayed.
+    ``plans``: one for each plan with a counted step, which is a step that followed another with the same workers.
+    ``changes``: (version, shape, pool) of every generation of workers that trained. ``lost``: types of the lost
+    workers, in order; "" if all are of one type. ``num_left``: events of the trace that the run's end left unplayed.
     """
 
     plans: tuple[Rehearsed, ...]
@@ -114,16 +108,9 @@ def rehearse(
     *,
     temporary: bool = False,
 ) -> Rehearsed:
-    """Run the plan; blocks. Only the run directory is left afterwards.
+    """Run the plan; blocks. Only the run directory is left afterwards. TrainingStopped if it does not come to its end.
 
-    Args:
-        planned: The result of ``plan_rehearsal``.
-        run_dir: The run directory, which the caller has opened and holds until this returns.
-        observe: Called after each decision.
-        temporary: Remove the run directory if this process is killed.
-
-    Raises:
-        TrainingStopped: the plan cannot be run to its end.
+    The caller holds ``run_dir`` until this returns. ``temporary``: remove it if this process is killed.
     """
     measured, load = Measured(), Load(WARM_UP_STEPS, WARM_UP_STEPS + planned.spec.steps)
     _run(planned, run_dir, (measured, load, observe), temporary=temporary)
@@ -140,8 +127,7 @@ def rehearse_changes(
 ) -> Rehearsal:
     """Rehearse while VMs come and go as in the trace; ``attend``: see ``run_session``.
 
-    Raises:
-        TrainingStopped: The run does not come to its end, or too few VMs are left for it.
+    TrainingStopped: the run does not come to its end, or too few VMs are left for it.
     """
     measured, load = Measured(), Load(WARM_UP_STEPS, WARM_UP_STEPS + planned.spec.steps)
     changes = _Changes()

@@ -28,23 +28,16 @@ _SIZE_SCALE = ranges.Range(0, 1, above=True)
 class RehearsalSpec(PlanRequest):
     """One rehearsal. Of a request's fields, it uses m, D, schedule, slow workers, jitter and memory.
 
-    Attributes:
-        profile: The profile as measured.
-        num_stages: P; or ``boundaries``.
-        num_hosts: The number of hosts.
-        workers_per_host: How many workers share a host; neighbouring stages share one if possible.
-        steps: The number of counted mini-batches; one more runs before them.
-        boundaries: First section of each stage; None: balanced.
-        plan: A plan to rehearse instead of a shape: its pipelines may be unequal, and on nodes of several types.
-        trace: A trace of VMs that come and are lost, instead of a shape, with one worker each. The manager chooses a
-            plan whenever they change. If the profile has several types of node, a VM's instance type names its type.
-        window_slope: See ``simulator.simulate``.
-        batch_size: M in samples, instead of the job's; a multiple of the m that the job's own M gives.
-        time_scale: The factor for every time; None: the factor that this machine's cores need.
-        message_scale: The real size of messages over the profile's; None: as large as this machine can carry.
-        state_scale: The real size of parameters over the profile's; None: small.
-        network: How hosts are connected.
-        forgiven_s: See ``EmulatedDevice``; None: the default.
+    Either ``num_stages`` (P), or ``boundaries``: the first section of each stage; None: balanced. ``workers_per_host``
+    share a host, neighbouring stages if possible. ``steps``: the counted mini-batches; one more runs before them.
+    ``plan``: a plan to rehearse instead of a shape: its pipelines may be unequal, and on nodes of several types.
+    ``trace``: a trace of VMs that come and are lost, instead of a shape, with one worker each. The manager chooses a
+    plan whenever they change. If the profile has several types of node, a VM's instance type names its type.
+    ``window_slope``: see ``simulator.simulate``. ``batch_size``: M in samples, instead of the job's; a multiple of the
+    m that the job's own M gives. ``time_scale``: the factor for every time; None: the factor that this machine's cores
+    need. ``message_scale``, ``state_scale``: the real size of messages and parameters over the profile's; None:
+    messages as large as this machine can carry, a small state. ``forgiven_s``: see ``EmulatedDevice``; None: the
+    default.
     """
 
     profile: Profile
@@ -90,8 +83,7 @@ class RehearsalSpec(PlanRequest):
     def check(self) -> None:
         """Refuse impossible rehearsals that the simulator would not refuse.
 
-        Raises:
-            PlanError: an option is wrong; the error names it, its value and what is allowed.
+        PlanError names the wrong option, its value and what is allowed.
         """
         if self.batch_size is not None:
             ranges.BATCH.check("batch_size", self.batch_size)

@@ -38,11 +38,7 @@ _OF_STEPS = (SendStep, SendCommit, NoteNextSave, NoteCorrection, WriteManifest)
 
 
 class Condenser:
-    """The keeper of a journal: its readers, and their results until these are written.
-
-    Args:
-        journal: Its condensed part is read here; later lines are passed to ``take``.
-    """
+    """The keeper of a journal: its readers, and their results until written; ``take`` gets later lines."""
 
     def __init__(self, journal: Journal) -> None:
         head = journal.head()
@@ -115,12 +111,9 @@ class Condenser:
 
 
 def condense_all(path: Path, tell: Callable[[str], None]) -> None:
-    """Condense a journal before a run is resumed with it, and report progress if that takes long.
+    """Condense a journal, if there is one, before a run is resumed with it; report progress if that takes long.
 
-    If there is no journal yet, none is made: the run may still be refused.
-
-    Raises:
-        RunDirError: the journal cannot be opened, or cannot be written now.
+    No journal is made: the run may still be refused. RunDirError if it cannot be opened, or cannot be written now.
     """
     tenths = 0
 
@@ -137,13 +130,7 @@ def condense_all(path: Path, tell: Callable[[str], None]) -> None:
 
 
 def is_kept(event: Event, record: DecisionRecord, *, changes: bool) -> bool:
-    """Return whether an event and its decision are kept as they are, because something unusual happened.
-
-    Args:
-        event: The event.
-        record: The decision.
-        changes: Whether the shape is being changed.
-    """
+    """Whether an event and its decision are kept because they are unusual; ``changes``: the shape is being changed."""
     code = record.reason.code
     if isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared) and event.answer.timeline is not None:
         return True

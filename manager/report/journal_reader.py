@@ -84,8 +84,7 @@ _MARK = '"timeline":{'
 def read_timelines(run_dir: Path) -> dict[int, tuple[StepTimeline, ...]]:
     """Return timelines by step, one for each worker, from the last time that every worker completed the step.
 
-    Raises:
-        RunDirError: the directory holds no journal.
+    RunDirError if the directory holds no journal.
     """
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         return timelines_of(journal.each())
@@ -145,20 +144,12 @@ _OF_REPORT = ("shape", "left", "morph", "evaluation", "vms", "set_back")
 
 
 def read_report(run_dir: Path) -> RunReport:
-    """Read the journal of a run, while it runs or later.
-
-    Raises:
-        RunDirError: the directory holds no journal, or an empty one.
-    """
+    """Read the journal of a run, while it runs or later; RunDirError if there is none, or an empty one."""
     return report_in(run_dir / JOURNAL, source=str(run_dir))
 
 
 def report_in(path: Path, source: str) -> RunReport:
-    """Read a journal, which must exist as long as the report's steps are read.
-
-    Raises:
-        RunDirError: there is no journal, or an empty one.
-    """
+    """Read a journal, which must exist while the report's steps are read; RunDirError if it is missing or empty."""
     with Journal.open(path, read_only=True) as journal:
         tail = journal.tail(0, _OF_REPORT)
         reader = RunReader.at(journal, tail.head)
@@ -169,11 +160,7 @@ def report_in(path: Path, source: str) -> RunReport:
 
 
 def read_ledger(run_dir: Path) -> Ledger:
-    """Return the account of a run's sessions so far; the account of a run that has not begun is empty.
-
-    Raises:
-        RunDirError: the journal cannot be read.
-    """
+    """Return the account of a run's sessions so far (empty: not begun); RunDirError if the journal is unreadable."""
     if not (run_dir / JOURNAL).is_file():
         return Ledger()
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
@@ -186,15 +173,9 @@ def read_ledger(run_dir: Path) -> Ledger:
 
 
 def ledger_now(run_dir: Path, now_s: float, *, lives_on: bool) -> Ledger:
-    """Return the account of all sessions of a run until now; the account of a run that has not begun is empty.
+    """Return the account of all sessions until ``now_s`` on the run's clock; errors and empty account: ``read_ledger``.
 
-    Args:
-        run_dir: The run's directory.
-        now_s: The present time on the run's clock.
-        lives_on: Whether the nodes of the last session still live; if so, they are booked up to now.
-
-    Raises:
-        RunDirError: the journal cannot be read.
+    ``lives_on``: whether the nodes of the last session still live; if so, they are booked up to now.
     """
     ledger = read_ledger(run_dir)
     if lives_on:
@@ -205,11 +186,7 @@ def ledger_now(run_dir: Path, now_s: float, *, lives_on: bool) -> Ledger:
 
 
 def report_of(entries: Iterable[Entry], source: str = "journal") -> RunReport:
-    """Build the report from all lines of a journal that is not condensed.
-
-    Raises:
-        RunDirError: there is no configuration among them.
-    """
+    """Build the report from all lines of a journal that is not condensed; RunDirError if they have no configuration."""
     reader = RunReader()
     for line in lines(entries):
         reader.take_line(line)

@@ -21,10 +21,7 @@ MOST_EVALUATIONS = 100
 
 @dataclass
 class EvaluationReader:
-    """Combines workers' answers into evaluations; if one is run again, the newest counts.
-
-    The last ``MOST_EVALUATIONS`` evaluations are kept.
-    """
+    """Combines workers' answers into evaluations, the newest of each version; keeps the last ``MOST_EVALUATIONS``."""
 
     _shares: dict[int, list[Evaluation]] = field(default_factory=dict)
     _unfinished: dict[int, EvaluationRecord] = field(default_factory=dict)
@@ -72,10 +69,7 @@ MOST_POINTS = 512
 
 @dataclass
 class Series:
-    """Points (time in s, value), evenly thinned: whenever there are too many, every other point is dropped.
-
-    The newest point is always kept.
-    """
+    """Points (time in s, value), evenly thinned: if there are too many, every other one goes, but never the newest."""
 
     _kept: list[tuple[float, float]] = field(default_factory=list)
     _newest: tuple[float, float] | None = None

@@ -43,10 +43,7 @@ AS_SAID = frozenset(
 
 
 class Milestone(NamedTuple):
-    """One line.
-
-    ``code``: a reason's code, or one of shape, morph, lost, waiting, requested, granted, queued, evaluation.
-    """
+    """One line. ``code``: a reason's, or shape, morph, lost, waiting, requested, granted, queued, evaluation."""
 
     code: str
     sentence: str

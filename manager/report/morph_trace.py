@@ -44,12 +44,7 @@ class MorphTrace(Value):
 
 
 def morph_trace(entries: Iterable[Entry], morph: MorphRecord) -> MorphTrace:
-    """Read the lines of a journal from the change's beginning to the next decided step.
-
-    Args:
-        entries: The whole journal.
-        morph: One of the changes in the report.
-    """
+    """Read the lines of a whole journal from the beginning of a change in its report to the next decided step."""
     began_s = morph.detected_at_s if morph.killed_at_s is None else min(morph.killed_at_s, morph.detected_at_s)
     collected, begins, ends = _Spans(began_s), False, False
     for entry in entries:  # by place, not by time: if a clock is set back, earlier lines have the same times

@@ -30,11 +30,7 @@ from simulator.render.timeline import draw_boxes
 
 
 def draw_measured(timelines: Sequence[StepTimeline], replica: int, path: Path) -> None:
-    """Write a PNG of one replica in a measured step, as figure 7 of the Varuna paper; numbers count its micro-batches.
-
-    Raises:
-        RunDirError: the file cannot be written; the error names it.
-    """
+    """Write a PNG of one replica's measured step, as figure 7 of the Varuna paper; RunDirError if that fails."""
     laid = [one for one in lay_out(timelines) if one.timeline.replica == replica]
     first_stage = min((one.timeline.stage for one in laid), default=0)
     first = min((one.span.micro_batch for one in laid if one.span.micro_batch is not None), default=0)
@@ -82,11 +78,7 @@ LABEL_WIDTH_PX = 66
 
 
 def draw_run(report: RunReport, path: Path) -> None:
-    """Write the picture as a PNG, 1600 x 1000 pixels; an existing file is replaced atomically.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a PNG of 1600 x 1000 pixels; an existing file is replaced atomically. OSError if it cannot be written."""
     from manager.run_dir import as_its_folder
 
     drawn = png_of(run_figure(report))
@@ -329,10 +321,7 @@ def _began_s(morph: MorphRecord) -> float:
 
 
 def label_rows(centres_px: Sequence[float]) -> list[int]:
-    """Assign each label, in ascending order of its centre, to the lowest row where it overlaps no earlier label.
-
-    If it would overlap in all rows, it gets the row where it overlaps least.
-    """
+    """Give labels, in order of their centres, the lowest row without overlap, else that with the least overlap."""
     ends_px = [float("-inf")] * LABEL_ROWS
     rows = []
     for centre_px in centres_px:

@@ -166,10 +166,7 @@ class Condensed:
 class Steps(Sequence[StepRecord]):
     """Every decided step, in the order of decision, including those that were run again later.
 
-    Args:
-        condensed: The condensed steps.
-        newer: The steps decided since then.
-        set_backs: The times that the run went back to an earlier version.
+    ``condensed``, then ``newer`` ones; ``set_backs``: the times that the run went back to an earlier version.
     """
 
     def __init__(
@@ -231,10 +228,7 @@ class Steps(Sequence[StepRecord]):
         return dict(zip((steps[rows] + 1).tolist(), self.column("decided_at_s")[rows].tolist(), strict=True))
 
     def frame(self) -> pd.DataFrame:
-        """Return all steps as a pandas table; ``redone`` marks steps that were run again.
-
-        Metrics have their own names, with ``metric:`` in front if another column has that name, such as ``loss``.
-        """
+        """Return a pandas table; ``redone``: run again later. A metric named like a column has ``metric:`` in front."""
         import pandas as pd
 
         first = ("step", "loss", *_PLAIN, *_KNOWN_OR_NOT, *_RATES)

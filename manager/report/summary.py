@@ -26,10 +26,9 @@ CAME_FROM = {
 
 
 def with_its_manager(report: RunReport, run_dir: Path) -> RunReport:
-    """Return the journal's report together with the present state of the run's manager, which may be gone or waiting.
+    """Return the journal's report with the present state of the run's manager, which may be gone or waiting.
 
-    Raises:
-        RunDirError: the run's lock cannot be read.
+    RunDirError if the run's lock cannot be read.
     """
     now_s = time.time()
     waits = read_json(run_dir / GOES_ON, GoesOn, RunDirError) if (run_dir / GOES_ON).is_file() else None
@@ -47,10 +46,7 @@ def with_its_manager(report: RunReport, run_dir: Path) -> RunReport:
 
 
 def summarise(report: RunReport, *, verbose: bool = False) -> str:
-    """Return the text that ``morph status`` prints: the run's progress, shapes, morphs and loss.
-
-    ``verbose``: adds the cause of each morph and the origin of its state.
-    """
+    """Return the text of ``morph status``; ``verbose`` adds each morph's cause and the origin of its state."""
     saved = "none" if report.checkpoint_version is None else f"at step {report.checkpoint_version}"
     if report.next_save is not None:
         saved += f", the next in {max(0.0, report.next_save.due_s - report.end_s):.0f} s: {report.next_save.why}"

@@ -29,10 +29,8 @@ class Stored:
 def stored_at(given: str) -> Stored:
     """Find out which place a user means, without checking that anything is stored there.
 
-    Raises:
-        RunDirError: the run directory cannot be read.
-        InputError: there is no such folder.
-        ConfigError: the package for such a URL is not installed.
+    RunDirError: the run directory cannot be read. InputError: there is no such folder. ConfigError: the package for
+    such a URL is not installed.
     """
     if "://" in given:
         check_url(given, "", "RUN_DIR_OR_URL")
@@ -53,8 +51,7 @@ def stored_at(given: str) -> Stored:
 def target_url(given: str) -> str:
     """Return the URL of a folder for new checkpoints; the folder need not exist yet.
 
-    Raises:
-        ConfigError: the package for such a URL is not installed, or the place is a run directory or a file.
+    ConfigError: the package for such a URL is not installed, or the place is a run directory or a file.
     """
     check_url(given, "", "DEST_URL")
     if "://" in given:
@@ -70,10 +67,7 @@ def with_newest(stored: Stored, use: Callable[[Manifest], Used]) -> tuple[Manife
     """Use the newest complete checkpoint; say on standard error which newer ones are skipped, and why.
 
     If ``use`` finds damage that only reading shows, it is called again with the newest checkpoint without wrong bytes.
-
-    Raises:
-        InputError: there is no checkpoint.
-        CheckpointError: all checkpoints are damaged, or storage does not answer.
+    InputError: there is no checkpoint. CheckpointError: all are damaged, or storage does not answer.
     """
     try:
         manifest = _newest(stored, every_byte=False)

@@ -59,11 +59,7 @@ class Cloud:
 
 
 def check_loopback(cloud: Cloud, source: str) -> None:
-    """Refuse a loopback address if a host is another machine.
-
-    Raises:
-        ConfigError: the address is refused; the error names the cluster file.
-    """
+    """Refuse a loopback address if a host is another machine, by a ConfigError that names the cluster file."""
     vms = cloud.vms
     if ipaddress.IPv4Address(vms.address).is_loopback and (elsewhere := cloud.market.elsewhere(cloud.described)):
         raise ConfigError(
@@ -76,11 +72,7 @@ def check_loopback(cloud: Cloud, source: str) -> None:
 
 
 def check_listening(cloud: Cloud, source: str) -> None:
-    """Refuse an address that this machine does not have.
-
-    Raises:
-        ConfigError: the address is refused; the error names the cluster file.
-    """
+    """Refuse an address that this machine does not have, by a ConfigError that names the cluster file."""
     vms = cloud.vms
     try:
         socket.create_server((vms.address, 0)).close()
@@ -95,11 +87,7 @@ def check_listening(cloud: Cloud, source: str) -> None:
 
 
 def check_storage(vms: ProvidedVms, checkpoint_url: str | None, source: str, field: str) -> None:
-    """Refuse a place for checkpoints that the VMs cannot reach.
-
-    Raises:
-        ConfigError: the place is refused; the error names the file and what is allowed.
-    """
+    """Refuse a place for checkpoints that VMs cannot reach; ConfigError names the file and what is allowed."""
     if vms.shared_storage:
         return
     if checkpoint_url is not None and _scheme(checkpoint_url) not in ("", "file", "local"):
@@ -123,11 +111,7 @@ def check_storage(vms: ProvidedVms, checkpoint_url: str | None, source: str, fie
 
 
 def check_url(checkpoint_url: str, source: str, field: str) -> None:
-    """Refuse a URL whose storage package is not installed.
-
-    Raises:
-        ConfigError: the URL is refused; the error names the missing package.
-    """
+    """Refuse a URL whose storage package is not installed, by a ConfigError that names the package."""
     scheme = _scheme(checkpoint_url)
     try:
         fsspec.get_filesystem_class(scheme or "file")

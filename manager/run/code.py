@@ -44,13 +44,9 @@ CheckJob = Callable[[str, Profile], CheckedJob]
 class RunCode:
     """The code of a run, from the files on disk now and the copy in the run directory.
 
-    Args:
-        job_path: path/to/file.py:name.
-        profile: The profile that the job must fit.
-        files: The job's files as they are now.
-        if_changed: What to do if the files differ from those with which the run began.
-        check_job: Loads torch and the job.
-        unpack: Whether the run's workers do not see this machine's folders.
+    ``job_path``: path/to/file.py:name, a job that must fit ``profile``. ``files``: its files as they are now;
+    ``if_changed``: what to do if they differ from those with which the run began. ``check_job``: loads torch and the
+    job. ``unpack``: whether the run's workers do not see this machine's folders.
     """
 
     def __init__(
@@ -77,11 +73,7 @@ class RunCode:
         """The cut that workers get; known once the run's code is settled."""
 
     def check(self) -> None:
-        """Check the job, which loads torch, and name the imported code that the snapshot does not contain.
-
-        Raises:
-            InputError: the job is not valid, or does not fit the profile.
-        """
+        """Check the job, which loads torch, and name code that the snapshot lacks; InputError if it does not fit."""
         before = set(sys.modules)
         with self._files.in_use():
             self._checked = self._check_job(self._job_path, self._profile)
@@ -94,11 +86,7 @@ class RunCode:
             )
 
     def epochs(self, run_dir: Path) -> Epochs:
-        """Return how the epochs with which the run began, or begins, divide into steps.
-
-        Raises:
-            InputError: the run is new, and its job is not valid.
-        """
+        """Return how a run's first epochs divide into steps; InputError if the run is new and its job is not valid."""
         known = read_facts(run_dir).known_by.epochs if is_run(run_dir) else None
         if known is None:
             if self._checked is None:
@@ -111,9 +99,7 @@ class RunCode:
     def of(self, run_dir: RunDir) -> JobCode:
         """Return the code of a run, as far as it is known without loading the job.
 
-        Raises:
-            RunDirError: the stored code is damaged, or the code was changed since then and the user has not said what
-                to do.
+        RunDirError: the stored code is damaged, or was changed since then and the user has not said what to do.
         """
         sha256 = run_dir.facts.code_sha256
         if sha256 is None:
@@ -144,10 +130,8 @@ class RunCode:
     def begin(self, run_dir: RunDir) -> JobCode:
         """Check the job, unless it was checked before, and store the code of the run from now on.
 
-        Raises:
-            InputError: the job is not valid, is another job, or its settings or data differ from those with which the
-                run began.
-            RunDirError: the directory cannot be written.
+        InputError: the job is not valid, is another job, or its settings or data differ from those with which the run
+        began. RunDirError: the directory cannot be written.
         """
         if self._checked is None:
             self.check()
@@ -214,10 +198,7 @@ class RunCode:
 def keep(run_dir: Path, code: JobCode, cut: HandedCut | None = None) -> None:
     """Store the code in the run directory under its digest, atomically and readable only by the user.
 
-    The cut is stored beside the code, for a manager that takes over and gives it to new workers.
-
-    Raises:
-        RunDirError: the directory cannot be written.
+    The cut is stored beside it, for a manager that takes over and gives it to new workers. RunDirError if that fails.
     """
     path = run_dir / CODE / f"{code.sha256}.zip"
     try:
@@ -230,11 +211,7 @@ def keep(run_dir: Path, code: JobCode, cut: HandedCut | None = None) -> None:
 
 
 def kept(run_dir: Path, sha256: str, job_path: str, *, unpack: bool = False) -> JobCode:
-    """Read the code that a run began with, as the code of the job at ``job_path``.
-
-    Raises:
-        RunDirError: the stored code is missing or damaged.
-    """
+    """Read the code with which a run began, as that of this job; RunDirError if it is missing or damaged."""
     path = run_dir / CODE / f"{sha256}.zip"
     try:
         archive = path.read_bytes()

@@ -123,11 +123,7 @@ class PreparedRun:
         return () if self.cloud is None else self.cloud.offers()
 
     def facts(self, planned: Callable[[], ControllerConfig]) -> RunFacts:
-        """Return the identity of the run directory; plans are made only if the planner chooses m.
-
-        Raises:
-            InputError: see ``config``.
-        """
+        """Return the identity of the run directory; plans only if the planner chooses m. Errors: see ``config``."""
         known = self.profile.job.micro_batch_size or self._kept_micro_batch_size()
         return RunFacts(
             job=self.request.job,
@@ -141,8 +137,7 @@ class PreparedRun:
     def prices(self) -> Prices | None:
         """Return the command line's prices, for all VMs, else the provider's or cluster file's, for VMs without one.
 
-        Raises:
-            InputError: there is a price to compare with, but no price that is paid.
+        InputError: there is a price to compare with, but no price that is paid.
         """
         vms, given = self.cluster.vms, self.request
         on_demand = vms.on_demand_usd_per_h if given.on_demand_price is None else given.on_demand_price

@@ -62,20 +62,12 @@ def managed_run(
     """Check everything, then run a job on its VMs to its end; returns the end and the report.
 
     Before the job is loaded, a run whose VMs live is taken over, and a run that is in use is refused. The request is
-    stored in the run directory once it is certain that the run begins.
-
-    Args:
-        run: What to run.
-        check_job: Loads the job and compares it with the profile.
-        show: Shows the run while it goes on.
-        if_changed: What to do if the job is not the one that the run began with.
-        take_over: Take the checkpoints' storage over from another manager, which may still run.
-        forever: Another manager follows this one, unless the user or a limit ends it.
-
-    Raises:
-        InputError: the run cannot begin; nothing was started or written.
-        CheckpointError: storage does not answer, and the run is new; nothing was started or written.
-        TrainingStopped: the cluster or training failed.
+    stored in the run directory once it is certain that the run begins. ``check_job``: loads the job and compares it
+    with the profile. ``if_changed``: what to do if the job is not the one that the run began with. ``take_over``: take
+    the checkpoints' storage over from another manager, which may still run. ``forever``: another manager follows this
+    one, unless the user or a limit ends it.
+    InputError: the run cannot begin. CheckpointError: storage does not answer, and the run is new. In both cases
+    nothing was started or written. TrainingStopped: the cluster or training failed.
     """
     with ExitStack() as ending:
         managed = ManagedRun(run, check_job, show, if_changed, ending, take_over=take_over, forever=forever)
@@ -86,20 +78,9 @@ class ManagedRun:
     """One run under this manager. It is checked and planned when it is made; ``carry_out`` trains.
 
     Storage and the job are checked and shapes planned at once, unless it must first look for a run that may still live.
-
     A session is the work of one group of VMs and workers, from their start to their end; ``run_until_it_ends`` begins
-    another session if the machines are lost.
-
-    Args:
-        run: What to run.
-        check_job: Loads the job and compares it with the profile.
-        show: Shows the run while it goes on.
-        if_changed: What to do if the job is not the one that the run began with.
-        ending: Closes everything else that is opened here.
-        take_over, forever: See ``managed_run``.
-
-    Raises:
-        InputError: the run cannot begin; nothing was started or written.
+    another session if the machines are lost. ``ending``: closes everything else that is opened here. Other arguments:
+    see ``managed_run``. InputError: the run cannot begin; nothing was started or written.
     """
 
     def __init__(
@@ -181,7 +162,6 @@ class ManagedRun:
                 _tell(f"the checkpoints at {url} are taken over from {before}, which stops when it next looks there")
 
     def _watching(self, opened: RunDir) -> tuple[Watching, ...]:
-        """Return what trackers and callbacks need to follow the run."""
         run = self._run
         folder = Path() if run.request.cluster is None else run.request.cluster.resolve().parent
         common: dict[str, object] = {

@@ -53,11 +53,7 @@ class Market(ABC):
     """The modules that the market imports, and the extra that installs them."""
 
     def check(self, source: str) -> None:
-        """Check that the packages that the market needs are installed.
-
-        Raises:
-            ConfigError: a package is missing; the error names the cluster or cloud file and what to install.
-        """
+        """Check that the packages that the market needs are installed; ConfigError names the file and the package."""
         try:
             missing = any(find_spec(module) is None for module in self.needs)
         except ModuleNotFoundError:  # a module of the market's package
@@ -120,27 +116,18 @@ class Market(ABC):
         """Return how to open the provider of a run. ``path``: the file from which ``described`` was read."""
 
     def findings(self, _described: Any, _count: int) -> Iterator[Finding]:
-        """Check whether a run with ``count`` devices would get its VMs; queries the cloud, and changes nothing there.
-
-        Raises:
-            ConfigError: this kind has no checks.
-        """
+        """Check whether ``count`` devices would get VMs; queries, but changes nothing. ConfigError: no checks exist."""
         allowed = "azure or aws"
         raise ConfigError("cloud files of this kind have no checks", field="--kind", value=self.kind, allowed=allowed)
 
     def policy(self, _described: Any) -> dict[str, Any]:
-        """Return the minimal permissions of the manager's user.
-
-        Raises:
-            ConfigError: this kind needs no permissions.
-        """
+        """Return the minimal permissions of the manager's user; ConfigError if this kind needs none."""
         raise ConfigError("cloud files of this kind have no policy", field="--kind", value=self.kind, allowed="aws")
 
     def planned(self, _described: Any, _path: Path, *_names: Any) -> list[dict[str, Any]]:
         """Return what a request would create, for ``run``, ``job``, ``request``, ``count`` and the shown part of boots.
 
-        Raises:
-            ConfigError: VMs of this kind are not created.
+        ConfigError: VMs of this kind are not created.
         """
         allowed = "azure, aws or slurm"
         raise ConfigError("nothing is created for this kind", field="--kind", value=self.kind, allowed=allowed)
@@ -149,8 +136,7 @@ class Market(ABC):
     def end_run(self, described: Any, path: Path, run: str, job: str, told: Callable[[str], None]) -> tuple[Vm, ...]:
         """End what a run left behind, found only by the names of the run and its job; return the VMs that existed.
 
-        Raises:
-            ProviderError: nothing of the run exists, or some of it could not be ended; the error names it.
+        ProviderError names what could not be ended; or nothing of the run exists.
         """
 
 
@@ -422,8 +408,7 @@ _BUILT_IN: dict[str, type[Market]] = {
 def market_of(kind: str) -> Market:
     """Return the market of a kind.
 
-    Raises:
-        ConfigError: there is no such kind, or the market that another package registered cannot be loaded.
+    ConfigError: there is no such kind, or the market that another package registered cannot be loaded.
     """
     if kind in _BUILT_IN:
         market = _BUILT_IN[kind]()

@@ -63,14 +63,9 @@ def memory_of(
 ) -> VmMemory:
     """Return the memory of one worker, for the planner: as set in the cluster file, else a share of this machine's.
 
-    Args:
-        vms: The VMs of the cluster file.
-        profile: The profile, which has the host memory of a provider's VMs.
-        num_vms: The largest number of VMs at one time; None: as set in the cluster file.
-        devices: A function that lists this machine's CUDA devices, if local VMs use them.
-
-    Raises:
-        ConfigError: local VMs are set to use CUDA devices, and there are none.
+    ``profile``: has the host memory of a provider's VMs. ``num_vms``: the largest number of VMs at one time; None: as
+    set in the cluster file. ``devices``: lists this machine's CUDA devices, if local VMs use them; ConfigError if they
+    are to use them, and there are none.
     """
     known_host = None if profile is None else profile.environment.host_memory_bytes
     if not isinstance(vms, LocalVms):
@@ -101,10 +96,8 @@ def controller_config(
     largest D (fewer workers form fewer pipelines, further ones stand by); m of all plans, which a resumed run keeps;
     schedule and recompute. ``num_beyond``: how many more workers may come if the last VM has several devices.
     ``timeline_step``: the step of which workers record a timeline. ``devices``: a function that lists CUDA devices, if
-    local VMs use them.
-
-    Raises:
-        PlanError: not even the trace's largest number of VMs can run the job, or can form the requested shape.
+    local VMs use them. PlanError: not even the trace's largest number of VMs can run the job, or can form the requested
+    shape.
     """
     max_nodes = max(trace.max_nodes, vms.keep or 0)
     memory = memory_of(vms, profile, num_vms=max_nodes, devices=devices)
@@ -165,10 +158,8 @@ def mixed_config(
     """Return the configuration, as ``controller_config`` does, for GPUs of several types: plan for every pool of them.
 
     Each type has the memory that the profile gives, if it gives it for all types; else that of the cluster file.
-
-    Raises:
-        PlanError: a type is not in the profile, or no pool can run the job.
-        TraceError: a VM of the trace has none of the types.
+    PlanError: a type is not in the profile, or no pool can run the job. TraceError: a VM of the trace has none of the
+    types.
     """
     names = [offer.node_type for offer in offers]
     profiles = {name: of_pool_type(profile, name) for name in names}
@@ -212,13 +203,7 @@ def mixed_config(
 def most_of_types(traces: Iterable[Trace], node_types: Mapping[str, str], field: str) -> Pool:
     """Return the largest number of VMs of each GPU type that traces have at one time.
 
-    Args:
-        traces: The traces.
-        node_types: Types by instance type.
-        field: The field that sets the types, for errors.
-
-    Raises:
-        TraceError: a trace has VMs of another instance type.
+    ``node_types``: types by instance type, set by ``field``. TraceError: a trace has VMs of another instance type.
     """
     most = Counter[str]()
     for trace in traces:
@@ -237,10 +222,7 @@ def starting_from(
 ) -> ControllerConfig:
     """Return the same configuration, without planning again, for a session that may start from a checkpoint.
 
-    ``expected_losses``: the expected losses of VMs, until the run has observed its own.
-
-    Raises:
-        CheckpointError: the checkpoint belongs to another model.
+    ``expected_losses``: those of VMs, until the run has observed its own. CheckpointError: it is of another model.
     """
     if checkpoint is not None:
         _check_fits(checkpoint, config)
@@ -270,10 +252,7 @@ def redundancy_line(
     memory_bytes: int | None,
     host_memory_bytes: int | None = None,
 ) -> str:
-    """Return how a run of this plan protects itself against losses at its beginning, and why, in its journal's words.
-
-    The losses are those expected when nothing is known about the VMs.
-    """
+    """Return how and why a run of this plan protects itself at first, with the losses expected of unknown VMs."""
     if redundancy == "off" or not profile.units:
         return "second holders: off"
     config = ControllerConfig(

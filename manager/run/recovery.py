@@ -71,11 +71,7 @@ class Recovery(Value):
 
 
 def recovery_of(run: PreparedRun, facts: RunFacts, files: JobFiles) -> Recovery:
-    """Gather the inputs of a run, without those that only this machine has.
-
-    Raises:
-        OSError: the trace can no longer be read.
-    """
+    """Gather the inputs of a run, without those that only this machine has; OSError if the trace is unreadable."""
     request, cluster = run.request, run.cluster
     given = cluster.model_dump(exclude={"job"}, exclude_unset=True)  # a job file names the job too
     for name in ("callbacks", "notify"):  # storage must not hold secrets, or choose what runs here
@@ -103,22 +99,16 @@ _FREE_TEXT = frozenset({"setup", "packages"})
 
 
 def write_recovery(url: str, recovery: Recovery) -> None:
-    """Store it atomically beside the checkpoints, replacing an older one.
-
-    Raises:
-        CheckpointError: storage does not accept it.
-    """
+    """Store it atomically beside the checkpoints, replacing an older one; CheckpointError if storage refuses."""
     where = f"{url.rstrip('/')}/{RECOVERY}"
     with writing(where):
         write_atomically(where, recovery.model_dump_json(indent=1, exclude_unset=True).encode())
 
 
 def read_recovery(url: str) -> Recovery:
-    """Read what a run stored beside its checkpoints.
+    """Read what a run stored beside its checkpoints; CheckpointError if storage does not answer.
 
-    Raises:
-        RunDirError: nothing is stored there, or something that no run wrote.
-        CheckpointError: storage does not answer.
+    RunDirError: nothing is stored there, or something that no run wrote.
     """
     where = f"{url.rstrip('/')}/{RECOVERY}"
     try:
@@ -143,18 +133,10 @@ def recover(
 ) -> RunRequest:
     """Make a run directory like the run's own, from this machine's job; return the request that resumes the run.
 
-    Args:
-        recovery: What the run stored.
-        url: Where the run stored it; the run continues from the checkpoints there.
-        job: path/to/file.py:name, on this machine.
-        run_dir: A new or empty directory; it is made atomically.
-        cluster: A cluster file instead of the run's own.
-        if_changed: ACCEPT: resume with code that differs.
-
-    Raises:
-        JobError: there is no such job file, or its code differs.
-        ConfigError: a cluster file must be given.
-        RunDirError: the directory is not empty, or cannot be written.
+    ``url``: where the run stored ``recovery``; it continues from the checkpoints there. ``job``: path/to/file.py:name,
+    on this machine. ``run_dir``: new or empty; made atomically. ``cluster``: a file instead of the run's own.
+    ``if_changed``: ACCEPT: resume with code that differs. JobError: there is no such job file, or its code differs.
+    ConfigError: a cluster file must be given. RunDirError: the directory is not empty, or cannot be written.
     """
     check_free(run_dir)
     if is_run(run_dir):
@@ -236,11 +218,8 @@ def recovered(
     """Make a run directory from what a run stored beside its checkpoints; yields the request and the directory.
 
     The directory is removed again if an error keeps the run from beginning while the context is open. A directory that
-    the same command made earlier is used again.
-
-    Raises:
-        InputError: the stored values and the arguments are not enough to resume the run.
-        CheckpointError: storage does not answer, or no checkpoint is complete.
+    the same command made earlier is used again. InputError: the stored values and the arguments are not enough to
+    resume the run. CheckpointError: storage does not answer, or no checkpoint is complete.
     """
     stored = stored_at(source)
     recovery = read_recovery(stored.url)

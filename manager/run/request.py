@@ -75,15 +75,9 @@ class KeptRequest(Value):
 
 
 def keep_request(run_dir: Path, request: RunRequest, files: tuple[Path, ...]) -> None:
-    """Write a run's request atomically, replacing an older one.
+    """Write a run's request, as given, atomically, replacing an older one; RunDirError if that is not possible.
 
-    Args:
-        run_dir: The run's directory, held by the caller.
-        request: The request as given; paths are made absolute.
-        files: All files that the request names.
-
-    Raises:
-        RunDirError: the request cannot be written.
+    The caller holds ``run_dir``. Paths are made absolute. ``files``: all files that the request names.
     """
     kept = KeptRequest(command=request.absolute(), inputs={path.resolve(): _digest(path) for path in files})
     write_in_run_dir(run_dir / COMMAND, kept.model_dump_json(indent=2) + "\n")
@@ -92,9 +86,7 @@ def keep_request(run_dir: Path, request: RunRequest, files: tuple[Path, ...]) ->
 def kept_request(run_dir: Path) -> RunRequest:
     """Read a run's request, and check that the files that it names are unchanged.
 
-    Raises:
-        RunDirError: there is no request, or it cannot be read.
-        ConfigError: a file is missing or was changed.
+    RunDirError: there is no request, or it cannot be read. ConfigError: a file is missing or was changed.
     """
     path = run_dir / COMMAND
     if not path.exists():
@@ -125,15 +117,8 @@ def kept_request(run_dir: Path) -> RunRequest:
 def run_dir_of(request: RunRequest, run_dir: Path | None) -> Path | None:
     """Return the directory of a requested run, reading no more of its files than necessary.
 
-    Args:
-        request: The request as given; paths are relative to the working directory.
-        run_dir: A directory instead of the job's own.
-
-    Returns:
-        None: something is missing; ``resolution.prepare`` reports it.
-
-    Raises:
-        InputError: a file is wrong.
+    Paths in the request are relative to the working directory. ``run_dir``: a directory instead of the job's own. None:
+    something is missing; ``resolution.prepare`` reports it. InputError: a file is wrong.
     """
     if run_dir is not None:
         return run_dir
@@ -156,10 +141,7 @@ def short_path(path: Path) -> Path:
 
 
 def folder_of(profile: Profile, path: Path) -> Path:
-    """Return the run directory if the user gives none.
-
-    A profile may come from elsewhere, so it must not name a folder outside of runs.
-    """
+    """Return the run directory if the user gives none; a profile from elsewhere must name no folder outside of runs."""
     name = profile.job.name
     if not name.strip() or name.startswith(".") or any(sign in name for sign in "/\\\0"):
         raise ProfileError(

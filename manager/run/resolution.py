@@ -23,12 +23,8 @@ from morph.yaml_files import load_cluster, load_job_file, load_yaml
 def prepare(request: RunRequest, run_dir: Path | None) -> PreparedRun:
     """Read a run's request, and check everything that can be checked without loading the job.
 
-    Args:
-        request: The request as given; paths are relative to the working directory.
-        run_dir: A directory instead of the job's own.
-
-    Raises:
-        InputError: a file is wrong, or an option is missing.
+    Its paths are relative to the working directory. ``run_dir``: instead of the job's own. InputError: a file is wrong,
+    or an option is missing.
     """
     run = _read(request, run_dir)
     step, source, vms = request.timeline_step, str(run.request.cluster), run.cluster.vms
@@ -66,17 +62,10 @@ def _read(request: RunRequest, run_dir: Path | None) -> PreparedRun:
 
 
 def resolve(request: RunRequest, path: Path, file: JobFile, run_dir: Path | None = None) -> PreparedRun:
-    """Resolve the paths in a job file against its folder.
+    """Resolve the paths in a job file against its folder; ``request`` has the other options.
 
-    Args:
-        request: The request, which has the other options.
-        path: The job file.
-        file: Its content.
-        run_dir: A directory instead of the job file's own.
-
-    Raises:
-        ConfigError: the code file does not exist, or the batch is not the profile's.
-        ProfileError: the profile cannot be read.
+    ConfigError: the code file does not exist, or the batch is not the profile's. ProfileError: the profile cannot be
+    read.
     """
     folder, job = path.resolve().parent, file.job
     code, name = split_job(job.code)

@@ -21,12 +21,9 @@ RESTS = Backoff(first_s=60.0, most_s=3600.0)
 class Restarts:
     """Counts the attempts since a step was last decided. It observes every session.
 
-    Args:
-        give_up_after_s: The run ends if no step is decided for this time after the cluster was lost.
-        clock: A monotonic clock, in seconds.
-        rest_at_most_s: The longest rest without VMs of a run that decides no step.
-
-    ``has_run``: whether a session has decided anything yet.
+    ``give_up_after_s``: the run ends if no step is decided for this time after the cluster was lost. ``clock``:
+    monotonic, in seconds. ``rest_at_most_s``: the longest rest without VMs of a run that decides no step. ``has_run``:
+    whether a session has decided anything yet.
     """
 
     def __init__(
@@ -71,9 +68,8 @@ class Restarts:
     def pause_s(self, error: ClusterError) -> float:
         """Return how long to wait before the next attempt; the first follows at once.
 
-        Raises:
-            ClusterError: ``error`` itself, if the run never had a cluster or was stopping anyway; or an error that says
-                that the limit is reached.
+        ClusterError: ``error`` itself, if the run never had a cluster or was stopping anyway; or that the limit is
+        reached.
         """
         never_up = not (self._num_tries or self._goes_on or isinstance(error, ClusterLost))
         if self._stopping or never_up:
@@ -94,13 +90,8 @@ class Restarts:
 def run_until_it_ends(session: Callable[[int], Finish], restarts: Restarts, tell: Callable[[str], None]) -> Finish:
     """Run one session after another until one ends for good, or a signal asks for a stop between two sessions.
 
-    Args:
-        session: Runs the session of this number, from 0.
-        restarts: Observes each session.
-        tell: Called with a sentence when a cluster is lost or the run rests.
-
-    Raises:
-        ClusterError: the cluster never came up, or the limit is reached.
+    ``session``: runs the session of this number, from 0. ``tell``: called with a sentence when a cluster is lost or the
+    run rests. ClusterError: the cluster never came up, or the limit is reached.
     """
     for number in count():
         try:
@@ -121,7 +112,6 @@ def run_until_it_ends(session: Callable[[int], Finish], restarts: Restarts, tell
 
 
 def _wait(pause_s: float) -> str | None:
-    """Wait; returns the name of the signal that requested a stop meanwhile, if one did."""
     requested: list[str] = []
     stop = threading.Event()
 

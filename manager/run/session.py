@@ -109,19 +109,13 @@ def run_session(
 ) -> Finish:
     """Run one session of a job to its end; blocks. The first SIGINT, SIGTERM or SIGHUP asks for a clean stop.
 
-    Args:
-        spec: What to run.
-        run_dir: Opened, and held by the caller until this returns.
-        observer: Called after each decision.
-        attend: Makes one more observer for experiments, which may request and revoke VMs.
-        found: The run that a killed manager left, to be continued. Its configuration applies, not the spec's.
-
-    Raises:
-        ClusterError: Ray, or its replacement, does not start.
-        ClusterLost: the session's machines are lost; nothing of the session is left running.
-        TakeoverFailed: the run that was found cannot be continued; nothing of it is left running.
-        CheckpointsTaken: another manager has taken over the checkpoints.
-        KeyboardInterrupt: a second such signal arrived; even so, everything was ended.
+    The caller holds ``run_dir`` until this returns. ``observer``: called after each decision. ``attend``: makes one
+    more observer for experiments, which may request and revoke VMs. ``found``: the run that a killed manager left, to
+    be continued. Its configuration applies, not the spec's.
+    ClusterError: Ray, or its replacement, does not start. ClusterLost: the session's machines are lost; nothing of the
+    session is left running. TakeoverFailed: the run that was found cannot be continued; nothing of it is left running.
+    CheckpointsTaken: another manager has taken over the checkpoints. KeyboardInterrupt: a second such signal arrived;
+    even so, everything was ended.
     """
     ending = ExitStack()  # closes what was opened, in reverse
     session: Session | None = None
@@ -144,12 +138,7 @@ def run_session(
 class Session:
     """A session: opened when constructed, then begun or taken over, given its VMs, and driven to its end.
 
-    Args:
-        spec: What to run.
-        run_dir: Opened.
-        observer: Called after each decision.
-        found: The run that a killed manager left.
-        ending: Closes everything that is opened here, even after an error.
+    ``ending``: closes everything that is opened here, even after an error. Other arguments: see ``run_session``.
     """
 
     def __init__(

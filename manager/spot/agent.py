@@ -37,14 +37,10 @@ CANNOT_START = 127
 
 
 class VmAgent:
-    """The agent of one VM.
+    """The agent of one VM. ``manager``: HOST:PORT.
 
-    Args:
-        manager: HOST:PORT.
-        node: This VM's name.
-        secret: The VMs' credential.
-        folder: An empty folder, for the script's code and messages.
-        uid: The user as which the script runs; 0: this process's user.
+    ``folder``: an empty one, for the script's code and messages. ``uid``: the user as which the script runs; 0: this
+    process's user.
     """
 
     def __init__(self, manager: str, node: str, secret: str, folder: Path, uid: int = 0) -> None:

@@ -38,9 +38,8 @@ def open_provided(
 ) -> Launcher:
     """Return the launcher of a job on VMs that a provider brings.
 
-    Raises:
-        ClusterError: Morph is not installed here in a form that VMs can get.
-        ConfigError: the code is too large, listening on the address failed, or a variable to be passed on is not set.
+    ClusterError: Morph is not installed here in a form that VMs can get. ConfigError: the code is too large, listening
+    on the address failed, or a variable to be passed on is not set.
     """
     vms, name, wheel = cloud.vms, name_of(root, job.name), make_wheel()
     providing, secret = cloud.providing(name, root), new_secret()
@@ -65,11 +64,7 @@ def open_provided(
 
 
 def packed_code(folder: Path) -> bytes:
-    """Pack the script's folder, without hidden and compiled files and links.
-
-    Raises:
-        ConfigError: the folder is too large.
-    """
+    """Pack the script's folder, without hidden and compiled files and links; ConfigError if it is too large."""
     files = dict(code_files(folder))
     if sum(path.stat().st_size for path in files.values()) > MAX_BYTES:
         raise ConfigError("is too large", field="code", value=str(folder), allowed=f"{MAX_BYTES} bytes at most")

@@ -63,21 +63,13 @@ class Machines(Protocol):
     """Runs scripts on VMs, by their names. All methods but ``start`` and ``close`` need a ``start`` before."""
 
     def start(self, vms: Sequence[str], command: Sequence[str], storage: str) -> None:
-        """Start the script on each VM of a group.
-
-        Raises:
-            OSError: the script cannot be started.
-        """
+        """Start the script on each VM of a group; OSError if it cannot be started."""
 
     def save(self, vm: str, number: int) -> None:
         """Order the script to save."""
 
     def said(self, vm: str) -> bytes:
-        """Return the script's messages since the last call.
-
-        Raises:
-            ProviderError: no VM of this kind can be used.
-        """
+        """Return the script's messages since the last call; ProviderError if no VM of this kind can be used."""
 
     def ended(self, vm: str) -> int | None:
         """Return the script's exit code; None: it runs, or some of its messages have not come yet."""
@@ -94,10 +86,7 @@ class Machines(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """The source of VMs, on which ``Machines`` run the script.
-
-    ``num_devices``: the number of devices in a group of VMs. ``least_vms``: the smallest number of VMs that have them.
-    """
+    """The source of VMs for ``Machines``. ``num_devices``: in a group of VMs; ``least_vms``: the fewest with them."""
 
     provider: Provider
     num_devices: int
@@ -107,10 +96,7 @@ class Source:
 
 @dataclass
 class Outcome:
-    """``num_vms``: the number of VMs, or groups of VMs, that ran the script.
-
-    ``reasons``: the reasons for all decisions, with the seconds since the beginning.
-    """
+    """The number of VMs, or groups of them, that ran the script, and the reasons for decisions, with their seconds."""
 
     code: int
     num_vms: int
@@ -118,14 +104,9 @@ class Outcome:
 
 
 class Launcher:
-    """Runs one job to its end.
+    """Runs one job to its end; ``run`` closes ``machines``.
 
-    Args:
-        job: The values of the spot job.
-        command: The script's command.
-        source: Brings the VMs.
-        machines: Closed by ``run``.
-        lives: Determines when VMs are taken on purpose; each life begins at the script's start on the VM.
+    ``lives``: determines when VMs are taken on purpose; each life begins at the script's start on the VM.
     """
 
     def __init__(
@@ -157,11 +138,9 @@ class Launcher:
         self._reasons: list[tuple[float, str]] = []
 
     def run(self) -> Outcome:
-        """Block until the script ends; no VM outlives this call.
+        """Block until the script ends; no VM outlives this call. OSError if the script cannot be started.
 
-        Raises:
-            ProviderError: further requests are useless, or a VM could not be ended.
-            OSError: the script cannot be started.
+        ProviderError: further requests are useless, or a VM could not be ended.
         """
         watches = [NoticeWatch(source, self._told) for source in sources_of(self._job.notices)]
         try:
@@ -181,7 +160,6 @@ class Launcher:
         return Outcome(1 if code is None or code < 0 else code, self._num_groups, self._reasons)
 
     def _end(self, watches: Sequence[NoticeWatch]) -> None:
-        """End everything that is left."""
         for watch in watches:
             watch.close()
         log.info("ending what is left of the run's VMs")  # deleting them takes minutes
@@ -239,11 +217,7 @@ class Launcher:
             self._events.put(Gone())
 
     def _of_vms(self, item: VmEvent | Fact) -> Iterator[Event]:
-        """Return the controller's events for the provider's VMs.
-
-        Raises:
-            ProviderError: further requests are useless.
-        """
+        """Return the controller's events for the provider's VMs; ProviderError if further requests are useless."""
         match item:
             case NodesGranted(request=name, nodes=nodes) if len(nodes) >= self._source.num_devices:
                 self._nodes[name] = nodes

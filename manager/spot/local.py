@@ -16,9 +16,8 @@ SCRIPT = "spot"
 class LocalMachines:
     """Boots and ends local VMs: a ``Fleet`` of ``manager.providers.local``, and the launcher's ``Machines``.
 
-    Args:
-        root: The folder for the VMs' disks.
-        code: The folder that each VM gets a copy of; None: scripts run in the launcher's working directory.
+    ``root``: the folder for the VMs' disks. ``code``: the folder that each VM gets a copy of; None: scripts run in the
+    launcher's working directory.
     """
 
     def __init__(self, root: Path, code: Path | None) -> None:

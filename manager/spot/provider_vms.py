@@ -58,14 +58,10 @@ def _harmless(data: bytes) -> bytes:
 
 
 class ProvidedMachines(VmServer):
-    """``Machines`` of the launcher.
+    """``Machines`` of the launcher; VMs share ``secret``.
 
-    Args:
-        secret: The secret that is shared with the VMs.
-        host, port: The address to listen on.
-        files: The files that booting VMs fetch here.
-        code: A zip file of the script's folder, which they fetch too.
-        handed_on: The variables that the script gets.
+    Booting VMs fetch ``files``, and ``code``: a zip file of the script's folder. ``handed_on``: variables of the
+    script.
     """
 
     def __init__(

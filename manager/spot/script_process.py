@@ -30,19 +30,11 @@ def variables(rank: int, size: int, host: str, port: int = PORT) -> dict[str, st
 
 
 class ScriptProcess:
-    """One script, from its start to its end; on Linux it ends with the thread that starts it, even if the thread is
-    killed.
+    """One script, from its start to its end; on Linux it ends with the thread that starts it, even if that is killed.
 
-    Args:
-        folder: The folder of the messages.
-        command: The script's command.
-        storage: The URL or path of backups.
-        cwd: The script's working directory; None: that of this process.
-        environment: Variables in addition to those of this process.
-        options: Further options of ``Popen``.
-
-    Raises:
-        OSError: the script cannot be started.
+    ``folder``: that of the messages. ``storage``: the URL or path of backups. ``cwd``: None: that of this process.
+    ``environment``: variables in addition to those of this process. ``options``: further ones of ``Popen``. OSError:
+    the script cannot be started.
     """
 
     def __init__(

@@ -48,14 +48,9 @@ AT_MOST = 20
 class Alerts:
     """A ``Sink`` that reports trouble; what it has reported is stored in ``RUN_DIR/trackers/notify.json``.
 
-    Args:
-        run_dir: The run's directory.
-        job: The job's name.
-        notify: Where and when to send alerts.
-        budget_usd: The limit of the run's cost; None: no limit.
-        say: Reports a failed alert to the manager, without secrets.
-        clock: Returns seconds since 1970.
-        forever: Another manager follows this one, unless the user or a limit ends it.
+    ``notify``: where and when to send alerts. ``budget_usd``: the limit of the run's cost; None: no limit. ``say``:
+    reports a failed alert to the manager, without secrets. ``clock``: returns seconds since 1970. ``forever``: another
+    manager follows this one, unless the user or a limit ends it.
     """
 
     def __init__(
@@ -242,9 +237,8 @@ def _is_url(text: str) -> bool:
 def check_notify(notify: Notify, source: str) -> None:
     """Check that alerts can be sent.
 
-    Raises:
-        ConfigError: the webhook (which the error does not show) is not a URL, its variable is not set, or there is no
-            such program.
+    ConfigError: the webhook (which the error does not show) is not a URL, its variable is not set, or there is no such
+    program.
     """
     if notify.webhook is not None:
         if notify.webhook.startswith("$") and notify.webhook[1:] not in os.environ:

@@ -36,13 +36,9 @@ _SHORTEST_S = 60.0
 
 
 class HappeningsReader:
-    """Reads a journal from the run's first line, and each time continues where it stopped, so that each event comes
-    once.
+    """Reads a journal from the run's first line, continuing where it stopped, so that each event comes once.
 
-    Args:
-        checkpoint_url: The URL of the run's checkpoints.
-        prices: The prices that apply to the run's VMs.
-        missed_saves: The number of intervals without a complete checkpoint after which this is reported.
+    ``missed_saves``: the number of intervals without a complete checkpoint after which this is reported.
     """
 
     def __init__(self, checkpoint_url: str, prices: Prices | None = None, missed_saves: int = 3) -> None:
@@ -55,14 +51,9 @@ class HappeningsReader:
         self._begun = self._over = False
 
     def new(self, journal: Journal, most: int = -1) -> Iterator[tuple[int, list[Happening]]]:
-        """Read on to the end; yield the events of each line, with the line's number.
+        """Read on to the end; yield the events of each line, with its number. RunDirError if that is not possible.
 
-        Args:
-            journal: The run's journal.
-            most: The number of lines read at once.
-
-        Raises:
-            RunDirError: the journal cannot be read.
+        ``most``: the number of lines read at once.
         """
         while True:
             tail = journal.tail(self._after, _KINDS, rows=True, most=most)

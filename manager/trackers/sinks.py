@@ -1,7 +1,4 @@
-"""Sends a run's events to TensorBoard, Weights & Biases, MLflow, or a user's callback.
-
-Each sink runs in its own process, and imports its library only there.
-"""
+"""Sends events to TensorBoard, Weights & Biases, MLflow or a callback, each with its library in its own process."""
 
 from __future__ import annotations
 
@@ -293,11 +290,7 @@ class Callback:
         return True
 
     def tell(self, happening: Happening) -> None:
-        """See ``Sink.tell``.
-
-        Raises:
-            CallbackFailed: a method failed for the first time.
-        """
+        """See ``Sink.tell``; CallbackFailed if a method failed for the first time."""
         method = METHODS[type(happening)]
         call = getattr(self._object, method, None)
         if call is None:
@@ -327,8 +320,7 @@ def _text(error: BaseException) -> str:
 def check_trackers(trackers: tuple[str, ...], callbacks: tuple[str, ...], source: str, folder: Path) -> None:
     """Check that a tracker or callback can be used.
 
-    Raises:
-        ConfigError: a library is not installed, or a callback does not name a file.
+    ConfigError: a library is not installed, or a callback does not name a file.
     """
     for name in trackers:
         if importlib.util.find_spec(LIBRARIES[name]) is None:

@@ -35,12 +35,9 @@ def environment_of(kind: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Watchers:
-    """All trackers and callbacks of a run, while the context is open.
+    """All trackers and callbacks of a run, while the context is open; ``watching``: one value for each process.
 
-    Args:
-        watching: One value for each process.
-        tell: Shows the user a sentence.
-        end_s: The time that each has at the end.
+    ``tell``: shows the user a sentence. ``end_s``: the time that each has at the end.
     """
 
     def __init__(self, watching: tuple[Watching, ...], tell: Callable[[str], None], end_s: float = END_S) -> None:
@@ -87,7 +84,6 @@ class _Watcher(threading.Thread):
                 self._say(f"note: {self._name} ended {MOST_STARTS} times and is left out; see {self._log}")
 
     def end(self) -> None:
-        """Tell the process that the session is over."""
         with self._lock:
             if self._process is not None:
                 self._tell_end(self._process)

@@ -37,10 +37,7 @@ PAYS_WITHIN_S = 3600.0
 
 
 class Redundancy(NamedTuple):
-    """How a shape protects against losses.
-
-    ``why``: the reason in a few words. ``worth``: the share of the time that the protection saves.
-    """
+    """How a shape protects against losses: the reason in a few words, and the share of the time that this saves."""
 
     follows: tuple[Follow, ...]
     copy_sums_every: int
@@ -175,15 +172,9 @@ def choose_followers(
 
     Candidates are preferred in this order: workers that already hold most of the followed worker's units (replicas or
     its former follower), so that the least has to travel; workers in another zone; workers that it follows itself,
-    which makes pairs; and workers that keep the fewest bytes for others.
-
-    Args:
-        slots: The workers of the shape and their stages.
-        needed: Units by stage.
-        held: Units by worker, at the present version.
-        sizes: Bytes of each unit.
-        sole: Units that only one VM holds in this shape; followers must keep these in step.
-        zones: The zone of each worker.
+    which makes pairs; and workers that keep the fewest bytes for others. ``needed``: units by stage; ``held``: units by
+    worker, at the present version; ``sizes``: in bytes; ``sole``: units that only one VM holds in this shape, which
+    followers must keep in step.
     """
     stages = [frozenset(units) for units in needed]
     own = {slot.worker: stages[slot.stage] for slot in slots}

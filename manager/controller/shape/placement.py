@@ -23,16 +23,9 @@ INFINITE = float("inf")
 def largest_overlap(gain: Sequence[Sequence[int]], demand: Sequence[int], supply: Sequence[int]) -> list[list[int]]:
     """Meet every row's demand from the columns' supply so that the sum of gains is largest.
 
-    Successive shortest paths with potentials (Ahuja, Magnanti, Orlin: Network Flows, 9.7): each search costs
-    O(rows x columns) and moves as much flow as its path can carry.
-
-    Args:
-        gain: ``gain[i][j]``: the value of one worker of column j in row i.
-        demand: How many workers each row needs.
-        supply: How many workers each column has; the total is at least the total demand.
-
-    Returns:
-        ``[i][j]``: how many workers of column j go to row i.
+    Successive shortest paths with potentials (Ahuja, Magnanti, Orlin: Network Flows, 9.7): each search costs O(rows x
+    columns) and moves as much flow as its path can carry. ``gain[i][j]``: the value of one worker of column j in row i.
+    The total supply is at least the total demand. Returns ``[i][j]``: how many workers of column j go to row i.
     """
     assert sum(demand) <= sum(supply), "there are too few workers"
     problem = _Flow(gain, list(supply), [[0] * len(supply) for _ in demand], [0] * len(demand), [0] * len(supply))
@@ -121,23 +114,14 @@ def spread(
     firsts: Set[int] = frozenset({0}),
     sections: Sequence[range] = (),
 ) -> list[list[int]]:
-    """Choose the workers of each stage.
+    """Choose the workers of each stage; returns, for each stage, their positions by replica.
 
     A lost VM takes all of its workers with it. So the replicas of a stage go to different VMs, where that moves no
     additional bytes; after that, pipelines are kept within VMs. If each worker has its own VM, zones take the place of
-    VMs here, because VMs of one zone are often revoked together.
-
-    Args:
-        workers: All workers in order of appearance.
-        kinds: For each kind, the positions of the workers that hold the same units, in order.
-        dealt: ``dealt[s][k]``: how many workers of kind k drive stage s.
-        zones: The workers' zones, if they are known.
-        firsts: The first stages of pipelines.
-        sections: The sections of each stage; stages of unequal pipelines may share some. If absent, no two stages share
-            a section.
-
-    Returns:
-        For each stage the positions of its workers, by replica.
+    VMs here, because VMs of one zone are often revoked together. ``workers`` are in order of appearance. ``kinds``: for
+    each kind, the positions of the workers that hold the same units, in order. ``dealt[s][k]``: how many workers of
+    kind k drive stage s. ``firsts``: the first stages of pipelines. ``sections``: those of each stage, because stages
+    of unequal pipelines may share some; if absent, no two stages share a section.
     """
     homes = [vm_of(worker) for worker in workers]
     if homes == list(workers):
@@ -276,7 +260,6 @@ class _Dealing:
         self.on[stage] -= Counter([self.vms[worker]])
 
     def _change(self, one: int, other: int) -> None:
-        """Swap the stages of two workers."""
         stages = self.where[one], self.where[other]
         for worker, stage in zip((one, other), stages, strict=True):
             if stage is not None:
@@ -414,10 +397,7 @@ def _share_sending(
     sizes: Mapping[UnitId, int],
     load: Mapping[WorkerId, int] = MappingProxyType({}),
 ) -> dict[tuple[WorkerId, UnitId], WorkerId]:
-    """Choose the least loaded holder to send each missing unit; ``load``: bytes that each worker sends already.
-
-    Units with the fewest holders come first, because they leave the least choice; among equals, the largest unit.
-    """
+    """Choose the least loaded holder (``load``: bytes) to send each missing unit: rarest unit first, then largest."""
     loads = defaultdict(int, load)
     senders: dict[tuple[WorkerId, UnitId], WorkerId] = {}
     for worker, unit in sorted(lacked, key=lambda entry: (len(holders_of[entry[1]]), -sizes[entry[1]])):

@@ -157,10 +157,7 @@ def _deadline_s(state: ControllerState) -> float:
 
 
 def drain_due(transition: Transition) -> str | None:
-    """Return the sentence about members to leave out now because their VMs will be taken.
-
-    None: there are none, no plan fits without them, or there is time for another step with them.
-    """
+    """Return a sentence on members to leave out now; None: none, no plan fits then, or one more step comes first."""
     leaving = draining_members(transition.state)
     if not leaving or chosen(transition) is None or stays(transition):
         return None

@@ -35,10 +35,7 @@ def drop_if_stale(transition: Transition) -> None:
 
 
 def with_pre_copy(order: ReshapeOrder, pre_copy: PreCopy, held: Mapping[WorkerId, Set[UnitId]]) -> ReshapeOrder:
-    """Use units that have arrived as sources, if the order forms the change for which they were pre-copied.
-
-    ``held``: units by worker; a unit from a sender that no longer holds it is not used.
-    """
+    """Use arrived units as sources, except from senders that no longer hold them, if the order forms their change."""
     if order.slots != pre_copy.slots:
         return order
     senders = {

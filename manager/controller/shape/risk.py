@@ -13,10 +13,7 @@ from morph.contract.vm_names import vm_of
 
 
 def losses_per_vm_s(state: ControllerState, now_s: float) -> float:
-    """Return the rate, per second, at which one VM is lost: the expected rate, corrected by the losses of this run.
-
-    The rate is the mean of a Gamma posterior, given the observed losses (Poisson) in the observed VM time.
-    """
+    """Return the rate (1/s) of one VM's losses: the mean of a Gamma posterior of expected and observed losses."""
     expected, seen = state.config.expected_losses, state.saving.save_times
     appeared_s: dict[str, float] = {}
     for worker, entry in state.workers.items():
@@ -65,10 +62,7 @@ def _by_zone(state: ControllerState, sets: Set[frozenset[str]]) -> dict[tuple[st
 def holders_of(
     slots: Sequence[Slot], needed: Sequence[Sequence[UnitId]], follows: Sequence[Follow]
 ) -> set[frozenset[str]]:
-    """Return the sets of VMs that hold the units in a shape with these followers, each set once.
-
-    A set that contains another one is left out: it is lost only together with the smaller set.
-    """
+    """Return the sets of VMs that hold the units with these followers, without sets that contain a smaller one."""
     vms = vms_of(slots, needed)
     for follow in follows:
         for unit in follow.units:

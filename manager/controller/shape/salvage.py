@@ -36,15 +36,8 @@ def choose_salvage(
 
     Each contribution must count once, and sums cannot be split: of overlapping sums, the largest counts; of equally
     large sums, that of a worker that keeps its unit. A sum whose unit moves is sent to the unit's new worker.
-
-    Args:
-        kept: The sums of the step on each living worker.
-        plan: The shape.
-        slots: The workers of the shape and their stages.
-        needed: Units by stage.
-        units: The sections that use each unit.
-        sizes: The bytes of each unit, by which receiving is balanced.
-        num_micro_batches: Micro-batches of the step, over all replicas.
+    ``needed``: units by stage; ``units``: the sections that use each; ``sizes``: bytes, by which receiving is balanced.
+    ``num_micro_batches``: those of the step, over all replicas.
     """
     if not kept:
         return None
@@ -77,11 +70,7 @@ def choose_salvage(
 
 
 def note_prepared(transition: Transition) -> None:
-    """Handle that a step is abandoned: record the sums of workers that have prepared it, because they get no abort to
-    answer.
-
-    This includes workers that had prepared the step when the abort reached them.
-    """
+    """Record the sums of workers that have prepared the abandoned step, also if the abort reached them after that."""
     state = transition.state
     step = state.step
     if not step.reports or step.attempt or not state.config.policy.keeps_sums:

@@ -118,10 +118,7 @@ def cost_of_morph_s(state: ControllerState) -> float:
 
 
 def _steady(state: ControllerState, now_s: float) -> tuple[tuple[WorkerId, ...], tuple[WorkerId, ...]]:
-    """Split the ready workers into those to use, and those to use only if necessary; each in order of appearance.
-
-    The latter are on machines that came and went too often, or had an error at the step that is run next.
-    """
+    """Split the ready workers, in order: those to use, and those of flapping machines or an error at the next step."""
     failed = state.failing.worker if state.failing is not None and not state.failing.final else None
     taken: list[WorkerId] = []
     left: list[WorkerId] = []
@@ -133,6 +130,5 @@ def _steady(state: ControllerState, now_s: float) -> tuple[tuple[WorkerId, ...],
 
 
 def _in_order(state: ControllerState, chosen: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
-    """Sort workers by appearance."""
     wanted = set(chosen)
     return tuple(worker for worker in state.workers if worker in wanted)

@@ -97,10 +97,7 @@ class StartWorker(Value):
 
 
 class SendReshape(Value):
-    """Give a worker a reshape order; it answers ``Reshaped``.
-
-    A worker without a slot that the order names as a peer gets the order, too: it serves its units to others.
-    """
+    """Give a worker, or a peer that only serves its units to others, a reshape order; it answers ``Reshaped``."""
 
     kind: Literal["send_reshape"] = "send_reshape"
     worker: WorkerId
@@ -173,10 +170,7 @@ class RequestNodes(Value):
 
 
 class ReleaseNodes(Value):
-    """Give nodes back whose workers are lost or given up, or which did not appear in time; no event follows.
-
-    A VM is terminated once all of its nodes are given back.
-    """
+    """Give back nodes that are lost, given up or late; no event follows. A VM ends with the last of its nodes."""
 
     kind: Literal["release_nodes"] = "release_nodes"
     nodes: tuple[WorkerId, ...]

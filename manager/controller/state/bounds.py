@@ -42,11 +42,7 @@ def step_bound_s(state: ControllerState, order: ReshapeOrder, version: int | Non
     """Return the bound (seconds) of a step in the shape that an order forms.
 
     Besides running the mini-batch, members apply the previous step, convert sums and send state to followers.
-
-    Args:
-        state: The present state.
-        order: The reshape order that forms the shape.
-        version: The version at which the step begins; None: the bound of the longest step, with an evaluation.
+    ``version``: that at which the step begins; None: the bound of the longest step, with an evaluation.
     """
     state_bytes = _stage_bytes(state, order.plan)
     expected_s = _mini_batch_s(state, order.plan) + 2 * state_bytes / PASS_BYTES_PER_S + _followed_s(state, order)
@@ -54,10 +50,7 @@ def step_bound_s(state: ControllerState, order: ReshapeOrder, version: int | Non
 
 
 def reshape_bound_s(state: ControllerState, order: ReshapeOrder) -> float:
-    """Return the bound (seconds) of a reshape, which the worker that sends, receives or loads the most bytes decides.
-
-    The bound includes reading the new stage's frozen weights.
-    """
+    """Return the bound (seconds) of a reshape: the most bytes that one worker moves or loads, and frozen weights."""
     sizes, num_copies = state.config.unit_bytes, state.config.state_copies
     sent: Counter[WorkerId] = Counter()
     received: Counter[WorkerId] = Counter()
@@ -93,10 +86,7 @@ def commit_bound_s(state: ControllerState) -> float:
 
 
 def give_up_bound_s(state: ControllerState) -> float:
-    """Return the time (seconds) within which an aborted order must be given up.
-
-    A task or a pass over the state that has begun is not interrupted, and the device completes its queued work first.
-    """
+    """Return the time (seconds) for giving up an aborted order, in which begun tasks and the device's queue end."""
     plan, limit_s = state.plan, state.config.policy.heartbeat_timeout_s
     task_s = 0.0 if plan is None else _mini_batch_s(state, plan) / max(1, min(plan.micro_batches_per_replica))
     return limit_s + HEADROOM * (task_s + _stage_bytes(state, plan) / PASS_BYTES_PER_S)
@@ -124,10 +114,7 @@ def save_bound_s(state: ControllerState) -> float:
 
 
 def retry_bound_s(state: ControllerState) -> float:
-    """Return for how long (seconds) a run retries to decide a step, or to find an undamaged checkpoint.
-
-    That is what the policy says, but at least the time for one step and for reading every byte of one checkpoint.
-    """
+    """Return how long (seconds) to retry: by policy, but at least a step's time and that of reading a checkpoint."""
     step_s = 0.0 if state.plan is None else _mini_batch_s(state, state.plan)
     expected_s = step_s + state.config.state_bytes / STORAGE_BYTES_PER_S
     return max(state.config.policy.give_up_after_s, HEADROOM * expected_s)

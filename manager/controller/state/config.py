@@ -40,10 +40,7 @@ class ExpectedLosses(Value):
 
 
 class _Ranked:
-    """Plans, the fastest first; among equally fast ones, the plan of the smallest pool first.
-
-    ``needs``: for each plan's pool, the number of GPUs of each named type, and of all.
-    """
+    """Plans, the fastest first, then by smallest pool; ``needs``: each pool's GPUs of each named type, and of all."""
 
     def __init__(self, table: list[tuple[Pool, Plan]]) -> None:
         ranked = sorted(table, key=lambda entry: _rank(entry[1]), reverse=True)
@@ -172,10 +169,7 @@ class ControllerConfig(Value):
         return _Ranked([(pool, self._corrected(plan)) for pool, plan in by_pool(self.plans)])
 
     def best_plan(self, pool: Pool | int) -> Plan | None:
-        """Return the fastest plan that workers on these GPUs can run, the smaller of equals; None if no plan fits.
-
-        Every plan was made before the run, so losses and additions never wait for planning.
-        """
+        """Return the fastest plan that workers on these GPUs can run, the smaller of equals; None if no plan fits."""
         return self._ranked.first_that_fits(Pool.of(pool) if isinstance(pool, int) else pool)
 
     def speed_on(self, pool: Pool) -> float:

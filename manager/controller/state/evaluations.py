@@ -28,11 +28,7 @@ def total_weight(losses: Iterable[MicroBatchLoss]) -> float | None:
 
 
 def totals_of(shares: Sequence[Evaluation]) -> EvaluationTotals | None:
-    """Combine an evaluation from the reports of last stages; None if micro-batches are missing.
-
-    Args:
-        shares: The reports, all of one version.
-    """
+    """Combine an evaluation from last stages' reports, all of one version; None if micro-batches are missing."""
     losses = _each_once(loss for share in shares for loss in share.losses)
     if not losses or len(losses) < shares[0].num_micro_batches:
         return None

@@ -27,11 +27,9 @@ def finisher(state: ControllerState) -> WorkerId | None:
 
 
 def take_evaluation(transition: Transition) -> None:
-    """Once all have answered an order, process the evaluation that the answers report: that of this order or the
-    previous one.
+    """Once all have answered an order, process the evaluation that they report: that of this order or the previous one.
 
-    Raises:
-        TrainingStopped: the evaluation lacks the metric by which the job's best version is chosen.
+    TrainingStopped if the evaluation lacks the metric by which the job's best version is chosen.
     """
     state = transition.state
     size, step = state.evaluation, state.step
@@ -81,10 +79,7 @@ def marked_with(state: ControllerState, *complete: int) -> Best | None:
 
 
 def _mark(transition: Transition) -> None:
-    """Mark a complete checkpoint that is better than the marked one; forget candidates that will not be complete.
-
-    An evaluated version whose checkpoint failed is never marked.
-    """
+    """Mark a complete checkpoint that is better than the marked one; forget candidates that cannot be complete."""
     state, saving = transition.state, transition.state.saving
     marked = marked_with(state, *saving.newest)
     if marked is not None and marked != saving.marked:

@@ -73,11 +73,7 @@ NODE_TRANSITIONS: Mapping[tuple[NodeState, NodeEvent], NodeState] = MappingProxy
 
 
 def after(state: NodeState, event: NodeEvent) -> NodeState:
-    """Return the state of a node after an event.
-
-    Raises:
-        ImpossibleNodeChange: the pair is not in the table.
-    """
+    """Return the state of a node after an event; ImpossibleNodeChange if the pair is not in the table."""
     following = NODE_TRANSITIONS.get((state, event))
     if following is None:
         raise ImpossibleNodeChange(f"a node that is {state} cannot be {event}")

@@ -63,10 +63,7 @@ class StageRatios(Value):
     squares: float = 0.0
 
     def with_one(self, log_ratio: float) -> StageRatios:
-        """Return these ratios with one more observation (Welford).
-
-        At the limit of observations, it replaces an average one.
-        """
+        """Return these ratios with one more observation (Welford); at the limit, it replaces an average one."""
         num = min(self.num + 1, MOST_COUNTED)
         kept = self.squares * (num - 1) / self.num if self.num else 0.0
         mean = self.mean + (log_ratio - self.mean) / num
@@ -133,10 +130,7 @@ class Correction(Value):
 def with_observation(
     seen: tuple[StageRatios, ...], sections: range, log_ratio: float, node_type: str = ""
 ) -> tuple[StageRatios, ...]:
-    """Add one observation of a stage.
-
-    Beyond ``MOST_STAGES``, the least recently observed stage of the type of GPU with most stages is forgotten.
-    """
+    """Add one observation; beyond ``MOST_STAGES``, forget the oldest stage of the type of GPU with most stages."""
     key = (sections.start, sections.stop, node_type)
     known = next((entry for entry in seen if entry.key == key), None)
     entry = known or StageRatios(first_section=sections.start, end_section=sections.stop, node_type=node_type)
@@ -154,13 +148,9 @@ def with_times(
     samples_s: Mapping[int, Sequence[float]],
     compute_s: Times,
 ) -> tuple[StageRatios, ...]:
-    """Add one observation for each of some stages: the median over its micro-batches.
+    """Add one observation for each of some stages: the median over its micro-batches' compute seconds, ``samples_s``.
 
-    Args:
-        seen: The ratios so far.
-        stages: The sections and type of GPU of each stage.
-        samples_s: Compute seconds of micro-batches, by stage.
-        compute_s: The profile's seconds of each section, by type of GPU.
+    ``compute_s``: the profile's seconds of each section, by type of GPU.
     """
     for number, times_s in sorted(samples_s.items()):
         median_s, stage = statistics.median(times_s) if times_s else 0.0, stages[number]

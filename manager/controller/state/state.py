@@ -255,10 +255,7 @@ class WorkerState(Value):
 
 
 class Failing(Value):
-    """An error inside a worker, until the step at which it occurred is decided.
-
-    ``final``: the error occurred again, or no retry can mend it: what workers hold is saved, and the run ends.
-    """
+    """An error inside a worker until its step is decided; ``final``: no retry mends it, so the run saves and ends."""
 
     version: Version
     generation: int
@@ -270,10 +267,7 @@ class Failing(Value):
 
 
 class Leap(Value):
-    """A bad step and steps before it were undone: version ``to`` has the state of an earlier version.
-
-    ``num_bad``: the number of bad steps since that version.
-    """
+    """Steps up to a bad one were undone: ``to`` has an earlier version's state. ``num_bad``: bad steps since that."""
 
     to: Version
     num_bad: int
@@ -384,10 +378,7 @@ class Measured(Value):
 
 
 class ControllerState(Value):
-    """Everything that ``decide`` knows. ``version`` is the decided version; ``workers`` are in order of appearance.
-
-    Fields of one concern are grouped in a slice.
-    """
+    """Everything that ``decide`` knows, in slices. ``version``: the decided one; ``workers``: by appearance."""
 
     config: ControllerConfig
     phase: Phase = Phase.STARTING

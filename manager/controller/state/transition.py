@@ -80,9 +80,7 @@ class WorkerFields(TypedDict, total=False):
 class SliceChange(Generic[Fields]):
     """A method of a transition that replaces some fields of one slice of its state.
 
-    Args:
-        path: Names of the fields that lead from the state to the slice.
-        kind: The slice's class, whose constructor defines the fields and their types.
+    ``path``: the fields that lead from the state to the slice. The constructor of ``kind`` defines fields and types.
     """
 
     def __init__(self, path: str, kind: Callable[Fields, object]) -> None:  # noqa: ARG002 (for its type)
@@ -92,7 +90,6 @@ class SliceChange(Generic[Fields]):
         """Return a bound function, and keep no reference: a cycle of objects would keep each decision's state."""
 
         def change(*args: Fields.args, **fields: Fields.kwargs) -> None:
-            """Replace these fields."""
             assert not args, "fields are given by name"
             owners = list(accumulate(self._path, getattr, initial=transition.state))
             replaced = owners.pop().model_copy(update=fields)
@@ -196,10 +193,7 @@ class Transition:
         self.change_step(awaited=awaited, order=self.state.step.order if awaited else None)
 
     def forget(self, lost: Iterable[WorkerId]) -> None:
-        """Forget workers, and give back their VMs to the provider.
-
-        A pending checkpoint becomes stale if one of them still had units to write for it.
-        """
+        """Forget workers, and give back their VMs; a pending checkpoint for which they had to write becomes stale."""
         state, gone = self.state, set(lost)
         workers = {worker: entry for worker, entry in state.workers.items() if worker not in gone}
         pending, awaited = state.saving.pending, state.step.awaited - gone

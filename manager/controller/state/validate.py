@@ -27,13 +27,10 @@ class BrokenState(MorphError):
 
 
 def validate(state: ControllerState) -> None:
-    """Check every invariant of the controller's state.
+    """Check every invariant of the controller's state; BrokenState names the broken one, job, phase and last events.
 
     The live loop does not call this: a run continues as long as its workers can carry out its decisions. Tests and the
     simulated clusters call it after every decision.
-
-    Raises:
-        BrokenState: an invariant does not hold; the error names it, with job, phase and the last events.
     """
     for sentence, holds in INVARIANTS.items():
         if not holds(state):

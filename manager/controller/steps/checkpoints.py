@@ -68,10 +68,7 @@ def _awaited(pending: PendingCheckpoint, event: UnitsWritten) -> dict[UnitId, Un
 
 
 def on_checkpoint_failed(transition: Transition, event: CheckpointFailed) -> None:
-    """Give up the checkpoint that failed; training continues, and the next checkpoint is tried when it is due.
-
-    The last checkpoint of a run and its manifest are tried again until storage accepts them.
-    """
+    """Give up a failed checkpoint until the next is due; a run's last one and its manifest are tried until stored."""
     state = transition.state
     saving = state.saving
     sentence = f"{event.worker} could not write its part of a checkpoint: {event.error}"

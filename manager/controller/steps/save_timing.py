@@ -298,10 +298,7 @@ def fits(state: ControllerState, now_s: float) -> bool:
 
 
 def step_outlasts(transition: Transition) -> bool:
-    """Whether it is still early enough for what must be done before a member is taken, but too late after this step.
-
-    This is a planned change if others can take over, else a save. The step would be lost with the VM in any case.
-    """
+    """Whether it is early enough to save, or change shape, before a member is taken, but too late after this step."""
     state, now_s = transition.state, transition.now_s
     ordered_s = state.saving.save_times.ordered_s
     if state.phase is not Phase.TRAINING or ordered_s is None or state.saving.save_times.step_s is None:

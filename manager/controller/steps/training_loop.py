@@ -175,10 +175,7 @@ def seal(transition: Transition, pending: PendingCheckpoint) -> None:
 
 
 def end_if_saved(transition: Transition) -> None:
-    """While sealing: end once the decided version and earlier checkpoints, which may be the best, are complete.
-
-    Manifests are written concurrently, so a newer one may be written first.
-    """
+    """While sealing: end once the decided version and earlier ones that may be the best are complete, in any order."""
     state = transition.state
     if state.saving.checkpoint is not None and state.saving.checkpoint.version == state.version:
         if not state.saving.sealing:
@@ -246,11 +243,7 @@ def _decide_facts(transition: Transition, *, bad: bool) -> None:
 
 
 def _settle_holdings(transition: Transition, *, others_keep: bool) -> None:
-    """Update what workers hold: members hold their stage's units and those that they keep for others, other workers
-    nothing.
-
-    ``others_keep``: no step was run yet, so the other workers still hold their units.
-    """
+    """Members hold their stage's units and those kept for others; other workers nothing, unless ``others_keep``."""
     state = transition.state
     nothing: frozenset[UnitId] = frozenset()
     follows = () if state.reshape is None else state.reshape.follows

@@ -59,11 +59,7 @@ def make_certificates(directory: Path, tls: Tls) -> Certificates:
 
 
 def load_authority(directory: Path) -> Authority:
-    """Return the authority that signs for the VMs of a run; another manager may have made it.
-
-    Raises:
-        ClusterError: the authority is missing or damaged.
-    """
+    """Return the authority that signs for a run's VMs, from any manager; ClusterError if it is missing or damaged."""
     from morph.link.authority import Authority
 
     try:

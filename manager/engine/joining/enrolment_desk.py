@@ -27,10 +27,7 @@ class CertificateRequest(Value):
 class EnrolmentDesk:
     """Signs certificates for nodes that have proven the nodes' secret, each valid only for the address of the call.
 
-    Args:
-        event_queue: Receives the facts ``node_enrolled`` and ``enrolment_refused``.
-        authority: The run's authority.
-        moment: Returns the time.
+    ``event_queue`` receives the facts ``node_enrolled`` and ``enrolment_refused``.
     """
 
     def __init__(
@@ -42,15 +39,9 @@ class EnrolmentDesk:
         self._event_queue, self._authority, self._moment = event_queue, authority, moment
 
     def answer(self, node: str, request: object, address: str) -> dict[str, str]:
-        """Return the answer to a node: a certificate, or the reason for a refusal.
+        """Return a certificate for a node that has proven its name, or the reason for a refusal.
 
-        Args:
-            node: The name that the node has proven.
-            request: The message that it sent.
-            address: The address from which it calls.
-
-        Raises:
-            ValidationError: the request is malformed.
+        ``address``: that from which it calls. ValidationError if the request is malformed.
         """
         requested = CertificateRequest.model_validate({"node": node, "request": request})
         try:

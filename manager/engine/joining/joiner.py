@@ -17,14 +17,11 @@ CLOSE_TIMEOUT_S = 15.0
 class Joiner:
     """Looks once a second, in its own thread; reports each worker's VM once when it is there and once when it is gone.
 
-    Args:
-        nodes: Returns the workers whose VMs are in the cluster now, with their addresses; raises ClusterError if they
-            are not known. A VM with several devices has several workers.
-        request_of: Returns the request that a worker's VM answers; None: the VM is not ours, and is ignored.
-        event_queue: Receives ``NodeAppeared`` and ``WorkerLost``.
-        appeared: Workers whose VMs an earlier manager reported to the controller.
-        known_of: Returns the price and type of workers whose grant was not reported yet; may block for a provider's
-            list of VMs.
+    ``nodes``: returns the workers whose VMs are in the cluster now (several for a VM with several devices), with their
+    addresses; raises ClusterError if they are not known. ``request_of``: returns the request that a worker's VM
+    answers; None: the VM is not ours, and is ignored. ``appeared``: workers whose VMs an earlier manager reported to
+    the controller. ``known_of``: returns the price and type of workers whose grant was not reported yet; may block for
+    a provider's list of VMs.
     """
 
     def __init__(

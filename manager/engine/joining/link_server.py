@@ -34,11 +34,7 @@ JOIN_TIMEOUT_S = 5.0
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Listen for workers.
-
-    Raises:
-        OSError: listening on this address or port failed.
-    """
+    """Listen for workers; OSError if listening on this address or port failed."""
     return socket.create_server((host, port), backlog=BACKLOG)
 
 

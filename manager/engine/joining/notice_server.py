@@ -20,16 +20,9 @@ if TYPE_CHECKING:
 class NoticeServer(VmServer):
     """Listens for agents; notices go to ``event_queue`` as events, and recommendations and failures as facts.
 
-    An agent speaks for its VM: a notice is reported for each of the VM's workers.
-
-    Args:
-        event_queue: Receives the events and facts.
-        secret: The nodes' credential is derived from it; callers without that credential are refused.
-        host: Address to listen on.
-        port: Port to listen on; 0: any free one.
-        desk: Signs certificates for VMs if Ray's traffic is encrypted; None: such requests are refused.
-        wheel: Morph's wheel, for VMs that boot.
-        lock: Makes the list of packages for booting VMs that lack some.
+    An agent speaks for its VM: a notice is reported for each of the VM's workers. ``secret``, ``port``: see
+    ``VmServer``. ``desk``: signs certificates for VMs if Ray's traffic is encrypted; None: such requests are refused.
+    ``wheel``: Morph's wheel, for VMs that boot. ``lock``: makes the list of packages for booting VMs that lack some.
     """
 
     def __init__(

@@ -27,9 +27,8 @@ SIGN_OF_LIFE_EVERY_S = 1.0
 class ControlSocket:
     """A listening socket that accepts one manager at a time.
 
-    Args:
-        listener: A Unix socket of sequenced packets in a directory that only this user can enter.
-        patience_s: How long to wait for the successor of a manager that was killed; 0: not at all.
+    ``listener``: a Unix socket of sequenced packets in a directory that only this user can enter. ``patience_s``: how
+    long to wait for the successor of a manager that was killed; 0: not at all.
     """
 
     def __init__(self, listener: socket.socket, patience_s: float) -> None:
@@ -77,19 +76,12 @@ class ControlSocket:
 
 
 def tell(connection: socket.socket, *descriptors: int, **entries: object) -> None:
-    """Send one packet, together with file descriptors.
-
-    Raises:
-        OSError: the other side is gone.
-    """
+    """Send one packet, together with file descriptors; OSError if the other side is gone."""
     socket.send_fds(connection, [json.dumps(entries).encode()], descriptors)
 
 
 def hear(connection: socket.socket, max_descriptors: int = 0) -> tuple[dict[str, Any] | None, list[int]]:
-    """Receive one packet, and the file descriptors that came with it; blocks.
-
-    None: the other side is gone, or breaks the protocol.
-    """
+    """Receive one packet and its file descriptors; blocks. None: the other side is gone, or breaks the protocol."""
     try:
         message, descriptors, _, _ = socket.recv_fds(connection, PACKET_BYTES, max_descriptors)
         request = json.loads(message) if message else None

@@ -28,14 +28,10 @@ END_TIMEOUT_S = 15.0
 
 
 class HostLine:
-    """Sends requests and receives answers, one JSON object per packet. One thread at a time may use it; any may call
-    ``end``.
+    """Sends requests and receives answers, one JSON object per packet, in one thread at a time; any may call ``end``.
 
-    Args:
-        connection: A connection to the host's control socket.
-        log_path: The host's log, which errors name.
-        process: The host, if this manager started it.
-        workers: The socket that workers call, which the host keeps; None: the host sends it.
+    ``log_path``: the host's log, which errors name. ``process``: the host, if this manager started it. ``workers``: the
+    socket that workers call, which the host keeps; None: the host sends it.
     """
 
     def __init__(
@@ -90,11 +86,7 @@ class HostLine:
 
     @classmethod
     def attach(cls, control_socket: Path, log_path: Path) -> tuple[HostLine, dict[str, Any]]:
-        """Connect to a host whose manager was killed; returns its greeting too.
-
-        Raises:
-            ClusterError: the host is gone, or sends nothing within ``GREETING_TIMEOUT_S``.
-        """
+        """Connect to a killed manager's host; returns its greeting too. ClusterError after ``GREETING_TIMEOUT_S``."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.settimeout(GREETING_TIMEOUT_S)
@@ -116,32 +108,20 @@ class HostLine:
 
     @property
     def workers(self) -> socket.socket:
-        """The socket that workers call; known once the host has greeted.
-
-        Raises:
-            ClusterError: the host did not send it.
-        """
+        """The socket that workers call, once the host has greeted; ClusterError if the host did not send it."""
         if self._workers is None:
             raise ClusterError("the process that owned its VMs does not say where workers call")
         return self._workers
 
     def greeting(self, timeout_s: float) -> dict[str, Any]:
-        """Return the first packet, which lists the host's processes.
-
-        Raises:
-            ClusterError: no packet comes.
-        """
+        """Return the first packet, which lists the host's processes; ClusterError if none comes."""
         greeting = self.receive("the process that owns the VMs to start", timeout_s)
         self._pid = greeting.get("host", self._pid)
         self._hears = True
         return greeting
 
     def send(self, request: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Send a request.
-
-        Raises:
-            ClusterError: the host is gone.
-        """
+        """Send a request; ClusterError if the host is gone."""
         try:
             if descriptors:
                 socket.send_fds(self._connection, [json.dumps(request).encode()], list(descriptors))
@@ -153,9 +133,8 @@ class HostLine:
     def receive(self, what: str, timeout_s: float) -> dict[str, Any]:
         """Return the next answer.
 
-        Raises:
-            ClusterError: no answer comes within ``timeout_s``, or longer on a busy machine; the host is gone; or it
-                answers with an error.
+        ClusterError: none comes within ``timeout_s``, or longer on a busy machine; the host is gone; or it answers with
+        an error.
         """
         timeout_s = patience_s(timeout_s)
         try:
@@ -178,10 +157,7 @@ class HostLine:
         return answer
 
     def listen(self, told: Callable[[dict[str, Any]], None]) -> None:
-        """From now on pass every packet to ``told``, in a thread that ends when the host is gone, or at ``end``.
-
-        ``receive`` must not be called any more. The last value passed is ``{}``: nothing follows.
-        """
+        """Pass every further packet to ``told`` in a thread, last of all ``{}``; never ``receive`` after this."""
         self._connection.settimeout(None)
 
         def run() -> None:
@@ -197,10 +173,7 @@ class HostLine:
         self.send({"settled": True})
 
     def end(self) -> bool:
-        """Ask for the end of everything and wait for it; returns whether it ended within ``END_TIMEOUT_S``.
-
-        A host that is still starting cannot receive, so it is not asked.
-        """
+        """Ask for the end of everything, unless the host still starts; return whether it ended in ``END_TIMEOUT_S``."""
         if not self._hears:
             self._connection.close()
             return False

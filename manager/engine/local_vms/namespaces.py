@@ -32,11 +32,7 @@ _NAME = re.compile(r"morph-(\d+)-(?:hub|\d+)")
 
 
 def check_permitted() -> None:
-    """Raise an error if namespaces cannot be made.
-
-    Raises:
-        ConfigError: namespaces cannot be made; the error says what is missing.
-    """
+    """Raise a ConfigError that says what is missing if namespaces cannot be made."""
     reason = None
     if not sys.platform.startswith("linux"):
         reason = f"they need Linux, and this is {sys.platform}"
@@ -56,11 +52,7 @@ def check_permitted() -> None:
 
 
 def enter(namespace: str | None) -> None:
-    """Move this thread to a network namespace; None: stay.
-
-    Raises:
-        OSError: that is not permitted.
-    """
+    """Move this thread to a network namespace (None: stay); OSError if that is not permitted."""
     if namespace is None:
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -81,11 +73,7 @@ def remove_stale() -> None:
 
 
 def opened_in(namespace: str, open_socket: Callable[[], socket.socket]) -> socket.socket:
-    """Open a socket in a namespace; a helper thread enters it, so that the calling thread stays in its own.
-
-    Raises:
-        ClusterError: no socket can be opened there.
-    """
+    """Open a socket in a namespace, which only a helper thread enters; ClusterError if that cannot be done."""
 
     def inside() -> socket.socket:
         enter(namespace)
@@ -99,12 +87,7 @@ def opened_in(namespace: str, open_socket: Callable[[], socket.socket]) -> socke
 
 
 class HostNetwork:
-    """The namespaces of several hosts; made by ``open``, removed by ``close``.
-
-    Args:
-        num_hosts: The number at the start; at most ``MAX_HOSTS``.
-        bytes_per_s: Bandwidth of each host's link, in each direction.
-    """
+    """The namespaces of up to ``MAX_HOSTS`` hosts, whose links carry ``bytes_per_s`` in each direction."""
 
     def __init__(self, num_hosts: int, bytes_per_s: float) -> None:
         assert num_hosts <= MAX_HOSTS
@@ -130,11 +113,7 @@ class HostNetwork:
         return f"10.201.{1 + host // 250}.{1 + host % 250}"
 
     def open(self) -> None:
-        """Make all namespaces and links; takes tenths of a second for tens of hosts.
-
-        Raises:
-            ClusterError: a command failed; what was made is removed again.
-        """
+        """Make all namespaces and links (tens in tenths of a second), or none: ClusterError if a command fails."""
         remove_stale()
         hosts = range(self._num_hosts)
         try:
@@ -151,11 +130,7 @@ class HostNetwork:
             raise
 
     def add(self, host: int) -> None:
-        """Make one more host, with a number that is not in use.
-
-        Raises:
-            ClusterError: a command failed; what was made is removed again.
-        """
+        """Make one more host, with a number that is not in use; ClusterError, and nothing made, on failure."""
         assert host < MAX_HOSTS
         try:
             _batch([f"netns add {self.namespace(host)}"])
@@ -185,11 +160,7 @@ class HostNetwork:
         _batch([f"qdisc add dev eth0 root {self._limit}"], "tc", name)
 
     def cut(self, host: int) -> None:
-        """Take a host's link down: nothing that it sends arrives any more, and no process is notified.
-
-        Raises:
-            ClusterError: the command failed.
-        """
+        """Take a host's link down: what it sends is lost, and no process is notified; ClusterError if that fails."""
         _batch([f"link set h{host} down"], namespace=self.hub)
 
     def close(self) -> None:

@@ -22,11 +22,7 @@ class VmHost(Protocol):
     boots_at_once: int
 
     def add_vm(self, name: str) -> None:
-        """Bring up a VM; blocks until it is up.
-
-        Raises:
-            ClusterError: the VM died, or is not up in time.
-        """
+        """Bring up a VM; blocks until it is up. ClusterError if it died, or is not up in time."""
 
     def prepare_kill(self, names: Sequence[str]) -> Callable[[], None]:
         """Prepare to kill VMs without warning, all at once; calling the result kills them."""
@@ -66,12 +62,10 @@ class VmFleet:
     ) -> None:
         """Continue after another manager, which requested and revoked these VMs.
 
-        Args:
-            played: The played events in order, each with the price of such a VM at that time, in dollars an hour.
-            up: VMs that are up now. VMs among them that were already revoked are killed.
-            appeared: VMs that were reported to the controller. Other VMs are reported now if they are up, and requested
-                again if not.
-            requested: VMs that are not in ``played``, each with the request that it answers.
+        ``played``: the played events in order, each with the price of such a VM at that time, in dollars an hour. VMs
+        in ``up`` that were already revoked are killed. VMs that had not ``appeared`` to the controller are reported now
+        if they are up, and requested again if not. ``requested``: VMs that are not in ``played``, each with the request
+        that it answers.
         """
         with self._lock:
             for event, usd_per_h in played:

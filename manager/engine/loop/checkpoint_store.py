@@ -57,17 +57,11 @@ class CheckpointStore:
         self._thread: threading.Thread | None = None
 
     def write(self, manifest: Manifest, spared: Collection[Version] = ()) -> None:
-        """Write a manifest; ``ManifestWritten`` or ``CheckpointFailed`` follows. Returns at once.
-
-        Then older checkpoints that the rules do not keep are deleted, except ``spared``.
-        """
+        """Write a manifest (``ManifestWritten`` or ``CheckpointFailed`` follows); older ones go, unless ``spared``."""
         self._do(partial(self._write, manifest, spared))
 
     def find(self, at_most: int | None = None) -> None:
-        """Find the newest undamaged checkpoint, by reading all of its bytes; ``at_most``: up to this version.
-
-        ``CheckpointFound`` or ``CheckpointNotFound`` follows. Returns at once.
-        """
+        """Find the newest undamaged one by reading all bytes; ``CheckpointFound`` or ``CheckpointNotFound`` follows."""
         self._do(partial(self._find, at_most))
 
     def mark(self, best: Best) -> None:
@@ -75,11 +69,7 @@ class CheckpointStore:
         self._do(partial(self._mark, best))
 
     def check(self) -> None:
-        """Check that, as far as is known, this manager still holds the checkpoints.
-
-        Raises:
-            CheckpointsTaken: another manager holds them.
-        """
+        """Raise CheckpointsTaken if, as far as is known, another manager holds the checkpoints."""
         if self._lease is not None:
             self._lease.check()
 

@@ -76,10 +76,7 @@ class Pool(Protocol):
         """Kill a worker."""
 
     def watch(self) -> bool:
-        """Look for silent workers. Call it every ``silence.watch_every_s``.
-
-        Returns False while all workers are silent together, when time-outs cannot be judged.
-        """
+        """Look for silent workers every ``watch_every_s``; False while all are silent: then no time-out counts."""
 
 
 class Requests(Protocol):
@@ -97,10 +94,7 @@ class Requests(Protocol):
 
 @dataclass(frozen=True)
 class Observed:
-    """One turn of the loop, for observers that show the run or end it.
-
-    ``facts``: the facts written to the journal since the previous decision, each with its time.
-    """
+    """One turn of the loop, for observers that show or end the run. ``facts``: since the last decision, with times."""
 
     time_s: float
     event: Event
@@ -113,18 +107,12 @@ Observer = Callable[[Observed], None]
 
 
 class Driver:
-    """Drives one run to its end.
+    """Drives one run to its end. The journal gets every event and decision before its actions are carried out.
 
-    Args:
-        state: The controller's initial state.
-        event_queue: Brings events and facts.
-        pool: Carries orders.
-        journal: Gets every event and decision before its actions are carried out.
-        checkpoint_url: The URL to which manifests are written.
-        observers: Called after each decision, in this thread.
-        requests: Requests VMs; None: requests are only journalled.
-        acknowledge: Tells a node that has a notice that it holds nothing of value; None: nodes are not told.
-        lease: The lease of ``checkpoint_url``; None: no other manager can write there.
+    ``checkpoint_url``: manifests are written there. ``observers``: called after each decision, in this thread.
+    ``requests``: requests VMs; None: requests are only journalled. ``acknowledge``: tells a node that has a notice that
+    it holds nothing of value; None: nodes are not told. ``lease``: that of ``checkpoint_url``; None: no other manager
+    can write there.
     """
 
     def __init__(
@@ -166,11 +154,7 @@ class Driver:
                 self._take(Stamped(self._event_queue.now_s(), item))
 
     def run(self) -> Finish:
-        """Block until the controller finishes the run.
-
-        Raises:
-            CheckpointsTaken: another manager has taken over its checkpoints.
-        """
+        """Block until the controller finishes the run; CheckpointsTaken if another manager has its checkpoints."""
         try:
             return self._run()
         finally:

@@ -33,12 +33,9 @@ from morph.contract.timeline import MicroBatchTimes
 class RunClock:
     """A clock that neither a change of this machine's clock nor a manager's death moves. Wall time is only for people.
 
-    Args:
-        epoch_s: The ``epoch_s`` of the manager that began the session, if its VMs live: this machine was not restarted
-            since, so both managers read the same monotonic clock. None: a session begins.
-        not_before_s: The earliest start, whatever the wall clock says: the time of the journal's last line.
-        wall: Returns seconds since 1970.
-        monotonic: Returns the seconds of a monotonic clock.
+    ``epoch_s``: that of the manager that began the session, if its VMs live: this machine was not restarted since, so
+    both managers read the same monotonic clock. None: a session begins. ``not_before_s``: the earliest start, whatever
+    ``wall`` (seconds since 1970) says: the time of the journal's last line.
     """
 
     def __init__(
@@ -68,11 +65,7 @@ class Stamped:
 
 
 def read_answer(worker: str, message: bytes) -> Answer | Probed:
-    """Read a worker's answer to an order.
-
-    Raises:
-        ValueError: the message is not an answer, or is for another worker.
-    """
+    """Read a worker's answer to an order; ValueError if it is not an answer, or is for another worker."""
     answer = _ANSWER.validate_json(message)
     if answer.worker != worker:
         raise ValueError(f"it answers for {answer.worker}")
@@ -80,10 +73,7 @@ def read_answer(worker: str, message: bytes) -> Answer | Probed:
 
 
 class EventQueue:
-    """A thread-safe queue that stamps entries. ``put`` may interrupt ``get`` in one thread, as a signal handler does.
-
-    ``now_s``: the run's clock, which stamps all that the controller sees.
-    """
+    """A thread-safe queue that stamps entries by the run's clock; a signal handler's ``put`` may interrupt ``get``."""
 
     def __init__(self, now_s: Callable[[], float] | None = None) -> None:
         self.now_s = now_s or RunClock().now_s

@@ -112,13 +112,9 @@ class _Written(Value):
 
 
 class Lease:
-    """A manager's lease of a URL: taken, renewed by a thread until it is closed, and checked before each write.
+    """A manager's lease of a checkpoints' URL: taken, renewed by a thread until closed, and checked before each write.
 
-    Args:
-        url: The URL of the checkpoints.
-        holder: This manager.
-        lease_s: See ``LEASE_S``.
-        now_s: Returns seconds since 1970.
+    ``lease_s``: see ``LEASE_S``. ``now_s``: returns seconds since 1970.
     """
 
     def __init__(
@@ -138,12 +134,7 @@ class Lease:
         return self._holder.run
 
     def check_free(self) -> None:
-        """Check that the lease could be taken, without writing anything.
-
-        Raises:
-            RunDirError: another manager holds the lease.
-            CheckpointError: storage does not answer.
-        """
+        """Check that the lease could be taken, without writing anything; raises as ``take`` does."""
         self._check_run_dir()
         with reading(self._url):
             _, written = self._newest()
@@ -151,17 +142,10 @@ class Lease:
             raise self._held(written)
 
     def take(self, *, by_force: bool = False) -> Holder | None:
-        """Take the lease, and renew it from now on.
+        """Take the lease, and renew it from now on; return the holder from whom it was taken by force.
 
-        Args:
-            by_force: Take it even from a manager that may live, which stops when it next checks.
-
-        Returns:
-            The holder from whom it was taken by force.
-
-        Raises:
-            RunDirError: another manager holds the lease.
-            CheckpointError: storage does not answer; ``hold`` tries again.
+        ``by_force``: even from a manager that may live, which stops when it next checks; without it, RunDirError if
+        another manager holds the lease. CheckpointError if storage does not answer; ``hold`` tries again.
         """
         self._check_run_dir()
         if self._thread is None:
@@ -179,9 +163,7 @@ class Lease:
     def hold(self) -> None:
         """Check before a write that the lease is still ours, and renew it; take it if it could not be taken before.
 
-        Raises:
-            CheckpointsTaken: another manager holds it.
-            CheckpointError: storage does not answer.
+        CheckpointsTaken if another manager holds it, CheckpointError if storage does not answer.
         """
         self.check()
         try:
@@ -203,11 +185,7 @@ class Lease:
             raise
 
     def check(self) -> None:
-        """Check that the lease was not lost, as far as is known, without reading storage.
-
-        Raises:
-            CheckpointsTaken: it was lost.
-        """
+        """Raise CheckpointsTaken if the lease was lost, as far as is known without reading storage."""
         if self._lost is not None:
             raise CheckpointsTaken(self._lost)
 

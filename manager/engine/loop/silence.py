@@ -33,13 +33,11 @@ class Signs:
 
 
 class Silence:
-    """Watches heartbeats.
+    """Watches heartbeats. A silent worker is given up after ``timeout_s``.
 
-    Args:
-        timeout_s: A silent worker is given up after this time.
-        outage_timeout_s: If all workers are silent together, on several VMs, they are given up after this time: the
-            cause is the network or this machine.
-        unheard: Called at the end of each time in which no worker could be heard, with its seconds.
+    If all workers are silent together, on several VMs, they are given up after ``outage_timeout_s``: the cause is the
+    network or this machine. ``unheard`` is called at the end of each time in which no worker could be heard, with its
+    seconds.
     """
 
     def __init__(

@@ -84,13 +84,8 @@ class _Handle(Signs):
 class WorkerPool:
     """The workers of a run. Events go to ``event_queue``; a ``LinkServer`` calls it in its own thread.
 
-    Args:
-        event_queue: Receives answers and losses.
-        make_setup: Makes the setup of a worker, given its name.
-        launcher: Starts and kills them.
-        heartbeat_timeout_s: A silent worker is given up after this.
-        outage_timeout_s: Workers that are all silent together are given up after this.
-        check_cluster: Called while workers are watched; raises the error that ends the session.
+    Time-outs: see ``Silence``. ``check_cluster``: called while workers are watched; raises the error that ends the
+    session.
     """
 
     def __init__(

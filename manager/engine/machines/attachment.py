@@ -70,11 +70,7 @@ class TakeoverFailed(MorphError):
 
 
 def write_attachment(run_dir: RunDir, attachment: Attachment) -> None:
-    """Replace the file atomically.
-
-    Raises:
-        RunDirError: the file cannot be written.
-    """
+    """Replace the file atomically; RunDirError if it cannot be written."""
     write_in_run_dir(run_dir.path / ATTACHMENT, attachment.model_dump_json(indent=2) + "\n")
 
 
@@ -86,13 +82,9 @@ def forget_attachment(run_dir: RunDir) -> None:
 def find_living(run_dir: RunDir, command: dict[str, str]) -> FoundRun | None:
     """Find out whether the run's VMs live, and connect to them; None: no manager was killed. Takes seconds at most.
 
-    Args:
-        run_dir: The run directory, which the caller holds, so that no other manager lives or starts.
-        command: The values with which the user starts now; they must equal those with which the run was started.
-
-    Raises:
-        TakeoverFailed: the VMs are gone, or were ended just now because this version cannot read the journal.
-        RunDirError: the run lives, but was started with other values; it lives on for a while.
+    The caller holds ``run_dir``, so that no other manager lives or starts. RunDirError: the run lives on for a while,
+    but was started with other values than ``command`` has. TakeoverFailed: the VMs are gone, or were ended just now
+    because this version cannot read the journal.
     """
     path = run_dir.path / ATTACHMENT
     if not path.exists():
@@ -127,11 +119,7 @@ def find_living(run_dir: RunDir, command: dict[str, str]) -> FoundRun | None:
 
 
 def _note_last_sign_of_life(run_dir: RunDir) -> None:
-    """Journal the time until which VMs of this machine lived, if their host left a sign of it: they cost money until
-    then.
-
-    A host that ended normally, when its patience was over, leaves no sign.
-    """
+    """Journal until when this machine's VMs lived, and cost money, if their host was killed and left a sign of it."""
     with suppress(RunDirError, OSError):
         attachment = read_json(run_dir.path / ATTACHMENT, Attachment, RunDirError)
         if attachment.kind == "provided":  # they do not end with a process of this machine

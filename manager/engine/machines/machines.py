@@ -37,10 +37,7 @@ class KeptVms(VmHost, Protocol):
 
 @dataclass(frozen=True)
 class Provided:
-    """The additional parts if a provider brings the VMs.
-
-    ``joined``: returns the workers whose VMs are in the cluster, with addresses.
-    """
+    """The parts added if a provider brings the VMs. ``joined``: the workers in the cluster, with addresses."""
 
     provider: Provider
     notices: NoticeServer
@@ -67,14 +64,8 @@ class Machines:
 class Opening:
     """The arguments for bringing machines up.
 
-    Args:
-        event_queue: Receives events.
-        make_setup: Makes the setup of a worker, given its name.
-        heartbeat_timeout_s: A silent worker is given up after this time.
-        outage_timeout_s: If all workers are silent together, they are given up after this time.
-        patience_s: How long everything outlives this process if it is killed.
-        ending: Closes what was opened.
-        found: The run that another manager left; None: there is none.
+    Time-outs: see ``Silence``. ``patience_s``: how long everything outlives this process if it is killed. ``ending``:
+    closes what was opened. ``found``: the run that another manager left; None: there is none.
     """
 
     event_queue: EventQueue
@@ -127,13 +118,10 @@ class Begun:
 class Processes:
     """VMs that are processes of this machine, on Linux. If they have their own network, they end with the manager.
 
-    Args:
-        log_path: Receives the workers' standard error.
-        remove_if_killed: A directory to remove if this process is killed.
-        network: Hosts with their own network; None: all VMs share the loopback.
-        host_of: Returns the host (numbered from 0) of a VM; used only with a network.
-        job_path: The job whose imports are made once for all workers; empty: each worker imports by itself.
-        begun: The process that ``begin`` started, for one session; None: the process starts with the others.
+    ``log_path``: receives the workers' standard error. ``remove_if_killed``: a directory to remove if this process is
+    killed. ``network``: None: all VMs share the loopback; ``host_of``: returns the host (numbered from 0) of a VM, with
+    a network. ``job_path``: the job whose imports are made once for all workers; empty: each worker imports by itself.
+    ``begun``: the process that ``begin`` started, for one session; None: it starts with the others.
     """
 
     log_path: Path
@@ -158,11 +146,7 @@ class Processes:
         return Begun(entrance, vms)
 
     def __call__(self, opening: Opening) -> Machines:
-        """Bring the machines up; see ``OpenMachines``.
-
-        Raises:
-            ClusterError: a machine does not come up.
-        """
+        """Bring the machines up (see ``OpenMachines``); ClusterError if one does not come up."""
         from manager.engine.on_processes.process_vms import ProcessVms
 
         network, found, ending = self.network, opening.found, opening.ending

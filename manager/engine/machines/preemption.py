@@ -72,13 +72,8 @@ class PreemptionServer:
     """Answers each ``PreemptionRequest`` in turn, from its own thread, and ends VMs when their notice is over.
 
     The provider gives the notice if it can; else it is given here, and the VM is ended when the notice is over, even if
-    the requester is gone. Only VMs whose workers the controller knows are preempted.
-
-    Args:
-        folder: The folder of the socket; only this user and root can enter it.
-        workers: The workers that the controller knows.
-        event_queue: Receives notices and facts.
-        target: Preempts the VMs.
+    the requester is gone. Only VMs whose ``workers`` the controller knows are preempted. ``folder``: that of the
+    socket; only this user and root can enter it.
     """
 
     def __init__(

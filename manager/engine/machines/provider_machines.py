@@ -113,11 +113,7 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
 
 
 def check_free(address: str, ports: Collection[int]) -> None:
-    """Check that no process listens on the ports that the run will use.
-
-    Raises:
-        ClusterError: a port is taken; the error names the first.
-    """
+    """Check that no process listens on the ports that the run will use; ClusterError names the first taken one."""
     for port in ports:
         try:
             socket.create_server((address, port)).close()
@@ -146,11 +142,7 @@ class _Addresses:
 
 
 def _desk(directory: Path, event_queue: EventQueue) -> tuple[EnrolmentDesk, str]:
-    """Return the authority that signs for the VMs, and the certificate that verifies its signatures.
-
-    Raises:
-        ClusterError: the authority's key is gone.
-    """
+    """Return the authority that signs for the VMs, and its certificate; ClusterError if its key is gone."""
     from manager.engine.joining.enrolment_desk import EnrolmentDesk
 
     authority = load_authority(directory)
@@ -166,11 +158,7 @@ def _lock(providing: Providing, vms: ProvidedVms, opening: Opening) -> Lock:
 
 
 def _node_secret(path: Path, *, make: bool) -> str:
-    """Return the secret from which the VMs' credentials are derived; like Ray's token, it outlives a killed manager.
-
-    Raises:
-        ClusterError: the secret is gone.
-    """
+    """Return the secret of the VMs' credentials, which outlives a killed manager; ClusterError if it is gone."""
     if make:
         path.unlink(missing_ok=True)
         path.touch(mode=0o600)

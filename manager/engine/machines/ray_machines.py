@@ -23,12 +23,8 @@ from morph.link.proof import new_secret
 class OnRay:
     """Ray's head node on this machine, the servers beside it, and the workers.
 
-    Args:
-        directory: The result of ``ray_environment.prepare`` or ``adopt``.
-        host: The address on which the store and the manager listen.
-        store_port: The port of the store; 0: any free one.
-        workers_port: The port that workers call; 0: any free one.
-        gpus: Whether each worker has its own GPU.
+    ``directory``: the result of ``ray_environment.prepare`` or ``adopt``. ``host``: the address on which the store and
+    the manager listen; their ports: 0: any free one. ``gpus``: whether each worker has its own GPU.
     """
 
     directory: Path
@@ -42,8 +38,7 @@ class OnRay:
     ) -> tuple[StartedStore, Entrance, WorkerPool]:
         """Start everything, or continue with what is running. ``living``: the workers that may exist.
 
-        Raises:
-            ClusterError: Ray or the store does not start, or listening on an address or port failed.
+        ClusterError: Ray or the store does not start, or listening on an address or port failed.
         """
         found, ending = opening.found, opening.ending
         ending.callback(cluster.close)
@@ -72,11 +67,7 @@ class OnRay:
 
 
 def open_ray(directory: Path) -> OpenMachines:
-    """Return machines whose VMs are local Ray nodes. ``directory`` is the result of ``ray_environment.prepare`` or
-    ``adopt``.
-
-    They raise ClusterError if Ray does not start.
-    """
+    """Return machines that are local Ray nodes; they raise ClusterError if Ray does not start."""
 
     def open_machines(opening: Opening) -> Machines:
         found = opening.found

@@ -27,11 +27,7 @@ class Store(Protocol):
     pid: int
 
     def start(self) -> None:
-        """Start the store, at ``port`` once that is known, or find the one that runs there.
-
-        Raises:
-            ClusterError: the store does not come up.
-        """
+        """Start the store, at ``port`` once that is known, or find the one that runs there; ClusterError on failure."""
 
 
 @dataclass
@@ -67,11 +63,7 @@ class StoreWatch:
         self._looked_s = -LOOK_EVERY_S
 
     def check(self) -> None:
-        """Check that the store lives, once in ``LOOK_EVERY_S``; never blocks.
-
-        Raises:
-            ClusterLost: the store was gone, and could not be started again within ``RETRY_S``.
-        """
+        """Look at the store every ``LOOK_EVERY_S``, never blocking; ClusterLost if no restart works in ``RETRY_S``."""
         if self._failed is not None:
             raise ClusterLost(f"the rendezvous store is gone and cannot be started again: {self._failed}")
         now_s = time.monotonic()

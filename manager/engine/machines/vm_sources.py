@@ -37,10 +37,7 @@ def machines_of(
     """Return a function that opens VMs of this kind. ``providing``: how to open their provider, if one brings them.
 
     The job's imports are made in advance only if the job gets no variables of its own: these would come after the
-    imports.
-
-    Raises:
-        ClusterError: Ray was imported too early, or the run that was found is gone.
+    imports. ClusterError: Ray was imported too early, or the run that was found is gone.
     """
     if isinstance(vms, LocalVms) and not vms.under_ray:
         return Processes(run_dir / WORKERS_LOG, job_path="" if vms.pass_variables else job_path)
@@ -83,10 +80,7 @@ def watch_joining(
     state: ControllerState,
     appeared: Collection[str],
 ) -> Joiner:
-    """Continue with the VMs that the controller knows, end those that an earlier manager gave up, and watch VMs join.
-
-    ``appeared``: workers whose VMs an earlier manager reported to the controller.
-    """
+    """Watch VMs join, continue with known ones, end those given up; ``appeared``: reported by an earlier manager."""
     booting = {node for request in state.provisioning.requests.values() for node in request.granted}
     provisioning.begin(
         {*state.workers, *booting}, [name for name, request in state.provisioning.requests.items() if request.count]

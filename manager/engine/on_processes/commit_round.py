@@ -63,11 +63,7 @@ class _Launcher:
 
 
 def measure_commit_round(num_samples: int, num_workers: int = 2) -> list[float]:
-    """Start some workers on this machine, time the rounds in seconds, and end everything; takes some seconds.
-
-    Raises:
-        ClusterError: a worker did not come up, or did not answer.
-    """
+    """Time rounds (seconds) of new workers, which are ended then; ClusterError if one does not come up or answer."""
     workers = [f"vm{number}" for number in range(num_workers)]
     event_queue, entrance = EventQueue(), Entrance(listen(LOOPBACK), new_secret())
     make_setup: Callable[[str], WorkerSetup] = WorkerSetup.model_validate  # there is no setup to make

@@ -49,7 +49,6 @@ class _Children:
         return {name: pid for name, pid in self.workers.items() if os.waitid(os.P_PID, pid, flags) is None}
 
     def fork(self, manager: socket.socket, request: dict[str, Any], descriptors: list[int]) -> int:
-        """Start a worker or the store."""
         if "store" in request:
             self.end_store()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -77,7 +76,6 @@ class _Children:
             self.store = 0
 
     def end(self) -> None:
-        """Kill all forked processes."""
         for pid in self.lanes:
             os.kill(pid, signal.SIGKILL)
         for pid in self.lanes:

@@ -34,16 +34,11 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_TH
 class ProcessVms:
     """A host of VMs that are processes; see ``VmHost``. All methods may be called from any thread.
 
-    A fork takes milliseconds, so VMs are started one after another.
-
-    Args:
-        line: The connection to the process from which workers are forked.
-        directory: The directory of that process's control socket.
-        log_path: Receives the workers' standard error.
-        home: Returns where the worker of a VM calls.
-        namespace_of: Returns the network namespace of a VM's host; None: this machine's own network.
-        pids: The VMs that exist.
-        order: A pipe to the process, which waits for the modules to import; None: it has imported them.
+    A fork takes milliseconds, so VMs are started one after another. ``line``: to the process from which workers are
+    forked, whose control socket is in ``directory``. ``log_path``: receives the workers' standard error. ``home``:
+    returns where the worker of a VM calls. ``namespace_of``: returns the network namespace of a VM's host; None: this
+    machine's own network. ``pids``: the VMs that exist. ``order``: a pipe to the process, which waits for the modules
+    to import; None: it has imported them.
     """
 
     boots_at_once = 1
@@ -75,15 +70,8 @@ class ProcessVms:
     ) -> ProcessVms:
         """Start the process from which workers are forked, which keeps the socket that they call.
 
-        It imports what every worker needs, in seconds, and does nothing else until ``start``.
-
-        Args:
-            workers: The socket.
-            log_path: Receives the workers' standard error.
-            home: Returns where the worker of a VM calls.
-            namespace_of: Returns the network namespace of a VM's host; None: this machine's own network.
-            remove_if_killed: A directory to remove if this process is killed.
-            patience_s: How long everything outlives this process if it is killed.
+        It imports what every worker needs, in seconds, and does nothing else until ``start``. If this process is
+        killed, everything outlives it by ``patience_s``, and the directory ``remove_if_killed`` is removed.
         """
         directory = make_folder(OWN_SOCKET)
         removed = [str(path) for path in (directory, remove_if_killed) if path is not None]
@@ -116,14 +104,7 @@ class ProcessVms:
         return cls(line, control_socket.parent, log_path, home, namespace_of, vms)
 
     def start(self, job_path: str = "") -> None:
-        """Let the process that was begun import the job's modules, and wait some seconds until it is ready.
-
-        Args:
-            job_path: The job whose modules are imported before the first fork; empty: none.
-
-        Raises:
-            ClusterError: the process does not come up within ``START_TIMEOUT_S``.
-        """
+        """Let the process import the job's modules, if any, in seconds; ClusterError after ``START_TIMEOUT_S``."""
         self._log_path.touch()
         self._tell({"job": job_path, "log": str(self._log_path.absolute())})
         self._line.greeting(START_TIMEOUT_S)
@@ -143,20 +124,12 @@ class ProcessVms:
         return self._line.pid
 
     def check(self) -> None:
-        """Check that the process that owns the VMs lives.
-
-        Raises:
-            ClusterLost: the process is gone, and every VM with it.
-        """
+        """Check that the process that owns the VMs lives; ClusterLost if it is gone, and every VM with it."""
         if not runs(self.pid):
             raise ClusterLost("the process that owns the VMs is gone, and every VM with it")
 
     def start_store(self, host: str, port: int = 0, namespace: str | None = None) -> tuple[int, int]:
-        """Start the rendezvous store in its own process, ending an earlier one; returns its process and port.
-
-        Raises:
-            ClusterError: the store does not come up within ``STORE_TIMEOUT_S``.
-        """
+        """Start the store, ending an earlier one; returns process and port. ClusterError after ``STORE_TIMEOUT_S``."""
         connection, theirs = socket.socketpair()
         with theirs:
             pid = self._ask({"store": host, "port": port, "namespace": namespace}, [theirs])
@@ -169,11 +142,7 @@ class ProcessVms:
         raise ClusterError(f"the rendezvous store did not start within {STORE_TIMEOUT_S:g} s; see {self._log_path}")
 
     def add_vm(self, name: str) -> None:
-        """Start a VM and its worker's process, in milliseconds.
-
-        Raises:
-            ClusterError: the process cannot be forked.
-        """
+        """Start a VM and its worker's process, in milliseconds; ClusterError if the process cannot be forked."""
         home = self._home(name).model_dump_json()
         pid = self._ask({"worker": name, "namespace": self._namespace_of(name), "home": home})
         with self._lock:

@@ -32,9 +32,7 @@ class Attendant(Protocol):
 class DriverLine:
     """A line to the current driver. Its messages are checked: a malformed line ends that driver.
 
-    Args:
-        launch: Starts a driver's process, connected by this file descriptor; raises ClusterError if it cannot.
-
+    ``launch``: starts a driver's process, connected by this file descriptor; raises ClusterError if it cannot.
     ``lacks``: the parts of the drivers' confinement that this machine does not support.
     """
 
@@ -58,11 +56,7 @@ class DriverLine:
 
     @property
     def nodes(self) -> dict[str, str]:
-        """Return the workers that have nodes, with their addresses.
-
-        Raises:
-            ClusterError: no driver is connected.
-        """
+        """The workers that have nodes, with their addresses; ClusterError if no driver is connected."""
         with self._changed:
             if self._nodes is None:
                 raise ClusterError("Ray's nodes are not known: its driver is not connected")

@@ -67,20 +67,12 @@ def write(value: Start | Kill | Hello | Told | Nodes) -> bytes:
 
 
 def read_order(line: bytes) -> Start | Kill:
-    """Read an order from the manager.
-
-    Raises:
-        ValueError: the line is not an order.
-    """
+    """Read an order from the manager; ValueError if the line is not an order."""
     return _ORDER.validate_json(line)
 
 
 def read_told(line: bytes) -> Hello | Told | Nodes:
-    """Read a message from the driver.
-
-    Raises:
-        ValueError: the line is not such a message. The error does not repeat the line.
-    """
+    """Read a message from the driver; ValueError, which does not repeat the line, if it is not such a message."""
     try:
         return _TOLD.validate_json(line)
     except ValidationError as error:

@@ -30,14 +30,9 @@ class RayLauncher:
     """A ``Launcher``. If no driver has reported a worker as started, the next driver gets the order to start it again.
 
     A worker that exists is not ordered again: its connection shows its end, and its message may have ended the driver.
-
-    Args:
-        driver: A connected driver.
-        home: Returns the address and credential with which a worker calls.
-        living: The workers that may exist.
-        failed: Called, in a thread of the line, with a worker whose process ended or could not be started, and the
-            reason.
-        gpus: Whether Ray assigns the GPUs of each VM, and lets each worker see one (CUDA_VISIBLE_DEVICES).
+    ``home``: returns the address and credential with which a worker calls. ``living``: the workers that may exist.
+    ``failed``: called, in a thread of the line, with a worker whose process ended or could not be started, and the
+    reason. ``gpus``: whether Ray assigns the GPUs of each VM, and lets each worker see one (CUDA_VISIBLE_DEVICES).
     """
 
     def __init__(

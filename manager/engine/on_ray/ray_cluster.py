@@ -46,13 +46,10 @@ START_LOOK_EVERY_S = 0.2
 class RayCluster:
     """A head node and VMs. Several threads may call ``add_vm`` and ``prepare_kill`` at the same time.
 
-    Args:
-        directory: The result of ``ray_environment.prepare``; Ray's sessions are below it.
-        patience_s: How long everything outlives this process if it is killed.
-        host: The address of the head node for VMs elsewhere; empty: all VMs are on this machine.
-        port: The port of the head node; 0: any free one.
-        first_port: The first port of the head node's other processes; 0: any free ones.
-        gone: Called, in a thread of this object, with a VM that ended by itself after it was up.
+    ``directory``: the result of ``ray_environment.prepare``; Ray's sessions are below it. ``patience_s``: how long
+    everything outlives this process if it is killed. ``host``: the address of the head node for VMs elsewhere; empty:
+    all VMs are on this machine. ``port``: its port, and ``first_port``: the first one of its other processes; 0: any
+    free ones. ``gone``: called, in a thread of this object, with a VM that ended by itself after it was up.
     """
 
     boots_at_once = max(1, min(4, os.cpu_count() or 1))
@@ -93,9 +90,7 @@ class RayCluster:
         """Start the head node and a driver. ``workers``: the socket that they call, which the nodes' host keeps.
 
         A failed start is tried again, because on a busy machine Ray gives up a node that needs more than 30 s.
-
-        Raises:
-            ClusterError: Ray does not come up within ``START_TIMEOUT_S``.
+        ClusterError if Ray does not come up within ``START_TIMEOUT_S``.
         """
         for tries_left in reversed(range(START_TRIES)):
             try:
@@ -121,11 +116,7 @@ class RayCluster:
         self._connect(self._line.greeting(START_TIMEOUT_S), START_TIMEOUT_S)
 
     def take_over(self, line: HostLine, greeting: Mapping[str, Any]) -> None:
-        """Connect to the nodes that another manager left, instead of ``start``.
-
-        Raises:
-            ClusterError: the connection failed; everything was ended.
-        """
+        """Connect to the nodes that another manager left, not ``start``; ClusterError if that fails: all is ended."""
         self._line = line
         try:
             self._host = psutil.Process(line.pid)
@@ -166,8 +157,7 @@ class RayCluster:
     def check_head(self) -> None:
         """Check that the head node lives, once in ``LOOK_EVERY_S``.
 
-        Raises:
-            ClusterLost: one of its processes is gone; Ray can then start nothing, and soon ends its nodes.
+        ClusterLost if one of its processes is gone; Ray can then start nothing, and soon ends its nodes.
         """
         now_s = time.monotonic()
         if now_s < self._looked_s + LOOK_EVERY_S:
@@ -180,11 +170,7 @@ class RayCluster:
         return all(map(runs, self._head))
 
     def add_vm(self, name: str) -> None:
-        """Bring up a VM; blocks some seconds, until Ray knows it.
-
-        Raises:
-            ClusterError: the node does not come up in time; see ``ADD_TIMEOUT_S``.
-        """
+        """Bring up a VM; blocks some seconds, until Ray knows it. ClusterError after ``ADD_TIMEOUT_S``."""
         began_s = time.monotonic()
         with self._lock:
             bound_s = patience_s(max(ADD_TIMEOUT_S, HEADROOM * max(self._recent_boots_s, default=0.0)))
@@ -252,8 +238,7 @@ class RayCluster:
     def start_store(self, host: str, port: int = 0) -> tuple[int, int]:
         """Start the rendezvous store, ending an earlier one; returns its process and port.
 
-        Raises:
-            ClusterError: the store does not come up within ``STORE_TIMEOUT_S``, or longer on a busy machine.
+        ClusterError if it does not come up within ``STORE_TIMEOUT_S``, or longer on a busy machine.
         """
         line, requested, bound_s = self._line, Future[tuple[int, int]](), patience_s(STORE_TIMEOUT_S)
         with self._lock:
@@ -269,18 +254,11 @@ class RayCluster:
             raise ClusterError(f"the rendezvous store did not start: {error}") from error
 
     def joined(self) -> dict[str, str]:
-        """Return the workers that have VMs in the cluster now, with their addresses.
-
-        Raises:
-            ClusterError: no driver is connected.
-        """
+        """Return the workers whose VMs are in the cluster now, with addresses; ClusterError if there is no driver."""
         return self.driver.nodes
 
     def prepare_kill(self, names: Sequence[str]) -> Callable[[], None]:
-        """Find all processes of some VMs; calling the result kills them all at once, with SIGKILL.
-
-        The search takes up to a tenth of a second: VMs must not outlive each other for so long.
-        """
+        """Find all processes of some VMs, in up to 0.1 s; calling the result kills them all at once, with SIGKILL."""
         pids = [pid for name in names for pid in self.vm_pids(name)]
 
         def kill() -> None:

@@ -24,16 +24,10 @@ MAY_LEAVE_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 def prepare(tls: Tls | None = None) -> Path:
-    """Make Ray's directory of a run and its token, readable by the user alone.
+    """Make Ray's directory of a run, with its sessions, and its token; removed at exit, and readable by the user alone.
 
-    Returns the directory, below which Ray keeps its sessions; it is removed when the process exits.
-
-    Args:
-        tls: Ray's processes encrypt their traffic and accept only peers with a certificate; the certificates are made
-            here too. None: no encryption.
-
-    Raises:
-        ConfigError: certificates cannot be made.
+    ``tls``: Ray's processes encrypt their traffic and accept only peers with a certificate; the certificates are made
+    here too, or ConfigError is raised. None: no encryption.
     """
     directory = make_folder(RAYS_SOCKET)
     remove_at_exit(directory)
@@ -47,10 +41,9 @@ def prepare(tls: Tls | None = None) -> Path:
 
 
 def adopt(ray_directory: Path, tls: Tls | None = None) -> Path:
-    """Use a killed manager's directory, token and certificates, instead of ``prepare``; they are removed at exit.
+    """Use a killed manager's directory, token and certificates, instead of ``prepare``.
 
-    Raises:
-        ClusterError: the token or the certificates are gone.
+    They are removed at exit. ClusterError if the token or the certificates are gone.
     """
     directory = ray_directory.parent
     if not token_of(directory).is_file():
@@ -78,10 +71,7 @@ def environment(ray_directory: Path, *, on_loopback: bool) -> dict[str, str]:
 
 
 def confine_to(directory: Path) -> Confined:
-    """Confine this process, as far as the machine allows, to Ray's part of a run's directory.
-
-    ``directory``: the directory with the token.
-    """
+    """Confine this process, as far as the machine allows, to Ray's part of a run's directory, which has the token."""
     own, certificates = directory / "ray", certificates_of(directory)
     os.environ["TMPDIR"] = str(own / "tmp")
     public = (certificates.authority, certificates.certificate, certificates.key)

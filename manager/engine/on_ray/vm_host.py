@@ -110,12 +110,9 @@ class _ConfinedHead:
 class _LocalHead:
     """A cluster whose nodes are all on this machine and listen on loopback, for which ``ray start`` has no option.
 
-    It is not confined: only its user has its token, and its workers run as that user.
-
-    Args:
-        sockets: A directory with a short path, below one that only its user may enter, because Ray opens it to all.
-            Each node gets its own socket files there: if Ray chose free names, two nodes that start together would
-            choose the same ones.
+    It is not confined: only its user has its token, and its workers run as that user. ``sockets``: a directory with a
+    short path, below one that only its user may enter, because Ray opens it to all. Each node gets its own socket files
+    there: if Ray chose free names, two nodes that start together would choose the same ones.
     """
 
     def __init__(self, sockets: Path) -> None:
@@ -201,7 +198,6 @@ class _Nodes:
         threading.Thread(target=_tell_node_id, args=(driver,), name="node-id", daemon=True).start()
 
     def start_store(self, host: str, port: int) -> None:
-        """Start the rendezvous store; the answer follows."""
         threading.Thread(target=self._serve_store, args=(host, port), name="store", daemon=True).start()
 
     def _serve_store(self, host: str, port: int) -> None:
@@ -230,7 +226,6 @@ class _Nodes:
                 threading.Thread(target=self._run, args=(name,), name=f"vm-{name}", daemon=True).start()
 
     def _run(self, name: str) -> None:
-        """The body of a VM's thread."""
         found = threading.Event()
         self._launching.acquire()  # Ray would give two nodes that start together the same log files
         launched = ExitStack()

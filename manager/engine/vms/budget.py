@@ -19,10 +19,7 @@ SECONDS_PER_H = 3600.0
 
 @dataclass(frozen=True)
 class Before:
-    """The run's earlier cost, under all its managers: dollars, and the VM-hours of VMs whose price was not recorded.
-
-    ``vms``: the run's VMs that still live; their cost so far is included.
-    """
+    """The run's earlier cost in dollars, and VM-hours without a recorded price; both include the living ``vms``."""
 
     usd: float = 0.0
     unpriced_h: float = 0.0
@@ -32,11 +29,8 @@ class Before:
 class Spending:
     """Adds up the cost of living VMs, and decides how many more are allowed. Thread-safe.
 
-    Args:
-        limits: The user's limits.
-        clock: Returns the seconds of a monotonic clock.
-        before: The earlier cost; hours without a price are charged at the current price of a VM.
-        wall_clock: Returns seconds since 1970, the unit of a VM's ``paid_since_s``.
+    ``clock``: returns the seconds of a monotonic clock. ``before``: the earlier cost; hours without a price are charged
+    at the current price of a VM. ``wall_clock``: returns seconds since 1970, the unit of a VM's ``paid_since_s``.
     """
 
     def __init__(
@@ -64,10 +58,7 @@ class Spending:
             return self._spent_usd + self._before.unpriced_h * price.usd_per_h
 
     def living(self, vms: Sequence[Vm], price: Price | None) -> None:
-        """Record which VMs exist from now on; a VM without its own price costs ``price``.
-
-        A new VM is charged from the time at which it began to cost money. A queued VM costs nothing yet.
-        """
+        """Record which VMs exist from now on; those without a price cost ``price``, and queued ones nothing yet."""
         vms = [vm for vm in vms if not vm.waits]
         with self._lock:
             self._add_up()
@@ -79,10 +70,7 @@ class Spending:
             self._counted |= {vm.name for vm in vms}  # a VM missing from one list is not new when it is back
 
     def allowed(self, count: int, living: Sequence[Vm], price: Price | None) -> tuple[int, str]:
-        """Return how many of ``count`` further VMs may be requested, and the reason why not all.
-
-        Each of them may cost the highest price, ``price``.
-        """
+        """Return how many of ``count`` further VMs, which cost at most ``price`` each, are allowed, and why not all."""
         limits = self._limits
         bounds = [(count, "")]
         if limits.max_vms is not None:
@@ -112,15 +100,9 @@ def _usd_per_h(vm: Vm, price: Price | None) -> float:
 
 
 def before_now(run_dir: Path, now_s: float, *, lives_on: bool) -> Before:
-    """Add up the cost of all sessions of a run until now.
+    """Add up the cost of all sessions of a run until ``now_s`` on its clock; RunDirError if its journal cannot be read.
 
-    Args:
-        run_dir: The run's directory.
-        now_s: The present time on the run's clock.
-        lives_on: Whether the nodes of the last session still live.
-
-    Raises:
-        RunDirError: the journal cannot be read.
+    ``lives_on``: whether the nodes of the last session still live.
     """
     ledger = ledger_now(run_dir, now_s, lives_on=lives_on)
     total = ledger.account().total

@@ -48,25 +48,18 @@ class Provisioning:
     The controller's nodes are workers, one for each device of a VM. A request that is repeated under its name, while it
     is under way or after its answer, makes no further call: the same answer is given again. A VM is ended once the
     controller has given up all of its workers.
-
     One thread makes requests, another lists VMs, and each end of a VM has its own thread, so that nothing waits for a
     VM that does not end. A VM that is being ended does not count against ``vms.limits`` for its replacement: it is gone
     in a minute, and its dollars count until then. If the provider has no room for the replacement, the request waits
     until one of the VMs that are being ended is gone. VMs that are given up while their request is under way are ended
     once it is answered, because until then it might make them again. After a refusal, the request's VMs are ended,
     except VMs with a worker that has joined already.
-
-    Args:
-        provider: The provider. Its ``request`` is called only from one thread.
-        event_queue: Receives ``NodesGranted``, ``RequestRefused`` and facts.
-        spending: The user's limits.
-        pause: Waits some seconds; returns True if everything is over.
-        nodes: Nodes of an earlier manager that the controller knows; the provider lists their VMs.
-        look_every_s: The time between two lists of VMs from the provider, because a VM may be preempted while it boots;
-            None: no lists.
-        close_timeout_s: How long ``close`` waits for a call that is under way before it ends the other VMs.
-        end_all: Ends every VM of the run, with retries where they may help.
-        least_vms: A request for fewer VMs is useless: it is refused if the limits do not allow this number.
+    ``pause``: waits some seconds; returns True if everything is over. ``nodes``: nodes of an earlier manager that the
+    controller knows; the provider lists their VMs. ``look_every_s``: the time between two lists of VMs from the
+    provider, because a VM may be preempted while it boots; None: no lists. ``close_timeout_s``: how long ``close``
+    waits for a call that is under way before it ends the other VMs. ``end_all``: ends every VM of the run, with retries
+    where they may help. ``least_vms``: a request for fewer VMs is useless: it is refused if the limits do not allow
+    this number.
     """
 
     def __init__(
@@ -119,10 +112,7 @@ class Provisioning:
         self._end(self._registry.give_up(action.nodes, self._nodes), keep_logs=True)
 
     def begin(self, nodes: Collection[str], requests: Collection[RequestId]) -> None:
-        """Continue with the VMs of these nodes and requests, and end all others; returns at once. Call it first.
-
-        The others were left by a killed manager, and are unknown to this one.
-        """
+        """Continue with the VMs of these nodes and requests; end others that a killed manager left. Call it first."""
         self._inherited = (frozenset(nodes), frozenset(requests))
         self._has_begun = True
         self._asks.put(self._adopt)
@@ -132,10 +122,7 @@ class Provisioning:
         return self._registry.request_of(node)
 
     def known_of(self, nodes: Collection[str]) -> tuple[dict[str, Paid], dict[str, NodeFacts]]:
-        """Return the price and type of nodes whose VMs came before their grant; blocks for a list of VMs.
-
-        Nodes about which nothing is known are left out.
-        """
+        """Return the known prices and types of nodes whose VMs came before their grant; blocks for a list of VMs."""
         early = self._registry.ungranted(nodes)
         if not early:
             return {}, {}
@@ -156,8 +143,7 @@ class Provisioning:
     def take(self, vms: Mapping[str, Collection[str]]) -> None:
         """End VMs, given with their workers, without telling the controller, as a preempting provider does; blocks.
 
-        Raises:
-            ProviderError: some VMs are left; the error names them.
+        ProviderError names the VMs that are left.
         """
         for worker in (worker for workers in vms.values() for worker in workers):
             self._event_queue.put(Fact(name=VM_KILLED, worker=worker))
@@ -212,13 +198,7 @@ class Provisioning:
         self._fact("provider_failed", f"{type(error).__name__}: {error}")  # a bug, or a provider's own error
 
     def _end(self, end: End | None, facts: Sequence[str] = (), *, keep_logs: bool = False) -> None:
-        """Start ending VMs; returns at once.
-
-        Args:
-            end: The VMs.
-            facts: Facts to report once the VMs are ended, for VMs whose end was not requested.
-            keep_logs: Keep the boot logs of VMs that never joined, because they show the reason and vanish with the VM.
-        """
+        """Start ending VMs; ``facts`` follow their end. ``keep_logs``: of those that never joined, as they show why."""
         if end is not None:
             silent = [vm for vm in end.vms if vm not in self._joined] if keep_logs else []
             self._ends.put(lambda: self._delete(end, facts, silent))
@@ -243,10 +223,7 @@ class Provisioning:
         self._end(self._registry.end([vm.name for vm in strays]), facts)
 
     def _look(self) -> None:
-        """Report VMs that were preempted or ended by others: those that two consecutive looks did not find.
-
-        Also end VMs that the provider failed to end before. Before ``begin`` no VMs are known.
-        """
+        """Report VMs that two consecutive looks did not find, and end VMs again that the provider failed to end."""
         if not self._has_begun:
             return
         if self._inherited is not None:  # until the provider answers, it is unknown which VMs are strays
@@ -330,12 +307,8 @@ class Provisioning:
     ) -> bool:
         """Wait until a VM that is being ended makes room for a refused request; return whether one is gone.
 
-        Args:
-            request: The refused request.
-            why: Why it was refused.
-            num_over: The number of finished ends at the request.
-            listed: The VMs that existed at the request.
-            until_s: A time on the monotonic clock.
+        ``num_over``, ``listed``: the number of finished ends, and the VMs, at the request. ``until_s``: on the
+        monotonic clock.
         """
         if names := [name for name in self._registry.ending() if name in listed]:
             self._fact("provider_retried", f"{request}: {why}; again when one of {', '.join(names)} is ended")
@@ -413,10 +386,7 @@ class Provisioning:
 
     @contextlib.contextmanager
     def _told(self, name: str) -> Iterator[None]:
-        """Report a provider's error as a fact, and continue: ``reconcile`` finds VMs that are left.
-
-        A provider that gives no answer is also reported to the user, once until it answers again.
-        """
+        """Report a provider's error as a fact, once to the user too if no answer came; ``reconcile`` finds VMs left."""
         is_look = name == "provider_silent"
         try:
             yield
@@ -432,10 +402,7 @@ class Provisioning:
 
 
 def _wait_of(error: ProviderError, num_failed: int, told_s: float) -> tuple[int, float, float | None]:
-    """Return the new number of failures, the seconds waited as told, and the next wait (s); None: no more of them.
-
-    ``num_failed``, ``told_s``: those before this error.
-    """
+    """Return the failures and the seconds waited as told, with this error, and the next wait (s; None: no more)."""
     if error.retry_after_s is not None:
         wait_s = min(max(error.retry_after_s, RETRIES.first_s), RETRY_AFTER_MAX_S)
         return num_failed, told_s + wait_s, wait_s if told_s < RETRY_AFTER_MAX_S else None

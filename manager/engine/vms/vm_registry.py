@@ -40,10 +40,6 @@ def inherited(state: ControllerState, up: Collection[str]) -> Inherited:
     A VM is named after its request, so it is known even if its grant was not journalled before the manager died. VMs
     are wanted if they are up and have nodes that the controller knows, if they were granted and are awaited, or if they
     are up while their request has no answer. All other VMs that are up were given up.
-
-    Args:
-        state: The state from the journal.
-        up: VMs that are up.
     """
     if not state.config.target_nodes:
         return Inherited()
@@ -73,10 +69,7 @@ class End:
 
 
 class VmRegistry:
-    """The VMs of a run and their states. Thread-safe; only ``wait_ended`` blocks.
-
-    The controller's nodes are workers, one for each device of a VM; a VM is ended once none of its workers is wanted.
-    """
+    """The VMs of a run; one is ended once none of its workers is wanted. Thread-safe; only ``wait_ended`` blocks."""
 
     def __init__(self) -> None:
         self._answers: dict[RequestId, Answer] = {}
@@ -106,10 +99,7 @@ class VmRegistry:
     ) -> tuple[Answer, End | None]:
         """Record the answer to a request; return the event for the controller, and the VMs to be ended.
 
-        Args:
-            action: The request.
-            found: The provider's answer.
-            known: All nodes that the controller knows; their VMs live on, whatever the answer is.
+        ``known``: all nodes that the controller knows; their VMs live on, whatever the answer is.
         """
         with self._lock:
             of_known = {vm_of(node) for node in known}
@@ -176,10 +166,7 @@ class VmRegistry:
             return vm in self._granted and self._granted[vm] not in self._under_way
 
     def ungranted(self, nodes: Collection[str]) -> frozenset[str]:
-        """Return the VMs of nodes that came before the answer to their request, or although it was refused.
-
-        VMs that were last known to wait in their market's queue are included.
-        """
+        """Return the VMs of nodes whose requests have no answer yet or were refused, and those last known as queued."""
         with self._lock:
             vms = {vm_of(node) for node in nodes}
             early = self._under_way.keys() | {
@@ -193,11 +180,7 @@ class VmRegistry:
         """Record that the controller no longer needs these nodes; return the VMs of which it needs no node.
 
         If a VM's grant has not come, only one of its workers is known. Such a VM is ended once its request is answered,
-        because until then the request might make it again.
-
-        Args:
-            nodes: The nodes that are given up.
-            known: All other nodes that the controller knows.
+        because until then the request might make it again. ``known``: all other nodes that the controller knows.
         """
         now = []
         with self._lock:
@@ -218,10 +201,7 @@ class VmRegistry:
             return self._end(now)
 
     def adopt(self, vms: Sequence[Vm], nodes: frozenset[str], requests: Collection[RequestId]) -> list[Vm]:
-        """Treat the VMs of these nodes and requests as granted; return the other VMs.
-
-        This may happen late, if the provider did not answer: VMs given up and requests answered since then stay so.
-        """
+        """Treat these nodes' and requests' VMs as granted, unless given up or answered by now; return the others."""
         with self._lock:
             nodes = nodes - self._gone
             known = {vm_of(node) for node in nodes}
