@@ -54,16 +54,9 @@ class Order(Value):
 
 
 class PeerNode:
-    """Listens on one address. A context manager.
+    """Listens on one address; port 0: any free one. ``say`` gets a line for each event. A context manager.
 
-    Args:
-        host: Address to listen on.
-        port: Port to listen on; 0: any free one.
-        token: The secret.
-        say: Called with a line for each event.
-
-    Raises:
-        ConfigError: listening on the address failed.
+    Raises ConfigError if listening on the address failed.
     """
 
     def __init__(self, host: str, port: int, token: str, say: Say) -> None:

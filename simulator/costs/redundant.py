@@ -38,8 +38,7 @@ def mean_pause_ns(
 ) -> float:
     """Return the mean pause over workers and over t in a mini-batch of ``whole_ns`` that was ``played``.
 
-    Raises:
-        PlanError: without redundant computation, or with one stage.
+    Raises PlanError without redundant computation, or with one stage.
     """
     name, num_stages = conditions.redundant_computation, costs.times.num_stages
     if name == "off" or num_stages == 1:

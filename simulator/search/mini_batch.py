@@ -108,13 +108,10 @@ def simulate_plan(
     """Simulate one mini-batch of a given plan, with its own cuts, schedule, windows and recompute groups.
 
     Args:
-        profile: The measurements of calibration, of the plan's model.
         plan: The plan; its expected times are ignored.
         request: The conditions; its shapes, schedules and nodes are ignored. With ``compute_slots`` all workers are on
             one machine, whatever nodes the plan has; of unequal pipelines each kind is then estimated with its own
             cores, in proportion to its workers. The stages in ``slow`` are those of the plan.
-        engine: As for :func:`simulate`.
-        more: Fields of a request, which replace those of ``request``.
 
     Raises:
         PlanError: as for :func:`simulate`.
@@ -197,11 +194,7 @@ def _slots(slots: int | None, kind: PipelineKind, plan: Plan) -> int | None:
 
 
 def _check_unequal(conditions: Conditions) -> None:
-    """Refuse conditions under which pipelines of several kinds interact before they reduce.
-
-    Raises:
-        PlanError: a condition is one of these; the message names it.
-    """
+    """Refuse, with a PlanError, conditions under which pipelines of several kinds interact before they reduce."""
     off, redundant = Conditions().redundant_computation, conditions.redundant_computation
     given = {"jitter_seed": (conditions.jitter_seed, None), "redundant_computation": (redundant, off)}
     for field, (value, plain) in given.items():

@@ -139,12 +139,7 @@ class Mix:
 
 
 class Mixes:
-    """Mixes of pipelines on some types of node, with one micro-batch size and one schedule.
-
-    Args:
-        types: The pipelines of each type of node.
-        most_replicas: The largest D.
-    """
+    """Mixes of pipelines on some types of node, with one micro-batch size and schedule, and D <= ``most_replicas``."""
 
     def __init__(self, types: Sequence[Pipelines], most_replicas: int | None = None) -> None:
         self.types = tuple(types)
@@ -201,10 +196,7 @@ class Mixes:
     def settled(self, chosen: Chosen, stages: Stages, *, thorough: bool) -> tuple[int, tuple[int, ...]] | None:
         """Return the time (ns) of these pipelines with the best micro-batches of each kind; None if they do not fit.
 
-        Args:
-            chosen: The pipelines of the mix.
-            stages: See :meth:`Pipelines.costs`.
-            thorough: Whether micro-batches are moved between any two kinds, or only away from the kind that ends last.
+        If not ``thorough``, micro-batches are moved only away from the kind that ends last.
         """
         key = chosen, stages, thorough
         if key not in self._settled:

@@ -44,16 +44,7 @@ class Case(NamedTuple):
 
 
 class Sweep:
-    """Shapes of one profile.
-
-    Args:
-        profile: The measurements of calibration.
-        request: The limits of the search: schedule, memory, m, recompute.
-        conditions: Where and how the shapes run.
-
-    Raises:
-        PlanError: the memory or m is not possible, or the request has redundant computation.
-    """
+    """Shapes of one profile, within the limits of the request (schedule, memory, m, recompute)."""
 
     def __init__(self, profile: Profile, request: PlanRequest, conditions: Conditions) -> None:
         if request.redundant_computation != "off":
@@ -204,10 +195,7 @@ class Sweep:
 
     @cached_property
     def _fitting(self) -> Flags:
-        """Whether P stages fit: as a lone replica, then beside others with most and with fewest micro-batches.
-
-        bool[3, K + 1].
-        """
+        """Whether P stages fit, alone, or beside others with most and with fewest micro-batches: bool[3, K + 1]."""
         found = np.zeros((3, self.num_sections + 1), np.bool_)
         for setting in self.settings:
             total = setting.num_micro_batches
@@ -218,8 +206,7 @@ class Sweep:
     def checked_depths(self, num_gpus: int, wanted: int | None, num_replicas: int | None) -> tuple[int, ...]:
         """Return ``depths`` on this many GPUs.
 
-        Raises:
-            PlanError: there are none; the message says what is allowed or how much is enough.
+        Raises PlanError if there are none; the message says what is allowed or how much is enough.
         """
         most = self.num_sections
         most_replicas = min(num_gpus, self.total)
