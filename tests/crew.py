@@ -226,7 +226,6 @@ class Member:
 
     @property
     def has_answered(self) -> bool:
-        """Return whether ``answer`` has something to return."""
         return self.orders.poll()
 
     def control(self, command: str, *arguments: object) -> Any:
@@ -424,7 +423,6 @@ class Crew:
 
     @property
     def present(self) -> list[str]:
-        """The workers of the present generation."""
         return [slot.worker for slot in self.slots]
 
     def step_order(self, attempt: int = 0, *, record_timeline: bool = False) -> StepOrder:
@@ -440,7 +438,6 @@ class Crew:
 
     @property
     def num_micro_batches(self) -> int:
-        """The number of micro-batches of the next step."""
         assert self.plan is not None
         if self.epochs is None:
             return self.plan.num_micro_batches
@@ -477,10 +474,7 @@ class Crew:
             self.decide()
 
     def save(self, *, held: bool = False) -> Manifest:
-        """Commit the decided version, and write each unit once.
-
-        ``held``: save as if the generation had ended.
-        """
+        """Commit the decided version, and write each unit once. ``held``: save as if the generation had ended."""
         assert self.plan is not None
         self.generation += held
         needed = units_by_stage(self.plan, self.job.units)

@@ -192,7 +192,6 @@ class World:
             return Size(self.version(), rss_mib, manager.num_fds(), manager.num_threads(), sum(files) / MIB)
 
     def status_cpu_s(self) -> float:
-        """Return the processor seconds of ``morph status``."""
         before = os.times()
         self._status()
         after = os.times()

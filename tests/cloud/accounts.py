@@ -97,7 +97,6 @@ def splits(bill: Sequence[Life], run_dir: Path) -> list[Split]:
 
 
 def facts(run_dir: Path, name: str) -> list[str]:
-    """Return the details of every fact of this name, in order."""
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         told = [Fact.model_validate_json(entry.payload_json) for entry in journal.read() if entry.kind == "fact"]
     return [fact.detail for fact in told if fact.name == name]

@@ -51,8 +51,6 @@ class Taking:
 
 @dataclass
 class Taken:
-    """A VM that was taken, and how it was taken."""
-
     vm: str
     taking: Taking
     version: int

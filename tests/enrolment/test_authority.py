@@ -52,7 +52,6 @@ def request_with(
 
 
 def with_another_key(pem: str) -> str:
-    """Return the request with another key than the one that signed it."""
     kind, form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     request = x509.load_pem_x509_csr(pem.encode())
     theirs, ours = (key.public_bytes(kind, form) for key in (request.public_key(), new_key().public_key()))

@@ -42,7 +42,6 @@ from morph.contract.vm_names import beside, vm_of
 
 
 def check_state(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """Check the invariants of the state, and that every decision has a reason."""
     try:
         validate(decision.state)
     except BrokenState as error:

@@ -354,7 +354,6 @@ class SimulatedCluster(World):
     def die_before_acting(
         self, cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision
     ) -> None:
-        """Die with the decision in the journal, before any of its actions."""
         self.observers = self.observers[:-1]
         self.go_down()
 
@@ -497,7 +496,6 @@ class SimulatedCluster(World):
         self.emit(CheckpointFound(manifest=manifest, passed_over=told))
 
     def manifest_of(self, version: int) -> Manifest:
-        """Return a manifest as it is on storage."""
         return Manifest(fingerprint="f", version=version, units=FILES, judged=self.judged.get(version, Judged()))
 
     def write_manifest(self, version: int, first: ControllerState) -> None:

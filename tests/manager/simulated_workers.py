@@ -108,7 +108,6 @@ class Faults:
 
 
 def order_key(action: Order) -> OrderKey:
-    """Return the key by which a repeated order is recognised."""
     order = action.order
     if isinstance(action, SendStep):
         return action.kind, order.generation, action.order.step, action.order.attempt
@@ -192,7 +191,6 @@ class World:
         heapq.heappush(self.queue, (time_s, next(self.sequence), action))
 
     def next(self) -> None:
-        """Play the next event."""
         self.check(bool(self.queue), "nothing will ever happen again")
         self.now_s, _, action = heapq.heappop(self.queue)
         action()
@@ -222,7 +220,6 @@ class World:
             raise self.broken(what)
 
     def broken(self, what: str) -> BrokenHistoryError:
-        """Return the error that shows the history."""
         again = f"python tests/manager/random_history.py {self.seed}"
         return BrokenHistoryError(f"seed {self.seed}: {what}\n{self.told()}\nseed {self.seed}: {what}; again: {again}")
 
@@ -258,8 +255,6 @@ class Stream:
 
 
 class SimulatedPreCopy:
-    """All pre-copy streams of a history."""
-
     def __init__(self, world: World, tell: Callable[[Event], None], workers: dict[str, SimulatedWorker]) -> None:
         self.world, self.tell, self.workers = world, tell, workers
         self.streams: dict[Key, Stream] = {}
@@ -489,10 +484,7 @@ def runs_what_is_missing(salvage: Salvage, units: Mapping[str, Sequence[int]], n
 
 
 class SimulatedWorkers:
-    """Every worker of a history.
-
-    ``tell`` gives an event to the manager; ``checkpoints`` is the content of storage.
-    """
+    """Every worker of a history. ``tell`` gives an event to the manager; ``checkpoints`` is the content of storage."""
 
     def __init__(self, world: World, tell: Callable[[Event], None], checkpoints: set[int]) -> None:
         self.world, self.tell, self.checkpoints = world, tell, checkpoints
@@ -558,7 +550,6 @@ class SimulatedWorkers:
             self.give_up(name, peer_lost=True)
 
     def peers_of(self, order: SendReshape | SendStep) -> frozenset[str]:
-        """Return the workers with which an order makes a worker communicate."""
         members = self.members[order.order.generation]
         if isinstance(order, SendReshape):
             sources = order.order.sources
@@ -696,7 +687,6 @@ class SimulatedWorkers:
                 worker.begun_sums = None
 
     def followed_by(self, name: str) -> set[str]:
-        """Return the units that a worker follows in its shape."""
         shape = self.all[name].shape
         return {unit for f in shape.follows if f.follower == name for unit in f.units} if shape is not None else set()
 
@@ -752,7 +742,6 @@ class SimulatedWorkers:
                 worker.sums.parts.append(entry.sum)
 
     def cannot_load(self, name: str, order: ReshapeOrder) -> bool:
-        """Return whether a worker reads a checkpoint for this order and cannot load it."""
         if not any((source.peer or source.worker) == name and source.kind == "checkpoint" for source in order.sources):
             return False
         fails = self.world.chance(self.world.faults.load_failure)
@@ -836,7 +825,6 @@ class SimulatedWorkers:
     # --- giving up -------------------------------------------------------------------------------------------
 
     def aborted(self, name: str, generation: int, *, peer_lost: bool) -> Answer:
-        """Return the answer of a worker that gave up."""
         kept = self.all[name].sums.told()
         return Aborted(worker=name, generation=generation, peer_lost=peer_lost, kept=kept)
 

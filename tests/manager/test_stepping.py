@@ -291,7 +291,6 @@ def prepare_all(script: Script, **last: object) -> tuple[Action, ...]:
 
 
 def orders(actions: tuple[Action, ...]) -> list[Decided | None]:
-    """Return the decision that each order carries."""
     return [action.order.decided for action in actions if isinstance(action, SendStep | SendCommit | SendReshape)]
 
 

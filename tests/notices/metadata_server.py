@@ -33,8 +33,6 @@ class Reply:
 
 @dataclass
 class Asked:
-    """One request that was received."""
-
     method: str
     path: str
     headers: dict[str, str]

@@ -112,7 +112,6 @@ class FakeEc2:
         )
 
     def client(self, service: str) -> Client:
-        """Return the stand-in for boto3's client of a service."""
         return Client(self, service)
 
     def call(self, service: str, operation: str, parameters: dict[str, Any], client: Client) -> dict[str, Any]:

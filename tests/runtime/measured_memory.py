@@ -174,7 +174,6 @@ class MeasuredJob:
     def steps(
         self, depth: int, replicas: int, *, recompute: bool, directory: Path, live_sections: int | None = None
     ) -> Measured:
-        """Run steps in one shape."""
         simulation = self.plan(depth, replicas, recompute=recompute, live_sections=live_sections)
         crew = self._crew(depth * replicas, directory)
         crew.form_shape(simulation.plan)

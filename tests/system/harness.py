@@ -106,7 +106,6 @@ def load_tiny_job(
     job_path: str = JOB,
     handed: HandedCut | None = None,
 ) -> TinyJob:
-    """Cut the tiny job, or another one, as a worker does."""
     with imported_once(job_path):
         found = load_and_cut(job_path, num_sections=num_sections, micro_batch_size=micro_batch_size, handed=handed)
     units = {unit.id: unit.sections for unit in found.model.units}

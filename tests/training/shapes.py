@@ -102,7 +102,6 @@ class Trained:
 
 
 def parameters_of(manifest: Manifest, directory: Path) -> dict[str, Tensor]:
-    """Return the parameters of a checkpoint by name."""
     folder = directory / f"v{manifest.version:08d}"
     states = [from_payload((folder / entry.file).read_bytes()) for entry in manifest.units]
     tensors = {name: value for state in states for name, value in state.items()}
