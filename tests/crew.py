@@ -260,7 +260,6 @@ class ThreadMember:
         self._answer: Future[Any]
 
     def send(self, method: str, *arguments: object) -> None:
-        """Send an order; ``answer`` returns the result."""
         self._answer = self._thread.submit(self.carry_out, method, *arguments)
         if method == "setup":  # a process imports and cuts one job at a time
             wait_for_futures([self._answer], SETUP_S)
@@ -276,7 +275,6 @@ class ThreadMember:
         return getattr(self.worker, method)(*arguments)
 
     def answer(self, timeout_s: float = ANSWER_S) -> Any:
-        """Return the answer to the last order, within ``timeout_s``."""
         return self._answer.result(timeout_s)
 
     def control(self, command: str, *arguments: object) -> Any:
@@ -313,13 +311,7 @@ def worker_setup(job: TinyJob, worker: str, store: StoreHost, **fields: object) 
 
 
 class Crew:
-    """Some workers, and what a controller knows of them: generation, decided version, and the units that each holds.
-
-    Args:
-        job: What they train.
-        names: The names of the workers.
-        make: Makes a worker's process or thread.
-    """
+    """Some workers, and what a controller knows of them: generation, decided version, and the units that each holds."""
 
     def __init__(self, job: TinyJob, names: Sequence[str], make: Callable[[str], Any] = Member) -> None:
         self.job = job
@@ -415,7 +407,6 @@ class Crew:
         self.held = {slot.worker: frozenset(needed[slot.stage]) for slot in self.slots}
 
     def ask(self, workers: Iterable[str], method: str, order: object) -> list[Any]:
-        """Give several workers the same order, and collect their answers."""
         asked = [self.members[name] for name in workers]
         for member in asked:
             member.send(method, order)
@@ -568,10 +559,7 @@ def check_that_morphs_leave_nothing(crew: Crew, names: Sequence[str]) -> None:
 class ManagedCrew:
     """The ``Pool`` of a live driver; its processes are used again under other names after a run.
 
-    Args:
-        job: What every run trains.
-        job_path: The file and name of this job.
-        cut: The cut model that workers receive; None: each worker exports the model, or reads a cached cut.
+    ``cut``: the cut model that workers receive; None: each exports the model, or reads a cached cut.
     """
 
     def __init__(self, job: TinyJob, job_path: str = JOB, cut: HandedCut | None = None) -> None:
@@ -631,18 +619,9 @@ class ManagedCrew:
         rules: Rules | None = None,
         market: Callable[[EventQueue], Requests] | None = None,
     ) -> tuple[Finish, RunReport, str]:
-        """Train the job to its end.
+        """Train the job to its end; return the outcome, the report, and the URL of the checkpoints.
 
-        Args:
-            path: The run's directory.
-            shapes: ``"PxD"`` by number of workers; the run begins with the largest number.
-            num_steps: The last step.
-            watch: Called with each decision.
-            rules: Rules of the policy.
-            market: As in ``run``.
-
-        Returns:
-            The outcome, the report, and the URL of the checkpoints.
+        The run begins with the largest number of workers in ``shapes``, which gives ``"PxD"`` by number.
         """
         job = self.job
         plans = {

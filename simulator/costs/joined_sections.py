@@ -97,7 +97,6 @@ class JoinedMemory(StageMemory):
         return np.take_along_axis(every, self._type_of[np.broadcast_to(begin, every.shape[1:])][None], 0)[0]
 
     def _of_one(self, begin: Ints) -> StageMemory:
-        """Return the memory of the only stage."""
         return self.of_types[int(self._type_of[begin].item())]
 
     def device_bytes(self, begin: Ints, end: Ints, window: Ints, recompute: Flags, live: Ints | int = 0) -> Ints:
@@ -139,13 +138,11 @@ class JoinedMemory(StageMemory):
         return found
 
     def host_parts(self, begin: Ints, end: Ints) -> Parts:
-        """Return the parts of the host memory of one stage."""
         return self._of_one(begin).host_parts(begin, end)
 
     def moments(
         self, begin: Ints, end: Ints, window: Ints, recompute: Flags, live: Ints | int = 0
     ) -> Mapping[str, Parts]:
-        """Return the parts of one stage's memory by moment."""
         return self._of_one(begin).moments(begin, end, window, recompute, live)
 
     def fits_host(self, begin: Ints, end: Ints) -> bool:

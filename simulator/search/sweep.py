@@ -106,14 +106,12 @@ class Sweep:
         return self.profile.num_sections
 
     def under(self, conditions: Conditions) -> Sweep:
-        """Return this sweep under other conditions."""
         other = copy(self)
         other.shape_simulator = ShapeSimulator(conditions)
         other._forget()
         return other
 
     def without_memory_limit(self) -> Sweep:
-        """Return this sweep without a memory limit."""
         other = copy(self)
         other.memory_bytes = None
         other.settings = tuple(setting.without_memory_limit() for setting in self.settings if not setting.grouped)

@@ -15,11 +15,7 @@ MARK = "MORPH_CHAOS_RUN"
 
 
 class Family:
-    """The processes of a run; other processes are never signalled.
-
-    Args:
-        mark: The value of the environment variable ``MARK`` with which the run was started.
-    """
+    """The processes of a run that was started with ``MARK`` set to ``mark``; other processes are never signalled."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark

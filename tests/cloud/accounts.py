@@ -116,7 +116,6 @@ def saved_before_loss(run_dir: Path, vm: str) -> int:
 
 
 def requests(run_dir: Path) -> Asked:
-    """Return the numbers of requested and granted VMs."""
     asked: dict[str, int] = {}
     granted: set[str] = set()
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:

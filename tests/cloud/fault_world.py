@@ -205,7 +205,6 @@ class World:
         assert set(self.ready()) <= {vm.name for vm in self.provider.list()}
 
     def has(self, part: str) -> bool:
-        """Return whether a report contains this text."""
         return any(part in sentence for sentence in self.told)
 
     def die(self) -> None:
@@ -214,7 +213,6 @@ class World:
         self.server.close()
 
     def end(self) -> None:
-        """End the run, and collect its last reports."""
         self.die()
         self.shell.close()
         while (stamped := self.event_queue.get(0.0)) is not None:

@@ -109,7 +109,6 @@ class Region(FakeArm):
             thread.start()
 
     def close(self) -> None:
-        """Stop serving, and end every VM."""
         self._over.set()
         self.http.shutdown()
         for thread in self._threads:

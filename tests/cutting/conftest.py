@@ -81,7 +81,6 @@ def _leaves(section: Section, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def build_whole(job: Job, initial: Mapping[str, Tensor]) -> nn.Module:
-    """Build the user's model with the given weights."""
     model = training_mode(job.model())
     with torch.no_grad():
         for name, value in (*model.named_parameters(), *model.named_buffers()):

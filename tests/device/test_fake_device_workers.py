@@ -79,7 +79,6 @@ def _give_device(crew: Crew, name: str, *arguments: object) -> None:
 
 
 def send_step(crew: Crew) -> None:
-    """Let every worker begin the next step."""
     for name in NAMES:
         crew.members[name].send("step", crew.step_order())
 

@@ -403,7 +403,6 @@ class SimulatedCluster(World):
             self.provider.add_node()
 
     def kill_some(self, count: int) -> None:
-        """Kill this many living workers at once."""
         living = [name for name, worker in self.workers.items() if worker.alive]
         for name in self.random.sample(living, min(count, len(living))):
             self.kill(name)

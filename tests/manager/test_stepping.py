@@ -275,7 +275,6 @@ def started(loss_scale: LossScale | None = None) -> Script:
 
 
 def norms_of(script: Script, worker: str) -> dict[str, float]:
-    """Return the norms that a member reports of its units."""
     assert script.state.plan is not None
     needed = units_by_stage(script.state.plan, UNITS)
     stage = next(slot.stage for slot in script.state.slots if slot.worker == worker)

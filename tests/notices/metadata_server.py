@@ -78,7 +78,6 @@ class MetadataServer:
             self.scripts[method, path.split("?")[0]] = list(replies)
 
     def next_reply(self, method: str, path: str) -> Reply:
-        """Set the answer to the next request."""
         with self.lock:
             return self.scripts.get((method, path), [Reply(status=404)])[0]
 

@@ -108,7 +108,6 @@ class RealSlurm:
         self._end("slurmctld")
 
     def call(self, *command: str, given: str = "") -> str:
-        """Run one of its programs; return the output."""
         with tempfile.TemporaryFile("w+") as out:  # a daemon keeps its output open, so that a pipe would never end
             known = {**os.environ, **self.environment}
             done = subprocess.run(command, env=known, input=given, stdout=out, stderr=out, text=True, timeout=END_S)

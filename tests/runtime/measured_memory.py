@@ -55,14 +55,7 @@ class TrackedMember(ThreadMember):
 
 
 class TrackedCrew(Crew):
-    """Workers that run a job on a CPU; each member's ``live`` counts the bytes of its tensors.
-
-    Args:
-        subject: The job.
-        model: The job's cut model.
-        names: Names of the workers.
-        directory: For checkpoints, of which none is written.
-    """
+    """Workers that run a job on a CPU; each member's ``live`` counts the bytes of its tensors."""
 
     def __init__(self, subject: Subject, model: CutModel, names: Sequence[str], directory: Path) -> None:
         units = {unit.id: unit.sections for unit in model.units}

@@ -164,7 +164,6 @@ class ShapesCrew:
         Args:
             job: Its name in ``training_jobs``, or path/to/file.py:name.
             spans: (shape or plan, version until which it runs), in turn.
-            directory: For checkpoints.
             lose: Whether the first worker of a shape with replicas is lost before the next shape. The others learn only
                 then of the last decided step, and roll forward.
             ahead: Whether in every step each worker gets all units of another by pre-copy, and then drops them.

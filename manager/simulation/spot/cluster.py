@@ -193,7 +193,6 @@ class SpotCluster:
             self._wake_s = math.inf if wake_s is None else max(self.now_s, wake_s)
 
     def _end_of_instant(self) -> Acting:
-        """Wait until all events of this instant have happened."""
         while self.env.peek() <= self.env.now:
             yield self.env.timeout(0)
 
