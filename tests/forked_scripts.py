@@ -174,10 +174,7 @@ def begin(arguments: Sequence[str]) -> None:
 
 
 class Nursery:
-    """Forks programs for a process that has threads.
-
-    Itself it has no threads, and has loaded what the programs import.
-    """
+    """Forks programs for a process with threads; it has none itself, and has loaded what the programs import."""
 
     def __init__(self, orders: Connection, end: Callable[[], object]) -> None:
         self._orders, self._end = orders, end
@@ -194,10 +191,7 @@ class Nursery:
 
     @classmethod
     def of_this_process(cls) -> Nursery:
-        """Return a nursery with the modules of this process, which must have no threads.
-
-        Its programs may outlive it.
-        """
+        """Return a nursery with this process's modules and no threads, whose programs may outlive it."""
         ours, theirs = multiprocessing.Pipe()
         pid = os.fork()
         if pid == 0:

@@ -96,10 +96,7 @@ class SideBySide:
 
 
 def deal(kinds: Sequence[Section], num_hands: int) -> list[list[str]]:
-    """Deal kinds, by signature, so that hands are about equally full: the most expensive first, to the emptiest hand.
-
-    Hands that would stay empty are left out.
-    """
+    """Deal kinds, by signature, about equally: the most expensive first, to the emptiest hand; none stays empty."""
     hands: list[list[str]] = [[] for _ in range(min(num_hands, len(kinds)))]
     costs = [0.0] * len(hands)
     for section in sorted(kinds, key=lambda section: section.cost, reverse=True):

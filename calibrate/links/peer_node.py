@@ -54,10 +54,7 @@ class Order(Value):
 
 
 class PeerNode:
-    """Listens on one address; port 0: any free one. ``say`` gets a line for each event. A context manager.
-
-    Raises ConfigError if listening on the address failed.
-    """
+    """Listens on an address (port 0: any free one; ConfigError: impossible); ``say`` gets a line for each event."""
 
     def __init__(self, host: str, port: int, token: str, say: Say) -> None:
         self._token, self._say = token, say

@@ -73,10 +73,7 @@ class JoinedSections(SectionCosts):
 
 
 class JoinedMemory(StageMemory):
-    """Memory of stages that are each on the type of their first section; see :class:`JoinedSections`.
-
-    The types' limits replace the limit that methods receive.
-    """
+    """Memory of stages on the type of their first section; the types' limits replace the limit that methods receive."""
 
     def __init__(self, of_types: Sequence[StageMemory], type_of: Ints, limits: Sequence[int | None]) -> None:
         first = of_types[0]

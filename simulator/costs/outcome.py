@@ -83,10 +83,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ShapeSimulator:
-    """Plays shapes of one job under one set of conditions.
-
-    Raises PlanError if jitter is requested and the profile has no quantiles to draw it from.
-    """
+    """Plays shapes of a job under conditions; PlanError: jitter is requested and the profile has no quantiles."""
 
     conditions: Conditions
     engine: Engine = COMPILED

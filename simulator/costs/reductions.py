@@ -168,10 +168,7 @@ class Rings:
 
 
 def rings(kinds: Sequence[tuple[Reductions, int]], own_sum_bytes: Floats, shared: tuple[ReducedUnit, ...]) -> Rings:
-    """Return the rings of pipelines that reduce together.
-
-    ``kinds``: for each, the reductions of its stages alone, and its number of pipelines.
-    """
+    """Return rings of pipelines that reduce together; ``kinds``: each one's reductions alone, number of pipelines."""
     members = sum(number for _, number in kinds)
     begin = np.unique(np.concatenate([reduced.begin for reduced, _ in kinds]))
     slowest = SlowestAllReduce.of(reduced.all_reduce for reduced, _ in kinds)

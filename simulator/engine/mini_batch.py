@@ -82,10 +82,7 @@ def run_pipeline(
 
 
 def _order_string(letters: npt.NDArray[np.uint8], jump: Ints) -> str:
-    """Return the letters as a string, including the skipped periods.
-
-    ``jump`` is (first letter of the period, one past it, how often it was skipped).
-    """
+    """Return letters with the skipped periods; ``jump``: (a period's first letter, one past it, times skipped)."""
     text = letters.tobytes().decode("ascii")
     begin, end, repeats = (int(value) for value in jump)
     return text[:end] + text[begin:end] * repeats + text[end:] if repeats else text

@@ -126,10 +126,7 @@ def drawn_ns(timing: Timing, numbers: Floats) -> Floats:
 
 
 def message_quantiles_ns(times: Sequence[SendTime], size_bytes: float) -> Floats:
-    """Return evenly spaced quantiles of a message of any size; each quantile is interpolated like the median.
-
-    A single number where no size has quantiles.
-    """
+    """Return even quantiles of a message of any size, interpolated like the median; one number if there are none."""
     by_size = {entry.size_bytes: entry.time for entry in times}
     longest = max((len(timing.quantiles_s) for timing in by_size.values()), default=0) or 1
     levels = np.linspace(0, 1, longest)

@@ -33,10 +33,7 @@ _EXACT = 12
 
 
 def anchor(num_micro_batches: int) -> int:
-    """Return the number of micro-batches for which windows are chosen: the same number if it is small.
-
-    Larger numbers are rounded up to one of four for each doubling.
-    """
+    """Return the number for which windows are chosen: a small one itself, others rounded up, to four per doubling."""
     if num_micro_batches <= _EXACT:
         return num_micro_batches
     step = 1 << ((num_micro_batches - 1).bit_length() - 3)

@@ -85,10 +85,7 @@ def allows_unequal(request: PlanRequest, *, on_nodes: bool = False) -> bool:
 
 
 class Pools:
-    """Answers for numbers of GPUs of some types.
-
-    ``names``: see :func:`of_pool_type`. ``sweeps``: those of the types, if they exist already.
-    """
+    """Answers for GPUs of some types; ``names``: see :func:`of_pool_type`; ``sweeps``: those that exist already."""
 
     def __init__(
         self,

@@ -202,10 +202,7 @@ class Sweep:
         return found
 
     def checked_depths(self, num_gpus: int, wanted: int | None, num_replicas: int | None) -> tuple[int, ...]:
-        """Return ``depths`` on this many GPUs.
-
-        Raises PlanError if there are none; the message says what is allowed or how much is enough.
-        """
+        """Return ``depths`` on this many GPUs; PlanError: there are none, saying what is allowed or enough."""
         most = self.num_sections
         most_replicas = min(num_gpus, self.total)
         if num_replicas is not None and num_replicas not in ranges.Range(1, most_replicas, whole=True):

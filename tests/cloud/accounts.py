@@ -25,10 +25,7 @@ CLOCK_S = 4.0
 
 @dataclass
 class Booked:
-    """The interval in which Morph counts a VM as billed, in seconds since 1970.
-
-    None for a VM that was never granted.
-    """
+    """The interval in which Morph counts a VM as billed, in seconds since 1970; None: it was never granted."""
 
     since_s: float | None = None
     gone_s: float | None = None

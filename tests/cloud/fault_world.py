@@ -167,10 +167,7 @@ class World:
                     self.tell(NodeAppeared(node=node, request=event.request))
 
     def until(self, holds: Callable[[], object], what: str) -> None:
-        """Continue until a condition holds.
-
-        After ``BOUND_S``, raise an AssertionError with everything that was reported.
-        """
+        """Continue until a condition holds; after ``BOUND_S``, fail with everything that was reported."""
         until_s = time.monotonic() + BOUND_S
         while not holds():
             assert time.monotonic() < until_s, f"waited {BOUND_S:g} s for {what}: {self.told}"

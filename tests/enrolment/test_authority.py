@@ -142,10 +142,7 @@ def context(server: bool, authority: Authority, chain: Path, trusted: Path) -> s
 
 
 def meet(authority: Authority, folder: Path, asked: str) -> str:
-    """Let two processes of the run connect, one of which expects an address.
-
-    Return what they exchange, or the error.
-    """
+    """Let two processes of the run connect, one expecting an address; return what they exchange, or the error."""
     chain, trusted, key = folder / "chain.pem", folder / "authority.pem", new_key()
     chain.write_bytes(certificate_of(authority, key).encode() + key_pem(key))
     ours, theirs = socket.socketpair()

@@ -62,10 +62,7 @@ class Script:
         return self.last.actions
 
     def wake(self) -> tuple[Action, ...]:
-        """Let time pass until a tick finds something to do.
-
-        A tick after a wait that ended early only schedules the next tick.
-        """
+        """Let time pass until a tick finds something to do; one after a wait that ended early only sets the next."""
         for _ in range(5):
             assert self.last is not None
             assert self.last.wake_at_s is not None

@@ -295,10 +295,7 @@ class SimulatedCluster(World):
         return self.history[-1][2].wake_at_s if self.history else None
 
     def emit(self, event: Event) -> None:
-        """Give an event to the controller, check the decision, and carry it out.
-
-        A manager that is down gets no events.
-        """
+        """Give the controller an event unless the manager is down, check the decision, and carry it out."""
         if self.finish is not None or self.down or getattr(event, "worker", None) in self.forgotten:
             return
         before = self.state

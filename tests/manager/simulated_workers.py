@@ -241,10 +241,7 @@ Key = tuple[int, str, str]
 
 @dataclass
 class Stream:
-    """A stream from one sender to one receiver.
-
-    ``versions``: the version of each unit that the receiver has or will have.
-    """
+    """A stream from a sender to a receiver; ``versions``: of each unit that the receiver has or will have."""
 
     units: tuple[str, ...]
     versions: dict[str, int] = field(default_factory=dict)
@@ -358,10 +355,7 @@ class SimulatedPreCopy:
         return not stream.broken and stream.follows and stream.versions.get(unit) == order.version
 
     def change_over(self, name: str, *, went_well: bool) -> None:
-        """End a reshape: if it succeeded, everything that the worker sent has arrived.
-
-        Otherwise drop its pre-copies.
-        """
+        """End a reshape: all that the worker sent has arrived, or its pre-copies are dropped."""
         for _, stream in self.of(name, sending=True):
             stream.left |= went_well
         if not went_well:
@@ -432,10 +426,7 @@ class SimulatedFollowing:
         return True
 
     def copies(self, name: str, step: int) -> list[PartialSum]:
-        """Return a worker's copies of others' sums when it gives up a step.
-
-        A copy holds whole groups of micro-batches, or none.
-        """
+        """Return copies of others' sums when a worker gives up a step: whole groups of micro-batches, or none."""
         shape, found = self.workers[name].shape, list[PartialSum]()
         assert shape is not None
         every = shape.copy_sums_every
@@ -522,10 +513,7 @@ class SimulatedWorkers:
             self.world.at(self.world.between(0.01, 0.1), lambda: self.tell(lost))
 
     def die(self, name: str, *, told: bool = True) -> None:
-        """Kill a worker: the manager learns of it soon, late, or by its own time-outs.
-
-        Connections of busy peers are reset.
-        """
+        """Kill a worker: the manager learns of it soon, late, or by time-outs; busy peers' connections are reset."""
         world, worker = self.world, self.all[name]
         if not worker.alive:
             return

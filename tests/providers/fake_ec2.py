@@ -54,10 +54,7 @@ def boto3_client(service: str, region: str) -> Any:
 
 @dataclass
 class Fault:
-    """A fault of a number of calls.
-
-    ``code``: of the error; without one there is no answer. ``answer``: replaces the true answer.
-    """
+    """A fault of some calls; ``code``: of the error (without one: no answer); ``answer``: replaces the true one."""
 
     operation: str
     code: str = ""

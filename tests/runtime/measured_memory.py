@@ -153,10 +153,7 @@ class MeasuredJob:
     profile: Profile
 
     def plan(self, depth: int, replicas: int, *, recompute: bool, live_sections: int | None = None) -> Simulation:
-        """Return a plan of a shape with its windows.
-
-        With ``live_sections`` all stages run their sections again in groups.
-        """
+        """Return a shape's plan with its windows; with ``live_sections`` all stages run sections again in groups."""
         found = simulate(self.profile, num_stages=depth, num_replicas=replicas, recompute=recompute)
         if live_sections is None:
             return found
