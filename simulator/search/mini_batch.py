@@ -108,10 +108,13 @@ def simulate_plan(
     """Simulate one mini-batch of a given plan, with its own cuts, schedule, windows and recompute groups.
 
     Args:
+        profile: The measurements of calibration, of the plan's model.
         plan: The plan; its expected times are ignored.
         request: The conditions; its shapes, schedules and nodes are ignored. With ``compute_slots`` all workers are on
             one machine, whatever nodes the plan has; of unequal pipelines each kind is then estimated with its own
             cores, in proportion to its workers. The stages in ``slow`` are those of the plan.
+        engine: As for :func:`simulate`.
+        more: Fields of a request, which replace those of ``request``.
 
     Raises:
         PlanError: as for :func:`simulate`.
