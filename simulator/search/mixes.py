@@ -351,10 +351,7 @@ def _columns(lines: Sequence[Line], least: int = 2) -> tuple[Floats, Floats]:
 
 
 class Search:
-    """The search for one number of GPUs of each type; its answer depends on these numbers only.
-
-    ``limited``: whether bounds respect the memory limit; if not, only ``least_ns`` may be used.
-    """
+    """The search for one number of GPUs of each type; if not ``limited`` by memory, only ``least_ns`` may be used."""
 
     def __init__(self, mixes: Mixes, gpus: tuple[int, ...], *, limited: bool = True) -> None:
         self.mixes, self.gpus, self.total = mixes, gpus, mixes.total

@@ -47,10 +47,7 @@ _SUBSETS = {True: 16, False: 2}
 
 @dataclass(frozen=True)
 class Found:
-    """One answer: equal pipelines on one type or over two, or a mix.
-
-    ``node_types``: for equal pipelines, the type of each stage or one type for all stages.
-    """
+    """One answer: equal pipelines on one type or over two (``node_types``: of each stage, or one for all), or a mix."""
 
     mini_batch_ns: int
     workers: tuple[int, ...]
