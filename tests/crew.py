@@ -226,7 +226,6 @@ class Member:
 
     @property
     def has_answered(self) -> bool:
-        """Return whether ``answer`` has something to return."""
         return self.orders.poll()
 
     def control(self, command: str, *arguments: object) -> Any:
@@ -261,7 +260,6 @@ class ThreadMember:
         self._answer: Future[Any]
 
     def send(self, method: str, *arguments: object) -> None:
-        """Send an order; ``answer`` returns the result."""
         self._answer = self._thread.submit(self.carry_out, method, *arguments)
         if method == "setup":  # a process imports and cuts one job at a time
             wait_for_futures([self._answer], SETUP_S)
@@ -277,7 +275,6 @@ class ThreadMember:
         return getattr(self.worker, method)(*arguments)
 
     def answer(self, timeout_s: float = ANSWER_S) -> Any:
-        """Return the answer to the last order, within ``timeout_s``."""
         return self._answer.result(timeout_s)
 
     def control(self, command: str, *arguments: object) -> Any:
@@ -314,13 +311,7 @@ def worker_setup(job: TinyJob, worker: str, store: StoreHost, **fields: object) 
 
 
 class Crew:
-    """Some workers, and what a controller knows of them: generation, decided version, and the units that each holds.
-
-    Args:
-        job: What they train.
-        names: The names of the workers.
-        make: Makes a worker's process or thread.
-    """
+    """Some workers, and what a controller knows of them: generation, decided version, and the units that each holds."""
 
     def __init__(self, job: TinyJob, names: Sequence[str], make: Callable[[str], Any] = Member) -> None:
         self.job = job
@@ -416,7 +407,6 @@ class Crew:
         self.held = {slot.worker: frozenset(needed[slot.stage]) for slot in self.slots}
 
     def ask(self, workers: Iterable[str], method: str, order: object) -> list[Any]:
-        """Give several workers the same order, and collect their answers."""
         asked = [self.members[name] for name in workers]
         for member in asked:
             member.send(method, order)
@@ -424,7 +414,6 @@ class Crew:
 
     @property
     def present(self) -> list[str]:
-        """The workers of the present generation."""
         return [slot.worker for slot in self.slots]
 
     def step_order(self, attempt: int = 0, *, record_timeline: bool = False) -> StepOrder:
@@ -440,7 +429,6 @@ class Crew:
 
     @property
     def num_micro_batches(self) -> int:
-        """The number of micro-batches of the next step."""
         assert self.plan is not None
         if self.epochs is None:
             return self.plan.num_micro_batches
@@ -477,10 +465,7 @@ class Crew:
             self.decide()
 
     def save(self, *, held: bool = False) -> Manifest:
-        """Commit the decided version, and write each unit once.
-
-        ``held``: save as if the generation had ended.
-        """
+        """Commit the decided version, and write each unit once. ``held``: save as if the generation had ended."""
         assert self.plan is not None
         self.generation += held
         needed = units_by_stage(self.plan, self.job.units)
@@ -574,10 +559,7 @@ def check_that_morphs_leave_nothing(crew: Crew, names: Sequence[str]) -> None:
 class ManagedCrew:
     """The ``Pool`` of a live driver; its processes are used again under other names after a run.
 
-    Args:
-        job: What every run trains.
-        job_path: The file and name of this job.
-        cut: The cut model that workers receive; None: each worker exports the model, or reads a cached cut.
+    ``cut``: the cut model that workers receive; None: each exports the model, or reads a cached cut.
     """
 
     def __init__(self, job: TinyJob, job_path: str = JOB, cut: HandedCut | None = None) -> None:
@@ -637,18 +619,9 @@ class ManagedCrew:
         rules: Rules | None = None,
         market: Callable[[EventQueue], Requests] | None = None,
     ) -> tuple[Finish, RunReport, str]:
-        """Train the job to its end.
+        """Train the job to its end; return the outcome, the report, and the URL of the checkpoints.
 
-        Args:
-            path: The run's directory.
-            shapes: ``"PxD"`` by number of workers; the run begins with the largest number.
-            num_steps: The last step.
-            watch: Called with each decision.
-            rules: Rules of the policy.
-            market: As in ``run``.
-
-        Returns:
-            The outcome, the report, and the URL of the checkpoints.
+        The run begins with the largest number of workers in ``shapes``, which gives ``"PxD"`` by number.
         """
         job = self.job
         plans = {

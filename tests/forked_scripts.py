@@ -48,10 +48,8 @@ class ForkedScript:
 
     Args:
         command: The interpreter, then a script, ``-m`` and a module, or ``-c`` and code, and its arguments.
-        environment: The program's whole environment.
         fds: Descriptors that the program inherits, under the same numbers.
         cwd: The program's folder; None: this process's.
-        preexec_fn: Called before the program.
         files: The program's open files by number; it then has no others except standard streams.
         parent: The process that the program takes for its parent; None: this one.
         forks_hosts: Hosts of processes that the program starts are forked as well.
@@ -176,10 +174,7 @@ def begin(arguments: Sequence[str]) -> None:
 
 
 class Nursery:
-    """Forks programs for a process that has threads.
-
-    Itself it has no threads, and has loaded what the programs import.
-    """
+    """Forks programs for a process with threads; it has none itself, and has loaded what the programs import."""
 
     def __init__(self, orders: Connection, end: Callable[[], object]) -> None:
         self._orders, self._end = orders, end
@@ -196,10 +191,7 @@ class Nursery:
 
     @classmethod
     def of_this_process(cls) -> Nursery:
-        """Return a nursery with the modules of this process, which must have no threads.
-
-        Its programs may outlive it.
-        """
+        """Return a nursery with this process's modules and no threads, whose programs may outlive it."""
         ours, theirs = multiprocessing.Pipe()
         pid = os.fork()
         if pid == 0:
@@ -222,17 +214,7 @@ class Nursery:
         files: Mapping[int, int] | None = None,
         forks_hosts: bool = False,
     ) -> NurseryScript:
-        """Start a program as ``subprocess.Popen`` does; it always has a session of its own.
-
-        Args:
-            command: See ``ForkedScript``.
-            env: The program's whole environment.
-            cwd: The program's folder; None: this process's.
-            preexec_fn: Called before the program.
-            start_new_session: Must be True.
-            files: The program's only open files, by number; None: those of the nursery.
-            forks_hosts: See ``ForkedScript``.
-        """
+        """Start a program in a session of its own as ``subprocess.Popen`` does; arguments as of ``ForkedScript``."""
         assert start_new_session
         order = (list(command), dict(env), cwd or Path.cwd(), preexec_fn, os.getpid(), forks_hosts)
         return NurseryScript(self, int(self._ask(order, files or {})))
@@ -306,11 +288,7 @@ class NurseryScript:
 
 
 class ForkedHosts:
-    """Replaces ``subprocess`` where hosts of processes are started: they are forked instead.
-
-    Args:
-        nursery: A nursery that has imported what hosts import.
-    """
+    """Replaces ``subprocess`` where hosts of processes are started: a nursery that has their imports forks them."""
 
     DEVNULL, TimeoutExpired = subprocess.DEVNULL, subprocess.TimeoutExpired
 

@@ -87,7 +87,6 @@ def _without_types(function: Any) -> str:
 
 
 def page() -> str:
-    """Return the whole page."""
     lines = [BEGINNING, ""]
     for module, (found, names) in MODULES.items():
         lines += [f"## {module}", ""]

@@ -34,11 +34,7 @@ def growing_sizes(batch_size: int) -> tuple[int, ...]:
 
 
 def checked_sizes(sizes: Sequence[int], batch_size: int) -> tuple[int, ...]:
-    """Return the sizes in ascending order.
-
-    Raises:
-        JobError: a size does not divide M, or there is none.
-    """
+    """Return the sizes in ascending order; JobError: a size does not divide M, or there is none."""
     for size in sizes:
         if size <= 0 or batch_size % size:
             raise JobError(
@@ -77,7 +73,6 @@ class MeasuredSize:
         model: The model cut for this size; if lengths vary, for the longest bucket.
         sections: The measurement of each kind, by its signature in ``model``; times are means over micro-batches of all
             lengths, and memory is that of the longest.
-        mix: The share of micro-batches that have each length.
     """
 
     model: CutModel
@@ -123,17 +118,9 @@ def measure_compute(
 ) -> Compute:
     """Measure sections, optimizer steps, and the slowdown by busy neighbours.
 
-    Args:
-        subject: The job.
-        sizes: Values of m, ascending.
-        neighbours: Processes that know the job and rest until their slowdown is measured; None: it is not measured.
-        stop_early: Stop at a size that gains nothing, or at the end of memory.
-        num_samples: The largest number of samples of each time.
-        progress: Called at the start of each part, with shares from 0.2 to 0.5.
-
-    Raises:
-        JobError: the first size does not fit into memory.
-        ClusterError, WaitTimeout: helper processes failed.
+    ``neighbours`` know the job and rest until their slowdown is measured; None: it is not measured. ``stop_early``:
+    stop at a size that gains nothing, or at the end of memory. ``progress`` gets shares from 0.2 to 0.5. Raises
+    JobError if the first size does not fit into memory, ClusterError or WaitTimeout if helper processes failed.
     """
     if neighbours is not None:
         neighbours.wait()

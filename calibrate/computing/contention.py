@@ -41,9 +41,8 @@ def busy_counts(num_cores: int, most: int = _MAX_BUSY) -> tuple[int, ...]:
 class Neighbours:
     """Helpers that load the job while this process prepares it, and compute on request.
 
-    Args:
-        crew: Processes of ``calibrate.computing.helper``, at least one fewer than there are cores.
-        num_cores: The number of cores that this process may use; with one core there is nothing to measure.
+    ``crew``: processes of ``calibrate.computing.helper``, at least one fewer than there are cores.
+    ``num_cores``: those that this process may use; with one core there is nothing to measure.
     """
 
     def __init__(self, crew: Crew, num_cores: int) -> None:
@@ -60,12 +59,7 @@ class Neighbours:
             self.crew.send(number, spec)
 
     def wait(self) -> None:
-        """Block until the helpers have loaded the job, and rest.
-
-        Raises:
-            ClusterError: a helper failed; gives the end of what it said.
-            WaitTimeout: a helper did not report in time.
-        """
+        """Block until the helpers have loaded the job, and rest; errors as of ``Crew.gather``."""
         self.crew.gather(self._told, "the processes that measure contention", _START_TIMEOUT_S)
 
     @property
@@ -76,18 +70,7 @@ class Neighbours:
 def measure_contention(
     subject: Subject, heaviest: str, micro_batch_size: int, neighbours: Neighbours
 ) -> tuple[Contention, ...]:
-    """Let more and more helpers compute; return the factors.
-
-    Args:
-        subject: The job that the helpers have loaded.
-        heaviest: The signature of the kind of section to run.
-        micro_batch_size: m.
-        neighbours: Helpers that have loaded the job and rest.
-
-    Raises:
-        ClusterError: a helper failed; gives the end of what it said.
-        WaitTimeout: a helper did not begin or end.
-    """
+    """Let more and more resting helpers run the ``heaviest`` kind of section; return the factors."""
     if not neighbours.counts:
         return ()
     (bench,) = subject.benches(subject.cut(micro_batch_size), [heaviest])
@@ -114,10 +97,7 @@ def factors(
     """Measure the median ratio of time together to time alone, in rounds of one turn each, until it is known well
     enough.
 
-    Args:
-        counts: The numbers of processes that compute at once.
-        alone: Measures the time of a task alone, in any unit.
-        together: The same for this many at once.
+    ``alone`` and ``together``, for that many of ``counts`` at once, measure the time of a task in any one unit.
     """
     ratios: dict[int, list[float]] = {count: [] for count in counts}
     for done in range(MAX_ROUNDS):

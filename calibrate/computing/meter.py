@@ -38,8 +38,7 @@ class Meter(Protocol):
 def meter_of(subject: Subject, devices: Sequence[torch.device]) -> Iterator[Meter]:
     """Yield a meter for these devices; with several, each has a helper process, which is ended afterwards.
 
-    Raises:
-        ClusterError, WaitTimeout: a helper did not come up.
+    Raises ClusterError or WaitTimeout if a helper did not come up.
     """
     if len(devices) < 2:
         yield InThisProcess(subject)
@@ -75,12 +74,6 @@ class SideBySide:
         self._crew = crew
 
     def measure(self, model: CutModel, sampling: Sampling) -> Measured:
-        """See ``Meter.measure``.
-
-        Raises:
-            ClusterError: a helper failed.
-            WaitTimeout: the helpers were not done in time.
-        """
         dealt = deal(one_of_each(model), self._crew.size)
         for number, kinds in enumerate(dealt):
             self._crew.send(
@@ -103,10 +96,7 @@ class SideBySide:
 
 
 def deal(kinds: Sequence[Section], num_hands: int) -> list[list[str]]:
-    """Deal kinds, by signature, so that hands are about equally full: the most expensive first, to the emptiest hand.
-
-    Hands that would stay empty are left out.
-    """
+    """Deal kinds, by signature, about equally: the most expensive first, to the emptiest hand; none stays empty."""
     hands: list[list[str]] = [[] for _ in range(min(num_hands, len(kinds)))]
     costs = [0.0] * len(hands)
     for section in sorted(kinds, key=lambda section: section.cost, reverse=True):

@@ -48,10 +48,7 @@ def held_bytes(make: Callable[[], object], device: torch.device) -> int:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ships no types for it
-    """Counts the bytes of the storages that operations make, for as long as they live.
-
-    ``now``: the bytes alive now; ``peak``: the most so far. Other storages do not count.
-    """
+    """Counts bytes of storages that operations make while they live: ``now``, and at most (``peak``); no others."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # as above

@@ -34,14 +34,7 @@ class SectionMeasurement(Value):
 def measure_benches(
     benches: Sequence[Bench], micro_batch_size: int, clock: Clock, sampling: Sampling
 ) -> dict[str, SectionMeasurement]:
-    """Measure the benches in turns; return measurements by signature.
-
-    Args:
-        benches: One bench of each kind, on one device, set up for micro-batches of ``micro_batch_size``.
-        micro_batch_size: m.
-        clock: The device's clock.
-        sampling: The number of rounds.
-    """
+    """Measure benches of each kind, set up for this size on one device, in turns; return measurements by signature."""
     for bench in benches:
         bench.both()  # tensors that are made once and for all do not belong to a micro-batch
     counted = [_counted(bench) for bench in benches]

@@ -49,13 +49,7 @@ class Subject:
 def load_subject(job_path: str, device: torch.device, num_sections: int | None = None) -> Subject:
     """Load a job, which is exported when it is first cut, and set torch to the kernels that workers use.
 
-    Args:
-        job_path: ``path/to/file.py:name``.
-        device: The device on which the sections run.
-        num_sections: K; None: the job's.
-
-    Raises:
-        JobError: the job cannot be measured.
+    ``num_sections``: K; None: the job's. Raises JobError if the job cannot be measured.
     """
     prepare_cublas()
     use_device(device)

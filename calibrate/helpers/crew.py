@@ -30,13 +30,7 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THR
 
 
 class Crew:
-    """A number of helpers, numbered from 0; used as a context manager.
-
-    Args:
-        module: The module that each helper runs, as ``python -m module``.
-        size: The number of helpers.
-        purpose: Their purpose, for error messages: ``measuring the network``.
-    """
+    """Helpers, numbered from 0; a context manager. Each runs ``python -m module``; errors name their ``purpose``."""
 
     def __init__(self, module: str, size: int, purpose: str) -> None:
         self._purpose = purpose

@@ -82,7 +82,6 @@ def serve(work: Callable[[Line], None]) -> NoReturn:
 
 
 def _help(work: Callable[[Line], None], own: list[int], told: Mapping[str, Any]) -> NoReturn:
-    """Be a helper."""
     try:
         os.setsid()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

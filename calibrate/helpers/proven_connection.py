@@ -48,11 +48,7 @@ class ProvenConnection:
         return self._link.other_address
 
     def send(self, message: Mapping[str, Any], timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
-        """Send one message.
-
-        Raises:
-            ClusterError: the other node is gone, or accepts nothing for ``timeout_s``.
-        """
+        """Send one message; ClusterError: the other node is gone, or accepts nothing for ``timeout_s``."""
         try:
             self._link.send(json.dumps(message).encode(), timeout_s)
         except OSError as error:

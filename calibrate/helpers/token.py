@@ -17,13 +17,8 @@ _MAX_BYTES = 4096
 def find_token(path: Path | None, from_environment: str | None, *, make: bool = False) -> str:
     """Return the secret from a file, or else from the environment.
 
-    Args:
-        path: A file that no other user may read; None: ask the environment.
-        from_environment: The value of ``MORPH_PEER_TOKEN``.
-        make: Write a new secret if there is no such file.
-
-    Raises:
-        ConfigError: there is no secret, others can read it, or it is too short.
+    No other user may read the file at ``path``; None: ask the environment (``MORPH_PEER_TOKEN``). ``make``: write a new
+    secret if there is no such file. Raises ConfigError if there is no secret, others can read it, or it is too short.
     """
     if path is None:
         if not from_environment:

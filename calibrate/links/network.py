@@ -46,17 +46,11 @@ class Carriers:
 class NetworkSpec:
     """A description of the measurements.
 
-    Args:
-        message_sizes: Bytes of each message; both directions are measured.
-        reduced_sizes: Bytes of each all-reduce; empty: only messages.
-        ring_sizes: D of each all-reduce, 2 or more.
-        in_flight: How many all-reduces are under way at once, each over a ring of its own between the same processes.
-        element: The type that is summed, ``int64`` or ``float32``.
-        devices: The devices on which messages begin and end, in turns; stages compute on these.
-        links: As ``vms.links``; messages are staged if ipc is impossible.
-        rings: As ``vms.rings``; gloo reduces if NCCL is impossible.
-        most: The largest number of samples of each time.
-        budget_s: The time after which no further sample of a message size or an all-reduce is taken.
+    Messages of each of ``message_sizes`` (bytes) go in both directions, and begin and end on ``devices`` in turns, on
+    which stages compute. Without ``reduced_sizes`` (bytes) there are only messages; else each ring of D = 2 or more
+    members has ``in_flight`` all-reduces at once, over rings of their own between the same processes. ``element``, the
+    summed type: ``int64`` or ``float32``. ``links`` and ``rings`` as in ``vms``; messages are staged if ipc is
+    impossible, gloo reduces if NCCL is. ``most`` samples of each time are taken, none of a size after ``budget_s``.
     """
 
     message_sizes: tuple[int, ...]
@@ -98,14 +92,8 @@ def growing_in_flight(num_slots: int) -> tuple[int, ...]:
 def measure_network(spec: NetworkSpec, helpers: Crew | None = None) -> NetworkMeasurement:
     """Let processes make the measurements.
 
-    Args:
-        spec: The measurements.
-        helpers: At least ``num_peers`` processes of ``calibrate.computing.helper``, which measure nothing afterwards.
-            None: such processes are started, and always ended.
-
-    Raises:
-        ClusterError: a process failed; gives the end of what it said.
-        WaitTimeout: the measurements were not done within ``WAIT_S``.
+    ``helpers``: at least ``num_peers`` processes of ``calibrate.computing.helper``, which measure nothing afterwards.
+    None: such processes are started, and always ended. Errors as of ``Crew.gather``, after ``WAIT_S``.
     """
     store = StoreHost(_HOST)
     ranks = range(num_peers(spec))

@@ -54,17 +54,7 @@ class Order(Value):
 
 
 class PeerNode:
-    """Listens on one address. A context manager.
-
-    Args:
-        host: Address to listen on.
-        port: Port to listen on; 0: any free one.
-        token: The secret.
-        say: Called with a line for each event.
-
-    Raises:
-        ConfigError: listening on the address failed.
-    """
+    """Listens on an address (port 0: any free one; ConfigError: impossible); ``say`` gets a line for each event."""
 
     def __init__(self, host: str, port: int, token: str, say: Say) -> None:
         self._token, self._say = token, say

@@ -60,11 +60,7 @@ def own_hello() -> Hello:
 
 
 def parse_address(text: str, field: str) -> tuple[str, int]:
-    """Parse ``HOST:PORT``; an IPv6 address is in brackets.
-
-    Raises:
-        ConfigError: it has another form.
-    """
+    """Parse ``HOST:PORT``; an IPv6 address is in brackets; ConfigError: it has another form."""
     host, _, port = text.strip().rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
@@ -113,12 +109,7 @@ class OtherNode:
         self._connection.close()
 
     def measure(self, spec: NetworkSpec) -> NetworkMeasurement:
-        """Measure the links between the two nodes; blocks, at most for ``WAIT_S``.
-
-        Raises:
-            ClusterError: a process failed, here or there; the message ends with its last output.
-            WaitTimeout: the measurement did not end in time.
-        """
+        """Measure the links between the two nodes, with errors as of ``measure_network``; blocks at most ``WAIT_S``."""
         proven = self._connection
         here = proven.own_address
         store = StoreHost(here)

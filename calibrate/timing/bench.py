@@ -93,7 +93,6 @@ def mock(spec: BoundaryTensor, generator: torch.Generator, scale: float) -> Tens
 def _accumulator(
     job: Job, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], device: torch.device
 ) -> Accumulator:
-    """Return the accumulator that a worker would use."""
     exact = job.accumulation == "exact"
     summed = {**parameters, **{name: change_like(buffer, exact=exact) for name, buffer in buffers.items()}}
     if not exact:

@@ -71,10 +71,7 @@ def devices_of(kind: str) -> tuple[torch.device, ...]:
     """Return the devices of a kind on which kinds of sections are measured side by side.
 
     The cores of a CPU share caches and memory, so they count as one device: measuring side by side would distort the
-    times.
-
-    Raises:
-        ConfigError: this machine has no such device.
+    times. Raises ConfigError if this machine has no such device.
     """
     if kind == "cuda":
         usable_device(kind, field="device")

@@ -102,8 +102,6 @@ class Sampling:
 
     Args:
         budget_s: No sample begins after this time, once there are ``least``.
-        most: The largest number of samples.
-        least: The smallest number of samples (``most`` if that is less).
         enough: From this number on, a stable median is enough; with fewer samples, the spread is not known.
         within: The largest error of the sum of the medians, as a share of it.
     """
@@ -115,12 +113,7 @@ class Sampling:
     within: float = STABLE_WITHIN
 
     def wants_more(self, measured: Sequence[Sequence[float]], spent_s: float) -> bool:
-        """Return whether another sample is needed.
-
-        Args:
-            measured: The samples so far, equally many for each of the things that are measured in turn.
-            spent_s: Time since the first.
-        """
+        """Return whether another sample is needed; ``measured``: equally many of each thing measured in turn."""
         count = len(measured[0])
         if count >= self.most:
             return False

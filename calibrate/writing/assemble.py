@@ -61,15 +61,7 @@ def assemble_profile(
     network: MeasuredLinks,
     storage: StorageSpeeds,
 ) -> Profile:
-    """Assemble a whole profile.
-
-    Args:
-        job: The measured job.
-        environment: The machine and software on which it was measured.
-        compute: Measurements of sections and units.
-        network: Measurements within this node and, if there was another, between the two.
-        storage: Measurements of checkpoints.
-    """
+    """Assemble a whole profile; ``network`` is within this node and, if there was another, between the two."""
     model = compute.model
     links = network.between or network.inside
     if links.ring_bytes is not None:

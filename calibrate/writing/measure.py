@@ -49,16 +49,13 @@ def calibrate(
     """Measure a job on this machine; nothing depends on the number of GPUs that the job will get.
 
     Args:
-        job_path: ``path/to/file.py:name``.
-        micro_batch_sizes: Sizes m to measure. None: the job's own m if it is fixed, else 1, 2, 4, ... until
-            F(m)/m improves by less than 3 % or one section of the next size would fill half of the free memory.
+        micro_batch_sizes: Sizes m to measure. None: the job's own m if it is fixed, else 1, 2, 4, ... until F(m)/m
+            improves by less than 3 % or one section of the next size would fill half of the free memory.
         num_samples: The largest number of samples of each time, at least 5; fewer are taken once the median is stable.
         device: ``cpu`` (one thread) or ``cuda``.
         checkpoint_url: An fsspec URL to which uploads are measured; written files are removed.
         peer: Another node, on which ``morph calibrate-peer`` listens, to which links are measured. None: links between
             nodes repeat those within this one.
-        carriers: The carriers of messages and reductions, if the devices support them.
-        progress: Called at the start of each part.
         check: Called with the exported job before anything is measured; it may refuse the job.
 
     Raises:

@@ -30,13 +30,7 @@ def add_node_type(
 ) -> Profile:
     """Measure the job on this machine as another type of node, replacing an earlier type of that name.
 
-    Args:
-        profile: The profile that ``calibrate`` made of the same job, on any machine.
-        job_path: ``path/to/file.py:name``.
-        name: The name of the type.
-        num_samples: The largest number of samples of each time.
-        device: ``cpu`` or ``cuda``.
-        progress: Called at the start of each part.
+    ``calibrate`` made the profile of the same job, on any machine. ``device``: ``cpu`` or ``cuda``.
 
     Raises:
         ProfileError: the profile belongs to another job.

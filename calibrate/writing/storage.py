@@ -44,11 +44,7 @@ def measure_checkpoint_speed(state_bytes: int) -> float:
 
 
 def measure_upload_speed(url: str, state_bytes: int) -> float:
-    """Return bytes per second of writing such a file below a URL; the file is removed.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Return bytes per second of writing such a file below a URL, and remove it; ConfigError: it cannot be written."""
     below = f"{url.rstrip('/')}/morph-calibration-{uuid.uuid4().hex[:12]}"
     with _named(url):
         try:
@@ -58,11 +54,7 @@ def measure_upload_speed(url: str, state_bytes: int) -> float:
 
 
 def check_upload_url(url: str) -> None:
-    """Write a few bytes below a URL and remove them, before anything is measured.
-
-    Raises:
-        ConfigError: this failed; the error names the URL.
-    """
+    """Write a few bytes below a URL and remove them, before anything is measured; a ConfigError names the URL."""
     below = f"{url.rstrip('/')}/morph-calibration-{uuid.uuid4().hex[:12]}"
     with _named(url):
         try:

@@ -20,16 +20,8 @@ def add_zone_links(
 ) -> Profile:
     """Return the profile with the links between this node's zone and another one, in the sizes of its other links.
 
-    Args:
-        profile: Any profile.
-        peer: A node in another zone, where ``morph calibrate-peer`` listens.
-        num_samples: Samples of each time, at most.
-        device: ``cpu`` or ``cuda``.
-        progress: Called at the start of each part.
-
-    Raises:
-        ConfigError: this machine has no such device, or the peer has another secret.
-        ClusterError, WaitTimeout: helper processes failed, or the peer.
+    ``peer``: in another zone, where ``morph calibrate-peer`` listens. ``device``: ``cpu`` or ``cuda``. ConfigError:
+    this machine has no such device, or the peer has another secret; ClusterError, WaitTimeout: helpers failed.
     """
     progress = progress or silent
     spec = NetworkSpec(

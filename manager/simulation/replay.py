@@ -136,11 +136,7 @@ def by_controller(policy: str) -> bool:
 
 
 def play_of(policy: str) -> Play:
-    """Return a policy's player: one of ``POLICIES``, ``restart-N`` (saves every N steps) or ``mix-N`` (N % on demand).
-
-    Raises:
-        KeyError: there is no policy of this name.
-    """
+    """Return the player of one of ``POLICIES``, ``restart-N`` (saves every N steps) or ``mix-N`` (N % on demand)."""
     if policy in POLICIES:
         return POLICIES[policy][0]
     kind, _, number = policy.partition("-")
@@ -152,11 +148,7 @@ def play_of(policy: str) -> Play:
 
 
 def policies_of(text: str) -> tuple[str, ...]:
-    """Read names separated by commas, "compared" or "all".
-
-    Raises:
-        ConfigError: a policy does not exist; the error names it.
-    """
+    """Read names separated by commas, "compared" or "all"; a ConfigError names a policy that does not exist."""
     groups = {"all": tuple(POLICIES), "compared": COMPARED}
     names = groups.get(text) or tuple(name.strip() for name in text.split(","))
     for name in names:
@@ -171,8 +163,7 @@ def policies_of(text: str) -> tuple[str, ...]:
 def types_of(text: str, gpus_per_vm: int, policies: Sequence[str]) -> dict[str, str]:
     """Read types of GPU by instance type, as ``p3.2xlarge=v100,g4dn.xlarge=t4``.
 
-    Raises:
-        ConfigError: the text is malformed, or a policy supports only one type.
+    Raises ConfigError if the text is malformed, or a policy supports only one type.
     """
     field, found = "--node-types", {}
     for part in text.split(","):
@@ -232,11 +223,8 @@ def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float, floa
 def advice(outcomes: Sequence[Outcome], aim: Aim | None = None) -> str:
     """Return a sentence on which policy to take, and why.
 
-    Only policies that train with the requested batch are considered.
-
-    Args:
-        outcomes: The outcomes of all policies.
-        aim: The measure, examples per second or per dollar; None: per dollar if everything has a price.
+    Only policies that train with the requested batch are considered. ``aim``: the measure, examples per second or per
+    dollar; None: per dollar if everything has a price.
     """
     worth: dict[str, list[float]] = {}
     priced = aim != "examples" and all(one.examples_per_usd is not None for one in outcomes)

@@ -49,10 +49,7 @@ def _mean_jitter(costs: StageCosts, conditions: Conditions) -> MeanJitter | None
 
 @dataclass(frozen=True)
 class SimulatedKind:
-    """Equal pipelines of a plan with their simulated outcome.
-
-    ``node_types``: the type of each stage's workers, or one for all stages.
-    """
+    """Equal pipelines of a plan, simulated; ``node_types``: the type of each stage's workers, or one for all stages."""
 
     outcome: Outcome
     shape_simulator: ShapeSimulator
@@ -131,10 +128,7 @@ class Simulation:
         """Mean pause (seconds) until a lost worker's predecessor has recomputed that worker's results.
 
         The mean over workers and over the time of the loss in the mini-batch, without jitter and without the time to
-        detect the loss (:mod:`simulator.costs.redundant`).
-
-        Raises:
-            PlanError: without redundant computation.
+        detect the loss (:mod:`simulator.costs.redundant`). Raises PlanError without redundant computation.
         """
         counts = self.plan.micro_batches_per_replica
         played = self.shape_simulator.played(self.costs, counts, keep_times=True)

@@ -61,11 +61,9 @@ def finish(
     one for each member of a ring.
 
     Args:
-        costs: Costs of the stages.
         last_backward_ns: End of each last backward: int64[P, D].
         to_come_ns: The part of the last backward that follows each section's: int64[K, D], or [K, 1] if equal for all
             replicas.
-        conditions: Slots, slow workers and when to reduce.
         redone_ns: When the last redundant task has ended.
     """
     conditions = conditions or Conditions()
@@ -122,12 +120,6 @@ def finish_together(
     Pipelines do not interact before. Those of each kind begin once its own optimizer steps are done, without waiting
     for slower types of node. A ring begins when the last backward of all pipelines has passed its span, and its members
     have completed the rings before it. Workers have devices of their own.
-
-    Args:
-        kinds: The end of each kind's pipelines.
-        rings: The rings that they form.
-        conditions: The conditions of each kind.
-        num_replicas: Number of pipelines of each kind; ``kinds`` may contain only one of equal replicas.
 
     Returns:
         The end for each kind, counted from the start of its own pipelines.

@@ -26,10 +26,8 @@ _SUMS = ("forward_sum_ns", "backward_sum_ns", "optimizer_sum_ns")
 class JoinedSections(SectionCosts):
     """Sections that are each on one of several types of node.
 
-    Args:
-        of_types: The sections on each type, at one m and under the same rules.
-        type_of: The place in ``of_types`` of each section: int64[K].
-        limits: Memory of a device of each type; None: no limit.
+    ``of_types``: the sections on each type, at one m and under the same rules; ``type_of``: the place of each section's
+    type there, int64[K]. ``limits``: memory of a device of each type; None: no limit.
     """
 
     def __init__(
@@ -61,7 +59,6 @@ class JoinedSections(SectionCosts):
         return links
 
     def memory(self, *, single: bool, follows: bool = False) -> StageMemory:
-        """See :meth:`SectionCosts.memory`."""
         key = single, follows
         if key not in self._memory:
             every = [each.memory(single=single, follows=follows) for each in self.of_types]
@@ -69,7 +66,6 @@ class JoinedSections(SectionCosts):
         return self._memory[key]
 
     def all_reduce(self, in_flight: int) -> OneAllReduce:
-        """See :meth:`SectionCosts.all_reduce`."""
         if in_flight not in self._all_reduces:
             every = tuple(AllReduce(each.profile, in_flight) for each in self.of_types)
             self._all_reduces[in_flight] = JoinedAllReduce(every, self.type_of)
@@ -77,10 +73,7 @@ class JoinedSections(SectionCosts):
 
 
 class JoinedMemory(StageMemory):
-    """Memory of stages that are each on the type of their first section; see :class:`JoinedSections`.
-
-    The types' limits replace the limit that methods receive.
-    """
+    """Memory of stages on the type of their first section; the types' limits replace the limit that methods receive."""
 
     def __init__(self, of_types: Sequence[StageMemory], type_of: Ints, limits: Sequence[int | None]) -> None:
         first = of_types[0]
@@ -101,28 +94,23 @@ class JoinedMemory(StageMemory):
         return np.take_along_axis(every, self._type_of[np.broadcast_to(begin, every.shape[1:])][None], 0)[0]
 
     def _of_one(self, begin: Ints) -> StageMemory:
-        """Return the memory of the only stage."""
         return self.of_types[int(self._type_of[begin].item())]
 
     def device_bytes(self, begin: Ints, end: Ints, window: Ints, recompute: Flags, live: Ints | int = 0) -> Ints:
-        """See :meth:`StageMemory.device_bytes`."""
         found: Ints = self._chosen(begin, lambda _, each: each.device_bytes(begin, end, window, recompute, live))
         return found
 
     def peak_bytes(
         self, begin: Ints, end: Ints, window: Ints, recompute: Flags, live: Ints | int, more: Ints | int = 0
     ) -> Ints:
-        """See :meth:`StageMemory.peak_bytes`."""
         found: Ints = self._chosen(begin, lambda _, each: each.peak_bytes(begin, end, window, recompute, live, more))
         return found
 
     def within(self, peak_bytes: Ints, begin: Ints, device_bytes: int) -> bool:  # noqa: ARG002
-        """See :meth:`StageMemory.within`."""
         limits = np.array([NEVER if limit is None else limit for limit in self._limits], np.int64)
         return bool((peak_bytes <= limits[self._type_of[begin]]).all())
 
     def fitting_sizes(self, begin: Ints, end: Ints, window: Ints, recompute: Flags, usable: int) -> Ints:  # noqa: ARG002
-        """See :meth:`StageMemory.fitting_sizes`."""
         sizes: Ints = self._chosen(
             begin, lambda place, each: each.fitting_sizes(begin, end, window, recompute, self._usable[place])
         )
@@ -137,29 +125,24 @@ class JoinedMemory(StageMemory):
         *,
         grouped: bool = True,
     ) -> Ints:
-        """See :meth:`StageMemory.most_windows`."""
         most: Ints = self._chosen(
             begin, lambda place, each: each.most_windows(begin, end, recompute, self._usable[place], grouped=grouped)
         )
         return most
 
     def host_bytes(self, begin: Ints, end: Ints) -> Ints:
-        """See :meth:`StageMemory.host_bytes`."""
         found: Ints = self._chosen(begin, lambda _, each: each.host_bytes(begin, end))
         return found
 
     def host_parts(self, begin: Ints, end: Ints) -> Parts:
-        """Return the parts of the host memory of one stage."""
         return self._of_one(begin).host_parts(begin, end)
 
     def moments(
         self, begin: Ints, end: Ints, window: Ints, recompute: Flags, live: Ints | int = 0
     ) -> Mapping[str, Parts]:
-        """Return the parts of one stage's memory by moment."""
         return self._of_one(begin).moments(begin, end, window, recompute, live)
 
     def fits_host(self, begin: Ints, end: Ints) -> bool:
-        """See :meth:`StageMemory.fits_host`."""
         own = self._type_of[begin]
         places = ((each, own == place) for place, each in enumerate(self.of_types))
         return all(each.fits_host(begin[here], end[here]) for each, here in places)

@@ -39,11 +39,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class HeldBytes:
-    """Bytes of parameters, optimizer state, sums of gradients, and mean gradients during reduction.
-
-    Args:
-        profile: The measurements of calibration.
-    """
+    """Bytes of parameters, optimizer state, sums of gradients, and mean gradients during reduction."""
 
     def __init__(self, profile: Profile) -> None:
         sections = profile.sections
@@ -111,9 +107,6 @@ class StageMemory:
     """Memory of stages at one micro-batch size.
 
     Args:
-        profile: The measurements of calibration.
-        micro_batch_size: m.
-        rules: What a run holds besides the needs of a step.
         single: Whether there is only one replica: then nothing is reduced, and no other worker drives the same stage.
         grouped: Whether stages that do not fit otherwise recompute their sections in groups.
 

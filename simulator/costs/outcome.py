@@ -43,11 +43,7 @@ COMPILED = Engine(run_pipeline, execute_orders, finish, finish_together, skips=T
 
 
 def engine_of(name: EngineName) -> Engine:
-    """Return the compiled loops, or the SimPy processes that serve as their reference.
-
-    Raises:
-        PlanError: there is no such engine.
-    """
+    """Return the compiled loops, or the SimPy processes that serve as their reference."""
     if name not in get_args(EngineName):
         raise PlanError("is unknown", field="engine", value=name, allowed=", ".join(get_args(EngineName)))
     if name == "compiled":
@@ -87,11 +83,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ShapeSimulator:
-    """Plays shapes of one job under one set of conditions.
-
-    Raises:
-        PlanError: jitter is requested and the profile has no quantiles to draw it from.
-    """
+    """Plays shapes of a job under conditions; PlanError: jitter is requested and the profile has no quantiles."""
 
     conditions: Conditions
     engine: Engine = COMPILED

@@ -104,11 +104,7 @@ def reductions(
 ) -> Reductions:
     """Return the reductions of stages with these first sections.
 
-    Args:
-        own_sum_bytes: [K + 1], running sums of the bytes of units that one section uses.
-        shared: Units that several sections use.
-        begin: First sections of the stages.
-        all_reduce: AR(D) of their rings.
+    ``own_sum_bytes``: [K + 1], running sums of the bytes of units that one section uses; several use ``shared``.
     """
     sum_bytes = own_sum_bytes
     tied: dict[tuple[int, ...], float] = {}
@@ -172,13 +168,7 @@ class Rings:
 
 
 def rings(kinds: Sequence[tuple[Reductions, int]], own_sum_bytes: Floats, shared: tuple[ReducedUnit, ...]) -> Rings:
-    """Return the rings of pipelines that reduce together.
-
-    Args:
-        kinds: For each kind, the reductions of its stages alone, and its number of pipelines.
-        own_sum_bytes: As for :func:`reductions`.
-        shared: As for :func:`reductions`.
-    """
+    """Return rings of pipelines that reduce together; ``kinds``: each one's reductions alone, number of pipelines."""
     members = sum(number for _, number in kinds)
     begin = np.unique(np.concatenate([reduced.begin for reduced, _ in kinds]))
     slowest = SlowestAllReduce.of(reduced.all_reduce for reduced, _ in kinds)

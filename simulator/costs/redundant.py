@@ -36,11 +36,7 @@ from simulator.inputs.conditions import Conditions
 def mean_pause_ns(
     costs: StageCosts, counts: Sequence[int], conditions: Conditions, played: Played, whole_ns: int
 ) -> float:
-    """Return the mean pause over workers and over t in a mini-batch of ``whole_ns`` that was ``played``.
-
-    Raises:
-        PlanError: without redundant computation, or with one stage.
-    """
+    """Return the mean pause over workers and t in a mini-batch of ``whole_ns``; PlanError: not redundant, or P = 1."""
     name, num_stages = conditions.redundant_computation, costs.times.num_stages
     if name == "off" or num_stages == 1:
         allowed = "lflb, eflb or efeb, and two stages or more"

@@ -47,16 +47,9 @@ class LinkCosts:
 class SectionCosts:
     """A profile at one micro-batch size m; arrays over the K sections, with prefix sums of length K + 1.
 
-    Args:
-        profile: The measurements.
-        micro_batch_size: m; must have been measured.
-        recompute: Whether stages recompute the forward before the backward, as the schedule says; otherwise none does,
-            and each keeps the activations of every micro-batch in flight.
-        grouped: Whether a stage that does not fit recomputes its sections in groups; this includes the last stage.
-        rules: What a run holds besides the needs of a step.
-
-    Raises:
-        PlanError: m was not measured.
+    Without ``recompute`` each stage keeps the activations of every micro-batch in flight. ``grouped``: a stage that
+    does not fit, the last one too, recomputes its sections in groups. ``rules``: what a run holds besides the needs of
+    a step. Raises PlanError if m was not measured.
     """
 
     def __init__(
@@ -102,8 +95,7 @@ class SectionCosts:
     def _check_sums(self) -> None:
         """Refuse numbers that are valid by themselves, but would overflow, or keep the simulator busy for hours.
 
-        Raises:
-            PlanError: naming the batch size, with which all of them grow.
+        A PlanError names the batch size, with which all of them grow.
         """
         total = self.profile.job.batch_size // self.micro_batch_size
         links = (self.inter_node, self.intra_node)
@@ -302,14 +294,8 @@ def stage_costs(
 ) -> StageCosts:
     """Return the costs of the stages that ``boundaries`` (first section of each stage) and ``windows`` describe.
 
-    Args:
-        costs: The sections at one m.
-        boundaries: First section of each stage.
-        windows: In-flight window of each stage.
-        schedule: Decides which stages recompute.
-        layout: Where the workers run; None: each on a node of its own.
-        single: Whether there is only one replica.
-        live: Number of sections that each stage recomputes together; 0: as the schedule says; empty: 0 for all.
+    ``layout``: None: each worker on a node of its own. ``live``: number of sections that each stage recomputes
+    together; 0: as the schedule says; empty: 0 for all.
     """
     num_stages = len(boundaries)
     layout = lone_workers(num_stages) if layout is None else layout

@@ -22,14 +22,7 @@ _MESSAGES = ("activation", "gradient")
 def worker_times(
     costs: StageCosts, counts: Sequence[int], conditions: Conditions, jitter: JitterDraw | MeanJitter | None = None
 ) -> ShapeTimes:
-    """Return the times of every stage s of every replica d.
-
-    Args:
-        costs: Costs of the stages.
-        counts: Micro-batches of each replica.
-        conditions: Nodes and slow workers.
-        jitter: A draw of times; None: medians.
-    """
+    """Return the times of every stage s of every replica d: of a draw of ``jitter``; None: medians."""
     num_replicas = len(counts)
     slower = _slower(costs, num_replicas, conditions)
     tasks = _medians(costs) if jitter is None else _drawn_tasks(costs, counts, jitter)
@@ -102,10 +95,7 @@ def swap_ns(costs: StageCosts) -> Floats:
 def to_come_ns(
     costs: StageCosts, counts: Sequence[int], conditions: Conditions, jitter: JitterDraw | MeanJitter | None = None
 ) -> Ints:
-    """Return the part of each replica's last backward after each section's: int64[K, D]; see :func:`worker_times`.
-
-    It is 0 where reductions wait for all backwards.
-    """
+    """Return the part of each replica's last backward after each section's: int64[K, D]; 0 if reductions wait."""
     if conditions.all_reduce == "late":
         return np.zeros((costs.sections.num_sections, len(counts)), np.int64)
     sums: Floats | Ints = costs.sections.backward_sum_ns[:, None]

@@ -139,18 +139,12 @@ def execute_orders(
     compute_slots: int | None = None,
     keep_times: bool = False,
 ) -> Played:
-    """Play one mini-batch.
+    """Play one mini-batch. Raises PlanError if the orders deadlock.
 
     Args:
-        times: Times of every worker.
         orders: ``orders[d][s]``, strings over F, R and B.
-        windows: In-flight window of each stage.
-        strict: Never deviate from the orders (GPipe, 1F1B).
         compute_slots: Number of tasks that can run at once on all workers together; None: no limit.
         keep_times: Also return the tasks that ran, and when. Otherwise repeating periods are skipped, which is exact.
-
-    Raises:
-        PlanError: the orders deadlock.
     """
     counts = tuple(replica[0].count("F") for replica in orders)
     everybody = tuple(range(times.num_replicas))

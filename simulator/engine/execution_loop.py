@@ -292,9 +292,6 @@ def execution_loop(  # type: ignore[no-untyped-def]
         redone: int64[P, D], result: when also the last redundant task has ended.
         letters: uint8[P, D, 3n], result, or n = 0.
         starts: int64[P, D, 3n], result, or n = 0.
-        num_stages: P.
-        slots: Number of tasks at once.
-        strict: 1: never deviate from the orders.
         bits: Number of bits of a lane's or channel's number.
     """
     num_lanes = len(lanes)

@@ -74,10 +74,7 @@ def _same_channel(mine, other, now, old_now, moved):  # type: ignore[no-untyped-
 
 @loop
 def num_repeats(state, now, old, old_now, orders, common, bits):  # type: ignore[no-untyped-def]
-    """Return how often the period since the old state certainly repeats; 0 if the states differ.
-
-    Only letters of ``orders`` that are ``common`` to other ones count.
-    """
+    """Return how often the period since the old state surely repeats, by letters ``common`` to other orders."""
     lanes, channels, tree = state[0], state[1], state[3]
     num_keys, half = len(lanes) + len(channels), len(tree) >> 1
     moved, shift = lanes[0].num_b - old[0][0].num_b, (now - old_now) << (bits + 2)

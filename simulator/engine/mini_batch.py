@@ -41,20 +41,13 @@ def run_pipeline(
     keep_times: bool = False,
     skip_periods: bool = True,
 ) -> Played:
-    """Play one mini-batch.
+    """Play one mini-batch. Raises PlanError if a fixed order deadlocks.
 
     Args:
-        times: Times of the P stages.
-        counts: Number of micro-batches of each of the D replicas, at least 1 each.
         schedule: "varuna" plays the rules above; "gpipe" and "1f1b" play their fixed orders.
         compute_slots: Number of tasks that can run at once over all replicas; None: each worker has its own device.
             With fewer slots than workers, the orders planned for own devices are executed.
-        keep_orders: Also return the order of each stage.
         keep_times: Also return the start of each task (implies ``keep_orders``).
-        skip_periods: Jump over repeating periods. Exact: the state is compared relative to clock and index.
-
-    Raises:
-        PlanError: a fixed order deadlocks.
     """
     if compute_slots is not None and compute_slots < times.num_stages * len(counts):
         orders = run_pipeline(times, counts, schedule=schedule, keep_orders=True).orders
@@ -89,10 +82,7 @@ def run_pipeline(
 
 
 def _order_string(letters: npt.NDArray[np.uint8], jump: Ints) -> str:
-    """Return the letters as a string, including the skipped periods.
-
-    ``jump`` is (first letter of the period, one past it, how often it was skipped).
-    """
+    """Return letters with the skipped periods; ``jump``: (a period's first letter, one past it, times skipped)."""
     text = letters.tobytes().decode("ascii")
     begin, end, repeats = (int(value) for value in jump)
     return text[:end] + text[begin:end] * repeats + text[end:] if repeats else text

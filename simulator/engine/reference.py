@@ -463,8 +463,7 @@ class _Play:
 def run_pipeline(times: StageTimes, counts: tuple[int, ...], *, schedule: Schedule = "varuna", **_kept: bool) -> Played:
     """See :func:`simulator.engine.mini_batch.run_pipeline`; orders and times are always kept.
 
-    Raises:
-        PlanError: more tasks than ``MOST_TASKS``, or a fixed order that waits for itself.
+    Raises PlanError for more tasks than ``MOST_TASKS``, or a fixed order that waits for itself.
     """
     num_stages, rules = times.num_stages, VARUNA if schedule == "varuna" else STRICT
 
@@ -491,16 +490,8 @@ def execute_orders(
 ) -> Played:
     """See :func:`simulator.engine.execution.execute_orders`; orders and times are always kept.
 
-    Args:
-        times: Times of every worker.
-        orders: ``orders[d][s]``, strings over F, R and B.
-        windows: In-flight window of each stage.
-        strict: Never deviate from the orders (GPipe, 1F1B).
-        compute_slots: Number of tasks that can run at once on all workers together; None: no limit.
-        decide: Returns the function that decides for a stage of a replica, in place of the rules.
-
-    Raises:
-        PlanError: more tasks than ``MOST_TASKS``, or orders that wait for each other.
+    ``decide`` returns the function that decides for a stage of a replica, in place of the rules. Raises PlanError for
+    more tasks than ``MOST_TASKS``, or orders that wait for each other.
     """
     counts = [replica[0].count("F") for replica in orders]
     rules = by_rules(STRICT if strict else FOLLOWING)

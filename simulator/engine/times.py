@@ -71,7 +71,6 @@ class StageTimes:
 
     @property
     def num_stages(self) -> int:
-        """P."""
         return len(self.forward_ns)
 
     @cached_property

@@ -17,11 +17,7 @@ from morph.contract.profile import Profile
 
 
 def of_node_type(profile: Profile, name: str | None) -> Profile:
-    """Return the profile with the times, links and contention of a node type; None: unchanged.
-
-    Raises:
-        PlanError: the profile has no such node type; names the known ones.
-    """
+    """Return the profile with a node type's times, links and contention; None: unchanged; PlanError: no such type."""
     if name is None:
         return profile
     found = next((entry for entry in profile.node_types if entry.name == name), None)
@@ -48,10 +44,7 @@ def of_pool_type(profile: Profile, name: str) -> Profile:
     """Return the profile for the type of GPU, and the zone, with this name in a pool or plan.
 
     The type on which the profile was measured has no name of its own. It matches any word of the device's name in the
-    profile's environment: "v100" or "V100" for a "Tesla V100 16 GB".
-
-    Raises:
-        PlanError: the profile has no such type; names the known ones.
+    profile's environment: "v100" or "V100" for a "Tesla V100 16 GB". Raises PlanError if the profile has no such type.
     """
     node_type, zone = type_and_zone(name)
     found = _of_type(profile, node_type)
@@ -72,11 +65,7 @@ def _of_type(profile: Profile, name: str) -> Profile:
 
 
 def check_made_for(profile: Profile, plan: Plan) -> None:
-    """Refuse a plan that was not made for a profile's model, batch and micro-batch sizes.
-
-    Raises:
-        PlanError: naming the field.
-    """
+    """Refuse a plan not made for a profile's model, batch and micro-batch sizes; a PlanError names the field."""
     job, m, num = profile.job, plan.micro_batch_size, plan.num_micro_batches
     sizes = ", ".join(map(str, profile.micro_batch_sizes))
     batch = f"{job.batch_size // m}, for the profile's batch of {job.batch_size} in micro-batches of {m}"
@@ -178,11 +167,7 @@ def slow_workers(slow: Slow | None) -> tuple[tuple[int, int | None, float], ...]
 
 
 def check_slow(slow: Sequence[tuple[int, int | None, float]], num_stages: int, num_replicas: int) -> None:
-    """Refuse slow workers that the shape does not have.
-
-    Raises:
-        PlanError: naming such a worker.
-    """
+    """Refuse slow workers that the shape does not have; a PlanError names such a worker."""
     for stage, replica, _ in slow:
         if not 0 <= stage < num_stages or not 0 <= (replica or 0) < num_replicas:
             raise PlanError(
@@ -194,11 +179,7 @@ def check_slow(slow: Sequence[tuple[int, int | None, float]], num_stages: int, n
 
 
 def check_slow_of_plan(slow: Sequence[tuple[int, int | None, float]], plan: Plan) -> None:
-    """Refuse a worker that a plan does not have; stages and replicas are numbered as the plan numbers them.
-
-    Raises:
-        PlanError: naming it.
-    """
+    """Refuse a worker that a plan does not have, with its own numbers of stages and replicas; a PlanError names it."""
     for stage, replica, _ in slow:
         replicas = plan.replicas_of(stage) if 0 <= stage < len(plan.stages) else range(0)
         if not replicas or (replica is not None and replica not in replicas):

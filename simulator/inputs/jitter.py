@@ -57,15 +57,7 @@ def has_jitter(profile: Profile, micro_batch_size: int) -> bool:
 
 
 class JitterDraw:
-    """The uniform numbers of one draw, and the resulting times.
-
-    Args:
-        profile: The profile, with quantiles.
-        micro_batch_size: m.
-        num_micro_batches: N of the global batch.
-        seed: The seed of all draws.
-        draw: The number of this draw.
-    """
+    """The uniform numbers of one draw, and the resulting times; ``num_micro_batches``: N of the global batch."""
 
     def __init__(self, profile: Profile, micro_batch_size: int, num_micro_batches: int, seed: int, draw: int) -> None:
         self._profile, self._m = profile, micro_batch_size
@@ -105,7 +97,6 @@ class MeanJitter:
         self._known: dict[tuple[str, int], Floats] = {}
 
     def task_sums_ns(self, kind: str) -> Floats:
-        """See :meth:`JitterDraw.task_sums_ns`."""
         return self._mean((kind, 0), lambda jitter: jitter.task_sums_ns(kind))
 
     def message_ns(self, kind: str, section: int, link: LinkProfile, size_bytes: float) -> Floats:  # noqa: ARG002
@@ -135,10 +126,7 @@ def drawn_ns(timing: Timing, numbers: Floats) -> Floats:
 
 
 def message_quantiles_ns(times: Sequence[SendTime], size_bytes: float) -> Floats:
-    """Return evenly spaced quantiles of a message of any size; each quantile is interpolated like the median.
-
-    A single number where no size has quantiles.
-    """
+    """Return even quantiles of a message of any size, interpolated like the median; one number if there are none."""
     by_size = {entry.size_bytes: entry.time for entry in times}
     longest = max((len(timing.quantiles_s) for timing in by_size.values()), default=0) or 1
     levels = np.linspace(0, 1, longest)

@@ -83,10 +83,7 @@ def layouts(
     """Return the possible layouts of one shape.
 
     With ``compute_slots`` all workers share one machine: its all-reduces, one ring per stage, run at once, and as many
-    tasks compute at once as there are slots.
-
-    Raises:
-        PlanError: more workers than the nodes have GPUs.
+    tasks compute at once as there are slots. Raises PlanError if there are more workers than GPUs.
     """
     if conditions.compute_slots is not None:
         factor = slowdown(measured, min(num_stages * num_replicas, conditions.compute_slots))
@@ -98,10 +95,7 @@ def layouts(
 
 
 def placed(measured: tuple[Contention, ...], placement: Placement, beside: Sequence[Placement] = ()) -> Layout:
-    """Return the layout for a placement of workers.
-
-    ``beside``: pipelines of all kinds, these too, where there are several.
-    """
+    """Return the layout for a placement of workers; ``beside``: pipelines of all kinds, where there are several."""
     node = placement.array()
     inside = np.zeros(node.shape, np.bool_)
     inside[:-1] = node[1:] == node[:-1]

@@ -63,8 +63,7 @@ def node_sizes(
 ) -> tuple[int, ...]:
     """Return the GPUs of each node: nodes of one size, the last one smaller if necessary, or of the given sizes.
 
-    Raises:
-        PlanError: a size is below 1, the sizes do not add up to ``num_gpus``, or sizes are given by type.
+    Raises PlanError if a size is below 1, the sizes do not add up to ``num_gpus``, or sizes are given by type.
     """
     if isinstance(num_gpus_per_node, Mapping):
         allowed = "one number, or a list of nodes; numbers by type need a pool"
@@ -88,8 +87,7 @@ def node_sizes(
 def place(num_stages: int, num_replicas: int, sizes: Sequence[int]) -> Placement:
     """Return a placement of P x D workers on nodes of these sizes; the same arguments give the same placement.
 
-    Raises:
-        PlanError: there are more workers than GPUs.
+    Raises PlanError if there are more workers than GPUs.
     """
     if num_stages * num_replicas > sum(sizes):
         raise PlanError(

@@ -187,8 +187,7 @@ class PlanRequest:
     def applied_to(self, profile: Profile) -> Profile:
         """Return the profile with the requested host memory and links between zones.
 
-        Raises:
-            PlanError: the requested memory is not a size, or the bandwidth or latency is out of range.
+        Raises PlanError if the requested memory is not a size, or the bandwidth or latency is out of range.
         """
         update: dict[str, object] = {}
         if self.host_memory_bytes is not None:
@@ -218,8 +217,7 @@ class PlanRequest:
     def nodes(self, num_gpus: int | None) -> tuple[int, ...] | None:
         """Return the GPUs of each node; None if the request has no nodes.
 
-        Raises:
-            PlanError: the nodes together do not have ``num_gpus`` GPUs, or no number of GPUs is given.
+        Raises PlanError if the nodes together do not have ``num_gpus`` GPUs, or no number of GPUs is given.
         """
         if self.num_gpus_per_node is None:
             return None
@@ -236,8 +234,7 @@ class PlanRequest:
     def nodes_of_types(self, pool: Pool) -> list[tuple[int, ...]]:
         """Return the GPUs of each node, by type of the pool; empty: every GPU is its own node.
 
-        Raises:
-            PlanError: a type has no node size, or its nodes have another number of GPUs than the pool.
+        Raises PlanError if a type has no node size, or its nodes have another number of GPUs than the pool.
         """
         given, field = self.num_gpus_per_node, "num_gpus_per_node"
         if given is None:

@@ -45,19 +45,14 @@ def synthetic_profile(  # noqa: PLR0913 (every argument has a default)
     """Build a profile of a made-up job. Times are in seconds.
 
     Args:
-        num_sections: K.
         forward_s: Forward seconds per sample of a section; one number for all, or K numbers.
-        backward_ratio: Backward time over forward time.
         overhead_s: Fixed seconds added to each forward, so that F(m) = overhead_s + m * forward_s.
-        batch_size: Global batch M.
-        micro_batch_sizes: Every m that counts as measured.
         micro_batch_size: m fixed by the user, or None to leave it to the planner.
         latency_s: One-way latency between nodes; a quarter of it inside a node.
         bandwidth_bytes_per_s: Bandwidth of links and rings between nodes; four times as much inside a node.
         parameter_bytes: Bytes of a section's float32 parameters; one number for all, or K numbers.
         boundary_bytes_per_sample: Bytes that cross a cut-point, and are stored for the recompute.
         activation_bytes_per_sample: Bytes that a section keeps between forward and backward.
-        optimizer_step_s: Optimizer step of each section.
         commit_s: Round trip of the commit barrier.
         accumulator_bytes_per_parameter: 8 (exact) or 4 (fast).
         tied: Whether the first and the last section also share a tied unit of ``parameter_bytes[0]``.
@@ -122,13 +117,10 @@ def synthetic_profile(  # noqa: PLR0913 (every argument has a default)
 
 
 def with_type(profile: Profile, name: str, slower: float, memory_bytes: int | None = None) -> Profile:
-    """Add a type of node on which the tasks of every section take ``slower`` times as long.
+    """Add a type of node on which the tasks of every section take ``slower`` times as long, with the profile's links.
 
-    Args:
-        profile: Its links count for the type, too.
-        name: Of the type.
-        slower: For example the published speed of the profile's device over that of the type.
-        memory_bytes: Of one device; None: no limit.
+    ``slower`` is for example the published speed of the profile's device over that of the type. ``memory_bytes`` are
+    those of one device; None: no limit.
     """
     environment = profile.environment.model_copy(
         update={"device": f"{name}, scaled", "device_memory_bytes": memory_bytes}

@@ -70,12 +70,7 @@ def bandwidth_bytes_per_s(link: LinkProfile) -> float:
 
 
 class AllReduce:
-    """AR(D, S) of one profile.
-
-    Args:
-        profile: A profile with measurements for ring sizes and bytes.
-        in_flight: Number of all-reduces that run at once on a node; the nearest measured number is used.
-    """
+    """AR(D, S) of one profile with ``in_flight`` all-reduces at once on a node; the nearest measured number is used."""
 
     def __init__(self, profile: Profile, in_flight: int = 1) -> None:
         measured = {entry.in_flight for entry in profile.all_reduce}
@@ -93,10 +88,7 @@ class AllReduce:
         self.zones: tuple[str, ...] = (profile.environment.zone,)
 
     def over_zones(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
-        """Return the times of rings over several zones, as if every message went from one zone to another.
-
-        The times are 0 if the profile has no links between zones.
-        """
+        """Return times as if every message of a ring went from one zone to another; 0 without links between zones."""
         if self._between_zones is None:
             return np.zeros(sizes_bytes.shape, np.int64)
         times = np.where(sizes_bytes > 0, _by_messages(self._between_zones, ring_size, sizes_bytes), 0.0)
@@ -150,14 +142,12 @@ class SlowestAllReduce:
         return cls(tuple({id(one): one for one in every}.values()))
 
     def times_ns(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
-        """See :class:`AllReduce`."""
         times: npt.NDArray[np.int64] = np.max([one.times_ns(ring_size, sizes_bytes) for one in self.each], axis=0)
         if len({zone for one in self.each for zone in one.zones}) > 1:
             times = np.maximum(times, self.each[0].over_zones(ring_size, sizes_bytes))
         return times
 
     def by_section_ns(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
-        """See :class:`AllReduce`."""
         times: npt.NDArray[np.int64] = np.max([one.by_section_ns(ring_size, sizes_bytes) for one in self.each], axis=0)
         zones = np.array(np.broadcast_arrays(*(one.zones for one in self.each)))
         crossing = (zones != zones[0]).any(axis=0)
@@ -180,7 +170,6 @@ class JoinedAllReduce:
         return tuple(self.each[place].zones[0] for place in self.type_of)
 
     def over_zones(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
-        """See :class:`AllReduce`."""
         return self.each[0].over_zones(ring_size, sizes_bytes)
 
     def times_ns(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
@@ -188,7 +177,6 @@ class JoinedAllReduce:
         return SlowestAllReduce(self.each).times_ns(ring_size, sizes_bytes)
 
     def by_section_ns(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
-        """See :class:`AllReduce`."""
         every = np.stack([one.by_section_ns(ring_size, sizes_bytes) for one in self.each])
         times: npt.NDArray[np.int64] = np.moveaxis(every, -1, 1)[self.type_of, np.arange(len(self.type_of))].T
         return times
@@ -205,11 +193,7 @@ def _growing(curve: Curve) -> Curve:
 
 
 def whole_ns(times_ns: Floats, what: str) -> npt.NDArray[np.int64]:
-    """Round times to whole nanoseconds.
-
-    Raises:
-        PlanError: the times are too large to be added up.
-    """
+    """Round times to whole nanoseconds; PlanError: they are too large to be added up."""
     longest_ns = float(times_ns.max(initial=0.0))
     if not longest_ns < _MOST_NS:
         raise PlanError(

@@ -27,8 +27,7 @@ def show_curve(
 ) -> None:
     """Plan for every number of GPUs, print the plans, and write them to ``csv`` and draw them to ``png``.
 
-    Raises:
-        PlanError: not even the largest number of GPUs can hold the job, or a file cannot be written.
+    Raises PlanError if not even the largest number of GPUs can hold the job, or a file cannot be written.
     """
     frame = plan_frame(profile, numbers[-1], request, min_gpus=numbers[0])
     if frame.empty:

@@ -28,16 +28,7 @@ _WIDTH_INCHES, _POINTS_PER_DIGIT = 15.0, 5.0
 
 
 def draw_timeline(simulation: Simulation, path: Path, max_replicas: int = 4) -> None:
-    """Write a PNG of a simulated mini-batch.
-
-    Args:
-        simulation: The simulation to draw.
-        path: The file.
-        max_replicas: At most so many replicas, the first ones, are drawn; the title says so.
-
-    Raises:
-        PlanError: naming the file, if it cannot be written.
-    """
+    """Write a PNG of a simulated mini-batch: of the first ``max_replicas`` replicas, which the title says."""
     plan, frame = simulation.plan, simulation.timeline
     replicas = min(max_replicas, plan.num_replicas)
     shown = "" if replicas == plan.num_replicas else f" (replicas 0-{replicas - 1} of {plan.num_replicas} shown)"
@@ -59,13 +50,8 @@ def draw_boxes(
 ) -> None:
     """Write a PNG: a row for each replica and stage, with coloured tasks and their numbers where these fit.
 
-    Args:
-        frame: A table like ``Simulation.timeline``.
-        name_replicas: Whether the labels of rows name replicas.
-        title: The title of the picture.
-        path: The file.
-        error: Raised, naming the file, if it cannot be written.
-        types: Types of GPU by stage, for the labels of rows.
+    ``frame`` is a table like ``Simulation.timeline``. ``error`` is raised, naming the file, if it cannot be written.
+    ``types``: types of GPU by stage, for the labels of rows.
     """
     end_s = float(frame["end_s"].max())
     factor, unit = next(((f, u) for f, u in _UNITS if end_s * f >= 1), _UNITS[-1])

@@ -65,13 +65,9 @@ def trace_table(title: str, told: Iterable[TraceStatistics]) -> Table:
 
 
 def draw_trace(trace: Trace, name: str, path: Path, model: TraceModel | None = None) -> None:
-    """Draw VMs over time, how many are lost at once, lifetimes and times between losses.
+    """Draw to a PNG: VMs over time, how many are lost at once, lifetimes and times between losses.
 
-    Args:
-        trace: The trace to draw.
-        name: Its name, for the title.
-        path: The PNG.
-        model: A model fitted to it; ``NUM_DRAWN`` traces drawn from the model are shown with it in every panel.
+    With a ``model`` fitted to the trace, ``NUM_DRAWN`` traces drawn from it are shown in every panel.
     """
     drawn = [] if model is None else [model.draw(seed, trace.duration_s) for seed in range(NUM_DRAWN)]
     with picture(path, TraceError, (10.0, 8.0), nrows=2, ncols=2) as (figure, axes):

@@ -10,11 +10,7 @@ KNEE = 0.05
 
 
 def num_micro_batches(profile: Profile, micro_batch_size: int) -> int:
-    """Return N = M / m.
-
-    Raises:
-        PlanError: M is not divisible by m; the message names the measured m that divide M.
-    """
+    """Return N = M / m. Raises PlanError if M is not divisible by m; the message names the measured m that divide M."""
     batch = profile.job.batch_size
     if batch % micro_batch_size:
         allowed = _list(_divisors(profile)) or "none of those measured"
@@ -30,8 +26,7 @@ def num_micro_batches(profile: Profile, micro_batch_size: int) -> int:
 def possible_micro_batch_sizes(profile: Profile, wanted: int | None = None) -> tuple[int, ...]:
     """Return the possible m in ascending order: ``wanted``, or the job's own, or all that were measured.
 
-    Raises:
-        PlanError: ``wanted`` was not measured or does not divide M, or no measured m divides M.
+    Raises PlanError if ``wanted`` was not measured or does not divide M, or no measured m divides M.
     """
     ranges.check_counts(micro_batch_size=wanted)
     fixed = wanted if wanted is not None else profile.job.micro_batch_size

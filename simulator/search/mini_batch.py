@@ -197,11 +197,7 @@ def _slots(slots: int | None, kind: PipelineKind, plan: Plan) -> int | None:
 
 
 def _check_unequal(conditions: Conditions) -> None:
-    """Refuse conditions under which pipelines of several kinds interact before they reduce.
-
-    Raises:
-        PlanError: a condition is one of these; the message names it.
-    """
+    """Refuse, with a PlanError, conditions under which pipelines of several kinds interact before they reduce."""
     off, redundant = Conditions().redundant_computation, conditions.redundant_computation
     given = {"jitter_seed": (conditions.jitter_seed, None), "redundant_computation": (redundant, off)}
     for field, (value, plain) in given.items():

@@ -139,12 +139,7 @@ class Mix:
 
 
 class Mixes:
-    """Mixes of pipelines on some types of node, with one micro-batch size and one schedule.
-
-    Args:
-        types: The pipelines of each type of node.
-        most_replicas: The largest D.
-    """
+    """Mixes of pipelines on some types of node, with one micro-batch size and schedule, and D <= ``most_replicas``."""
 
     def __init__(self, types: Sequence[Pipelines], most_replicas: int | None = None) -> None:
         self.types = tuple(types)
@@ -201,10 +196,7 @@ class Mixes:
     def settled(self, chosen: Chosen, stages: Stages, *, thorough: bool) -> tuple[int, tuple[int, ...]] | None:
         """Return the time (ns) of these pipelines with the best micro-batches of each kind; None if they do not fit.
 
-        Args:
-            chosen: The pipelines of the mix.
-            stages: See :meth:`Pipelines.costs`.
-            thorough: Whether micro-batches are moved between any two kinds, or only away from the kind that ends last.
+        If not ``thorough``, micro-batches are moved only away from the kind that ends last.
         """
         key = chosen, stages, thorough
         if key not in self._settled:
@@ -359,10 +351,7 @@ def _columns(lines: Sequence[Line], least: int = 2) -> tuple[Floats, Floats]:
 
 
 class Search:
-    """The search for one number of GPUs of each type; its answer depends on these numbers only.
-
-    ``limited``: whether bounds respect the memory limit; if not, only ``least_ns`` may be used.
-    """
+    """The search for one number of GPUs of each type; if not ``limited`` by memory, only ``least_ns`` may be used."""
 
     def __init__(self, mixes: Mixes, gpus: tuple[int, ...], *, limited: bool = True) -> None:
         self.mixes, self.gpus, self.total = mixes, gpus, mixes.total

@@ -41,10 +41,8 @@ _DOUBT = 1.02
 class Placed(Pipelines):
     """Pipelines of one kind, placed on nodes: all have equally many micro-batches and end together.
 
-    Args:
-        alone: The same pipelines on GPUs that are nodes of their own. The placed ones use their cuts and windows.
-        sweep: The shapes of the job on the nodes.
-        layout: The layout of all pipelines of the kind.
+    They use the cuts and windows of the same pipelines ``alone``, on GPUs that are nodes of their own. ``layout`` is
+    that of all pipelines of the kind.
     """
 
     def __init__(self, alone: Pipelines, sweep: Sweep, layout: Layout) -> None:
@@ -92,12 +90,7 @@ def unequal_on_nodes(
 ) -> Simulation | None:
     """Return the fastest unequal pipelines on nodes of several GPUs; None if equal pipelines are as fast.
 
-    Args:
-        profile: The measurements of calibration.
-        request: How to search for plans.
-        nodes: GPUs of each node, by type.
-        names: Names of the types.
-        equal: The best equal pipelines of each type, best first.
+    ``nodes``: GPUs of each node, by type. ``equal``: the best equal pipelines of each type, best first.
     """
     search = _OnNodes(profile, request, nodes, names)
     return search.best(equal)

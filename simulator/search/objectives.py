@@ -99,7 +99,6 @@ class Revocations:
     """How often nodes are revoked, and how long training pauses then.
 
     Args:
-        per_hour: Revocations of each living node per hour.
         pause_s: Seconds for which a morph stops training.
         replacement_s: Seconds from the revocation of a node until its replacement is in use.
         together: Number of nodes that one revocation takes. If fewer are living, it takes all of them.
@@ -151,13 +150,8 @@ class _Living:
 class MostProgress:
     """Most progress under revocations.
 
-    Args:
-        batch_size: M.
-        revocations: Rate and costs of revocations.
-        num_nodes: V.
-        num_used: Function that returns U of a shape.
-        fallback: Function that returns the examples per second of the best shape when this many nodes are missing, or
-            0 if no shape fits.
+    ``batch_size``: M; ``num_nodes``: V; ``num_used``: returns U of a shape. ``fallback`` returns the examples per
+    second of the best shape when this many nodes are missing, or 0 if no shape fits.
     """
 
     batch_size: int
@@ -240,11 +234,7 @@ class MostProgress:
 
 
 def usd_per_h_of(price: Price, used_sizes: Mapping[int, int]) -> float:
-    """Return the price per hour of nodes, given how many of each size are used.
-
-    Raises:
-        PlanError: a size without a price, or a price below 0.
-    """
+    """Return nodes' price per hour, given how many of each size are used; PlanError: a size has no valid price."""
     total = 0.0
     for size, number in used_sizes.items():
         per_gpu = cast("Mapping[int, float]", price).get(size) if isinstance(price, Mapping) else price

@@ -28,10 +28,8 @@ _NEVER = 2**62
 class PartitionTable:
     """The best partitions into each P in 1..K, of all sections and of the sections from each one on.
 
-    Attributes:
-        worst_ns: The slowest stage's time, or 2**62 where no partition fits in memory: [P, first section].
-        squares: Sums of squared times: [P, first section].
-        choice: End of the first stage: [P, first section].
+    Arrays over [P, first section]: ``worst_ns``, the slowest stage's time, or 2**62 where no partition fits in memory;
+    ``squares``, sums of squared times; ``choice``, the end of the first stage.
     """
 
     worst_ns: Ints
@@ -69,14 +67,8 @@ def partition_table(
 ) -> PartitionTable:
     """Return the best partitions for every P.
 
-    Args:
-        costs: The sections at one m.
-        schedule: The schedule, which decides windows and which stages recompute.
-        num_micro_batches: Micro-batches of one replica.
-        slope: See :func:`simulator.engine.schedules.stage_windows`.
-        memory_bytes: Memory per device; None: no limit.
-        single: Whether there is only one replica.
-        behind: The table of the last stages, for example on another type of node, and their number.
+    ``slope``: see :func:`simulator.engine.schedules.stage_windows`. ``behind``: the table of the last stages, for
+    example on another type of node, and their number.
     """
     memory = costs.memory(single=single)
     limit = None if memory_bytes is None else memory.usable_bytes(memory_bytes)

@@ -33,10 +33,7 @@ _EXACT = 12
 
 
 def anchor(num_micro_batches: int) -> int:
-    """Return the number of micro-batches for which windows are chosen: the same number if it is small.
-
-    Larger numbers are rounded up to one of four for each doubling.
-    """
+    """Return the number for which windows are chosen: a small one itself, others rounded up, to four per doubling."""
     if num_micro_batches <= _EXACT:
         return num_micro_batches
     step = 1 << ((num_micro_batches - 1).bit_length() - 3)
@@ -44,13 +41,7 @@ def anchor(num_micro_batches: int) -> int:
 
 
 class Pipelines:
-    """Pipelines on one type of node, with one micro-batch size and one schedule.
-
-    Args:
-        sweep: Shapes of the job on this type of node, with one micro-batch size.
-        schedule: The schedule of all pipelines.
-        node_type: The name of the type.
-    """
+    """Pipelines on one type of node, with one micro-batch size and one schedule."""
 
     def __init__(self, sweep: Sweep, schedule: Schedule, node_type: str) -> None:
         self.sweep, self.schedule, self.node_type = sweep, schedule, node_type
@@ -76,10 +67,7 @@ class Pipelines:
 
     @cached_property
     def bounds_ns(self) -> Ints:
-        """The least time (ns) of a pipeline of P stages within memory, for each of ``numbers``: int64[numbers, K + 1].
-
-        The bound is 2**62 where no P stages fit.
-        """
+        """The least time (ns) of P stages within memory, by ``numbers``: int64[numbers, K + 1]; 2**62: none fit."""
         found = np.min(
             [[setting.within_ns(number, beside=True) for number in self.numbers] for setting in self.settings], axis=0
         )

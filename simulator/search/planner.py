@@ -266,8 +266,7 @@ def _plan_pool(
 ) -> PlanChoice:
     """Return the best plan for GPUs of several types; ``pools``: a search that already knows them.
 
-    Raises:
-        PlanError: the pool has no GPUs, or the request does not allow a pool.
+    Raises PlanError if the pool has no GPUs, or the request does not allow a pool.
     """
     _check_pool(request, pool, on_nodes=True)
     nodes, unequal = request.nodes_of_types(pool), None
@@ -322,11 +321,6 @@ def advice(profile: Profile, request: PlanRequest, simulation: Simulation) -> st
 
     The shape is the planner's, its time that of :func:`simulate` with the same request. The sentence is also empty if
     slow workers or redundant computation are requested, because they belong to the simulated shape.
-
-    Args:
-        profile: The measurements of calibration.
-        request: The request with which the shape was simulated.
-        simulation: The simulation of the shape.
     """
     if request.slow or request.redundant_computation != "off":
         return ""
@@ -408,9 +402,7 @@ def pool_plan_table(
 
     Pools on which no plan fits are left out. All plans have the same m: the m with the highest sum of examples per
     second over the types, each with all of its GPUs. ``more``: fields of a request, which replace those of ``request``.
-
-    Raises:
-        PlanError: a pool has no GPUs, the profile has no such type, or the request does not allow a pool.
+    Raises PlanError if a pool has no GPUs, the profile has no such type, or the request does not allow a pool.
     """
     request, pool = replace(request, **more), most if isinstance(most, Pool) else Pool.of(most)
     _check_pool(request, pool, on_nodes=False)

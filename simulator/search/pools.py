@@ -47,10 +47,7 @@ _SUBSETS = {True: 16, False: 2}
 
 @dataclass(frozen=True)
 class Found:
-    """One answer: equal pipelines on one type or over two, or a mix.
-
-    ``node_types``: for equal pipelines, the type of each stage or one type for all stages.
-    """
+    """One answer: equal pipelines on one type or over two (``node_types``: of each stage, or one for all), or a mix."""
 
     mini_batch_ns: int
     workers: tuple[int, ...]
@@ -85,15 +82,7 @@ def allows_unequal(request: PlanRequest, *, on_nodes: bool = False) -> bool:
 
 
 class Pools:
-    """Answers for numbers of GPUs of some types.
-
-    Args:
-        profile: The measurements of calibration.
-        request: How to search for plans.
-        names: Names of the types; see :func:`of_pool_type`.
-        sweeps: Sweeps of the types, if they exist already.
-        most_replicas: The largest D.
-    """
+    """Answers for GPUs of some types; ``names``: see :func:`of_pool_type`; ``sweeps``: those that exist already."""
 
     def __init__(
         self,
@@ -129,8 +118,7 @@ class Pools:
     def best(self, gpus: Sequence[int], count: int = 1) -> list[Found]:
         """Return the fastest answers, best first: a mix of all types, unless equal pipelines of one are about as fast.
 
-        Raises:
-            PlanError: the job does not fit.
+        Raises PlanError if the job does not fit.
         """
         found = self._of_one_type_each(gpus, count)
         crossing = self.crossing(tuple(gpus), found[0] if found else None)
@@ -248,10 +236,7 @@ class Pools:
     ) -> Iterator[tuple[tuple[int, ...], Found]]:
         """Yield the best answer for every number of GPUs of each type up to ``most`` on which the job fits.
 
-        Args:
-            most: The largest number of GPUs of each type.
-            micro_batch_size: The m of all answers.
-            equal: For each type, the fastest equal pipelines by number of GPUs, where they fit.
+        ``equal``: for each type, the fastest equal pipelines by number of GPUs, where they fit.
         """
         mixes = self.mixes(micro_batch_size, self.request.schedule or "varuna")
         least: dict[tuple[int, ...], Found] = {}

@@ -60,11 +60,7 @@ _GAIN = 0.75
 
 
 def prices_of(request: PlanRequest, names: Sequence[str]) -> list[float]:
-    """Return dollars per GPU-hour of each type.
-
-    Raises:
-        PlanError: a type has no price.
-    """
+    """Return dollars per GPU-hour of each type; PlanError: a type has no price."""
     price, field = request.usd_per_gpu_hour, "usd_per_gpu_hour"
     by_type = dict[Any, float](price.items()) if isinstance(price, Mapping) else dict.fromkeys(names, price)
     found = [float(by_type.get(name) or by_type.get(type_and_zone(name)[0]) or math.nan) for name in names]
@@ -151,14 +147,8 @@ def within_budget(
 ) -> PlanChoice:
     """Return the best plan of GPUs that together cost no more than the budget.
 
-    Args:
-        pools: The search for plans on these types.
-        gpus: The available GPUs of each type.
-        request: The request, with a budget and prices.
-        answer: Function that returns the best plan on GPUs of each type, without the budget.
-
-    Raises:
-        PlanError: no plan fits, or none within the budget; the message names a budget that is enough.
+    ``answer`` returns the best plan on GPUs of each type, without the budget. Raises PlanError if no plan fits, or none
+    within the budget; the message names a budget that is enough.
     """
     budget, prices = request.budget_usd_per_h or 0.0, prices_of(request, pools.names)
     best, sign = answer(gpus), 1 if request.objective == "examples_per_s" else -1
@@ -216,11 +206,7 @@ def cheapest_enough(done: Sequence[Ints], total: int, usd_per_h: Sequence[float]
     """Return the cheapest numbers of GPUs of each type that finish ``total`` micro-batches; None if none do.
 
     Types are added one by one. After each, a choice is dropped if another does as much for the same price or less.
-
-    Args:
-        done: For each type, the micro-batches that 0, 1, ... GPUs finish.
-        total: The number of micro-batches.
-        usd_per_h: Price of a GPU of each type.
+    ``done``: for each type, the micro-batches that 0, 1, ... GPUs finish. ``usd_per_h``: price of a GPU of each type.
     """
     most, usd, counts = np.zeros(1, np.int64), np.zeros(1), np.zeros((1, 0), np.int64)
     for each, price in zip(done, usd_per_h, strict=True):
@@ -239,12 +225,7 @@ def cheapest_enough(done: Sequence[Ints], total: int, usd_per_h: Sequence[float]
 def maximal_within(numbers: Sequence[int], usd_per_h: Sequence[float], most_usd: float) -> Ints:
     """Return every choice of GPUs or nodes to which the budget cannot add one: [number of choices, number of kinds].
 
-    If there are very many choices, only some are returned, spread out evenly.
-
-    Args:
-        numbers: The available number of each kind.
-        usd_per_h: Price of one of each kind.
-        most_usd: The highest price of a choice.
+    If there are very many choices, only some are returned, spread out evenly. ``numbers`` are available of each kind.
     """
     prices, found = np.array(usd_per_h), _every(numbers[:-1])
     found = np.column_stack([found, np.zeros(len(found), np.int64)])
@@ -274,14 +255,8 @@ def _every(numbers: Sequence[int]) -> Ints:
 def cheapest(pools: Pools, gpus: Sequence[int], equal: Sequence[Found], usd_per_h: Sequence[float]) -> Found | None:
     """Return the mix with fewest dollars per example that surpasses equal pipelines; None if there is none.
 
-    Args:
-        pools: The search for plans on these types.
-        gpus: The available GPUs of each type. Unused GPUs cost nothing.
-        equal: The cheapest equal pipelines, best first. Mixes use their micro-batch sizes, too.
-        usd_per_h: Price of a GPU of each type.
-
-    Raises:
-        PlanError: the job does not fit.
+    Unused GPUs cost nothing. Mixes also use micro-batch sizes of ``equal``, the cheapest equal pipelines, best first.
+    Raises PlanError if the job does not fit.
     """
 
     def cost(found: Found) -> float:
@@ -311,12 +286,6 @@ def affordable(pools: Pools, gpus: Sequence[int], usd_per_h: Sequence[float], mo
     """Return GPUs of each type within a budget: all maximal choices if there are few, else promising ones.
 
     The promising choices are estimated to finish most micro-batches in the time in which any choice finishes all.
-
-    Args:
-        pools: The search for plans on these types.
-        gpus: The available GPUs of each type.
-        usd_per_h: Price of a GPU of each type.
-        most_usd: The highest price of a choice.
     """
     choices = maximal_within(gpus, usd_per_h, most_usd)
     if len(choices) > _CHOICES:
@@ -369,14 +338,7 @@ def _cheapest_crossing(
 
 @dataclass(frozen=True)
 class Offer:
-    """Nodes of one type and size that can be bought.
-
-    Attributes:
-        kind: The place of the type.
-        size: GPUs of one node.
-        number: The number of such nodes.
-        usd_per_h: Price of one node.
-    """
+    """Nodes of one type and size (GPUs) that can be bought; ``kind``: the type's place; ``usd_per_h`` of one node."""
 
     kind: int
     size: int
@@ -385,16 +347,9 @@ class Offer:
 
 
 class NodePurchases:
-    """Choices of nodes of several GPUs.
+    """Choices of nodes of several GPUs. Raises PlanError if a type or a size has no price.
 
-    Args:
-        profile: The measurements of calibration.
-        request: The request, with prices and an objective or a budget.
-        names: Names of the types; empty: the profile's own.
-        nodes: GPUs of each node, by type.
-
-    Raises:
-        PlanError: a type or a size has no price.
+    ``names`` of the types are empty for the profile's own. ``nodes``: GPUs of each node, by type.
     """
 
     def __init__(
@@ -420,12 +375,7 @@ class NodePurchases:
     def best(self, fastest: Callable[[list[tuple[int, ...]]], PlanChoice], count: int) -> PlanChoice:
         """Return the best plans on nodes that are worth buying, within the budget if there is one.
 
-        Args:
-            fastest: Function that returns the fastest plans on nodes, which are given by type.
-            count: The number of plans.
-
-        Raises:
-            PlanError: no plan fits, or none within the budget; the message names a budget that is enough.
+        Raises PlanError if no plan fits, or none within the budget; the message names a budget that is enough.
         """
         batch_size, is_cheap = self.sweeps[0].profile.job.batch_size, self.request.objective == "usd_per_example"
         costs: list[tuple[float, float, PlanChoice, int]] = []

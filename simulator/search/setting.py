@@ -42,16 +42,9 @@ class Rule(NamedTuple):
 class Setting:
     """One m, with recompute or without, under one or several schedules.
 
-    ``grouped``: with recompute, a stage that does not fit otherwise recomputes its sections in groups. This
-    includes the last stage, under every schedule.
-
-    Args:
-        profile: The measurements of calibration.
-        micro_batch_size: m.
-        recompute: Whether stages recompute the forward.
-        schedules: The schedules that may be used.
-        memory_bytes: Memory of one device; None: no limit.
-        rules: What a run holds besides the needs of a step.
+    ``grouped``: with recompute, a stage that does not fit otherwise recomputes its sections in groups. This includes
+    the last stage, under every schedule. ``schedules`` are those that may be used; ``rules``: what a run holds besides
+    the needs of a step.
     """
 
     def __init__(

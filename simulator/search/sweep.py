@@ -44,16 +44,7 @@ class Case(NamedTuple):
 
 
 class Sweep:
-    """Shapes of one profile.
-
-    Args:
-        profile: The measurements of calibration.
-        request: The limits of the search: schedule, memory, m, recompute.
-        conditions: Where and how the shapes run.
-
-    Raises:
-        PlanError: the memory or m is not possible, or the request has redundant computation.
-    """
+    """Shapes of one profile, within the limits of the request (schedule, memory, m, recompute)."""
 
     def __init__(self, profile: Profile, request: PlanRequest, conditions: Conditions) -> None:
         if request.redundant_computation != "off":
@@ -115,14 +106,12 @@ class Sweep:
         return self.profile.num_sections
 
     def under(self, conditions: Conditions) -> Sweep:
-        """Return this sweep under other conditions."""
         other = copy(self)
         other.shape_simulator = ShapeSimulator(conditions)
         other._forget()
         return other
 
     def without_memory_limit(self) -> Sweep:
-        """Return this sweep without a memory limit."""
         other = copy(self)
         other.memory_bytes = None
         other.settings = tuple(setting.without_memory_limit() for setting in self.settings if not setting.grouped)
@@ -204,10 +193,7 @@ class Sweep:
 
     @cached_property
     def _fitting(self) -> Flags:
-        """Whether P stages fit: as a lone replica, then beside others with most and with fewest micro-batches.
-
-        bool[3, K + 1].
-        """
+        """Whether P stages fit, alone, or beside others with most and with fewest micro-batches: bool[3, K + 1]."""
         found = np.zeros((3, self.num_sections + 1), np.bool_)
         for setting in self.settings:
             total = setting.num_micro_batches
@@ -216,11 +202,7 @@ class Sweep:
         return found
 
     def checked_depths(self, num_gpus: int, wanted: int | None, num_replicas: int | None) -> tuple[int, ...]:
-        """Return ``depths`` on this many GPUs.
-
-        Raises:
-            PlanError: there are none; the message says what is allowed or how much is enough.
-        """
+        """Return ``depths`` on this many GPUs; PlanError: there are none, saying what is allowed or enough."""
         most = self.num_sections
         most_replicas = min(num_gpus, self.total)
         if num_replicas is not None and num_replicas not in ranges.Range(1, most_replicas, whole=True):

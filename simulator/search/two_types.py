@@ -70,12 +70,7 @@ class Split(NamedTuple):
 
 
 class Border:
-    """Cuts of pipelines that begin on one type of node and end on another, with one m and with or without recompute.
-
-    Args:
-        first: The setting of the first stages.
-        second: The setting of the last stages.
-    """
+    """Cuts of pipelines that begin on one type of node and end on another, with one m and with or without recompute."""
 
     def __init__(self, first: Setting, second: Setting) -> None:
         self.settings = first, second
@@ -129,10 +124,7 @@ class Border:
         return int(np.minimum(*each).sum()) + self.settings[0].sections.commit_ns
 
     def bottleneck_ns(self, schedule: Schedule, most: int, num_first: int, num_second: int) -> Ints:
-        """Return the time of the slowest stage, by stages on the first and second type: [first + 1, second + 1].
-
-        The time is 2**62 where they do not fit in memory.
-        """
+        """Return the slowest stage's time, by stages on each type: [first + 1, second + 1]; 2**62 where none fit."""
         found = np.full((num_first + 1, num_second + 1), NEVER)
         has_limit = any(setting.memory_bytes is not None for setting in self.settings)
         rule = Rule(schedule, most if schedule == "gpipe" else 1)
@@ -144,12 +136,7 @@ class Border:
 
 
 class SplitSetting(Setting):
-    """A setting of pipelines that begin on one type of node and end on another, with fixed numbers of stages on each.
-
-    Args:
-        border: The cuts of the pipelines.
-        split: The numbers of stages.
-    """
+    """A setting of pipelines over two types of node, with fixed numbers of stages on each."""
 
     def __init__(self, border: Border, split: Split) -> None:
         vars(self).update(vars(border.settings[0]))
@@ -161,25 +148,20 @@ class SplitSetting(Setting):
         self._room, self._cuts, self._stages, self._unlimited = {}, {}, {}, None
 
     def sections_at(self, boundaries: Sequence[int]) -> SectionCosts:
-        """See :meth:`Setting.sections_at`."""
         return self.border.sections_at(int(boundaries[self.split.num_first]))
 
     def by_sections(self, cuts: Ints) -> Iterator[tuple[SectionCosts, slice | npt.NDArray[np.bool_]]]:
-        """See :meth:`Setting.by_sections`."""
         for border in np.unique(cuts[:, self.split.num_first]).tolist():
             yield self.border.sections_at(border), cuts[:, self.split.num_first] == border
 
     def bound_ns(self, depth: int, most: int) -> int:
-        """See :meth:`Setting.bound_ns`."""
         slowest = self.border.even(self.schedules[0], self.split.num_second).bottleneck_ns[depth]
         return (most - 1) * int(slowest) + self.border.fill_ns
 
     def least_ns(self, depth: int, most: int) -> int:
-        """See :meth:`Setting.least_ns`."""
         return self.bound_ns(depth, most) if self.fits(depth, most) else NEVER
 
     def has_room(self, rule: Rule, depth: int, most: int) -> bool:
-        """See :meth:`Setting.has_room`."""
         return self.memory_bytes is None or self.cut(rule, depth, most) is not None
 
     def _most_even(self, schedule: Schedule, depth: int) -> tuple[int, ...]:
@@ -191,14 +173,7 @@ class SplitSetting(Setting):
 
 
 class SplitPipelines(Pipelines):
-    """Pipelines that begin on one type of node and end on another, with fixed numbers of stages on each.
-
-    Args:
-        first: Pipelines of the first type.
-        second: Pipelines of the second type.
-        settings: Settings of pipelines with this split.
-        split: The numbers of stages.
-    """
+    """Pipelines that begin on one type of node and end on another, with fixed numbers of stages on each."""
 
     def __init__(self, first: Pipelines, second: Pipelines, settings: Sequence[SplitSetting], split: Split) -> None:
         self.sweep, self.schedule, self.total = first.sweep, first.schedule, first.total
@@ -208,7 +183,6 @@ class SplitPipelines(Pipelines):
 
     @property
     def node_types(self) -> tuple[str, ...]:
-        """See :attr:`Pipelines.node_types`."""
         return self._types
 
 
@@ -311,12 +285,7 @@ class SplitFound:
 
 
 class TwoTypes:
-    """The search for pipelines over two types, with one micro-batch size and schedule.
-
-    Args:
-        mixes: Mixes of pipelines of one type each.
-        sweeps: The sweep of each type with this micro-batch size.
-    """
+    """The search for pipelines over two types, with one micro-batch size and schedule."""
 
     def __init__(self, mixes: Mixes, sweeps: Sequence[Sweep]) -> None:
         self.mixes, self.sweeps, self.total = mixes, tuple(sweeps), mixes.total
@@ -330,10 +299,7 @@ class TwoTypes:
         self._alone: dict[tuple[Split, int], Outcome | None] = {}
 
     def best(self, gpus: tuple[int, ...], below_ns: float, *, quick: bool = False) -> SplitFound | None:
-        """Return the fastest mix with such pipelines on these GPUs that takes less than ``below_ns``; None: none does.
-
-        ``quick``: simulate only the most promising.
-        """
+        """Return the fastest such mix below ``below_ns``; None: none. ``quick``: simulate only the most promising."""
         is_tiny = sum(gpus) <= _TINY
         hopeful, rough = self._hopeful(gpus, below_ns * _HOPEFUL[is_tiny]), []
         num_ways, num_finals = (2, 1) if quick and not is_tiny else (_LOOKED_AT[is_tiny], _FINALS[is_tiny])

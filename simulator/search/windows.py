@@ -109,10 +109,7 @@ class Trial:
 
     @cached_property
     def closest_ns(self) -> int:
-        """Return a lower bound of the most even cut with windows that fit in memory.
-
-        For few micro-batches the bound also covers the neighbouring cuts.
-        """
+        """Return a lower bound of the most even cut within memory, and for few micro-batches of its neighbours."""
         costs = self._widest(None)
         windows = tuple(costs.times.window.tolist())
         if self.setting.grouped or self._windowed(costs.schedule, windows, costs.boundaries) is not None:

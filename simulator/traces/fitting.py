@@ -31,10 +31,8 @@ def fit(trace: Trace, *, window_s: float = WINDOW_S, start_hour: float = 0.0) ->
 
     Losses per VM and hour, numbers of VMs lost at once, and notices are those of the trace. The wanted number of VMs is
     its peak, and missing VMs are replaced after the trace's mean delay (Little's law). Hours of the day differ only if
-    the trace is longer than ``DAYS_FOR_HOURS``. Zones lose VMs together as often as in the trace, beyond chance.
-
-    Raises:
-        TraceError: no VM is ever lost in the trace, or no VM exists for any time.
+    the trace is longer than ``DAYS_FOR_HOURS``. Zones lose VMs together as often as in the trace, beyond chance. Raises
+    TraceError if no VM is ever lost in the trace, or no VM exists for any time.
     """
     told = statistics_of(trace, window_s)
     whole = told.get(ALL) or next(iter(told.values()))

@@ -44,13 +44,8 @@ class Place:
 def import_trace(path: Path, place: Place = Place(), seed: int = 0) -> Trace:
     """Read one file of any of the formats; it begins at time 0.
 
-    Args:
-        path: The file.
-        place: Facts that it does not contain.
-        seed: For drawing which VM is lost, where the file has only their number.
-
-    Raises:
-        TraceError: naming file, line (or entry), field, value and what is allowed.
+    ``place`` has facts that the file does not contain. ``seed`` draws which VM is lost, where there is only their
+    number. A TraceError names file, line (or entry), field, value and what is allowed.
     """
     text = read_text(path, TraceError, "utf-8-sig")
     first = next((line for line in text.splitlines() if line.strip()), "")

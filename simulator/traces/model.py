@@ -105,19 +105,10 @@ def spot_model(
     initial: int | None = None,
     **more: float | str,
 ) -> TraceModel:
-    """Return a model with equal zones.
+    """Return a model with equal zones. A ConfigError names an argument that is out of range.
 
     Args:
-        vms: Number of VMs wanted in all zones.
-        losses_per_vm_h: How often one VM is revoked, per hour.
         bulk_share: Share of revocations that take two or more VMs at once (2 + a geometric number, 3 on average).
-        replacement_s: Mean time until a missing VM is replaced.
-        num_zones: Number of zones over which the VMs are spread.
-        initial: Number of VMs at the beginning; default: all.
-        more: Fields of ``TraceModel``.
-
-    Raises:
-        ConfigError: naming the argument that is out of range.
     """
     if not 0 <= bulk_share <= 1:
         raise ConfigError("is out of range", field="bulk_share", value=bulk_share, allowed="0 to 1")
@@ -143,11 +134,7 @@ def spot_model(
 
 
 def load_model(path: Path) -> TraceModel:
-    """Read a model as JSON.
-
-    Raises:
-        ConfigError: naming file, field and value.
-    """
+    """Read a model as JSON; a ConfigError names file, field and value."""
     return read_json(path, TraceModel, ConfigError)
 
 

@@ -18,7 +18,6 @@ BOUND_S = 120.0
 
 
 def helpers_of(pid: int, module: str) -> list[psutil.Process]:
-    """Return every descendant of this process that runs a module."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         try:

@@ -158,7 +158,6 @@ def may_reset() -> bool:
 
 
 def kill_store(world: World, draw: random.Random) -> str:
-    """Kill the workers' rendezvous store."""
     store = _some(draw, world.family.named("morph.runtime.groups.store"))
     return f"store {store.pid}" if store and send(store, signal.SIGKILL) else ""
 

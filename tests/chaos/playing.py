@@ -61,7 +61,6 @@ class Played:
     is_piece: bool = False
 
     def add(self, other: Played) -> None:
-        """Add the figures of another run."""
         self.num_runs += 1
         self.faults += other.faults
         self.steps += other.steps

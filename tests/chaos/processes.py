@@ -15,11 +15,7 @@ MARK = "MORPH_CHAOS_RUN"
 
 
 class Family:
-    """The processes of a run; other processes are never signalled.
-
-    Args:
-        mark: The value of the environment variable ``MARK`` with which the run was started.
-    """
+    """The processes of a run that was started with ``MARK`` set to ``mark``; other processes are never signalled."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
@@ -28,10 +24,7 @@ class Family:
         """Processes that existed before; inspecting them repeatedly would take longer than everything else here."""
 
     def look(self) -> list[psutil.Process]:
-        """Return every living process of the run.
-
-        Call this often: an orphan is recognised by the parent that it had.
-        """
+        """Return every living process of the run. Call this often: an orphan is known by the parent it had."""
         found = {process.pid: process for process in psutil.process_iter() if process not in self._strangers}
         for process in found.values():
             if process.pid not in self._known and self._is_marked(process):

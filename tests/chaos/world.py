@@ -173,10 +173,7 @@ class World:
             clock.write(struct.pack("q", moved_s))
 
     def version(self) -> int:
-        """Return the newest decided version in the journal.
-
-        While its lines are being condensed, return the last one seen.
-        """
+        """Return the newest decided version in the journal, or the last one seen while lines are condensed."""
         query = "SELECT json_extract(payload_json, '$.version') FROM entries WHERE kind = 'decision'"
         rows = self._journal(f"{query} ORDER BY sequence DESC LIMIT 1")
         self._version = int(rows[0][0]) if rows else self._version
@@ -192,7 +189,6 @@ class World:
             return Size(self.version(), rss_mib, manager.num_fds(), manager.num_threads(), sum(files) / MIB)
 
     def status_cpu_s(self) -> float:
-        """Return the processor seconds of ``morph status``."""
         before = os.times()
         self._status()
         after = os.times()
@@ -244,10 +240,7 @@ class World:
         ]
 
     def story(self) -> str:
-        """Return the end of the output and the journal's path.
-
-        Both are kept, because the disk is removed with the run.
-        """
+        """Return the end of the output and the journal's path, both kept as the disk is removed with the run."""
         kept = self.folder / "run"
         shutil.copytree(self.run_dir, kept, ignore_dangling_symlinks=True)
         output = (self.folder / "output.log").read_text(encoding="utf-8", errors="replace").splitlines()

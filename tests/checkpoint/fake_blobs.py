@@ -31,10 +31,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass
 class BlobService:
-    """What is stored, who requested what, and faults.
-
-    The next request is answered with the first fault, if there is one.
-    """
+    """What is stored, who requested what, and faults; the first fault answers the next request."""
 
     key: str = field(default_factory=lambda: base64.b64encode(secrets.token_bytes(32)).decode())
     blobs: dict[str, bytes] = field(default_factory=dict)

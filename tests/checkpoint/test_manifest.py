@@ -194,7 +194,6 @@ UNITS = ("s0", "s1")
 
 
 def save(url: str, *versions: int) -> None:
-    """Write complete checkpoints of these versions."""
     for version in versions:
         written = [write_unit(url, version, unit, "vm0", {"w": torch.full((64,), float(version))}) for unit in UNITS]
         files = tuple(

@@ -25,10 +25,7 @@ CLOCK_S = 4.0
 
 @dataclass
 class Booked:
-    """The interval in which Morph counts a VM as billed, in seconds since 1970.
-
-    None for a VM that was never granted.
-    """
+    """The interval in which Morph counts a VM as billed, in seconds since 1970; None: it was never granted."""
 
     since_s: float | None = None
     gone_s: float | None = None
@@ -97,7 +94,6 @@ def splits(bill: Sequence[Life], run_dir: Path) -> list[Split]:
 
 
 def facts(run_dir: Path, name: str) -> list[str]:
-    """Return the details of every fact of this name, in order."""
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         told = [Fact.model_validate_json(entry.payload_json) for entry in journal.read() if entry.kind == "fact"]
     return [fact.detail for fact in told if fact.name == name]
@@ -117,7 +113,6 @@ def saved_before_loss(run_dir: Path, vm: str) -> int:
 
 
 def requests(run_dir: Path) -> Asked:
-    """Return the numbers of requested and granted VMs."""
     asked: dict[str, int] = {}
     granted: set[str] = set()
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:

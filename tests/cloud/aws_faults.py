@@ -256,7 +256,6 @@ def taken_over(ec2: FakeEc2, directory: Path) -> list[str]:
 
 
 def reconcile(ec2: FakeEc2, run: str = "tiny-1", job: str = "tiny") -> list[str]:
-    """Return the output of `morph cloud reconcile`."""
     told: list[str] = []
     options: dict[str, Any] = {"open_client": ec2.client, "bounds": Bounds(delete_s=30, poll_s=0.01)}
     try:

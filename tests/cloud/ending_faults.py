@@ -19,7 +19,6 @@ LOOK_S = 0.05
 
 
 def reconcile(arm: FakeArm, run: str = "tiny-1", job: str = "tiny", **where: str) -> list[str]:
-    """Return the output of `morph cloud reconcile`."""
     told: list[str] = []
     spec = SPEC.model_copy(update=where)
     try:

@@ -167,10 +167,7 @@ class World:
                     self.tell(NodeAppeared(node=node, request=event.request))
 
     def until(self, holds: Callable[[], object], what: str) -> None:
-        """Continue until a condition holds.
-
-        After ``BOUND_S``, raise an AssertionError with everything that was reported.
-        """
+        """Continue until a condition holds; after ``BOUND_S``, fail with everything that was reported."""
         until_s = time.monotonic() + BOUND_S
         while not holds():
             assert time.monotonic() < until_s, f"waited {BOUND_S:g} s for {what}: {self.told}"
@@ -205,7 +202,6 @@ class World:
         assert set(self.ready()) <= {vm.name for vm in self.provider.list()}
 
     def has(self, part: str) -> bool:
-        """Return whether a report contains this text."""
         return any(part in sentence for sentence in self.told)
 
     def die(self) -> None:
@@ -214,7 +210,6 @@ class World:
         self.server.close()
 
     def end(self) -> None:
-        """End the run, and collect its last reports."""
         self.die()
         self.shell.close()
         while (stamped := self.event_queue.get(0.0)) is not None:

@@ -94,7 +94,6 @@ class Host:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def processes(self) -> list[psutil.Process]:
-        """Return all processes on this host."""
         mine = _namespace_of(self.pid)
         return [process for process in psutil.process_iter() if _namespace_of(process.pid) == mine]
 

@@ -51,8 +51,6 @@ class Taking:
 
 @dataclass
 class Taken:
-    """A VM that was taken, and how it was taken."""
-
     vm: str
     taking: Taking
     version: int
@@ -137,7 +135,6 @@ class Life:
         return read_report(self.run_dir)
 
     def _manage(self, arguments: Sequence[str], waiting: deque[Taking]) -> None:
-        """Run the manager to its end."""
         program = ["-m", "morph.cli.main"] if self.secrets_path is None else ["-c", RECORDED, str(self.secrets_path)]
         command = [sys.executable, *program, *arguments, "--log-format", "json"]
         if self.uid:

@@ -109,7 +109,6 @@ class Region(FakeArm):
             thread.start()
 
     def close(self) -> None:
-        """Stop serving, and end every VM."""
         self._over.set()
         self.http.shutdown()
         for thread in self._threads:
@@ -142,10 +141,7 @@ class Region(FakeArm):
             return [name for name in self._running if name not in warned]
 
     def take(self, name: str, notice_s: float | None, *, false_alarm: bool = False) -> bool:
-        """Evict a VM, at once or after a notice of this many seconds; return whether the VM exists.
-
-        ``false_alarm``: the notice is withdrawn instead.
-        """
+        """Evict a VM, at once or after a notice, withdrawn if a ``false_alarm``; return whether the VM exists."""
         with self.lock:
             if name not in self._running:
                 return False

@@ -32,7 +32,6 @@ def _told(node: Node) -> tuple[Any, ...]:
 
 
 def plainly(model: Callable[[], nn.Module], loss: Any, batch: dict[str, Tensor]) -> list[tuple[Any, ...]]:
-    """Return the same for the plain model."""
     found: list[tuple[Any, ...]] = []
     real = functional.scaled_dot_product_attention
 

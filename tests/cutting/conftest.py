@@ -44,10 +44,7 @@ def run_sections(
     batch: dict[str, Tensor],
     before: Callable[[int], object] = lambda index: None,
 ) -> Result:
-    """Run forward, then recompute and backward of each section, with detached inputs.
-
-    Return the loss and the gradients.
-    """
+    """Run forward, recompute and backward of each section, with detached inputs; return loss and gradients."""
     parameters = {name: initial[name].clone().requires_grad_() for name in cut_model.parameter_specs}
     state = {**parameters, **{name: initial[name].clone() for name in cut_model.buffer_specs}}
     stored: list[tuple[Tensor, ...]] = [()]
@@ -81,7 +78,6 @@ def _leaves(section: Section, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def build_whole(job: Job, initial: Mapping[str, Tensor]) -> nn.Module:
-    """Build the user's model with the given weights."""
     model = training_mode(job.model())
     with torch.no_grad():
         for name, value in (*model.named_parameters(), *model.named_buffers()):

@@ -188,7 +188,6 @@ def test_a_terminal_s_size_makes_no_other_cut(
 
 
 def made_here(job_path: str, num_sections: int = 2, m: int = 2) -> CutJob:
-    """Cut a job without any cache."""
     with imported_once(job_path):
         job = load_job(job_path)
         exported = EXPORT_JOB(job)
@@ -306,7 +305,6 @@ def rewritten(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], No
 
 
 def graph(form: dict[str, Any]) -> list[Any]:
-    """Return the graph of the first section."""
     sections, *_ = form["model"]["CutModel"]
     found: list[Any] = next(field["graph"] for field in sections["tuple"][0]["Section"] if "graph" in (field or {}))
     return found

@@ -326,10 +326,7 @@ def test_layers_that_are_dropped_between_modules_are_refused_and_may_drop_themse
 
 
 class Packed(nn.Module):
-    """Packed texts.
-
-    What crosses the cut is the last state, or the states padded to the longest text of the micro-batch.
-    """
+    """Packed texts; the last state crosses the cut, or states padded to the longest text of the micro-batch."""
 
     def __init__(self, last: bool) -> None:
         super().__init__()

@@ -34,10 +34,7 @@ def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 class Changing(nn.Module):
-    """A model that runs ``between`` among its layers.
-
-    With ``decides`` torch.export refuses it, so that it is cut at marks.
-    """
+    """A model that runs ``between`` among its layers; with ``decides`` it is cut at marks, not by torch.export."""
 
     def __init__(self, between: Forward, decides: bool) -> None:
         super().__init__()

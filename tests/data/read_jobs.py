@@ -22,10 +22,7 @@ HERE = Path(__file__)
 
 
 class Drawn:
-    """Numbers from each global generator, and a picture with its colours in the last dimension.
-
-    Counts its own reads.
-    """
+    """Numbers from each global generator, and a picture with colours last; counts its own reads."""
 
     def __init__(self, size: int = 20) -> None:
         self.size, self.num_reads = size, 0

@@ -55,10 +55,7 @@ class Reading:
 
 @contextmanager
 def reading(name: str, count: int = 2, *, is_forked: bool = True, **options: Any) -> Iterator[Reading]:
-    """Open loaders.
-
-    With ``is_forked``, data workers are forked from a process that has torch, which a user's load themselves.
-    """
+    """Open loaders; ``is_forked``: data workers come from a process that has torch, which a user's load themselves."""
     with mock.patch("morph.data.prefetch.subprocess", SUBPROCESS) if is_forked else nullcontext():
         found = Reading(name, count, **options)
         try:

@@ -189,7 +189,6 @@ def _alike(view: Any, *args: Any) -> Tensor:
 
 
 def is_on_device(value: Any) -> bool:
-    """Return whether this is a tensor of the device."""
     return isinstance(value, Tensor) and value.device.type == NAME
 
 

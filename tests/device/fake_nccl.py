@@ -83,12 +83,9 @@ class FakeCommunicator:
 
 
 class FakeNccl:
-    """See ``Library``.
+    """See ``Library``; ``uuid`` is the device's.
 
-    Args:
-        device: Where communicators work.
-        uuid: The device's.
-        kill_at: The process ends when it launches the n-th operation of this kind, or forms the n-th communicator.
+    ``kill_at``: the process ends when it launches the n-th operation of this kind, or forms the n-th communicator.
     """
 
     def __init__(self, device: FakeDevice, uuid: str, kill_at: tuple[str, int] | None = None) -> None:

@@ -51,7 +51,6 @@ class Spec:
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
-    """Return the description of a tensor for its receiver."""
     return Spec(tuple(tensor.shape), tensor.dtype)
 
 
@@ -88,7 +87,6 @@ class Pair:
             list(pool.map(form, "ab"))
 
     def channel(self, member: str) -> Channel:
-        """The channel from ``a`` to ``b``."""
         return self.groups[member].channel(self.names[0], sender="a")
 
     def ring(self, member: str, number: int = 0) -> Ring:

@@ -42,7 +42,6 @@ def adam(parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
 
 
 def unit_state(seed: int) -> UnitState:
-    """Return a unit on the device after one step."""
     draw = torch.Generator().manual_seed(seed)
     tensors = {name: placed(torch.randn(shape, generator=draw)) for name, shape in SIZES.items()}
     state = UnitState(UNIT, tensors, adam, num_micro_batches=2, exact=True, for_good=True)

@@ -65,10 +65,7 @@ def with_mailboxes(crew: Crew, of_last: FakeMailRoom | None = None) -> None:
 
 
 def with_rings(crew: Crew, kill_at: tuple[str, int] | None = None, *, shared: bool = False) -> None:
-    """Give each worker a device with rings, in which the last worker dies.
-
-    ``shared``: they all claim the same device.
-    """
+    """Give workers devices with rings, in which the last one dies; ``shared``: all claim the same device."""
     for name in NAMES:
         _give_device(crew, name, "GPU" if shared else f"GPU-{name}", kill_at if name == LOST else None)
 
@@ -79,7 +76,6 @@ def _give_device(crew: Crew, name: str, *arguments: object) -> None:
 
 
 def send_step(crew: Crew) -> None:
-    """Let every worker begin the next step."""
     for name in NAMES:
         crew.members[name].send("step", crew.step_order())
 

@@ -63,7 +63,6 @@ class Neighbours:
 
 
 def poll(condition: Callable[[], bool], what: str) -> None:
-    """Wait until ``condition`` holds."""
     deadline_s = time.monotonic() + BOUND_S
     while not condition():
         assert time.monotonic() < deadline_s, f"waited {BOUND_S:g} s for {what}"

@@ -11,8 +11,6 @@ from tests.device.fake_nccl import FakeNccl
 
 @dataclass
 class WorkerDevice:
-    """The fakes of this process."""
-
     device: FakeDevice | None = None
     nccl: FakeNccl | None = None
 

@@ -87,11 +87,7 @@ class Explorer:
     _path: list[tuple[int, Label]] = field(default_factory=list)
 
     def run(self) -> tuple[int, int]:
-        """Return the number of worlds, and the most messages that a member sends.
-
-        Raises:
-            BrokenError: An invariant does not hold.
-        """
+        """Return the number of worlds, and a member's most messages; BrokenError: an invariant is broken."""
         scenario = self.scenario
         founders = tuple(range(scenario.num_members))
         everyone = tuple(range(scenario.num_members + scenario.num_joiners))
@@ -205,10 +201,7 @@ class Explorer:
         return None
 
     def _without_beaten(self, world: World) -> World:
-        """Drop messages without effect at their receivers.
-
-        They stay without effect, because better attempts are never given up.
-        """
+        """Drop messages without effect, which stay so because better attempts are never given up."""
         for (sender, me), messages in world.channels:
             while messages and self._changes_nothing(world, me, sender, messages[0]):
                 world = self._taken(world, sender, me)

@@ -193,10 +193,7 @@ def test_parameters_are_those_of_a_plain_loop(case: str) -> None:
 
 
 class Sentences(Data):
-    """Sequences with and without labels.
-
-    Samples from ``BATCH`` to twice ``BATCH``, in the order of ``by_token``, have none.
-    """
+    """Sequences with and without labels: none from ``BATCH`` to twice ``BATCH``, in the order of ``by_token``."""
 
     def __init__(self) -> None:
         super().__init__(num_labels=5)

@@ -124,10 +124,7 @@ def die_in_the_middle_of_a_model() -> None:
 
 
 def meet(step: int, num: int) -> list[int]:
-    """Wait, in the middle of a step, for the others that are to end in it, so that none sees another go.
-
-    Return them all.
-    """
+    """Wait, within a step, for the others that are to end in it, so that none sees another go; return them all."""
     (FOLDER / f"going-{step}-{os.getpid()}").touch()
     while len(pids := [int(path.name.split("-")[-1]) for path in FOLDER.glob(f"going-{step}-*")]) < num:
         time.sleep(0.005)

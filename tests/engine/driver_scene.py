@@ -86,7 +86,6 @@ class FakePool:
         self.calls.append(f"{kind} {worker}")
 
     def hold_back(self, worker: str, step: int) -> list[WorkerAnswered]:
-        """Keep a worker's answer to a step; return the list that will hold it."""
         self.held = (worker, step)
         return self.late
 

@@ -68,8 +68,6 @@ class Callers:
 
 
 class LinkScene:
-    """A server on the loopback."""
-
     def __init__(self) -> None:
         self.told = Told()
         self.entrance = Entrance(listen("127.0.0.1"), new_secret())

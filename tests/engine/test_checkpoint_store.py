@@ -20,7 +20,6 @@ from tests.checkpoint.test_manifest import _flipped, save
 
 
 def found(url: str, at_most: int | None = None) -> Event:
-    """Return the events of a store after one question."""
     events = EventQueue()
     store = CheckpointStore(url, CheckpointRules(), events)
     store.find(at_most)

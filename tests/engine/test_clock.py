@@ -4,8 +4,6 @@ from manager.engine.loop.event_queue import RunClock
 
 
 class Machine:
-    """This machine's two clocks."""
-
     def __init__(self) -> None:
         self.wall_s, self.up_s = 1_000_000.0, 50.0
 

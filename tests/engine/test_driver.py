@@ -39,10 +39,7 @@ def test_the_journal_gives_back_the_state_in_which_the_run_ended(make_run: Calla
 
 
 def train_on_once_granted(run: Run, worker: str) -> None:
-    """Hold a worker's answer to step 2 until a grant is reported:
-
-    VMs are up earlier, and the run could be over by then.
-    """
+    """Hold a worker's answer to step 2 until a grant is reported, because the run could be over by then."""
     late, granted = run.pool.hold_back(worker, 2), threading.Event()
 
     def answer(observed: Observed) -> None:

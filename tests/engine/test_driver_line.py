@@ -23,8 +23,6 @@ BOUND_S = 30.0
 
 
 class Drivers:
-    """Plays one driver after another."""
-
     def __init__(self) -> None:
         self._launched: queue.Queue[socket.socket] = queue.Queue()
         self._connection: socket.socket | None = None
@@ -41,16 +39,13 @@ class Drivers:
         assert self.line.wait_for_nodes(lambda nodes: nodes == workers, BOUND_S)
 
     def say(self, told: Hello | Told | Nodes) -> None:
-        """Send a message."""
         self.write(write(told))
 
     def write(self, line: bytes) -> None:
-        """Send any bytes."""
         assert self._connection is not None
         self._connection.sendall(line)
 
     def order(self) -> Start | Kill:
-        """Return the next order."""
         return read_order(self._orders.readline())
 
     def end(self) -> None:

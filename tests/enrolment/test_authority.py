@@ -52,7 +52,6 @@ def request_with(
 
 
 def with_another_key(pem: str) -> str:
-    """Return the request with another key than the one that signed it."""
     kind, form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     request = x509.load_pem_x509_csr(pem.encode())
     theirs, ours = (key.public_bytes(kind, form) for key in (request.public_key(), new_key().public_key()))
@@ -143,10 +142,7 @@ def context(server: bool, authority: Authority, chain: Path, trusted: Path) -> s
 
 
 def meet(authority: Authority, folder: Path, asked: str) -> str:
-    """Let two processes of the run connect, one of which expects an address.
-
-    Return what they exchange, or the error.
-    """
+    """Let two processes of the run connect, one expecting an address; return what they exchange, or the error."""
     chain, trusted, key = folder / "chain.pem", folder / "authority.pem", new_key()
     chain.write_bytes(certificate_of(authority, key).encode() + key_pem(key))
     ours, theirs = socket.socketpair()

@@ -71,7 +71,6 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def credential(secret: str = SECRET) -> str:
-    """Return the nodes' credential."""
     return authority_of(secret).credential("node")
 
 

@@ -48,10 +48,7 @@ def unchanged(message: bytes) -> bytes:
 def man_in_the_middle(
     port: int, source: str, of_caller: Change = unchanged, of_listener: Change = unchanged
 ) -> Iterator[int]:
-    """Stand between one caller and a listener, where each TLS record may be changed.
-
-    Yield the address for the caller.
-    """
+    """Stand between a caller and a listener, where TLS records may be changed; yield the address for the caller."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(BOUND_S)
 

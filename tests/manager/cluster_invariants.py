@@ -42,7 +42,6 @@ from morph.contract.vm_names import beside, vm_of
 
 
 def check_state(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """Check the invariants of the state, and that every decision has a reason."""
     try:
         validate(decision.state)
     except BrokenState as error:
@@ -51,10 +50,7 @@ def check_state(cluster: SimulatedCluster, before: ControllerState, event: Event
 
 
 def check_versions(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """Check that a step is decided exactly when every member has prepared it.
-
-    It is undone only if its state is lost.
-    """
+    """Check that a step is decided exactly when all members prepared it, and undone only if its state is lost."""
     old, new = before.version, decision.state.version
     if isinstance(event, ManifestWritten):
         cluster.told_written.add(event.version)

@@ -55,7 +55,6 @@ class Script:
         self.last: Decision | None = None
 
     def tell(self, event: Event, at_s: float | None = None) -> tuple[Action, ...]:
-        """Give the controller one event; return its actions."""
         self.now_s = self.now_s + 0.1 if at_s is None else at_s
         self.last = decide(self.state, event, self.now_s)
         self.state = self.last.state
@@ -63,10 +62,7 @@ class Script:
         return self.last.actions
 
     def wake(self) -> tuple[Action, ...]:
-        """Let time pass until a tick finds something to do.
-
-        A tick after a wait that ended early only schedules the next tick.
-        """
+        """Let time pass until a tick finds something to do; one after a wait that ended early only sets the next."""
         for _ in range(5):
             assert self.last is not None
             assert self.last.wake_at_s is not None
@@ -128,7 +124,6 @@ class Script:
         return self.tell(WorkerAnswered(worker=worker, answer=answer))
 
     def prepared_answer(self, worker: str, overflowed: bool = False) -> Prepared:
-        """Return a worker's answer to the present step."""
         return Prepared(
             worker=worker,
             generation=self.state.generation,
@@ -179,7 +174,6 @@ def unit_written(worker: str, version: int, unit: str) -> UnitWritten:
 
 
 def receivers(actions: Sequence[Action], kind: type[SendReshape] | type[SendStep] | type[SendCommit]) -> list[str]:
-    """Return the workers that get an order of this kind."""
     return sorted(action.worker for action in actions if isinstance(action, kind))
 
 

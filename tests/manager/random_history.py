@@ -134,7 +134,6 @@ def play(seed: int, num_steps: int = 8, evaluation: EvaluationSize | None = None
 
 
 def play_all(seeds: Iterable[int]) -> int:
-    """Play several histories; return their number."""
     return len([play(seed).seed for seed in seeds])
 
 
@@ -160,7 +159,6 @@ class Reached:
 
 
 def reached_by(seeds: Iterable[int]) -> Reached:
-    """Play several histories; return what they reached."""
     reached = Reached()
     for seed in seeds:
         reached.add(play(seed))

@@ -295,10 +295,7 @@ class SimulatedCluster(World):
         return self.history[-1][2].wake_at_s if self.history else None
 
     def emit(self, event: Event) -> None:
-        """Give an event to the controller, check the decision, and carry it out.
-
-        A manager that is down gets no events.
-        """
+        """Give the controller an event unless the manager is down, check the decision, and carry it out."""
         if self.finish is not None or self.down or getattr(event, "worker", None) in self.forgotten:
             return
         before = self.state
@@ -354,7 +351,6 @@ class SimulatedCluster(World):
     def die_before_acting(
         self, cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision
     ) -> None:
-        """Die with the decision in the journal, before any of its actions."""
         self.observers = self.observers[:-1]
         self.go_down()
 
@@ -404,7 +400,6 @@ class SimulatedCluster(World):
             self.provider.add_node()
 
     def kill_some(self, count: int) -> None:
-        """Kill this many living workers at once."""
         living = [name for name, worker in self.workers.items() if worker.alive]
         for name in self.random.sample(living, min(count, len(living))):
             self.kill(name)
@@ -497,7 +492,6 @@ class SimulatedCluster(World):
         self.emit(CheckpointFound(manifest=manifest, passed_over=told))
 
     def manifest_of(self, version: int) -> Manifest:
-        """Return a manifest as it is on storage."""
         return Manifest(fingerprint="f", version=version, units=FILES, judged=self.judged.get(version, Judged()))
 
     def write_manifest(self, version: int, first: ControllerState) -> None:

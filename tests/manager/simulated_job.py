@@ -139,7 +139,6 @@ def facts_of(version: int, share: float) -> Decided:
 
 @functools.cache
 def scale_of(version: int, share: float) -> LossScale:
-    """Return the loss scale that every unit holds at a version."""
     scale = FIRST_SCALE
     for step in range(version):
         scale = scale.after(skipped=broken_unit(step, share) is not None)

@@ -108,7 +108,6 @@ class Faults:
 
 
 def order_key(action: Order) -> OrderKey:
-    """Return the key by which a repeated order is recognised."""
     order = action.order
     if isinstance(action, SendStep):
         return action.kind, order.generation, action.order.step, action.order.attempt
@@ -192,7 +191,6 @@ class World:
         heapq.heappush(self.queue, (time_s, next(self.sequence), action))
 
     def next(self) -> None:
-        """Play the next event."""
         self.check(bool(self.queue), "nothing will ever happen again")
         self.now_s, _, action = heapq.heappop(self.queue)
         action()
@@ -222,7 +220,6 @@ class World:
             raise self.broken(what)
 
     def broken(self, what: str) -> BrokenHistoryError:
-        """Return the error that shows the history."""
         again = f"python tests/manager/random_history.py {self.seed}"
         return BrokenHistoryError(f"seed {self.seed}: {what}\n{self.told()}\nseed {self.seed}: {what}; again: {again}")
 
@@ -244,10 +241,7 @@ Key = tuple[int, str, str]
 
 @dataclass
 class Stream:
-    """A stream from one sender to one receiver.
-
-    ``versions``: the version of each unit that the receiver has or will have.
-    """
+    """A stream from a sender to a receiver; ``versions``: of each unit that the receiver has or will have."""
 
     units: tuple[str, ...]
     versions: dict[str, int] = field(default_factory=dict)
@@ -258,8 +252,6 @@ class Stream:
 
 
 class SimulatedPreCopy:
-    """All pre-copy streams of a history."""
-
     def __init__(self, world: World, tell: Callable[[Event], None], workers: dict[str, SimulatedWorker]) -> None:
         self.world, self.tell, self.workers = world, tell, workers
         self.streams: dict[Key, Stream] = {}
@@ -363,10 +355,7 @@ class SimulatedPreCopy:
         return not stream.broken and stream.follows and stream.versions.get(unit) == order.version
 
     def change_over(self, name: str, *, went_well: bool) -> None:
-        """End a reshape: if it succeeded, everything that the worker sent has arrived.
-
-        Otherwise drop its pre-copies.
-        """
+        """End a reshape: all that the worker sent has arrived, or its pre-copies are dropped."""
         for _, stream in self.of(name, sending=True):
             stream.left |= went_well
         if not went_well:
@@ -437,10 +426,7 @@ class SimulatedFollowing:
         return True
 
     def copies(self, name: str, step: int) -> list[PartialSum]:
-        """Return a worker's copies of others' sums when it gives up a step.
-
-        A copy holds whole groups of micro-batches, or none.
-        """
+        """Return copies of others' sums when a worker gives up a step: whole groups of micro-batches, or none."""
         shape, found = self.workers[name].shape, list[PartialSum]()
         assert shape is not None
         every = shape.copy_sums_every
@@ -489,10 +475,7 @@ def runs_what_is_missing(salvage: Salvage, units: Mapping[str, Sequence[int]], n
 
 
 class SimulatedWorkers:
-    """Every worker of a history.
-
-    ``tell`` gives an event to the manager; ``checkpoints`` is the content of storage.
-    """
+    """Every worker of a history. ``tell`` gives an event to the manager; ``checkpoints`` is the content of storage."""
 
     def __init__(self, world: World, tell: Callable[[Event], None], checkpoints: set[int]) -> None:
         self.world, self.tell, self.checkpoints = world, tell, checkpoints
@@ -530,10 +513,7 @@ class SimulatedWorkers:
             self.world.at(self.world.between(0.01, 0.1), lambda: self.tell(lost))
 
     def die(self, name: str, *, told: bool = True) -> None:
-        """Kill a worker: the manager learns of it soon, late, or by its own time-outs.
-
-        Connections of busy peers are reset.
-        """
+        """Kill a worker: the manager learns of it soon, late, or by time-outs; busy peers' connections are reset."""
         world, worker = self.world, self.all[name]
         if not worker.alive:
             return
@@ -558,7 +538,6 @@ class SimulatedWorkers:
             self.give_up(name, peer_lost=True)
 
     def peers_of(self, order: SendReshape | SendStep) -> frozenset[str]:
-        """Return the workers with which an order makes a worker communicate."""
         members = self.members[order.order.generation]
         if isinstance(order, SendReshape):
             sources = order.order.sources
@@ -696,7 +675,6 @@ class SimulatedWorkers:
                 worker.begun_sums = None
 
     def followed_by(self, name: str) -> set[str]:
-        """Return the units that a worker follows in its shape."""
         shape = self.all[name].shape
         return {unit for f in shape.follows if f.follower == name for unit in f.units} if shape is not None else set()
 
@@ -752,7 +730,6 @@ class SimulatedWorkers:
                 worker.sums.parts.append(entry.sum)
 
     def cannot_load(self, name: str, order: ReshapeOrder) -> bool:
-        """Return whether a worker reads a checkpoint for this order and cannot load it."""
         if not any((source.peer or source.worker) == name and source.kind == "checkpoint" for source in order.sources):
             return False
         fails = self.world.chance(self.world.faults.load_failure)
@@ -836,7 +813,6 @@ class SimulatedWorkers:
     # --- giving up -------------------------------------------------------------------------------------------
 
     def aborted(self, name: str, generation: int, *, peer_lost: bool) -> Answer:
-        """Return the answer of a worker that gave up."""
         kept = self.all[name].sums.told()
         return Aborted(worker=name, generation=generation, peer_lost=peer_lost, kept=kept)
 

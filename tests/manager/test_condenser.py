@@ -87,7 +87,6 @@ class Both(JournalledCluster):
         return self.short
 
     def close(self) -> None:
-        """Stop writing."""
         assert self.short.keeper is not None, "it failed, and was left out"
         self.journal.close()
         self.short.close()

@@ -278,10 +278,7 @@ def test_auto_follows_only_while_that_pays() -> None:
 
 
 def small_job(**fields: object) -> ControllerConfig:
-    """Return a job of at most one replica, with steps whose gradients take 0.6 ms to send.
-
-    Losses are almost unknown.
-    """
+    """Return a job with one replica at most and almost no losses, whose gradients take 0.6 ms to send."""
     per_unit = 3 * 10_000
     return make_config(
         plans={2: make_plan(2, 1), 3: make_plan(3, 1)},

@@ -113,7 +113,6 @@ def test_an_error_of_the_controller_comes_out_as_it_was_raised() -> None:
 
 
 def is_step(event: Event) -> bool:
-    """Return whether the only event was the end of a step."""
     return isinstance(event, AnsweredAlike) and isinstance(event.answer, Prepared)
 
 

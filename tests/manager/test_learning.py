@@ -293,8 +293,6 @@ def test_a_slow_workers_times_teach_nothing() -> None:
 
 
 class JournalledScript(Script):
-    """A script that records its events in a journal."""
-
     def __init__(self, journal: Journal, **fields: object) -> None:
         super().__init__(**fields)
         self.journal = journal

@@ -200,10 +200,7 @@ def test_with_one_replica_the_profile_says_who_is_slow() -> None:
 
 
 def unequal(slow: dict[str, float], *kinds: tuple[int, int, str]) -> Script:
-    """Let pipelines of these kinds report times longer than the profile's by these factors.
-
-    The only plan uses them all.
-    """
+    """Let these kinds of pipelines, of the only plan, report times longer than the profile's by these factors."""
     plan = make_unequal(*kinds)
     script = Script(plans={plan.num_workers: plan}, expected_nodes=plan.num_workers, section_compute_s=(1.0,) * 6)
     script.ready(*(f"n{number}" for number in range(1, plan.num_workers + 1)))

@@ -30,7 +30,6 @@ from morph.contract.messages import MicroBatchLoss
 
 
 def report_on(run_dir: Path, faults: Faults, num_nodes: int, seed: int = 0) -> tuple[JournalledCluster, RunReport]:
-    """Play a journalled run, and read its report."""
     cluster = JournalledCluster(seed, run_dir, faults, expected_nodes=num_nodes)
     assert cluster.run(num_nodes).outcome == "finished"
     cluster.journal.close()

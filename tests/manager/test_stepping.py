@@ -275,7 +275,6 @@ def started(loss_scale: LossScale | None = None) -> Script:
 
 
 def norms_of(script: Script, worker: str) -> dict[str, float]:
-    """Return the norms that a member reports of its units."""
     assert script.state.plan is not None
     needed = units_by_stage(script.state.plan, UNITS)
     stage = next(slot.stage for slot in script.state.slots if slot.worker == worker)
@@ -291,7 +290,6 @@ def prepare_all(script: Script, **last: object) -> tuple[Action, ...]:
 
 
 def orders(actions: tuple[Action, ...]) -> list[Decided | None]:
-    """Return the decision that each order carries."""
     return [action.order.decided for action in actions if isinstance(action, SendStep | SendCommit | SendReshape)]
 
 

@@ -37,8 +37,6 @@ def alarms(
     """Let every member report window after window; return the workers found slow, once for each time.
 
     Args:
-        shape: Stages and replicas.
-        seed: Seed of the draws.
         spread: Standard deviation of the logarithm of a micro-batch's time.
         memory: Correlation of successive micro-batches, because a core that is taken stays so for a while.
         slow_from: The window from which the first member is slow.

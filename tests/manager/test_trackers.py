@@ -121,7 +121,6 @@ def watch(*watched: Watching, end_s: float = END_S) -> list[str]:
 
 
 def cut_off(journal: Path, copy: Path, share: float) -> None:
-    """Copy the first lines of a journal."""
     with sqlite3.connect(journal) as whole, sqlite3.connect(copy) as part:
         whole.backup(part)
     (most,) = part.execute("SELECT MAX(sequence) FROM entries").fetchone()

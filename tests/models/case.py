@@ -131,7 +131,6 @@ def _load(job: Job, keys: tuple[str, ...]) -> dict[str, Tensor]:
 
 
 def parameters(cases: Iterable[Case]) -> Any:
-    """Return the cases as parameters of a test."""
     marks = {False: (), True: pytest.mark.long}
     return pytest.mark.parametrize(
         "case", [pytest.param(case, id=case.name, marks=marks[case.another]) for case in cases]

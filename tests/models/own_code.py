@@ -42,8 +42,6 @@ def around(*middle: nn.Module) -> nn.Sequential:
 
 
 class Applied(nn.Module):
-    """A module that applies one function."""
-
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.function = function

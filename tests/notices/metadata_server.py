@@ -33,8 +33,6 @@ class Reply:
 
 @dataclass
 class Asked:
-    """One request that was received."""
-
     method: str
     path: str
     headers: dict[str, str]
@@ -80,7 +78,6 @@ class MetadataServer:
             self.scripts[method, path.split("?")[0]] = list(replies)
 
     def next_reply(self, method: str, path: str) -> Reply:
-        """Set the answer to the next request."""
         with self.lock:
             return self.scripts.get((method, path), [Reply(status=404)])[0]
 

@@ -38,7 +38,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def credential(secret: str = SECRET) -> str:
-    """Return the nodes' credential."""
     return authority_of(secret).credential("node")
 
 

@@ -63,10 +63,7 @@ class Credential:
 
 
 class Killed(Exception):
-    """The manager's process has ended.
-
-    This is not a BaseException, which the SDK's polling threads would not pass on.
-    """
+    """The manager's process has ended; no BaseException, which the SDK's polling threads would not pass on."""
 
 
 class Line(SansIOHTTPPolicy):  # type: ignore[type-arg]

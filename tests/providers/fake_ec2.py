@@ -55,10 +55,7 @@ def boto3_client(service: str, region: str) -> Any:
 
 @dataclass
 class Fault:
-    """A fault of a number of calls.
-
-    ``code``: of the error; without one there is no answer. ``answer``: replaces the true answer.
-    """
+    """A fault of some calls; ``code``: of the error (without one: no answer); ``answer``: replaces the true one."""
 
     operation: str
     code: str = ""
@@ -115,7 +112,6 @@ class FakeEc2:
         )
 
     def client(self, service: str) -> Client:
-        """Return the stand-in for boto3's client of a service."""
         return Client(self, service)
 
     def call(self, service: str, operation: str, parameters: dict[str, Any], client: Client) -> dict[str, Any]:

@@ -96,7 +96,6 @@ class RealSlurm:
         until(lambda: self.answers("idle"), f"an idle node of the Slurm in {self.folder}")
 
     def answers(self, state: str) -> bool:
-        """Return whether the controller answers and its node is in this state."""
         try:
             return state in self.call("sinfo", "--noheader", "--format=%T")
         except AssertionError:  # it does not listen yet
@@ -109,7 +108,6 @@ class RealSlurm:
         self._end("slurmctld")
 
     def call(self, *command: str, given: str = "") -> str:
-        """Run one of its programs; return the output."""
         with tempfile.TemporaryFile("w+") as out:  # a daemon keeps its output open, so that a pipe would never end
             known = {**os.environ, **self.environment}
             done = subprocess.run(command, env=known, input=given, stdout=out, stderr=out, text=True, timeout=END_S)
@@ -145,7 +143,6 @@ class RealSlurm:
         wait_gone(steps, END_S)
 
     def _processes(self) -> Iterator[psutil.Process]:
-        """Yield the processes of its jobs, and their children."""
         conf = f"SLURM_CONF={self.environment['SLURM_CONF']}".encode()
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):  # psutil cannot read the environment of a process with a title

@@ -177,7 +177,6 @@ MARKETS = [static, azure, aws, slurm, slurm_json, REAL]
 
 
 def of_two_types(kind: str, arm: Any, directory: Path) -> Provider:
-    """Return a provider with at least two VMs of each of two types."""
     if kind == "aws":
         types = tuple(
             known.model_copy(update={"num_gpus": 1, "node_type": of, "usd_per_h": USD[of]})

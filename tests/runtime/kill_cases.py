@@ -60,7 +60,6 @@ class Case:
         return self.moment[0] not in (*FILLING, "share_gradients")
 
     def stages(self) -> tuple[tuple[int, int], ...]:
-        """Return the victims' stages and replicas."""
         last = self.depth - 1
         return {
             "first": ((0, 0),),
@@ -82,7 +81,6 @@ ALWAYS = (
 
 
 def runs() -> list[list[Case]]:
-    """Return the grid as the cases of each run, all of one shape."""
     grid = dict.fromkeys([*itertools.starmap(Case, cells(DEPTHS, REPLICAS, MOMENTS, VICTIMS, NOTICED)), *ALWAYS])
     cases = [case for case in grid if case.is_reached]
     found = []

@@ -55,14 +55,7 @@ class TrackedMember(ThreadMember):
 
 
 class TrackedCrew(Crew):
-    """Workers that run a job on a CPU; each member's ``live`` counts the bytes of its tensors.
-
-    Args:
-        subject: The job.
-        model: The job's cut model.
-        names: Names of the workers.
-        directory: For checkpoints, of which none is written.
-    """
+    """Workers that run a job on a CPU; each member's ``live`` counts the bytes of its tensors."""
 
     def __init__(self, subject: Subject, model: CutModel, names: Sequence[str], directory: Path) -> None:
         units = {unit.id: unit.sections for unit in model.units}
@@ -160,10 +153,7 @@ class MeasuredJob:
     profile: Profile
 
     def plan(self, depth: int, replicas: int, *, recompute: bool, live_sections: int | None = None) -> Simulation:
-        """Return a plan of a shape with its windows.
-
-        With ``live_sections`` all stages run their sections again in groups.
-        """
+        """Return a shape's plan with its windows; with ``live_sections`` all stages run sections again in groups."""
         found = simulate(self.profile, num_stages=depth, num_replicas=replicas, recompute=recompute)
         if live_sections is None:
             return found
@@ -174,7 +164,6 @@ class MeasuredJob:
     def steps(
         self, depth: int, replicas: int, *, recompute: bool, directory: Path, live_sections: int | None = None
     ) -> Measured:
-        """Run steps in one shape."""
         simulation = self.plan(depth, replicas, recompute=recompute, live_sections=live_sections)
         crew = self._crew(depth * replicas, directory)
         crew.form_shape(simulation.plan)

@@ -28,7 +28,6 @@ class QueuedEvent:
         self._device, self.due = device, due
 
     def query(self) -> bool:
-        """Return whether the device has reached the event."""
         return self.due <= self._device.now
 
     def synchronize(self) -> None:

@@ -253,7 +253,6 @@ class Alone:
         self._crew.reshape("1x1", ("alone",))
 
     def at(self, version: int) -> dict[str, str]:
-        """Return the digests of every unit at a version."""
         if version < self._crew.version:
             self._crew.begin()
             self._crew.reshape("1x1", ("alone",))

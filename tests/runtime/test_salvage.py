@@ -32,7 +32,6 @@ def crew(processes: Crew) -> Crew:
 
 
 def keeping(order: ReshapeOrder, kept: dict[str, tuple[PartialSum, ...]], job: TinyJob) -> ReshapeOrder:
-    """Return the order that continues the kept partial sums."""
     sizes = dict.fromkeys(job.units, 1)
     needed, num = units_by_stage(order.plan, job.units), order.plan.num_micro_batches
     salvage = choose_salvage(kept, order.plan, order.slots, needed, job.units, sizes, num)
@@ -116,7 +115,6 @@ def has_copied(member: Member, sender: str, step: int, number: int) -> bool:
 
 
 def answered(member: Member) -> bool:
-    """Return whether a worker has answered its order."""
     return member.has_answered
 
 
@@ -137,7 +135,6 @@ def is_through(crew: Crew, name: str, missing: str) -> bool:
 
 
 def prepared(crew: Crew) -> dict[str, tuple[PartialSum, ...]]:
-    """Return the partial sums that each worker has after preparing a step."""
     assert crew.plan is not None
     whole = (1 << crew.plan.num_micro_batches) - 1
     kept = {}

@@ -39,8 +39,6 @@ class Ran:
     through: list[tuple[int, int]] = field(default_factory=list)
 
     def sink(self, micro_batch: int) -> MicroBatchSums:
-        """Return the sink of one micro-batch."""
-
         def add(section: int, name: str, gradient: Tensor) -> None:
             assert (micro_batch, section) not in self.through, "a gradient of a section that was through"
             self.gradients.setdefault((micro_batch, name), []).append(gradient)

@@ -407,8 +407,6 @@ def test_norms_of_units_have_the_same_bits_in_any_group_of_units() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations that are not views."""
-
     num = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -10,7 +10,6 @@ FIELDS = {"ph", "ts", "dur", "pid", "tid", "name"}
 
 
 def complete(traced: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the events that have a duration."""
     return [event for event in traced["traceEvents"] if event["ph"] == "X"]
 
 

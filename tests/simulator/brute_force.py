@@ -43,13 +43,7 @@ class Pipeline:
 
 
 class Bruteforce:
-    """All plans of a job on some types of node.
-
-    Args:
-        profile: The measurements of calibration.
-        request: Which schedules, sizes and recomputation are allowed.
-        pool: GPUs of each type.
-    """
+    """All plans of a job on some types of node."""
 
     def __init__(self, profile: Profile, request: PlanRequest, pool: Mapping[str, int]) -> None:
         self.profiles = [request.applied_to(of_pool_type(profile, name)) for name in pool]

@@ -34,7 +34,6 @@ def with_memory(profile: Profile, own: int | None, other: int | None) -> Profile
 
 
 def needed_bytes(profile: Profile, begin: int, end: int, window: int, *, single: bool, recompute: bool) -> int:
-    """Return the memory of a stage of these sections."""
     memory = SectionCosts(profile, 1, recompute=recompute).memory(single=single)
     stage = np.array([begin]), np.array([end]), np.array([window])
     return int(memory.whole_bytes(memory.device_bytes(*stage, np.array([recompute])))[0])

@@ -265,7 +265,6 @@ def test_no_gpu_and_no_type_of_gpu_makes_a_plan_slower(seed: int) -> None:
 
 
 def pool_of(found: Plan) -> list[str]:
-    """Return the types of all workers."""
     return [
         found.stages[stage].node_type for replica in range(found.num_replicas) for stage in found.stages_of(replica)
     ]

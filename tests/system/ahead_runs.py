@@ -45,8 +45,6 @@ ALWAYS = PreCopyRules(when="always", patience_s=20.0)
 
 @dataclass(frozen=True)
 class Ran:
-    """The result of a run."""
-
     weights: dict[str, str]
     version: int
     report: RunReport
@@ -69,10 +67,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Case:
-    """A run.
-
-    ``shapes[G]`` is the shape for G workers; ``attend`` makes an observer that disturbs the run.
-    """
+    """A run. ``shapes[G]`` is the shape for G workers; ``attend`` makes an observer that disturbs the run."""
 
     shapes: Mapping[int, str]
     num_vms: int
@@ -106,7 +101,6 @@ def emulated(case: Case, log_path: Path, profile: Profile = PROFILE) -> tuple[Ru
 
 
 def real(case: Case, log_path: Path) -> tuple[RunSpec, RunFacts]:
-    """Return the case with the real tiny job."""
     job = load_tiny_job()
     config = ControllerConfig(
         fingerprint=job.fingerprint,

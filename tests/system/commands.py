@@ -118,7 +118,6 @@ class RunningMorph:
         return "\n".join(self._seen)
 
     def wait_for_line(self, part: str) -> str:
-        """Return the next line that contains ``part``."""
         until_s = time.monotonic() + LINE_TIMEOUT_S
         while (line := self._next(until_s, part)) is not None:
             self._record()
@@ -150,7 +149,6 @@ class RunningMorph:
         return self._process.wait(END_TIMEOUT_S)
 
     def processes(self, name: str) -> list[int]:
-        """Return ids of its processes of this name."""
         self._record()
         return [pid for pid, process in self._family.items() if lives(process) and process.name() == name]
 
@@ -178,7 +176,6 @@ class RunningMorph:
         return code
 
     def ports(self) -> set[int]:
-        """Return the ports on which its processes listen."""
         self._record()
         connections = psutil.net_connections(kind="tcp")
         listening = [found for found in connections if found.status == "LISTEN" and found.pid in self._family]

@@ -26,7 +26,6 @@ M = 2
 
 
 def shape(profile: Profile, stages: int, replicas: int) -> Plan:
-    """Return the best plan of this shape."""
     gpus = stages * replicas
     return plan(profile, num_gpus=gpus, pipeline_depth=stages, num_replicas=replicas, micro_batch_size=M).best
 

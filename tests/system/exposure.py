@@ -38,8 +38,6 @@ LISTENS = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
 
 @dataclass(frozen=True)
 class Listening:
-    """A listening socket."""
-
     address: str
     port: int
     process: str
@@ -85,13 +83,11 @@ def with_secrets(shown: Shown, secrets: Iterable[str]) -> list[str]:
 
 
 def files_with(files: Mapping[str, bytes], secrets: Iterable[str]) -> set[str]:
-    """Return names of files that contain a secret."""
     known = tuple(secrets)
     return {name for name, data in files.items() if any(holds(data, one) for one in known)}
 
 
 def files_below(directory: Path) -> Iterator[tuple[Path, bytes]]:
-    """Yield every file and its bytes."""
     for path in sorted(directory.rglob("*")):
         if path.is_file() and not path.is_symlink():
             with contextlib.suppress(FileNotFoundError):  # the file has just been removed

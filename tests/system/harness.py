@@ -37,7 +37,6 @@ NUM_SECTIONS = 5
 def plan_of(
     profile: Profile, shape: str, micro_batch_size: int, schedule: Schedule = "varuna", *, recompute: bool = True
 ) -> Plan:
-    """Return the best plan of a shape ``"PxD"``."""
     depth, replicas = map(int, shape.split("x"))
     return plan(
         profile,
@@ -106,7 +105,6 @@ def load_tiny_job(
     job_path: str = JOB,
     handed: HandedCut | None = None,
 ) -> TinyJob:
-    """Cut the tiny job, or another one, as a worker does."""
     with imported_once(job_path):
         found = load_and_cut(job_path, num_sections=num_sections, micro_batch_size=micro_batch_size, handed=handed)
     units = {unit.id: unit.sections for unit in found.model.units}
@@ -148,7 +146,6 @@ def constant_vms(count: int) -> Trace:
 
 
 def facts_of(spec: RunSpec, batch_size: int) -> RunFacts:
-    """Return the facts about the job in a run's directory."""
     return RunFacts(
         job=spec.job_path,
         fingerprint=spec.config.fingerprint,

@@ -42,7 +42,6 @@ def references(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> di
 
 @pytest.fixture(scope="module")
 def one_job(tmp_path_factory: pytest.TempPathFactory) -> HeldJob:
-    """Return the job of all runs, which is exported once."""
     folder = tmp_path_factory.mktemp("held")
     return HeldJob(folder / "code", folder / "gate", HELD_AFTER)
 
@@ -85,7 +84,6 @@ class Run:
         )
 
     def resume(self) -> RunningMorph:
-        """Run ``morph resume`` on the directory."""
         return RunningMorph("resume", self.directory, "--verbose")
 
     def versions(self) -> tuple[int, ...]:
@@ -111,7 +109,6 @@ class Run:
         return {entry.unit: entry.sha256 for entry in manifest.units}
 
     def steps(self) -> list[int]:
-        """Return every step in the order in which it was run."""
         return [record.step for record in read_report(self.directory).steps]
 
 

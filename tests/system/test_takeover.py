@@ -120,7 +120,6 @@ class Managed:
         return pids
 
     def generations(self) -> int:
-        """Return the number of generations formed."""
         return max(
             DecisionRecord.model_validate_json(entry.payload_json).generation
             for entry in self._entries()
@@ -138,7 +137,6 @@ class Managed:
         return [fact.name for fact in facts if fact.name in names]
 
     def events(self, kind: type[EventT]) -> list[EventT]:
-        """Return every event of a kind, in order."""
         return [event for event in self._events() if isinstance(event, kind)]
 
     def history(self) -> str:
@@ -166,7 +164,6 @@ class Managed:
 
 
 def wait_until_gone(pids: list[int], directory: Path) -> None:
-    """Wait until processes and directory of a run that ended are gone."""
     until_s = time.monotonic() + GONE_S
     while any(map(runs, pids)) or directory.exists():
         assert time.monotonic() < until_s, f"left: {[pid for pid in pids if runs(pid)]}, {directory}"

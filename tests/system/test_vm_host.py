@@ -115,10 +115,7 @@ environment, and actors in place of workers, which answer with a bomb."""
 
 @dataclass
 class Owned:
-    """A cluster.
-
-    ``gone``: the VMs whose end it reported. ``first_head``: a raylet that was killed while it started.
-    """
+    """A cluster. ``gone``: the VMs whose end it reported. ``first_head``: a raylet that was killed while it started."""
 
     cluster: RayCluster
     gone: list[str]
@@ -126,12 +123,10 @@ class Owned:
 
     @property
     def host(self) -> psutil.Process:
-        """The process that owns the nodes."""
         assert self.cluster._line is not None
         return psutil.Process(self.cluster._line.pid)
 
     def agent_of_head(self) -> psutil.Process:
-        """Return the head node's agent for environments."""
         (agent,) = [
             process
             for process in self.host.children(recursive=True)
@@ -140,7 +135,6 @@ class Owned:
         return agent
 
     def vm(self) -> str:
-        """Return a VM that is up."""
         if not self.cluster._vms:
             self.cluster.add_vm("vm9")
         return next(iter(self.cluster._vms))

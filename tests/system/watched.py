@@ -75,7 +75,6 @@ class WatchedMorph:
 
     @property
     def secrets(self) -> list[str]:
-        """Every secret that the command's own process has made."""
         return recorded(self._secrets_path)
 
     def wait_for(self, part: str, timeout_s: float = LINE_TIMEOUT_S) -> None:
@@ -95,7 +94,6 @@ class WatchedMorph:
         return list(self._family.values())
 
     def listening(self) -> frozenset[Listening]:
-        """Every listening socket of its processes."""
         return shown_by(self.family()).listening
 
     def close_terminal(self) -> None:

@@ -25,7 +25,6 @@ class Rows(Dataset[dict[str, Tensor]]):
         self._size = size
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return self._size
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -37,7 +36,6 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 def stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return a batch of rows."""
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
 
@@ -54,7 +52,6 @@ class Net(nn.Module):
         return found
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Return loss and logits."""
         logits = self.logits(x)
         losses = functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
         return {"loss": (losses.sum(1) / (labels != -100).sum(1)).mean(), "logits": logits}
@@ -64,7 +61,6 @@ class ByItems(Net):
     """Divides by the number of items that the Trainer counts."""
 
     def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: Any = None, **_: Any) -> dict[str, Tensor]:
-        """Return loss and logits."""
         logits = self.logits(x)
         total = functional.cross_entropy(logits.transpose(1, 2), labels, reduction="sum")
         counted = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
@@ -75,7 +71,6 @@ class Ignoring(Net):
     """Accepts the number of items and ignores it, so that the Trainer adds up the means of accumulated batches."""
 
     def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: Any = None, **_: Any) -> dict[str, Tensor]:
-        """Return loss and logits."""
         return super().forward(x, labels)
 
 
@@ -106,7 +101,6 @@ def counted(prediction: Any) -> dict[str, float]:
 
 
 def trainer_job(*given: Any, **named: Any) -> Job:
-    """Return the job of a Trainer."""
     return morph.hf.job(trainer(*given, **named), name="tail")
 
 
@@ -118,7 +112,6 @@ class Module(lightning.LightningModule):
         self.net = Net()
 
     def training_step(self, batch: dict[str, Tensor], _index: int) -> Tensor:
-        """Return the loss."""
         return self.net(**batch)["loss"]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -127,13 +120,11 @@ class Module(lightning.LightningModule):
 
 
 def parts(size: int, batch: int, *, drop_last: bool = False) -> tuple[Module, DataLoader[Any]]:
-    """Return a module and a loader of ``size`` rows."""
     torch.manual_seed(3)
     return Module(), DataLoader(Rows(size), batch_size=batch, drop_last=drop_last, collate_fn=stacked)
 
 
 def module_job(size: int, batch: int, accumulated: int, *, drop_last: bool = False) -> Job:
-    """Return the job of a module."""
     trainer = lightning.Trainer(
         accelerator="cpu", accumulate_grad_batches=accumulated, max_epochs=-1, logger=False, enable_checkpointing=False
     )

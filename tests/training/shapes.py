@@ -102,7 +102,6 @@ class Trained:
 
 
 def parameters_of(manifest: Manifest, directory: Path) -> dict[str, Tensor]:
-    """Return the parameters of a checkpoint by name."""
     folder = directory / f"v{manifest.version:08d}"
     states = [from_payload((folder / entry.file).read_bytes()) for entry in manifest.units]
     tensors = {name: value for state in states for name, value in state.items()}
@@ -165,7 +164,6 @@ class ShapesCrew:
         Args:
             job: Its name in ``training_jobs``, or path/to/file.py:name.
             spans: (shape or plan, version until which it runs), in turn.
-            directory: For checkpoints.
             lose: Whether the first worker of a shape with replicas is lost before the next shape. The others learn only
                 then of the last decided step, and roll forward.
             ahead: Whether in every step each worker gets all units of another by pre-copy, and then drops them.

@@ -61,7 +61,6 @@ class Points(torch.utils.data.Dataset[dict[str, Tensor]]):
         self._first, self._count = first, count
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return self._count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -138,7 +137,6 @@ class BrokenPoints(Points):
     """One sample is not a number, and the target of another is far off."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return ``x`` and ``y``."""
         sample = super().__getitem__(index)
         return {"x": sample["x"] * (math.nan if index == 5 else 1), "y": sample["y"] * (100 if index == 28 else 1)}
 
@@ -362,7 +360,6 @@ def counting_sgd(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.
 
 
 def numbered_crop(record: dict[str, Any]) -> dict[str, Tensor]:
-    """A random crop of a record, and its number."""
     row = torch.randn(4 * WIDTH, generator=torch.Generator().manual_seed(record["id"]))
     begin = int(torch.randint(0, 3 * WIDTH, ()))
     x = row[begin : begin + WIDTH]
@@ -381,11 +378,9 @@ class Passing(torch.utils.data.IterableDataset[dict[str, Tensor]]):
     """Samples that can only be read from the first one on."""
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return NUM_SAMPLES
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yield random crops."""
         return (numbered_crop({"id": index}) for index in range(NUM_SAMPLES))
 
 
@@ -447,7 +442,6 @@ class Averaged(Net):
 
 
 def mean_absolute(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean absolute error."""
     return functional.l1_loss(model(batch["x"]), batch["y"])
 
 
@@ -749,10 +743,7 @@ class Row:
 
 
 class Rows:
-    """Random rows."""
-
     def __len__(self) -> int:
-        """Return the number of samples."""
         return NUM_SAMPLES
 
     def __getitem__(self, index: int) -> Row:
@@ -794,7 +785,6 @@ collated = replace(
 
 
 def length_of(index: int) -> int:
-    """The length of a text."""
     return 2 + index * 7 % 13
 
 
@@ -805,7 +795,6 @@ class Texts:
         self._first, self._count = first, count
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return self._count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -816,7 +805,6 @@ class Texts:
 
 
 def lengths(data: Texts) -> list[int]:
-    """Return the lengths of all texts."""
     return [length_of(index) for index in range(len(data))]
 
 
@@ -833,7 +821,6 @@ class Reader(nn.Module):
         self.output.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None, places: Tensor | None = None) -> Tensor:
-        """Return the logits of the next tokens."""
         where = torch.arange(tokens.shape[1])[None] if places is None else places
         x = self.embedding(tokens) + self.places(where)
         for layer in self.layers:
@@ -844,7 +831,6 @@ class Reader(nn.Module):
 
 
 def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
-    """Cross entropy of the next tokens."""
     return cross_entropy(model(batch["tokens"])[:, :-1], batch["labels"][:, 1:])
 
 

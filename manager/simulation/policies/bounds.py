@@ -83,9 +83,7 @@ class Bound:
         return self._found[num_workers]
 
     def _search(self, num_workers: int) -> Fastest | None:
-        """Alternate between finding the pipelines that complete most in a time, and the time that they need, until it
-        is constant.
-        """
+        """Find in turn the pipelines that complete most in a time, and their time, until it is constant."""
         fitting = [kind for kind in self._kinds if kind.workers <= num_workers]
         if not fitting:
             return None
@@ -162,10 +160,7 @@ def _kind(workers: int, times: dict[float, float], whole: float) -> _Kind:
 def play_ideal(
     job: SpotJob, trace: Trace, *, until: Until, seed: int = 0, prices: SpotPrices | None = None, name: str = ""
 ) -> Outcome:
-    """Play the ideal: changes of shape take no time, newcomers are ready at once, nothing is lost, and no VM is idle.
-
-    Pipelines are those of ``Bound``.
-    """
+    """Play the ideal: changes of shape take no time, newcomers are ready at once, nothing is lost, no VM is idle."""
     books, steps, num_changes, bound = Books(job, nothing_paid(trace, prices)), 0.0, 0, Bound(job)
     most = math.inf if until.num_steps is None else until.num_steps
     for change, until_s in intervals(trace, 0.0, end_of(until, trace), prices, job.gpus_per_vm):

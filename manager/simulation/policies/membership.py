@@ -36,10 +36,7 @@ class Change:
 
 
 def changes_of(trace: Trace, setup_s: float, prices: SpotPrices | None = None, gpus_per_vm: int = 1) -> list[Change]:
-    """Return when VMs come, are ready (``setup_s`` later, unless they are lost by then), and are lost.
-
-    A VM counts once for each of its GPUs, which come and go together.
-    """
+    """Return when VMs come, are ready (``setup_s`` later, unless lost by then) and are lost; once for each GPU."""
 
     def workers(kind: str, entries: Iterable[tuple[float, str, str]]) -> tuple[str, ...]:
         return tuple(worker for _, this, vm in entries if this == kind for worker in workers_of(vm, gpus_per_vm))

@@ -69,9 +69,7 @@ class _Run:
         self.must_save |= left_s + self._stall_s() + self._durable_s() <= lead_s
 
     def restart(self, *, from_memory: bool) -> None:
-        """Start again with the ready VMs from the newest checkpoint or, with ``from_memory``, from one that is made
-        now.
-        """
+        """Start again with the ready VMs from the newest checkpoint; ``from_memory``: from one that is made now."""
         books, times = self.books, self.job.durations
         now_s = books.now_s
         if from_memory:

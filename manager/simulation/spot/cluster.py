@@ -60,15 +60,10 @@ class SpotCluster:
     """Plays a job on VMs that come and go, with processes in the virtual time of ``env``.
 
     One process is the manager (``_manage``), others are the actions of workers (:mod:`manager.simulation.spot.vms`).
-    The caller plays the lives of VMs: its processes call ``vm_came``, ``vm_noticed`` and ``vm_taken``.
-
-    Args:
-        job: The job to train.
-        num_steps: The number of steps; the run ends once these are done and saved.
-        seed: The seed of random draws, if the job's durations have a spread.
-        num_expected: The number of VMs to wait for at the start.
-        jumps: Whether to skip steps between which nothing else happens.
-        watcher: Called with every event and its decision.
+    The caller plays the lives of VMs: its processes call ``vm_came``, ``vm_noticed`` and ``vm_taken``. The run ends
+    once ``num_steps`` are done and saved. ``seed``: of random draws, if the job's durations have a spread.
+    ``num_expected``: VMs to wait for at the start. ``jumps``: skip steps between which nothing else happens.
+    ``watcher`` is called with every event and its decision.
     """
 
     def __init__(
@@ -198,7 +193,6 @@ class SpotCluster:
             self._wake_s = math.inf if wake_s is None else max(self.now_s, wake_s)
 
     def _end_of_instant(self) -> Acting:
-        """Wait until all events of this instant have happened."""
         while self.env.peek() <= self.env.now:
             yield self.env.timeout(0)
 

@@ -18,11 +18,7 @@ from morph.contract.decided import Decided
 def steps_alike(state: ControllerState, now_s: float, step_s: float, until_s: float) -> int:
     """Return how many steps, including the one ordered at ``now_s``, are each followed by an ordinary one.
 
-    Args:
-        state: The decided state, with the order of a step.
-        now_s: The time of that decision.
-        step_s: The time of each step until it is decided.
-        until_s: The time of the next other event.
+    ``step_s``: the time of each step until it is decided. ``until_s``: the time of the next other event.
     """
     saving = state.saving
     if not _is_steady(state, now_s):

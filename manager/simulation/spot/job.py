@@ -135,9 +135,7 @@ def job_from_profile(
     """Plan for every number of workers, or every pool, up to ``most``, as a run would.
 
     The request has the number of workers on a VM. ``node_types``: GPU types by a trace's instance types, for a pool.
-
-    Raises:
-        PlanError: no plan fits even the largest number.
+    Raises PlanError if no plan fits even the largest number.
     """
     plans: Mapping[Any, Plan]
     if isinstance(most, int):

@@ -27,8 +27,7 @@ class Until(Value):
     def parse(cls, text: str, now: datetime) -> Until:
         """Read a user's bound. The job begins ``now``: a date, in the same time zone if it names none, becomes hours.
 
-        Raises:
-            InputError: the text is not a bound; the error says what is allowed.
+        Raises InputError if the text is not a bound; the error says what is allowed.
         """
         if "-" in text[1:]:
             try:
@@ -76,10 +75,7 @@ def most_vms(vms: LocalVms | ProvidedVms, usd_per_h: float | None, source: str, 
     """Return how many VMs a cluster file requests at once, for its workers and within its limits; None: it does not
     say.
 
-    ``source`` names the file in errors.
-
-    Raises:
-        InputError: its limits allow no VM.
+    ``source`` names the file in errors. Raises InputError if its limits allow no VM.
     """
     limits = vms.limits
     affordable = None if not usd_per_h or limits.usd_per_h is None else math.floor(limits.usd_per_h / usd_per_h)

@@ -15,10 +15,7 @@ Place = tuple[UnitId, int]
 
 
 class StepStart:
-    """The state with which workers begin a step of a shape.
-
-    ``first``: this is the first attempt at the generation's first step, so that the salvaged sums are there.
-    """
+    """The state before a step of a shape; ``first``: the generation's first step, first tried, with salvaged sums."""
 
     def __init__(self, units: Mapping[UnitId, Sequence[int]], order: ReshapeOrder, *, first: bool) -> None:
         self._order, self._salvage = order, order.salvage if first else None
