@@ -23,7 +23,6 @@ def picture(path: Path, error: type[InputError], size: tuple[float, float], **pa
     """Yield a figure and its axes, to be drawn in the block; then write the file.
 
     Args:
-        path: The file.
         error: Raised if the file cannot be written; it names the file.
         size: Width and height in inches, 110 dots each.
         panels: Arguments of ``Figure.subplots``.

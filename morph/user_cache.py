@@ -85,9 +85,6 @@ def open_kept(folder: Path, name: str, write: Callable[[BinaryIO], object], most
     Processes that open the same file wait for the one that writes it, but for a minute at most; then they write it too.
 
     Args:
-        folder: The folder of the file.
-        name: The name of the file.
-        write: Writes the content.
         most_bytes: The largest size of all files in the folder. An open file stays readable when it is removed.
 
     Raises:

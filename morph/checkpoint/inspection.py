@@ -48,12 +48,8 @@ def inspect_versions(url: str, versions: tuple[int, ...] = (), *, every_byte: bo
     """Yield a report on each version, ascending; on all stored versions if none is named.
 
     Args:
-        url: The URL of the checkpoints.
         versions: The only versions to inspect; empty: all.
         every_byte: Whether to read all of each version, file by file; otherwise only file sizes are checked.
-
-    Raises:
-        CheckpointError: storage does not answer.
     """
     for stored in stored_versions(url):
         if versions and stored.version not in versions:

@@ -112,7 +112,6 @@ def read_manifest(url: str, version: int, name: str = MANIFEST) -> Manifest:
 
     Raises:
         CheckpointDamaged: the file is missing, or is not a manifest of that version.
-        CheckpointError: it cannot be read.
     """
     where = f"{version_url(url, version)}/{name}"
     try:
@@ -147,14 +146,10 @@ def read_file(url: str, version: int, entry: UnitFile, *, sha256: bool = False) 
     """Return a file of a version in memory of its own, after checking every byte against its manifest.
 
     Args:
-        url: The URL of the checkpoints.
-        version: The version of the file.
-        entry: The file's entry in the manifest.
         sha256: Whether to check by SHA-256, although the quicker checksum also finds any damage.
 
     Raises:
         CheckpointDamaged: the file is missing or differs.
-        CheckpointError: it cannot be read.
     """
     where = f"{version_url(url, version)}/{entry.file}"
     quick, hashed = None if sha256 else entry.xxh3_128, cast(Hash, hashlib.sha256())
@@ -205,11 +200,7 @@ def _memory(head: bytes, size_bytes: int) -> memoryview:
 
 
 def complete_versions(url: str) -> tuple[int, ...]:
-    """Return the versions that have a manifest, ascending.
-
-    Raises:
-        CheckpointError: the storage cannot be read.
-    """
+    """Return the versions that have a manifest, ascending."""
     with reading(url):
         return _list_complete(url)
 

@@ -36,7 +36,6 @@ def newest_whole(
     oldest are deleted. If no checkpoint is whole, nothing is changed.
 
     Args:
-        url: The URL of the run's checkpoints.
         every_byte: Whether to read every byte; otherwise it is enough that every file exists with its size, and other
             damage is found by the worker that loads it.
         limit_s: Returns the time limit in seconds for reading a file of this many bytes (0: a listing); None: no limit.
@@ -92,7 +91,6 @@ def check_files(url: str, manifest: Manifest, *, every_byte: bool, limit_s: Limi
 
     Raises:
         CheckpointDamaged: a file is missing or damaged; the message names it.
-        CheckpointError: storage does not answer.
     """
     where = version_url(url, manifest.version)
     sizes = _within_limit(where, limit_s, lambda: files_in(*fsspec.core.url_to_fs(where)))

@@ -28,7 +28,6 @@ def copy_version(url: str, manifest: Manifest, target_url: str) -> bool:
     Raises:
         InputError: the target has other checkpoints, with which these must not be mixed.
         CheckpointDamaged: a file differs from its manifest.
-        CheckpointError: storage cannot be read, or not written.
     """
     for version in complete_versions(target_url):
         there = read_manifest(target_url, version)

@@ -146,7 +146,6 @@ def read_unit(url: str, manifest: Manifest, unit: str) -> dict[str, Tensor]:
 
     Raises:
         CheckpointDamaged: the file is missing or differs from the manifest.
-        CheckpointError: the file cannot be read.
     """
     entry = next((entry for entry in manifest.units if entry.unit == unit), None)
     if entry is None:

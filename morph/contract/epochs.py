@@ -16,7 +16,6 @@ class Epochs(Value):
     """The division of a job's epochs into steps.
 
     Attributes:
-        num_samples: The samples of an epoch.
         batch_size: M, the samples of a whole step.
         end: What happens to the samples that do not fill a step.
     """

@@ -89,9 +89,6 @@ class Lifetimes:
     difference. A VM that is not taken at the end of its lifetime gets another lifetime.
 
     Args:
-        life_s: ``by_name`` or ``InOrder``.
-        start_s: The first moment.
-        end_s: The last moment.
         notice_s: Time between the warning and the removal of a VM; 0: no warning.
     """
 

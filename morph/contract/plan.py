@@ -387,9 +387,5 @@ def shares(num_micro_batches: int, num_replicas: int) -> list[range]:
 
 
 def load_plan(path: Path) -> Plan:
-    """Read a plan file.
-
-    Raises:
-        PlanError: the file is invalid; the error names the file and, if possible, the field.
-    """
+    """Read a plan file."""
     return read_json(path, Plan, PlanError)

@@ -153,11 +153,7 @@ class Trace(Value):
 
 
 def parse_trace(lines: Iterable[str], source: str) -> Trace:
-    """Parse the CSV form; ``source`` names the file in errors.
-
-    Raises:
-        TraceError: if a line is invalid; it names file, line, field, value and what is allowed.
-    """
+    """Parse the CSV form; ``source`` names the file in errors."""
     reader = csv.DictReader(lines)
     try:
         return _parse(reader, source)
@@ -254,11 +250,7 @@ def _check_presence(event: TraceEvent, added_s: dict[str, float], where: str) ->
 
 
 def load_trace(path: Path) -> Trace:
-    """Read a trace file.
-
-    Raises:
-        TraceError: if a line is invalid; it names file, line, field, value and what is allowed.
-    """
+    """Read a trace file."""
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             return parse_trace(lines, str(path))

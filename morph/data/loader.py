@@ -42,17 +42,9 @@ class MicroBatchLoader:
     The loader keeps the last few micro-batches, so that several sections of one stage load a sample once.
 
     Args:
-        dataset: The data set.
-        seed: The job's seed.
-        batch_size: M.
-        micro_batch_size: m.
         prefetcher: Reads expected micro-batches ahead. It needs the form of samples, so the first one is read now.
         recipe: How micro-batches are made of samples; None: by stacking.
         order: The order of the samples; None: the default one.
-        lengths: The length of each sample, if lengths vary.
-
-    Raises:
-        JobError: ``dataset`` is not a data set, or its first sample is not a sample.
     """
 
     def __init__(
@@ -100,7 +92,6 @@ class MicroBatchLoader:
 
         Args:
             places: Step and number of each micro-batch, in the order in which they will be loaded.
-            keys: The entries that will be needed.
             over: Returns whether the micro-batches are no longer needed.
             window: How many micro-batches are in use at once: each is loaded again before its backward.
         """
@@ -258,11 +249,7 @@ def measured(recipe: Recipe, dataset: MapDataset, lengths: NDArray[np.int64] | N
 
 
 def varying_dims(job: Job) -> dict[str, tuple[int, ...]]:
-    """Return the dimensions of each entry of a batch that are as long as the micro-batch.
-
-    Raises:
-        JobError: there are no such dimensions.
-    """
+    """Return the dimensions of each entry of a batch that are as long as the micro-batch."""
     shapes = recipe_of(job).shapes
     found = {name: tuple(d for d, size in enumerate(shape.sizes, 1) if size is None) for name, shape in shapes.items()}
     if job.buckets and not any(found.values()):
@@ -288,11 +275,7 @@ def mix_of(job: Job, micro_batch_size: int) -> dict[int | None, float]:
 
 
 def lengths_of(job: Job, field: DataField = "dataset") -> NDArray[np.int64] | None:
-    """Return the length of each sample of a job's data set, as int64 [samples]; None if lengths do not vary.
-
-    Raises:
-        JobError: the values are not lengths, or are too long.
-    """
+    """Return the length of each sample of a job's data set, as int64 [samples]; None if lengths do not vary."""
     if job.lengths is None:
         return None
     built = job.__dict__.setdefault(_BUILT, {})
@@ -336,11 +319,7 @@ def check_map_style(dataset: object, field: str) -> int:
     """Return the number of samples of a map-style data set.
 
     Args:
-        dataset: The result of the job's function.
         field: That function's name in the job.
-
-    Raises:
-        JobError: the result is not a map-style data set, or is empty.
     """
     problem, allowed = None, _ALLOWED
     if isinstance(dataset, DataLoader):
@@ -371,9 +350,6 @@ def data_facts(job: Job, rows_s: float = 0.0) -> dict[str, DataFacts]:
 
     ``rows_s``: the time (seconds) to spend on digests of as many samples as possible; data sets that have a
     ``fingerprint()`` need none.
-
-    Raises:
-        JobError: a sample is not valid.
     """
     fields: tuple[DataField, ...] = ("dataset", "eval_data")
     found, recipe = dict[str, DataFacts](), recipe_of(job)

@@ -42,9 +42,6 @@ class EpochOrder:
     """The order of a map-style data set.
 
     Args:
-        dataset: The data set.
-        seed: The job's seed.
-        batch_size: M.
         sampler: The sampler; None: the data set's ``sample_order``, or ``shuffled``.
         end: What happens to an epoch's last samples if they do not fill a step; see ``Job.epoch_end``.
     """

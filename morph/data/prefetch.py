@@ -53,11 +53,7 @@ class DataWorkers:
     """The data workers of one worker; they start at once, and read as soon as ``begin`` has given the form of samples.
 
     Args:
-        count: The number of data workers.
-        job_path: path/to/file.py:name, which each of them loads.
         known: The facts that their data sets must match, by the job's fields.
-        pinned: Whether micro-batches go to pinned memory.
-        patience_s: See ``PATIENCE_S``.
         clock: Returns monotonic seconds.
 
     ``notes``: sentences for the user, until they are fetched.
@@ -104,8 +100,6 @@ class DataWorkers:
         """Read these micro-batches, in this order, and drop earlier expectations.
 
         Args:
-            batches: The micro-batches that will be taken.
-            samples_of: Returns the samples of a micro-batch.
             over: Returns whether the micro-batches are no longer needed.
         """
         self._wanted = dict.fromkeys(batches, samples_of)

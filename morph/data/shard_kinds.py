@@ -117,7 +117,6 @@ def _tar_samples(
 
     Args:
         file: The archive, read from the present position.
-        name: Its name.
         size: Its size in bytes; None: it can only be read from the beginning to the end.
         until: The position at which to stop.
     """

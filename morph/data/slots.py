@@ -18,7 +18,6 @@ class Slots:
     """The layout of ``NUM_SLOTS`` micro-batches in a byte tensor, after a count of the samples read.
 
     Args:
-        micro_batch_size: m.
         entries: Type (torch's name) and shape of each entry of a sample; the longest shape if lengths vary.
     """
 

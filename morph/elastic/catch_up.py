@@ -40,10 +40,7 @@ class CatchUpLog:
         """Keep a completed step, and start or stop keeping steps when joiners arrive or have entered.
 
         Args:
-            state: The state after the step.
             step: The step as ``TrainingState`` packs it, if the log was open when the step was computed; else empty.
-            is_wanted: Whether a joiner is on its way in.
-            is_apart: Whether the workers' models differ.
         """
         if not is_wanted:
             self.close()

@@ -34,8 +34,6 @@ class Participation:
     """A member's place, state and connections. Only the training thread uses it.
 
     Args:
-        state: The state that this member trains.
-        invitation: How the member takes part.
         become_one: Makes the members' states equal at the end.
     """
 

@@ -27,7 +27,6 @@ class Outgoing:
     """A connection to one member, made in the background. All methods may be called from any thread.
 
     Args:
-        to: The number of the called member.
         home: The called member's address, and the calling member's credential.
         gone: Called once, in the connection's own thread, when the connection has ended or could not be made.
     """

@@ -95,11 +95,7 @@ class Union:
         self._sums = [Sum(means, ring), Sum(as_vector(chosen, torch.int64), ring)]
 
     def wait(self) -> None:
-        """Wait for all values; nothing is changed yet.
-
-        Raises:
-            GenerationAborted, PeerLost: the ring has ended.
-        """
+        """Wait for all values; nothing is changed yet."""
         for one in self._sums:
             one.wait("the mean of all replicas")
 

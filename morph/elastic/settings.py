@@ -32,11 +32,7 @@ class Digest:
         self.numbers = torch.tensor(bits, dtype=torch.float64) - 0.5
 
     def check(self, total: Tensor, num_members: int) -> None:
-        """Compare with the sum of all members' numbers, which has the full magnitude only if all are equal.
-
-        Raises:
-            SettingsDiffer: the numbers of the members are not equal.
-        """
+        """Compare with the sum of all members' numbers, which has the full magnitude only if all are equal."""
         if float(total.abs().min()) < 0.5 * num_members - 0.25:
             raise SettingsDiffer
 

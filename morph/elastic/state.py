@@ -94,11 +94,7 @@ class TrainingState:
         return {name: one for flag, (name, one) in zip(flags, self.named.items(), strict=True) if flag == "1"}
 
     def settings(self) -> Settings:
-        """Return the current settings, in types that JSON can hold; ``groups`` is the same object until they change.
-
-        Raises:
-            InputError: as for the class.
-        """
+        """Return the current settings, in types that JSON can hold; ``groups`` is the same object until they change."""
         try:
             if not self._are_groups_as_read():
                 numbers = group_numbers(self.optimizer)
@@ -127,21 +123,13 @@ class TrainingState:
         )
 
     def check_parameters(self) -> None:
-        """Compare the model's parameters with its first ones.
-
-        Raises:
-            InputError: the parameters have changed.
-        """
+        """Compare the model's parameters with its first ones."""
         if [id(one) for one in self.model.parameters()] != list(self._places):
             allowed = "the same parameters as when morph.elastic.Optimizer was created"
             raise InputError("has other parameters than before", field="model", allowed=allowed)
 
     def check_schedule(self, settings: Settings) -> None:
-        """Compare the schedule's state with the state after its last step.
-
-        Raises:
-            InputError: the loop has stepped the schedule since then.
-        """
+        """Compare the schedule's state with the state after its last step."""
         if settings["scheduler"] != self._schedule:
             allowed = "no scheduler.step() of your own: morph.elastic.Optimizer steps it after each step"
             raise InputError("was stepped by the loop", field="lr_scheduler", allowed=allowed)
@@ -177,11 +165,7 @@ class TrainingState:
         return _packed(apart, {**self._facts(), **self._settings_to_tell(), "carried": told})
 
     def _carried_now(self) -> tuple[Any, dict[str, Tensor]]:
-        """Return the state of the loop's own objects: plain values, and tensors by name.
-
-        Raises:
-            InputError: a state has a value that is neither a tensor nor plain.
-        """
+        """Return the state of the loop's own objects: plain values, and tensors by name."""
         tensors: list[Tensor] = []
         told = {}
         for name, one in self.carried.items():

@@ -63,9 +63,7 @@ def observed(pace: Pace, rate: float, num_workers: int) -> tuple[Pace, str | Non
     """Record the workers' mean throughput at a boundary; return the new pace, and a reason if the strategy changes.
 
     Args:
-        pace: The pace up to now.
         rate: Shares per second, in one step under s-sgd, or since the last synchronisation under ad-psgd.
-        num_workers: How many workers the ring has.
     """
     if not pace.is_auto:
         return pace, None
@@ -110,9 +108,6 @@ def shares_of(rank: int, num_workers: int, num_shares: int, *, is_shared: bool) 
     one.
 
     Args:
-        rank: The worker's place in the ring.
-        num_workers: How many workers the ring has.
-        num_shares: How many shares the mini-batch has.
         is_shared: Whether the sum over all workers is applied, so that no share may count twice.
     """
     mine = list(range(rank, num_shares, num_workers))

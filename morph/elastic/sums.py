@@ -93,10 +93,8 @@ class StepSums:
     """The sums of one member in one step.
 
     Args:
-        kind: How sums are formed.
         exponents: Scales of exact sums; a missing one is the initial scale.
         ring: Reduces the sums; None: this member is alone.
-        interrupt: The interrupt of the ring.
         divisor: The number by which the sums are divided.
         memory: Memory on the parameters' device; it may hold blocks of an earlier step whose gradients are applied.
     """
@@ -191,9 +189,6 @@ class StepSums:
 
     def reduced(self, step: int) -> list[Reduced]:
         """Reduce the remaining sums, wait for all, and return them; sums that are not gradients come last.
-
-        Args:
-            step: The number of the step, for messages.
 
         Raises:
             GenerationAborted, PeerLost: the ring has ended.

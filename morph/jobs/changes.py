@@ -91,10 +91,6 @@ def require_same(found: JobFacts, began: JobFacts, source: str) -> None:
     Args:
         found: The facts of the job here.
         began: The facts of the job when the run began.
-        source: The job, for errors.
-
-    Raises:
-        JobError: a setting or entry differs; the message names the first one.
     """
     first = next(changes(found, began), None)
     if first is not None:

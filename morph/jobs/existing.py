@@ -88,12 +88,8 @@ class WholeModelOptimizer:
     """Copies an existing optimizer for some parameters, with all of its groups; some of these may be empty.
 
     Args:
-        named: Names and parameters of the model.
         optimizer: An optimizer that has these parameters in its groups, and has made no step.
         scheduler: The optimizer's schedule, at its beginning.
-
-    Raises:
-        JobError: the optimizer cannot be copied; the message names the attribute or hook.
     """
 
     def __init__(
@@ -121,9 +117,6 @@ class WholeModelOptimizer:
         """Return a copy of the optimizer that has these parameters, as ``Job.optimizer`` does.
 
         Settings, state, attributes and hooks are those of the original.
-
-        Raises:
-            JobError: the copy would differ; the message names the attribute.
         """
         own = dict(named)
         ours = {key: own[name] for key, name in self._names.items() if name in own}

@@ -376,9 +376,6 @@ def load_job(spec: str) -> Job:
 
     The file's folder is put on ``sys.path``, so that the file can import its neighbours. If ``JobFiles`` that include
     the file are in use, the file and its neighbours are imported from them.
-
-    Raises:
-        JobError: the spec, the file, its import or the named object is not right; the message is one line.
     """
     path_text, name = split_job(spec)
     if not path_text:
@@ -415,11 +412,7 @@ def load_job(spec: str) -> Job:
 
 
 def _arguments(call: str) -> dict[str, Any]:
-    """Return the arguments of ``name(width=512, text="a")``.
-
-    Raises:
-        JobError: an argument has no name, or is not a plain value.
-    """
+    """Return the arguments of ``name(width=512, text="a")``."""
     try:
         parsed = ast.parse(call, mode="eval").body
         if isinstance(parsed, ast.Call) and not parsed.args and all(keyword.arg for keyword in parsed.keywords):

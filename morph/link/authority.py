@@ -102,10 +102,7 @@ class Authority:
         """Return a PEM certificate for one address and the key holder's own loopback; its holder may call and listen.
 
         Args:
-            key: The public key of the node.
             node: The name of the node, at most 64 characters.
-            address: The address at which others reach the node.
-            life: How long the certificate is valid.
             begin: The time from which it is valid; ``CLOCK_SLACK`` is subtracted for clocks that differ.
         """
         addresses = dict.fromkeys(map(ipaddress.ip_address, (address, LOOPBACK)))

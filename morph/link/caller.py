@@ -84,7 +84,6 @@ class Talk:
     """The connection over which orders arrive, made anew whenever it ends; ``send`` may be called from any thread.
 
     Args:
-        home: The manager's address, and the credential.
         again: Called on each new connection, in the thread that runs ``hear``.
         heard: Called with each message, in that thread.
     """

@@ -108,7 +108,6 @@ class Listener:
         listening: A listening socket, which is closed with this object.
         serve: Serves one connection, which is closed when it returns; calls ``Caller.known`` once the caller is
             authenticated. An exception that it raises ends this connection only.
-        name: The name of the threads.
         hello_timeout_s: A caller that is not authenticated within this time is dropped.
     """
 
@@ -134,11 +133,7 @@ class Listener:
 
     @classmethod
     def at(cls, host: str, port: int, serve: Callable[[Caller], None], name: str) -> Listener:
-        """Return a listener on an address; port 0 means any free port.
-
-        Raises:
-            OSError: listening on the address failed.
-        """
+        """Return a listener on an address; port 0 means any free port."""
         return cls(socket.create_server((host, port), backlog=BACKLOG), serve, name)
 
     @property

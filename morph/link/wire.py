@@ -63,11 +63,7 @@ class Wire:
     """One end of a connection. The caller must lock: two threads in one TLS object at once would break it.
 
     Args:
-        credential: The certificate and key of this end, and the authority that it trusts.
         listens: Whether this end was called.
-
-    Raises:
-        ValueError: ``credential`` is not a credential.
     """
 
     def __init__(self, credential: str, *, listens: bool) -> None:

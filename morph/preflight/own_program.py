@@ -55,9 +55,6 @@ def compare_with_program(program: OwnProgram, most_samples: int) -> tuple[bool, 
     """Compare steps of a program with Morph's; return whether they were compared, and a phrase on what was.
 
     ``most_samples``: the most samples of one step.
-
-    Raises:
-        JobError: losses or weights differ; the message names the first step or the parameters.
     """
     if most_samples < 1:
         return False, f"not compared with {program.call}: a sample takes too long or too much memory"

@@ -69,7 +69,6 @@ class Limits:
     Attributes:
         available_bytes: Free memory of the device.
         flops: The largest number of FLOP of all runs together; see ``QUICK_FLOPS`` and ``PATIENT_FLOPS``.
-        device: The device of the comparison.
         shorten: Whether a model that is too large may be compared with fewer of its equal blocks.
         steps: Whether the weights after the optimizer's steps are compared too.
     """
@@ -94,7 +93,6 @@ class Comparison:
         reason: Why the whole model was not compared.
         no_steps: Why weights were not compared.
         program: What was compared with the program that the job was made of, or why nothing was; None: there is none.
-        with_program: Whether that program was compared.
     """
 
     how: str
@@ -151,12 +149,7 @@ class _DoesNotRun(Exception):
 
 
 def compare_with_plain(job: Job, exported: ExportedJob, num_sections: int | None, limits: Limits) -> Comparison:
-    """Compare once, and return the result; see the module's text.
-
-    Raises:
-        ExportError: loss or gradients differ; the message names the parameters that differ most, and by how much.
-        JobError: the plain model fails on real samples; or the program that the job was made of trains otherwise.
-    """
+    """Compare once, and return the result; see the module's text."""
     found = _compare_whole_or_shortened(job, exported, num_sections, limits)
     if job.own_program is None:
         return found
@@ -259,8 +252,6 @@ def _compare(job: Job, exported: ExportedJob, num_sections: int | None, size: _S
     """Return the largest difference of a gradient or a step.
 
     Raises:
-        ExportError: a difference that rounding does not explain.
-        JobError: the plain model fails, or its optimizer works differently for each unit alone.
         _DoesNotRun: there is nothing to compare with.
     """
     exported = replace(exported, boundary="same")  # its rounding is intended, and would hide differences
@@ -298,10 +289,6 @@ class _Sides:
         """Compare loss and gradients of a micro-batch, unless its loss is not finite.
 
         ``model``: the model as it is cut for the batch's length.
-
-        Raises:
-            ExportError: loss or gradients differ.
-            JobError: the plain model fails.
         """
         torch.manual_seed(seed)
         expected = _run_plain(self._job, self._plain, batch)
@@ -321,8 +308,6 @@ class _Sides:
         """Also compare a run's sums and steps of the gradients, and return the largest difference of all.
 
         Raises:
-            ExportError: means or next weights differ.
-            JobError: the optimizer fails, or works differently for each unit alone.
             _DoesNotRun: no loss was finite.
         """
         if not self._batches:

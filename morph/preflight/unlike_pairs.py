@@ -27,7 +27,6 @@ class Look:
     """The properties of one sample that matter for the choice of pairs.
 
     Attributes:
-        index: The number of the sample.
         amounts: For each entry, by value in ``IGNORED``: how many elements differ from it; for an entry of one element,
             its value.
         labels: For each entry with few different values: these values.

@@ -84,10 +84,8 @@ class DependencyReport:
     """The result of the dry run of one job.
 
     Attributes:
-        job: The job's name.
         num_sections: K of the dry run.
         micro_batch_size: m of the dry run, samples.
-        units: Ids of the parameter units.
         findings: Violations first, then allowed ones, then handled ones.
         notes: Sentences on parts that were not run as in training, with the reasons.
     """

@@ -23,11 +23,7 @@ _BATCH = "batch"
 
 
 class ModelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches the forward of sections; the backward mixes the same sections.
-
-    Args:
-        recorder: Collects the findings.
-    """
+    """Watches the forward of sections; the backward mixes the same sections."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

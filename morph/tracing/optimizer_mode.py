@@ -28,7 +28,6 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         unit_of: Unit of each parameter, by the parameter's name.
-        recorder: Collects the findings.
     """
 
     def __init__(self, unit_of: Mapping[str, str], recorder: Recorder) -> None:

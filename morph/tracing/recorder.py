@@ -134,7 +134,6 @@ class Record:
 
     Attributes:
         reached: Units whose parameters or state a mixed value was written into.
-        handled: Whether Morph handles the dependency.
         names: The tensors that it concerns, with their bytes.
     """
 

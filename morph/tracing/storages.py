@@ -37,7 +37,6 @@ class Known:
         kept: Whether it is in the state that Morph saves, even if it holds no unit's data.
         users: Units with whose tensors it, or a value made from it, was used.
         sources: Older tensors without a unit from which it was made.
-        label: The name to show.
         changed: Whether its value lives from step to step and changes.
         read_at: The operation and line that first read it together with a unit's data.
     """

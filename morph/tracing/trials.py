@@ -64,8 +64,6 @@ def run_trials(
 
     Args:
         parameters: Initial values by name; they are copied.
-        units: The units to which they belong.
-        make: The job's optimizer function.
         step: Runs one step of an optimizer, for the parameters by name.
     """
     refused = _refusals(parameters, units, make)

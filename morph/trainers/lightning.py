@@ -166,7 +166,6 @@ class _Length:
     """How long ``Trainer.fit`` trains.
 
     Attributes:
-        trainer: The Trainer, or None.
         num_batches: Batches of an epoch.
         accumulated: Batches of a step.
     """
@@ -201,7 +200,6 @@ class _StandIn:
     """Stands for the Trainer to which Lightning attaches a module; other attributes are refused by their name.
 
     Args:
-        length: How long it trains.
         global_step, current_epoch: Counters: numbers, or tensors without a dimension within a step.
     """
 

@@ -38,11 +38,7 @@ def own_steps(
 
     Args:
         module: The module; it is not changed.
-        loader: The training data.
-        trainer: The Trainer, or None.
         replaced: Fields that the user gave to ``morph.lightning.job``.
-        make_job: Makes a job of a module, a loader, a Trainer and given fields.
-        num_steps: The number of steps to make.
         most_samples: The most samples of a step.
     """
     own = sorted(OF_THE_PROGRAM & replaced.keys())

@@ -68,8 +68,6 @@ def write_entry(exported: ExportedJob, model: CutModel, folder: str) -> bytes:
     """Return the form of a model that was cut, compressed.
 
     Args:
-        exported: The job.
-        model: The same job, cut.
         folder: The job's folder, to which lines of code are relative.
 
     Raises:

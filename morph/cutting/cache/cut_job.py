@@ -39,14 +39,7 @@ class CutJob:
 
 
 class LoadedJob:
-    """A job file that was loaded, and its cuts.
-
-    Args:
-        job_path: path/to/file.py:name.
-
-    Raises:
-        JobError: see ``load_job``.
-    """
+    """A job file that was loaded, and its cuts."""
 
     def __init__(self, job_path: str) -> None:
         self._folder = _folder_of(job_path)
@@ -82,10 +75,6 @@ class LoadedJob:
 
         Args:
             num_sections: K; None chooses it.
-            micro_batch_size: m.
-
-        Raises:
-            InputError: as ``export_job`` and ``cut``.
         """
         entry, _ = self._kept(num_sections, micro_batch_size)
         if entry is not None:
@@ -100,7 +89,6 @@ class LoadedJob:
         """Return this cut for workers, wherever they are.
 
         Raises:
-            InputError: as ``cut``.
             CannotKeep: the stored form cannot hold the model, so that each worker exports it.
         """
         entry, content = self._kept(num_sections, micro_batch_size)
@@ -156,9 +144,6 @@ def load_and_cut(
     """Load a job, and use the given cut of its model; without one, use the kept cut or a new one.
 
     Args:
-        job_path: path/to/file.py:name.
-        num_sections: K; None chooses it.
-        micro_batch_size: m.
         handed: The manager's cut. A cut of another version of torch is reported in one line and not used.
 
     Raises:

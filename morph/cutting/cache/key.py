@@ -37,9 +37,7 @@ def content_key(job_path: str, job: Job, files: JobFiles) -> str | None:
     installed nor among its files.
 
     Args:
-        job_path: path/to/file.py:name.
         job: The job of that name, just loaded, before any of its code runs.
-        files: The files from which it was imported.
     """
     if not _imports_known_code(files):
         return None

@@ -30,7 +30,6 @@ class LazyTensors(Mapping[str, Tensor]):
 
     Attributes:
         tape: The record of the constructor; None if it was really run.
-        num_operations: The number of operations on the tape that produce the tensors.
         entries: Each tensor, or its reference on the tape.
     """
 
@@ -95,7 +94,6 @@ class BuiltModel:
     Attributes:
         model: The model in training mode.
         tape: Record of its constructor; None if it was really built.
-        fake_mode: The fake mode of the model's tensors.
         not_recorded: Why the model was really built, in one line; None if it was recorded.
         buffers: Buffers after the constructor, by their first names.
     """
@@ -154,9 +152,6 @@ class BuiltModel:
 def write_assigned_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> None:
     """Write tensors that the forward has assigned in place of buffers into these: torch.export does not see
     assignments.
-
-    Raises:
-        JobError: an assigned tensor has another shape or type.
     """
     for name, buffer in before.items():
         owner, _, last = name.rpartition(".")

@@ -71,7 +71,6 @@ class Operation:
         writes: The storages among them that it changes.
         overwrites: A storage whose every element it replaces.
         results: Its outputs in flat order; None for values that are not tensors.
-        creates: New storages.
         draw: What it draws with: its number among the random operations, or the state of a generator that the
             constructor has seeded. None if it draws nothing.
     """

@@ -41,7 +41,6 @@ def cut_marked(exported: MarkedJob, *, num_sections: int | None, micro_batch_siz
     The model runs twice on real numbers, in one piece and in sections, so this process holds all weights.
 
     Raises:
-        JobError: a mark is not reached, there are too few of them, or the model fails.
         ExportError: the sections fail, or do not give the loss and the gradients of the whole model.
     """
     batch = _resized(exported.batch, micro_batch_size)

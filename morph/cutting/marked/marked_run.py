@@ -140,7 +140,6 @@ class Trial:
     """The findings of a run of the whole code.
 
     Attributes:
-        marks: The marks in order.
         returned: The result to return in place of a call.
         choices: For each choice by a random number: the number of marks passed, its call, and its line.
     """
@@ -201,8 +200,6 @@ class MarkedCode:
 
     Attributes:
         whole: Model and loss.
-        keys: Names of the batch entries.
-        names: Names of the parameters.
         entry: Beginning of the section; None for the first.
         end: End of the section; None for the last.
         returned: Results of each call in the trial.

@@ -25,12 +25,7 @@ def usable_device(
 
     Args:
         name: ``cpu`` or ``cuda``.
-        source: Source of the name, for errors.
-        field: Field of the name, for errors.
         numbered: Whether names such as ``cuda:1`` are allowed.
-
-    Raises:
-        ConfigError: it cannot; the error gives the reason and the usable devices.
     """
     cuda = torch.cuda.is_available()
     found = ["cpu", *["cuda"] * cuda]
@@ -47,11 +42,7 @@ def usable_device(
 
 
 def check_kernels(device: torch.device, field: str = "vms.device") -> None:
-    """Refuse a CUDA device that is absent, or for which this torch has no kernels: the first launch would fail.
-
-    Raises:
-        ConfigError: it is; the error names the device, its compute capability, and those for which torch was built.
-    """
+    """Refuse a CUDA device that is absent, or for which this torch has no kernels: the first launch would fail."""
     if device.type != "cuda":
         return
     usable_device(str(device), field=field, numbered=True)

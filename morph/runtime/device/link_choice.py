@@ -77,11 +77,8 @@ def mailboxes(
     """Form the links of a worker that use mailboxes, by the names of their groups; the others are staged.
 
     Args:
-        setup: The worker's setup.
         edges: All edges of a generation, the sender before the receiver.
         groups: The generation's groups, one for each edge.
-        interrupt: The generation's interrupt.
-        open_store: Connects to the rendezvous store.
 
     Raises:
         ConfigError: the setting is ``ipc`` and an edge within a machine cannot use a mailbox.
@@ -191,7 +188,6 @@ def form_on_devices(
     """Give the groups a worker's device rings, and return its device links by their groups' names.
 
     Raises:
-        ConfigError: a setting requests something that these devices or this torch cannot do.
         GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.call``.
     """
     device = torch.device(setup.device)

@@ -50,10 +50,6 @@ def rings_over_nccl(
     Args:
         setting: The setting in the cluster file.
         rings: Rings of at least two members.
-        facts: Facts about each member.
-
-    Raises:
-        ConfigError: the setting is ``nccl`` and NCCL cannot reduce a ring.
     """
     if setting == "gloo":
         return ()
@@ -210,11 +206,7 @@ class CommunicatorSet:
 
     Args:
         specs: The rings that this worker belongs to, in an order that all members share.
-        worker: This worker.
-        library: The library that forms them.
         over: The stream of the library's device.
-        interrupt: The generation's interrupt.
-        open_store: Connects to the rendezvous store.
     """
 
     def __init__(

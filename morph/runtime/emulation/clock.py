@@ -28,8 +28,6 @@ class JitterDraw:
 
     Args:
         seed: Seed of the draws; None: medians.
-        step: The step.
-        num_sections: K.
         num_micro_batches: N over all replicas.
     """
 
@@ -74,8 +72,6 @@ class DeviceClock:
 
     Args:
         forgiven_s: The largest forgiven delay.
-        now: The clock.
-        sleep: Blocks for some seconds.
     """
 
     def __init__(

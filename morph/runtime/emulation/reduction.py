@@ -56,7 +56,6 @@ def run_rings(
     """Run a worker's rings one after the other. Raises as ``Interrupt.wait_for``.
 
     Args:
-        rings: As ``rings_of`` returns them.
         free_s: End of this worker's last task.
         passed_s: End of its last backward through each section; missing for sections without one.
         late_s: The delay of that task by busy hosts.

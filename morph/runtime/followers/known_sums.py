@@ -17,9 +17,7 @@ class KnownSums:
     """The known partial sums. ``parts`` are the sums of an abandoned step.
 
     Args:
-        worker: The worker.
         followers: Holds copies of others' sums, and receives copies of this worker's sums.
-        faults: Scheduled faults.
     """
 
     def __init__(self, worker: str, followers: FollowerLane, faults: FaultPlan) -> None:

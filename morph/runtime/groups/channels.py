@@ -67,11 +67,6 @@ class KeptConnections:
 
     When torch opens a connection, it asks name servers for the name of the address, even of 127.0.0.1, and a lost query
     costs 5 s. So a connection is opened in advance, and reused if all calls on it have returned.
-
-    Args:
-        host: Address of the store.
-        port: Port of the store.
-        secret: See ``connect_store``.
     """
 
     def __init__(self, host: str, port: int, secret: str = "") -> None:

@@ -21,7 +21,6 @@ class Interrupt:
     """A condition variable with an abort flag.
 
     Args:
-        generation: The number of the generation.
         limit_s: Bound of every wait without its own bound, given by the reshape that formed the generation.
     """
 

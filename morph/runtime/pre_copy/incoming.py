@@ -31,11 +31,8 @@ class Incoming:
     """Receives units during training, in a thread that listens and one thread for each sender.
 
     Args:
-        context: The streams' context.
-        senders: The sender of each unit.
         make_shadow: Makes a unit that will be kept in step.
         arrive: On emulated links, blocks until this many bytes have arrived.
-        listen_host: The address to listen on.
         news: Called when there is something to report.
         known: Units that are already here at their senders' present version.
         expected: Further senders.

@@ -65,8 +65,6 @@ class Outgoing:
     behind by more than its initial states is given up.
 
     Args:
-        context: The context of the streams.
-        receiver: The receiving worker.
         units: The units, in this order.
         known: Further units, which the receiver already has at the present version.
     """

@@ -23,8 +23,6 @@ class Rendezvous:
 
     Args:
         occasion: The purpose of the rendezvous, unique in this run.
-        receiver: The receiving worker.
-        secret: The run's secret.
     """
 
     def __init__(self, occasion: str, receiver: str, secret: str) -> None:
@@ -64,11 +62,7 @@ class StreamContext:
     """The context of all streams from and to one worker, for one order or generation.
 
     Attributes:
-        occasion: The purpose of their rendezvous.
-        worker: This worker.
-        secret: The run's secret.
         open_store: Lends a connection to the rendezvous store while a block runs.
-        faults: Scheduled faults.
         limit_s: Seconds after which an absent or blocked other end is given up; a sender may be silent for twice as
             long, because it has nothing to send between two steps.
     """

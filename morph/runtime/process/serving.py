@@ -48,7 +48,6 @@ def serve(home: Home, set_up: Callable[[WorkerSetup], Any], *workers: Any) -> No
     """Call the manager and carry out its orders; does not return. If a thread cannot continue, the process ends.
 
     Args:
-        home: The address to call.
         set_up: Makes the worker when its setup comes, as ``worker.set_up`` does: a ``Worker``, or ``Failed``.
         workers: The worker, if it is set up already. Without one, nothing is aborted or repeated.
     """

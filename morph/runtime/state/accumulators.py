@@ -117,10 +117,7 @@ class Accumulator(ABC):
         """Compute mean gradients of a range of a part.
 
         Args:
-            part: The part.
             sums: Sums of each member in this range: (members, elements), possibly with padding after the part.
-            first: Beginning of the range.
-            num_micro_batches: N.
             into: Flat, of as many elements, in the part's ``mean_dtype``, on the device of ``sums``.
         """
 

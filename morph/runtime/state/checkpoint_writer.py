@@ -52,16 +52,8 @@ def write_initial_checkpoint(
     """Write every unit, then the manifest; only one unit is in memory at a time.
 
     Args:
-        job: The job.
-        model: The job's cut model.
-        parameters: Initial parameters of the run.
-        checkpoint_url: The URL to write to.
         frozen: Digest of the frozen weights that were written beside the checkpoint.
         prepare: Changes a unit further; the unit has a new optimizer.
-
-    Raises:
-        JobError: an optimizer or schedule that cannot be used.
-        OSError: storage failed.
     """
     num_micro_batches = job.batch_size // model.micro_batch_size
     rules = update_rules(job, torch.device("cpu"), frozen=frozen)
@@ -110,9 +102,6 @@ class CheckpointWriter:
     of older versions are dropped when a newer version is handed over, unless the newer one names them.
 
     Args:
-        worker: The name of the worker.
-        url: The URL of the run's checkpoints.
-        faults: Scheduled faults.
         rules: Bounds on writing one file and, by pauses between files, on the bytes per second.
         on_processor: Training computes on the processor, so processor time for writing counts as a stall.
     """

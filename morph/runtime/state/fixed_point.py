@@ -81,7 +81,6 @@ class FixedSum:
         total: Flat int64.
         largest: A float64 of shape (1,), on the same device; grows to the largest magnitude, NaN if one is NaN. A
             negative value means that nothing was added before.
-        exponent: Exponent of the scale.
         addresses: Addresses of ``total`` and ``largest``, on the host; requested once, not for each gradient.
     """
 
@@ -151,7 +150,6 @@ def from_fixed(totals: Sequence[Tensor], exponents: Sequence[int], divisor: int,
     Args:
         totals: For each tensor, int64 of shape (members, elements), to be added over the members. All on one device,
             with contiguous elements.
-        exponents: Exponents of the scales.
         divisor: N.
         into: Flat, of as many elements, of one type, on the device of ``totals``.
     """
@@ -180,8 +178,6 @@ def to_fixed(means: Tensor, exponent: int, divisor: int, into: Tensor) -> None:
 
     Args:
         means: Flat; made by ``from_fixed`` with the same exponent and divisor.
-        exponent: Exponent of the scale.
-        divisor: N.
         into: int64, of as many elements.
     """
     scale = 2.0**-exponent / divisor

@@ -99,9 +99,6 @@ def build_both(
     Returns:
         The optimizer and the schedule; the job's settings of both as plain values; and whether the optimizer may step
             together with others.
-
-    Raises:
-        JobError: one of them cannot be used.
     """
     optimizer = build_optimizer(make_optimizer, parameters)
     groups, joins = group_numbers(optimizer), is_elementwise(optimizer)
@@ -192,11 +189,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def optimizer_state(
     optimizer: Optimizer, parameters: Mapping[str, Parameter]
 ) -> tuple[dict[tuple[str, str], Tensor], dict[str, Any]]:
-    """Return tensors by (parameter, key), and everything else as plain values by parameter.
-
-    Raises:
-        JobError: something in the state is neither a tensor nor plain numbers, or belongs to no parameter.
-    """
+    """Return tensors by (parameter, key), and everything else as plain values by parameter."""
     tensors: dict[tuple[str, str], Tensor] = {}
     plain: dict[str, Any] = {}
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -249,11 +242,7 @@ def is_aligned(tensor: Tensor) -> bool:
 
 
 def group_numbers(optimizer: Optimizer) -> list[Any]:
-    """Return the hyperparameters of each parameter group, as plain values.
-
-    Raises:
-        JobError: a hyperparameter is not plain numbers.
-    """
+    """Return the hyperparameters of each parameter group, as plain values."""
     return [
         {
             key: _plain("optimizer", f"hyperparameter {key!r}", optimizer, value)
@@ -279,9 +268,6 @@ def load_settings(
         scheduler: The scheduler as the job built it.
         numbers: The saved ``groups`` and ``scheduler``, ``said`` of the job that saved them, and ``num_applied`` steps.
         said: This job's settings, from ``build_both``, and everything else on which they depend.
-
-    Raises:
-        JobError: the schedule cannot be advanced.
     """
     before = numbers.get("said")
     if before is None or not says_otherwise(numbers, said):
@@ -327,11 +313,7 @@ def _advance(scheduler: LRScheduler, num_steps: int) -> None:
 
 
 def scheduler_numbers(scheduler: LRScheduler) -> Any:
-    """Return a schedule's state as plain values.
-
-    Raises:
-        JobError: the state is not plain numbers.
-    """
+    """Return a schedule's state as plain values."""
     return _plain("lr_scheduler", "state", scheduler, dict(scheduler.state_dict()))
 
 

@@ -37,7 +37,6 @@ class Memory:
     """Flat memory of one step, taken from an earlier step: new pages cost as much as passes over them.
 
     Args:
-        device: The default device.
         left: Memory that nothing reads or writes any longer.
         is_tight: Whether to release returned memory that is too small for the next request.
     """
@@ -73,10 +72,8 @@ class Part:
     """Tensors of one unit whose means have one type; their sums, of ``reals``, are consecutive in memory.
 
     Args:
-        names: Names of the tensors.
         like: Shape and type of each mean.
         dtype: Type of the sums.
-        memory: Memory for the sums.
     """
 
     def __init__(self, names: tuple[str, ...], like: Mapping[str, Tensor], dtype: torch.dtype, memory: Memory) -> None:

@@ -194,8 +194,6 @@ class Reduction:
     these.
 
     Args:
-        interrupt: The generation's interrupt.
-        num_micro_batches: N.
         memory: Memory for received sums and means; new if not given.
     """
 

@@ -151,15 +151,10 @@ class UnitState:
     """A worker's state of one unit.
 
     Args:
-        unit: The unit.
         tensors: Its parameters and buffers by name; copied for this state, or used directly with ``for_good``.
         make_optimizer: The job's optimizer factory; the unit gets an instance of its own.
         num_micro_batches: N; with the number of sections that use the unit, it bounds the contributions.
         exact: Whether gradients are summed in fixed point.
-        rules: How gradients are applied.
-
-    Raises:
-        JobError: an optimizer or schedule that cannot be used.
     """
 
     def __init__(

@@ -34,7 +34,6 @@ class Sender:
     for each that had left at the last ``send`` or ``flush``.
 
     Args:
-        link: The link to the neighbour.
         lacking: Default specs of tensors that may be absent; each message says which of them are present. Empty: no
             tensor may be absent.
         device: The device of these tensors; None: the host.

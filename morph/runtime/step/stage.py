@@ -53,17 +53,13 @@ class Stage:
     """Runs tasks of one stage in one step.
 
     Args:
-        model: The cut model.
-        sections: Section numbers of the stage.
         recompute: Whether to keep only the stage's input between forward and backward.
         live_sections: With recompute, the number of sections whose graphs are held at once; None: all. The inputs of
             each group of this many sections, counted from the end, are kept, and a group is recomputed before its
             backward.
         parameters: Parameters by name; read at every run.
         load_batch: Returns the batch entries of a micro-batch, by global number and keys.
-        seed: The job's seed.
         step: The step, for the random streams.
-        precision: The job's precision.
     """
 
     def __init__(

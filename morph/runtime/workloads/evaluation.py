@@ -248,11 +248,7 @@ def with_step(batch: Mapping[str, Tensor], job: Job, step: int) -> Mapping[str, 
 
 
 class Evaluator:
-    """One worker's part in a job's evaluations.
-
-    Raises:
-        JobError: the evaluation data cannot be used, or the model cannot be evaluated.
-    """
+    """One worker's part in a job's evaluations."""
 
     def __init__(self, job: Job, model: CutModel, device: torch.device, prefetcher: DataWorkers | None = None) -> None:
         assert job.eval_data is not None
@@ -308,11 +304,7 @@ class Evaluator:
         return Evaluation(version=version, num_micro_batches=total, losses=losses, finishes=finishes)
 
     def finish(self, totals: EvaluationTotals) -> FinishedMetrics:
-        """Compute the job's metrics of a whole evaluation.
-
-        Raises:
-            JobError: the function fails, or returns anything but numbers by name.
-        """
+        """Compute the job's metrics of a whole evaluation."""
         job = self._job
         assert job.eval_metrics is not None
         given: dict[str, Any] = {name: math.nan if value is None else value for name, value in totals.values.items()}
