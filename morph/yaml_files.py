@@ -65,12 +65,9 @@ _OTHERS = {
 def load_yaml(path: Path, value_type: type[ValueT], settings: Sequence[str] = ()) -> ValueT:
     """Read a YAML file into a value of the contract.
 
-    Args:
-        settings: ``KEY=VALUE`` each, from ``--set``; they replace or complete the values in the file.
-
-    Raises:
-        ConfigError: the file cannot be read or is not YAML, has unknown or repeated keys, or values of a wrong type or
-            out of range. The error names file, dotted field, value and what is allowed.
+    ``settings``: ``KEY=VALUE`` each, from ``--set``; they replace or complete the values in the file. Raises
+    ConfigError if the file cannot be read or is not YAML, has unknown or repeated keys, or values of a wrong type or
+    out of range. The error names file, dotted field, value and what is allowed.
     """
     return _validated(read_yaml(path), value_type, str(path), settings)
 

@@ -87,10 +87,8 @@ def told_of(manifest: Manifest | None, damaged: Mapping[int, CheckpointDamaged])
 def check_files(url: str, manifest: Manifest, *, every_byte: bool, limit_s: LimitOf | None = None) -> None:
     """Check that every file of a version exists with its size; with ``every_byte`` also its content.
 
-    Reads one file after the other, each within its ``limit_s``.
-
-    Raises:
-        CheckpointDamaged: a file is missing or damaged; the message names it.
+    Reads one file after the other, each within its ``limit_s``. Raises CheckpointDamaged if a file is missing or
+    damaged; the message names it.
     """
     where = version_url(url, manifest.version)
     sizes = _within_limit(where, limit_s, lambda: files_in(*fsspec.core.url_to_fs(where)))

@@ -25,9 +25,8 @@ SAFETENSORS, TORCH = ".safetensors", (".pt", ".pth", ".bin")
 class PlainFile:
     """An opened file, or all files of a folder; entries are read when they are requested. Nothing in it is executed.
 
-    Raises:
-        InputError: the file is missing, unreadable, or not a safetensors file; or two files have an entry of the same
-            name.
+    Raises InputError if the file is missing, unreadable, or not a safetensors file; or two files have an entry of the
+    same name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,7 +52,6 @@ class PlainFile:
             self._files |= dict.fromkeys(names, opened)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return one entry, read from its file."""
         try:
             tensor: Tensor = self._files[name].get_tensor(name)
         except (SafetensorError, OSError) as error:

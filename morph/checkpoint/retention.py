@@ -18,8 +18,7 @@ from morph.contract.rules import CheckpointRules
 def keep(url: str, version: int) -> None:
     """Keep a complete version, so that it is never deleted as an old one.
 
-    Raises:
-        CheckpointError: the version was deleted meanwhile, or storage cannot be written.
+    Raises CheckpointError if the version was deleted meanwhile, or storage cannot be written.
     """
     where = version_url(url, version)
     with writing(f"{where}/{KEPT}"):
@@ -69,11 +68,8 @@ def refusal(
     """Return why a version must not be removed, and what is allowed; None if it may be removed.
 
     A run resumes from the newest whole version, and writes newer ones: a manifest must not be put beside files that
-    were just removed. The run touches older ones only to delete them.
-
-    Args:
-        inspect_versions: Every stored version.
-        holder: The process that now manages their run, if known.
+    were just removed. The run touches older ones only to delete them. ``inspect_versions``: every stored version.
+    ``holder``: the process that now manages their run, if known.
     """
     newest = max((look.version for look in inspect_versions if look.state is State.WHOLE), default=-1)
     if version == newest:
@@ -124,8 +120,7 @@ def delete_superfluous(
 ) -> None:
     """Delete the superfluous versions, the oldest first.
 
-    Raises:
-        Exception: the storage fails to delete; the type depends on the storage.
+    Raises Exception if the storage fails to delete; the type depends on the storage.
     """
     for version in superfluous(stored_versions(url), rules, back_steps, spared):
         delete_version(url, version)

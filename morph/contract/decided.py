@@ -37,11 +37,7 @@ class LossScale(Value):
         return math.ldexp(1.0, self.exponent)
 
     def after(self, *, skipped: bool) -> LossScale:
-        """Return the scale of the next step.
-
-        Raises:
-            TrainingStopped: there is no smaller scale to try.
-        """
+        """Return the scale of the next step. Raises TrainingStopped if there is no smaller scale to try."""
         if skipped:
             if self.exponent <= MIN_LOSS_SCALE_EXPONENT:
                 raise TrainingStopped(f"gradients are not finite even at a loss scale of 2**{self.exponent}")

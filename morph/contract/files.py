@@ -49,12 +49,8 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
 def locked(path: Path, limit_s: float, tell: Callable[[str], None] = lambda _: None) -> Iterator[None]:
     """Hold the lock of a file, which is made if it is missing and names its holder; the kernel frees a dead one's lock.
 
-    Args:
-        path: The file; its folder must exist.
-        tell: Called once with a sentence that names the holder, if another process holds the lock.
-
-    Raises:
-        WaitTimeout: another process holds the lock for so long.
+    ``path``: the file; its folder must exist. ``tell``: called once with a sentence that names the holder, if another
+    process holds the lock. Raises WaitTimeout if another process holds the lock for so long.
     """
     until_s, holder = time.monotonic() + limit_s, ""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE), "r+") as file:

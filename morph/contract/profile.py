@@ -351,8 +351,7 @@ def _longer(times: dict[int, Timing], factor: float) -> dict[int, Timing]:
 def other_device(profile: Profile, device: str) -> tuple[str, ...]:
     """Return a sentence if a run's workers compute on GPUs, and the profile has only times of a CPU.
 
-    Args:
-        device: ``vms.device`` of the run.
+    ``device``: ``vms.device`` of the run.
     """
     environments = (profile.environment, *(known.environment for known in profile.node_types))
     if device != "cuda" or any(each.host_memory_bytes is not None for each in environments):
@@ -366,11 +365,8 @@ def other_device(profile: Profile, device: str) -> tuple[str, ...]:
 def other_links(profile: Profile, links: LinkSetting, rings: RingSetting) -> tuple[str, ...]:
     """Return a sentence for each difference between a run's links or rings and the measured ones.
 
-    Devices without their own memory have no such differences.
-
-    Args:
-        links: ``vms.links`` of the run.
-        rings: ``vms.rings`` of the run.
+    Devices without their own memory have no such differences. ``links``: ``vms.links`` of the run. ``rings``:
+    ``vms.rings`` of the run.
     """
     if profile.environment.host_memory_bytes is None:
         return ()
@@ -423,7 +419,6 @@ def load_profile(path: Path) -> Profile:
 def write_profile(profile: Profile, path: Path, *, as_read: bool = False) -> None:
     """Replace ``path`` with the profile, atomically.
 
-    Args:
-        as_read: Whether to write no defaults for fields that were absent in the profile's own file.
+    ``as_read``: whether to write no defaults for fields that were absent in the profile's own file.
     """
     write_output(path, profile.model_dump_json(indent=2, exclude_unset=as_read) + "\n", ProfileError)

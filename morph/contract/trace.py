@@ -208,10 +208,8 @@ def _line(row: dict[str, str], where: str) -> TraceEvent | TracePrice | TraceEnd
 def check_order(lines: Sequence[tuple[str, TraceEvent | TracePrice | TraceEnd]], unit: str = "s") -> None:
     """Check that lines, each with its place in the file, are in time order, and that VMs leave after they came.
 
-    ``unit``: of the file's times, ``s`` or ``ms``.
-
-    Raises:
-        TraceError: naming the line. Times are checked first: in an unsorted file VMs seem to leave before they come.
+    ``unit``: of the file's times, ``s`` or ``ms``. Raises TraceError naming the line. Times are checked first: in an
+    unsorted file VMs seem to leave before they come.
     """
     scale = 1000 if unit == "ms" else 1
     for (_, before), (where, line) in pairwise(lines):

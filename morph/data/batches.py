@@ -165,9 +165,8 @@ class _Flattening:
 def flat_sample(sample: object, where: str, *, collated: bool = False) -> Flat:
     """Take an item apart into its form, entries and texts.
 
-    Args:
-        where: The name of the item in errors.
-        collated: Whether ``collate_fn`` makes batches of items, which may then hold anything.
+    ``where``: the name of the item in errors. ``collated``: whether ``collate_fn`` makes batches of items, which may
+    then hold anything.
     """
     return _flat(sample, _Flattening(where, numbers=True, lists=collated))
 
@@ -181,11 +180,7 @@ def _flat(value: object, taking: _Flattening) -> Flat:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How micro-batches are made of samples.
-
-    Attributes:
-        shapes: The shapes of samples' entries, if there are buckets.
-    """
+    """How micro-batches are made of samples. ``shapes``: the shapes of samples' entries, if there are buckets."""
 
     seed: int = 0
     collate_fn: Collate | None = None
@@ -271,7 +266,6 @@ class Recipe:
         return found
 
     def _pad(self, parts: Sequence[Entries], fields: Sequence[str], length: int | None, *, rows: bool) -> None:
-        """Pad the entries of samples, or of a batch, in place."""
         if not self.shapes:
             return
         if length is None:
@@ -335,8 +329,7 @@ def _stacked(flats: Sequence[Flat], keys: Iterable[str]) -> Flat:
 def stack_entry(samples: Sequence[Mapping[str, Tensor]], key: str) -> Tensor:
     """Stack one entry of the samples to [len(samples), ...].
 
-    Raises:
-        JobError: a sample lacks the entry, or its entry differs in shape or dtype from the first sample's.
+    Raises JobError if a sample lacks the entry, or its entry differs in shape or dtype from the first sample's.
     """
     for position, sample in enumerate(samples):
         if key not in sample:
@@ -356,8 +349,7 @@ def stack_entry(samples: Sequence[Mapping[str, Tensor]], key: str) -> Tensor:
 def require_alike(sample: Mapping[str, Tensor], like: Mapping[str, Tensor], field: str, allowed: str) -> None:
     """Refuse a sample that lacks an entry of another, or has one of another shape or type.
 
-    Raises:
-        JobError: an entry is missing or differs; the message names it after ``field``, and ends with ``allowed``.
+    Raises JobError if an entry is missing or differs; the message names it after ``field``, and ends with ``allowed``.
     """
     for key, wanted in like.items():
         found = sample.get(key)

@@ -106,9 +106,8 @@ class MicroBatchLoader:
     def load(self, step: int, micro_batch: int, keys: Iterable[str]) -> dict[str, Tensor]:
         """Return the requested entries, each [micro_batch_size, ...]. They are shared: do not write to them.
 
-        Raises:
-            JobError: an item is not a dict of tensors, lacks a key, or differs in shape or dtype from item 0, for which
-                the sections were made.
+        Raises JobError if an item is not a dict of tensors, lacks a key, or differs in shape or dtype from item 0, for
+        which the sections were made.
         """
         wanted = tuple(keys)
         if not wanted:
@@ -316,11 +315,7 @@ _ALLOWED = "a map-style data set: len(dataset), and dataset[i] -> a dict, tuple 
 
 
 def check_map_style(dataset: object, field: str) -> int:
-    """Return the number of samples of a map-style data set.
-
-    Args:
-        field: That function's name in the job.
-    """
+    """Return the number of samples of a map-style data set. ``field``: that function's name in the job."""
     problem, allowed = None, _ALLOWED
     if isinstance(dataset, DataLoader):
         problem = "returns a DataLoader; Morph forms the batches itself, so return the data set that it loads"

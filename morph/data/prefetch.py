@@ -99,8 +99,7 @@ class DataWorkers:
     def expect(self, batches: Iterable[Batch], samples_of: SamplesOf, over: Callable[[], bool]) -> None:
         """Read these micro-batches, in this order, and drop earlier expectations.
 
-        Args:
-            over: Returns whether the micro-batches are no longer needed.
+        ``over``: returns whether the micro-batches are no longer needed.
         """
         self._wanted = dict.fromkeys(batches, samples_of)
         self._over = over
@@ -212,7 +211,6 @@ class DataWorkers:
         self._ask()
 
     def _failed(self, what: str, reader: _Reader | None) -> None:
-        """Start another data worker in place of ``reader``, unless data workers have failed too often."""
         self._failures_left -= 1
         self._num_read = 0
         log.warning("a data worker %s; the worker reads the samples itself", what)
@@ -240,8 +238,7 @@ class DataWorkers:
 class _Reader:
     """One data worker's process, on the side of the worker that started it.
 
-    Raises:
-        OSError: a process or a descriptor is not available.
+    Raises OSError if a process or a descriptor is not available.
     """
 
     def __init__(self, setup: bytes) -> None:
@@ -267,15 +264,10 @@ class _Reader:
 
     @property
     def num_read(self) -> int:
-        """The number of samples that the process has read."""
         return 0 if self._slots is None else int(self._slots.num_read(self._memory))
 
     def begin(self, slots: Slots) -> None:
-        """Send the layout of the samples to read.
-
-        Raises:
-            OSError: there is not enough memory.
-        """
+        """Send the layout of the samples to read. Raises OSError if there is not enough memory."""
         os.ftruncate(self._memory_fd, slots.num_bytes)
         shared = mmap.mmap(self._memory_fd, slots.num_bytes)
         self._slots, self._memory = slots, torch.frombuffer(shared, dtype=torch.uint8)
@@ -288,18 +280,15 @@ class _Reader:
         )
 
     def has(self, batch: Batch) -> bool:
-        """Whether the process is reading a micro-batch, or has read it."""
         return batch in self.requested or batch in self.read
 
     def ask(self, batch: Batch, wanted: MicroBatch) -> None:
-        """Ask the process to read a micro-batch into a free slot."""
         assert self._slots is not None
         slot = self.requested[batch] = self.free.pop()
         self._slots.samples(self._memory, slot, len(wanted.places)).copy_(torch.tensor(wanted.places))
         self._say({"slot": slot, "keys": batch[2], "length": wanted.length, "count": len(wanted.places)})
 
     def answered(self, said: Mapping[str, Any], wanted: Mapping[Batch, object]) -> Batch:
-        """Record the answer about a slot; return its micro-batch."""
         slot = said["slot"]
         batch = next(batch for batch, its_slot in self.requested.items() if its_slot == slot)
         del self.requested[batch]
@@ -310,7 +299,6 @@ class _Reader:
         return batch
 
     def take(self, batch: Batch, *, pinned: bool) -> dict[str, Tensor]:
-        """Return a copy of a micro-batch that was read, and free its slot."""
         assert self._slots is not None
         slot, laid_out = self.read.pop(batch)
         found = {key: self._slots.get(self._memory, slot, key, *laid_out[key], pinned=pinned) for key in laid_out}
@@ -318,12 +306,10 @@ class _Reader:
         return found
 
     def forget_but(self, wanted: Mapping[Batch, object]) -> None:
-        """Free the slots of micro-batches that were read and are no longer wanted."""
         for batch in self.read.keys() - wanted.keys():
             self.free.append(self.read.pop(batch)[0])
 
     def end(self) -> None:
-        """End the process, whatever it is doing."""
         self.line.close()
         os.close(self._memory_fd)
         self.process.kill()

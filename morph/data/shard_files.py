@@ -129,7 +129,6 @@ class ShardedFiles(ABC):
         """Return the samples of a shard, which begins at ``start`` of the open file."""
 
     def _fetch(self, shard: Shard, into: BinaryIO) -> None:
-        """Copy a shard, uncompressed, into a file."""
         if shard.file.compression is None:
             for begin in range(shard.start, shard.stop, _COPIED_AT_ONCE):
                 into.write(self.fs.cat_file(shard.file.name, begin, min(begin + _COPIED_AT_ONCE, shard.stop)))
@@ -139,7 +138,6 @@ class ShardedFiles(ABC):
                 into.write(content)
 
     def _copies(self, shard: Shard) -> bool:
-        """Whether a shard is read from a copy."""
         return not self._is_local or shard.file.compression is not None
 
     def open(self, shard: int) -> Sequence[Any]:
@@ -163,7 +161,6 @@ class ShardedFiles(ABC):
             self._copy(given).close()
 
     def _opened(self, file: File) -> Any:
-        """Return a file opened for reading, uncompressed."""
         try:
             return self.fs.open(file.name, "rb", compression=file.compression)
         except ValueError as error:

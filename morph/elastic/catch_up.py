@@ -39,8 +39,7 @@ class CatchUpLog:
     def boundary(self, state: TrainingState, step: tuple[Tensor, ...], *, is_wanted: bool, is_apart: bool) -> None:
         """Keep a completed step, and start or stop keeping steps when joiners arrive or have entered.
 
-        Args:
-            step: The step as ``TrainingState`` packs it, if the log was open when the step was computed; else empty.
+        ``step``: the step as ``TrainingState`` packs it, if the log was open when the step was computed; else empty.
         """
         if not is_wanted:
             self.close()

@@ -53,11 +53,8 @@ class Try(NamedTuple):
 class Gradients:
     """Collects the gradients of a model's parameters whenever one is trained.
 
-    Args:
-        accumulation: How gradients are summed: ``exact`` or ``fast``.
-
-    Raises:
-        InputError: the model is on several devices.
+    ``accumulation``: how gradients are summed: ``exact`` or ``fast``. Raises InputError if the model is on several
+    devices.
     """
 
     def __init__(self, state: TrainingState, accumulation: Accumulation) -> None:

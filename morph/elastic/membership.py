@@ -104,11 +104,7 @@ class Membership:
     # -- beginning and end
 
     def found(self, num_founders: int, timeout_s: float) -> None:
-        """Wait for the other founders, and begin with them.
-
-        Raises:
-            WaitTimeout: not all founders arrive in time.
-        """
+        """Wait for the other founders, and begin with them. Raises WaitTimeout if not all founders arrive in time."""
         with self._changed:
             self._door.num_founders = num_founders
             if not self._changed.wait_for(lambda: len(self._door.callers) == num_founders - 1, timeout_s):
@@ -151,9 +147,8 @@ class Membership:
     def place(self, after: Ballot | None = None, timeout_s: float = CONSENSUS_TIMEOUT_S) -> Place:
         """Return this member's place in a ring other than that of the ballot ``after``; waits for it.
 
-        Raises:
-            TrainingStopped: this member no longer trains; the message says why.
-            WaitTimeout: the members do not agree in time.
+        Raises TrainingStopped if this member no longer trains; the message says why. Raises WaitTimeout if the members
+        do not agree in time.
         """
 
         def is_there() -> bool:

@@ -48,11 +48,9 @@ class TrainingState:
     ``differs``: the other members' replicas may differ from this one. ``met_at``: ``num_steps`` at the last
     synchronisation. ``scheduler``: stepped with each step. ``summed``: which parameters were trained in the last step
     that all members had together, in the form of ``trained``. ``agreed``: values that must always be the same at all
-    members, by name. ``carried``: the loop's own objects whose state travels with this one, by name.
-
-    Raises:
-        InputError: the optimizer has parameters that are not the model's, or hyperparameters that are not plain; or one
-            of ``carried`` cannot be carried.
+    members, by name. ``carried``: the loop's own objects whose state travels with this one, by name. Raises InputError
+    if the optimizer has parameters that are not the model's, or hyperparameters that are not plain; or one of
+    ``carried`` cannot be carried.
     """
 
     model: Module
@@ -218,10 +216,8 @@ class TrainingState:
     def unpack_step(self, packed: Tensor) -> None:
         """Apply a step that another member packed (``pack_applied``, then ``pack_gradients``) to the state before it.
 
-        The result is that member's state, bit for bit.
-
-        Raises:
-            InputError, ValueError, KeyError, RuntimeError: the step is of another model or optimizer.
+        The result is that member's state, bit for bit. Raises InputError, ValueError, KeyError or RuntimeError if the
+        step is of another model or optimizer.
         """
         size = _size_of(packed)
         buffers, facts = _unpacked(packed[:size])
@@ -309,8 +305,7 @@ class TrainingState:
     def unpack(self, packed: Tensor) -> None:
         """Adopt the state that another member packed, but keep settings that the loop has set here for the next step.
 
-        Raises:
-            InputError, ValueError, KeyError, RuntimeError: the state is of another model or optimizer.
+        Raises InputError, ValueError, KeyError or RuntimeError if the state is of another model or optimizer.
         """
         tensors, facts = _unpacked(packed)
         with torch.no_grad():

@@ -470,7 +470,6 @@ def _placed(error: JobError, path: Path) -> JobError:
 
 
 def _line_in(error: BaseException, path: Path) -> int:
-    """Return the deepest line of ``path`` in the error's traceback (a syntax error has a line of its own)."""
     if isinstance(error, SyntaxError) and error.filename == str(path) and error.lineno is not None:
         return error.lineno
     lines = [

@@ -33,11 +33,8 @@ _Name = tuple[str, ...]
 def collect(job_path: str, files: Sequence[str] = (), source: str = "") -> JobFiles:
     """Collect the file that defines a job, the files that it imports from its folder, and other named files.
 
-    No file is run. Imports under computed names are added when the job is checked.
-
-    Args:
-        job_path: path/to/file.py:name; if there is no such file, the result is empty.
-        files: Files and folders, relative to that file's folder.
+    No file is run. Imports under computed names are added when the job is checked. ``job_path``: path/to/file.py:name;
+    if there is no such file, the result is empty. ``files``: files and folders, relative to that file's folder.
     """
     code = Path(split_job(job_path)[0]).resolve()
     found = JobFiles(code.parent, {}, growing=True)
@@ -51,8 +48,7 @@ def collect(job_path: str, files: Sequence[str] = (), source: str = "") -> JobFi
 def pack(job_path: str, found: JobFiles, *, unpack: bool = False) -> JobCode:
     """Pack collected files; the same files give the same bytes.
 
-    Args:
-        unpack: Whether workers write the files to a folder, because they do not see this machine's folders.
+    ``unpack``: whether workers write the files to a folder, because they do not see this machine's folders.
     """
     path, name = split_job(job_path)
     files, num_bytes = dict(sorted(found.files.items())), 0

@@ -95,8 +95,7 @@ class Caller:
     def known(self) -> None:
         """Mark the caller as authenticated, so that it may stay.
 
-        Raises:
-            ConnectionError: the caller took too long and was dropped, or there are too many connections.
+        Raises ConnectionError if the caller took too long and was dropped, or there are too many connections.
         """
         self._become_known()
 
@@ -224,6 +223,5 @@ class Listener:
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """End a connection, and wake the threads that wait on it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

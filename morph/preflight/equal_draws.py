@@ -35,7 +35,6 @@ class EqualDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
         self.has_other_backward = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func``, with these exceptions."""
         if isinstance(func, OpOverload):
             is_draw = torch.Tag.nondeterministic_seeded in func.tags and _name(func) != "native_dropout"
             self.has_other_backward |= is_draw or _name(func) in _STATISTICS

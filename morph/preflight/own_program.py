@@ -129,7 +129,6 @@ class _Steps:
         self._unit_of = {name: unit.id for unit in self._model.units for name in unit.names}
 
     def train(self, num_steps: int) -> Trained:
-        """Return the result of so many steps."""
         losses, largest = [], dict[str, float]()
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")

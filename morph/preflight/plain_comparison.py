@@ -132,7 +132,6 @@ class _Size:
 
     @property
     def num_steps(self) -> int:
-        """The number of optimizer steps."""
         return 0 if self.no_steps else NUM_STEPS
 
 
@@ -249,11 +248,7 @@ def _no_steps(num_bytes: int, num_weights: int, limits: Limits) -> str | None:
 
 
 def _compare(job: Job, exported: ExportedJob, num_sections: int | None, size: _Size, device: torch.device) -> float:
-    """Return the largest difference of a gradient or a step.
-
-    Raises:
-        _DoesNotRun: there is nothing to compare with.
-    """
+    """Return the largest difference of a gradient or a step. Raises _DoesNotRun if there is nothing to compare with."""
     exported = replace(exported, boundary="same")  # its rounding is intended, and would hide differences
     keys = sorted(example_batch(job))
     loader = MicroBatchLoader.of(job, size.num_samples)
@@ -307,8 +302,7 @@ class _Sides:
     def largest(self) -> float:
         """Also compare a run's sums and steps of the gradients, and return the largest difference of all.
 
-        Raises:
-            _DoesNotRun: no loss was finite.
+        Raises _DoesNotRun if no loss was finite.
         """
         if not self._batches:
             raise _DoesNotRun("its loss is not a finite number")

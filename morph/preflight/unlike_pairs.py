@@ -74,7 +74,6 @@ def unlike_pairs(looks: Sequence[Look]) -> list[tuple[int, int]]:
 
 
 def _extremes(looks: Sequence[Look], key: str) -> Iterator[tuple[int, int]]:
-    """Yield the two samples with the smallest and the largest amounts of this entry."""
     largest, pair = 0.0, None
     for what in looks[0].amounts[key]:
         known = [look for look in looks if math.isfinite(look.amounts.get(key, {}).get(what, math.nan))]

@@ -56,9 +56,8 @@ def fields_of_lengths(
 ) -> dict[str, Any]:
     """Return ``lengths``, ``buckets`` and ``padding``; nothing if all samples make batches of one length.
 
-    Args:
-        others: Data sets to evaluate on.
-        given: Fields that the user gave; ``lengths=None`` says that lengths do not vary.
+    ``others``: data sets to evaluate on. ``given``: fields that the user gave; ``lengths=None`` says that lengths do
+    not vary.
     """
     data, collate = loader.dataset, loader.collate_fn
     is_list = not isinstance(data, IterableDataset) and hasattr(data, "__getitem__")

@@ -176,7 +176,6 @@ class _Length:
 
     @classmethod
     def of(cls, trainer: Any, loader: DataLoader[Any]) -> _Length:
-        """Return the length of a Trainer's training."""
         limit = getattr(trainer, "limit_train_batches", 1.0)
         num_batches = min(len(loader), limit) if isinstance(limit, int) else int(len(loader) * limit)
         return cls(trainer, num_batches, getattr(trainer, "accumulate_grad_batches", 1))
@@ -188,7 +187,6 @@ class _Length:
 
     @property
     def num_steps(self) -> float:
-        """Steps of the whole training."""
         max_steps = self.trainer.max_steps if self.trainer.max_steps != -1 else math.inf
         epochs = self.trainer.max_epochs
         if epochs is None:
@@ -373,7 +371,6 @@ def _loss(length: _Length, model: Any, batch: Any) -> Any:
 
 
 def _arguments(training_step: Any, batch: Any, index: Any, trainer: _StandIn) -> tuple[Any, ...]:
-    """Return the arguments of ``training_step``, which need not take the number of the batch."""
     function = inspect.unwrap(training_step)
     taken = inspect.getfullargspec(function)
     names = taken.args[1:]

@@ -105,8 +105,7 @@ def lightning_class(module: Any) -> Any:
 def check_module(module: Any, *, evaluates: bool) -> None:
     """Check that a module overrides nothing that training calls and Morph does not.
 
-    Args:
-        evaluates: Whether ``Trainer.fit`` would run validation.
+    ``evaluates``: whether ``Trainer.fit`` would run validation.
     """
     base = lightning_class(module)
     if not module.automatic_optimization:
@@ -125,8 +124,7 @@ def check_module(module: Any, *, evaluates: bool) -> None:
 def check_trainer(trainer: Any, callbacks: Any, *, evaluates: bool) -> None:
     """Check that a Trainer's settings can be honoured.
 
-    Args:
-        callbacks: What the module's ``configure_callbacks`` returned.
+    ``callbacks``: what the module's ``configure_callbacks`` returned.
     """
     for callback in (*getattr(trainer, "callbacks", ()), *callbacks):
         kind = type(callback)

@@ -71,11 +71,7 @@ class LoadedJob:
         return self._initial or self.exported.initial_state
 
     def cut(self, num_sections: int | None, micro_batch_size: int) -> CutJob:
-        """Return this cut: the kept cut, or a new one, which is then kept.
-
-        Args:
-            num_sections: K; None chooses it.
-        """
+        """Return this cut: the kept cut, or a new one, which is then kept. ``num_sections``: K; None chooses it."""
         entry, _ = self._kept(num_sections, micro_batch_size)
         if entry is not None:
             self._initial = entry.initial
@@ -88,8 +84,7 @@ class LoadedJob:
     def handed(self, num_sections: int, micro_batch_size: int) -> HandedCut:
         """Return this cut for workers, wherever they are.
 
-        Raises:
-            CannotKeep: the stored form cannot hold the model, so that each worker exports it.
+        Raises CannotKeep if the stored form cannot hold the model, so that each worker exports it.
         """
         entry, content = self._kept(num_sections, micro_batch_size)
         if entry is None:
@@ -143,11 +138,8 @@ def load_and_cut(
 ) -> CutJob:
     """Load a job, and use the given cut of its model; without one, use the kept cut or a new one.
 
-    Args:
-        handed: The manager's cut. A cut of another version of torch is reported in one line and not used.
-
-    Raises:
-        InputError: as in ``load_job``, ``export_job`` and ``cut``; or the given cut is damaged.
+    ``handed``: the manager's cut. A cut of another version of torch is reported in one line and not used. Raises
+    InputError as in ``load_job``, ``export_job`` and ``cut``; or the given cut is damaged.
     """
     if handed is not None:
         if hashlib.sha256(handed.content).hexdigest() != handed.sha256:

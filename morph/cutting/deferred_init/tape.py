@@ -104,8 +104,7 @@ class Tape:
     def reference(self, tensor: Tensor) -> TensorRef:
         """Return the reference of a fake tensor.
 
-        Raises:
-            CannotRecord: the tensor was not made on this tape, or is not a plain tensor.
+        Raises CannotRecord if the tensor was not made on this tape, or is not a plain tensor.
         """
         if not self.knows(tensor):
             raise CannotRecord("a tensor comes from outside the constructor")
@@ -141,8 +140,7 @@ class Tape:
     def seeded_generator(self, given: torch.Generator | None) -> torch.Generator | None:
         """Return the generator from which an operation draws, if the constructor has seeded it.
 
-        Raises:
-            CannotRecord: it is not a generator of the CPU.
+        Raises CannotRecord if it is not a generator of the CPU.
         """
         if self.untouched is None:
             return None

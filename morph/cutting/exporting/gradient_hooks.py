@@ -75,8 +75,7 @@ def refuse_module_hooks(model: nn.Module) -> None:
 class _Calls(TorchFunctionMode):
     """Refuses hooks on tensors, and ``torch.autograd.grad``, even if it was imported by name or is called by torch.
 
-    Attributes:
-        numbers: The lines at which numbers are read from tensors, by the symbols that stand for the numbers.
+    ``numbers``: the lines at which numbers are read from tensors, by the symbols that stand for the numbers.
     """
 
     def __init__(self) -> None:

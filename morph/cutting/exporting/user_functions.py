@@ -70,12 +70,10 @@ class UserFunction:
         self.__name__ = self.function.__name__
 
     def __str__(self) -> str:
-        """Return the function's name and constants; equal in every process."""
         constants = ", ".join(_text(leaf) for leaf in self.leaves)
         return f"{self.function.__module__}.{self.function.__qualname__}({constants})"
 
     def __call__(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
-        """Run the user's forward; autograd will run the user's backward."""
         args, kwargs = self.arguments(tensors, numbers)
         results = self.function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch does not annotate it
         return [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
@@ -101,8 +99,7 @@ class UserFunction:
     def dry_run(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
         """Run the forward on fake tensors to learn what it returns; the results share no memory with the arguments.
 
-        Raises:
-            ExportError: the forward changes an argument, or reads tensors that are not arguments.
+        Raises ExportError if the forward changes an argument, or reads tensors that are not arguments.
         """
         args, kwargs = self.arguments(tensors, numbers)
         context = _Context(self.needs_input_grad)

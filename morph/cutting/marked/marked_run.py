@@ -44,7 +44,6 @@ class Choices(TorchDispatchMode, Generic[PlaceT]):  # type: ignore[no-untyped-ca
         self.found: list[tuple[PlaceT, str | None]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carry out ``func``."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         by_chance = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and "dropout" not in str(func)
@@ -157,7 +156,6 @@ class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does n
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carry out ``func``."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         formula = flop_registry.get(getattr(func, "_overloadpacket", None))
@@ -234,7 +232,6 @@ class MarkedCode:
         self.end = None if self.end is None else replace(self.end, value=None)
 
     def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
-        """Run from mark to mark."""
         num_inputs = 0 if self.entry is None else 1
         border = given[:num_inputs]
         num_others = num_inputs + len(self.keys)
@@ -279,8 +276,6 @@ class MarkedCode:
 
 
 class _Walk:
-    """One run of a section."""
-
     def __init__(self, code: MarkedCode, border: tuple[Tensor, ...], device: torch.device) -> None:
         self._code, self._border, self._device = code, border, device
         self.inside = code.entry is None
@@ -288,7 +283,6 @@ class _Walk:
         code.called = []
 
     def run(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carry out one call, or return its replacement."""
         entry, end = self._code.entry, self._code.end
         call = (name, self._seen[name])
         self._seen[name] += 1

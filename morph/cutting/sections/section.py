@@ -69,8 +69,7 @@ class ParameterUnit:
 class Constants(Mapping[str, Tensor]):
     """Tensors that sections read and training does not change; sections on one device share one copy of each.
 
-    Args:
-        values: Makes a constant on the CPU on request.
+    ``values``: makes a constant on the CPU on request.
     """
 
     def __init__(

@@ -111,7 +111,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
         self._left = {_storage(tensor) for tensor in self._held} - self._given - {None}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carry out ``func`` and record it."""
         kwargs = kwargs or {}
         line = line_in_loss()
         leaves = tree_leaves((args, kwargs))
@@ -152,7 +151,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
         return self._tape is not None and isinstance(tensor, FakeTensor) and not (known or self._tape.knows(tensor))
 
     def left_behind(self) -> list[Tensor]:
-        """Return the tensors made by this run that are still referenced."""
         every = (made for those in self._made.values() for made in those)
         return [tensor for made in every if (tensor := made()) is not None]
 
@@ -164,7 +162,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
         )
 
     def line_of_difference(self, other: _Watch) -> str | None:
-        """Return the line of the first operation that differs."""
         for place, operation in enumerate(other.operations):
             if place >= len(self.operations) or self.operations[place] != operation:
                 return other._lines[place]

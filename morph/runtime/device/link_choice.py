@@ -187,8 +187,7 @@ def form_on_devices(
 ) -> dict[str, Link]:
     """Give the groups a worker's device rings, and return its device links by their groups' names.
 
-    Raises:
-        GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.call``.
+    Raises GenerationAborted, PeerLost or WaitTimeout as ``Interrupt.call``.
     """
     device = torch.device(setup.device)
     groups.device_rings = communicators(setup.rings, device, layout.rings, setup.worker, interrupt, open_store)

@@ -90,8 +90,7 @@ def communicators(
 ) -> CommunicatorSet | None:
     """Begin to form the device rings of a worker in one generation; None if there are none.
 
-    Raises:
-        GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.call``.
+    Raises GenerationAborted, PeerLost or WaitTimeout as ``Interrupt.call``.
     """
     mine = [spec for spec in rings if worker in spec.members and len(spec.members) > 1]
     chosen = library_for(setting, device) if mine else None

@@ -45,11 +45,7 @@ def rings_over_nccl(
     """Return the rings that NCCL reduces, in their order; each member gets the same answer.
 
     With ``auto``, these are rings whose members have one device each (NCCL hangs with two ranks on one device) and the
-    same version of NCCL.
-
-    Args:
-        setting: The setting in the cluster file.
-        rings: Rings of at least two members.
+    same version of NCCL. ``setting``: the setting in the cluster file. ``rings``: rings of at least two members.
     """
     if setting == "gloo":
         return ()
@@ -203,10 +199,8 @@ class CommunicatorSet:
     """See ``DeviceRings``: the communicators of one worker in one generation.
 
     They are formed in a thread, in the order given, while the first step computes: a ring is first needed at its end.
-
-    Args:
-        specs: The rings that this worker belongs to, in an order that all members share.
-        over: The stream of the library's device.
+    ``specs``: the rings that this worker belongs to, in an order that all members share. ``over``: the stream of the
+    library's device.
     """
 
     def __init__(

@@ -40,8 +40,7 @@ class EmulatedRing:
     def run(self, ready_s: Sequence[Sequence[float]]) -> list[float]:
         """Meet the other members; returns when this ring is done. Raises as ``Interrupt.wait_for``.
 
-        Args:
-            ready_s: When this worker can begin each of the parts of ``left_s``; one row per requested answer.
+        ``ready_s``: when this worker can begin each of the parts of ``left_s``; one row per requested answer.
         """
         begin = torch.tensor(ready_s, dtype=torch.float64)
         self.ring.reduce(begin, dist.ReduceOp.MAX).wait("the other members of an emulated all-reduce")

@@ -44,8 +44,7 @@ class DeviceMemory:
     def use(self, num_inputs: int, num_activations: int) -> None:
         """Count a task that runs while these numbers of inputs and of micro-batches' activations are stored.
 
-        Raises:
-            torch.OutOfMemoryError: they exceed the memory, as with a real device's allocator.
+        Raises torch.OutOfMemoryError if they exceed the memory, as with a real device's allocator.
         """
         kept_bytes = num_inputs * self._input_bytes + num_activations * self._activation_bytes
         needed_bytes = self._held_bytes + kept_bytes + self._extra_bytes

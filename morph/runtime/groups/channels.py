@@ -135,7 +135,6 @@ class LentConnections:
 
 
 def _answers(store: TCPStore) -> bool:
-    """Return whether the store still answers on an idle connection."""
     answered = threading.Event()
 
     def ask() -> None:
@@ -384,9 +383,8 @@ class GroupSet:
     def form(self, specs: Sequence[GroupSpec], worker: str, listen_host: str, open_store: Callable[[], Store]) -> None:
         """Form every group that ``worker`` belongs to, in the order given (the same on every worker).
 
-        Raises:
-            GenerationAborted: if aborted meanwhile; the half-formed groups are left behind.
-            PeerLost: a member went away or did not come within the generation's limit.
+        Raises GenerationAborted if aborted meanwhile; the half-formed groups are left behind. Raises PeerLost if a
+        member went away or did not come within the generation's limit.
         """
         mine = [spec for spec in specs if worker in spec.members and len(spec.members) > 1]
         if not mine:

@@ -83,9 +83,8 @@ class Incoming:
     def take(self, unit: str, version: int, interrupt: Interrupt, timeout_s: float) -> UnitState:
         """Block until a unit is at this version, and hand it out.
 
-        Raises:
-            PeerLost: the unit's stream is broken.
-            GenerationAborted, WaitTimeout: as ``Interrupt.wait_for``.
+        Raises PeerLost if the unit's stream is broken. Raises GenerationAborted or WaitTimeout as
+        ``Interrupt.wait_for``.
         """
         self._interrupt = interrupt
 

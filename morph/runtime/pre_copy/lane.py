@@ -23,9 +23,7 @@ from morph.runtime.workloads.workload import Workload
 class PreCopyLane:
     """Carries out ``PreCopyOrder``; its failures do not disturb orders.
 
-    Args:
-        workload: Makes the units that are received.
-        news: Called when ``report`` has something new.
+    ``workload``: makes the units that are received. ``news``: called when ``report`` has something new.
     """
 
     def __init__(

@@ -19,10 +19,8 @@ class Rendezvous:
 
     The receiver writes its address and a nonce into the rendezvous store with a proof, because anyone could write
     there; a sender's hello proves its name for that nonce. Without the run's secret a process can neither receive nor
-    send units, and a proof for another order is not valid for this one.
-
-    Args:
-        occasion: The purpose of the rendezvous, unique in this run.
+    send units, and a proof for another order is not valid for this one. ``occasion``: the purpose of the rendezvous,
+    unique in this run.
     """
 
     def __init__(self, occasion: str, receiver: str, secret: str) -> None:
@@ -35,11 +33,7 @@ class Rendezvous:
         return f"{host} {port} {nonce} {proof(self._secret, 'receiver', self.key, host, str(port), nonce)}"
 
     def address(self, told: str) -> tuple[str, int]:
-        """Return the receiver's address.
-
-        Raises:
-            ConnectionError: the text is not from the receiver.
-        """
+        """Return the receiver's address. Raises ConnectionError if the text is not from the receiver."""
         host, port, nonce, given = _parts(told)
         if not is_proven(given, self._secret, "receiver", self.key, host, port, nonce):
             raise ConnectionError("the receiver's address was written by someone else")

@@ -174,11 +174,8 @@ def _mean_by_torch(totals: Tensor, exponent: int, divisor: int, into: Tensor) ->
 def to_fixed(means: Tensor, exponent: int, divisor: int, into: Tensor) -> None:
     """Find sums that ``from_fixed`` turns into these means, bit for bit. They exist, since each mean comes from a sum.
 
-    The product is off by at most a few roundings: one of its neighbours is such a sum.
-
-    Args:
-        means: Flat; made by ``from_fixed`` with the same exponent and divisor.
-        into: int64, of as many elements.
+    The product is off by at most a few roundings: one of its neighbours is such a sum. ``means``: Flat; made by
+    ``from_fixed`` with the same exponent and divisor. ``into``: int64, of as many elements.
     """
     scale = 2.0**-exponent / divisor
     guess = (means.to(torch.float64) / scale).round_()
@@ -231,11 +228,7 @@ def _loops(dtype: torch.dtype) -> Loops | None:
 
 
 def _compare(kernels: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Try kernels or loops for numbers of a type.
-
-    Raises:
-        ValueError: they give other bits than torch's kernels.
-    """
+    """Try kernels or loops for numbers of a type. Raises ValueError if they give other bits than torch's kernels."""
     values = (torch.arange(-4096, 4096, device=device) / 64).to(dtype).exp2_()
     values[::3] *= -1
     sizes = [1, 5000, 3191]

@@ -134,8 +134,7 @@ _LOCK = threading.Lock()
 def compile_loops(dtype: torch.dtype) -> Loops:
     """Compile both loops for gradients and means of this type, float32 or float64.
 
-    Raises:
-        RuntimeError: LLVM does not know this processor, or refuses the text.
+    Raises RuntimeError if LLVM does not know this processor, or refuses the text.
     """
     with _LOCK:
         llvm.initialize_native_target()

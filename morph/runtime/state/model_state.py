@@ -71,7 +71,7 @@ def model_state(job: Job) -> ModelState:
 
 
 def export_state(job: Job, checkpoint_url: str, manifest: Manifest) -> dict[str, Tensor]:
-    """Collect a checkpoint's parameters and buffers under all of the user's names, with entries that are not trained."""
+    """Return a checkpoint's parameters and buffers under all of the user's names, with entries that are not trained."""
     state = model_state(job)
     trained = _trained(job, state, checkpoint_url, manifest)
     return _under_each_name(state, trained, FrozenWeights(checkpoint_url), state.kept)
@@ -257,7 +257,6 @@ class ImportedParameters:
         self.frozen = tuple(kept for kept, names in self._names.items() if self._differs(kept, names))
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read one parameter or buffer, in its type in the job's model."""
         if name in self._names:
             return self._file[self._names[name][0]].to(self._state.specs[name][1])
         return self._initial_buffers[name] if name in self._initial_buffers else self._state.values[name]
@@ -268,8 +267,7 @@ class ImportedParameters:
     def give_optimizer_state(self, state: UnitState) -> None:
         """Give a unit's new optimizer the state of the run's optimizer; parameters that the run lacks begin anew.
 
-        Raises:
-            InputError: the run has another optimizer.
+        Raises InputError if the run has another optimizer.
         """
         assert isinstance(self._file, StoredRun)
         tensors: dict[tuple[str, str], Tensor] = {}

@@ -47,9 +47,8 @@ def prepare_torch() -> None:
 def build_optimizer(make_optimizer: MakeOptimizer, parameters: Mapping[str, Parameter]) -> Optimizer:
     """Call the job's factory for some parameters. A unit of buffers has none, and needs no call.
 
-    Raises:
-        JobError: the factory returns no optimizer, or several, or an optimizer that must evaluate the loss itself; or
-            it makes one of none of these parameters.
+    Raises JobError if the factory returns no optimizer, or several, or an optimizer that must evaluate the loss itself;
+    or it makes one of none of these parameters.
     """
     if not parameters:
         return SGD([{"params": []}])
@@ -76,9 +75,8 @@ def build_optimizer(make_optimizer: MakeOptimizer, parameters: Mapping[str, Para
 def build_scheduler(make_scheduler: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
     """Call the job's factory for one optimizer.
 
-    Raises:
-        JobError: the factory returns no scheduler, one whose step needs a metric, or one whose state is not plain
-            numbers.
+    Raises JobError if the factory returns no scheduler, one whose step needs a metric, or one whose state is not plain
+    numbers.
     """
     scheduler = make_scheduler(optimizer)
     if not isinstance(scheduler, LRScheduler):
@@ -335,10 +333,8 @@ _KIND = "~"
 def to_plain(value: Any, tensors: list[Tensor] | None = None) -> Any:
     """Write a value with JSON's types; tuples, dicts, counters and tensors of one number are marked.
 
-    Other tensors are appended to ``tensors``, if that is given.
-
-    Raises:
-        ValueError: a value cannot be written; the error names its type.
+    Other tensors are appended to ``tensors``, if that is given. Raises ValueError if a value cannot be written; the
+    error names its type.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value

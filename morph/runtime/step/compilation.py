@@ -60,8 +60,7 @@ def compile_all(
 ) -> None:
     """Compile one section of each kind, by running it forward and backward on zeros.
 
-    Args:
-        load_batch: Returns batch entries of a micro-batch, by keys.
+    ``load_batch``: returns batch entries of a micro-batch, by keys.
     """
     for section in {_kind(section, device): section for section in reversed(model.sections)}.values():
         tensors: dict[str, Tensor] = {}

@@ -139,12 +139,10 @@ class Stage:
         return gradients
 
     def _of(self, group: range, micro_batch: int) -> tuple[Section, ...]:
-        """Return the sections for the size of a micro-batch."""
         sections = self._model.at(*self.size_of(micro_batch)).sections
         return tuple(sections[index] for index in group)
 
     def _run(self, group: range, micro_batch: int, inputs: Sequence[Tensor]) -> list[SectionRun]:
-        """Run sections in a row, keeping their graphs."""
         runs: list[SectionRun] = []
         values = tuple(inputs)
         for section in self._of(group, micro_batch):

@@ -69,8 +69,7 @@ _OFF: dict[object, tuple[int, str, bool | float]] = {
 def evaluation_sections(model: CutModel) -> tuple[Section, ...]:
     """Return the sections of a cut model without dropout.
 
-    Raises:
-        JobError: dropout cannot be distinguished from the model's own randomness.
+    Raises JobError if dropout cannot be distinguished from the model's own randomness.
     """
     return tuple(_without_dropout(section) for section in model.sections)
 
@@ -169,8 +168,7 @@ def run_evaluation(
 ) -> tuple[MicroBatchLoss, ...]:
     """Run this stage's part of an evaluation; only last stages return losses and metrics.
 
-    Raises:
-        GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.wait_for``.
+    Raises GenerationAborted, PeerLost or WaitTimeout as ``Interrupt.wait_for``.
     """
     count = len(work.micro_batches)
     arriving = None
@@ -276,8 +274,7 @@ class Evaluator:
     def run_if_due(self, current: Generation, version: int, model: CutModel) -> Evaluation | None:
         """Evaluate this version, which all units have; returns None if no evaluation is due, or not on a last stage.
 
-        Raises:
-            GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.wait_for``.
+        Raises GenerationAborted, PeerLost or WaitTimeout as ``Interrupt.wait_for``.
         """
         if current.slot is None or not self.size.is_due(version):
             return None
