@@ -23,10 +23,7 @@ LifeS = Callable[[str, int], float]
 
 @dataclass(frozen=True)
 class Change:
-    """VMs come, are warned or are taken at the same moment.
-
-    ``taken_s``: when VMs that are warned will be taken.
-    """
+    """VMs come, are warned or are taken at the same moment. ``taken_s``: when VMs that are warned will be taken."""
 
     time_s: float
     kind: Literal["came", "warned", "taken"]

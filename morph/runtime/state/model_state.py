@@ -71,7 +71,7 @@ def model_state(job: Job) -> ModelState:
 
 
 def export_state(job: Job, checkpoint_url: str, manifest: Manifest) -> dict[str, Tensor]:
-    """Return a checkpoint's parameters and buffers under all of the user's names, with entries that are not trained."""
+    """Return a checkpoint's parameters and buffers under all of the user's names, and entries that are not trained."""
     state = model_state(job)
     trained = _trained(job, state, checkpoint_url, manifest)
     return _under_each_name(state, trained, FrozenWeights(checkpoint_url), state.kept)
