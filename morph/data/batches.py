@@ -297,10 +297,8 @@ class Recipe:
     ) -> Entries:
         """Return one batch of samples, whose entries must have the shapes for which the sections were made.
 
-        Args:
-            like: A sample with the right entries and shapes.
-            allowed: The description of ``like`` in errors.
-            length: As for ``batch``; if given, padding makes the shapes equal.
+        ``like``: a sample with the right entries and shapes. ``length``: as for ``batch``; if given, padding makes the
+        shapes equal.
         """
         if self.shapes:
             found = self.batch(samples, places, field, keys, length).entries

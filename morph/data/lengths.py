@@ -136,10 +136,7 @@ def shapes_of(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Shape]:
 def pad(entry: Tensor, shape: Shape, length: int, value: float, *, rows: bool, field: str) -> Tensor:
     """Return an entry padded at its end to a length.
 
-    Args:
-        entry: An entry of a sample, or of a batch.
-        shape: The shape of this entry in a sample.
-        rows: Whether the entry is of a batch, whose samples are the first dimension.
+    ``rows``: whether the entry is of a batch, whose samples are the first dimension.
     """
     wanted = (*entry.shape[:1], *shape.at(length)) if rows else shape.at(length)
     fits = len(wanted) == entry.dim() and entry.dtype == shape.dtype

@@ -40,11 +40,8 @@ class MicroBatchLoader:
     """Loads micro-batch ``j`` of step ``t``: samples ``j*m .. (j+1)*m - 1`` of that mini-batch.
 
     The loader keeps the last few micro-batches, so that several sections of one stage load a sample once.
-
-    Args:
-        prefetcher: Reads expected micro-batches ahead. It needs the form of samples, so the first one is read now.
-        recipe: How micro-batches are made of samples; None: by stacking.
-        order: The order of the samples; None: the default one.
+    ``prefetcher``: reads expected micro-batches ahead. It needs the form of samples, so the first one is read now.
+    ``recipe``: how micro-batches are made of samples; None: by stacking.
     """
 
     def __init__(
@@ -90,10 +87,8 @@ class MicroBatchLoader:
     ) -> None:
         """Have these micro-batches prefetched, if there is a prefetcher, and drop earlier expectations.
 
-        Args:
-            places: Step and number of each micro-batch, in the order in which they will be loaded.
-            over: Returns whether the micro-batches are no longer needed.
-            window: How many micro-batches are in use at once: each is loaded again before its backward.
+        ``places``: step and number of each micro-batch, in the order in which they will be loaded. ``window``: how many
+        micro-batches are in use at once: each is loaded again before its backward.
         """
         if self._prefetcher is None:
             return

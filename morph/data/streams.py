@@ -247,6 +247,7 @@ class Iterated:
             self._iterator, self._block = iter(made), block
 
     def _read_block(self) -> tuple[int, list[Any]]:
+        """Read the next block; return its number and samples."""
         assert self._iterator is not None
         block, marks = self._block, self._bookmarks
         state = marks.state_of(self._iterable) if marks is not None and block else None

@@ -80,7 +80,6 @@ class Membership:
         listening: A listening socket, which is closed with this object.
         host: The address at which the others reach this member.
         store_port: The port of this process's rendezvous store.
-        credential: The credential that follows from the job's secret.
         silence_s: A member that does not answer for this many seconds counts as lost.
     """
 

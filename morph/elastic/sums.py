@@ -94,7 +94,6 @@ class StepSums:
     Args:
         exponents: Scales of exact sums; a missing one is the initial scale.
         ring: Reduces the sums; None: this member is alone.
-        divisor: The number by which the sums are divided.
         memory: Memory on the parameters' device; it may hold blocks of an earlier step whose gradients are applied.
     """
 

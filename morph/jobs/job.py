@@ -77,11 +77,9 @@ class OwnSteps:
 class OwnProgram:
     """The program that a job was made of, for a comparison before the job starts: see ``morph.preflight.own_program``.
 
-    Attributes:
-        call: The call that the job replaces, such as ``trainer.train()``.
-        run: ``run(num_steps, most_samples)`` makes some of the program's steps, each of at most so many samples, on a
-            copy, and leaves the program itself, files and random generators as they were. It returns the reason, as
-            text, if the steps cannot be compared.
+    ``call``: the call that the job replaces, such as ``trainer.train()``. ``run``: ``run(num_steps, most_samples)``
+    makes some of the program's steps, each of at most so many samples, on a copy, and leaves the program itself, files
+    and random generators as they were. It returns the reason, as text, if the steps cannot be compared.
     """
 
     call: str
@@ -470,6 +468,7 @@ def _placed(error: JobError, path: Path) -> JobError:
 
 
 def _line_in(error: BaseException, path: Path) -> int:
+    """Return the deepest line of ``path`` in the error's traceback (a syntax error has a line of its own)."""
     if isinstance(error, SyntaxError) and error.filename == str(path) and error.lineno is not None:
         return error.lineno
     lines = [

@@ -79,7 +79,6 @@ class Report:
     """The result of checking a job that may start.
 
     Args:
-        settings: The settings that it trains with, as text by name.
         dependencies: Dependencies between its sections; None: not examined.
         warnings: Sentences on data that is slow to read or does not divide into steps, on a loss or metric that is
             neither a mean over samples nor a total with its weight, and on needless attention masks that exclude flash

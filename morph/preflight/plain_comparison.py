@@ -70,7 +70,6 @@ class Limits:
         available_bytes: Free memory of the device.
         flops: The largest number of FLOP of all runs together; see ``QUICK_FLOPS`` and ``PATIENT_FLOPS``.
         shorten: Whether a model that is too large may be compared with fewer of its equal blocks.
-        steps: Whether the weights after the optimizer's steps are compared too.
     """
 
     available_bytes: int
@@ -87,11 +86,9 @@ class Comparison:
     Attributes:
         how: ``whole``; ``shortened``: with two of each kind of equal blocks; ``none``.
         num_seeds: The number of comparisons, each with other samples and random numbers.
-        num_samples: The number of samples in each.
         num_steps: The number of steps after which weights were compared; 0: they were not.
         largest: The largest difference of a gradient, or of a step, relative to its size; see ``_check``.
         reason: Why the whole model was not compared.
-        no_steps: Why weights were not compared.
         program: What was compared with the program that the job was made of, or why nothing was; None: there is none.
     """
 

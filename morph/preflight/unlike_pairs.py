@@ -26,10 +26,8 @@ _MOST_COUNTED = 1 << 20
 class Look:
     """The properties of one sample that matter for the choice of pairs.
 
-    Attributes:
-        amounts: For each entry, by value in ``IGNORED``: how many elements differ from it; for an entry of one element,
-            its value.
-        labels: For each entry with few different values: these values.
+    ``amounts``: for each entry, by value in ``IGNORED``: how many elements differ from it; for an entry of one element,
+    its value. ``labels``: for each entry with few different values: these values.
     """
 
     index: int

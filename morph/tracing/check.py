@@ -44,9 +44,6 @@ def check_dependencies(
         step_function: ``step(optimizer, parameters by name)``, to look at a step of another loop; None:
             ``optimizer.step()``, as Morph does.
         max_real_elements: Larger models run without numbers, and the optimizer on smaller parameters.
-
-    Raises:
-        ExportError: torch.export refuses the model.
     """
     keep_lines_of(job.loss)
     program = exported or export_job(job)

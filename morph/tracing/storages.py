@@ -16,9 +16,8 @@ _SWEEP_EVERY = 4096
 class Tag:
     """The units whose data a tensor holds.
 
-    Attributes:
-        units: Sections or parameter units; more than one after an operation that mixed them.
-        roots: Keys of the findings through which they mixed.
+    ``units``: sections or parameter units; more than one after an operation that mixed them. ``roots``: keys of the
+    findings through which they mixed.
     """
 
     units: frozenset[str]

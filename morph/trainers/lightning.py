@@ -163,12 +163,7 @@ class _Order:
 
 @dataclass(frozen=True)
 class _Length:
-    """How long ``Trainer.fit`` trains.
-
-    Attributes:
-        num_batches: Batches of an epoch.
-        accumulated: Batches of a step.
-    """
+    """How long ``Trainer.fit`` trains. ``num_batches``: batches of an epoch. ``accumulated``: batches of a step."""
 
     trainer: Any
     num_batches: int
@@ -371,6 +366,7 @@ def _loss(length: _Length, model: Any, batch: Any) -> Any:
 
 
 def _arguments(training_step: Any, batch: Any, index: Any, trainer: _StandIn) -> tuple[Any, ...]:
+    """Return the arguments of ``training_step``, which need not take the number of the batch."""
     function = inspect.unwrap(training_step)
     taken = inspect.getfullargspec(function)
     names = taken.args[1:]

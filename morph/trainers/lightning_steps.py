@@ -36,10 +36,7 @@ def own_steps(
 ) -> OwnSteps | str:
     """Make steps as ``OwnProgram.run`` describes.
 
-    Args:
-        module: The module; it is not changed.
-        replaced: Fields that the user gave to ``morph.lightning.job``.
-        most_samples: The most samples of a step.
+    ``module``: the module; it is not changed. ``replaced``: fields that the user gave to ``morph.lightning.job``.
     """
     own = sorted(OF_THE_PROGRAM & replaced.keys())
     if own:

@@ -56,7 +56,6 @@ def own_steps(
         trainer: The Trainer; it is not changed.
         replaced: Fields that the user gave to ``morph.hf.job``.
         length: The number of steps of ``trainer.train()``.
-        most_samples: The most samples of a step.
     """
     own = sorted(OF_THE_PROGRAM & replaced.keys())
     if own:

@@ -28,9 +28,8 @@ class LazyTensors(Mapping[str, Tensor]):
     """Named tensors on the CPU, with their present values; tensors of a recorded constructor are made anew on each
     request.
 
-    Attributes:
-        tape: The record of the constructor; None if it was really run.
-        entries: Each tensor, or its reference on the tape.
+    ``tape``: the record of the constructor; None if it was really run. ``entries``: each tensor, or its reference on
+    the tape.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], tape: Tape | None) -> None:
@@ -92,7 +91,6 @@ class BuiltModel:
     """The user's model, with fake tensors if it could be recorded.
 
     Attributes:
-        model: The model in training mode.
         tape: Record of its constructor; None if it was really built.
         not_recorded: Why the model was really built, in one line; None if it was recorded.
         buffers: Buffers after the constructor, by their first names.

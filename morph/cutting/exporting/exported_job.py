@@ -140,11 +140,8 @@ class GraphJob(ExportedJob):
 class MarkedJob(ExportedJob):
     """A job that torch.export refuses, with marks where to cut.
 
-    Attributes:
-        whole: Model and loss as one module, its trainable parameters without memory; buffers and frozen parameters are
-            real.
-        batch: Some samples, stacked, for trials of the model.
-        batches: Such samples by bucket, if lengths vary.
+    ``whole``: model and loss as one module, its trainable parameters without memory; buffers and frozen parameters are
+    real. ``batches``: some samples by bucket, if lengths vary.
     """
 
     job: Job

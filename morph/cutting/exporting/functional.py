@@ -41,9 +41,8 @@ WRITTEN = "morph_written"
 class Functional:
     """A graph without in-place operations.
 
-    Attributes:
-        graph_module: The graph; its results are the loss and metrics, then the new values of ``written``.
-        written: Placeholders of the buffers that the forward changes, in the order of their new values.
+    ``graph_module``: the graph; its results are the loss and metrics, then the new values of ``written``. ``written``:
+    placeholders of the buffers that the forward changes, in the order of their new values.
     """
 
     graph_module: GraphModule

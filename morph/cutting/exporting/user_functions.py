@@ -52,7 +52,6 @@ class UserFunction:
         leaves: The call's arguments in flat order, without tensors and symbolic numbers.
         needs_input_grad: For each argument, whether it required a gradient when traced.
         results: The call's results in flat order, None for a tensor. Known once it ran.
-        differentiable: For each returned tensor, whether it is differentiable.
         flops: Floating-point operations of its matrix products and similar operations; symbolic.
     """
 

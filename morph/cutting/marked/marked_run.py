@@ -123,7 +123,6 @@ class Mark:
         call: The module before which the cut is.
         enclosing: Calls that are active there.
         value: The tensor that crossed in the trial.
-        source: ``file:line`` of the call.
         flops: The work done before it in the trial.
     """
 
@@ -138,9 +137,8 @@ class Mark:
 class Trial:
     """The findings of a run of the whole code.
 
-    Attributes:
-        returned: The result to return in place of a call.
-        choices: For each choice by a random number: the number of marks passed, its call, and its line.
+    ``returned``: the result to return in place of a call. ``choices``: for each choice by a random number: the number
+    of marks passed, its call, and its line.
     """
 
     marks: list[Mark] = field(default_factory=list)
@@ -197,7 +195,6 @@ class MarkedCode:
     """The code of one section, called as :class:`Section` calls its code.
 
     Attributes:
-        whole: Model and loss.
         entry: Beginning of the section; None for the first.
         end: End of the section; None for the last.
         returned: Results of each call in the trial.

@@ -76,13 +76,9 @@ def mailboxes(
 ) -> dict[str, Link]:
     """Form the links of a worker that use mailboxes, by the names of their groups; the others are staged.
 
-    Args:
-        edges: All edges of a generation, the sender before the receiver.
-        groups: The generation's groups, one for each edge.
-
-    Raises:
-        ConfigError: the setting is ``ipc`` and an edge within a machine cannot use a mailbox.
-        GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.call``.
+    ``edges``: all edges of a generation, the sender before the receiver. Raises ConfigError if the setting is ``ipc``
+    and an edge within a machine cannot use a mailbox. Raises GenerationAborted, PeerLost or WaitTimeout as
+    ``Interrupt.call``.
     """
     worker = setup.worker
     mine = [edge for edge in edges if worker in edge.members]

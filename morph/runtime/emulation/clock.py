@@ -24,7 +24,7 @@ KINDS = ("forward", "recompute", "backward", "activation", "gradient")
 
 
 class JitterDraw:
-    """The times of one step. ``seed``: seed of the draws; None: medians. ``num_micro_batches``: n over all replicas."""
+    """The times of one step. ``seed``: seed of the draws; None: medians. ``num_micro_batches``: N over all replicas."""
 
     def __init__(self, seed: int | None, step: int, num_sections: int, num_micro_batches: int) -> None:
         self._seed = seed

@@ -50,7 +50,6 @@ class EmulatedStage:
 
     Args:
         micro_batches: Global numbers of the replica's micro-batches.
-        recompute: Whether to keep only the stage's input between forward and backward.
         key: (seed, step).
         message: The message to the next stage; None on the last stage.
         gradient: The message to the previous stage; None on the first stage.

@@ -23,11 +23,9 @@ class DeviceMemory:
     """Counts the memory of one stage against the device's memory.
 
     Args:
-        limit_bytes: The device's memory; None: no limit.
         held_bytes: Parameters, optimizer state and gradients.
         input_bytes: A micro-batch of which only the stage's input is stored.
         activation_bytes: A micro-batch whose activations are kept.
-        extra_bytes: Further memory while a task runs.
     """
 
     def __init__(

@@ -33,9 +33,7 @@ class Incoming:
     Args:
         make_shadow: Makes a unit that will be kept in step.
         arrive: On emulated links, blocks until this many bytes have arrived.
-        news: Called when there is something to report.
         known: Units that are already here at their senders' present version.
-        expected: Further senders.
         take_sums: Called with the sender's name and a frame of partial sums, or a frame that says that no more will
             come.
     """

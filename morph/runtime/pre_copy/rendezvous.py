@@ -55,10 +55,9 @@ class Rendezvous:
 class StreamContext:
     """The context of all streams from and to one worker, for one order or generation.
 
-    Attributes:
-        open_store: Lends a connection to the rendezvous store while a block runs.
-        limit_s: Seconds after which an absent or blocked other end is given up; a sender may be silent for twice as
-            long, because it has nothing to send between two steps.
+    ``open_store``: lends a connection to the rendezvous store while a block runs. ``limit_s``: seconds after which an
+    absent or blocked other end is given up; a sender may be silent for twice as long, because it has nothing to send
+    between two steps.
     """
 
     occasion: str

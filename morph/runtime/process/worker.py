@@ -85,7 +85,6 @@ def take_slot(slots: Sequence[str], wait_s: float = _WAIT_S) -> int | None:
 
     Args:
         slots: Files, tried in this order; each is named after its device. Without files, nothing is taken.
-        wait_s: The longest wait for a free file.
 
     Returns:
         The descriptor of the locked file, which a worker never closes.

@@ -100,12 +100,8 @@ def add_fixed(sums: Sequence[FixedSum], gradients: Sequence[Tensor], is_first: S
     """Round gradients to int64 at their scales, add each to its sums, and keep the largest magnitudes.
 
     Nothing waits for the device. If a value is too large for a scale, or not finite, the sum is undefined, and
-    ``largest`` shows this.
-
-    Args:
-        sums: Sums on one device, in separate memory.
-        gradients: Real numbers of any floating type, as many as in their sums.
-        is_first: Whether to overwrite the sums.
+    ``largest`` shows this. ``sums``: sums on one device, in separate memory. ``gradients``: real numbers of any
+    floating type, as many as in their sums.
     """
     if sums and sums[0].addresses is not None:
         for one, gradient, first in zip(sums, gradients, is_first, strict=True):

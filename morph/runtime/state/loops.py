@@ -21,12 +21,10 @@ import torch
 class Loops:
     """Both loops for one type.
 
-    Attributes:
-        add: Takes the addresses of sums and of gradients, their number, the scale, the address of the largest
-            magnitude, and whether to overwrite the sums. Without its sign bit, a float's bits are ordered as its
-            magnitude: infinity, then NaN last.
-        mean: Takes the address of the first row of sums, the numbers of rows and of columns, the distance of two rows
-            in sums, the scale, and the address of the means.
+    ``add``: takes the addresses of sums and of gradients, their number, the scale, the address of the largest
+    magnitude, and whether to overwrite the sums. Without its sign bit, a float's bits are ordered as its magnitude:
+    infinity, then NaN last. ``mean``: takes the address of the first row of sums, the numbers of rows and of columns,
+    the distance of two rows in sums, the scale, and the address of the means.
     """
 
     add: Callable[..., None]

@@ -220,9 +220,6 @@ class ImportedParameters:
         unused: Parameters that are left out, because the loss does not depend on them.
         fresh: Parameters that the job's model initialises.
         frozen: Names of untrained entries that differ from the job's model.
-
-    Args:
-        file: The file, or a run.
     """
 
     def __init__(

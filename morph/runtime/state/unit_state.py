@@ -152,7 +152,6 @@ class UnitState:
         tensors: Its parameters and buffers by name; copied for this state, or used directly with ``for_good``.
         make_optimizer: The job's optimizer factory; the unit gets an instance of its own.
         num_micro_batches: N; with the number of sections that use the unit, it bounds the contributions.
-        exact: Whether gradients are summed in fixed point.
     """
 
     def __init__(

@@ -94,12 +94,8 @@ def run_step(
 ) -> tuple[Tensor, ...]:
     """Run all sections forward, and then backward from the loss; return the outputs of the last one.
 
-    Args:
-        sections: Sections of the whole model.
-        batch: Entries of one micro-batch.
-        add: Receives each gradient, as in ``section_backward``.
-        prepared: Called with each section before its forward; returns the section to run in its place.
-        factor: The factor of the loss before its backward.
+    ``add``: receives each gradient, as in ``section_backward``. ``prepared``: called with each section before its
+    forward; returns the section to run in its place.
     """
     runs: list[SectionRun] = []
     values: tuple[Tensor, ...] = ()

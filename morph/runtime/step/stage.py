@@ -59,7 +59,6 @@ class Stage:
             backward.
         parameters: Parameters by name; read at every run.
         load_batch: Returns the batch entries of a micro-batch, by global number and keys.
-        step: The step, for the random streams.
     """
 
     def __init__(

@@ -65,7 +65,6 @@ class StepSums:
         salvage: The kept partial sums of the step from all workers.
         held: This worker's kept partial sums.
         keep: Whether ``partial_sums`` are needed if the step is abandoned.
-        counted: Called after each backward with the number of backwards.
     """
 
     def __init__(  # noqa: PLR0913 (one call builds it)
