@@ -211,6 +211,7 @@ class DataWorkers:
         self._ask()
 
     def _failed(self, what: str, reader: _Reader | None) -> None:
+        """Start another data worker in place of ``reader``, unless data workers have failed too often."""
         self._failures_left -= 1
         self._num_read = 0
         log.warning("a data worker %s; the worker reads the samples itself", what)
@@ -289,6 +290,7 @@ class _Reader:
         self._say({"slot": slot, "keys": batch[2], "length": wanted.length, "count": len(wanted.places)})
 
     def answered(self, said: Mapping[str, Any], wanted: Mapping[Batch, object]) -> Batch:
+        """Record the answer about a slot; return its micro-batch."""
         slot = said["slot"]
         batch = next(batch for batch, its_slot in self.requested.items() if its_slot == slot)
         del self.requested[batch]
@@ -299,6 +301,7 @@ class _Reader:
         return batch
 
     def take(self, batch: Batch, *, pinned: bool) -> dict[str, Tensor]:
+        """Return a copy of a micro-batch that was read, and free its slot."""
         assert self._slots is not None
         slot, laid_out = self.read.pop(batch)
         found = {key: self._slots.get(self._memory, slot, key, *laid_out[key], pinned=pinned) for key in laid_out}
@@ -310,6 +313,7 @@ class _Reader:
             self.free.append(self.read.pop(batch)[0])
 
     def end(self) -> None:
+        """End the process, whatever it is doing."""
         self.line.close()
         os.close(self._memory_fd)
         self.process.kill()

@@ -129,6 +129,7 @@ class ShardedFiles(ABC):
         """Return the samples of a shard, which begins at ``start`` of the open file."""
 
     def _fetch(self, shard: Shard, into: BinaryIO) -> None:
+        """Copy a shard, uncompressed, into a file."""
         if shard.file.compression is None:
             for begin in range(shard.start, shard.stop, _COPIED_AT_ONCE):
                 into.write(self.fs.cat_file(shard.file.name, begin, min(begin + _COPIED_AT_ONCE, shard.stop)))

@@ -69,10 +69,12 @@ class UserFunction:
         self.__name__ = self.function.__name__
 
     def __str__(self) -> str:
+        """Return the function's name and constants; equal in every process."""
         constants = ", ".join(_text(leaf) for leaf in self.leaves)
         return f"{self.function.__module__}.{self.function.__qualname__}({constants})"
 
     def __call__(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
+        """Run the user's forward; autograd will run the user's backward."""
         args, kwargs = self.arguments(tensors, numbers)
         results = self.function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch does not annotate it
         return [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]

@@ -280,6 +280,7 @@ class _Walk:
         code.called = []
 
     def run(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Carry out one call, or return its replacement."""
         entry, end = self._code.entry, self._code.end
         call = (name, self._seen[name])
         self._seen[name] += 1

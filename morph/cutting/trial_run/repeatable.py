@@ -151,6 +151,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
         return self._tape is not None and isinstance(tensor, FakeTensor) and not (known or self._tape.knows(tensor))
 
     def left_behind(self) -> list[Tensor]:
+        """Return the tensors made by this run that are still referenced."""
         every = (made for those in self._made.values() for made in those)
         return [tensor for made in every if (tensor := made()) is not None]
 

@@ -146,6 +146,7 @@ class _NobodyFreezes(TorchFunctionMode):
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Carry out ``func``, unless it changes a parameter's ``requires_grad``."""
         kwargs = kwargs or {}
         if func in _SETTERS and id(args[0]) in self._names:
             wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)

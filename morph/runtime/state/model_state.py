@@ -254,6 +254,7 @@ class ImportedParameters:
         self.frozen = tuple(kept for kept, names in self._names.items() if self._differs(kept, names))
 
     def __getitem__(self, name: str) -> Tensor:
+        """Read one parameter or buffer, in its type in the job's model."""
         if name in self._names:
             return self._file[self._names[name][0]].to(self._state.specs[name][1])
         return self._initial_buffers[name] if name in self._initial_buffers else self._state.values[name]

@@ -151,6 +151,7 @@ class _Piece:
         return self.unit.means[part][self.first : self.first + size]
 
     def copied_to_host(self, hosts: Sequence[Tensor]) -> None:
+        """Record that the sums to be reduced are on the host now."""
         found = iter(hosts)
         self.largest = None if self.largest is None else next(found)
         self.sums = None if self.sums is None else next(found).view(self.sums.shape)
@@ -161,6 +162,7 @@ class _Piece:
         self.pending.clear()
 
     def wait_for_means(self) -> None:
+        """Block until the means are complete, and check those of floating-point sums that stand for the others."""
         self.wait()
         if self.part is not None and self.means is not None:
             on_host = self.means.device.type == "cpu" and not isinstance(self.ring, DeviceRing)

@@ -133,4 +133,5 @@ class Receiver:
 
 
 def _are_there(tensors: Sequence[object | None]) -> tuple[Tensor]:
+    """Return the flags that are sent with tensors that may be absent."""
     return (torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8),)
