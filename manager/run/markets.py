@@ -30,7 +30,7 @@ from manager.providers.azure.spec import PUBLIC_AZURE, AzureSpec
 from manager.providers.factory import aws_spec, azure_spec, open_aws, open_azure, open_slurm, open_static, slurm_logs
 from manager.providers.hosts.ssh import SshHost
 from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
-from manager.providers.interface.cloud import Finding, SizeT
+from manager.providers.interface.cloud import TAG_CHARACTERS, Finding, SizeT
 from manager.providers.interface.provider import Misconfigured, Price, RunName, Vm, end_all
 from manager.providers.slurm import spec as slurm
 from manager.providers.slurm.provider import PROGRAMS, SlurmProvider
@@ -76,6 +76,25 @@ class Market(ABC):
     kind: str = ""
     """The market's name in the registry."""
 
+    job_name_characters: int | None = None
+    """The number of characters that a job's name may have, because it is in tags or comments of VMs; None: any."""
+
+    def check_job_name(self, job: str, source: str, field: str) -> None:
+        """Refuse the name of a job that the market would refuse in a request.
+
+        Raises:
+            ConfigError: the name is too long.
+        """
+        most, size = self.job_name_characters, len(job)
+        if most is not None and size > most:
+            raise ConfigError(
+                f"has {size} characters, which {self.kind} refuses in the tags or comments that mark a run's VMs",
+                source=source,
+                field=field,
+                value=job,
+                allowed=f"at most {most} characters",
+            )
+
     @abstractmethod
     def most_devices(self, described: Any) -> int:
         """Return the largest number of devices of a VM."""
@@ -106,7 +125,8 @@ class Market(ABC):
         Raises:
             ConfigError: this kind has no checks.
         """
-        raise ConfigError("cloud files of this kind have no checks", field="--kind", value=self.kind, allowed="aws")
+        allowed = "azure or aws"
+        raise ConfigError("cloud files of this kind have no checks", field="--kind", value=self.kind, allowed=allowed)
 
     def policy(self, _described: Any) -> dict[str, Any]:
         """Return the minimal permissions of the manager's user.
@@ -140,6 +160,7 @@ class AzureMarket(Market):
     described = AzureSpec
     needs, extra = ("azure.core", "azure.identity", "azure.mgmt.compute"), "azure"
     mark = "resource_group"
+    job_name_characters = TAG_CHARACTERS
 
     def most_devices(self, described: AzureSpec) -> int:
         """See ``Market``."""
@@ -179,6 +200,16 @@ class AzureMarket(Market):
 
         return end_run(described, run, job, told=told)
 
+    def findings(self, described: AzureSpec, count: int) -> Iterator[Finding]:
+        """See ``Market``."""
+        self.check("the cloud file")
+        from manager.providers.azure.checks import Checks
+        from manager.providers.azure.client import azure_client
+
+        where: dict[str, Any] = {"base_url": described.resource_manager, "authority": described.authority}
+        client = azure_client(described.subscription_id, **where)
+        return Checks(described, client, count, retail_prices(described)).run()
+
     def planned(self, described: AzureSpec, _path: Path, *names: Any) -> list[dict[str, Any]]:
         """See ``Market``."""
         return azure.planned(described, *names)
@@ -190,6 +221,7 @@ class AwsMarket(Market):
     described = AwsSpec
     needs, extra = ("boto3", "botocore"), "aws"
     mark = "subnets"
+    job_name_characters = TAG_CHARACTERS
 
     def most_devices(self, described: AwsSpec) -> int:
         return max(known.num_devices for known in described.types)
@@ -325,6 +357,7 @@ class SlurmMarket(Market):
 
     described = SlurmSpec
     mark = "partition"
+    job_name_characters = slurm.JOB_NAME_CHARACTERS
 
     def check(self, source: str) -> None:
         """See ``Market``: this one needs Slurm's own programs."""

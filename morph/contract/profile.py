@@ -402,7 +402,7 @@ def load_profile(path: Path) -> Profile:
     if path.suffix in (".yaml", ".yml", ".py"):
         raise ProfileError("is not a profile", source=str(path), allowed=MEASURED)
     if not path.exists():
-        raise ProfileError("does not exist", source=str(path), allowed=MEASURED)
+        raise ProfileError("cannot be read: No such file or directory", source=str(path), allowed=MEASURED)
     try:
         return read_json(path, Profile, ProfileError)
     except ProfileError as error:

@@ -189,8 +189,9 @@ def test_a_cloud_file_for_aws_is_known_by_its_fields(tmp_path: Path) -> None:
     code, output = morph("cloud", "policy", aws)
     assert code == 0
     assert "ec2:CreateFleet" in json.loads(output)["Statement"][1]["Action"]
-    code, output = morph("cloud", "check", AZURE)
-    assert (code, output) == (2, "error: --kind: cloud files of this kind have no checks (got 'azure'); allowed: aws\n")
+    code, output = morph("cloud", "check", AZURE.with_name("hosts.yaml"))
+    told = "error: --kind: cloud files of this kind have no checks (got 'static'); allowed: azure or aws\n"
+    assert (code, output) == (2, told)
 
 
 def test_a_dry_run_on_slurm_shows_the_jobs_and_their_script_without_secrets() -> None:

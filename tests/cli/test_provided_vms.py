@@ -17,12 +17,14 @@ from typer.testing import CliRunner
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import NodeFacts
 from manager.engine.machines.provider_machines import Providing
+from manager.providers.interface.cloud import TAG_CHARACTERS
 from manager.providers.interface.provider import Price, RunName, Vm
 from manager.providers.local import LocalProvider
-from manager.providers.slurm.spec import SlurmSpec
+from manager.providers.slurm.answers import Mark
+from manager.providers.slurm.spec import JOB_NAME_CHARACTERS, SlurmSpec
 from manager.run.cloud import Cloud, check_storage
 from manager.run.inputs import PreparedRun
-from manager.run.markets import Market
+from manager.run.markets import Market, SlurmMarket
 from manager.run.request import RunRequest
 from manager.run.resolution import resolve
 from morph.cli.main import app
@@ -129,6 +131,35 @@ def test_a_mistake_is_one_line_that_names_it(
 def test_missing_required_fields_are_named(tmp_path: Path, described: Described, missing: str, told: str) -> None:
     del described["vms"][missing]
     assert f"{told}: Field required" in refused(tmp_path, described)
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"), [("azure", TAG_CHARACTERS), ("aws", TAG_CHARACTERS), ("slurm", JOB_NAME_CHARACTERS)]
+)
+def test_a_jobs_name_that_a_market_refuses_is_refused_before_the_first_request(
+    tmp_path: Path, described: Described, monkeypatch: pytest.MonkeyPatch, kind: str, most: int
+) -> None:
+    monkeypatch.setattr(SlurmMarket, "check", lambda _self, _source: None)  # Slurm need not be here
+    described["vms"] = vms_of(kind)
+    cloud = ROOT / "configs/clouds" / f"{kind}.yaml"
+    described["vms"] |= {"cloud": str(cloud), "shared_storage": True}
+    profile = json.loads((tmp_path / "profile.json").read_text(encoding="utf-8"))
+    for length in (most, most + 1):
+        profile["job"]["name"] = "ü" * length
+        (tmp_path / "profile.json").write_text(json.dumps(profile), encoding="utf-8")
+        if length == most:
+            assert resolved(tmp_path, described).profile.job.name == "ü" * length
+    told = refused(tmp_path, described, "config", "check")
+    assert f"profile.json: job.name: has {most + 1} characters, which {kind} refuses" in told
+    assert f"allowed: at most {most} characters" in told
+    code = CliRunner().invoke(app, ["cloud", "dry-run", str(cloud), "--job", "x" * (most + 1)])
+    assert (code.exit_code, "--job: has " in code.output) == (2, True)
+
+
+def test_the_comment_of_a_slurm_job_has_room_for_the_longest_job_name() -> None:
+    name = RunName(run="r" * 31, job="\0" * JOB_NAME_CHARACTERS)  # six bytes each, where others have four at most
+    mark = Mark(run=name.run, job=name.job, request=f"{name.requests}-{10**9}", devices=10**6)
+    assert len(mark.text.encode()) <= 1024
 
 
 def test_the_loopback_is_refused_where_vms_are_elsewhere(tmp_path: Path, described: Described) -> None:

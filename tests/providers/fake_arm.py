@@ -80,7 +80,8 @@ class FakeArm:
     ``locked``: names of locked resources. ``stuck``: VMs whose creation never ends. ``made_as``: states of new VMs.
     ``evicted``: VMs that are taken as soon as they are made. ``parts``: interfaces and disks by kind and name, each
     with the VM that it belongs to. ``staying``: names of parts that stay when their VM goes. ``expired``: tokens that
-    are refused. ``throttled``: whether the call with a number is throttled.
+    are refused. ``throttled``: whether the call with a number is throttled. ``told``: further resources, by the ends of
+    their paths.
     """
 
     def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
@@ -99,6 +100,7 @@ class FakeArm:
         self.throttled: Callable[[int], bool] = lambda _number: False
         self.expired: set[str] = set()
         self.made_as: dict[str, str] = {}
+        self.told: dict[str, Any] = {}
         self.faults: list[Fault] = []
         self.calls: list[str] = []
         self.urls: list[str] = []
@@ -175,6 +177,8 @@ class FakeArm:
             return self.poll(path.rsplit("/", 1)[1])
         if part := PARTS.match(path):
             return self.part(path, part["kind"], part["name"], handler.command, text, bool(query.get("api-version")))
+        if (told := next((self.told[end] for end in self.told if path.endswith(end)), None)) is not None:
+            return (200, told, {}) if query.get("api-version") else self.refuse(f"no api-version: {path}")
         found = ROOT.match(path)
         if found is None:
             return self.refuse(f"no such path: {path}", 404, "InvalidResourceType")

@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -35,6 +35,7 @@ from tests.providers.azure_world import START, Killed
 
 REGION = "us-west-2"
 PRICES = {"g4dn.xlarge": 0.2, "g4dn.12xlarge": 1.4}
+BOUNDS = Bounds(delete_s=30, poll_s=0.01)
 KILOBYTES_16 = 16384
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE",
@@ -72,7 +73,8 @@ class FakeEc2:
     """The region; its fields change its behaviour.
 
     ``shortages``: an error for a type in a zone. ``error_of_all``: an error for all of them. ``hidden``: the number of
-    looks that do not list a new instance. ``slow_ends``: the number of looks for which an instance is shutting down.
+    looks that do not list a new instance. ``list_s``: how long providers expect such looks, in seconds. ``slow_ends``:
+    the number of looks for which an instance is shutting down.
     ``protected``: VMs that may not be ended. ``trouble``: an error to each fleet of a VM. ``dies``: VMs that are
     terminated as soon as they are made, each with its StateReason.
     """
@@ -80,6 +82,7 @@ class FakeEc2:
     shortages: dict[tuple[str, str], str] = field(default_factory=dict)
     error_of_all: str = ""
     hidden: int = 0
+    list_s: float = BOUNDS.list_s
     slow_ends: int = 1
     max_spot: int = 1000
     quota_vcpus: float | None = 64.0
@@ -195,6 +198,15 @@ class FakeEc2:
         ]
         self.dropped |= {(one["LaunchTemplateName"], str(one["VersionNumber"])) for one in found}
         return {"SuccessfullyDeletedLaunchTemplateVersions": found, "UnsuccessfullyDeletedLaunchTemplateVersions": []}
+
+    def _describe_launch_template_versions(self, asked: dict[str, Any]) -> dict[str, Any]:
+        answer = self.real.describe_launch_template_versions(**asked)
+        known = [
+            told
+            for told in answer["LaunchTemplateVersions"]
+            if (told["LaunchTemplateName"], str(told["VersionNumber"])) not in self.dropped
+        ]
+        return {**answer, "LaunchTemplateVersions": known}
 
     def _delete_launch_template(self, asked: dict[str, Any]) -> dict[str, Any]:
         self.dropped = {one for one in self.dropped if one[0] != asked["LaunchTemplateName"]}
@@ -405,7 +417,7 @@ class FakeEc2:
             Operations(directory / f"operations-{run}.json"),
             lambda node, num_devices: user_data(cloud_init(START, node, "aws", num_devices)),
             open_client=clients.__getitem__,
-            bounds=Bounds(delete_s=30, poll_s=0.01),
+            bounds=replace(BOUNDS, list_s=self.list_s),
             ending=f"morph cloud reconcile aws.yaml --run {run} --job tiny",
             **options,
         )

@@ -6,7 +6,9 @@ import fnmatch
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from botocore.exceptions import NoCredentialsError
@@ -16,9 +18,8 @@ from manager.providers import aws
 from manager.providers.aws.checks import Checks, quota_of
 from manager.providers.aws.client import Aws, aws_client
 from manager.providers.aws.errors import fleet_error, provider_error
-from manager.providers.aws.provider import SETTLE_S, end_run
+from manager.providers.aws.provider import end_run
 from manager.providers.aws.spec import AwsSpec, AwsType, planned, policy
-from manager.providers.interface.cloud import Bounds
 from manager.providers.interface.provider import (
     CapacityShort,
     Misconfigured,
@@ -32,7 +33,7 @@ from manager.providers.interface.provider import (
 )
 from tests.notices.metadata_server import MetadataServer, Reply, served
 from tests.providers.azure_world import NODE_SECRET, Killed
-from tests.providers.fake_ec2 import ENVIRONMENT, NOTHING, PRICES, FakeEc2, Fault
+from tests.providers.fake_ec2 import BOUNDS, ENVIRONMENT, NOTHING, PRICES, FakeEc2, Fault
 
 SPEC = AwsSpec(
     region="us-west-2",
@@ -112,8 +113,29 @@ def test_a_new_instance_exists_although_no_list_has_it_yet(ec2: FakeEc2, tmp_pat
     assert another.list() == another.request("a", 1) == (made,)
     with pytest.raises(Transient, match=r"a-0 \(i-\w+\) is left: InvalidInstanceID.NotFound"):
         another.delete(["a-0"])
-    now_s[0] = SETTLE_S + 1
+    now_s[0] = BOUNDS.list_s + 1
     assert another.list() == ()
+
+
+def test_a_run_has_not_ended_while_aws_may_list_more_of_its_instances(ec2: FakeEc2, tmp_path: Path) -> None:
+    """Another machine reconciles, which knows no ids: it asks by what was requested."""
+    told: list[str] = []
+
+    def reconciled(run: str, list_s: float) -> list[str]:
+        bounds = replace(BOUNDS, list_s=list_s)
+        options: dict[str, Any] = {"pause": lambda _s: None, "open_client": ec2.client, "bounds": bounds}
+        return sorted(vm.name for vm in end_run(ec2.spec, run, "tiny", told.append, **options))
+
+    ec2.hidden = 6
+    ec2.provider(tmp_path).request("a", 3)
+    assert reconciled("tiny-1", 300.0) == ["a-0", "a-1", "a-2"]
+    assert ec2.left() == NOTHING
+    assert told[0].startswith("3 of the run's instances were requested and are not listed by AWS")
+    ec2.trouble = {"b-0": "InternalError"}
+    with pytest.raises(Transient):
+        ec2.provider(tmp_path, run="tiny-2").request("b", 1)
+    assert reconciled("tiny-2", 0.01) == [], "what is not listed after that time was never made"
+    assert ec2.left() == NOTHING
 
 
 def test_an_ended_instance_can_be_made_again_under_its_name(ec2: FakeEc2, tmp_path: Path) -> None:
@@ -274,7 +296,7 @@ def test_leftovers_of_instances_are_deleted_and_named_with_their_price(ec2: Fake
         if owned:
             ec2.real.create_tags(Resources=[volume, made["NetworkInterfaceId"]], Tags=owned)
     told: list[str] = []
-    options = {"open_client": ec2.client, "bounds": Bounds(delete_s=30, poll_s=0.01)}
+    options: dict[str, Any] = {"open_client": ec2.client, "bounds": BOUNDS}
     assert [vm.name for vm in end_run(ec2.spec, "tiny-1", "tiny", told.append, **options)] == ["a-0"]
     assert [re.sub(r"(vol|eni)-\w+", r"\1", sentence) for sentence in told] == [
         "ended what an instance had left behind: volume vol (100 GiB, gp3), 0.0100 dollars an hour",

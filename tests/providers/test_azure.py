@@ -485,12 +485,22 @@ def test_every_second_call_may_be_throttled(arm: FakeArm, tmp_path: Path) -> Non
     """The sequence of calls goes on after each pause instead of beginning anew."""
     arm.throttled = lambda number: number % 2 == 0
     paused_s: list[float] = []
-    azure = provider(arm, tmp_path, pause=paused_s.append)
+    refusals: list[Any] = []
+
+    class Keeping(Line):
+        def on_response(self, request: Any, response: Any) -> None:
+            super().on_response(request, response)
+            if response.http_response.status_code == 429:
+                refusals.append(response.http_response)
+
+    azure = provider(arm, tmp_path, Keeping(), pause=paused_s.append)
     assert names(azure.request("a", 2)) == ["a-0", "a-1"]
     assert set(paused_s) == {DEFAULT_PAUSE_S}
     assert len(paused_s) <= len(arm.calls) / 2
     azure.dismantle()
     assert (arm.machines, arm.sets) == ({}, {})
+    assert len(refusals) == len(paused_s)
+    assert all(refusal.is_closed for refusal in refusals), "an answer that is not read keeps its connection"
 
 
 def test_a_pause_ends_with_the_provider_and_then_lasts_its_time(arm: FakeArm, tmp_path: Path) -> None:

@@ -66,6 +66,12 @@ def identity(monkeypatch: pytest.MonkeyPatch) -> Iterator[Identity]:
         thread.join(10)
 
 
+@pytest.mark.parametrize("name", ["root", "admin", "support_388945a0", "Me", "m" * 32])
+def test_a_user_that_azure_refuses_is_refused_with_the_cloud_file(name: str) -> None:
+    with pytest.raises(ValidationError, match="admin_username"):
+        AzureSpec.model_validate({**SPEC.model_dump(), "admin_username": name})
+
+
 def test_a_local_resource_manager_is_asked_with_its_own_token(arm: FakeArm, identity: Identity) -> None:
     spec = AzureSpec.model_validate({**SPEC.model_dump(), "resource_manager": arm.url})
     assert (SPEC.provider, spec.provider) == ("azure", "local"), "what a stand-in does says nothing of Azure's VMs"

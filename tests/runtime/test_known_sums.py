@@ -31,6 +31,7 @@ def _current(every: int = 1) -> Any:
         interrupt=Interrupt(1),
         salvage_in=lambda _order: None,
         micro_batches_in=lambda _order: range(4),
+        num_micro_batches=lambda _order: 4,
     )
 
 

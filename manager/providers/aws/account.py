@@ -14,7 +14,7 @@ from typing import Any
 
 from manager.providers.aws.client import MAX_PER_PAGE, Aws, code_of, reading
 from manager.providers.aws.errors import TEMPLATE_EXISTS, state_error
-from manager.providers.aws.spec import VM_TAG, AwsSpec, template_body, template_name
+from manager.providers.aws.spec import TOKEN_TAG, VM_TAG, AwsSpec, template_body, template_name
 from manager.providers.interface.cloud import (
     DEVICES_TAG,
     JOB_TAG,
@@ -33,12 +33,16 @@ GONE, ENDING = "terminated", "shutting-down"
 
 @dataclass(frozen=True)
 class Instance:
-    """An instance of the run. ``state``: AWS's name for its state; ``why``: why it ended, if that is known."""
+    """An instance of the run.
+
+    ``state``: AWS's name for its state; ``why``: why it ended, if that is known; ``token``: that of its fleet.
+    """
 
     id: str
     vm: Vm
     state: str
     why: ProviderError | None = None
+    token: str = ""
 
     @property
     def is_there(self) -> bool:
@@ -122,7 +126,7 @@ class Account:
         state, reason = str(told["State"]["Name"]), told.get("StateReason") or {}
         ended = state in (GONE, ENDING) and reason.get("Code")
         why = state_error(str(reason["Code"]), str(reason.get("Message", "")), f"VM {vm.name}") if ended else None
-        return Instance(str(told["InstanceId"]), vm, state, why)
+        return Instance(str(told["InstanceId"]), vm, state, why, tags.get(TOKEN_TAG, ""))
 
     def vm(self, name: str, request: str, size: str, zone: str, num_devices: int, since_s: float | None) -> Vm:
         """Describe one instance as a VM."""
@@ -207,6 +211,8 @@ class Account:
         Raises:
             ProviderError: something is left; the error names it.
         """
+        if owned := self.owns_template():
+            self._check_listed()
         while not all(found.state == GONE for found in self.look()[0]):
             if time.monotonic() >= until_s:
                 raise Transient("instances are shutting down, and it is not known whether their volumes are gone")
@@ -224,7 +230,7 @@ class Account:
             except ProviderError as error:
                 if "NotFound" not in code_of(error):
                     left[shown[part.id]] = error
-        if self.owns_template():
+        if owned:
             try:
                 self._ec2.call("delete_launch_template", "", LaunchTemplateName=self.template)
             except ProviderError as error:
@@ -233,6 +239,34 @@ class Account:
         if left:
             raise not_ended(left)
         return tuple(shown.values())
+
+    def _check_listed(self) -> None:
+        """Check that AWS lists what was requested: a version of the template is deleted once its instance is listed.
+
+        An instance that is not listed after ``Bounds.list_s`` was not made.
+
+        Raises:
+            Transient: an instance of the last ``Bounds.list_s`` may be made and is not listed yet.
+        """
+        asked_s: dict[str, float] = {}
+        with reading(what := f"versions of launch template {self.template}"):
+            for told, date in self._ec2.pages(
+                "describe_launch_template_versions", "LaunchTemplateVersions", what, LaunchTemplateName=self.template
+            ):
+                asked_s[told.get("VersionDescription", "")] = (
+                    paid_since_s(told["CreateTime"], date or None, time.time()) or 0
+                )
+        listed = {found.token for found in self.look()[0]}
+        left_s = [
+            left_s
+            for token, at_s in asked_s.items()
+            if token and token not in listed and (left_s := at_s + self._bounds.list_s - time.time()) > 0
+        ]
+        if left_s:
+            raise Transient(
+                f"{len(left_s)} of the run's instances were requested and are not listed by AWS, which may list new "
+                f"ones late: looked for during {max(left_s):.0f} s more"
+            )
 
     def parts(self) -> list[Part]:
         """List volumes and network interfaces of the run that are not deleted together with an instance."""

@@ -44,7 +44,7 @@ class Checks:
             yield Finding(False, str(error))
             if isinstance(error, Misconfigured):
                 return
-        types: list[Callable[[], Iterator[Finding]]] = [partial(self._known_type, known) for known in self._spec.types]
+        types: list[Callable[[], Iterator[Finding]]] = [partial(self._type, known) for known in self._spec.types]
         for check in (*types, self._image, self._network, self._offers, self._rights, self._quota):
             yield from self._found(check)
         price = self._spec.price(prices_of(self._spec, self._open).dearest)
@@ -64,7 +64,7 @@ class Checks:
         told = Aws(lambda: self._open("sts")).call("get_caller_identity", "who you are")
         yield Finding(True, f"AWS knows you as {told['Arn']}")
 
-    def _known_type(self, known: AwsType) -> Iterator[Finding]:
+    def _type(self, known: AwsType) -> Iterator[Finding]:
         told = self._ec2.call("describe_instance_types", known.name, InstanceTypes=[known.name])
         self._types[known.name] = described = told["InstanceTypes"][0]
         num_gpus = sum(gpu["Count"] for gpu in described.get("GpuInfo", {}).get("Gpus", []))

@@ -43,15 +43,17 @@ from morph.contract.base import Value
 
 NUM_AT_ONCE = 8
 """The number of fleets that are requested at the same time: AWS takes seconds for each."""
-SETTLE_S = 600.0
-"""Seconds for which a new instance is assumed to exist unless AWS reports that it is ending."""
 
 
 class _Made(Value):
-    """An instance that AWS has confirmed; for a while, lists may omit it."""
+    """An instance that AWS has confirmed; for a while, lists may omit it.
+
+    ``version``: of the launch template, until the instance is listed.
+    """
 
     id: str
     vm: Vm
+    version: str = ""
 
 
 class AwsProvider:
@@ -87,6 +89,7 @@ class AwsProvider:
         self._ending, self._clock = ending, clock
         self.account = Account(ec2, spec, identity, self._bounds, prices.of, prices.volume)
         self._has_template = False
+        self.ended: dict[str, Vm] = {}
         self._new_since_s: dict[str, float] = {}
         self._lock = threading.Lock()
 
@@ -179,8 +182,7 @@ class AwsProvider:
                 zones = [zone for zone, subnet in self._spec.subnets.items() if subnet == chosen.get("SubnetId")]
                 zone = told.get("AvailabilityZone") or next(iter(zones), "unknown")
                 vm = self.account.vm(name, request, str(told["InstanceType"]), zone, num_devices, time.time())
-                self._operations.begun(name, _Made(id=instance, vm=vm).model_dump_json())
-                self._drop_version(version)
+                self._operations.begun(name, _Made(id=instance, vm=vm, version=version).model_dump_json())
                 return
         self._operations.ended(name)
         self._drop_version(version)
@@ -189,7 +191,7 @@ class AwsProvider:
         raise _chief([fleet_error(code, message, f"VM {name}") for code, message in errors])
 
     def _drop_version(self, version: str) -> None:
-        """Delete a version that no fleet needs: it holds a node's secrets, and templates are limited to 10,000."""
+        """Delete a version whose instance is listed, ended or refused: it holds secrets, and 10,000 are allowed."""
         with suppress(ProviderError):  # the version is deleted with the template
             if version:
                 known = {"LaunchTemplateName": self.account.template, "Versions": [version]}
@@ -207,7 +209,10 @@ class AwsProvider:
             with self._lock:
                 since_s = self._new_since_s.setdefault(made.id, self._clock())
             told = states.get(made.id)
-            if (told is not None and not told.is_there) or self._clock() - since_s > SETTLE_S:
+            if told is not None and made.version:
+                self._drop_version(made.version)
+                self._operations.begun(made.vm.name, made.model_copy(update={"version": ""}).model_dump_json())
+            if (told is not None and not told.is_there) or self._clock() - since_s > self._bounds.list_s:
                 self._operations.ended(made.vm.name)
             elif told is None:
                 found.append(Instance(made.id, made.vm, "pending"))
@@ -226,10 +231,12 @@ class AwsProvider:
         self._end([one for one in self._instances() if one.is_there and one.vm.name in names])
 
     def _end(self, instances: Sequence[Instance]) -> None:
-        may_be_new = [made.id for made in self._new()]
-        self.account.end({one.id: one.vm.name for one in instances}, may_be_new=may_be_new)
+        new = {made.id: made for made in self._new()}
+        self.account.end({one.id: one.vm.name for one in instances}, may_be_new=new)
         for one in instances:
             self._operations.ended(one.vm.name)
+            self._drop_version(new[one.id].version if one.id in new else "")
+            self.ended[one.vm.name] = one.vm
 
     def evict(self, _name: str) -> bool:
         """See ``Provider``: EC2 cannot do this, and the service that can do it needs a role of its own."""
@@ -287,10 +294,17 @@ def open_aws(
     return AwsProvider(ec2, spec, identity, operations, user_data, prices=prices_of(spec, opened), **options)
 
 
-def end_run(spec: AwsSpec, run: str, job: str, told: Callable[[str], None], **options: Any) -> tuple[Vm, ...]:
+def end_run(
+    spec: AwsSpec,
+    run: str,
+    job: str,
+    told: Callable[[str], None],
+    pause: Callable[[float], object] | None = None,
+    **options: Any,
+) -> tuple[Vm, ...]:
     """End every instance of a run, the resources they left behind, and its launch template; blocks until they are gone.
 
-    Returns the VMs that existed. ``options``: as for ``open_aws``.
+    Returns the VMs that existed. ``pause``: as for ``end_all``. ``options``: as for ``open_aws``.
 
     Raises:
         ProviderError: nothing of this run exists, AWS did not answer, or something is left, which the error names.
@@ -308,9 +322,9 @@ def end_run(spec: AwsSpec, run: str, job: str, told: Callable[[str], None], **op
                 f"nothing in {spec.region} has the tags of run {run} of job {job}: it was ended before, or a name is "
                 f"misspelt; {known}"
             )
-        for left in end_all(provider, told=told):
+        for left in end_all(provider, told=told, pause=pause):
             told(f"ended what an instance had left behind: {left}")
-    return tuple(one.vm for one in instances if one.is_there)
+    return tuple(({one.vm.name: one.vm for one in instances if one.is_there} | provider.ended).values())
 
 
 def _none_is_made(node: str, _num_devices: int) -> str:

@@ -12,8 +12,8 @@ from manager.providers.interface.provider import Price, vm_name
 from morph.contract.base import Value
 from morph.contract.cluster import UsdPerHourAtMost
 
-NAME_TAG, VM_TAG = "Name", "morph-vm"
-"""Consoles show the first tag, and users may change it there; the second identifies a VM."""
+NAME_TAG, VM_TAG, TOKEN_TAG = "Name", "morph-vm", "morph-token"
+"""Consoles show the first tag, and users may change it there; the second identifies a VM, the third its fleet."""
 PUBLIC_DOMAIN = "amazonaws.com"
 
 
@@ -118,11 +118,15 @@ def template_body(spec: AwsSpec, identity: Identity) -> dict[str, Any]:
 
 
 def version_body(spec: AwsSpec, identity: Identity, user_data: Any, token: str) -> dict[str, Any]:
-    """Return a version of the launch template for one instance. ``user_data``: the encoded cloud-config."""
+    """Return a version of the launch template for one instance, described by the token of the instance's fleet.
+
+    ``user_data``: the encoded cloud-config.
+    """
     body = template_body(spec, identity)
     return {
         "LaunchTemplateName": body["LaunchTemplateName"],
         "LaunchTemplateData": body["LaunchTemplateData"] | {"UserData": user_data},
+        "VersionDescription": token,
         "ClientToken": token,
     }
 
@@ -141,7 +145,7 @@ def fleet_body(
         version: The version of the launch template from which it boots.
         token: The client token by which AWS recognises a repeated request.
     """
-    tags = identity.tags(request) | {NAME_TAG: name, VM_TAG: name, DEVICES_TAG: str(num_devices)}
+    tags = identity.tags(request) | {NAME_TAG: name, VM_TAG: name, TOKEN_TAG: token, DEVICES_TAG: str(num_devices)}
     types = [known for known in spec.types if known.num_devices == num_devices]
     limit = {} if spec.max_usd_per_h is None or not spec.spot else {"MaxPrice": f"{spec.max_usd_per_h:g}"}
     prioritized = spec.strategy == "capacity-optimized-prioritized" or not spec.spot
@@ -221,7 +225,7 @@ def policy(spec: AwsSpec, account: str = "*") -> dict[str, Any]:
             "Effect": "Allow",
             "Action": [
                 "ec2:DescribeImages", "ec2:DescribeInstances", "ec2:DescribeInstanceTypeOfferings",
-                "ec2:DescribeInstanceTypes", "ec2:DescribeLaunchTemplates",
+                "ec2:DescribeInstanceTypes", "ec2:DescribeLaunchTemplates", "ec2:DescribeLaunchTemplateVersions",
                 "ec2:DescribeNetworkInterfaces", "ec2:DescribeSecurityGroups", "ec2:DescribeSpotPriceHistory",
                 "ec2:DescribeSubnets", "ec2:DescribeVolumes", "pricing:GetProducts", "servicequotas:ListServiceQuotas",
             ],

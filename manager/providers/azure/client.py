@@ -135,6 +135,7 @@ class _Repeats(HTTPPolicy):  # type: ignore[misc,type-arg,unused-ignore]
                 if status == 401 and not renewed:
                     renewed = True
                     self._credential.renew()
+                    response.http_response.close()  # it is not read, and would keep its connection
                     continue
                 if not left or not (status == 429 or (is_poll and status >= 500)):
                     return response
@@ -147,3 +148,5 @@ class _Repeats(HTTPPolicy):  # type: ignore[misc,type-arg,unused-ignore]
             left -= 1
             if self._pause(pause_s) and is_answered:
                 return response
+            if is_answered:
+                response.http_response.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from manager.providers.interface.cloud import (
     DEVICES_TAG,
@@ -24,6 +24,27 @@ from morph.contract.cluster import UsdPerHourAtMost
 
 PUBLIC_AZURE = "https://management.azure.com"
 NETWORK_API_VERSION = "2022-07-01"
+ACTIONS = tuple(
+    f"Microsoft.{action}"
+    for action in (
+        "Compute/virtualMachines/read", "Compute/virtualMachines/write", "Compute/virtualMachines/delete",
+        "Compute/virtualMachines/retrieveBootDiagnosticsData/action", "Compute/virtualMachineScaleSets/read",
+        "Compute/virtualMachineScaleSets/write", "Compute/virtualMachineScaleSets/delete", "Compute/disks/read",
+        "Compute/disks/write", "Compute/disks/delete", "Network/networkInterfaces/read",
+        "Network/networkInterfaces/write", "Network/networkInterfaces/join/action", "Network/networkInterfaces/delete",
+        "Network/virtualNetworks/subnets/join/action", "Network/networkSecurityGroups/join/action",
+        "ManagedIdentity/userAssignedIdentities/assign/action",
+    )
+)  # fmt: skip
+"""What the manager's identity does in the resource group."""
+RESERVED_USERS = frozenset(
+    {
+        "administrator", "admin", "user", "user1", "test", "user2", "test1", "user3", "admin1", "1", "123", "a",
+        "actuser", "adm", "admin2", "aspnet", "backup", "console", "david", "guest", "john", "owner", "root", "server",
+        "sql", "support", "support_388945a0", "sys", "test2", "test3", "user4", "user5",
+    }
+)  # fmt: skip
+"""Names of accounts that Azure refuses, as ``azure.mgmt.compute.models.OSProfile`` lists them."""
 _RESOURCE_ID = r"^/subscriptions/[^/]+/resourceGroups/[^/]+/providers/.+$"
 
 
@@ -69,6 +90,13 @@ class AzureSpec(Value):
         if not self.image.startswith("/") and len(self.image.split(":")) != 4:
             raise ValueError("image: neither publisher:offer:sku:version nor the id of an image")
         return self
+
+    @field_validator("admin_username")
+    @classmethod
+    def _is_not_reserved(cls, name: str) -> str:
+        if name in RESERVED_USERS:
+            raise ValueError(f"Azure does not allow the name {name}; allowed: another one, such as morph")
+        return name
 
     @property
     def provider(self) -> str:

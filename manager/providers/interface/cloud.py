@@ -32,13 +32,21 @@ from morph.contract.vm_names import MAX_DEVICES
 
 RUN_TAG, JOB_TAG, REQUEST_TAG, DEVICES_TAG = "morph-run", "morph-job", "morph-request", "morph-devices"
 
+TAG_CHARACTERS = 256
+"""The number of characters that a tag's value may have on AWS and on Azure."""
+
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits on waits, in seconds. ``poll_s``: between two polls of an operation, if the cloud names no time."""
+    """Limits on waits, in seconds.
+
+    ``list_s``: how long lists may omit what was just made. ``poll_s``: between two polls of an operation, if the cloud
+    names no time.
+    """
 
     make_s: float = 600.0
     delete_s: float = 300.0
+    list_s: float = 300.0
     poll_s: float = 5.0
 
 

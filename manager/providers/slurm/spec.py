@@ -27,6 +27,11 @@ OURS = (
 )  # fmt: skip
 """Options of sbatch that Morph sets, or that would keep it from finding its jobs again."""
 
+JOB_NAME_CHARACTERS = 128
+"""The number of characters of a job's name that a comment has room for, with the other names and JSON's escapes.
+
+Slurm refuses comments of more than 1024 bytes: ``_test_job_desc_fields`` in its ``src/slurmctld/job_mgr.c``.
+"""
 LOGIN_S = 300
 """Seconds that the login shell of a node may take before its first line."""
 

@@ -55,6 +55,7 @@ def dry_run_command(
 
     market = market_of_file(read_yaml(file), kind)
     spec = load_yaml(file, market.described)
+    market.check_job_name(job, str(file), "--job")
     shown = [_boot_of(cluster, market.kind, spec)] if cluster else []
     print(json.dumps(market.planned(spec, file, run, job, f"{job}-1", count, *shown), indent=1))
 
@@ -102,8 +103,8 @@ def check_command(
 ) -> None:
     """Check whether a run would get its VMs: login, names in the file, permissions, quota, price. Nothing is created.
 
-    On AWS, the requests of a run are sent as dry runs, which AWS checks but does not carry out. Exit status 1: a check
-    failed.
+    For files of Azure and AWS. On AWS, the requests of a run are sent as dry runs, which AWS checks but does not carry
+    out. Exit status 1: a check failed.
 
     \b
     Example:
