@@ -22,11 +22,8 @@ SOFT = ("#a6cee3", "#b2df8a", "#fdcf8e", "#d4bfe6", "#f7b6b2", "#9fd9cf", "#e6d9
 def picture(path: Path, error: type[InputError], size: tuple[float, float], **panels: Any) -> Iterator[tuple[Any, Any]]:
     """Yield a figure and its axes, to be drawn in the block; then write the file.
 
-    Args:
-        path: The file.
-        error: Raised if the file cannot be written; it names the file.
-        size: Width and height in inches, 110 dots each.
-        panels: Arguments of ``Figure.subplots``.
+    ``error``: raised if the file cannot be written; it names the file. ``size``: width and height in inches, 110 dots
+    each.
     """
     from matplotlib.figure import Figure  # slow to import, and not needed for the colours
 

@@ -22,9 +22,7 @@ def table(
     """Return a table with one row for each of ``rows``.
 
     Args:
-        title: The title above the table.
         columns: The names of the columns; numbers are aligned to the right.
-        rows: The cells of the rows.
         left: The number of first columns that are text, aligned to the left and folded if they are long.
         light: Whether to draw no lines except one below the names.
     """

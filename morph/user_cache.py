@@ -83,15 +83,8 @@ def open_kept(folder: Path, name: str, write: Callable[[BinaryIO], object], most
     Its digest is in a file beside it.
 
     Processes that open the same file wait for the one that writes it, but for a minute at most; then they write it too.
-
-    Args:
-        folder: The folder of the file.
-        name: The name of the file.
-        write: Writes the content.
-        most_bytes: The largest size of all files in the folder. An open file stays readable when it is removed.
-
-    Raises:
-        OSError: the file cannot be written, or another user could write to its folder.
+    ``most_bytes``: the largest size of all files in the folder. An open file stays readable when it is removed. Raises
+    OSError if the file cannot be written, or another user could write to its folder.
     """
     if not _made(folder):
         raise PermissionError(f"{folder} belongs to another user, or others may write to it")

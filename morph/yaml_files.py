@@ -30,33 +30,21 @@ _BOUNDS = {
 
 
 def load_cluster(path: Path, settings: Sequence[str] = ()) -> ClusterConfig:
-    """Read a cluster file; an empty one gives every default. ``settings``: see ``load_yaml``.
-
-    Raises:
-        ConfigError: see ``load_yaml``.
-    """
+    """Read a cluster file; an empty one gives every default. ``settings``: see ``load_yaml``."""
     from morph.contract.cluster import ClusterConfig
 
     return load_yaml(path, ClusterConfig, settings)
 
 
 def load_job_file(path: Path, settings: Sequence[str] = ()) -> JobFile:
-    """Read a job file. ``settings``: see ``load_yaml``.
-
-    Raises:
-        ConfigError: see ``load_yaml``.
-    """
+    """Read a job file. ``settings``: see ``load_yaml``."""
     from morph.contract.cluster import JobFile
 
     return load_yaml(path, JobFile, settings)
 
 
 def load_config(path: Path) -> ClusterConfig:
-    """Read either kind of file: a file with ``job`` is a job file.
-
-    Raises:
-        ConfigError: see ``load_yaml``.
-    """
+    """Read either kind of file: a file with ``job`` is a job file."""
     data = read_yaml(path)
     given = set(data) if isinstance(data, dict) else set()
     is_other = not given & {"job", "policy"} and not (given and isinstance(data.get("vms"), dict))
@@ -77,24 +65,15 @@ _OTHERS = {
 def load_yaml(path: Path, value_type: type[ValueT], settings: Sequence[str] = ()) -> ValueT:
     """Read a YAML file into a value of the contract.
 
-    Args:
-        path: The file.
-        value_type: The type that the file describes.
-        settings: ``KEY=VALUE`` each, from ``--set``; they replace or complete the values in the file.
-
-    Raises:
-        ConfigError: the file cannot be read or is not YAML, has unknown or repeated keys, or values of a wrong type or
-            out of range. The error names file, dotted field, value and what is allowed.
+    ``settings``: ``KEY=VALUE`` each, from ``--set``; they replace or complete the values in the file. Raises
+    ConfigError if the file cannot be read or is not YAML, has unknown or repeated keys, or values of a wrong type or
+    out of range. The error names file, dotted field, value and what is allowed.
     """
     return _validated(read_yaml(path), value_type, str(path), settings)
 
 
 def read_settings(settings: Sequence[str], value_type: type[ValueT]) -> ValueT:
-    """Read ``KEY=VALUE`` of ``--set`` into a value of the contract.
-
-    Raises:
-        ConfigError: see ``load_yaml``.
-    """
+    """Read ``KEY=VALUE`` of ``--set`` into a value of the contract."""
     return _validated({}, value_type, SET, settings)
 
 
@@ -208,11 +187,7 @@ def _loader(source: str) -> type[yaml.SafeLoader]:
 
 
 def read_yaml(path: Path) -> Any:
-    """Read a YAML file into plain values; an empty one is an empty mapping.
-
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, or has a key that is not text or is given twice.
-    """
+    """Read a YAML file into plain values; an empty one is an empty mapping."""
     import yaml
 
     text = read_text(path, ConfigError)

@@ -24,11 +24,7 @@ def frozen_url(checkpoint_url: str) -> str:
 
 
 class FrozenWeights(Mapping[str, Tensor]):
-    """The weights that a run was given, by name in the job's model; each is read and checked when it is requested.
-
-    Raises:
-        CheckpointError: the weights cannot be read, or are damaged.
-    """
+    """The weights that a run was given, by name in the job's model; each is read and checked when it is requested."""
 
     def __init__(self, checkpoint_url: str) -> None:
         self._url = frozen_url(checkpoint_url)
@@ -56,11 +52,7 @@ class FrozenWeights(Mapping[str, Tensor]):
 
 
 def write_frozen_weights(checkpoint_url: str, names: Iterable[str], read: Callable[[str], Tensor]) -> str:
-    """Write the weights that ``read`` returns for these names, one at a time, and return a digest of all.
-
-    Raises:
-        OSError: the storage failed.
-    """
+    """Write the weights that ``read`` returns for these names, one at a time, and return a digest of all."""
     files: list[UnitFile] = []
     for name in sorted(names):
         written = write_unit(frozen_url(checkpoint_url), 0, name, "import", {_VALUE: read(name).contiguous()})

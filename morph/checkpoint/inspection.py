@@ -47,13 +47,8 @@ class VersionStatus(Value):
 def inspect_versions(url: str, versions: tuple[int, ...] = (), *, every_byte: bool) -> Iterator[VersionStatus]:
     """Yield a report on each version, ascending; on all stored versions if none is named.
 
-    Args:
-        url: The URL of the checkpoints.
-        versions: The only versions to inspect; empty: all.
-        every_byte: Whether to read all of each version, file by file; otherwise only file sizes are checked.
-
-    Raises:
-        CheckpointError: storage does not answer.
+    ``versions``: the only versions to inspect; empty: all. ``every_byte``: whether to read all of each version, file by
+    file; otherwise only file sizes are checked.
     """
     for stored in stored_versions(url):
         if versions and stored.version not in versions:

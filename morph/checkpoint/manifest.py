@@ -110,9 +110,7 @@ def write_manifest(url: str, manifest: Manifest) -> None:
 def read_manifest(url: str, version: int, name: str = MANIFEST) -> Manifest:
     """Return one version's manifest; ``name``: the name of the file, if it is not ``manifest.json``.
 
-    Raises:
-        CheckpointDamaged: the file is missing, or is not a manifest of that version.
-        CheckpointError: it cannot be read.
+    Raises CheckpointDamaged if the file is missing, or is not a manifest of that version.
     """
     where = f"{version_url(url, version)}/{name}"
     try:
@@ -146,15 +144,8 @@ class Hash(Protocol):
 def read_file(url: str, version: int, entry: UnitFile, *, sha256: bool = False) -> memoryview:
     """Return a file of a version in memory of its own, after checking every byte against its manifest.
 
-    Args:
-        url: The URL of the checkpoints.
-        version: The version of the file.
-        entry: The file's entry in the manifest.
-        sha256: Whether to check by SHA-256, although the quicker checksum also finds any damage.
-
-    Raises:
-        CheckpointDamaged: the file is missing or differs.
-        CheckpointError: it cannot be read.
+    ``sha256``: whether to check by SHA-256, although the quicker checksum also finds any damage. Raises
+    CheckpointDamaged if the file is missing or differs.
     """
     where = f"{version_url(url, version)}/{entry.file}"
     quick, hashed = None if sha256 else entry.xxh3_128, cast(Hash, hashlib.sha256())
@@ -205,11 +196,7 @@ def _memory(head: bytes, size_bytes: int) -> memoryview:
 
 
 def complete_versions(url: str) -> tuple[int, ...]:
-    """Return the versions that have a manifest, ascending.
-
-    Raises:
-        CheckpointError: the storage cannot be read.
-    """
+    """Return the versions that have a manifest, ascending."""
     with reading(url):
         return _list_complete(url)
 

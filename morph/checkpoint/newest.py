@@ -36,7 +36,6 @@ def newest_whole(
     oldest are deleted. If no checkpoint is whole, nothing is changed.
 
     Args:
-        url: The URL of the run's checkpoints.
         every_byte: Whether to read every byte; otherwise it is enough that every file exists with its size, and other
             damage is found by the worker that loads it.
         limit_s: Returns the time limit in seconds for reading a file of this many bytes (0: a listing); None: no limit.
@@ -88,11 +87,8 @@ def told_of(manifest: Manifest | None, damaged: Mapping[int, CheckpointDamaged])
 def check_files(url: str, manifest: Manifest, *, every_byte: bool, limit_s: LimitOf | None = None) -> None:
     """Check that every file of a version exists with its size; with ``every_byte`` also its content.
 
-    Reads one file after the other, each within its ``limit_s``.
-
-    Raises:
-        CheckpointDamaged: a file is missing or damaged; the message names it.
-        CheckpointError: storage does not answer.
+    Reads one file after the other, each within its ``limit_s``. Raises CheckpointDamaged if a file is missing or
+    damaged; the message names it.
     """
     where = version_url(url, manifest.version)
     sizes = _within_limit(where, limit_s, lambda: files_in(*fsspec.core.url_to_fs(where)))

@@ -25,9 +25,8 @@ SAFETENSORS, TORCH = ".safetensors", (".pt", ".pth", ".bin")
 class PlainFile:
     """An opened file, or all files of a folder; entries are read when they are requested. Nothing in it is executed.
 
-    Raises:
-        InputError: the file is missing, unreadable, or not a safetensors file; or two files have an entry of the same
-            name.
+    Raises InputError if the file is missing, unreadable, or not a safetensors file; or two files have an entry of the
+    same name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,7 +52,6 @@ class PlainFile:
             self._files |= dict.fromkeys(names, opened)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return one entry, read from its file."""
         try:
             tensor: Tensor = self._files[name].get_tensor(name)
         except (SafetensorError, OSError) as error:
@@ -62,11 +60,7 @@ class PlainFile:
 
 
 def check_plain_name(path: Path) -> None:
-    """Refuse a file whose name does not show its format.
-
-    Raises:
-        InputError: the name ends neither like those of safetensors nor like those of torch.
-    """
+    """Refuse a file whose name does not show its format."""
     if path.suffix.lower() not in (SAFETENSORS, *TORCH):
         allowed = (
             f"a name that ends in {SAFETENSORS}, or in {', '.join(TORCH)} for a file of torch.save; none: a folder"
@@ -75,15 +69,7 @@ def check_plain_name(path: Path) -> None:
 
 
 def write_folder(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a folder, whole or not at all; existing files of the same names are replaced.
-
-    Args:
-        path: The folder.
-        write: Fills a new folder.
-
-    Raises:
-        InputError: the folder cannot be written.
-    """
+    """Write a folder, whole or not at all; existing files of the same names are replaced."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         partial.mkdir(parents=True)
@@ -107,9 +93,6 @@ def write_plain_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a state_dict in the format that the file's name shows.
 
     ``load_state_dict`` takes either, read by ``safetensors.torch.load_file`` or ``torch.load(weights_only=True)``.
-
-    Raises:
-        InputError: the name shows no format, or the file cannot be written.
     """
     check_plain_name(path)
     plain = {name: tensor.detach() for name, tensor in tensors.items()}

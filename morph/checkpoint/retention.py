@@ -18,8 +18,7 @@ from morph.contract.rules import CheckpointRules
 def keep(url: str, version: int) -> None:
     """Keep a complete version, so that it is never deleted as an old one.
 
-    Raises:
-        CheckpointError: the version was deleted meanwhile, or storage cannot be written.
+    Raises CheckpointError if the version was deleted meanwhile, or storage cannot be written.
     """
     where = version_url(url, version)
     with writing(f"{where}/{KEPT}"):
@@ -32,11 +31,7 @@ def keep(url: str, version: int) -> None:
 
 
 def let_go(url: str, version: int) -> None:
-    """Release a kept version, so that it may be deleted in its turn again.
-
-    Raises:
-        CheckpointError: storage cannot be written.
-    """
+    """Release a kept version, so that it may be deleted in its turn again."""
     where = version_url(url, version)
     with writing(f"{where}/{KEPT}"):
         filesystem, folder = fsspec.core.url_to_fs(where)
@@ -47,9 +42,6 @@ def let_go(url: str, version: int) -> None:
 def mark_best(url: str, best: Best) -> None:
     """Mark the checkpoint of the best version, if it is stored, and unmark all others; a crash between leaves two
     marks.
-
-    Raises:
-        CheckpointError: storage cannot be read or written.
     """
     found = {stored.version: stored for stored in stored_versions(url)}
     if best.version not in found or not found[best.version].complete:
@@ -66,11 +58,7 @@ def mark_best(url: str, best: Best) -> None:
 
 
 def best_version(url: str) -> int | None:
-    """Return the version that is marked as the best, the newest of several; None if none is marked.
-
-    Raises:
-        CheckpointError: storage cannot be read.
-    """
+    """Return the version that is marked as the best, the newest of several; None if none is marked."""
     return max((stored.version for stored in stored_versions(url) if stored.best), default=None)
 
 
@@ -80,13 +68,8 @@ def refusal(
     """Return why a version must not be removed, and what is allowed; None if it may be removed.
 
     A run resumes from the newest whole version, and writes newer ones: a manifest must not be put beside files that
-    were just removed. The run touches older ones only to delete them.
-
-    Args:
-        inspect_versions: Every stored version.
-        version: The version to remove.
-        force: Whether the user insists.
-        holder: The process that now manages their run, if known.
+    were just removed. The run touches older ones only to delete them. ``inspect_versions``: every stored version.
+    ``holder``: the process that now manages their run, if known.
     """
     newest = max((look.version for look in inspect_versions if look.state is State.WHOLE), default=-1)
     if version == newest:
@@ -137,9 +120,7 @@ def delete_superfluous(
 ) -> None:
     """Delete the superfluous versions, the oldest first.
 
-    Raises:
-        CheckpointError: the storage cannot be read.
-        Exception: the storage fails to delete; the type depends on the storage.
+    Raises Exception if the storage fails to delete; the type depends on the storage.
     """
     for version in superfluous(stored_versions(url), rules, back_steps, spared):
         delete_version(url, version)

@@ -41,9 +41,8 @@ def read_whole(filesystem: Any, path: str) -> bytes:
 def open_file(path: str) -> io.FileIO:
     """Open a file of this machine in the folder of a checkpoint, which others may have made.
 
-    Raises:
-        CheckpointDamaged: it is a symbolic link, or in a folder that is one; or reading it might never end, because it
-            is a named pipe, a device or similar.
+    Raises CheckpointDamaged if it is a symbolic link, or in a folder that is one; or reading it might never end,
+    because it is a named pipe, a device or similar.
     """
     folder, name = os.path.split(path)
     try:
@@ -67,10 +66,7 @@ def bounded(call: Callable[[], T], limit_s: float, what: str, *, spent_s: float 
     """Return the result of ``call``, or raise its error; give up after ``limit_s``, less ``spent_s``.
 
     Some kinds of storage know no time limit: a network file system that is gone blocks for ever. The thread of a call
-    that was given up is left behind, and ends with the call.
-
-    Raises:
-        TimeoutError: the call took longer.
+    that was given up is left behind, and ends with the call. Raises TimeoutError if the call took longer.
     """
     outcome: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 

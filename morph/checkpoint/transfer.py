@@ -23,12 +23,8 @@ from morph.contract.errors import CheckpointDamaged, InputError
 def copy_version(url: str, manifest: Manifest, target_url: str) -> bool:
     """Copy a version, file by file, and the recovery file of its run; return False if the version is already there.
 
-    An interrupted copy is not a checkpoint; calling this again restarts it.
-
-    Raises:
-        InputError: the target has other checkpoints, with which these must not be mixed.
-        CheckpointDamaged: a file differs from its manifest.
-        CheckpointError: storage cannot be read, or not written.
+    An interrupted copy is not a checkpoint; calling this again restarts it. Raises InputError if the target has other
+    checkpoints, with which these must not be mixed. Raises CheckpointDamaged if a file differs from its manifest.
     """
     for version in complete_versions(target_url):
         there = read_manifest(target_url, version)

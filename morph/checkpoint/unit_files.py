@@ -81,8 +81,7 @@ def to_payload(tensors: Mapping[str, Tensor]) -> bytes:
 def from_payload(payload: bytes | memoryview) -> dict[str, Tensor]:
     """Return the tensors of a payload: the inverse of ``to_payload``. They are views of it if it is writable.
 
-    Raises:
-        ValueError: the payload is not a safetensors file.
+    Raises ValueError if the payload is not a safetensors file.
     """
     data = memoryview(payload)
     if data.readonly:
@@ -144,9 +143,7 @@ def write_unit(url: str, version: int, unit: str, worker: str, tensors: Mapping[
 def read_unit(url: str, manifest: Manifest, unit: str) -> dict[str, Tensor]:
     """Return the tensors of one unit of a checkpoint, in memory that is not shared.
 
-    Raises:
-        CheckpointDamaged: the file is missing or differs from the manifest.
-        CheckpointError: the file cannot be read.
+    Raises CheckpointDamaged if the file is missing or differs from the manifest.
     """
     entry = next((entry for entry in manifest.units if entry.unit == unit), None)
     if entry is None:

@@ -66,11 +66,7 @@ class StoredVersion:
 
 
 def stored_versions(url: str) -> tuple[StoredVersion, ...]:
-    """Return every version of which any file is stored, complete or not, ascending.
-
-    Raises:
-        CheckpointError: the storage cannot be read.
-    """
+    """Return every version of which any file is stored, complete or not, ascending."""
     with reading(url):
         filesystem, path = fsspec.core.url_to_fs(url)
         folders = version_folders(filesystem, path)

@@ -88,11 +88,7 @@ def first_problem(error: ValidationError) -> tuple[str, str, object]:
 
 
 def read_text(path: Path, error_type: type[InputError], encoding: str = "utf-8") -> str:
-    """Read a text file; ends of lines become ``\\n``.
-
-    Raises:
-        InputError: the file cannot be read or is not UTF-8; the error is of type ``error_type``.
-    """
+    """Read a text file; ends of lines become ``\\n``."""
     try:
         return path.read_text(encoding=encoding)
     except OSError as error:
@@ -102,11 +98,7 @@ def read_text(path: Path, error_type: type[InputError], encoding: str = "utf-8")
 
 
 def read_json(path: Path, value_type: type[ValueT], error_type: type[InputError]) -> ValueT:
-    """Read one contract value from a JSON file.
-
-    Raises:
-        InputError: the file is missing, is not JSON, or breaks the schema; the error is of type ``error_type``.
-    """
+    """Read one contract value from a JSON file."""
     text = read_text(path, error_type)
     try:
         return value_type.model_validate_json(text)

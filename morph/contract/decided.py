@@ -37,11 +37,7 @@ class LossScale(Value):
         return math.ldexp(1.0, self.exponent)
 
     def after(self, *, skipped: bool) -> LossScale:
-        """Return the scale of the next step.
-
-        Raises:
-            TrainingStopped: there is no smaller scale to try.
-        """
+        """Return the scale of the next step. Raises TrainingStopped if there is no smaller scale to try."""
         if skipped:
             if self.exponent <= MIN_LOSS_SCALE_EXPONENT:
                 raise TrainingStopped(f"gradients are not finite even at a loss scale of 2**{self.exponent}")
@@ -78,11 +74,7 @@ class Decided(Value):
     )
 
     def next_scale(self, scale: LossScale | None) -> LossScale | None:
-        """Return the loss scale of the next step; a step in which all weights were 0 does not change it.
-
-        Raises:
-            TrainingStopped: there is no smaller scale to try.
-        """
+        """Return the loss scale of the next step; a step in which all weights were 0 does not change it."""
         if scale is None or self.gradient_factor == 0 or self.bad_loss:
             return scale
         return scale.after(skipped=self.skipped)
@@ -154,10 +146,8 @@ def decided_step(
     """Combine the members' reports about step ``version - 1``.
 
     Args:
-        version: The version that is decided.
         norms_sq: Per member, squared norms by unit; every holder of a unit reports it.
         non_finite: Per member, whether a gradient of its units is NaN or infinite.
-        units: Every unit of the model.
         weights: Per member, weights of losses by micro-batch; each micro-batch at least once, or none at all.
 
     Raises:

@@ -15,10 +15,7 @@ EpochEnd = Literal["fill", "short", "drop"]
 class Epochs(Value):
     """The division of a job's epochs into steps.
 
-    Attributes:
-        num_samples: The samples of an epoch.
-        batch_size: M, the samples of a whole step.
-        end: What happens to the samples that do not fill a step.
+    ``batch_size``: M, the samples of a whole step. ``end``: what happens to the samples that do not fill a step.
     """
 
     num_samples: int = Field(ge=1)

@@ -36,11 +36,9 @@ class InputError(MorphError):
     """A mistake in something that the user gave.
 
     Args:
-        message: What is wrong, in one sentence.
         source: File or argument that contains the value.
         field: Dotted name of the field.
         value: The offending value, shown with ``repr``.
-        allowed: What would be accepted.
     """
 
     def __init__(

@@ -49,14 +49,8 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
 def locked(path: Path, limit_s: float, tell: Callable[[str], None] = lambda _: None) -> Iterator[None]:
     """Hold the lock of a file, which is made if it is missing and names its holder; the kernel frees a dead one's lock.
 
-    Args:
-        path: The file; its folder must exist.
-        limit_s: Gives up after this time.
-        tell: Called once with a sentence that names the holder, if another process holds the lock.
-
-    Raises:
-        WaitTimeout: another process holds the lock for so long.
-        OSError: the file cannot be opened.
+    ``path``: the file; its folder must exist. ``tell``: called once with a sentence that names the holder, if another
+    process holds the lock. Raises WaitTimeout if another process holds the lock for so long.
     """
     until_s, holder = time.monotonic() + limit_s, ""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE), "r+") as file:
@@ -80,11 +74,7 @@ def locked(path: Path, limit_s: float, tell: Callable[[str], None] = lambda _: N
 
 
 def check_output(path: Path, error_type: type[InputError]) -> None:
-    """Refuse a file that cannot be written, before there is anything to write.
-
-    Raises:
-        InputError: the error is of type ``error_type`` and names the path.
-    """
+    """Refuse a file that cannot be written, before there is anything to write."""
     if path.is_dir():
         raise error_type("cannot be written: it is a folder", source=str(path), allowed="a file name")
     if not path.parent.is_dir():
@@ -96,11 +86,7 @@ def check_output(path: Path, error_type: type[InputError]) -> None:
 
 
 def write_output(path: Path, content: str | bytes, error_type: type[InputError]) -> None:
-    """Write a file that the user requested, completely or not at all.
-
-    Raises:
-        InputError: the file cannot be written; the error is of type ``error_type`` and names the file.
-    """
+    """Write a file that the user requested, completely or not at all."""
     check_output(path, error_type)
     try:
         write_whole(path, content)

@@ -23,10 +23,7 @@ LifeS = Callable[[str, int], float]
 
 @dataclass(frozen=True)
 class Change:
-    """VMs come, are warned or are taken at the same moment.
-
-    ``taken_s``: when VMs that are warned will be taken.
-    """
+    """VMs come, are warned or are taken at the same moment. ``taken_s``: when VMs that are warned will be taken."""
 
     time_s: float
     kind: Literal["came", "warned", "taken"]
@@ -86,13 +83,8 @@ class Lifetimes:
     """Each VM lives for an exponential time: the preemption injector of Spotify (6.2.1, Eq. 6.1).
 
     A lifetime counts from the VM's birth, or from ``start_s`` if the VM is older; by Eq. 6.1 a VM's age makes no
-    difference. A VM that is not taken at the end of its lifetime gets another lifetime.
-
-    Args:
-        life_s: ``by_name`` or ``InOrder``.
-        start_s: The first moment.
-        end_s: The last moment.
-        notice_s: Time between the warning and the removal of a VM; 0: no warning.
+    difference. A VM that is not taken at the end of its lifetime gets another lifetime. ``notice_s``: time between the
+    warning and the removal of a VM; 0: no warning.
     """
 
     life_s: LifeS
@@ -168,7 +160,6 @@ class InOrder:
         self._drawn: dict[tuple[str, int], float] = {}
 
     def __call__(self, vm: str, number: int) -> float:
-        """See ``LifeS``."""
         if (vm, number) not in self._drawn:
             self._drawn[vm, number] = self._random.expovariate(self._rate_per_s)
         return self._drawn[vm, number]

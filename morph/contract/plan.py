@@ -357,10 +357,7 @@ def reduction_rounds(cuts: Iterable[Sequence[int]], num_sections: int) -> tuple[
     A sequence of sections that no pipeline cuts has one ring, with one worker of every pipeline. Each worker reduces
     its rings round by round, from the last section to the first within a round. No worker has two rings in one round,
     so that rings do not wait for each other from one end of the model to the other. Equal pipelines have one round.
-
-    Args:
-        cuts: First sections of the stages of each kind of pipeline.
-        num_sections: K.
+    ``cuts``: first sections of the stages of each kind of pipeline. ``num_sections``: K.
     """
     stages = [[bisect_right(firsts, section) for section in range(num_sections)] for firsts in map(tuple, cuts)]
     taken: dict[tuple[int, int], set[int]] = {}
@@ -387,9 +384,5 @@ def shares(num_micro_batches: int, num_replicas: int) -> list[range]:
 
 
 def load_plan(path: Path) -> Plan:
-    """Read a plan file.
-
-    Raises:
-        PlanError: the file is invalid; the error names the file and, if possible, the field.
-    """
+    """Read a plan file."""
     return read_json(path, Plan, PlanError)

@@ -42,11 +42,7 @@ class Pool:
 
     @classmethod
     def parse(cls, text: str, field: str = "pool", source: str | None = None) -> Pool:
-        """Read a pool's text; types may be in any order.
-
-        Raises:
-            PlanError: the text is not a pool; the error names ``field`` and the text.
-        """
+        """Read a pool's text; types may be in any order."""
         counts: dict[str, int] = {}
         for part in text.split(","):
             name, equals, count = part.rpartition("=")

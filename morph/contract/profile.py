@@ -317,11 +317,7 @@ class Profile(Value):
         return self.model_copy(update={"sections": sections, "node_types": node_types})
 
     def for_node_type(self, name: str) -> Profile:
-        """Return the profile for another type of node that was measured for it.
-
-        Raises:
-            ProfileError: there is no such node type.
-        """
+        """Return the profile for another type of node that was measured for it."""
         found = next((node_type for node_type in self.node_types if node_type.name == name), None)
         if found is None:
             known = ", ".join(node_type.name for node_type in self.node_types)
@@ -355,9 +351,7 @@ def _longer(times: dict[int, Timing], factor: float) -> dict[int, Timing]:
 def other_device(profile: Profile, device: str) -> tuple[str, ...]:
     """Return a sentence if a run's workers compute on GPUs, and the profile has only times of a CPU.
 
-    Args:
-        profile: The measurements.
-        device: ``vms.device`` of the run.
+    ``device``: ``vms.device`` of the run.
     """
     environments = (profile.environment, *(known.environment for known in profile.node_types))
     if device != "cuda" or any(each.host_memory_bytes is not None for each in environments):
@@ -371,12 +365,8 @@ def other_device(profile: Profile, device: str) -> tuple[str, ...]:
 def other_links(profile: Profile, links: LinkSetting, rings: RingSetting) -> tuple[str, ...]:
     """Return a sentence for each difference between a run's links or rings and the measured ones.
 
-    Devices without their own memory have no such differences.
-
-    Args:
-        profile: The measurements.
-        links: ``vms.links`` of the run.
-        rings: ``vms.rings`` of the run.
+    Devices without their own memory have no such differences. ``links``: ``vms.links`` of the run. ``rings``:
+    ``vms.rings`` of the run.
     """
     if profile.environment.host_memory_bytes is None:
         return ()
@@ -408,11 +398,7 @@ MEASURED = "a JSON file that `morph calibrate JOB -o FILE` wrote"
 
 
 def load_profile(path: Path) -> Profile:
-    """Read a profile file.
-
-    Raises:
-        ProfileError: the file is invalid; the error names the file and, if possible, the field.
-    """
+    """Read a profile file."""
     if path.suffix in (".yaml", ".yml", ".py"):
         raise ProfileError("is not a profile", source=str(path), allowed=MEASURED)
     if not path.exists():
@@ -433,12 +419,6 @@ def load_profile(path: Path) -> Profile:
 def write_profile(profile: Profile, path: Path, *, as_read: bool = False) -> None:
     """Replace ``path`` with the profile, atomically.
 
-    Args:
-        profile: The profile.
-        path: The file.
-        as_read: Whether to write no defaults for fields that were absent in the profile's own file.
-
-    Raises:
-        ProfileError: the file cannot be written.
+    ``as_read``: whether to write no defaults for fields that were absent in the profile's own file.
     """
     write_output(path, profile.model_dump_json(indent=2, exclude_unset=as_read) + "\n", ProfileError)

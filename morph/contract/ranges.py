@@ -48,21 +48,13 @@ class Range:
         return fits and number <= self.high and math.isfinite(number)
 
     def check(self, field: str, value: object) -> None:
-        """Refuse an argument that is out of range.
-
-        Raises:
-            PlanError: it is out of range; the error names the argument.
-        """
+        """Refuse an argument that is out of range."""
         if value not in self:
             raise PlanError("is out of range", field=field, value=value, allowed=str(self))
 
 
 def check_counts(**given: object) -> None:
-    """Refuse arguments that are not counts; None is "not given".
-
-    Raises:
-        PlanError: an argument is not a count; the error names the first such argument.
-    """
+    """Refuse arguments that are not counts; None is "not given"."""
     for field, value in given.items():
         if value is not None:
             COUNT.check(field, value)

@@ -153,11 +153,7 @@ class Trace(Value):
 
 
 def parse_trace(lines: Iterable[str], source: str) -> Trace:
-    """Parse the CSV form; ``source`` names the file in errors.
-
-    Raises:
-        TraceError: if a line is invalid; it names file, line, field, value and what is allowed.
-    """
+    """Parse the CSV form; ``source`` names the file in errors."""
     reader = csv.DictReader(lines)
     try:
         return _parse(reader, source)
@@ -212,10 +208,8 @@ def _line(row: dict[str, str], where: str) -> TraceEvent | TracePrice | TraceEnd
 def check_order(lines: Sequence[tuple[str, TraceEvent | TracePrice | TraceEnd]], unit: str = "s") -> None:
     """Check that lines, each with its place in the file, are in time order, and that VMs leave after they came.
 
-    ``unit``: of the file's times, ``s`` or ``ms``.
-
-    Raises:
-        TraceError: naming the line. Times are checked first: in an unsorted file VMs seem to leave before they come.
+    ``unit``: of the file's times, ``s`` or ``ms``. Raises TraceError naming the line. Times are checked first: in an
+    unsorted file VMs seem to leave before they come.
     """
     scale = 1000 if unit == "ms" else 1
     for (_, before), (where, line) in pairwise(lines):
@@ -254,11 +248,7 @@ def _check_presence(event: TraceEvent, added_s: dict[str, float], where: str) ->
 
 
 def load_trace(path: Path) -> Trace:
-    """Read a trace file.
-
-    Raises:
-        TraceError: if a line is invalid; it names file, line, field, value and what is allowed.
-    """
+    """Read a trace file."""
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             return parse_trace(lines, str(path))

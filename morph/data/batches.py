@@ -56,8 +56,6 @@ class Form:
     """A nest without its tensors.
 
     Attributes:
-        kind: The kind of this part: a nest, an entry, a text or a constant.
-        name: The name of the entry or text.
         value: The constant (number, flag or None), the same in every batch.
         make: The type of a nest, with its ``keys`` and ``parts``.
         template: A nest of that type to copy, if it is a dataclass.
@@ -167,13 +165,8 @@ class _Flattening:
 def flat_sample(sample: object, where: str, *, collated: bool = False) -> Flat:
     """Take an item apart into its form, entries and texts.
 
-    Args:
-        sample: The item.
-        where: The name of the item in errors.
-        collated: Whether ``collate_fn`` makes batches of items, which may then hold anything.
-
-    Raises:
-        JobError: the item holds a value that cannot be in a batch.
+    ``where``: the name of the item in errors. ``collated``: whether ``collate_fn`` makes batches of items, which may
+    then hold anything.
     """
     return _flat(sample, _Flattening(where, numbers=True, lists=collated))
 
@@ -187,15 +180,7 @@ def _flat(value: object, taking: _Flattening) -> Flat:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How micro-batches are made of samples.
-
-    Attributes:
-        seed: The job's seed.
-        collate_fn: The job's ``collate_fn``.
-        buckets: The job's buckets.
-        padding: The job's padding.
-        shapes: The shapes of samples' entries, if there are buckets.
-    """
+    """How micro-batches are made of samples. ``shapes``: the shapes of samples' entries, if there are buckets."""
 
     seed: int = 0
     collate_fn: Collate | None = None
@@ -236,9 +221,6 @@ class Recipe:
         """Return one batch of samples, made as a ``DataLoader`` does; dataclasses are stacked too.
 
         The draws of ``collate_fn`` from the global generators depend only on the seed and the samples' places.
-
-        Raises:
-            JobError: the samples cannot form a batch.
         """
         if self.collate_fn is None or self.shapes:
             made = self.batch(samples, places, field, None, length)
@@ -262,14 +244,9 @@ class Recipe:
         """Return one batch of samples, taken apart; every entry is [len(samples), ...].
 
         Args:
-            samples: The samples as they were read.
-            places: The places of the samples.
             field: The name of the data set in errors.
             keys: The requested entries, if entries can be made separately; None: all.
             length: The length to which samples are padded; None: the smallest bucket that holds them, if there are any.
-
-        Raises:
-            JobError: the samples cannot form a batch.
         """
         if self.collate_fn is None:
             wheres = [f"{field}[{index}]" for _, index in places]
@@ -289,7 +266,6 @@ class Recipe:
         return found
 
     def _pad(self, parts: Sequence[Entries], fields: Sequence[str], length: int | None, *, rows: bool) -> None:
-        """Pad the entries of samples, or of a batch, in place."""
         if not self.shapes:
             return
         if length is None:
@@ -321,17 +297,8 @@ class Recipe:
     ) -> Entries:
         """Return one batch of samples, whose entries must have the shapes for which the sections were made.
 
-        Args:
-            samples: The samples as they were read.
-            places: The places of the samples.
-            like: A sample with the right entries and shapes.
-            field: The name of the data set in errors.
-            allowed: The description of ``like`` in errors.
-            keys: As for ``batch``.
-            length: As for ``batch``; if given, padding makes the shapes equal.
-
-        Raises:
-            JobError: an entry is missing, or has another shape or type.
+        ``like``: a sample with the right entries and shapes. ``length``: as for ``batch``; if given, padding makes the
+        shapes equal.
         """
         if self.shapes:
             found = self.batch(samples, places, field, keys, length).entries
@@ -360,8 +327,7 @@ def _stacked(flats: Sequence[Flat], keys: Iterable[str]) -> Flat:
 def stack_entry(samples: Sequence[Mapping[str, Tensor]], key: str) -> Tensor:
     """Stack one entry of the samples to [len(samples), ...].
 
-    Raises:
-        JobError: a sample lacks the entry, or its entry differs in shape or dtype from the first sample's.
+    Raises JobError if a sample lacks the entry, or its entry differs in shape or dtype from the first sample's.
     """
     for position, sample in enumerate(samples):
         if key not in sample:
@@ -381,8 +347,7 @@ def stack_entry(samples: Sequence[Mapping[str, Tensor]], key: str) -> Tensor:
 def require_alike(sample: Mapping[str, Tensor], like: Mapping[str, Tensor], field: str, allowed: str) -> None:
     """Refuse a sample that lacks an entry of another, or has one of another shape or type.
 
-    Raises:
-        JobError: an entry is missing or differs; the message names it after ``field``, and ends with ``allowed``.
+    Raises JobError if an entry is missing or differs; the message names it after ``field``, and ends with ``allowed``.
     """
     for key, wanted in like.items():
         found = sample.get(key)

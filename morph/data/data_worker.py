@@ -77,11 +77,7 @@ def _tell(line: Connection, message: Message) -> None:
 
 
 def _load(setup: Message) -> Job:
-    """Load the job as the worker did, and build its data sets.
-
-    Raises:
-        JobError: the job cannot be loaded, or the data differs from the data with which the run began.
-    """
+    """Load the job as the worker did, and build its data sets."""
     sys.path[:] = setup["path"]
     torch.set_num_threads(setup["num_threads"])
     if setup["folder"] is not None:

@@ -25,17 +25,9 @@ class EvaluationLoader:
     If lengths vary, samples of similar length share micro-batches.
 
     Args:
-        dataset: The evaluation data.
-        seed: The job's seed.
         training_sample: A training sample, whose entries and shapes the evaluation data must have.
-        micro_batch_size: m.
         num_samples: The largest number of samples to use; None: all.
-        prefetcher: Reads expected micro-batches ahead.
         recipe: How micro-batches are made of samples; None: by stacking.
-        lengths: The length of each sample, if lengths vary.
-
-    Raises:
-        JobError: there are fewer samples than ``num_samples``, or the first one differs from those of training.
     """
 
     def __init__(
@@ -81,11 +73,7 @@ class EvaluationLoader:
             self._prefetcher.expect(batches, lambda _, micro_batch: self._micro_batches[micro_batch], over)
 
     def load(self, micro_batch: int, keys: Sequence[str]) -> dict[str, Tensor]:
-        """Return the requested entries, each [samples of the micro-batch, ...].
-
-        Raises:
-            JobError: a sample lacks an entry, or differs from those of training in shape or type.
-        """
+        """Return the requested entries, each [samples of the micro-batch, ...]."""
         if not keys:
             return {}
         if self._prefetcher is not None and self._taken[0] != micro_batch:

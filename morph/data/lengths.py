@@ -59,7 +59,6 @@ def divided(
     Args:
         places: The places of the samples, in the order of the data.
         size: m, the number of samples per micro-batch; one has fewer, if m does not divide them.
-        lengths: The length of each sample of the data set.
         buckets: The lengths to pad to, ascending.
         by_length: Whether samples of similar length share micro-batches; otherwise samples keep their order.
     """
@@ -86,11 +85,7 @@ def _spread(count: int) -> tuple[int, ...]:
 
 
 def checked_lengths(found: object, num_samples: int, buckets: Sequence[int], field: str) -> NDArray[np.int64]:
-    """Return the lengths of a data set's samples, as int64 [samples].
-
-    Raises:
-        JobError: the values are not lengths, or a sample is longer than the longest bucket.
-    """
+    """Return the lengths of a data set's samples, as int64 [samples]."""
     lengths = np.asarray(found)
     if lengths.shape != (num_samples,) or lengths.dtype.kind not in "iu" or lengths.min() < 0:
         raise wrong_job(
@@ -141,16 +136,7 @@ def shapes_of(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Shape]:
 def pad(entry: Tensor, shape: Shape, length: int, value: float, *, rows: bool, field: str) -> Tensor:
     """Return an entry padded at its end to a length.
 
-    Args:
-        entry: An entry of a sample, or of a batch.
-        shape: The shape of this entry in a sample.
-        length: The length to pad to.
-        value: The value to pad with.
-        rows: Whether the entry is of a batch, whose samples are the first dimension.
-        field: The name of the entry in errors.
-
-    Raises:
-        JobError: the entry is longer, or has another form.
+    ``rows``: whether the entry is of a batch, whose samples are the first dimension.
     """
     wanted = (*entry.shape[:1], *shape.at(length)) if rows else shape.at(length)
     fits = len(wanted) == entry.dim() and entry.dtype == shape.dtype

@@ -40,19 +40,8 @@ class MicroBatchLoader:
     """Loads micro-batch ``j`` of step ``t``: samples ``j*m .. (j+1)*m - 1`` of that mini-batch.
 
     The loader keeps the last few micro-batches, so that several sections of one stage load a sample once.
-
-    Args:
-        dataset: The data set.
-        seed: The job's seed.
-        batch_size: M.
-        micro_batch_size: m.
-        prefetcher: Reads expected micro-batches ahead. It needs the form of samples, so the first one is read now.
-        recipe: How micro-batches are made of samples; None: by stacking.
-        order: The order of the samples; None: the default one.
-        lengths: The length of each sample, if lengths vary.
-
-    Raises:
-        JobError: ``dataset`` is not a data set, or its first sample is not a sample.
+    ``prefetcher``: reads expected micro-batches ahead. It needs the form of samples, so the first one is read now.
+    ``recipe``: how micro-batches are made of samples; None: by stacking.
     """
 
     def __init__(
@@ -98,11 +87,8 @@ class MicroBatchLoader:
     ) -> None:
         """Have these micro-batches prefetched, if there is a prefetcher, and drop earlier expectations.
 
-        Args:
-            places: Step and number of each micro-batch, in the order in which they will be loaded.
-            keys: The entries that will be needed.
-            over: Returns whether the micro-batches are no longer needed.
-            window: How many micro-batches are in use at once: each is loaded again before its backward.
+        ``places``: step and number of each micro-batch, in the order in which they will be loaded. ``window``: how many
+        micro-batches are in use at once: each is loaded again before its backward.
         """
         if self._prefetcher is None:
             return
@@ -115,9 +101,8 @@ class MicroBatchLoader:
     def load(self, step: int, micro_batch: int, keys: Iterable[str]) -> dict[str, Tensor]:
         """Return the requested entries, each [micro_batch_size, ...]. They are shared: do not write to them.
 
-        Raises:
-            JobError: an item is not a dict of tensors, lacks a key, or differs in shape or dtype from item 0, for which
-                the sections were made.
+        Raises JobError if an item is not a dict of tensors, lacks a key, or differs in shape or dtype from item 0, for
+        which the sections were made.
         """
         wanted = tuple(keys)
         if not wanted:
@@ -258,11 +243,7 @@ def measured(recipe: Recipe, dataset: MapDataset, lengths: NDArray[np.int64] | N
 
 
 def varying_dims(job: Job) -> dict[str, tuple[int, ...]]:
-    """Return the dimensions of each entry of a batch that are as long as the micro-batch.
-
-    Raises:
-        JobError: there are no such dimensions.
-    """
+    """Return the dimensions of each entry of a batch that are as long as the micro-batch."""
     shapes = recipe_of(job).shapes
     found = {name: tuple(d for d, size in enumerate(shape.sizes, 1) if size is None) for name, shape in shapes.items()}
     if job.buckets and not any(found.values()):
@@ -288,11 +269,7 @@ def mix_of(job: Job, micro_batch_size: int) -> dict[int | None, float]:
 
 
 def lengths_of(job: Job, field: DataField = "dataset") -> NDArray[np.int64] | None:
-    """Return the length of each sample of a job's data set, as int64 [samples]; None if lengths do not vary.
-
-    Raises:
-        JobError: the values are not lengths, or are too long.
-    """
+    """Return the length of each sample of a job's data set, as int64 [samples]; None if lengths do not vary."""
     if job.lengths is None:
         return None
     built = job.__dict__.setdefault(_BUILT, {})
@@ -333,15 +310,7 @@ _ALLOWED = "a map-style data set: len(dataset), and dataset[i] -> a dict, tuple 
 
 
 def check_map_style(dataset: object, field: str) -> int:
-    """Return the number of samples of a map-style data set.
-
-    Args:
-        dataset: The result of the job's function.
-        field: That function's name in the job.
-
-    Raises:
-        JobError: the result is not a map-style data set, or is empty.
-    """
+    """Return the number of samples of a map-style data set. ``field``: that function's name in the job."""
     problem, allowed = None, _ALLOWED
     if isinstance(dataset, DataLoader):
         problem = "returns a DataLoader; Morph forms the batches itself, so return the data set that it loads"
@@ -371,9 +340,6 @@ def data_facts(job: Job, rows_s: float = 0.0) -> dict[str, DataFacts]:
 
     ``rows_s``: the time (seconds) to spend on digests of as many samples as possible; data sets that have a
     ``fingerprint()`` need none.
-
-    Raises:
-        JobError: a sample is not valid.
     """
     fields: tuple[DataField, ...] = ("dataset", "eval_data")
     found, recipe = dict[str, DataFacts](), recipe_of(job)

@@ -41,12 +41,8 @@ class Order(Protocol):
 class EpochOrder:
     """The order of a map-style data set.
 
-    Args:
-        dataset: The data set.
-        seed: The job's seed.
-        batch_size: M.
-        sampler: The sampler; None: the data set's ``sample_order``, or ``shuffled``.
-        end: What happens to an epoch's last samples if they do not fill a step; see ``Job.epoch_end``.
+    ``sampler``: the sampler; None: the data set's ``sample_order``, or ``shuffled``. ``end``: what happens to an
+    epoch's last samples if they do not fill a step; see ``Job.epoch_end``.
     """
 
     def __init__(
@@ -60,8 +56,7 @@ class EpochOrder:
     def epochs(self) -> Epochs:
         """How epochs divide into steps.
 
-        Raises:
-            JobError: an epoch has less than one whole step, and steps are not filled.
+        Raises JobError if an epoch has less than one whole step, and steps are not filled.
         """
         size = len(self._dataset if self._sampler is None else self.epoch(0))
         if self._end != "fill" and size < self._batch_size:
@@ -76,9 +71,8 @@ class EpochOrder:
     def mini_batch(self, step: int) -> list[Place]:
         """See ``Order``.
 
-        Raises:
-            JobError: the sampler does not return numbers of samples, or returns more or fewer of them than in other
-                epochs.
+        Raises JobError if the sampler does not return numbers of samples, or returns more or fewer of them than in
+        other epochs.
         """
         positions, size = self.epochs.positions(step), self.epochs.num_samples
         if self._sampler is not None:

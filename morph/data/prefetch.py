@@ -53,11 +53,7 @@ class DataWorkers:
     """The data workers of one worker; they start at once, and read as soon as ``begin`` has given the form of samples.
 
     Args:
-        count: The number of data workers.
-        job_path: path/to/file.py:name, which each of them loads.
         known: The facts that their data sets must match, by the job's fields.
-        pinned: Whether micro-batches go to pinned memory.
-        patience_s: See ``PATIENCE_S``.
         clock: Returns monotonic seconds.
 
     ``notes``: sentences for the user, until they are fetched.
@@ -103,10 +99,7 @@ class DataWorkers:
     def expect(self, batches: Iterable[Batch], samples_of: SamplesOf, over: Callable[[], bool]) -> None:
         """Read these micro-batches, in this order, and drop earlier expectations.
 
-        Args:
-            batches: The micro-batches that will be taken.
-            samples_of: Returns the samples of a micro-batch.
-            over: Returns whether the micro-batches are no longer needed.
+        ``over``: returns whether the micro-batches are no longer needed.
         """
         self._wanted = dict.fromkeys(batches, samples_of)
         self._over = over
@@ -246,8 +239,7 @@ class DataWorkers:
 class _Reader:
     """One data worker's process, on the side of the worker that started it.
 
-    Raises:
-        OSError: a process or a descriptor is not available.
+    Raises OSError if a process or a descriptor is not available.
     """
 
     def __init__(self, setup: bytes) -> None:
@@ -273,15 +265,10 @@ class _Reader:
 
     @property
     def num_read(self) -> int:
-        """The number of samples that the process has read."""
         return 0 if self._slots is None else int(self._slots.num_read(self._memory))
 
     def begin(self, slots: Slots) -> None:
-        """Send the layout of the samples to read.
-
-        Raises:
-            OSError: there is not enough memory.
-        """
+        """Send the layout of the samples to read. Raises OSError if there is not enough memory."""
         os.ftruncate(self._memory_fd, slots.num_bytes)
         shared = mmap.mmap(self._memory_fd, slots.num_bytes)
         self._slots, self._memory = slots, torch.frombuffer(shared, dtype=torch.uint8)
@@ -294,11 +281,9 @@ class _Reader:
         )
 
     def has(self, batch: Batch) -> bool:
-        """Whether the process is reading a micro-batch, or has read it."""
         return batch in self.requested or batch in self.read
 
     def ask(self, batch: Batch, wanted: MicroBatch) -> None:
-        """Ask the process to read a micro-batch into a free slot."""
         assert self._slots is not None
         slot = self.requested[batch] = self.free.pop()
         self._slots.samples(self._memory, slot, len(wanted.places)).copy_(torch.tensor(wanted.places))
@@ -324,7 +309,6 @@ class _Reader:
         return found
 
     def forget_but(self, wanted: Mapping[Batch, object]) -> None:
-        """Free the slots of micro-batches that were read and are no longer wanted."""
         for batch in self.read.keys() - wanted.keys():
             self.free.append(self.read.pop(batch)[0])
 

@@ -139,15 +139,10 @@ class ShardedFiles(ABC):
                 into.write(content)
 
     def _copies(self, shard: Shard) -> bool:
-        """Whether a shard is read from a copy."""
         return not self._is_local or shard.file.compression is not None
 
     def open(self, shard: int) -> Sequence[Any]:
-        """Return the samples of a shard.
-
-        Raises:
-            JobError: there is no room for a copy, or the shard differs from the index.
-        """
+        """Return the samples of a shard."""
         given = self.shards[shard]
         if self._copies(given):
             with self._copy(given) as file:
@@ -167,11 +162,6 @@ class ShardedFiles(ABC):
             self._copy(given).close()
 
     def _opened(self, file: File) -> Any:
-        """Return a file opened for reading, uncompressed.
-
-        Raises:
-            JobError: this machine does not know the file's compression.
-        """
         try:
             return self.fs.open(file.name, "rb", compression=file.compression)
         except ValueError as error:

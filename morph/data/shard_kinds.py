@@ -115,11 +115,8 @@ def _tar_samples(
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Yield start and stop of each sample of an archive, and where its parts begin and end, by suffix.
 
-    Args:
-        file: The archive, read from the present position.
-        name: Its name.
-        size: Its size in bytes; None: it can only be read from the beginning to the end.
-        until: The position at which to stop.
+    ``file``: the archive, read from the present position. ``size``: its size in bytes; None: it can only be read from
+    the beginning to the end.
     """
     key, start, stop, parts = None, 0, 0, dict[str, Any]()
     try:

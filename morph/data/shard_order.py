@@ -47,7 +47,6 @@ class ShardOrder:
         return shard, index - int(self._starts[shard])
 
     def __call__(self, seed: int, epoch: int) -> ShardedEpoch:
-        """Return the order of an epoch."""
         key = seed, epoch
         if key not in self._epochs:
             row = np.arange(len(self._sizes), dtype=np.int64)

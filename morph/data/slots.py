@@ -17,9 +17,7 @@ _ALIGNED = 64
 class Slots:
     """The layout of ``NUM_SLOTS`` micro-batches in a byte tensor, after a count of the samples read.
 
-    Args:
-        micro_batch_size: m.
-        entries: Type (torch's name) and shape of each entry of a sample; the longest shape if lengths vary.
+    ``entries``: type (torch's name) and shape of each entry of a sample; the longest shape if lengths vary.
     """
 
     def __init__(self, micro_batch_size: int, entries: Mapping[str, tuple[str, Sequence[int]]]) -> None:
@@ -50,8 +48,7 @@ class Slots:
     def put(self, memory: Tensor, slot: int, key: str, tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Copy an entry into a slot; return its shape and stride, which affect the choice of kernels, and so the bits.
 
-        Raises:
-            ValueError: the tensor is not one for which the slots were made.
+        Raises ValueError if the tensor is not one for which the slots were made.
         """
         dtype, shape = self._kinds[key]
         plain = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided

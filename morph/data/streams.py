@@ -209,11 +209,7 @@ class Iterated:
         self._block = 0
 
     def open(self, shard: int) -> list[Any]:
-        """See ``Source``.
-
-        Raises:
-            JobError: there are fewer samples than ``num_samples``.
-        """
+        """See ``Source``."""
         block, found = self._go_near(shard)
         while block != shard:
             block, found = self._read_block()

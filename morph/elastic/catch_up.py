@@ -39,11 +39,7 @@ class CatchUpLog:
     def boundary(self, state: TrainingState, step: tuple[Tensor, ...], *, is_wanted: bool, is_apart: bool) -> None:
         """Keep a completed step, and start or stop keeping steps when joiners arrive or have entered.
 
-        Args:
-            state: The state after the step.
-            step: The step as ``TrainingState`` packs it, if the log was open when the step was computed; else empty.
-            is_wanted: Whether a joiner is on its way in.
-            is_apart: Whether the workers' models differ.
+        ``step``: the step as ``TrainingState`` packs it, if the log was open when the step was computed; else empty.
         """
         if not is_wanted:
             self.close()

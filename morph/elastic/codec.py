@@ -28,11 +28,7 @@ def encode(message: Message, book: Mapping[int, Address]) -> bytes:
 
 
 def decode(body: bytes) -> tuple[Message, Book]:
-    """Return the message and the addresses that came with it.
-
-    Raises:
-        ValueError:  these bytes are not a message.
-    """
+    """Return the message and the addresses that came with it. Raises ValueError if these bytes are not a message."""
     try:
         name, parts, addresses = json.loads(body)
         return _READERS[name](*parts), book_of(addresses)
@@ -41,11 +37,7 @@ def decode(body: bytes) -> tuple[Message, Book]:
 
 
 def book_of(addresses: Mapping[str, Any]) -> Book:
-    """Return addresses by member, read from JSON.
-
-    Raises:
-        ValueError, TypeError: these are not addresses.
-    """
+    """Return addresses by member, read from JSON. Raises ValueError or TypeError if these are not addresses."""
     return {int(number): Address(str(host), int(port), int(store)) for number, (host, port, store) in addresses.items()}
 
 

@@ -53,12 +53,8 @@ class Try(NamedTuple):
 class Gradients:
     """Collects the gradients of a model's parameters whenever one is trained.
 
-    Args:
-        state: This worker's training state.
-        accumulation: How gradients are summed: ``exact`` or ``fast``.
-
-    Raises:
-        InputError: the model is on several devices.
+    ``accumulation``: how gradients are summed: ``exact`` or ``fast``. Raises InputError if the model is on several
+    devices.
     """
 
     def __init__(self, state: TrainingState, accumulation: Accumulation) -> None:
@@ -184,9 +180,6 @@ class Gradients:
         """Refuse gradients that the loop's own backward has left, because a step would ignore them.
 
         Warns once of gradients that the loop changes (by clipping, or by a scaler), because there are none to change.
-
-        Raises:
-            InputError: a parameter has such a gradient; the message names it.
         """
         mark, self._mark = self._mark, None
         self._num_changes += int(mark is not None and mark._version > 0)
@@ -209,11 +202,7 @@ class Gradients:
                 one.copy_(buffers[name])
 
     def look_at_settings(self) -> None:
-        """Read the settings that the loop's own code has left, and compute their digest.
-
-        Raises:
-            InputError: Morph cannot follow some of the settings.
-        """
+        """Read the settings that the loop's own code has left, and compute their digest."""
         self._state.check_parameters()
         settings = self._state.settings()
         self._state.check_schedule(settings)

@@ -50,11 +50,7 @@ class Invitation:
 
     @classmethod
     def of_environment(cls) -> Invitation:
-        """Return the invitation that ``morph elastic`` set; without one, a ring of this process alone.
-
-        Raises:
-            InputError: a variable has a value that is not allowed.
-        """
+        """Return the invitation that ``morph elastic`` set; without one, a ring of this process alone."""
         found = {name: os.environ.get(name) for name in NAMES}
         fd, join = found[LISTEN_FD], found[JOIN]
         try:
@@ -71,20 +67,12 @@ class Invitation:
 
 
 def parse_addresses(text: str, field: str) -> tuple[tuple[str, int], ...]:
-    """Return the hosts and ports of ``HOST:PORT,HOST:PORT...``.
-
-    Raises:
-        InputError: one of them is not an address.
-    """
+    """Return the hosts and ports of ``HOST:PORT,HOST:PORT...``."""
     return tuple(parse_address(one.strip(), field) for one in text.split(","))
 
 
 def parse_address(text: str, field: str) -> tuple[str, int]:
-    """Return the host and the port of ``HOST:PORT``.
-
-    Raises:
-        InputError: the text is not an address.
-    """
+    """Return the host and the port of ``HOST:PORT``."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise InputError("is not an address", field=field, value=text, allowed="HOST:PORT")

@@ -80,7 +80,6 @@ class Membership:
         listening: A listening socket, which is closed with this object.
         host: The address at which the others reach this member.
         store_port: The port of this process's rendezvous store.
-        credential: The credential that follows from the job's secret.
         silence_s: A member that does not answer for this many seconds counts as lost.
     """
 
@@ -104,11 +103,7 @@ class Membership:
     # -- beginning and end
 
     def found(self, num_founders: int, timeout_s: float) -> None:
-        """Wait for the other founders, and begin with them.
-
-        Raises:
-            WaitTimeout: not all founders arrive in time.
-        """
+        """Wait for the other founders, and begin with them. Raises WaitTimeout if not all founders arrive in time."""
         with self._changed:
             self._door.num_founders = num_founders
             if not self._changed.wait_for(lambda: len(self._door.callers) == num_founders - 1, timeout_s):
@@ -151,9 +146,8 @@ class Membership:
     def place(self, after: Ballot | None = None, timeout_s: float = CONSENSUS_TIMEOUT_S) -> Place:
         """Return this member's place in a ring other than that of the ballot ``after``; waits for it.
 
-        Raises:
-            TrainingStopped: this member no longer trains; the message says why.
-            WaitTimeout: the members do not agree in time.
+        Raises TrainingStopped if this member no longer trains; the message says why. Raises WaitTimeout if the members
+        do not agree in time.
         """
 
         def is_there() -> bool:

@@ -61,11 +61,7 @@ def use_batches_with(user: BatchUser) -> None:
 
 
 def the_optimizer() -> BatchUser:
-    """Return the process's optimizer.
-
-    Raises:
-        InputError: there is no optimizer yet.
-    """
+    """Return the process's optimizer."""
     if not _users:
         raise InputError(
             "there is no optimizer yet", field="batches", allowed="morph.elastic.Optimizer(...) before the loop"

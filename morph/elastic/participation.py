@@ -33,10 +33,7 @@ NUM_TRIES_TO_JOIN = 20
 class Participation:
     """A member's place, state and connections. Only the training thread uses it.
 
-    Args:
-        state: The state that this member trains.
-        invitation: How the member takes part.
-        become_one: Makes the members' states equal at the end.
+    ``become_one``: makes the members' states equal at the end.
     """
 
     def __init__(self, state: TrainingState, invitation: Invitation, become_one: Callable[[], object]) -> None:
@@ -71,9 +68,7 @@ class Participation:
     def settle(self) -> Place:
         """Return the place in a ring, once this member has the ring's state; waits until the members agree on a ring.
 
-        Raises:
-            TrainingStopped: this member no longer trains.
-            WaitTimeout: the others do not answer.
+        Raises TrainingStopped if this member no longer trains. Raises WaitTimeout if the others do not answer.
         """
         self._code = 0  # it continues to train
         while True:

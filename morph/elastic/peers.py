@@ -26,10 +26,8 @@ MEMBER, JOINER, FETCH = "member", "joiner", "fetch"
 class Outgoing:
     """A connection to one member, made in the background. All methods may be called from any thread.
 
-    Args:
-        to: The number of the called member.
-        home: The called member's address, and the calling member's credential.
-        gone: Called once, in the connection's own thread, when the connection has ended or could not be made.
+    ``home``: the called member's address, and the calling member's credential. ``gone``: called once, in the
+    connection's own thread, when the connection has ended or could not be made.
     """
 
     def __init__(self, to: int, home: Home, gone: Callable[[int], object]) -> None:
@@ -84,8 +82,7 @@ class Outgoing:
 class Incoming(Session):
     """The called end of a connection, once the caller has proven that it knows the secret.
 
-    Raises:
-        OSError: the caller does not know the secret, or is gone.
+    Raises OSError if the caller does not know the secret, or is gone.
     """
 
     def __init__(self, caller: Caller, credential: str) -> None:

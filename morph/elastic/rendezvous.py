@@ -47,8 +47,7 @@ class Sponsor:
 def meet(invitation: Invitation) -> tuple[Membership, StoreHost, Sponsor | None]:
     """Become a member, or a joiner that a sponsor will let in.
 
-    Raises:
-        WaitTimeout: the others do not arrive in time, or no worker answers.
+    Raises WaitTimeout if the others do not arrive in time, or no worker answers.
     """
     if invitation.listen_fd is not None:
         listening = socket.socket(fileno=os.dup(invitation.listen_fd))

@@ -45,8 +45,7 @@ class Sum:
     def wait(self, what: str) -> Tensor:
         """Return the sum as a vector [values], the same bytes at every worker. ``what``: named if the wait times out.
 
-        Raises:
-            GenerationAborted, PeerLost: the ring has ended.
+        Raises GenerationAborted or PeerLost if the ring has ended.
         """
         if self._pending is not None:
             self._pending.wait(what)
@@ -63,10 +62,8 @@ class _Value(NamedTuple):
 class Union:
     """Replicas that are being made equal: the mean of floating-point values, the first replica's integers.
 
-    State that only some optimizers have (elsewhere the parameter got no gradient) becomes the mean over these.
-
-    Raises:
-        GenerationAborted, PeerLost: the ring has ended.
+    State that only some optimizers have (elsewhere the parameter got no gradient) becomes the mean over these. Raises
+    GenerationAborted or PeerLost if the ring has ended.
     """
 
     def __init__(self, state: TrainingState, ring: Ring | None, rank: int, num_workers: int) -> None:
@@ -95,11 +92,7 @@ class Union:
         self._sums = [Sum(means, ring), Sum(as_vector(chosen, torch.int64), ring)]
 
     def wait(self) -> None:
-        """Wait for all values; nothing is changed yet.
-
-        Raises:
-            GenerationAborted, PeerLost: the ring has ended.
-        """
+        """Wait for all values; nothing is changed yet."""
         for one in self._sums:
             one.wait("the mean of all replicas")
 

@@ -32,11 +32,7 @@ class Digest:
         self.numbers = torch.tensor(bits, dtype=torch.float64) - 0.5
 
     def check(self, total: Tensor, num_members: int) -> None:
-        """Compare with the sum of all members' numbers, which has the full magnitude only if all are equal.
-
-        Raises:
-            SettingsDiffer: the numbers of the members are not equal.
-        """
+        """Compare with the sum of all members' numbers, which has the full magnitude only if all are equal."""
         if float(total.abs().min()) < 0.5 * num_members - 0.25:
             raise SettingsDiffer
 
@@ -44,8 +40,7 @@ class Digest:
 def exchanged(ring: Ring | None, told: Any) -> list[Any]:
     """Return the values of all members of a ring, by rank, exchanged as JSON.
 
-    Raises:
-        GenerationAborted, PeerLost: the ring has ended.
+    Raises GenerationAborted or PeerLost if the ring has ended.
     """
     text = json.dumps(told).encode()
     if ring is None:
@@ -61,8 +56,7 @@ def exchanged(ring: Ring | None, told: Any) -> list[Any]:
 def schedule_of(optimizer: torch.optim.Optimizer, given: LRScheduler | MakeScheduler) -> LRScheduler:
     """Return the given schedule, or the one that a given function makes.
 
-    Raises:
-        InputError: the schedule is for another optimizer, cannot be saved, or cannot be stepped without a value.
+    Raises InputError if the schedule is for another optimizer, cannot be saved, or cannot be stepped without a value.
     """
     try:
         scheduler = build_scheduler((lambda _: given) if isinstance(given, LRScheduler) else given, optimizer)

@@ -36,11 +36,7 @@ class Shelf:
             self._held.pop(name, None)
 
     def serve(self, incoming: Incoming) -> None:
-        """Answer one member until it hangs up.
-
-        Raises:
-            OSError: the member has hung up.
-        """
+        """Answer one member until it hangs up. Raises OSError if the member has hung up."""
         while True:
             name, wait_s = json.loads(incoming.receive())
             with self._changed:

@@ -48,11 +48,9 @@ class TrainingState:
     ``differs``: the other members' replicas may differ from this one. ``met_at``: ``num_steps`` at the last
     synchronisation. ``scheduler``: stepped with each step. ``summed``: which parameters were trained in the last step
     that all members had together, in the form of ``trained``. ``agreed``: values that must always be the same at all
-    members, by name. ``carried``: the loop's own objects whose state travels with this one, by name.
-
-    Raises:
-        InputError: the optimizer has parameters that are not the model's, or hyperparameters that are not plain; or one
-            of ``carried`` cannot be carried.
+    members, by name. ``carried``: the loop's own objects whose state travels with this one, by name. Raises InputError
+    if the optimizer has parameters that are not the model's, or hyperparameters that are not plain; or one of
+    ``carried`` cannot be carried.
     """
 
     model: Module
@@ -94,11 +92,7 @@ class TrainingState:
         return {name: one for flag, (name, one) in zip(flags, self.named.items(), strict=True) if flag == "1"}
 
     def settings(self) -> Settings:
-        """Return the current settings, in types that JSON can hold; ``groups`` is the same object until they change.
-
-        Raises:
-            InputError: as for the class.
-        """
+        """Return the current settings, in types that JSON can hold; ``groups`` is the same object until they change."""
         try:
             if not self._are_groups_as_read():
                 numbers = group_numbers(self.optimizer)
@@ -127,21 +121,13 @@ class TrainingState:
         )
 
     def check_parameters(self) -> None:
-        """Compare the model's parameters with its first ones.
-
-        Raises:
-            InputError: the parameters have changed.
-        """
+        """Compare the model's parameters with its first ones."""
         if [id(one) for one in self.model.parameters()] != list(self._places):
             allowed = "the same parameters as when morph.elastic.Optimizer was created"
             raise InputError("has other parameters than before", field="model", allowed=allowed)
 
     def check_schedule(self, settings: Settings) -> None:
-        """Compare the schedule's state with the state after its last step.
-
-        Raises:
-            InputError: the loop has stepped the schedule since then.
-        """
+        """Compare the schedule's state with the state after its last step."""
         if settings["scheduler"] != self._schedule:
             allowed = "no scheduler.step() of your own: morph.elastic.Optimizer steps it after each step"
             raise InputError("was stepped by the loop", field="lr_scheduler", allowed=allowed)
@@ -177,11 +163,7 @@ class TrainingState:
         return _packed(apart, {**self._facts(), **self._settings_to_tell(), "carried": told})
 
     def _carried_now(self) -> tuple[Any, dict[str, Tensor]]:
-        """Return the state of the loop's own objects: plain values, and tensors by name.
-
-        Raises:
-            InputError: a state has a value that is neither a tensor nor plain.
-        """
+        """Return the state of the loop's own objects: plain values, and tensors by name."""
         tensors: list[Tensor] = []
         told = {}
         for name, one in self.carried.items():
@@ -234,10 +216,8 @@ class TrainingState:
     def unpack_step(self, packed: Tensor) -> None:
         """Apply a step that another member packed (``pack_applied``, then ``pack_gradients``) to the state before it.
 
-        The result is that member's state, bit for bit.
-
-        Raises:
-            InputError, ValueError, KeyError, RuntimeError: the step is of another model or optimizer.
+        The result is that member's state, bit for bit. Raises InputError, ValueError, KeyError or RuntimeError if the
+        step is of another model or optimizer.
         """
         size = _size_of(packed)
         buffers, facts = _unpacked(packed[:size])
@@ -325,8 +305,7 @@ class TrainingState:
     def unpack(self, packed: Tensor) -> None:
         """Adopt the state that another member packed, but keep settings that the loop has set here for the next step.
 
-        Raises:
-            InputError, ValueError, KeyError, RuntimeError: the state is of another model or optimizer.
+        Raises InputError, ValueError, KeyError or RuntimeError if the state is of another model or optimizer.
         """
         tensors, facts = _unpacked(packed)
         with torch.no_grad():

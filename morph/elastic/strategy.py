@@ -62,10 +62,7 @@ def begun(sync: str) -> Pace:
 def observed(pace: Pace, rate: float, num_workers: int) -> tuple[Pace, str | None]:
     """Record the workers' mean throughput at a boundary; return the new pace, and a reason if the strategy changes.
 
-    Args:
-        pace: The pace up to now.
-        rate: Shares per second, in one step under s-sgd, or since the last synchronisation under ad-psgd.
-        num_workers: How many workers the ring has.
+    ``rate``: shares per second, in one step under s-sgd, or since the last synchronisation under ad-psgd.
     """
     if not pace.is_auto:
         return pace, None
@@ -109,11 +106,7 @@ def shares_of(rank: int, num_workers: int, num_shares: int, *, is_shared: bool) 
     """Return the shares of a mini-batch that a worker computes; a worker with a replica of its own computes at least
     one.
 
-    Args:
-        rank: The worker's place in the ring.
-        num_workers: How many workers the ring has.
-        num_shares: How many shares the mini-batch has.
-        is_shared: Whether the sum over all workers is applied, so that no share may count twice.
+    ``is_shared``: whether the sum over all workers is applied, so that no share may count twice.
     """
     mine = list(range(rank, num_shares, num_workers))
     return mine if mine or is_shared else [rank % num_shares]

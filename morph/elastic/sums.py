@@ -78,9 +78,8 @@ class Signals:
     def reduce(self, ring: Ring | None, num_workers: int) -> tuple[float, float | None, bool]:
         """Return the mean loss, the mean throughput of the workers that know theirs, and whether a joiner waits.
 
-        Raises:
-            GenerationAborted, PeerLost: the ring has ended.
-            SettingsDiffer: not all members have the same settings.
+        Raises GenerationAborted or PeerLost if the ring has ended. Raises SettingsDiffer if not all members have the
+        same settings.
         """
         if ring is not None:
             ring.reduce(self._told, torch.distributed.ReduceOp.SUM).wait("the others to meet")
@@ -93,11 +92,8 @@ class StepSums:
     """The sums of one member in one step.
 
     Args:
-        kind: How sums are formed.
         exponents: Scales of exact sums; a missing one is the initial scale.
         ring: Reduces the sums; None: this member is alone.
-        interrupt: The interrupt of the ring.
-        divisor: The number by which the sums are divided.
         memory: Memory on the parameters' device; it may hold blocks of an earlier step whose gradients are applied.
     """
 
@@ -149,8 +145,7 @@ class StepSums:
     def add_gradient(self, name: str, parameter: Parameter) -> None:
         """Add a parameter's gradient of one share; in the last share this may complete the parameter's bucket.
 
-        Raises:
-            InputError: the parameter was not trained when the step began.
+        Raises InputError if the parameter was not trained when the step began.
         """
         if name not in self._accumulator_of:
             allowed = "changes between two steps, not in the function that returns the loss"
@@ -192,13 +187,8 @@ class StepSums:
     def reduced(self, step: int) -> list[Reduced]:
         """Reduce the remaining sums, wait for all, and return them; sums that are not gradients come last.
 
-        Args:
-            step: The number of the step, for messages.
-
-        Raises:
-            GenerationAborted, PeerLost: the ring has ended.
-            NonFiniteGradient: a gradient is NaN or infinite.
-            SettingsDiffer: not all members have the same settings.
+        Raises GenerationAborted or PeerLost if the ring has ended. Raises NonFiniteGradient if a gradient is NaN or
+        infinite. Raises SettingsDiffer if not all members have the same settings.
         """
         while self._num_started < len(self._kind.buckets):
             self._start_next()

@@ -88,13 +88,7 @@ def changes(found: JobFacts, began: JobFacts) -> Iterator[Change]:
 def require_same(found: JobFacts, began: JobFacts, source: str) -> None:
     """Check that a job as it was loaded here is the job with which a run began.
 
-    Args:
-        found: The facts of the job here.
-        began: The facts of the job when the run began.
-        source: The job, for errors.
-
-    Raises:
-        JobError: a setting or entry differs; the message names the first one.
+    ``found``: the facts of the job here. ``began``: the facts of the job when the run began.
     """
     first = next(changes(found, began), None)
     if first is not None:

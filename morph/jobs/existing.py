@@ -63,15 +63,13 @@ def order_of(loader: DataLoader[Any]) -> Callable[[Any, int, int], list[int]]:
 class WholeModel:
     """A ``Job.model`` that copies an existing model, whose weights must be the same in every process.
 
-    Args:
-        model: A model that is not trained elsewhere.
+    ``model``: a model that is not trained elsewhere.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def __call__(self) -> nn.Module:
-        """Return a copy of the model."""
         return copied(self._model)
 
     def digest(self) -> str:
@@ -87,13 +85,8 @@ class WholeModel:
 class WholeModelOptimizer:
     """Copies an existing optimizer for some parameters, with all of its groups; some of these may be empty.
 
-    Args:
-        named: Names and parameters of the model.
-        optimizer: An optimizer that has these parameters in its groups, and has made no step.
-        scheduler: The optimizer's schedule, at its beginning.
-
-    Raises:
-        JobError: the optimizer cannot be copied; the message names the attribute or hook.
+    ``optimizer``: an optimizer that has these parameters in its groups, and has made no step. ``scheduler``: the
+    optimizer's schedule, at its beginning.
     """
 
     def __init__(
@@ -121,9 +114,6 @@ class WholeModelOptimizer:
         """Return a copy of the optimizer that has these parameters, as ``Job.optimizer`` does.
 
         Settings, state, attributes and hooks are those of the original.
-
-        Raises:
-            JobError: the copy would differ; the message names the attribute.
         """
         own = dict(named)
         ours = {key: own[name] for key, name in self._names.items() if name in own}

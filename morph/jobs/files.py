@@ -123,8 +123,7 @@ class JobFiles:
     ) -> ModuleSpec | None:
         """See ``importlib.abc.MetaPathFinder``.
 
-        Raises:
-            ImportError: the module would come from the job's folder, and is not among the files.
+        Raises ImportError if the module would come from the job's folder, and is not among the files.
         """
         if fullname.partition(".")[0] in OWN:
             return None

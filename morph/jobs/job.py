@@ -77,11 +77,9 @@ class OwnSteps:
 class OwnProgram:
     """The program that a job was made of, for a comparison before the job starts: see ``morph.preflight.own_program``.
 
-    Attributes:
-        call: The call that the job replaces, such as ``trainer.train()``.
-        run: ``run(num_steps, most_samples)`` makes some of the program's steps, each of at most so many samples, on a
-            copy, and leaves the program itself, files and random generators as they were. It returns the reason, as
-            text, if the steps cannot be compared.
+    ``call``: the call that the job replaces, such as ``trainer.train()``. ``run``: ``run(num_steps, most_samples)``
+    makes some of the program's steps, each of at most so many samples, on a copy, and leaves the program itself, files
+    and random generators as they were. It returns the reason, as text, if the steps cannot be compared.
     """
 
     call: str
@@ -376,9 +374,6 @@ def load_job(spec: str) -> Job:
 
     The file's folder is put on ``sys.path``, so that the file can import its neighbours. If ``JobFiles`` that include
     the file are in use, the file and its neighbours are imported from them.
-
-    Raises:
-        JobError: the spec, the file, its import or the named object is not right; the message is one line.
     """
     path_text, name = split_job(spec)
     if not path_text:
@@ -415,11 +410,7 @@ def load_job(spec: str) -> Job:
 
 
 def _arguments(call: str) -> dict[str, Any]:
-    """Return the arguments of ``name(width=512, text="a")``.
-
-    Raises:
-        JobError: an argument has no name, or is not a plain value.
-    """
+    """Return the arguments of ``name(width=512, text="a")``."""
     try:
         parsed = ast.parse(call, mode="eval").body
         if isinstance(parsed, ast.Call) and not parsed.args and all(keyword.arg for keyword in parsed.keywords):

@@ -33,15 +33,8 @@ _Name = tuple[str, ...]
 def collect(job_path: str, files: Sequence[str] = (), source: str = "") -> JobFiles:
     """Collect the file that defines a job, the files that it imports from its folder, and other named files.
 
-    No file is run. Imports under computed names are added when the job is checked.
-
-    Args:
-        job_path: path/to/file.py:name; if there is no such file, the result is empty.
-        files: Files and folders, relative to that file's folder.
-        source: The file that names them, for errors.
-
-    Raises:
-        ConfigError: one of ``files`` is missing, or is neither a file nor a folder.
+    No file is run. Imports under computed names are added when the job is checked. ``job_path``: path/to/file.py:name;
+    if there is no such file, the result is empty. ``files``: files and folders, relative to that file's folder.
     """
     code = Path(split_job(job_path)[0]).resolve()
     found = JobFiles(code.parent, {}, growing=True)
@@ -55,13 +48,7 @@ def collect(job_path: str, files: Sequence[str] = (), source: str = "") -> JobFi
 def pack(job_path: str, found: JobFiles, *, unpack: bool = False) -> JobCode:
     """Pack collected files; the same files give the same bytes.
 
-    Args:
-        job_path: path/to/file.py:name.
-        found: The result of ``collect``.
-        unpack: Whether workers write the files to a folder, because they do not see this machine's folders.
-
-    Raises:
-        ConfigError: the files are too long together.
+    ``unpack``: whether workers write the files to a folder, because they do not see this machine's folders.
     """
     path, name = split_job(job_path)
     files, num_bytes = dict(sorted(found.files.items())), 0
@@ -85,11 +72,7 @@ def pack(job_path: str, found: JobFiles, *, unpack: bool = False) -> JobCode:
 
 
 def files_of(code: JobCode) -> dict[str, bytes]:
-    """Return the files by their path below the job's folder.
-
-    Raises:
-        JobError: the code differs from its digest, or a file would lie outside the folder.
-    """
+    """Return the files by their path below the job's folder."""
     if hashlib.sha256(code.archive).hexdigest() != code.sha256:
         raise JobError("is not the code that the run began with: its digest differs", source=code.job_path)
     with zipfile.ZipFile(io.BytesIO(code.archive)) as archive:
@@ -105,9 +88,6 @@ def use(code: JobCode) -> str:
 
     A worker on the manager's machine finds data beside the files, in their original folder. Elsewhere the files are
     written into a new folder that only this user can read, and that is removed at exit.
-
-    Raises:
-        JobError: as for ``files_of``.
     """
     files, folder = files_of(code), Path(code.folder)
     if code.unpack:

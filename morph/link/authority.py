@@ -65,8 +65,7 @@ class Authority:
     def load(cls, pem: bytes) -> Authority:
         """Return the authority with the given ``key_pem``.
 
-        Raises:
-            ValueError: ``pem`` is not the key of an authority.
+        Raises ValueError if ``pem`` is not the key of an authority.
         """
         key = serialization.load_pem_private_key(pem, None)
         if not isinstance(key, PrivateKey):
@@ -86,9 +85,8 @@ class Authority:
     def credential(self, caller: str = "") -> str:
         """Return the credential of one end (``morph.link.wire``), with a new key, as one line of text.
 
-        Args:
-            caller: The only name under which the credential may be used, and then only to call; empty: for an end that
-                knows the secret.
+        ``caller``: the only name under which the credential may be used, and then only to call; empty: for an end that
+        knows the secret.
         """
         key = new_key()
         usages = (CALLS,) if caller else (CALLS, LISTENS)
@@ -101,12 +99,8 @@ class Authority:
     ) -> bytes:
         """Return a PEM certificate for one address and the key holder's own loopback; its holder may call and listen.
 
-        Args:
-            key: The public key of the node.
-            node: The name of the node, at most 64 characters.
-            address: The address at which others reach the node.
-            life: How long the certificate is valid.
-            begin: The time from which it is valid; ``CLOCK_SLACK`` is subtracted for clocks that differ.
+        ``node``: the name of the node, at most 64 characters. ``begin``: the time from which it is valid;
+        ``CLOCK_SLACK`` is subtracted for clocks that differ.
         """
         addresses = dict.fromkeys(map(ipaddress.ip_address, (address, LOOPBACK)))
         names = [*map(x509.IPAddress, addresses), x509.DNSName("localhost")]

@@ -30,8 +30,7 @@ def bounded(connection: socket.socket) -> None:
 class Call(Session):
     """One connection to the manager; both ends have proven who they are.
 
-    Raises:
-        OSError: no answer comes within ``CALL_TIMEOUT_S``, or the answering process is not the manager.
+    Raises OSError if no answer comes within ``CALL_TIMEOUT_S``, or the answering process is not the manager.
     """
 
     def __init__(self, home: Home, role: str) -> None:
@@ -83,10 +82,8 @@ def keep_liveness(home: Home, held: Callable[[], object] = lambda: None) -> None
 class Talk:
     """The connection over which orders arrive, made anew whenever it ends; ``send`` may be called from any thread.
 
-    Args:
-        home: The manager's address, and the credential.
-        again: Called on each new connection, in the thread that runs ``hear``.
-        heard: Called with each message, in that thread.
+    ``again``: called on each new connection, in the thread that runs ``hear``. ``heard``: called with each message, in
+    that thread.
     """
 
     def __init__(self, home: Home, again: Callable[[], object], heard: Callable[[bytes], object]) -> None:

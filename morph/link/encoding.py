@@ -44,8 +44,7 @@ def parts(message: bytes) -> tuple[str, bytes]:
 def unpack(message: bytes) -> tuple[str, Any]:
     """Return the name of a message and its content: the inverse of ``pack``.
 
-    Raises:
-        ValueError: no manager sends such a message.
+    Raises ValueError if no manager sends such a message.
     """
     name, payload = parts(message)
     if name not in _READERS:

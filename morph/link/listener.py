@@ -95,8 +95,7 @@ class Caller:
     def known(self) -> None:
         """Mark the caller as authenticated, so that it may stay.
 
-        Raises:
-            ConnectionError: the caller took too long and was dropped, or there are too many connections.
+        Raises ConnectionError if the caller took too long and was dropped, or there are too many connections.
         """
         self._become_known()
 
@@ -108,7 +107,6 @@ class Listener:
         listening: A listening socket, which is closed with this object.
         serve: Serves one connection, which is closed when it returns; calls ``Caller.known`` once the caller is
             authenticated. An exception that it raises ends this connection only.
-        name: The name of the threads.
         hello_timeout_s: A caller that is not authenticated within this time is dropped.
     """
 
@@ -134,11 +132,7 @@ class Listener:
 
     @classmethod
     def at(cls, host: str, port: int, serve: Callable[[Caller], None], name: str) -> Listener:
-        """Return a listener on an address; port 0 means any free port.
-
-        Raises:
-            OSError: listening on the address failed.
-        """
+        """Return a listener on an address; port 0 means any free port."""
         return cls(socket.create_server((host, port), backlog=BACKLOG), serve, name)
 
     @property
@@ -229,6 +223,5 @@ class Listener:
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """End a connection, and wake the threads that wait on it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

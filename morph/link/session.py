@@ -141,8 +141,7 @@ WELCOME = b"welcome"
 def facts_of(message: bytes, num_facts: int) -> Tuple[str, ...]:  # noqa: UP006
     """Return the facts that a caller states about itself.
 
-    Raises:
-        ConnectionError: the message is not such a list of facts.
+    Raises ConnectionError if the message is not such a list of facts.
     """
     try:
         said = json.loads(message)

@@ -31,8 +31,7 @@ SIZE = struct.Struct(">I")
 def context(credential: str, *, listens: bool) -> ssl.SSLContext:
     """Return the TLS context of one end. A caller also demands that the other end may listen.
 
-    Raises:
-        ValueError: the text is not a credential.
+    Raises ValueError if the text is not a credential.
     """
     try:
         key, certificate, authority = (base64.b64decode(part, validate=True) for part in credential.split("."))
@@ -62,12 +61,7 @@ def _show(made: ssl.SSLContext, key: bytes, certificate: bytes) -> None:
 class Wire:
     """One end of a connection. The caller must lock: two threads in one TLS object at once would break it.
 
-    Args:
-        credential: The certificate and key of this end, and the authority that it trusts.
-        listens: Whether this end was called.
-
-    Raises:
-        ValueError: ``credential`` is not a credential.
+    ``listens``: whether this end was called.
     """
 
     def __init__(self, credential: str, *, listens: bool) -> None:
@@ -87,8 +81,7 @@ class Wire:
     def put(self, body: bytes) -> bytes:
         """Return the bytes to send now for a message; before the handshake is complete, the message waits.
 
-        Raises:
-            ConnectionError: the message is too long.
+        Raises ConnectionError if the message is too long.
         """
         if len(body) > MOST_BYTES:
             raise ConnectionError(f"a message has {len(body)} bytes, more than {MOST_BYTES}")
@@ -101,8 +94,7 @@ class Wire:
     def parts(self, body: bytes) -> Iterator[bytes]:
         """Yield the bytes to send for a message piece by piece, so that a long message is in memory once for all ends.
 
-        Raises:
-            ConnectionError: the message is too long.
+        Raises ConnectionError if the message is too long.
         """
         if len(body) <= PART_BYTES or not self._is_shaken:
             yield self.put(body)
@@ -124,8 +116,7 @@ class Wire:
     def shake(self) -> bytes:
         """Begin the handshake, or continue it; return the bytes to send for it.
 
-        Raises:
-            OSError: the other end does not show a valid certificate.
+        Raises OSError if the other end does not show a valid certificate.
         """
         if not self._is_shaken:
             with suppress(ssl.SSLWantReadError):
@@ -136,11 +127,7 @@ class Wire:
         return self._out.read()
 
     def take(self, data: bytes) -> bytes:
-        """Take received bytes; return the bytes to send in reply.
-
-        Raises:
-            OSError: as for ``shake``.
-        """
+        """Take received bytes; return the bytes to send in reply. Raises OSError as for ``shake``."""
         self._in.write(data)
         return self.shake()
 
@@ -151,8 +138,7 @@ class Wire:
     def next(self) -> bytes | None:
         """Return the next whole message; None if there is none yet. Later messages are not examined yet.
 
-        Raises:
-            OSError: the message is too long, was changed, repeated or reordered, or is from another sender.
+        Raises OSError if the message is too long, was changed, repeated or reordered, or is from another sender.
         """
         while True:
             if len(self._received) >= SIZE.size:
@@ -174,8 +160,7 @@ class Wire:
     def fill(self, data: memoryview) -> int:
         """Write received bytes that are not a message to ``data``; return how many there were.
 
-        Raises:
-            OSError: the bytes were changed on their way.
+        Raises OSError if the bytes were changed on their way.
         """
         num_bytes = min(len(self._received), len(data))
         if num_bytes:

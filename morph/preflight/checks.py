@@ -59,11 +59,8 @@ class Effort:
     """How much a command spends on its checks.
 
     Args:
-        memory_bytes: Memory that trials may use.
-        device: The device on which the sections run.
         quick: Whether to skip checks that take more than some seconds.
         most_parameters: The loss of a model with more parameters is not tried.
-        leave_out: Names of checks that the command does not need.
         refuse: Whether to refuse a job whose step mixes sections; otherwise the report says so.
         say: Called with a sentence when a check begins.
     """
@@ -82,7 +79,6 @@ class Report:
     """The result of checking a job that may start.
 
     Args:
-        settings: The settings that it trains with, as text by name.
         dependencies: Dependencies between its sections; None: not examined.
         warnings: Sentences on data that is slow to read or does not divide into steps, on a loss or metric that is
             neither a mean over samples nor a total with its weight, and on needless attention masks that exclude flash
@@ -214,9 +210,6 @@ def users_code(job_path: str) -> Iterator[None]:
 
     torch logs and prints whole graphs when it refuses a model. So standard error is held back until the block ends, and
     dropped if an ``ExportError`` ends it, because that error says all that a user needs.
-
-    Raises:
-        JobError: the job's code ends the process.
     """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

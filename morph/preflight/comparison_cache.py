@@ -29,13 +29,7 @@ _FOLDER = "agreements"
 
 
 def compare_once(job: Job, exported: ExportedJob, model: CutModel, limits: Limits) -> Comparison:
-    """Compare, unless this user has already done so, and return the result; see ``morph.preflight.plain_comparison``.
-
-    Raises:
-        ExportError: the sections do not compute the same as the plain model.
-        JobError: the plain model fails on real samples; or the optimizer fails, or works differently for each unit
-            alone.
-    """
+    """Return the result, and compare only if this user has not done so: see ``morph.preflight.plain_comparison``."""
     folder = cache_folder()
     key = comparison_key(job, exported, model.fingerprint, limits.device, settings(job, model))
     kept = cached_comparison(folder, key)

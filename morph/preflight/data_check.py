@@ -49,9 +49,6 @@ def check_data(job: Job) -> None:
     """Read some samples of training and of evaluation twice, and once more from a data set that is built anew.
 
     The batches that ``collate_fn`` makes of these samples, and the order of a sampler, are also made twice.
-
-    Raises:
-        JobError: samples differ, and the message names the entry; or the data set itself fails.
     """
     fields: tuple[DataField, ...] = ("dataset", "eval_data")
     for field in fields:

@@ -22,11 +22,9 @@ class EqualDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
     """Draws the same constant for each sample, keeps all of a dropout, and gives batch norm mean 0 and variance 1.
 
     A draw from a distribution that a tensor describes gives its mean or likeliest element, which depends on each sample
-    alone. So the loss of a batch can be compared with the losses of its samples, in training mode.
-
-    Attributes:
-        coarsest: The largest ``eps`` of the floating-point types used in the computation.
-        has_other_backward: Whether there was a batch norm or a draw whose backward does not fit its changed result.
+    alone. So the loss of a batch can be compared with the losses of its samples, in training mode. ``coarsest``: the
+    largest ``eps`` of the floating-point types used in the computation. ``has_other_backward``: whether there was a
+    batch norm or a draw whose backward does not fit its changed result.
     """
 
     def __init__(self) -> None:
@@ -35,7 +33,6 @@ class EqualDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
         self.has_other_backward = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func``, with these exceptions."""
         if isinstance(func, OpOverload):
             is_draw = torch.Tag.nondeterministic_seeded in func.tags and _name(func) != "native_dropout"
             self.has_other_backward |= is_draw or _name(func) in _STATISTICS

@@ -55,9 +55,6 @@ def compare_with_program(program: OwnProgram, most_samples: int) -> tuple[bool, 
     """Compare steps of a program with Morph's; return whether they were compared, and a phrase on what was.
 
     ``most_samples``: the most samples of one step.
-
-    Raises:
-        JobError: losses or weights differ; the message names the first step or the parameters.
     """
     if most_samples < 1:
         return False, f"not compared with {program.call}: a sample takes too long or too much memory"
@@ -132,7 +129,6 @@ class _Steps:
         self._unit_of = {name: unit.id for unit in self._model.units for name in unit.names}
 
     def train(self, num_steps: int) -> Trained:
-        """Return the result of so many steps."""
         losses, largest = [], dict[str, float]()
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")

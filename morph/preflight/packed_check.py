@@ -30,9 +30,6 @@ def check_packed(job: Job) -> None:
 
     The labels of the other document are ignored, so that the loss is that of one document whatever divides it. A data
     set without labels, or without a sample of two documents, is not examined, nor a loss that fails in this mode.
-
-    Raises:
-        JobError: the gradients of the document depend on the other one.
     """
     data = data_of(job)
     if not isinstance(data, Packed):

@@ -69,9 +69,7 @@ class Limits:
     Attributes:
         available_bytes: Free memory of the device.
         flops: The largest number of FLOP of all runs together; see ``QUICK_FLOPS`` and ``PATIENT_FLOPS``.
-        device: The device of the comparison.
         shorten: Whether a model that is too large may be compared with fewer of its equal blocks.
-        steps: Whether the weights after the optimizer's steps are compared too.
     """
 
     available_bytes: int
@@ -88,13 +86,10 @@ class Comparison:
     Attributes:
         how: ``whole``; ``shortened``: with two of each kind of equal blocks; ``none``.
         num_seeds: The number of comparisons, each with other samples and random numbers.
-        num_samples: The number of samples in each.
         num_steps: The number of steps after which weights were compared; 0: they were not.
         largest: The largest difference of a gradient, or of a step, relative to its size; see ``_check``.
         reason: Why the whole model was not compared.
-        no_steps: Why weights were not compared.
         program: What was compared with the program that the job was made of, or why nothing was; None: there is none.
-        with_program: Whether that program was compared.
     """
 
     how: str
@@ -134,7 +129,6 @@ class _Size:
 
     @property
     def num_steps(self) -> int:
-        """The number of optimizer steps."""
         return 0 if self.no_steps else NUM_STEPS
 
 
@@ -151,12 +145,7 @@ class _DoesNotRun(Exception):
 
 
 def compare_with_plain(job: Job, exported: ExportedJob, num_sections: int | None, limits: Limits) -> Comparison:
-    """Compare once, and return the result; see the module's text.
-
-    Raises:
-        ExportError: loss or gradients differ; the message names the parameters that differ most, and by how much.
-        JobError: the plain model fails on real samples; or the program that the job was made of trains otherwise.
-    """
+    """Compare once, and return the result; see the module's text."""
     found = _compare_whole_or_shortened(job, exported, num_sections, limits)
     if job.own_program is None:
         return found
@@ -256,13 +245,7 @@ def _no_steps(num_bytes: int, num_weights: int, limits: Limits) -> str | None:
 
 
 def _compare(job: Job, exported: ExportedJob, num_sections: int | None, size: _Size, device: torch.device) -> float:
-    """Return the largest difference of a gradient or a step.
-
-    Raises:
-        ExportError: a difference that rounding does not explain.
-        JobError: the plain model fails, or its optimizer works differently for each unit alone.
-        _DoesNotRun: there is nothing to compare with.
-    """
+    """Return the largest difference of a gradient or a step. Raises _DoesNotRun if there is nothing to compare with."""
     exported = replace(exported, boundary="same")  # its rounding is intended, and would hide differences
     keys = sorted(example_batch(job))
     loader = MicroBatchLoader.of(job, size.num_samples)
@@ -298,10 +281,6 @@ class _Sides:
         """Compare loss and gradients of a micro-batch, unless its loss is not finite.
 
         ``model``: the model as it is cut for the batch's length.
-
-        Raises:
-            ExportError: loss or gradients differ.
-            JobError: the plain model fails.
         """
         torch.manual_seed(seed)
         expected = _run_plain(self._job, self._plain, batch)
@@ -320,10 +299,7 @@ class _Sides:
     def largest(self) -> float:
         """Also compare a run's sums and steps of the gradients, and return the largest difference of all.
 
-        Raises:
-            ExportError: means or next weights differ.
-            JobError: the optimizer fails, or works differently for each unit alone.
-            _DoesNotRun: no loss was finite.
+        Raises _DoesNotRun if no loss was finite.
         """
         if not self._batches:
             raise _DoesNotRun("its loss is not a finite number")

@@ -20,11 +20,7 @@ _LEAST_BLOCKS = 3
 
 
 def plain_model(job: Job, device: torch.device) -> nn.Module:
-    """Return the job's model in training mode, with the initial weights of a run; only the weights take memory.
-
-    Raises:
-        JobError: the model cannot be built.
-    """
+    """Return the job's model in training mode, with the initial weights of a run; only the weights take memory."""
     built = built_model(job)
     model, tape = built.model, built.tape
     if tape is None:

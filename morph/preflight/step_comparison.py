@@ -44,11 +44,7 @@ class StepTrial:
 
     @classmethod
     def of(cls, job: Job, model: CutModel, plain: nn.Module, device: torch.device, num_micro_batches: int) -> StepTrial:
-        """Return a trial with the units' states.
-
-        Raises:
-            JobError: an optimizer or schedule cannot be used.
-        """
+        """Return a trial with the units' states."""
         held = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
         rules = replace(update_rules(job, device), loss_scale=None)
         exact = job.accumulation == "exact"
@@ -72,13 +68,11 @@ class StepTrial:
 
         Args:
             mean: The plain model's mean gradients, by name; parameters without one are left out.
-            source: The line of the model.
 
         Returns:
             The difference relative to how far the steps moved the weight.
 
         Raises:
-            ExportError: the weights differ.
             JobError: one optimizer for all weights gives other weights than one per unit, which the job does not allow;
                 or the optimizer fails.
         """

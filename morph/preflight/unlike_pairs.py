@@ -26,11 +26,8 @@ _MOST_COUNTED = 1 << 20
 class Look:
     """The properties of one sample that matter for the choice of pairs.
 
-    Attributes:
-        index: The number of the sample.
-        amounts: For each entry, by value in ``IGNORED``: how many elements differ from it; for an entry of one element,
-            its value.
-        labels: For each entry with few different values: these values.
+    ``amounts``: for each entry, by value in ``IGNORED``: how many elements differ from it; for an entry of one element,
+    its value. ``labels``: for each entry with few different values: these values.
     """
 
     index: int
@@ -75,7 +72,6 @@ def unlike_pairs(looks: Sequence[Look]) -> list[tuple[int, int]]:
 
 
 def _extremes(looks: Sequence[Look], key: str) -> Iterator[tuple[int, int]]:
-    """Yield the two samples with the smallest and the largest amounts of this entry."""
     largest, pair = 0.0, None
     for what in looks[0].amounts[key]:
         known = [look for look in looks if math.isfinite(look.amounts.get(key, {}).get(what, math.nan))]

@@ -39,17 +39,11 @@ def check_dependencies(
     """Run one whole training step and report every dependency between sections.
 
     Args:
-        job: The job.
         num_sections: K; None: the job's, else Morph's choice.
         micro_batch_size: m of the dry run; None: the job's, else 2 (1 for a batch that 2 does not divide).
         step_function: ``step(optimizer, parameters by name)``, to look at a step of another loop; None:
             ``optimizer.step()``, as Morph does.
-        exported: The exported job, if it is at hand.
         max_real_elements: Larger models run without numbers, and the optimizer on smaller parameters.
-
-    Raises:
-        JobError: a part of the job fails by itself.
-        ExportError: torch.export refuses the model.
     """
     keep_lines_of(job.loss)
     program = exported or export_job(job)
@@ -81,11 +75,7 @@ def micro_batch_size_of(job: Job, given: int | None = None) -> int:
 
 
 def require_no_violation(report: DependencyReport, source: str) -> None:
-    """Refuse a job with an unhandled violation.
-
-    Raises:
-        JobError: there is one; the message names the first violation's line and what to do.
-    """
+    """Refuse a job with an unhandled violation."""
     if not report.violations:
         return
     first, more = report.violations[0], len(report.violations) - 1

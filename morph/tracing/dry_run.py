@@ -37,8 +37,6 @@ class ModelStep:
     Attributes:
         parameters: Parameters by name; only shapes and types matter if ``fake``.
         buffers: Buffers that the forward writes, by name.
-        constants: Constants by the names in ``Section.constants``.
-        batch: The entries of one micro-batch.
         fake: Whether to run without numbers and without memory for them.
     """
 

@@ -56,12 +56,9 @@ class Finding:
         status: ``handled`` by Morph, ``allowed`` by the job, or a ``violation``.
         phase: Whether it is in the model's step or in the optimizer's.
         operator: Name of the operation, without ``aten``.
-        place: The operation's place in the source.
         units: Sections (model) or parameter units (optimizer) that meet, in order.
         shapes: Shapes of the tensors that met, at the first occurrence; those past the eighth are left out.
-        count: The number of occurrences.
         num_bytes: Bytes of tied weights, or of tensors that cross per micro-batch; 0 for other kinds.
-        message: The finding in one sentence.
         advice: What to do about it; empty if nothing needs to be done.
     """
 
@@ -84,10 +81,7 @@ class DependencyReport:
     """The result of the dry run of one job.
 
     Attributes:
-        job: The job's name.
-        num_sections: K of the dry run.
         micro_batch_size: m of the dry run, samples.
-        units: Ids of the parameter units.
         findings: Violations first, then allowed ones, then handled ones.
         notes: Sentences on parts that were not run as in training, with the reasons.
     """

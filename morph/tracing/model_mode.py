@@ -23,11 +23,7 @@ _BATCH = "batch"
 
 
 class ModelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches the forward of sections; the backward mixes the same sections.
-
-    Args:
-        recorder: Collects the findings.
-    """
+    """Watches the forward of sections; the backward mixes the same sections."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -62,7 +58,6 @@ class ModelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _inside(self, section: int) -> Iterator[None]:
-        """Watch a section's operations."""
         self._section, self._node = section, None
         with self:
             yield
@@ -136,6 +131,5 @@ class _NodeByNode(Interpreter):
         self._mode = mode
 
     def run_node(self, n: Node) -> Any:
-        """Run one node, with its line known to the mode."""
         with self._mode.at(n):
             return super().run_node(n)

@@ -23,11 +23,8 @@ _SHAPE_ONLY = ("new_empty", "new_full", "new_ones", "new_zeros", "new_empty_stri
 class Influence:
     """Tensors that may influence each other in one operation.
 
-    Attributes:
-        reads: Tensors whose values are read, those changed in place among them.
-        writes: Tensors that are changed.
-        results: Tensors that are returned.
-        overwrites: The written ones' old values do not matter.
+    ``reads``: tensors whose values are read, those changed in place among them. ``overwrites``: the written ones' old
+    values do not matter.
     """
 
     reads: tuple[Tensor, ...]

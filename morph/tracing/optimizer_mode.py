@@ -26,9 +26,7 @@ FIRST_SETTLED_EPOCH = 2  # state may be made in the first step
 class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches what the optimizer does. Epoch 0 is its construction, epochs 1, 2, 3 are its steps.
 
-    Args:
-        unit_of: Unit of each parameter, by the parameter's name.
-        recorder: Collects the findings.
+    ``unit_of``: unit of each parameter, by the parameter's name.
     """
 
     def __init__(self, unit_of: Mapping[str, str], recorder: Recorder) -> None:
@@ -101,7 +99,6 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [*self._numbers, *(entry.tag for entry in listed if isinstance(entry, _Number))]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and record how its tensors influence its results."""
         options = kwargs or {}
         lifting = name_of(func) in _LIFTING
         for tensor in tensors_in((*args, *options.values())):
@@ -179,7 +176,6 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known.born = self.storages.epoch
 
     def _reach(self, tag: Tag | None, unit: str) -> None:
-        """Record that a mixed value, ``tag``, went into a unit."""
         for root in tag.roots if tag else ():
             self._recorder.records[root].reached.add(unit)
 

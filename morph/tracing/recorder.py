@@ -132,10 +132,8 @@ Key = tuple[Kind, str, Place]
 class Record:
     """A finding while it is being collected.
 
-    Attributes:
-        reached: Units whose parameters or state a mixed value was written into.
-        handled: Whether Morph handles the dependency.
-        names: The tensors that it concerns, with their bytes.
+    ``reached``: units whose parameters or state a mixed value was written into. ``names``: the tensors that it
+    concerns, with their bytes.
     """
 
     kind: Kind

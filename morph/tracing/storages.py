@@ -16,9 +16,8 @@ _SWEEP_EVERY = 4096
 class Tag:
     """The units whose data a tensor holds.
 
-    Attributes:
-        units: Sections or parameter units; more than one after an operation that mixed them.
-        roots: Keys of the findings through which they mixed.
+    ``units``: sections or parameter units; more than one after an operation that mixed them. ``roots``: keys of the
+    findings through which they mixed.
     """
 
     units: frozenset[str]
@@ -37,7 +36,6 @@ class Known:
         kept: Whether it is in the state that Morph saves, even if it holds no unit's data.
         users: Units with whose tensors it, or a value made from it, was used.
         sources: Older tensors without a unit from which it was made.
-        label: The name to show.
         changed: Whether its value lives from step to step and changes.
         read_at: The operation and line that first read it together with a unit's data.
     """

@@ -62,11 +62,8 @@ def run_trials(
 ) -> TrialResult:
     """Compare one optimizer for all with one for each unit.
 
-    Args:
-        parameters: Initial values by name; they are copied.
-        units: The units to which they belong.
-        make: The job's optimizer function.
-        step: Runs one step of an optimizer, for the parameters by name.
+    ``parameters``: initial values by name; they are copied. ``step``: runs one step of an optimizer, for the parameters
+    by name.
     """
     refused = _refusals(parameters, units, make)
     if refused:

@@ -210,11 +210,7 @@ _CALLBACK_PACKAGES = ("transformers.", "morph.spot.")
 
 
 def check_methods(trainer: Any) -> None:
-    """Check that a Trainer overrides nothing that training calls and Morph does not, and has no unknown callback.
-
-    Raises:
-        JobError: the message names the first method or callback.
-    """
+    """Check that a Trainer overrides nothing that training calls and Morph does not, and has no unknown callback."""
     kind: Any = next(base for base in type(trainer).__mro__ if f"{base.__module__}.".startswith("transformers."))
     evaluates = trainer.args.eval_strategy != "no"
     own = [
@@ -251,11 +247,7 @@ COMPARED: tuple[Mapping[str, object], ...] = (
 
 
 def check_arguments(args: Any) -> None:
-    """Check that a Trainer's arguments can be honoured.
-
-    Raises:
-        JobError: an argument cannot be honoured; the message names the first one.
-    """
+    """Check that a Trainer's arguments can be honoured."""
     for field in fields(args):
         name, value = field.name, getattr(args, field.name)
         rule = ARGUMENTS.get(name, Rule("refused", "Morph does not know this argument"))

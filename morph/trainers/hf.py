@@ -203,7 +203,6 @@ class _State:
 
     @property
     def max_steps(self) -> int:
-        """The number of steps of the whole training."""
         return num_steps(self._trainer)
 
     def __getattr__(self, name: str) -> Any:

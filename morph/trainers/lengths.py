@@ -56,14 +56,8 @@ def fields_of_lengths(
 ) -> dict[str, Any]:
     """Return ``lengths``, ``buckets`` and ``padding``; nothing if all samples make batches of one length.
 
-    Args:
-        loader: The loader of the training data.
-        others: Data sets to evaluate on.
-        given: Fields that the user gave; ``lengths=None`` says that lengths do not vary.
-        source: The call from which the job is made.
-
-    Raises:
-        JobError: lengths vary, and cannot be derived from the samples; the message shows the line to write.
+    ``others``: data sets to evaluate on. ``given``: fields that the user gave; ``lengths=None`` says that lengths do
+    not vary.
     """
     data, collate = loader.dataset, loader.collate_fn
     is_list = not isinstance(data, IterableDataset) and hasattr(data, "__getitem__")

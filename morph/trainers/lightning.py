@@ -163,13 +163,7 @@ class _Order:
 
 @dataclass(frozen=True)
 class _Length:
-    """How long ``Trainer.fit`` trains.
-
-    Attributes:
-        trainer: The Trainer, or None.
-        num_batches: Batches of an epoch.
-        accumulated: Batches of a step.
-    """
+    """How long ``Trainer.fit`` trains. ``num_batches``: batches of an epoch. ``accumulated``: batches of a step."""
 
     trainer: Any
     num_batches: int
@@ -177,7 +171,6 @@ class _Length:
 
     @classmethod
     def of(cls, trainer: Any, loader: DataLoader[Any]) -> _Length:
-        """Return the length of a Trainer's training."""
         limit = getattr(trainer, "limit_train_batches", 1.0)
         num_batches = min(len(loader), limit) if isinstance(limit, int) else int(len(loader) * limit)
         return cls(trainer, num_batches, getattr(trainer, "accumulate_grad_batches", 1))
@@ -189,7 +182,6 @@ class _Length:
 
     @property
     def num_steps(self) -> float:
-        """Steps of the whole training."""
         max_steps = self.trainer.max_steps if self.trainer.max_steps != -1 else math.inf
         epochs = self.trainer.max_epochs
         if epochs is None:
@@ -201,7 +193,6 @@ class _StandIn:
     """Stands for the Trainer to which Lightning attaches a module; other attributes are refused by their name.
 
     Args:
-        length: How long it trains.
         global_step, current_epoch: Counters: numbers, or tensors without a dimension within a step.
     """
 

@@ -95,11 +95,7 @@ and ``on_validation_*`` none if there is no evaluation.
 
 
 def lightning_class(module: Any) -> Any:
-    """Return the LightningModule from which a module's class is derived.
-
-    Raises:
-        JobError: there is none.
-    """
+    """Return the LightningModule from which a module's class is derived."""
     for base in type(module).__mro__:
         if base.__name__ == "LightningModule" and base.__module__.startswith(PACKAGES):
             return base
@@ -109,12 +105,7 @@ def lightning_class(module: Any) -> Any:
 def check_module(module: Any, *, evaluates: bool) -> None:
     """Check that a module overrides nothing that training calls and Morph does not.
 
-    Args:
-        module: The module.
-        evaluates: Whether ``Trainer.fit`` would run validation.
-
-    Raises:
-        JobError: it overrides something else; the message names it.
+    ``evaluates``: whether ``Trainer.fit`` would run validation.
     """
     base = lightning_class(module)
     if not module.automatic_optimization:
@@ -133,13 +124,7 @@ def check_module(module: Any, *, evaluates: bool) -> None:
 def check_trainer(trainer: Any, callbacks: Any, *, evaluates: bool) -> None:
     """Check that a Trainer's settings can be honoured.
 
-    Args:
-        trainer: A Trainer, or None.
-        callbacks: What the module's ``configure_callbacks`` returned.
-        evaluates: Whether ``Trainer.fit`` would run validation.
-
-    Raises:
-        JobError: a setting cannot be honoured; the message names it.
+    ``callbacks``: what the module's ``configure_callbacks`` returned.
     """
     for callback in (*getattr(trainer, "callbacks", ()), *callbacks):
         kind = type(callback)

@@ -36,14 +36,7 @@ def own_steps(
 ) -> OwnSteps | str:
     """Make steps as ``OwnProgram.run`` describes.
 
-    Args:
-        module: The module; it is not changed.
-        loader: The training data.
-        trainer: The Trainer, or None.
-        replaced: Fields that the user gave to ``morph.lightning.job``.
-        make_job: Makes a job of a module, a loader, a Trainer and given fields.
-        num_steps: The number of steps to make.
-        most_samples: The most samples of a step.
+    ``module``: the module; it is not changed. ``replaced``: fields that the user gave to ``morph.lightning.job``.
     """
     own = sorted(OF_THE_PROGRAM & replaced.keys())
     if own:

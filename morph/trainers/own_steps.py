@@ -55,10 +55,7 @@ def own_steps(
     Args:
         trainer: The Trainer; it is not changed.
         replaced: Fields that the user gave to ``morph.hf.job``.
-        make_job: Makes a job of a Trainer and given fields.
         length: The number of steps of ``trainer.train()``.
-        num_steps: The number of steps to make.
-        most_samples: The most samples of a step.
     """
     own = sorted(OF_THE_PROGRAM & replaced.keys())
     if own:

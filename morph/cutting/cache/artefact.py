@@ -67,13 +67,8 @@ class Entry:
 def write_entry(exported: ExportedJob, model: CutModel, folder: str) -> bytes:
     """Return the form of a model that was cut, compressed.
 
-    Args:
-        exported: The job.
-        model: The same job, cut.
-        folder: The job's folder, to which lines of code are relative.
-
-    Raises:
-        CannotKeep: if the model was not recorded, or the form cannot hold a part of it.
+    ``folder``: the job's folder, to which lines of code are relative. Raises CannotKeep if the model was not recorded,
+    or the form cannot hold a part of it.
     """
     tape = exported.initial_parameters.tape
     if not isinstance(exported, GraphJob):
@@ -107,8 +102,7 @@ def write_entry(exported: ExportedJob, model: CutModel, folder: str) -> bytes:
 def read_entry(content: bytes, folder: str) -> Entry:
     """Return the parts that ``write_entry`` wrote, for a job in this folder.
 
-    Raises:
-        ValueError: if it has another form, or was written by another version of torch.
+    Raises ValueError if it has another form, or was written by another version of torch.
     """
     try:
         text = zlib.decompressobj().decompress(content, MOST_BYTES).decode()
@@ -130,11 +124,7 @@ def read_entry(content: bytes, folder: str) -> Entry:
 
 
 def write_value(value: Any, numbers: dict[Node, int] | None = None) -> Json:
-    """Return the form of a value; nodes become the numbers given for them.
-
-    Raises:
-        CannotKeep: it has none.
-    """
+    """Return the form of a value; nodes become the numbers given for them. Raises CannotKeep if it has none."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, list):
@@ -157,11 +147,7 @@ def write_value(value: Any, numbers: dict[Node, int] | None = None) -> Json:
 
 
 def read_value(form: Json, nodes: Sequence[Node] = (), constants: Constants | None = None) -> Any:
-    """Return the value that ``write_value`` wrote.
-
-    Raises:
-        ValueError: if there is no such form.
-    """
+    """Return the value that ``write_value`` wrote. Raises ValueError if there is no such form."""
     if isinstance(form, list):
         return [read_value(item, nodes, constants) for item in form]
     if not isinstance(form, dict):
@@ -222,7 +208,6 @@ def _read_graph(forms: Json) -> GraphModule:
 
 
 def _codes(code: Any) -> list[str]:
-    """Return the Python code of a graph and its subgraphs."""
     return [module.code for module in code.modules() if isinstance(module, GraphModule)]
 
 

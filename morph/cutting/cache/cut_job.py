@@ -39,14 +39,7 @@ class CutJob:
 
 
 class LoadedJob:
-    """A job file that was loaded, and its cuts.
-
-    Args:
-        job_path: path/to/file.py:name.
-
-    Raises:
-        JobError: see ``load_job``.
-    """
+    """A job file that was loaded, and its cuts."""
 
     def __init__(self, job_path: str) -> None:
         self._folder = _folder_of(job_path)
@@ -78,15 +71,7 @@ class LoadedJob:
         return self._initial or self.exported.initial_state
 
     def cut(self, num_sections: int | None, micro_batch_size: int) -> CutJob:
-        """Return this cut: the kept cut, or a new one, which is then kept.
-
-        Args:
-            num_sections: K; None chooses it.
-            micro_batch_size: m.
-
-        Raises:
-            InputError: as ``export_job`` and ``cut``.
-        """
+        """Return this cut: the kept cut, or a new one, which is then kept. ``num_sections``: K; None chooses it."""
         entry, _ = self._kept(num_sections, micro_batch_size)
         if entry is not None:
             self._initial = entry.initial
@@ -99,9 +84,7 @@ class LoadedJob:
     def handed(self, num_sections: int, micro_batch_size: int) -> HandedCut:
         """Return this cut for workers, wherever they are.
 
-        Raises:
-            InputError: as ``cut``.
-            CannotKeep: the stored form cannot hold the model, so that each worker exports it.
+        Raises CannotKeep if the stored form cannot hold the model, so that each worker exports it.
         """
         entry, content = self._kept(num_sections, micro_batch_size)
         if entry is None:
@@ -155,14 +138,8 @@ def load_and_cut(
 ) -> CutJob:
     """Load a job, and use the given cut of its model; without one, use the kept cut or a new one.
 
-    Args:
-        job_path: path/to/file.py:name.
-        num_sections: K; None chooses it.
-        micro_batch_size: m.
-        handed: The manager's cut. A cut of another version of torch is reported in one line and not used.
-
-    Raises:
-        InputError: as in ``load_job``, ``export_job`` and ``cut``; or the given cut is damaged.
+    ``handed``: the manager's cut. A cut of another version of torch is reported in one line and not used. Raises
+    InputError as in ``load_job``, ``export_job`` and ``cut``; or the given cut is damaged.
     """
     if handed is not None:
         if hashlib.sha256(handed.content).hexdigest() != handed.sha256:

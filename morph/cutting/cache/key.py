@@ -34,12 +34,7 @@ def content_key(job_path: str, job: Job, files: JobFiles) -> str | None:
     """Return one digest of a job's code and data, versions of packages, and settings of this process.
 
     It contains no folder. None if the code is not known to the byte: the job imports a package that is neither
-    installed nor among its files.
-
-    Args:
-        job_path: path/to/file.py:name.
-        job: The job of that name, just loaded, before any of its code runs.
-        files: The files from which it was imported.
+    installed nor among its files. ``job``: the job of that name, just loaded, before any of its code runs.
     """
     if not _imports_known_code(files):
         return None

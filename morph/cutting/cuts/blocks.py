@@ -35,10 +35,8 @@ class Block:
 class Blocks:
     """The blocks of a model; it may be cut between them.
 
-    Attributes:
-        positions: Beginnings of blocks, and of other code after a block; ascending.
-        num_sections: One for each block, and one for each stretch outside blocks that has at least half a block's
-            compute.
+    ``positions``: beginnings of blocks, and of other code after a block; ascending. ``num_sections``: one for each
+    block, and one for each stretch outside blocks that has at least half a block's compute.
     """
 
     positions: list[Position]

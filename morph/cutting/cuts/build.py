@@ -43,7 +43,6 @@ class _Builder:
     copies: dict[Node, Node] = field(default_factory=dict)
 
     def argument(self, node: Node) -> Any:
-        """Return the counterpart of ``node`` in the new graph."""
         if node in self.copies:
             return self.copies[node]
         if is_known(node):
@@ -57,7 +56,6 @@ class _Builder:
         return self.copy(node)
 
     def copy(self, node: Node) -> Node:
-        """Copy a call, its arguments first."""
         for argument in node.all_input_nodes:
             self.argument(argument)
         self.copies[node] = self.graph.node_copy(node, self.argument)

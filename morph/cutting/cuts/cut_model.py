@@ -32,11 +32,7 @@ _MARK = f"{CutPoint.__module__}.{CutPoint.__qualname__}"
 
 
 def marked_positions(analysis: Analysis, positions: Sequence[Position]) -> list[Position]:
-    """Return the marked positions among all positions, in order; none if nothing is marked.
-
-    Raises:
-        JobError: A mark names a module that the loss does not run, or the model cannot be cut at a mark.
-    """
+    """Return the marked positions among all positions, in order; none if nothing is marked."""
     nodes = [*_cut_point_calls(analysis), *(_first_node(analysis, name) for name in analysis.exported.cut_points)]
     by_index = {place.index: place for place in positions}
     marked: dict[int, Position] = {}
@@ -87,13 +83,11 @@ def cut(
     """Cut an exported job into sections, fixed to micro-batches of ``micro_batch_size`` samples.
 
     Args:
-        exported: The result of ``export_job``.
         num_sections: K; None chooses it from the graph's narrow places.
         micro_batch_size: m. Cut positions and fingerprint do not depend on it.
         fewer: The numbers of samples of micro-batches that m does not fill: ``CutModel.by_samples``.
 
     Raises:
-        JobError: the graph has fewer places to cut than requested.
         ExportError: a size in the graph depends on data, or a value crosses a mark unnoticed.
     """
     if isinstance(exported, MarkedJob):

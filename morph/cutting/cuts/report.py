@@ -24,11 +24,8 @@ class SectionFacts:
     Attributes:
         index: 0..K-1.
         kind: The number of its kind, by first appearance; sections of one kind do the same work.
-        begins_in: Module of the user's model.
         source: ``file:line`` of its first operation, if known.
-        compute_share: Estimated share of the whole model's compute.
         num_parameters: Elements, tied weights included.
-        batch_keys: Batch entries that it loads.
         num_replicated: Cheap operations that it computes for itself.
         num_constants: Buffers and frozen parameters that it reads.
     """
@@ -50,11 +47,7 @@ class CutFacts:
 
     Attributes:
         before_section: The section after the cut.
-        module: Module of the user's model that the section begins in.
         source: ``file:line`` of the first operation after the cut, if known.
-        share_before: Share of the whole model's compute before the cut.
-        share_after: Share after it.
-        bytes_per_sample: Bytes that cross the cut.
         tensors: Name, shape for m samples and dtype of each tensor that crosses.
     """
 
@@ -72,15 +65,10 @@ class CutReport:
     """All findings of cutting a model.
 
     Attributes:
-        fingerprint: Fingerprint of the cut model.
-        micro_batch_size: m.
         num_parameters: Trainable elements that the loss depends on.
-        sections: The sections in order.
-        cuts: The K-1 cuts.
         tied_units: Id and parameter names of each unit that several sections use.
         written_buffers: Buffers that the forward writes, which are trained state.
         unused_parameters: Trainable parameters without influence on the loss.
-        metrics: Names of the further results of the loss.
         not_recorded: Why every worker must build the whole model; None if that is not necessary.
         refusal: Why torch.export refused the model, so that it is cut at the user's marks or not at all; None for a
             graph.

@@ -28,10 +28,8 @@ class LazyTensors(Mapping[str, Tensor]):
     """Named tensors on the CPU, with their present values; tensors of a recorded constructor are made anew on each
     request.
 
-    Attributes:
-        tape: The record of the constructor; None if it was really run.
-        num_operations: The number of operations on the tape that produce the tensors.
-        entries: Each tensor, or its reference on the tape.
+    ``tape``: the record of the constructor; None if it was really run. ``entries``: each tensor, or its reference on
+    the tape.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], tape: Tape | None) -> None:
@@ -93,9 +91,7 @@ class BuiltModel:
     """The user's model, with fake tensors if it could be recorded.
 
     Attributes:
-        model: The model in training mode.
         tape: Record of its constructor; None if it was really built.
-        fake_mode: The fake mode of the model's tensors.
         not_recorded: Why the model was really built, in one line; None if it was recorded.
         buffers: Buffers after the constructor, by their first names.
     """
@@ -154,9 +150,6 @@ class BuiltModel:
 def write_assigned_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> None:
     """Write tensors that the forward has assigned in place of buffers into these: torch.export does not see
     assignments.
-
-    Raises:
-        JobError: an assigned tensor has another shape or type.
     """
     for name, buffer in before.items():
         owner, _, last = name.rpartition(".")

@@ -71,7 +71,6 @@ class Operation:
         writes: The storages among them that it changes.
         overwrites: A storage whose every element it replaces.
         results: Its outputs in flat order; None for values that are not tensors.
-        creates: New storages.
         draw: What it draws with: its number among the random operations, or the state of a generator that the
             constructor has seeded. None if it draws nothing.
     """
@@ -105,8 +104,7 @@ class Tape:
     def reference(self, tensor: Tensor) -> TensorRef:
         """Return the reference of a fake tensor.
 
-        Raises:
-            CannotRecord: the tensor was not made on this tape, or is not a plain tensor.
+        Raises CannotRecord if the tensor was not made on this tape, or is not a plain tensor.
         """
         if not self.knows(tensor):
             raise CannotRecord("a tensor comes from outside the constructor")
@@ -142,8 +140,7 @@ class Tape:
     def seeded_generator(self, given: torch.Generator | None) -> torch.Generator | None:
         """Return the generator from which an operation draws, if the constructor has seeded it.
 
-        Raises:
-            CannotRecord: it is not a generator of the CPU.
+        Raises CannotRecord if it is not a generator of the CPU.
         """
         if self.untouched is None:
             return None

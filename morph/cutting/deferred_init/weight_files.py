@@ -33,11 +33,7 @@ _IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 def read_slice(path: str, offset: int, num_bytes: int, proof: str) -> Tensor:
-    """Read bytes of a file, as a tensor of uint8.
-
-    Raises:
-        JobError: the file is missing or cannot be read, or these bytes have changed.
-    """
+    """Read bytes of a file, as a tensor of uint8."""
     read = torch.empty(num_bytes, dtype=torch.uint8)
     content = memoryview(read.numpy())  # type: ignore[arg-type]  # as in checkpoint/unit_files.py
     try:
@@ -63,11 +59,7 @@ def read_slice(path: str, offset: int, num_bytes: int, proof: str) -> Tensor:
 
 
 def require_files(tape: Tape) -> None:
-    """Check that the files that a tape reads are on this machine.
-
-    Raises:
-        JobError: a file is missing; the error names the first.
-    """
+    """Check that the files that a tape reads are on this machine."""
     paths = {operation.args[0] for operation in tape.operations if operation.function is read_slice}
     for path in sorted(paths):
         if not Path(path).is_file():

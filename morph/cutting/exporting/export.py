@@ -77,7 +77,6 @@ def export_job(job: Job) -> ExportedJob:
         it, or need not be cut.
 
     Raises:
-        JobError: the model, data set or loss fails by itself, or the model changes a buffer while training.
         ExportError: torch.export refuses a model that should be cut and has no marks; names the line and what to do.
     """
     built = built_model(job)

@@ -77,13 +77,11 @@ class ExportedJob:
             parameters appear once.
         initial_buffers: Buffers that the forward writes, likewise.
         aliases: Further names of tied parameters, each with the name under which the parameter is kept.
-        num_sections: ``Job.num_sections``.
         cut_points: Names of modules before which the job should be cut, if any.
         model_line: Where the model is defined, ``file:line``, for errors.
         not_recorded: Why initial values cannot be made one by one; None if they can.
         boundary: Type in which tensors cross cut-points, as in ``Job``.
         metric_names: Names of the loss's further results, in the order in which sections return them after the loss.
-        buckets: The job's buckets.
     """
 
     initial_parameters: LazyTensors
@@ -142,13 +140,8 @@ class GraphJob(ExportedJob):
 class MarkedJob(ExportedJob):
     """A job that torch.export refuses, with marks where to cut.
 
-    Attributes:
-        job: The job.
-        whole: Model and loss as one module, its trainable parameters without memory; buffers and frozen parameters are
-            real.
-        batch: Some samples, stacked, for trials of the model.
-        batches: Such samples by bucket, if lengths vary.
-        refusal: Why the model was not exported.
+    ``whole``: model and loss as one module, its trainable parameters without memory; buffers and frozen parameters are
+    real. ``batches``: some samples by bucket, if lengths vary.
     """
 
     job: Job

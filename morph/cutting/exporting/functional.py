@@ -41,9 +41,8 @@ WRITTEN = "morph_written"
 class Functional:
     """A graph without in-place operations.
 
-    Attributes:
-        graph_module: The graph; its results are the loss and metrics, then the new values of ``written``.
-        written: Placeholders of the buffers that the forward changes, in the order of their new values.
+    ``graph_module``: the graph; its results are the loss and metrics, then the new values of ``written``. ``written``:
+    placeholders of the buffers that the forward changes, in the order of their new values.
     """
 
     graph_module: GraphModule
@@ -53,9 +52,8 @@ class Functional:
 def make_functional(program: ExportedProgram) -> Functional:
     """Return the program's graph without assertions, dead code and in-place operations.
 
-    Raises:
-        JobError: the forward changes a persistent tensor that is not a buffer.
-        ExportError: an operation that changes its argument cannot be replaced.
+    Raises JobError if the forward changes a persistent tensor that is not a buffer. Raises ExportError if an operation
+    that changes its argument cannot be replaced.
     """
     graph_module: GraphModule = program.graph_module
     _write_out_regions(graph_module, only_of_buffers=True)

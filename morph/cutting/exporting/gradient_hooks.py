@@ -50,11 +50,7 @@ def _nothing_around(*_args: Any, **_kwargs: Any) -> Iterator[None]:
 
 
 def refuse_parameter_hooks(model: nn.Module) -> None:
-    """Refuse hooks on parameters: sections get other tensors, without these hooks.
-
-    Raises:
-        JobError: naming the first hook's line and its parameter.
-    """
+    """Refuse hooks on parameters: sections get other tensors, without these hooks."""
     for name, parameter in model.named_parameters():
         for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
             for hook in (hooks or {}).values():
@@ -67,11 +63,7 @@ def refuse_parameter_hooks(model: nn.Module) -> None:
 
 
 def refuse_module_hooks(model: nn.Module) -> None:
-    """Refuse backward hooks of modules, which are not part of a graph.
-
-    Raises:
-        ExportError: naming the first hook's line and its module.
-    """
+    """Refuse backward hooks of modules, which are not part of a graph."""
     everywhere = [*modules._global_backward_hooks.values(), *modules._global_backward_pre_hooks.values()]
     for hook in everywhere:
         raise _refused("a backward hook of all modules would not run", definition_line(hook))
@@ -83,8 +75,7 @@ def refuse_module_hooks(model: nn.Module) -> None:
 class _Calls(TorchFunctionMode):
     """Refuses hooks on tensors, and ``torch.autograd.grad``, even if it was imported by name or is called by torch.
 
-    Attributes:
-        numbers: The lines at which numbers are read from tensors, by the symbols that stand for the numbers.
+    ``numbers``: the lines at which numbers are read from tensors, by the symbols that stand for the numbers.
     """
 
     def __init__(self) -> None:

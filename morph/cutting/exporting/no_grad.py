@@ -29,7 +29,6 @@ def write_out(graph_module: GraphModule, region: Node, inner: GraphModule, chang
     """Put a region's operations into the surrounding graph; their inputs are detached, so that no gradient passes.
 
     Args:
-        graph_module: The module of the surrounding graph.
         region: The node that runs the region.
         inner: The region's graph.
         changed: Placeholders of ``inner`` that the region changes: buffers, which carry no gradient.

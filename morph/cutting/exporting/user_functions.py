@@ -49,13 +49,9 @@ class UserFunction:
     """A call of a ``torch.autograd.Function``, as the target of a graph's node.
 
     Attributes:
-        function: The user's class.
         leaves: The call's arguments in flat order, without tensors and symbolic numbers.
-        spec: The tree structure of the arguments.
         needs_input_grad: For each argument, whether it required a gradient when traced.
         results: The call's results in flat order, None for a tensor. Known once it ran.
-        results_spec: The tree structure of the results.
-        differentiable: For each returned tensor, whether it is differentiable.
         flops: Floating-point operations of its matrix products and similar operations; symbolic.
     """
 
@@ -104,8 +100,7 @@ class UserFunction:
     def dry_run(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
         """Run the forward on fake tensors to learn what it returns; the results share no memory with the arguments.
 
-        Raises:
-            ExportError: the forward changes an argument, or reads tensors that are not arguments.
+        Raises ExportError if the forward changes an argument, or reads tensors that are not arguments.
         """
         args, kwargs = self.arguments(tensors, numbers)
         context = _Context(self.needs_input_grad)

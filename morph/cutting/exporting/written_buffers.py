@@ -39,11 +39,7 @@ _ALLOWED = (
 
 
 def settle_writes(functional: Functional, sources: Mapping[str, Source]) -> None:
-    """Refuse changes that would depend on the shape, and move the others to the place where their values are used.
-
-    Raises:
-        JobError: a change depends on the shape; the error names the buffer and the line.
-    """
+    """Refuse changes that would depend on the shape, and move the others to the place where their values are used."""
     if not functional.written:
         return
     graph = functional.graph_module.graph

@@ -38,11 +38,8 @@ class _Reference:
 def cut_marked(exported: MarkedJob, *, num_sections: int | None, micro_batch_size: int) -> CutModel:
     """Cut at all marks, or at marks that give ``num_sections`` even sections.
 
-    The model runs twice on real numbers, in one piece and in sections, so this process holds all weights.
-
-    Raises:
-        JobError: a mark is not reached, there are too few of them, or the model fails.
-        ExportError: the sections fail, or do not give the loss and the gradients of the whole model.
+    The model runs twice on real numbers, in one piece and in sections, so this process holds all weights. Raises
+    ExportError if the sections fail, or do not give the loss and the gradients of the whole model.
     """
     batch = _resized(exported.batch, micro_batch_size)
     parameters = {
@@ -104,9 +101,8 @@ def _run_in_one_piece(exported: MarkedJob, parameters: Mapping[str, Tensor], bat
 def _users_errors(exported: MarkedJob, entry: Mark | None = None) -> Iterator[None]:
     """Report errors of the user's code with their line.
 
-    Raises:
-        JobError: the code failed in one piece.
-        ExportError: the code failed from ``entry`` on, with a received tensor in place of the earlier computation.
+    Raises JobError if the code failed in one piece. Raises ExportError if the code failed from ``entry`` on, with a
+    received tensor in place of the earlier computation.
     """
     try:
         yield

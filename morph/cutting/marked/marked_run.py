@@ -44,7 +44,6 @@ class Choices(TorchDispatchMode, Generic[PlaceT]):  # type: ignore[no-untyped-ca
         self.found: list[tuple[PlaceT, str | None]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carry out ``func``."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         by_chance = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and "dropout" not in str(func)
@@ -124,7 +123,6 @@ class Mark:
         call: The module before which the cut is.
         enclosing: Calls that are active there.
         value: The tensor that crossed in the trial.
-        source: ``file:line`` of the call.
         flops: The work done before it in the trial.
     """
 
@@ -139,10 +137,8 @@ class Mark:
 class Trial:
     """The findings of a run of the whole code.
 
-    Attributes:
-        marks: The marks in order.
-        returned: The result to return in place of a call.
-        choices: For each choice by a random number: the number of marks passed, its call, and its line.
+    ``returned``: the result to return in place of a call. ``choices``: for each choice by a random number: the number
+    of marks passed, its call, and its line.
     """
 
     marks: list[Mark] = field(default_factory=list)
@@ -158,7 +154,6 @@ class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does n
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carry out ``func``."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         formula = flop_registry.get(getattr(func, "_overloadpacket", None))
@@ -200,9 +195,6 @@ class MarkedCode:
     """The code of one section, called as :class:`Section` calls its code.
 
     Attributes:
-        whole: Model and loss.
-        keys: Names of the batch entries.
-        names: Names of the parameters.
         entry: Beginning of the section; None for the first.
         end: End of the section; None for the last.
         returned: Results of each call in the trial.
@@ -237,7 +229,6 @@ class MarkedCode:
         self.end = None if self.end is None else replace(self.end, value=None)
 
     def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
-        """Run from mark to mark."""
         num_inputs = 0 if self.entry is None else 1
         border = given[:num_inputs]
         num_others = num_inputs + len(self.keys)
@@ -282,8 +273,6 @@ class MarkedCode:
 
 
 class _Walk:
-    """One run of a section."""
-
     def __init__(self, code: MarkedCode, border: tuple[Tensor, ...], device: torch.device) -> None:
         self._code, self._border, self._device = code, border, device
         self.inside = code.entry is None

@@ -61,8 +61,7 @@ def default_num_sections(positions: Sequence[Position], total_cost: float) -> in
 def choose_positions(positions: Sequence[Position], total_cost: float, num_sections: int) -> tuple[int, ...]:
     """Return ``num_sections - 1`` strictly ascending indices of cuts, with even compute and few crossing bytes.
 
-    Raises:
-        ValueError: when there are fewer distinct positions than cuts.
+    Raises ValueError when there are fewer distinct positions than cuts.
     """
     distinct = _distinct(positions, total_cost)
     if len(distinct) < num_sections - 1:

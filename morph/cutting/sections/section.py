@@ -22,10 +22,8 @@ class BoundaryTensor:
     """A tensor that crosses a cut.
 
     Attributes:
-        name: Its name in the graph.
         shape: Its shape for the cut model's m.
         dtype: The type in which it and its gradient cross the cut, also within a stage.
-        requires_grad: Whether it carries a gradient.
         wide_dtype: The type in which sections compute it, if that differs.
     """
 
@@ -71,10 +69,7 @@ class ParameterUnit:
 class Constants(Mapping[str, Tensor]):
     """Tensors that sections read and training does not change; sections on one device share one copy of each.
 
-    Args:
-        values: Makes a constant on the CPU on request.
-        names: Names of constants in the user's model.
-        specs: Shape and dtype of each.
+    ``values``: makes a constant on the CPU on request.
     """
 
     def __init__(
@@ -128,7 +123,6 @@ class Section:
         inputs: Border tensors that it receives: the previous section's outputs.
         outputs: Border tensors that it returns, contiguous; the last section returns the scalar loss and the metrics. A
             tensor that only passes through is in both.
-        batch_keys: Batch entries that it reads.
         parameters: Parameters that it reads, including tied ones.
         signature: Equal for sections of equal operations and shapes.
         code: Called with ``*inputs, *batch entries, *parameters, *buffers, *constants``; returns the outputs, then new
@@ -136,7 +130,6 @@ class Section:
         buffers: Buffers that it reads and some section writes.
         writes: The ``buffers`` that it writes itself.
         constants: Constants that it reads (other buffers, frozen parameters), by their names in ``constant_values``.
-        constant_values: The constants of the whole model.
         source: The line of code outside torch, ``file:line``, with which the section begins.
         cost: Estimated compute, in the same unit for all sections.
         num_replicated: Number of cheap operations that it computes although other sections compute them too.
@@ -190,10 +183,8 @@ class CutModel:
     """A model cut into K sections for one micro-batch size.
 
     Attributes:
-        sections: In order.
         units: Parameter units; every parameter that a section reads is in exactly one.
         fingerprint: Digest of operations, cut positions and parameters; equal for every m, process and machine.
-        micro_batch_size: m.
         parameter_specs: Shape and dtype of each parameter that a section reads.
         buffer_specs: Shape and dtype of each buffer that a section writes.
         unused_parameters: Trainable parameters on which the loss does not depend: in no unit, and never changed.

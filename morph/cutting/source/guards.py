@@ -29,7 +29,6 @@ class Guard:
         is_equality: Whether it holds for only one number of samples, and not for a range.
         line: ``file:line`` of the user's code; None outside of the user's code.
         module: Class of the innermost module that runs, if it is torch's own.
-        transformed: Whether a transformation by torch.func caused it.
     """
 
     text: str
@@ -41,11 +40,7 @@ class Guard:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Replace an attribute of a class or module while the block runs, where torch offers no mode for the purpose.
-
-    Raises:
-        ExportError: the installed version has no such attribute, so replacing it would change nothing.
-    """
+    """Replace an attribute of a class or module while the block runs, where torch offers no mode for the purpose."""
     if not hasattr(owner, name):
         raise ExportError(
             f"has no {owner.__name__}.{name}, which Morph replaces while it traces a model",

@@ -24,8 +24,7 @@ _watching = threading.local()
 class Reads:
     """Records what this thread reads inside its ``with`` blocks, which may be nested.
 
-    Attributes:
-        found: Files outside of Python, its packages and the job's own code, and other external inputs.
+    ``found``: files outside of Python, its packages and the job's own code, and other external inputs.
     """
 
     def __init__(self) -> None:

@@ -17,12 +17,7 @@ _PACKED = ("torch/nn/utils/rnn.py", "torch/nn/modules/rnn.py")
 
 
 class Untraceable(Exception):
-    """The user's code cannot be traced, for a reason that is known where it is raised.
-
-    Args:
-        reason: What the code does.
-        allowed: What to write instead.
-    """
+    """The user's code cannot be traced, for a reason that is known where it is raised."""
 
     def __init__(self, reason: str, allowed: str) -> None:
         super().__init__(reason)
@@ -38,12 +33,7 @@ def transform_refused() -> tuple[str, str]:
 
 
 def explain(error: Exception, guard: Guard | None = None) -> tuple[str, str]:
-    """Return (reason, what is allowed) for an exception of torch.export.
-
-    Args:
-        error: The exception.
-        guard: The condition on which the trace relies, if one was observed.
-    """
+    """Return (reason, what is allowed) for an exception of torch.export."""
     reason, advice = _reason_and_advice(error, guard)
     return reason, advice + OR_MARK
 

@@ -45,9 +45,7 @@ class Forward:
     Attributes:
         job: The job; its functions and closures are examined too.
         model: The job's model, which has run before, so that state made by its first run does not count as changed.
-        parameters: The parameters with which it is run.
         batch: The batch on which it is run, of fake or real tensors.
-        run: Runs the loss in the same way each time.
         tape: The tape of a fake model, which knows the tensors that were not made from a batch.
     """
 
@@ -60,11 +58,7 @@ class Forward:
 
 
 def require_repeatable(forward: Forward) -> None:
-    """Run the loss twice, and a third time to find a line.
-
-    Raises:
-        JobError: the second run differs, or leaves something behind.
-    """
+    """Run the loss twice, and a third time to find a line."""
     kept = KeptState(forward.job, forward.model)
     states, runs = [kept.now()], list[_Watch]()
     for _ in range(2):
@@ -117,7 +111,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
         self._left = {_storage(tensor) for tensor in self._held} - self._given - {None}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carry out ``func`` and record it."""
         kwargs = kwargs or {}
         line = line_in_loss()
         leaves = tree_leaves((args, kwargs))
@@ -170,7 +163,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
         )
 
     def line_of_difference(self, other: _Watch) -> str | None:
-        """Return the line of the first operation that differs."""
         for place, operation in enumerate(other.operations):
             if place >= len(self.operations) or self.operations[place] != operation:
                 return other._lines[place]

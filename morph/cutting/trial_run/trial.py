@@ -66,11 +66,7 @@ class Whole(nn.Module):
 
 
 def built_model(job: Job) -> BuiltModel:
-    """Build the job's model in training mode, with fake tensors if possible.
-
-    Raises:
-        JobError: the model cannot be built, or is not a module with trainable parameters.
-    """
+    """Build the job's model in training mode, with fake tensors if possible."""
     built = run_users_code(lambda: build_model(job.model, job.seed), job, None, "model")
     model = built.model
     if not isinstance(model, nn.Module):
@@ -119,9 +115,6 @@ def try_loss(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None:
     """Run the loss, so that everything that the model keeps from its first call exists before the export.
 
     If a fake model fails, the fake tensors may be the cause, and the export decides.
-
-    Raises:
-        JobError: the loss fails, or depends on anything that is neither traced nor seeded.
     """
     entries = {key: built.like(entry) for key, entry in batch.items()}
 
@@ -214,11 +207,7 @@ def _first_samples(job: Job, num_samples: int, length: int | None = None) -> dic
 
 
 def run_users_code(function: Callable[[], ResultT], job: Job, model: nn.Module | None, field: str) -> ResultT:
-    """Run ``function``, which calls the user's code for the job's ``field``.
-
-    Raises:
-        JobError: the function failed; the error names the line.
-    """
+    """Run ``function``, which calls the user's code for the job's ``field``."""
     try:
         return function()
     except JobError as error:
@@ -267,11 +256,7 @@ def _loss_error(error: Exception, job: Job, model: nn.Module) -> JobError:
 
 
 def check_loss(job: Job, result: object) -> None:
-    """Refuse a result that is neither a scalar loss nor a loss with metrics.
-
-    Raises:
-        JobError: the result is refused; the error says what was returned.
-    """
+    """Refuse a result that is neither a scalar loss nor a loss with metrics."""
     line = definition_line(job.loss)
     several = result if isinstance(result, tuple | list) else ()
     if len(several) > 1 and all(isinstance(value, Tensor) and value.dim() == 0 for value in several):
@@ -349,11 +334,7 @@ def blame_the_job(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None
 
 
 def run_really(job: Job, batch: dict[str, Tensor]) -> None:
-    """Run model and loss on real numbers.
-
-    Raises:
-        JobError: they fail.
-    """
+    """Run model and loss on real numbers."""
     model = training_mode(build_really(job.model, job.seed))
     with torch.random.fork_rng(devices=[]):
         try:

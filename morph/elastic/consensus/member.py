@@ -241,7 +241,6 @@ def _on_reconcile(state: MemberState, sender: int, token: Reconcile) -> tuple[Me
 
 
 def _not_heard(state: MemberState, sender: int) -> tuple[MemberState, Outputs]:
-    """Drop a beaten token."""
     is_left_out = state.phase == "agreeing" and sender not in state.around
     return replace(state, met=state.met | {sender}) if is_left_out else state, ()
 

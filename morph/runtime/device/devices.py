@@ -23,14 +23,7 @@ def usable_device(
 ) -> torch.device:
     """Return the device of this name, if this process can compute on it.
 
-    Args:
-        name: ``cpu`` or ``cuda``.
-        source: Source of the name, for errors.
-        field: Field of the name, for errors.
-        numbered: Whether names such as ``cuda:1`` are allowed.
-
-    Raises:
-        ConfigError: it cannot; the error gives the reason and the usable devices.
+    ``name``: ``cpu`` or ``cuda``. ``numbered``: whether names such as ``cuda:1`` are allowed.
     """
     cuda = torch.cuda.is_available()
     found = ["cpu", *["cuda"] * cuda]
@@ -47,11 +40,7 @@ def usable_device(
 
 
 def check_kernels(device: torch.device, field: str = "vms.device") -> None:
-    """Refuse a CUDA device that is absent, or for which this torch has no kernels: the first launch would fail.
-
-    Raises:
-        ConfigError: it is; the error names the device, its compute capability, and those for which torch was built.
-    """
+    """Refuse a CUDA device that is absent, or for which this torch has no kernels: the first launch would fail."""
     if device.type != "cuda":
         return
     usable_device(str(device), field=field, numbered=True)
@@ -158,17 +147,14 @@ class SharingDevice(Device, Protocol):
     def shared(self, num_bytes: int) -> tuple[Tensor, bytes]:
         """Return device memory that another process can open, as bytes, and its handle.
 
-        Raises:
-            RuntimeError: this device, or the allocator of this process, does not allow it.
+        Raises RuntimeError if this device, or the allocator of this process, does not allow it.
         """
 
     def opened(self, handle: bytes) -> Tensor:
         """Return another process's memory, as bytes, to read; it stays until released, even if that process ends.
 
-        The release may wait for the device, so the last holder must be a thread that may be left behind.
-
-        Raises:
-            RuntimeError, OSError, ValueError: this process cannot open it, or the handle is invalid.
+        The release may wait for the device, so the last holder must be a thread that may be left behind. Raises
+        RuntimeError, OSError or ValueError if this process cannot open it, or the handle is invalid.
         """
 
 

@@ -76,16 +76,9 @@ def mailboxes(
 ) -> dict[str, Link]:
     """Form the links of a worker that use mailboxes, by the names of their groups; the others are staged.
 
-    Args:
-        setup: The worker's setup.
-        edges: All edges of a generation, the sender before the receiver.
-        groups: The generation's groups, one for each edge.
-        interrupt: The generation's interrupt.
-        open_store: Connects to the rendezvous store.
-
-    Raises:
-        ConfigError: the setting is ``ipc`` and an edge within a machine cannot use a mailbox.
-        GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.call``.
+    ``edges``: all edges of a generation, the sender before the receiver. Raises ConfigError if the setting is ``ipc``
+    and an edge within a machine cannot use a mailbox. Raises GenerationAborted, PeerLost or WaitTimeout as
+    ``Interrupt.call``.
     """
     worker = setup.worker
     mine = [edge for edge in edges if worker in edge.members]
@@ -190,9 +183,7 @@ def form_on_devices(
 ) -> dict[str, Link]:
     """Give the groups a worker's device rings, and return its device links by their groups' names.
 
-    Raises:
-        ConfigError: a setting requests something that these devices or this torch cannot do.
-        GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.call``.
+    Raises GenerationAborted, PeerLost or WaitTimeout as ``Interrupt.call``.
     """
     device = torch.device(setup.device)
     groups.device_rings = communicators(setup.rings, device, layout.rings, setup.worker, interrupt, open_store)

@@ -55,8 +55,7 @@ class Mailbox:
     def fill(self, owner: object, number: int, piece: Tensor, ready: Event) -> Event:
         """Enqueue the copy of piece ``number`` (bytes) behind ``ready``; returns at once, with the event after.
 
-        Raises:
-            GenerationAborted: a later generation has taken the mailbox.
+        Raises GenerationAborted if a later generation has taken the mailbox.
         """
         with self._lock:
             if owner is not self._taken[1]:
@@ -201,7 +200,6 @@ class SendingEnd(LinkEnd[_Message]):
         requested.begin(told)
 
     def _await_slot(self) -> None:
-        """Wait until the slot of the next piece is free."""
         if self._answer is not None:
             answer, transfer = self._answer
             transfer.wait("a mailbox to be read")
@@ -272,7 +270,6 @@ class ReceivingEnd(LinkEnd[_Read]):
         self._answer()
 
     def _answer(self) -> None:
-        """Free the oldest slot if that is due."""
         if len(self._unanswered) == self._num_slots:
             self._unanswered[0][0].wait()
             self._unanswered.popleft()

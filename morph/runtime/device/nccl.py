@@ -70,11 +70,7 @@ class Nccl:
 
 
 def library_for(setting: RingSetting, device: torch.device) -> tuple[Library, RingStream] | None:
-    """Return the library that reduces on a device; None if reductions go through the host.
-
-    Raises:
-        ConfigError: the setting is ``nccl`` and this torch was built without it.
-    """
+    """Return the library that reduces on a device; None if reductions go through the host."""
     if setting == "gloo" or device.type == "cpu":
         return None
     if not dist.is_nccl_available():
@@ -94,9 +90,7 @@ def communicators(
 ) -> CommunicatorSet | None:
     """Begin to form the device rings of a worker in one generation; None if there are none.
 
-    Raises:
-        ConfigError: the setting is ``nccl`` and this torch or these devices do not support it.
-        GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.call``.
+    Raises GenerationAborted, PeerLost or WaitTimeout as ``Interrupt.call``.
     """
     mine = [spec for spec in rings if worker in spec.members and len(spec.members) > 1]
     chosen = library_for(setting, device) if mine else None

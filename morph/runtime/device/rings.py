@@ -45,15 +45,7 @@ def rings_over_nccl(
     """Return the rings that NCCL reduces, in their order; each member gets the same answer.
 
     With ``auto``, these are rings whose members have one device each (NCCL hangs with two ranks on one device) and the
-    same version of NCCL.
-
-    Args:
-        setting: The setting in the cluster file.
-        rings: Rings of at least two members.
-        facts: Facts about each member.
-
-    Raises:
-        ConfigError: the setting is ``nccl`` and NCCL cannot reduce a ring.
+    same version of NCCL. ``setting``: the setting in the cluster file. ``rings``: rings of at least two members.
     """
     if setting == "gloo":
         return ()
@@ -207,14 +199,8 @@ class CommunicatorSet:
     """See ``DeviceRings``: the communicators of one worker in one generation.
 
     They are formed in a thread, in the order given, while the first step computes: a ring is first needed at its end.
-
-    Args:
-        specs: The rings that this worker belongs to, in an order that all members share.
-        worker: This worker.
-        library: The library that forms them.
-        over: The stream of the library's device.
-        interrupt: The generation's interrupt.
-        open_store: Connects to the rendezvous store.
+    ``specs``: the rings that this worker belongs to, in an order that all members share. ``over``: the stream of the
+    library's device.
     """
 
     def __init__(

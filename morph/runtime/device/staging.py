@@ -131,11 +131,8 @@ class Staging:
     def bytes_on_host(self, tensors: Iterable[Tensor], ready: Event) -> Iterator[Tensor]:
         """Yield the bytes of device tensors in pinned memory, piece by piece; no piece has bytes of two tensors.
 
-        Blocks for each piece until it is copied.
-
-        Args:
-            tensors: They may not change meanwhile.
-            ready: Event after the work that computed them.
+        Blocks for each piece until it is copied. ``tensors``: they may not change meanwhile. ``ready``: event after the
+        work that computed them.
         """
         self._out_beside.wait(ready)
         under_way: deque[tuple[Tensor, Event, Tensor]] = deque()
@@ -244,9 +241,7 @@ class Ready:
 def on_host(tensors: Iterable[Tensor], ready: Ready) -> Iterator[Tensor]:
     """Yield the bytes of tensors, in their order, in pieces of host memory; host tensors are not copied.
 
-    Args:
-        tensors: They may not change meanwhile.
-        ready: Made from them by the thread that enqueued their computation.
+    ``tensors``: they may not change meanwhile. ``ready``: made from them by the thread that enqueued their computation.
     """
     for kind, some in groupby(tensors, lambda tensor: tensor.device):
         staging = staging_for(kind)

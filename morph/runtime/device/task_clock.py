@@ -66,8 +66,7 @@ class DeviceEvent(Protocol):
 class EventClock:
     """The clock of a device that works through a queue.
 
-    Args:
-        recorded: Puts a new event that records the time into the device's queue.
+    ``recorded``: puts a new event that records the time into the device's queue.
     """
 
     def __init__(self, recorded: Callable[[], DeviceEvent]) -> None:

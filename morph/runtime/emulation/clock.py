@@ -24,14 +24,7 @@ KINDS = ("forward", "recompute", "backward", "activation", "gradient")
 
 
 class JitterDraw:
-    """The times of one step.
-
-    Args:
-        seed: Seed of the draws; None: medians.
-        step: The step.
-        num_sections: K.
-        num_micro_batches: N over all replicas.
-    """
+    """The times of one step. ``seed``: seed of the draws; None: medians. ``num_micro_batches``: N over all replicas."""
 
     def __init__(self, seed: int | None, step: int, num_sections: int, num_micro_batches: int) -> None:
         self._seed = seed
@@ -71,11 +64,7 @@ class DeviceClock:
     A task occupies the device from the moment at which it can begin: when the previous task has ended, or when the
     input that it waits for has arrived. If the worker is late by up to ``forgiven_s`` (because its host was busy), the
     task still ends as if it had begun in time; if it is later, the task begins when the worker starts it.
-
-    Args:
-        forgiven_s: The largest forgiven delay.
-        now: The clock.
-        sleep: Blocks for some seconds.
+    ``forgiven_s``: the largest forgiven delay.
     """
 
     def __init__(

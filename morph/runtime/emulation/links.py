@@ -21,11 +21,8 @@ from morph.runtime.groups.interrupt import Interrupt
 class OutgoingLink:
     """The sending end of a link.
 
-    Args:
-        channel: The real channel of the messages.
-        clock: The device's clock.
-        times_s: The time of each message in turn, on a link without other messages.
-        wire_s: The part of that time for which the message occupies the wire.
+    ``times_s``: the time of each message in turn, on a link without other messages. ``wire_s``: the part of that time
+    for which the message occupies the wire.
     """
 
     def __init__(self, channel: Carrier, clock: DeviceClock, times_s: Iterator[float], wire_s: float) -> None:
@@ -67,12 +64,8 @@ class IncomingLink:
 class IncomingState:
     """The receiving end of a unit's state: takes the time of the unscaled state on the link, one unit after the other.
 
-    Args:
-        channel: The real channel.
-        clock: The device's clock.
-        alarm: Wakes waiting threads.
-        interrupt: The generation's interrupt.
-        seconds_per_byte: The time for each byte that is really received; the sizes, which are sent first, take no time.
+    ``alarm``: wakes waiting threads. ``seconds_per_byte``: the time for each byte that is really received; the sizes,
+    which are sent first, take no time.
     """
 
     def __init__(
@@ -97,13 +90,8 @@ class IncomingState:
 class HeldBack:
     """A transfer that is done when it has really arrived and is due.
 
-    Args:
-        real: The real transfer.
-        find_due_s: Returns the due time, once the real transfer is done.
-        clock: The device's clock.
-        alarm: Wakes waiting threads.
-        interrupt: The interrupt on which they wait.
-        arrived: Called once, with the due time, when the transfer is done.
+    ``find_due_s``: returns the due time, once the real transfer is done. ``arrived``: called once, with the due time,
+    when the transfer is done.
     """
 
     def __init__(

@@ -40,8 +40,7 @@ class EmulatedRing:
     def run(self, ready_s: Sequence[Sequence[float]]) -> list[float]:
         """Meet the other members; returns when this ring is done. Raises as ``Interrupt.wait_for``.
 
-        Args:
-            ready_s: When this worker can begin each of the parts of ``left_s``; one row per requested answer.
+        ``ready_s``: when this worker can begin each of the parts of ``left_s``; one row per requested answer.
         """
         begin = torch.tensor(ready_s, dtype=torch.float64)
         self.ring.reduce(begin, dist.ReduceOp.MAX).wait("the other members of an emulated all-reduce")
@@ -56,7 +55,6 @@ def run_rings(
     """Run a worker's rings one after the other. Raises as ``Interrupt.wait_for``.
 
     Args:
-        rings: As ``rings_of`` returns them.
         free_s: End of this worker's last task.
         passed_s: End of its last backward through each section; missing for sections without one.
         late_s: The delay of that task by busy hosts.

@@ -49,12 +49,7 @@ class EmulatedStage:
     """Runs tasks of one stage in one step, as ``morph.runtime.step.stage.Stage`` does.
 
     Args:
-        sections: The stage's sections.
-        times: The times of the tasks.
         micro_batches: Global numbers of the replica's micro-batches.
-        recompute: Whether to keep only the stage's input between forward and backward.
-        clock: The device's clock.
-        memory: The device's memory.
         key: (seed, step).
         message: The message to the next stage; None on the last stage.
         gradient: The message to the previous stage; None on the first stage.

@@ -23,11 +23,9 @@ class DeviceMemory:
     """Counts the memory of one stage against the device's memory.
 
     Args:
-        limit_bytes: The device's memory; None: no limit.
         held_bytes: Parameters, optimizer state and gradients.
         input_bytes: A micro-batch of which only the stage's input is stored.
         activation_bytes: A micro-batch whose activations are kept.
-        extra_bytes: Further memory while a task runs.
     """
 
     def __init__(
@@ -44,8 +42,7 @@ class DeviceMemory:
     def use(self, num_inputs: int, num_activations: int) -> None:
         """Count a task that runs while these numbers of inputs and of micro-batches' activations are stored.
 
-        Raises:
-            torch.OutOfMemoryError: they exceed the memory, as with a real device's allocator.
+        Raises torch.OutOfMemoryError if they exceed the memory, as with a real device's allocator.
         """
         kept_bytes = num_inputs * self._input_bytes + num_activations * self._activation_bytes
         needed_bytes = self._held_bytes + kept_bytes + self._extra_bytes

@@ -16,10 +16,7 @@ from morph.runtime.step.sums import HeldSum, Rings, StepSums
 class KnownSums:
     """The known partial sums. ``parts`` are the sums of an abandoned step.
 
-    Args:
-        worker: The worker.
-        followers: Holds copies of others' sums, and receives copies of this worker's sums.
-        faults: Scheduled faults.
+    ``followers``: holds copies of others' sums, and receives copies of this worker's sums.
     """
 
     def __init__(self, worker: str, followers: FollowerLane, faults: FaultPlan) -> None:

@@ -30,11 +30,8 @@ log = logging.getLogger(__name__)
 class FollowerLane:
     """Follows and is followed, for one worker. It begins anew with each generation; its failures do not disturb orders.
 
-    Args:
-        setup: The worker's setup.
-        workload: Makes the units that are followed.
-        faults: Scheduled faults.
-        open_store: Lends a connection to the rendezvous store while a block runs.
+    ``workload``: makes the units that are followed. ``open_store``: lends a connection to the rendezvous store while a
+    block runs.
     """
 
     def __init__(

@@ -67,11 +67,6 @@ class KeptConnections:
 
     When torch opens a connection, it asks name servers for the name of the address, even of 127.0.0.1, and a lost query
     costs 5 s. So a connection is opened in advance, and reused if all calls on it have returned.
-
-    Args:
-        host: Address of the store.
-        port: Port of the store.
-        secret: See ``connect_store``.
     """
 
     def __init__(self, host: str, port: int, secret: str = "") -> None:
@@ -140,7 +135,6 @@ class LentConnections:
 
 
 def _answers(store: TCPStore) -> bool:
-    """Return whether the store still answers on an idle connection."""
     answered = threading.Event()
 
     def ask() -> None:
@@ -389,9 +383,8 @@ class GroupSet:
     def form(self, specs: Sequence[GroupSpec], worker: str, listen_host: str, open_store: Callable[[], Store]) -> None:
         """Form every group that ``worker`` belongs to, in the order given (the same on every worker).
 
-        Raises:
-            GenerationAborted: if aborted meanwhile; the half-formed groups are left behind.
-            PeerLost: a member went away or did not come within the generation's limit.
+        Raises GenerationAborted if aborted meanwhile; the half-formed groups are left behind. Raises PeerLost if a
+        member went away or did not come within the generation's limit.
         """
         mine = [spec for spec in specs if worker in spec.members and len(spec.members) > 1]
         if not mine:

@@ -31,12 +31,7 @@ class FaultPlan:
         self._reached.clear()
 
     def reach(self, phase: str, step: int | None = None) -> None:
-        """Die here if a fault says so; ``step`` overrides the step under way (for background work).
-
-        Raises:
-            OutOfMemoryError: a fault says so.
-            AcceleratorError: a fault says so.
-        """
+        """Die here if a fault says so; ``step`` overrides the step under way (for background work)."""
         if not self._faults:
             return
         nth = self._reached[phase]

@@ -20,9 +20,7 @@ T = TypeVar("T")
 class Interrupt:
     """A condition variable with an abort flag.
 
-    Args:
-        generation: The number of the generation.
-        limit_s: Bound of every wait without its own bound, given by the reshape that formed the generation.
+    ``limit_s``: bound of every wait without its own bound, given by the reshape that formed the generation.
     """
 
     def __init__(self, generation: int, limit_s: float = DEFAULT_LIMIT_S) -> None:
@@ -100,10 +98,8 @@ class Interrupt:
     def wait_for(self, ready: Callable[[], bool], what: str, timeout_s: float | None = None) -> float:
         """Block until ``ready()``; return the seconds waited. Without ``timeout_s``, the generation's limit applies.
 
-        Raises:
-            GenerationAborted: the control lane aborted the generation.
-            PeerLost: a connection failed.
-            WaitTimeout: ``timeout_s`` is over; the error names ``what`` was awaited.
+        Raises GenerationAborted if the control lane aborted the generation. Raises PeerLost if a connection failed.
+        Raises WaitTimeout if ``timeout_s`` is over; the error names ``what`` was awaited.
         """
         start_s = time.monotonic()
         timeout_s = self.limit_s if timeout_s is None else timeout_s

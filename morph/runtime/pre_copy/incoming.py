@@ -31,14 +31,9 @@ class Incoming:
     """Receives units during training, in a thread that listens and one thread for each sender.
 
     Args:
-        context: The streams' context.
-        senders: The sender of each unit.
         make_shadow: Makes a unit that will be kept in step.
         arrive: On emulated links, blocks until this many bytes have arrived.
-        listen_host: The address to listen on.
-        news: Called when there is something to report.
         known: Units that are already here at their senders' present version.
-        expected: Further senders.
         take_sums: Called with the sender's name and a frame of partial sums, or a frame that says that no more will
             come.
     """
@@ -86,9 +81,8 @@ class Incoming:
     def take(self, unit: str, version: int, interrupt: Interrupt, timeout_s: float) -> UnitState:
         """Block until a unit is at this version, and hand it out.
 
-        Raises:
-            PeerLost: the unit's stream is broken.
-            GenerationAborted, WaitTimeout: as ``Interrupt.wait_for``.
+        Raises PeerLost if the unit's stream is broken. Raises GenerationAborted or WaitTimeout as
+        ``Interrupt.wait_for``.
         """
         self._interrupt = interrupt
 

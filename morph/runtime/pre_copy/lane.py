@@ -23,12 +23,7 @@ from morph.runtime.workloads.workload import Workload
 class PreCopyLane:
     """Carries out ``PreCopyOrder``; its failures do not disturb orders.
 
-    Args:
-        setup: The worker's setup.
-        workload: Makes the units that are received.
-        faults: Scheduled faults.
-        open_store: Lends a connection to the rendezvous store while a block runs.
-        news: Called when ``report`` has something new.
+    ``workload``: makes the units that are received. ``news``: called when ``report`` has something new.
     """
 
     def __init__(

@@ -47,7 +47,6 @@ class _State:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of its tensors."""
         return self.copy.num_bytes
 
     def frame(self) -> Frame:
@@ -61,14 +60,9 @@ class _State:
 class Outgoing:
     """Sends units one after the other, each followed by the updates of every later step.
 
-    Waiting memory is bounded: a unit's state is copied only as fast as the stream sends, and a stream that falls
-    behind by more than its initial states is given up.
-
-    Args:
-        context: The context of the streams.
-        receiver: The receiving worker.
-        units: The units, in this order.
-        known: Further units, which the receiver already has at the present version.
+    Waiting memory is bounded: a unit's state is copied only as fast as the stream sends, and a stream that falls behind
+    by more than its initial states is given up. ``units``: the units, in this order. ``known``: further units, which
+    the receiver already has at the present version.
     """
 
     def __init__(

@@ -19,12 +19,8 @@ class Rendezvous:
 
     The receiver writes its address and a nonce into the rendezvous store with a proof, because anyone could write
     there; a sender's hello proves its name for that nonce. Without the run's secret a process can neither receive nor
-    send units, and a proof for another order is not valid for this one.
-
-    Args:
-        occasion: The purpose of the rendezvous, unique in this run.
-        receiver: The receiving worker.
-        secret: The run's secret.
+    send units, and a proof for another order is not valid for this one. ``occasion``: the purpose of the rendezvous,
+    unique in this run.
     """
 
     def __init__(self, occasion: str, receiver: str, secret: str) -> None:
@@ -37,11 +33,7 @@ class Rendezvous:
         return f"{host} {port} {nonce} {proof(self._secret, 'receiver', self.key, host, str(port), nonce)}"
 
     def address(self, told: str) -> tuple[str, int]:
-        """Return the receiver's address.
-
-        Raises:
-            ConnectionError: the text is not from the receiver.
-        """
+        """Return the receiver's address. Raises ConnectionError if the text is not from the receiver."""
         host, port, nonce, given = _parts(told)
         if not is_proven(given, self._secret, "receiver", self.key, host, port, nonce):
             raise ConnectionError("the receiver's address was written by someone else")
@@ -63,14 +55,9 @@ class Rendezvous:
 class StreamContext:
     """The context of all streams from and to one worker, for one order or generation.
 
-    Attributes:
-        occasion: The purpose of their rendezvous.
-        worker: This worker.
-        secret: The run's secret.
-        open_store: Lends a connection to the rendezvous store while a block runs.
-        faults: Scheduled faults.
-        limit_s: Seconds after which an absent or blocked other end is given up; a sender may be silent for twice as
-            long, because it has nothing to send between two steps.
+    ``open_store``: lends a connection to the rendezvous store while a block runs. ``limit_s``: seconds after which an
+    absent or blocked other end is given up; a sender may be silent for twice as long, because it has nothing to send
+    between two steps.
     """
 
     occasion: str

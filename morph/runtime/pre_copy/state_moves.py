@@ -70,10 +70,8 @@ class MoveContext:
 def start_sending(sources: Sequence[Source], context: MoveContext) -> list[Transfer]:
     """Start sending every unit and sum that others get from this worker: see ``send_tensors``.
 
-    Two workers may exchange units, so each worker receives before it waits for its own units to leave.
-
-    Raises:
-        CheckpointError: as in ``take_units``, when it reads for others.
+    Two workers may exchange units, so each worker receives before it waits for its own units to leave. Raises
+    CheckpointError as in ``take_units``, when it reads for others.
     """
     pending: list[Transfer] = []
     requested = [source for source in sources if source.peer == context.worker]

@@ -70,8 +70,7 @@ def send_tensors(tensors: Mapping[str, Tensor], carrier: Carrier, interrupt: Int
 def receive_tensors(carrier: Carrier, device: torch.device) -> tuple[dict[str, Tensor], int]:
     """Receive the tensors of ``send_tensors``; return them, in new memory on a device, and their size in bytes.
 
-    Raises:
-        GenerationAborted, PeerLost, WaitTimeout: they did not arrive.
+    Raises GenerationAborted, PeerLost or WaitTimeout if they did not arrive.
     """
     size = torch.zeros(1, dtype=torch.int64)
     carrier.transfer(size).wait("the size of a unit's header")

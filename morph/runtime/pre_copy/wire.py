@@ -71,8 +71,7 @@ def send_frame(connection: socket.socket, frame: Frame) -> int:
 def receive_frame(connection: socket.socket, most_bytes: int | None = None) -> tuple[Frame, int] | None:
     """Receive a frame and its size; None if the sender has hung up between two frames.
 
-    Raises:
-        OSError: the connection is broken, or the frame has more than ``most_bytes``, if that is given.
+    Raises OSError if the connection is broken, or the frame has more than ``most_bytes``, if that is given.
     """
     header = _receive(connection, HEADER.size)
     if header is None:
@@ -147,8 +146,7 @@ def gradients_of_update(state: UnitState) -> dict[str, Tensor]:
 def hold_update(state: UnitState, facts: dict[str, Any], gradients: dict[str, Tensor]) -> None:
     """Hold gradients of the unit's version, which another worker has reduced, until they are decided.
 
-    Raises:
-        ValueError: the gradients are not of the unit's version.
+    Raises ValueError if the gradients are not of the unit's version.
     """
     if facts["version"] != state.version:
         raise ValueError(f"unit {state.unit.id}: version {state.version} cannot take step {facts['version']}")
@@ -164,8 +162,7 @@ def hold_update(state: UnitState, facts: dict[str, Any], gradients: dict[str, Te
 def apply_update(state: UnitState, facts: dict[str, Any], gradients: dict[str, Tensor]) -> None:
     """Apply an update: the unit then equals the sender's, bit for bit.
 
-    Raises:
-        ValueError: the update is not that of the unit's version.
+    Raises ValueError if the update is not that of the unit's version.
     """
     hold_update(state, facts, gradients)
     state.apply(None if facts["decided"] is None else Decided.model_validate(facts["decided"]))

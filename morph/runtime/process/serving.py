@@ -47,10 +47,8 @@ def end_with_threads() -> None:
 def serve(home: Home, set_up: Callable[[WorkerSetup], Any], *workers: Any) -> None:
     """Call the manager and carry out its orders; does not return. If a thread cannot continue, the process ends.
 
-    Args:
-        home: The address to call.
-        set_up: Makes the worker when its setup comes, as ``worker.set_up`` does: a ``Worker``, or ``Failed``.
-        workers: The worker, if it is set up already. Without one, nothing is aborted or repeated.
+    ``set_up``: makes the worker when its setup comes, as ``worker.set_up`` does: a ``Worker``, or ``Failed``.
+    ``workers``: the worker, if it is set up already. Without one, nothing is aborted or repeated.
     """
     end_with_threads()
     held = threading.Event()

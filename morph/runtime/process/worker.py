@@ -85,13 +85,9 @@ def take_slot(slots: Sequence[str], wait_s: float = _WAIT_S) -> int | None:
 
     Args:
         slots: Files, tried in this order; each is named after its device. Without files, nothing is taken.
-        wait_s: The longest wait for a free file.
 
     Returns:
         The descriptor of the locked file, which a worker never closes.
-
-    Raises:
-        ClusterError: no file was free.
     """
     deadline_s = time.monotonic() + wait_s
     while slots:
@@ -142,9 +138,6 @@ class Worker:
         setup: The worker's setup, without the parts that are used once: variables and the code's archive.
         folders: The folder of the job's files here, and the user's folder.
         start_s: The time at which its setup began, by ``time.perf_counter``.
-
-    Raises:
-        InputError: the job is wrong, or the profile does not belong to it.
     """
 
     def __init__(self, setup: WorkerSetup, folders: tuple[str, str], start_s: float) -> None:

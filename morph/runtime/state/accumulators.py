@@ -116,12 +116,8 @@ class Accumulator(ABC):
     def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
         """Compute mean gradients of a range of a part.
 
-        Args:
-            part: The part.
-            sums: Sums of each member in this range: (members, elements), possibly with padding after the part.
-            first: Beginning of the range.
-            num_micro_batches: N.
-            into: Flat, of as many elements, in the part's ``mean_dtype``, on the device of ``sums``.
+        ``sums``: sums of each member in this range: (members, elements), possibly with padding after the part.
+        ``into``: flat, of as many elements, in the part's ``mean_dtype``, on the device of ``sums``.
         """
 
     @abstractmethod
@@ -167,8 +163,7 @@ class Accumulator(ABC):
     def finish(self, num_micro_batches: int, step: int) -> Reduced:
         """Return mean gradients: of all members' sums if a ring has made them, else of this worker's sums.
 
-        Raises:
-            NonFiniteGradient: one is not finite, unless ``bears_non_finite``; the error names step and parameter.
+        Raises NonFiniteGradient if one is not finite, unless ``bears_non_finite``; the error names step and parameter.
         """
         return finish_all({"": self}, num_micro_batches, step)[""]
 
@@ -454,8 +449,7 @@ def change_like(buffer: Tensor, *, exact: bool) -> Tensor:
 def apply_change(name: str, buffer: Tensor, change: Tensor) -> None:
     """Change a buffer in place by the mean change of a step's micro-batches; integers change by whole numbers.
 
-    Raises:
-        JobError: an integer changes by more than float64 can hold exactly.
+    Raises JobError if an integer changes by more than float64 can hold exactly.
     """
     with torch.no_grad():
         if buffer.is_floating_point() or buffer.is_complex():

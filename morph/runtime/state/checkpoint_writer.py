@@ -35,9 +35,7 @@ from morph.runtime.state.unit_state import StateCopy, UnitState, update_rules
 class Parameters(Protocol):
     """Parameters by name; each is made or read when it is requested."""
 
-    def __getitem__(self, name: str) -> Tensor:
-        """Return one parameter."""
-        ...
+    def __getitem__(self, name: str) -> Tensor: ...
 
 
 def write_initial_checkpoint(
@@ -51,17 +49,8 @@ def write_initial_checkpoint(
 ) -> Manifest:
     """Write every unit, then the manifest; only one unit is in memory at a time.
 
-    Args:
-        job: The job.
-        model: The job's cut model.
-        parameters: Initial parameters of the run.
-        checkpoint_url: The URL to write to.
-        frozen: Digest of the frozen weights that were written beside the checkpoint.
-        prepare: Changes a unit further; the unit has a new optimizer.
-
-    Raises:
-        JobError: an optimizer or schedule that cannot be used.
-        OSError: storage failed.
+    ``frozen``: digest of the frozen weights that were written beside the checkpoint. ``prepare``: changes a unit
+    further; the unit has a new optimizer.
     """
     num_micro_batches = job.batch_size // model.micro_batch_size
     rules = update_rules(job, torch.device("cpu"), frozen=frozen)
@@ -107,14 +96,9 @@ class CheckpointWriter:
     """One background thread copies the units that are handed over and another writes them, both in order.
 
     A file that storage does not accept within ``rules.file_limit_s``, all tries together, is given up. Remaining units
-    of older versions are dropped when a newer version is handed over, unless the newer one names them.
-
-    Args:
-        worker: The name of the worker.
-        url: The URL of the run's checkpoints.
-        faults: Scheduled faults.
-        rules: Bounds on writing one file and, by pauses between files, on the bytes per second.
-        on_processor: Training computes on the processor, so processor time for writing counts as a stall.
+    of older versions are dropped when a newer version is handed over, unless the newer one names them. ``rules``:
+    bounds on writing one file and, by pauses between files, on the bytes per second. ``on_processor``: training
+    computes on the processor, so processor time for writing counts as a stall.
     """
 
     def __init__(
@@ -229,8 +213,7 @@ class CheckpointWriter:
     def _check_lease(self, version: int) -> None:
         """Check, before the first file of a version, that no other run has taken the storage over.
 
-        Raises:
-            CheckpointError: another run has taken it over, or storage does not answer.
+        Raises CheckpointError if another run has taken it over, or storage does not answer.
         """
         if self.lease and version != self._looked_at:
             holder = run_that_holds(self._url)

@@ -81,7 +81,6 @@ class FixedSum:
         total: Flat int64.
         largest: A float64 of shape (1,), on the same device; grows to the largest magnitude, NaN if one is NaN. A
             negative value means that nothing was added before.
-        exponent: Exponent of the scale.
         addresses: Addresses of ``total`` and ``largest``, on the host; requested once, not for each gradient.
     """
 
@@ -101,12 +100,8 @@ def add_fixed(sums: Sequence[FixedSum], gradients: Sequence[Tensor], is_first: S
     """Round gradients to int64 at their scales, add each to its sums, and keep the largest magnitudes.
 
     Nothing waits for the device. If a value is too large for a scale, or not finite, the sum is undefined, and
-    ``largest`` shows this.
-
-    Args:
-        sums: Sums on one device, in separate memory.
-        gradients: Real numbers of any floating type, as many as in their sums.
-        is_first: Whether to overwrite the sums.
+    ``largest`` shows this. ``sums``: sums on one device, in separate memory. ``gradients``: real numbers of any
+    floating type, as many as in their sums.
     """
     if sums and sums[0].addresses is not None:
         for one, gradient, first in zip(sums, gradients, is_first, strict=True):
@@ -151,7 +146,6 @@ def from_fixed(totals: Sequence[Tensor], exponents: Sequence[int], divisor: int,
     Args:
         totals: For each tensor, int64 of shape (members, elements), to be added over the members. All on one device,
             with contiguous elements.
-        exponents: Exponents of the scales.
         divisor: N.
         into: Flat, of as many elements, of one type, on the device of ``totals``.
     """
@@ -176,13 +170,8 @@ def _mean_by_torch(totals: Tensor, exponent: int, divisor: int, into: Tensor) ->
 def to_fixed(means: Tensor, exponent: int, divisor: int, into: Tensor) -> None:
     """Find sums that ``from_fixed`` turns into these means, bit for bit. They exist, since each mean comes from a sum.
 
-    The product is off by at most a few roundings: one of its neighbours is such a sum.
-
-    Args:
-        means: Flat; made by ``from_fixed`` with the same exponent and divisor.
-        exponent: Exponent of the scale.
-        divisor: N.
-        into: int64, of as many elements.
+    The product is off by at most a few roundings: one of its neighbours is such a sum. ``means``: Flat; made by
+    ``from_fixed`` with the same exponent and divisor. ``into``: int64, of as many elements.
     """
     scale = 2.0**-exponent / divisor
     guess = (means.to(torch.float64) / scale).round_()
@@ -235,11 +224,7 @@ def _loops(dtype: torch.dtype) -> Loops | None:
 
 
 def _compare(kernels: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Try kernels or loops for numbers of a type.
-
-    Raises:
-        ValueError: they give other bits than torch's kernels.
-    """
+    """Try kernels or loops for numbers of a type. Raises ValueError if they give other bits than torch's kernels."""
     values = (torch.arange(-4096, 4096, device=device) / 64).to(dtype).exp2_()
     values[::3] *= -1
     sizes = [1, 5000, 3191]

@@ -55,7 +55,6 @@ def _place(nums, size: tl.constexpr):
 
 @triton.jit
 def _of(which, each):
-    """Return the arguments for this tensor."""
     found = each[0]
     for index in tl.static_range(1, len(each)):
         found = tl.where(which == index, each[index], found)

@@ -21,12 +21,10 @@ import torch
 class Loops:
     """Both loops for one type.
 
-    Attributes:
-        add: Takes the addresses of sums and of gradients, their number, the scale, the address of the largest
-            magnitude, and whether to overwrite the sums. Without its sign bit, a float's bits are ordered as its
-            magnitude: infinity, then NaN last.
-        mean: Takes the address of the first row of sums, the numbers of rows and of columns, the distance of two rows
-            in sums, the scale, and the address of the means.
+    ``add``: takes the addresses of sums and of gradients, their number, the scale, the address of the largest
+    magnitude, and whether to overwrite the sums. Without its sign bit, a float's bits are ordered as its magnitude:
+    infinity, then NaN last. ``mean``: takes the address of the first row of sums, the numbers of rows and of columns,
+    the distance of two rows in sums, the scale, and the address of the means.
     """
 
     add: Callable[..., None]
@@ -134,8 +132,7 @@ _LOCK = threading.Lock()
 def compile_loops(dtype: torch.dtype) -> Loops:
     """Compile both loops for gradients and means of this type, float32 or float64.
 
-    Raises:
-        RuntimeError: LLVM does not know this processor, or refuses the text.
+    Raises RuntimeError if LLVM does not know this processor, or refuses the text.
     """
     with _LOCK:
         llvm.initialize_native_target()

@@ -37,7 +37,6 @@ class ModelState:
         model: The job's model, without memory for its weights where that is possible.
         kept: The kept name by every name: the first name of the same tensor, under which tied parameters are kept.
         trainable: Kept names of parameters that require a gradient.
-        buffers: Kept names of buffers.
         values: Initial values by kept name, made by the job's model.
     """
 
@@ -54,11 +53,7 @@ class ModelState:
 
 
 def model_state(job: Job) -> ModelState:
-    """Build the job's model, without memory for its weights where that is possible.
-
-    Raises:
-        JobError: its state_dict holds something besides tensors.
-    """
+    """Build the job's model, without memory for its weights where that is possible."""
     built = build_model(job.model, job.seed)
     entries = built.model.state_dict(keep_vars=True)
     for name, value in entries.items():
@@ -76,12 +71,7 @@ def model_state(job: Job) -> ModelState:
 
 
 def export_state(job: Job, checkpoint_url: str, manifest: Manifest) -> dict[str, Tensor]:
-    """Collect a checkpoint's parameters and buffers under all of the user's names, with entries that are not trained.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete or damaged.
-        JobError: the job's model is not the one that was trained.
-    """
+    """Return a checkpoint's parameters and buffers under all of the user's names, and entries that are not trained."""
     state = model_state(job)
     trained = _trained(job, state, checkpoint_url, manifest)
     return _under_each_name(state, trained, FrozenWeights(checkpoint_url), state.kept)
@@ -91,10 +81,6 @@ def export_pretrained(job: Job, checkpoint_url: str, manifest: Manifest) -> tupl
     """Collect the arguments of the model's own ``save_pretrained(folder, state_dict=...)``.
 
     For a model with adapters (peft) these are only trained tensors: no frozen weight is read.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete or damaged.
-        JobError: the job's model is not the one that was trained, or has no such method.
     """
     state = model_state(job)
     if not callable(getattr(state.model, "save_pretrained", None)):
@@ -190,11 +176,7 @@ class Weights(Protocol):
 
 
 class StoredRun:
-    """The parameters and buffers of a run's checkpoint, with its optimizers' state; one unit is in memory at a time.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read, or is damaged.
-    """
+    """The parameters and buffers of a run's checkpoint, with its optimizers' state; one unit is in memory at a time."""
 
     def __init__(self, source: str, checkpoint_url: str, manifest: Manifest) -> None:
         self.path, self._url, self._manifest = Path(source), checkpoint_url, manifest
@@ -238,16 +220,6 @@ class ImportedParameters:
         unused: Parameters that are left out, because the loss does not depend on them.
         fresh: Parameters that the job's model initialises.
         frozen: Names of untrained entries that differ from the job's model.
-
-    Args:
-        job: The job.
-        model: The job's cut model.
-        file: The file, or a run.
-        initial_buffers: Initial buffers of the job's model.
-        rules: Rules that map the file's entries to the model's.
-
-    Raises:
-        InputError: an entry does not fit; the error names the file and the entry.
     """
 
     def __init__(
@@ -293,8 +265,7 @@ class ImportedParameters:
     def give_optimizer_state(self, state: UnitState) -> None:
         """Give a unit's new optimizer the state of the run's optimizer; parameters that the run lacks begin anew.
 
-        Raises:
-            InputError: the run has another optimizer.
+        Raises InputError if the run has another optimizer.
         """
         assert isinstance(self._file, StoredRun)
         tensors: dict[tuple[str, str], Tensor] = {}

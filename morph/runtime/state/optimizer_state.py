@@ -47,9 +47,8 @@ def prepare_torch() -> None:
 def build_optimizer(make_optimizer: MakeOptimizer, parameters: Mapping[str, Parameter]) -> Optimizer:
     """Call the job's factory for some parameters. A unit of buffers has none, and needs no call.
 
-    Raises:
-        JobError: the factory returns no optimizer, or several, or an optimizer that must evaluate the loss itself; or
-            it makes one of none of these parameters.
+    Raises JobError if the factory returns no optimizer, or several, or an optimizer that must evaluate the loss itself;
+    or it makes one of none of these parameters.
     """
     if not parameters:
         return SGD([{"params": []}])
@@ -76,9 +75,8 @@ def build_optimizer(make_optimizer: MakeOptimizer, parameters: Mapping[str, Para
 def build_scheduler(make_scheduler: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
     """Call the job's factory for one optimizer.
 
-    Raises:
-        JobError: the factory returns no scheduler, one whose step needs a metric, or one whose state is not plain
-            numbers.
+    Raises JobError if the factory returns no scheduler, one whose step needs a metric, or one whose state is not plain
+    numbers.
     """
     scheduler = make_scheduler(optimizer)
     if not isinstance(scheduler, LRScheduler):
@@ -99,9 +97,6 @@ def build_both(
     Returns:
         The optimizer and the schedule; the job's settings of both as plain values; and whether the optimizer may step
             together with others.
-
-    Raises:
-        JobError: one of them cannot be used.
     """
     optimizer = build_optimizer(make_optimizer, parameters)
     groups, joins = group_numbers(optimizer), is_elementwise(optimizer)
@@ -192,11 +187,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def optimizer_state(
     optimizer: Optimizer, parameters: Mapping[str, Parameter]
 ) -> tuple[dict[tuple[str, str], Tensor], dict[str, Any]]:
-    """Return tensors by (parameter, key), and everything else as plain values by parameter.
-
-    Raises:
-        JobError: something in the state is neither a tensor nor plain numbers, or belongs to no parameter.
-    """
+    """Return tensors by (parameter, key), and everything else as plain values by parameter."""
     tensors: dict[tuple[str, str], Tensor] = {}
     plain: dict[str, Any] = {}
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -249,11 +240,7 @@ def is_aligned(tensor: Tensor) -> bool:
 
 
 def group_numbers(optimizer: Optimizer) -> list[Any]:
-    """Return the hyperparameters of each parameter group, as plain values.
-
-    Raises:
-        JobError: a hyperparameter is not plain numbers.
-    """
+    """Return the hyperparameters of each parameter group, as plain values."""
     return [
         {
             key: _plain("optimizer", f"hyperparameter {key!r}", optimizer, value)
@@ -279,9 +266,6 @@ def load_settings(
         scheduler: The scheduler as the job built it.
         numbers: The saved ``groups`` and ``scheduler``, ``said`` of the job that saved them, and ``num_applied`` steps.
         said: This job's settings, from ``build_both``, and everything else on which they depend.
-
-    Raises:
-        JobError: the schedule cannot be advanced.
     """
     before = numbers.get("said")
     if before is None or not says_otherwise(numbers, said):
@@ -327,11 +311,7 @@ def _advance(scheduler: LRScheduler, num_steps: int) -> None:
 
 
 def scheduler_numbers(scheduler: LRScheduler) -> Any:
-    """Return a schedule's state as plain values.
-
-    Raises:
-        JobError: the state is not plain numbers.
-    """
+    """Return a schedule's state as plain values."""
     return _plain("lr_scheduler", "state", scheduler, dict(scheduler.state_dict()))
 
 
@@ -353,10 +333,8 @@ _KIND = "~"
 def to_plain(value: Any, tensors: list[Tensor] | None = None) -> Any:
     """Write a value with JSON's types; tuples, dicts, counters and tensors of one number are marked.
 
-    Other tensors are appended to ``tensors``, if that is given.
-
-    Raises:
-        ValueError: a value cannot be written; the error names its type.
+    Other tensors are appended to ``tensors``, if that is given. Raises ValueError if a value cannot be written; the
+    error names its type.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value

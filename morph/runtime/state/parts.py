@@ -36,10 +36,8 @@ def num_reals(tensor: Tensor) -> int:
 class Memory:
     """Flat memory of one step, taken from an earlier step: new pages cost as much as passes over them.
 
-    Args:
-        device: The default device.
-        left: Memory that nothing reads or writes any longer.
-        is_tight: Whether to release returned memory that is too small for the next request.
+    ``left``: memory that nothing reads or writes any longer. ``is_tight``: whether to release returned memory that is
+    too small for the next request.
     """
 
     def __init__(self, device: torch.device = _HOST, left: Iterable[Tensor] = (), *, is_tight: bool = False) -> None:
@@ -72,11 +70,7 @@ class Memory:
 class Part:
     """Tensors of one unit whose means have one type; their sums, of ``reals``, are consecutive in memory.
 
-    Args:
-        names: Names of the tensors.
-        like: Shape and type of each mean.
-        dtype: Type of the sums.
-        memory: Memory for the sums.
+    ``like``: shape and type of each mean. ``dtype``: type of the sums.
     """
 
     def __init__(self, names: tuple[str, ...], like: Mapping[str, Tensor], dtype: torch.dtype, memory: Memory) -> None:

@@ -59,7 +59,6 @@ class _Unit:
 
     @property
     def parts(self) -> list[Part]:
-        """The parts that have elements."""
         return [part for part in self.accumulator.parts if part.size]
 
     def pieces(self) -> list[_Piece]:
@@ -106,7 +105,6 @@ class _Piece:
         return self.unit.ring
 
     def computing(self) -> AbstractContextManager[object]:
-        """Compute on the stream of the ring's operations."""
         return self.ring.computing() if isinstance(self.ring, DeviceRing) else nullcontext()
 
     def scatter(self, memory: Memory) -> None:
@@ -121,7 +119,6 @@ class _Piece:
                 self.pending.append(self.ring.exchange(self.received, self.sums))
 
     def gather(self, num_micro_batches: int, memory: Memory) -> None:
-        """Turn this worker's share into means, and send them to every member."""
         if not isinstance(self.ring, DeviceRing):  # the ring's stream has them in order
             self.wait()
         with self.computing():
@@ -160,7 +157,6 @@ class _Piece:
         self.sums = None if self.sums is None else next(found).view(self.sums.shape)
 
     def wait(self) -> None:
-        """Block until operations under way are done. Raises as ``Interrupt.wait_for``."""
         for pending in self.pending:
             pending.wait(_WHAT)
         self.pending.clear()
@@ -191,12 +187,7 @@ class Reduction:
     in the same order. In a ring of devices, threads wait only for the means of the last piece but one: later work is
     enqueued after each operation. For other rings, sums on a device are first copied to pinned memory while the device
     computes: a few pieces at a time, so that they take little of that memory, and messages between stages wait only for
-    these.
-
-    Args:
-        interrupt: The generation's interrupt.
-        num_micro_batches: N.
-        memory: Memory for received sums and means; new if not given.
+    these. ``memory``: memory for received sums and means; new if not given.
     """
 
     def __init__(self, interrupt: Interrupt, num_micro_batches: int, memory: Memory | None = None) -> None:
@@ -327,7 +318,6 @@ class Reduction:
             self._gathered.popleft().wait_for_means()
 
     def _is_over(self) -> bool:
-        """Whether everything is scattered."""
         if not self._is_complete or self._to_scatter:
             return False
         with self._lock:

@@ -53,10 +53,8 @@ class StateCopy:
     A state changes only when a step is applied, a whole forward and backward after it was handed over: the thread that
     is about to change it calls ``finish``, and waits only for the remaining copies.
 
-    Tensors on a device are copied while it computes, through pieces of pinned memory.
-
-    Args:
-        tensors: The tensors to copy; they may not change before ``finish`` returns.
+    Tensors on a device are copied while it computes, through pieces of pinned memory. ``tensors``: the tensors to copy;
+    they may not change before ``finish`` returns.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -151,15 +149,9 @@ class UnitState:
     """A worker's state of one unit.
 
     Args:
-        unit: The unit.
         tensors: Its parameters and buffers by name; copied for this state, or used directly with ``for_good``.
         make_optimizer: The job's optimizer factory; the unit gets an instance of its own.
         num_micro_batches: N; with the number of sections that use the unit, it bounds the contributions.
-        exact: Whether gradients are summed in fixed point.
-        rules: How gradients are applied.
-
-    Raises:
-        JobError: an optimizer or schedule that cannot be used.
     """
 
     def __init__(
@@ -427,9 +419,8 @@ class UnitState:
     def load(self, tensors: Mapping[str, Tensor], *, for_good: bool = False) -> None:
         """Load a state made by ``tensors``; ``for_good``: use its memory, which nothing else uses.
 
-        Raises:
-            ValueError: if a parameter or buffer is missing or has another shape or dtype.
-            CheckpointError: if it was trained with other frozen weights than this worker has.
+        Raises ValueError if a parameter or buffer is missing or has another shape or dtype. Raises CheckpointError if
+        it was trained with other frozen weights than this worker has.
         """
         for copy in self._copies:  # the held gradients belong to a discarded history
             copy.drop()
@@ -540,8 +531,7 @@ def _apply_together(states: Sequence[UnitState], decided: Decided | None) -> Non
 def norms_sq(states: Mapping[str, UnitState]) -> dict[str, float]:
     """Return the squared norms of the held gradients, for units whose step needs them.
 
-    Raises:
-        NonFiniteGradient: if one is not finite.
+    Raises NonFiniteGradient if one is not finite.
     """
     wanted = {unit: state.gradients_of_norm for unit, state in states.items()}
     found = squared_norms({unit: gradients for unit, gradients in wanted.items() if gradients is not None})

@@ -33,9 +33,6 @@ def compiled(model: CutModel) -> CutModel:
     """Return a cut model whose sections are compiled when they are first run on a device.
 
     Sections with a backward of the user's own (``torch.autograd.Function``) stay as they are.
-
-    Raises:
-        JobError: the model is cut at marks, so that its sections are the user's code.
     """
     refuse_marked(model)
     _prepare()
@@ -49,11 +46,7 @@ def compiled(model: CutModel) -> CutModel:
 
 
 def refuse_marked(model: CutModel) -> None:
-    """Check that sections are graphs.
-
-    Raises:
-        JobError: sections are the user's code.
-    """
+    """Check that sections are graphs."""
     if not all(isinstance(section.code, GraphModule) for section in model.sections):
         allowed = "False for a model that is cut at marks, or not cut, because torch.export refuses it"
         raise wrong_job("compile", "is not possible", True, allowed)
@@ -67,14 +60,7 @@ def compile_all(
 ) -> None:
     """Compile one section of each kind, by running it forward and backward on zeros.
 
-    Args:
-        model: The result of ``compiled``.
-        load_batch: Returns batch entries of a micro-batch, by keys.
-        precision: The job's precision.
-        device: The device of the sections.
-
-    Raises:
-        JobError: a section cannot be compiled.
+    ``load_batch``: returns batch entries of a micro-batch, by keys.
     """
     for section in {_kind(section, device): section for section in reversed(model.sections)}.values():
         tensors: dict[str, Tensor] = {}

@@ -40,7 +40,6 @@ class StageWork:
     """The work of one stage in one step.
 
     Attributes:
-        gradients_may_lack: Whether tensors at its borders may lack gradients.
         borders: Inputs and outputs of each micro-batch whose tensors differ in shape from ``inputs`` and
             ``outputs``.
         shares: The share of each micro-batch in means over samples, if they differ.

@@ -69,8 +69,7 @@ def set_kernels(wanted: Kernels) -> None:
 def prepare_cublas() -> None:
     """Give cuBLAS a workspace of its own for each stream, before anything in this process starts CUDA.
 
-    Raises:
-        JobError: the environment requests a workspace with which products may differ from run to run.
+    Raises JobError if the environment requests a workspace with which products may differ from run to run.
     """
     found = os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_WORKSPACES[0])
     if found not in CUBLAS_WORKSPACES:

@@ -31,13 +31,9 @@ class Sender:
     """Sends the tensors of one boundary to the neighbouring stage.
 
     ``peak`` is the largest number of micro-batches that were handed over and had not left; ``history`` has one interval
-    for each that had left at the last ``send`` or ``flush``.
-
-    Args:
-        link: The link to the neighbour.
-        lacking: Default specs of tensors that may be absent; each message says which of them are present. Empty: no
-            tensor may be absent.
-        device: The device of these tensors; None: the host.
+    for each that had left at the last ``send`` or ``flush``. ``lacking``: default specs of tensors that may be absent;
+    each message says which of them are present. Empty: no tensor may be absent. ``device``: the device of these
+    tensors; None: the host.
     """
 
     def __init__(self, link: Link, lacking: Sequence[BoundaryTensor] = (), device: torch.device | None = None) -> None:

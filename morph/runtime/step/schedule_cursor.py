@@ -65,9 +65,8 @@ class ScheduleCursor:
     def next_task(self, activations: int, gradients: int) -> Task | None:
         """Return the task to run now; None: wait for an arrival.
 
-        Args:
-            activations: The number of forward inputs that have arrived so far.
-            gradients: The number of output gradients that have arrived so far (on the last stage: forwards done).
+        ``activations``: the number of forward inputs that have arrived so far. ``gradients``: the number of output
+        gradients that have arrived so far (on the last stage: forwards done).
         """
         if self.finished:
             return None

@@ -64,9 +64,6 @@ def run_section(
     Outputs have the types of the cut model in every precision, and conjugates are carried out, so that sent tensors
     equal those that the next section of the same stage gets. If narrower types cross a job's cuts, the section widens
     its inputs, so that their gradients are also narrow.
-
-    Raises:
-        JobError: the user's code has frozen a parameter.
     """
     leaves = tuple(
         tensor.detach().requires_grad_(spec.requires_grad) for tensor, spec in zip(inputs, section.inputs, strict=True)
@@ -97,14 +94,8 @@ def run_step(
 ) -> tuple[Tensor, ...]:
     """Run all sections forward, and then backward from the loss; return the outputs of the last one.
 
-    Args:
-        sections: Sections of the whole model.
-        batch: Entries of one micro-batch.
-        parameters: Parameters by name.
-        add: Receives each gradient, as in ``section_backward``.
-        prepared: Called with each section before its forward; returns the section to run in its place.
-        precision: The type in which autocast runs suitable operations.
-        factor: The factor of the loss before its backward.
+    ``add``: receives each gradient, as in ``section_backward``. ``prepared``: called with each section before its
+    forward; returns the section to run in its place.
     """
     runs: list[SectionRun] = []
     values: tuple[Tensor, ...] = ()

@@ -53,17 +53,12 @@ class Stage:
     """Runs tasks of one stage in one step.
 
     Args:
-        model: The cut model.
-        sections: Section numbers of the stage.
         recompute: Whether to keep only the stage's input between forward and backward.
         live_sections: With recompute, the number of sections whose graphs are held at once; None: all. The inputs of
             each group of this many sections, counted from the end, are kept, and a group is recomputed before its
             backward.
         parameters: Parameters by name; read at every run.
         load_batch: Returns the batch entries of a micro-batch, by global number and keys.
-        seed: The job's seed.
-        step: The step, for the random streams.
-        precision: The job's precision.
     """
 
     def __init__(
@@ -143,12 +138,10 @@ class Stage:
         return gradients
 
     def _of(self, group: range, micro_batch: int) -> tuple[Section, ...]:
-        """Return the sections for the size of a micro-batch."""
         sections = self._model.at(*self.size_of(micro_batch)).sections
         return tuple(sections[index] for index in group)
 
     def _run(self, group: range, micro_batch: int, inputs: Sequence[Tensor]) -> list[SectionRun]:
-        """Run sections in a row, keeping their graphs."""
         runs: list[SectionRun] = []
         values = tuple(inputs)
         for section in self._of(group, micro_batch):

@@ -41,10 +41,6 @@ class Stopwatch:
 
     Tasks and waits are counted once the device has reached their end, so nothing waits for it during the step;
     ``settle`` counts the rest. A wait, for a neighbour or for reductions, counts the device's idle time.
-
-    Args:
-        clock: The device's clock.
-        recording: Keep a timeline.
     """
 
     def __init__(self, clock: TaskClock, *, recording: bool = False) -> None:

@@ -60,15 +60,11 @@ class StepSums:
 
     Args:
         units: The held units, with all sections that use each.
-        sections: The sections of its stage.
-        micro_batches: Its micro-batches, in order.
         num_micro_batches: N, over all replicas.
         last_section: The model's last section, to which the losses belong.
-        rings: The reduction of the units.
         salvage: The kept partial sums of the step from all workers.
         held: This worker's kept partial sums.
         keep: Whether ``partial_sums`` are needed if the step is abandoned.
-        counted: Called after each backward with the number of backwards.
     """
 
     def __init__(  # noqa: PLR0913 (one call builds it)

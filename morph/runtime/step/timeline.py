@@ -86,11 +86,7 @@ def trace(timelines: Sequence[StepTimeline]) -> dict[str, Any]:
 
 
 def write_trace(timelines: Sequence[StepTimeline], path: Path) -> None:
-    """Write the trace of one step into a file, atomically.
-
-    Raises:
-        RunDirError: the file cannot be written.
-    """
+    """Write the trace of one step into a file, atomically."""
     try:
         write_whole(path, json.dumps(trace(timelines)))
     except OSError as error:

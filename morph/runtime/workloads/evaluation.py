@@ -69,8 +69,7 @@ _OFF: dict[object, tuple[int, str, bool | float]] = {
 def evaluation_sections(model: CutModel) -> tuple[Section, ...]:
     """Return the sections of a cut model without dropout.
 
-    Raises:
-        JobError: dropout cannot be distinguished from the model's own randomness.
+    Raises JobError if dropout cannot be distinguished from the model's own randomness.
     """
     return tuple(_without_dropout(section) for section in model.sections)
 
@@ -169,8 +168,7 @@ def run_evaluation(
 ) -> tuple[MicroBatchLoss, ...]:
     """Run this stage's part of an evaluation; only last stages return losses and metrics.
 
-    Raises:
-        GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.wait_for``.
+    Raises GenerationAborted, PeerLost or WaitTimeout as ``Interrupt.wait_for``.
     """
     count = len(work.micro_batches)
     arriving = None
@@ -248,11 +246,7 @@ def with_step(batch: Mapping[str, Tensor], job: Job, step: int) -> Mapping[str, 
 
 
 class Evaluator:
-    """One worker's part in a job's evaluations.
-
-    Raises:
-        JobError: the evaluation data cannot be used, or the model cannot be evaluated.
-    """
+    """One worker's part in a job's evaluations."""
 
     def __init__(self, job: Job, model: CutModel, device: torch.device, prefetcher: DataWorkers | None = None) -> None:
         assert job.eval_data is not None
@@ -280,8 +274,7 @@ class Evaluator:
     def run_if_due(self, current: Generation, version: int, model: CutModel) -> Evaluation | None:
         """Evaluate this version, which all units have; returns None if no evaluation is due, or not on a last stage.
 
-        Raises:
-            GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.wait_for``.
+        Raises GenerationAborted, PeerLost or WaitTimeout as ``Interrupt.wait_for``.
         """
         if current.slot is None or not self.size.is_due(version):
             return None
@@ -308,11 +301,7 @@ class Evaluator:
         return Evaluation(version=version, num_micro_batches=total, losses=losses, finishes=finishes)
 
     def finish(self, totals: EvaluationTotals) -> FinishedMetrics:
-        """Compute the job's metrics of a whole evaluation.
-
-        Raises:
-            JobError: the function fails, or returns anything but numbers by name.
-        """
+        """Compute the job's metrics of a whole evaluation."""
         job = self._job
         assert job.eval_metrics is not None
         given: dict[str, Any] = {name: math.nan if value is None else value for name, value in totals.values.items()}

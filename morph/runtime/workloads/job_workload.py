@@ -75,11 +75,7 @@ _FIELDS = (
 
 
 def check_training(job: Job, model: CutModel) -> dict[str, str]:
-    """Build each unit's optimizer and schedule without memory, check the evaluation data, and return the settings.
-
-    Raises:
-        JobError: an optimizer, a schedule or evaluation data cannot be used.
-    """
+    """Build each unit's optimizer and schedule without memory, check the evaluation data, and return the settings."""
     _check_step_entry(job)
     found = settings(job, model) | _needs(job, model)
     if job.compile:
@@ -105,11 +101,7 @@ def _check_step_entry(job: Job) -> None:
 
 
 def settings(job: Job, model: CutModel) -> dict[str, str]:
-    """Return a job's settings as text by name: its fields, and numbers of each unit's optimizer and schedule.
-
-    Raises:
-        JobError: an optimizer or a schedule cannot be used.
-    """
+    """Return a job's settings as text by name: its fields, and numbers of each unit's optimizer and schedule."""
     found = {name: repr(getattr(job, name)) for name in _FIELDS}
     if isinstance(job.model, WholeModel):
         found["model"] = job.model.digest()
@@ -181,11 +173,7 @@ _PROBE_SIZE = 0.01
 
 
 class JobWorkload:
-    """Loads the job of a setup and cuts its model, which takes seconds unless a cut was kept. See ``Workload``.
-
-    Raises:
-        InputError: the job is wrong, or the profile does not belong to it.
-    """
+    """Loads the job of a setup and cuts its model, which takes seconds unless a cut was kept. See ``Workload``."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         self._device = torch.device(setup.device)

@@ -77,11 +77,7 @@ class Workload(Protocol):
 
 
 def load_workload(setup: WorkerSetup) -> Workload:
-    """Return the workload that a setup describes.
-
-    Raises:
-        InputError: if the job is wrong, or the profile belongs to another job.
-    """
+    """Return the workload that a setup describes."""
     if setup.emulation is not None:
         from morph.runtime.emulation.workload import EmulatedWorkload
 
