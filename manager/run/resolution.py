@@ -53,7 +53,9 @@ def _read(request: RunRequest, run_dir: Path | None) -> PreparedRun:
     if request.profile is None or request.cluster is None:
         missing = "--profile" if request.profile is None else "--cluster"
         made = {"--profile": "a file that `morph calibrate JOB -o FILE` wrote", "--cluster": "a cluster file (YAML)"}
-        raise ConfigError("is not given", field=missing, allowed=f"{made[missing]}, or a job file (YAML) in place of JOB")
+        raise ConfigError(
+            "is not given", field=missing, allowed=f"{made[missing]}, or a job file (YAML) in place of JOB"
+        )
     profile, cluster = load_profile(request.profile), load_cluster(request.cluster, request.settings)
     url = request.checkpoint_url
     run_dir = run_dir or folder_of(profile, request.profile)

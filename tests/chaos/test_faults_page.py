@@ -22,6 +22,8 @@ def test_each_test_that_the_pages_name_is_there(file: str, name: str) -> None:
 
 
 def test_every_row_names_a_test_or_a_page() -> None:
-    rows = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith(("| fault |", "| helper |"))]
+    rows = [
+        line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith(("| fault |", "| helper |"))
+    ]
     assert len(rows) > len(FAULTS)
     assert [row for row in rows if "tests/" not in row and "](" not in row] == []

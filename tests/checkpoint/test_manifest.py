@@ -320,8 +320,7 @@ def test_storage_that_does_not_answer_damages_nothing(local: str, monkeypatch: p
     def silent(*_: object, **__: object) -> bytes:
         raise TimeoutError("no answer within 60 s")
 
-    filesystem = type(fsspec.core.url_to_fs(local)[0])
-    monkeypatch.setattr(filesystem, "cat_file", silent)
+    monkeypatch.setattr("morph.checkpoint.storage.open_file", silent)
     with pytest.raises(CheckpointError, match="no answer within 60 s") as caught:
         newest_whole(local, every_byte=True)
     assert not isinstance(caught.value, CheckpointDamaged)

@@ -226,7 +226,7 @@ class Hosts:
 
 def _namespace_of(pid: int) -> str:
     try:
-        return str(Path(f"/proc/{pid}/ns/pid").readlink())
+        return str(Path(f"/proc/{pid}/ns/net").readlink())
     except OSError:  # the process has ended
         return ""
 

@@ -232,7 +232,7 @@ def test_an_unreadable_journal_is_reported_and_otherwise_ignored(tmp_path: Path)
     with Journal.open(tmp_path / "journal.sqlite") as journal:
         journal.append(1.0, "event", '{"kind":"node_appeared","of_another_version":1}')
     RunHistory(told.append).take_in(tmp_path)
-    assert "line 1 of the journal was written by another version of Morph" in told[1]
+    assert "line 1 of the journal cannot be read: it was written by another version of Morph, or is damaged" in told[1]
 
 
 def test_a_run_is_given_the_observations_of_earlier_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def age_text(saved_s: float | None, now_s: float) -> str:
 
 
 checkpoints_app = typer.Typer(
-    help="List, verify, keep, remove, clean and copy checkpoints.\n\n\b\nExample:\n  morph checkpoints ls runs/tiny",
+    help="List, verify, keep, remove, copy and clean up.\n\n\b\nExample:\n  morph checkpoints ls runs/tiny",
     no_args_is_help=True,
     rich_markup_mode=None,
 )

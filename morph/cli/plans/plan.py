@@ -144,8 +144,7 @@ def plan_command(
     Example:
       morph plan profile.json --gpus 6
       morph plan profile.json --gpus 128 --memory-gib 16 --json -o plan.json
-      morph plan profile.json --nodes 16x1,4x4
-      morph plan gpt2-2.5b-t4.json --pool v100=12,t4=12 --price v100=0.9,t4=0.16 --budget 8
+      morph plan gpt2-2.5b-t4.json --pool v100=12,t4=12 --price v100=0.9,t4=0.16
       morph plan profile.json --gpus 16..128 --csv plans.csv --png plans.png
     """
     from morph.contract.profile import load_profile

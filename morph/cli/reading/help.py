@@ -20,7 +20,7 @@ FEW_OPTIONS = 12
 TITLES = {
     "Job": "--profile --cluster --steps --epochs --policy --objective --until --set --run-dir --checkpoint-url",
     "GPUs": "--gpus --nodes --pool --gpus-per-node --node-type --memory-gib --hosts",
-    "Shape": "-P -D --plan --m --schedule --recompute --no-recompute --batch-size --slow --jitter-seed",
+    "Shape": "-P -D --plan --m --schedule --recompute --no-recompute --batch-size --slow --jitter-seed --tolerance",
     "VMs": "--trace --trace-speed --price --budget --on-demand-price --gpus-per-vm --node-types",
     "Drawn traces": "--vms --hours --like --model --seeds --seed",
     "Output": "--plain --verbose --log-format --page --timeline-step --json --output --csv --parquet --png --jobs",
