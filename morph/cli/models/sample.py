@@ -6,6 +6,7 @@ import json
 import os
 import select
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from morph.jobs.job import Job
 
 POLL_S = 2.0
+LAST_S, HANGS = 120.0, 75
+"""The time that a sample may still take once its run is over or its manager dead, and the exit code after that."""
 
 
 def sample_command(
@@ -79,6 +82,7 @@ def sample_command(
         return
     if while_open:
         os.nice(10)
+        end_with_the_run(LAST_S)
     failed: set[str] = set()
     is_over = False
     while True:
@@ -91,6 +95,18 @@ def sample_command(
             is_over = bool(select.select([sys.stdin], [], [], POLL_S)[0])
         else:
             time.sleep(POLL_S)
+
+
+def end_with_the_run(limit_s: float) -> None:
+    """End this process this long after standard input has ended, whatever the job's function does then."""
+
+    def watch() -> None:
+        select.select([sys.stdin], [], [])
+        time.sleep(limit_s)
+        print(f"the run is over, and Job.sample did not return within {limit_s:g} s", file=sys.stderr, flush=True)
+        os._exit(HANGS)
+
+    threading.Thread(target=watch, name="end-with-the-run", daemon=True).start()
 
 
 def _tried(sample: Callable[[], str], failed: set[str]) -> tuple[bool, str]:
