@@ -74,7 +74,8 @@ class Watch:
             wrong = sockets ^ (OF_MANAGER if name == "manager" else OF_VM)
             assert not wrong, (name, wrong)
             held = with_secrets(shown, known)
-            assert [place.split()[1:] for place in held] == ([["python", LOGIN]] if name == "manager" else [])
+            expected = [["python", LOGIN]] if name == "manager" else []
+            assert [place.split()[1:] for place in held] == expected, (name, held)
         assert {stat.S_IMODE(mode) for mode in self.modes.values()} == {0o600}, self.modes
         assert {Path(name).name for name in self.found.pop("manager")} == {"token", "node-secret"}
         assert self.found.pop("the run") == RUN_FILES

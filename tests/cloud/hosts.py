@@ -94,8 +94,10 @@ class Host:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def processes(self) -> list[psutil.Process]:
-        mine = _namespace_of(self.pid)
-        return [process for process in psutil.process_iter() if _namespace_of(process.pid) == mine]
+        """Return the processes on the host's network, without those (``nsenter``) that are of this machine."""
+        network, own = _namespace_of(self.pid, "net"), _namespace_of(os.getpid(), "pid")
+        found = [process for process in psutil.process_iter() if _namespace_of(process.pid, "net") == network]
+        return [process for process in found if _namespace_of(process.pid, "pid") != own]
 
     def inside(self, *command: str) -> list[str]:
         """Return the command that runs ``command`` on this host, with the caller's environment."""
@@ -224,9 +226,9 @@ class Hosts:
         )
 
 
-def _namespace_of(pid: int) -> str:
+def _namespace_of(pid: int, kind: str) -> str:
     try:
-        return str(Path(f"/proc/{pid}/ns/net").readlink())
+        return str(Path(f"/proc/{pid}/ns/{kind}").readlink())
     except OSError:  # the process has ended
         return ""
 
