@@ -24,6 +24,7 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("MORPH_VALIDATE", "1")
 # Inductor believes this setting; otherwise it first compiles programs that try vector instructions, for 6 s
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # tests do not read a developer's cache; the processes of pytest-xdist share one
