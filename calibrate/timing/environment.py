@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-import psutil
 import torch
 
 from morph.contract.profile import Environment
-
-CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Memory limits of control groups, versions 2 and 1."""
-
+from morph.machine_memory import machine_memory_bytes
 
 CONTEXT_BYTES = 768 << 20
 """Part of a CUDA device's memory: its context with torch's kernels and cuBLAS workspaces. Assumed, not measured."""
@@ -55,23 +49,6 @@ def device_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return machine_memory_bytes() // num_cores()
-
-
-def machine_memory_bytes(limits: Sequence[Path] = CONTAINER_LIMITS) -> int:
-    """Return the machine's memory, or its container's limit."""
-    least = int(psutil.virtual_memory().total)
-    for path in limits:
-        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-            least = min(least, max(1, int(path.read_text(encoding="ascii"))))
-    return least
-
-
-def available_bytes(device: torch.device | None = None) -> int:
-    """Return the free memory of a device; None: that of this machine, within its container's limit."""
-    if device is not None and device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    used = int(psutil.Process().memory_info().rss)
-    return min(int(psutil.virtual_memory().available), machine_memory_bytes() - used)
 
 
 def num_cores() -> int:

@@ -6,39 +6,13 @@ import atexit
 import gc
 import logging
 import signal
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from morph import __version__
-from morph.cli.checkpoints.checkpoints import checkpoints_app
-from morph.cli.models.cut import cut_command
-from morph.cli.models.export import export_command
-from morph.cli.models.import_ import import_command
-from morph.cli.models.sample import sample_command
-from morph.cli.models.trace_deps import trace_deps_command
-from morph.cli.plans.plan import plan_command
-from morph.cli.plans.rehearse import rehearse_command
-from morph.cli.plans.replay import replay_command
-from morph.cli.plans.simulate import simulate_command
-from morph.cli.plans.trace import trace_app
-from morph.cli.profiles.calibrate import calibrate_command
-from morph.cli.profiles.calibrate_peer import calibrate_peer_command
-from morph.cli.profiles.profile import profile_app
 from morph.cli.reading.errors import MorphGroup
-from morph.cli.reading.help import MorphCommand
-from morph.cli.runs.cloud import cloud_app
-from morph.cli.runs.config import config_app
-from morph.cli.runs.demo import demo_command
-from morph.cli.runs.elastic import elastic_command
-from morph.cli.runs.inject import inject_command
-from morph.cli.runs.run import resume_command, run_command
-from morph.cli.runs.service import service_command
-from morph.cli.runs.spot_run import spot_run_command
-from morph.cli.views.commands import events_command, page_command, report_command, status_command, stop_command
-from morph.cli.views.history import history_command
-from morph.cli.views.timeline import timeline_command
+from morph.cli.reading.help import found_by_name
 from morph.contract.errors import printable
 
 HELP = """Train one PyTorch model on whatever spot GPUs are there right now.
@@ -51,8 +25,71 @@ Example (morph COMMAND --help explains a command):
       --cluster configs/clusters/local.yaml
 """
 
+COMMANDS: dict[str, dict[str, str | dict[str, str]]] = {
+    "Measure": {
+        "calibrate": "calibrate.commands.calibrate:calibrate_command",
+        "calibrate-peer": "calibrate.commands.calibrate_peer:calibrate_peer_command",
+        "profile": {
+            "": "calibrate.commands.profile:profile_app",
+            "add-type": "simulator.commands.add_type:add_type_command",
+            "refine": "manager.commands.refine:refine_command",
+        },
+    },
+    "Plan": {
+        "plan": "simulator.commands.plan:plan_command",
+        "simulate": "simulator.commands.simulate:simulate_command",
+    },
+    "Check": {
+        "cut": "morph.cli.cut:cut_command",
+        "trace-deps": "morph.cli.trace_deps:trace_deps_command",
+        "config": "manager.commands.config:config_app",
+    },
+    "Run": {
+        "run": "manager.commands.run:run_command",
+        "resume": "manager.commands.run:resume_command",
+        "stop": "manager.commands.look:stop_command",
+        "service": "manager.commands.service:service_command",
+        "elastic": "morph.cli.elastic:elastic_command",
+        "spot-run": "manager.commands.spot_run:spot_run_command",
+    },
+    "Look": {
+        "status": "manager.commands.look:status_command",
+        "events": "manager.commands.look:events_command",
+        "report": "manager.commands.look:report_command",
+        "page": "manager.commands.look:page_command",
+        "timeline": "manager.commands.timeline:timeline_command",
+        "history": "manager.commands.history:history_command",
+    },
+    "Weights": {
+        "checkpoints": "manager.commands.checkpoints:checkpoints_app",
+        "export": "manager.commands.export:export_command",
+        "import": "manager.commands.import_:import_command",
+        "sample": "manager.commands.sample:sample_command",
+    },
+    "Cloud": {"cloud": "manager.commands.cloud:cloud_app"},
+    "Try out": {
+        "demo": "manager.commands.demo:demo_command",
+        "rehearse": "manager.commands.rehearse:rehearse_command",
+        "replay": "manager.commands.replay:replay_command",
+        "trace": "simulator.commands.trace:trace_app",
+        "inject": "manager.commands.inject:inject_command",
+    },
+}
+"""Commands by title, in the order of the help: where each is. A group of commands from several places has its own under
+the empty name. They are found by name when they are called, so that nothing here knows the rooms that they belong to.
+"""
+
+
+AT_START = "manager.host.folders:sweep"
+"""What runs before each command."""
+
+
+class _Root(MorphGroup):
+    table = COMMANDS
+
+
 app = typer.Typer(
-    cls=MorphGroup,
+    cls=_Root,
     help=HELP,
     no_args_is_help=True,
     add_completion=False,
@@ -90,61 +127,8 @@ def root(
     ] = False,
 ) -> None:
     """Give the root command its options, and remove what killed runs of this user left; its help is HELP."""
-    from manager.host.folders import sweep
-
     del version  # the callback has printed it
-    sweep()
-
-
-_COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
-    "Measure": {
-        "calibrate": calibrate_command,
-        "calibrate-peer": calibrate_peer_command,
-        "profile": profile_app,
-    },
-    "Plan": {"plan": plan_command, "simulate": simulate_command},
-    "Check": {"cut": cut_command, "trace-deps": trace_deps_command, "config": config_app},
-    "Run": {
-        "run": run_command,
-        "resume": resume_command,
-        "stop": stop_command,
-        "service": service_command,
-        "elastic": elastic_command,
-        "spot-run": spot_run_command,
-    },
-    "Look": {
-        "status": status_command,
-        "events": events_command,
-        "report": report_command,
-        "page": page_command,
-        "timeline": timeline_command,
-        "history": history_command,
-    },
-    "Weights": {
-        "checkpoints": checkpoints_app,
-        "export": export_command,
-        "import": import_command,
-        "sample": sample_command,
-    },
-    "Cloud": {"cloud": cloud_app},
-    "Try out": {
-        "demo": demo_command,
-        "rehearse": rehearse_command,
-        "replay": replay_command,
-        "trace": trace_app,
-        "inject": inject_command,
-    },
-}
-"""Commands by title, in the order of the help."""
-
-for _title, _commands in _COMMANDS.items():
-    for _name, _command in _commands.items():
-        if isinstance(_command, typer.Typer):
-            for _registered in _command.registered_commands:
-                _registered.cls = MorphCommand
-            app.add_typer(_command, name=_name, rich_help_panel=_title)
-        else:
-            app.command(_name, cls=MorphCommand, rich_help_panel=_title)(_command)
+    found_by_name(AT_START)()
 
 
 def main() -> None:

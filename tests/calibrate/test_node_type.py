@@ -14,7 +14,7 @@ from calibrate import add_node_type
 from calibrate.computing import compute
 from calibrate.computing.subject import load_subject
 from calibrate.links.network import NetworkMeasurement
-from calibrate.timing.environment import describe_environment, machine_memory_bytes, num_cores
+from calibrate.timing.environment import describe_environment, num_cores
 from calibrate.timing.samples import timing
 from calibrate.writing import node_type
 from calibrate.writing.node_type import links_differ, with_node_type
@@ -30,6 +30,7 @@ from morph.contract.profile import (
     load_profile,
     write_profile,
 )
+from morph.machine_memory import machine_memory_bytes
 from simulator import synthetic_profile
 from tests.cli.given import without_phases
 

@@ -16,11 +16,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 from typer.testing import CliRunner
 
+from manager.commands.inject import seconds_of
 from manager.engine.local_vms.namespaces import check_permitted
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import version_url, write_manifest
 from morph.cli.main import app
-from morph.cli.runs.inject import seconds_of
 from morph.contract import ranges
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.errors import ConfigError, InputError

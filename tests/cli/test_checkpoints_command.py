@@ -9,10 +9,10 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from manager.commands.checkpoints import age_text
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, version_url, write_atomically
 from morph.checkpoint.versions import stored_versions
-from morph.cli.checkpoints.checkpoints import age_text
 from morph.cli.main import app
 from tests.checkpoint.test_manifest import _flipped, save
 

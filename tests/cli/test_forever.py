@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from manager.commands.forever import Ended, ends
+from manager.commands.service import STARTS, Kind, service_text
 from manager.controller.state.config import ControllerConfig
 from manager.journal.journal import Journal
 from manager.run_dir import GOES_ON, LOCK, SILENT_S, GoesOn, RunDir, RunFacts, of_manager
 from morph.cli.main import app
 from morph.cli.reading.errors import EXIT_GOES_ON, EXIT_INPUT, EXIT_INTERRUPTED
-from morph.cli.runs.forever import Ended, ends
-from morph.cli.runs.service import STARTS, Kind, service_text
 from simulator import plan_table, synthetic_profile
 from tests.waiting import ANSWER_S, poll_until
 
@@ -40,7 +40,7 @@ LIVES = """
 import os, signal, sys
 from pathlib import Path
 import typer
-from morph.cli.runs.forever import kept_up, leave_word
+from manager.commands.forever import kept_up, leave_word
 from morph.contract.errors import RunFinished, TrainingStopped
 from morph.contract.waits import Backoff
 

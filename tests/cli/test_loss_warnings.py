@@ -12,9 +12,9 @@ from calibrate.computing import compute
 from calibrate.links.network import NetworkMeasurement
 from calibrate.timing.samples import timing
 from calibrate.writing import measure
+from manager.commands import job_check as checks
+from manager.commands.job_check import check_job
 from morph.cli.main import app
-from morph.cli.models import checks
-from morph.cli.models.checks import check_job
 from morph.contract.errors import ProfileError
 from morph.contract.job_facts import JobFacts
 from morph.contract.profile import LinkProfile, Profile, SendTime, load_profile

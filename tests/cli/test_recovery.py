@@ -13,6 +13,8 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from manager.commands.job_check import check_job
+from manager.commands.run_view import run_view
 from manager.engine.loop.lease import Lease, this_process
 from manager.run.managed_run import managed_run
 from manager.run.recovery import read_recovery, recover, recovery_of, write_recovery
@@ -23,8 +25,6 @@ from manager.run_dir import RunDir, is_run, read_facts
 from morph.checkpoint.manifest import read_manifest, write_manifest
 from morph.checkpoint.versions import RECOVERY
 from morph.cli.main import app
-from morph.cli.models.checks import check_job
-from morph.cli.views.run_view import run_view
 from morph.contract.cluster import Notify
 from morph.contract.errors import CheckpointsTaken, ConfigError, InputError, RunDirError
 from morph.contract.profile import load_profile

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from manager.commands.job_check import check_job
+from manager.commands.run_view import run_view
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.state import initial_state
 from manager.run.code import RunCode
@@ -19,8 +21,6 @@ from manager.run.managed_run import managed_run
 from manager.run.request import IfChanged, RunRequest, keep_request
 from manager.run.session import RunSpec
 from manager.run_dir import RunDir, RunFacts, read_facts
-from morph.cli.models.checks import check_job
-from morph.cli.views.run_view import run_view
 from morph.contract.cluster import ClusterConfig, LocalVms
 from morph.contract.errors import JobError, RunDirError
 from morph.contract.profile import load_profile

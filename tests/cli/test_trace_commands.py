@@ -14,11 +14,11 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
+from manager.commands import replay_shown
 from manager.simulation.replay import POLICIES, Replay, policies_of
 from manager.simulation.spot.job import job_from_profile
 from manager.simulation.spot.run_end import Until
 from morph.cli.main import app
-from morph.cli.plans import replay_shown
 from morph.contract.profile import load_profile
 from morph.contract.trace import load_trace, write_trace
 from morph.pictures import picture

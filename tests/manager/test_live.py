@@ -15,6 +15,7 @@ from simulated_cluster import Faults, JournalledCluster, SimulatedCluster, playe
 from simulated_job import UNEQUAL, make_config
 from typer.testing import CliRunner
 
+from manager.commands.run_view import run_view
 from manager.controller.state.events import Event, NodeAppeared, NodesGranted, NodesStarted, Tick, WorkerAnswered
 from manager.controller.state.state import ControllerState, Decision, Phase
 from manager.dashboard.snapshot import snapshot
@@ -29,7 +30,6 @@ from manager.report.summary import summarise
 from manager.run_dir import JOURNAL, RunFacts
 from manager.trackers.reading import HappeningsReader
 from morph.cli.main import app
-from morph.cli.views.run_view import run_view
 from morph.contract.happenings import Trouble
 from morph.contract.messages import Failed, WorkerReady
 

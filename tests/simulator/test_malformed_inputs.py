@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from morph.cli.main import app
-from morph.cli.plans.settings import PlanSettings, SimulateSettings
 from morph.contract.profile import Contention, NodeTypeProfile, Profile
 from simulator import synthetic_profile
+from simulator.commands.settings import PlanSettings, SimulateSettings
 from tests.grids import IS_LONG
 
 ODD: tuple[Any, ...] = (

@@ -7,12 +7,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from morph.cli.plans.plan import plan_command
-from morph.cli.plans.simulate import simulate_command
 from morph.contract.errors import PlanError, ProfileError
 from morph.contract.plan import Plan, load_plan
 from morph.words import count_text, time_text
 from simulator import plan, plan_table, simulate, synthetic_profile
+from simulator.commands.plan import plan_command
+from simulator.commands.simulate import simulate_command
 from simulator.inputs.synthetic import with_type
 
 app = typer.Typer()

@@ -20,8 +20,8 @@ def nursery() -> Iterator[Nursery]:
     nursery = Nursery.with_modules(
         "manager.engine.on_processes.forking",
         "morph.cli.main",
-        "morph.cli.models.checks",
-        "morph.cli.runs.carry_out",
+        "manager.commands.job_check",
+        "manager.commands.carry_out",
         "matplotlib.figure",
         "matplotlib.backends.backend_agg",
         "tests.system.one_manager",

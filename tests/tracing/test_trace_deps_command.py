@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from manager.commands.job_check import check_job
 from morph.cli.main import app
-from morph.cli.models.checks import check_job
 from morph.contract.errors import JobError
 from morph.contract.profile import Profile, UnitProfile
 from morph.cutting import cut, export_job

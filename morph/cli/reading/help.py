@@ -10,8 +10,11 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from typing import Any
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, ClassVar
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
 MAX_LINES, MAX_COLUMNS = 40, 80
@@ -30,10 +33,24 @@ _TITLE_OF = {option: title for title, options in TITLES.items() for option in op
 _SETTINGS = "Settings of --set:"
 _TYPES = {"int": "N", "float": "X", "str": "TEXT", "path": "PATH"}
 Rows = list[tuple[str, str]]
+Command = Any
+"""A command or a group of Typer; its classes for them come and go with Click's."""
+Place = str | Mapping[str, str]
 
 
 class HelpGroup(TyperGroup):
-    """The root command: its help lists each command in a line, under the title with which it was registered."""
+    """The root command: its help lists each command in a line, under its title; a command is imported when it is used.
+
+    ``table``: the place of each command, ``module:name``, by title and name; of a group whose commands are in several
+    places, the places by name, with the group itself under the empty name.
+    """
+
+    table: ClassVar[Mapping[str, Mapping[str, Place]]] = {}
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        places = {name: (title, place) for title, of in self.table.items() for name, place in of.items()}
+        self.commands = Found(places) if places else self.commands
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""
@@ -53,6 +70,31 @@ class HelpGroup(TyperGroup):
             lines.append(f"  {title if title != last else '':<{left}}  {name:<{middle}}  {text}")
             last = title
         formatter.write("\n".join(lines) + "\n")
+
+
+class Found(dict[str, Command]):
+    """Commands by name, each of which is imported when it is looked up."""
+
+    def __init__(self, places: Mapping[str, tuple[str, Place]]) -> None:
+        super().__init__(dict.fromkeys(places))
+        self._places = dict(places)
+
+    def __getitem__(self, name: str) -> Command:
+        if name in self._places:
+            title, place = self._places.pop(name)
+            self[name] = _imported(name, place)
+            self[name].rich_help_panel = title
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401 (it is what get is made of)
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+    def items(self) -> Any:
+        """Import all that are left."""
+        return [(name, self[name]) for name in self]
 
 
 class MorphCommand(TyperCommand):
@@ -106,6 +148,28 @@ class MorphCommand(TyperCommand):
         if short:  # a line less
             return {title: [*(arguments if title == titles[0] else []), *rows] for title, rows in found.items()}
         return ({"Arguments": arguments} if arguments else {}) | found
+
+
+def found_by_name(place: str) -> Any:
+    """Import what ``module:name`` names."""
+    module, _, attribute = place.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def _imported(name: str, place: Place) -> Any:
+    places = {"": place} if isinstance(place, str) else place
+    found = found_by_name(places[""])
+    if isinstance(found, typer.Typer):
+        for registered in found.registered_commands:
+            registered.cls = MorphCommand
+        found.rich_markup_mode = None
+        group = typer.main.get_group(found)
+        group.name = name
+        group.commands.update({own: _imported(own, places[own]) for own in places if own})
+        return group
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    alone.command(name, cls=MorphCommand)(found)
+    return typer.main.get_command(alone)
 
 
 def _parts(text: str) -> tuple[str, str, list[str], list[str]]:

@@ -50,6 +50,8 @@ def demo_command(
     """
     doing("loading PyTorch and the simulator")
     from calibrate import calibrate
+    from manager.commands.job_check import check_job
+    from manager.commands.run_view import run_view
     from manager.report.picture import draw_run
     from manager.report.summary import summarise
     from manager.run.inputs import PreparedRun
@@ -57,8 +59,6 @@ def demo_command(
     from manager.run.preparation import memory_of
     from manager.run.request import RunRequest
     from manager.run_dir import read_facts
-    from morph.cli.models.checks import check_job
-    from morph.cli.views.run_view import run_view
     from morph.contract.cluster import LocalVms
     from morph.contract.errors import ConfigError
     from morph.contract.trace import write_trace

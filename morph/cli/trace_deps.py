@@ -41,10 +41,10 @@ def trace_deps_command(
     say = partial(doing, file=sys.stderr)  # the stream as it is now: while the job's code runs, its output is held back
     import torch
 
-    from calibrate.timing.environment import available_bytes
     from morph.cutting import cut, export_job
     from morph.jobs.files import imported_once
     from morph.jobs.job import load_job
+    from morph.machine_memory import available_bytes
     from morph.preflight.checks import CutJob, Effort, check, users_code
     from morph.tracing import micro_batch_size_of
 

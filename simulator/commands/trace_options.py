@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from morph.cli.plans.settings import DrawnTrace
 from morph.contract.errors import ConfigError
 from morph.yaml_files import SET
+from simulator.commands.settings import DrawnTrace
 
 if TYPE_CHECKING:
     from morph.contract.trace import Trace

@@ -59,7 +59,7 @@ def sample_command(
 
     stored = stored_at(source)
     doing(f"loading PyTorch and the job of {source}")
-    from morph.cli.models.export import loaded_job
+    from manager.commands.export import loaded_job
     from morph.runtime.device.devices import usable_device
 
     usable_device(device, source="morph sample", field="--device", numbered=True)

@@ -140,7 +140,7 @@ def _read_findings(content: bytes | None) -> _Findings | None:
 
 
 def _look_at(loaded: LoadedJob, profile: Profile, job_path: str) -> _Findings:
-    from calibrate.timing.environment import available_bytes
+    from morph.machine_memory import available_bytes
     from morph.preflight.checks import TRIED_BEFORE_RUNS, CutJob, Effort, check
 
     job, exported = loaded.job, loaded.exported

@@ -11,15 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from morph.cli.plans.plan_options import (
-    from_options,
-    given_options,
-    gpu_range,
-    refuse_together,
-    request_of,
-    require,
-)
-from morph.cli.plans.settings import PlanSettings, with_settings
 from morph.cli.reading.options import (
     AnyScheduleOption,
     JitterOption,
@@ -36,6 +27,15 @@ from morph.contract.errors import PlanError
 from morph.contract.files import check_output, write_output
 from morph.contract.pool import Pool, type_and_zone
 from morph.yaml_files import read_settings
+from simulator.commands.plan_options import (
+    from_options,
+    given_options,
+    gpu_range,
+    refuse_together,
+    request_of,
+    require,
+)
+from simulator.commands.settings import PlanSettings, with_settings
 
 if TYPE_CHECKING:
     from morph.contract.profile import Profile

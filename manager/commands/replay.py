@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from morph.cli.plans.plan_options import memory_bytes_of
-from morph.cli.plans.settings import ReplaySettings, with_settings
-from morph.cli.plans.trace_options import MOST_VMS, LikeOption, ModelOption, VmsOption, model_of, read_traces
 from morph.cli.reading.options import JsonOption, PngOption, SettingsOption
 from morph.cli.reading.progress import COMPILED_ONCE, doing_if_long, progress
 from morph.contract.errors import ConfigError, TraceError
@@ -22,6 +19,9 @@ from morph.contract.files import check_output, write_output
 from morph.contract.vm_names import MAX_DEVICES
 from morph.words import counted
 from morph.yaml_files import load_cluster, load_yaml, read_settings
+from simulator.commands.plan_options import memory_bytes_of
+from simulator.commands.settings import ReplaySettings, with_settings
+from simulator.commands.trace_options import MOST_VMS, LikeOption, ModelOption, VmsOption, model_of, read_traces
 
 if TYPE_CHECKING:
     from morph.contract.trace import Trace
@@ -209,7 +209,7 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
     if as_json:
         print(json.dumps(json.loads(frame_of(outcomes).to_json(orient="records"))))
     else:
-        from morph.cli.plans.replay_shown import show
+        from manager.commands.replay_shown import show
 
         show(job.name, outcomes)
         print(advice(outcomes, None if objective is None else objective.value))
@@ -218,7 +218,7 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
     if parquet is not None:
         write_output(parquet, frame_of(outcomes).to_parquet(index=False), ConfigError)
     if png is not None:
-        from morph.cli.plans.replay_shown import draw
+        from manager.commands.replay_shown import draw
 
         draw(job.name, outcomes, png)
 

@@ -98,9 +98,9 @@ def _check_job_file(path: Path, file: JobFile) -> str:
     Raises:
         InputError: something is wrong.
     """
+    from manager.commands.job_check import check_device, check_job
     from manager.run.request import RunRequest
     from manager.run.resolution import resolve
-    from morph.cli.models.checks import check_device, check_job
     from morph.cli.reading.errors import places
     from morph.contract.plan import by_pool
     from morph.contract.pool import Pool

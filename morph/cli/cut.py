@@ -43,7 +43,7 @@ def cut_command(
         check_output(png, JobError)
     report, compared = _find(job, num_sections, m)
     if png is not None:
-        from morph.cli.models.cut_picture import draw_cuts
+        from morph.cli.cut_picture import draw_cuts
 
         draw_cuts(report, job, png)
     if as_json:
@@ -63,10 +63,10 @@ def _find(job_path: str, num_sections: int | None, m: int | None) -> tuple[CutRe
     """Return the cuts, and a sentence that compares them with the plain model."""
     doing(f"loading PyTorch and {job_path}")
     say = partial(doing, file=sys.stderr)  # the stream as it is now: while the job's code runs, its output is held back
-    from calibrate.timing.environment import available_bytes
     from morph.cutting.cache.cut_job import LoadedJob
     from morph.cutting.cuts.report import report_cuts
     from morph.jobs.files import imported_once
+    from morph.machine_memory import available_bytes
     from morph.preflight.checks import CutJob, Effort, check, users_code
 
     with users_code(job_path), imported_once(job_path):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from morph.cli.profiles.calibrate_peer import TOKEN_HELP
+from calibrate.commands.calibrate_peer import TOKEN_HELP
 from morph.cli.reading.options import JobArgument
 from morph.cli.reading.progress import Told, doing, progress
 
@@ -175,7 +175,7 @@ calibrate_command.__doc__ = CALIBRATE_HELP
 
 def _check_job(subject: Subject) -> None:
     """Make the checks that a run makes, except those of the data, which was checked when the subject was loaded."""
-    from calibrate.timing.environment import available_bytes
+    from morph.machine_memory import available_bytes
     from morph.preflight.checks import CutJob, Effort, check
 
     device, model = subject.device, subject.cut(subject.job.micro_batch_size or 1)

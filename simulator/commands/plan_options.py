@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from morph.cli.plans.settings import Conditions
 from morph.cli.reading.errors import places
 from morph.contract import ranges
 from morph.contract.errors import PlanError
 from morph.yaml_files import SET
+from simulator.commands.settings import Conditions
 
 if TYPE_CHECKING:
     from simulator import PlanRequest

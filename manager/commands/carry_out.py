@@ -11,6 +11,9 @@ from pathlib import Path
 
 import typer
 
+from manager.commands.forever import MOST_SAID, is_kept_up, leave_word
+from manager.commands.job_check import check_device, check_job
+from manager.commands.run_view import run_view
 from manager.controller.state.actions import Finish
 from manager.dashboard.server import serving
 from manager.engine.loop.driver import Observed, Observer
@@ -24,11 +27,8 @@ from manager.run.managed_run import managed_run
 from manager.run.request import IfChanged, RunRequest
 from manager.run.resolution import prepare
 from manager.run_dir import as_its_folder
-from morph.cli.models.checks import check_device, check_job
 from morph.cli.reading.errors import EXIT_GOES_ON, EXIT_INTERRUPTED, places
 from morph.cli.reading.progress import doing, doing_if_long
-from morph.cli.runs.forever import MOST_SAID, is_kept_up, leave_word
-from morph.cli.views.run_view import run_view
 from morph.contract.errors import TrainingStopped
 from morph.contract.profile import Profile
 from morph.runtime.step.timeline import write_trace

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from morph.cli.plans.settings import DrawnTrace, with_settings
-from morph.cli.plans.trace_options import LikeOption, ModelOption, VmsOption, model_of, read_traces
 from morph.cli.reading.options import JsonOption, SettingsOption
 from morph.contract.errors import ConfigError
 from morph.contract.files import check_output, write_output
 from morph.yaml_files import read_settings
+from simulator.commands.settings import DrawnTrace, with_settings
+from simulator.commands.trace_options import LikeOption, ModelOption, VmsOption, model_of, read_traces
 
 if TYPE_CHECKING:
     from morph.contract.trace import Trace

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from morph.cli.plans.plan_options import in_plan_file, memory_bytes_of, slow_of
-from morph.cli.plans.settings import RehearseSettings, with_settings
 from morph.cli.reading.errors import places
 from morph.cli.reading.options import (
     JitterOption,
@@ -31,6 +29,8 @@ from morph.cli.reading.progress import doing
 from morph.contract.errors import PlanError
 from morph.words import counted, time_text
 from morph.yaml_files import SET, read_settings
+from simulator.commands.plan_options import in_plan_file, memory_bytes_of, slow_of
+from simulator.commands.settings import RehearseSettings, with_settings
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -86,6 +86,7 @@ def rehearse_command(
     if (pipeline_depth is not None) + (plan is not None) + (trace is not None) != 1:
         raise PlanError("give one of -P (with -D), --plan and --trace", field="-P", value=pipeline_depth)
     doing(f"planning {pipeline_depth} x {num_replicas}" if pipeline_depth else f"reading {plan or trace}")
+    from manager.commands.run_view import run_view
     from manager.rehearsal import (
         RehearsalSpec,
         Rehearsed,
@@ -97,10 +98,9 @@ def rehearse_command(
     )
     from manager.report.live import LiveRun
     from manager.run_dir import RunDir
-    from morph.cli.plans.trace_options import read_traces
-    from morph.cli.views.run_view import run_view
     from morph.contract.plan import load_plan
     from morph.contract.profile import load_profile
+    from simulator.commands.trace_options import read_traces
 
     measured, chosen = load_profile(profile), read_settings(settings or (), RehearseSettings)
     planned_before = None if plan is None else load_plan(plan)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from manager.commands.forever import kept_up
 from manager.run.request import IfChanged, RunRequest, is_job_file, kept_request, run_dir_of
 from manager.run_dir import check_unused, read_facts
 from morph.cli.reading.options import (
@@ -19,7 +20,6 @@ from morph.cli.reading.options import (
     RecomputeOption,
 )
 from morph.cli.reading.progress import doing_if_long
-from morph.cli.runs.forever import kept_up
 from morph.contract import ranges
 from morph.contract.errors import ConfigError
 
@@ -171,7 +171,7 @@ def run_command(
         with doing_if_long(f"reading {job} and its settings"):
             if (own := run_dir_of(request, run_dir)) is not None:
                 check_unused(own)  # before the imports, which take longer
-            from morph.cli.runs.carry_out import Shown, carry_out
+            from manager.commands.carry_out import Shown, carry_out
         shown = Shown(plain, verbose, log_format is LogFormat.JSON, page)
         carry_out(request, run_dir, shown, if_changed, take_over=take_over and begun is None)
 
@@ -222,8 +222,8 @@ def resume_command(
         with doing_if_long(f"reading {source}"):
             if "://" not in source:
                 check_unused(Path(source))
+            from manager.commands.carry_out import Shown, carry_out
             from manager.run.recovery import is_stored, recovered
-            from morph.cli.runs.carry_out import Shown, carry_out
 
         shown, by_force = Shown(plain, verbose, log_format is LogFormat.JSON, page), take_over and begun is None
         if is_stored(source):

@@ -9,8 +9,6 @@ from typing import Annotated
 
 import typer
 
-from morph.cli.plans.plan_options import from_options, given_options, in_plan_file, refuse_together, request_of, require
-from morph.cli.plans.settings import SimulateSettings, with_settings
 from morph.cli.reading.errors import places
 from morph.cli.reading.options import (
     GpusPerNodeOption,
@@ -32,6 +30,15 @@ from morph.cli.reading.progress import COMPILED_ONCE, doing_if_long
 from morph.contract.errors import PlanError
 from morph.contract.files import check_output
 from morph.yaml_files import read_settings
+from simulator.commands.plan_options import (
+    from_options,
+    given_options,
+    in_plan_file,
+    refuse_together,
+    request_of,
+    require,
+)
+from simulator.commands.settings import SimulateSettings, with_settings
 
 _OF_A_SHAPE = (
     *("-P", "-D", "--m", "--no-recompute", "--schedule", "--gpus-per-node", "--node-type", "--set window_slope"),

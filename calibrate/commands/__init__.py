@@ -1,0 +1,1 @@
+"""Commands that measure. Each module's top level imports nothing heavy."""

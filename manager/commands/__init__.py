@@ -1,0 +1,1 @@
+"""Commands that start, watch or end a run. Each module's top level imports nothing heavy."""

@@ -1,1 +1,0 @@
-"""Stored checkpoints, as a user looks at them and looks after them."""

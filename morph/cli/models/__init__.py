@@ -1,1 +1,0 @@
-"""Commands about a job's model: cut, trace-deps, export, import."""

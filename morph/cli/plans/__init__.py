@@ -1,1 +1,0 @@
-"""Commands that simulate and plan: plan, simulate, rehearse."""

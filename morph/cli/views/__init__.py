@@ -1,1 +1,0 @@
-"""Commands that show a run, or end it: status, events, report, timeline, page, stop."""

@@ -1,0 +1,35 @@
+"""How much memory a machine, or its container, has and has left."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    import torch
+
+CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Memory limits of control groups, versions 2 and 1."""
+
+
+def machine_memory_bytes(limits: Sequence[Path] = CONTAINER_LIMITS) -> int:
+    """Return the machine's memory, or its container's limit."""
+    least = int(psutil.virtual_memory().total)
+    for path in limits:
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            least = min(least, max(1, int(path.read_text(encoding="ascii"))))
+    return least
+
+
+def available_bytes(device: torch.device | None = None) -> int:
+    """Return the free memory of a device; None: that of this machine, within its container's limit."""
+    if device is not None and device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    used = int(psutil.Process().memory_info().rss)
+    return min(int(psutil.virtual_memory().available), machine_memory_bytes() - used)
