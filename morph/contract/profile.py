@@ -6,6 +6,7 @@ F_i(m), ``backward[m]`` is B_i(m) without the recompute (which costs F_i(m) agai
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -399,8 +400,9 @@ MEASURED = "a JSON file that `morph calibrate JOB -o FILE` wrote"
 
 def load_profile(path: Path) -> Profile:
     """Read a profile file."""
-    if path.suffix in (".yaml", ".yml", ".py"):
-        raise ProfileError("is not a profile", source=str(path), allowed=MEASURED)
+    if re.search(r"\.(ya?ml|py(:\w+)?)$", path.name):
+        measured = MEASURED.replace("JOB -o FILE", f"{path} -o profile.json") if ":" in path.name else MEASURED
+        raise ProfileError("is a job, not a profile", source=str(path), allowed=measured)
     if not path.exists():
         raise ProfileError("cannot be read: No such file or directory", source=str(path), allowed=MEASURED)
     try:

@@ -55,6 +55,11 @@ class PlanChoice:
         """The number of GPUs that the best plan leaves idle."""
         return self.num_gpus - self.best.num_workers
 
+    def worse(self, place: int) -> float:
+        """Return the share by which a simulation is worse than the best by the objective; negative: better."""
+        gain = self.values[place] / self.values[0]
+        return gain - 1 if self.objective == "usd_per_example" else 1 / gain - 1
+
     @cached_property
     def frame(self) -> pd.DataFrame:
         """The best shape and the runners-up, one row each; columns as in :func:`plan_frame`."""

@@ -167,8 +167,9 @@ def test_a_wrong_profile_is_refused_by_every_command_that_reads_it(
             "absent.json",
             "cannot be read: No such file or directory; allowed: a JSON file that `morph calibrate JOB -o FILE` wrote",
         ),
-        ("jobs.py", "is not a profile; allowed: a JSON file that `morph calibrate JOB -o FILE` wrote"),
-        ("run.yaml", "is not a profile; allowed: a JSON file that `morph calibrate JOB -o FILE` wrote"),
+        ("jobs.py:job", "is a job, not a profile; allowed: a JSON file that `morph calibrate "),
+        ("jobs.py", "is a job, not a profile; allowed: a JSON file that `morph calibrate JOB -o FILE` wrote"),
+        ("run.yaml", "is a job, not a profile; allowed: a JSON file that `morph calibrate JOB -o FILE` wrote"),
         ("", "cannot be read: Is a dir"),
     ],
 )

@@ -126,7 +126,7 @@ def plan_command(
             min=0,
             max=50,
             metavar="PERCENT",
-            help="Gain that is worth more kinds of pipelines. Default: 0.1.",
+            help="Gain that is worth more kinds of pipelines or less free memory. Default: the error of the times.",
         ),
     ] = None,
     jitter_seed: JitterOption = None,
@@ -150,6 +150,7 @@ def plan_command(
     from morph.contract.profile import load_profile
     from simulator import plan
     from simulator.inputs.conditions import of_node_type
+    from simulator.search.preference import Errors, preferred
 
     for path in (output, csv, png):
         if path is not None:
@@ -168,6 +169,10 @@ def plan_command(
             return
         request = replace(request, objective=_OBJECTIVES[aim])
         choice = plan(measured, request, num_gpus=None if numbers is None else numbers[0], pool=on_types)
+    errors = Errors.of(measured)
+    if tolerance_percent is not None:
+        errors = replace(errors, time=tolerance_percent / 100)
+    choice = preferred(choice, request, errors)
     for sentence in _warnings(measured, request, choice.best.pool if on_types is None else on_types):
         print(f"warning: {sentence}", file=sys.stderr)
     if output is not None:
@@ -180,11 +185,12 @@ def plan_command(
     from simulator.render import tables
 
     console = wide_console(tables.WIDTH)
+    chosen_for = tables.preference_line(choice, errors, request.memory_bytes)
     lines = [*tables.shape_lines(measured, choice.best_simulation), tables.leftover_line(choice)]
-    for line in [*lines, *tables.price_lines(choice)]:
+    for line in [*lines, *tables.price_lines(choice), *([chosen_for] if chosen_for else [])]:
         console.print(line)
     console.print(tables.stage_table(measured, choice.best_simulation))
-    room = tables.room_line(choice, request.memory_bytes)
+    room = tables.room_line(choice, request.memory_bytes, errors.memory)
     for line in [*tables.memory_lines(choice.best_simulation), *([room] if room else [])]:
         console.print(line)
     if on_types is None and len(choice.best.pipeline_kinds) == 1:
@@ -192,7 +198,7 @@ def plan_command(
         host_bytes = request.host_memory_bytes or measured.environment.host_memory_bytes
         console.print(redundancy_line(measured, choice.best, request.redundancy, memory_bytes, host_bytes))
     if choice.runners_up:
-        console.print(tables.ranking(choice))
+        console.print(tables.ranking(choice, request.memory_bytes))
     if output is not None:
         console.print(f"Wrote {output}.")
 
