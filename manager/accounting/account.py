@@ -32,6 +32,24 @@ class Part(StrEnum):
     SPARE = "spare"
     UNMANAGED = "unmanaged"
 
+    @property
+    def words(self) -> str:
+        """The use in words that need no explanation."""
+        return _IN_WORDS[self]
+
+
+_IN_WORDS = {
+    Part.COMPUTE: "computing",
+    Part.BUBBLE: "waiting within steps",
+    Part.LOST: "work run again",
+    Part.MORPH: "changing shape",
+    Part.CHECKPOINT: "last save",
+    Part.WAITING: "too few VMs",
+    Part.WARMING: "starting",
+    Part.SPARE: "no place in the shape",
+    Part.UNMANAGED: "no manager",
+}
+
 
 class Bill(Value):
     """The cost of a run by part; ``UNITS_PER_USD`` of its units are a dollar. ``total`` is summed separately."""

@@ -297,9 +297,8 @@ def _take_judgement(transition: Transition, worker: WorkerId, judgement: Judgeme
         record_flap(transition, entry.host or worker)
         pace = entry.pace.model_copy(update={"slowdown": judgement.ratio})
         transition.change_node(worker, NodeEvent.SLOW, pace=pace)
-        sentence = (
-            f"{worker} takes {judgement.ratio:.2f} times as long as it should, in {entry.pace.streak} windows in a row"
-        )
+        streak = f"{entry.pace.streak} measurements in a row"
+        sentence = f"{worker} takes {judgement.ratio:.2f} times as long as it should, {streak}"
         transition.say(ReasonCode.WORKER_SLOW, sentence)
     if entry.node is NodeState.SUSPECT and entry.pace.streak <= -windows:
         pace = entry.pace.model_copy(update={"slowdown": 1.0})
@@ -400,7 +399,8 @@ def on_worker_probed(transition: Transition, event: WorkerProbed) -> None:
     eligible_s = now_s + wait_s if wait_s else None
     transition.change_node(event.worker, NodeEvent.WELL, probation=None, pace=Pace(), eligible_s=eligible_s)
     return transition.say(
-        ReasonCode.WORKER_WELL, f"{event.worker} is well again: it passed {counted(rules.probe_passes, 'probe')}"
+        ReasonCode.WORKER_WELL,
+        f"{event.worker} is as fast as it should be again, {counted(rules.probe_passes, 'test')} in a row",
     )
 
 

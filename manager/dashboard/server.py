@@ -23,6 +23,7 @@ from tornado.iostream import IOStream
 from tornado.netutil import bind_sockets
 from tornado.web import Application, RequestHandler
 
+from manager.accounting.account import Part
 from manager.dashboard.snapshot import metrics_text, snapshot
 from manager.journal.journal import patiently
 from manager.report.live import LiveRun
@@ -190,7 +191,11 @@ class _Script(_Guarded):
     def get(self) -> None:
         self.set_header("Content-Type", "text/javascript; charset=utf-8")
         colours = {part.value: colour for part, (colour, _) in PARTS.items()}
-        palette = f"const COLOURS = {json.dumps(colours)}, SHAPE_COLOURS = {json.dumps(SOFT)};"
+        words = {part.value: part.words for part in Part}
+        palette = (
+            f"const COLOURS = {json.dumps(colours)}, SHAPE_COLOURS = {json.dumps(SOFT)}, "
+            f"PART_WORDS = {json.dumps(words)};"
+        )
         self.finish(b'"use strict";\n' + palette.encode() + b"\n" + _asset("page.js"))
 
 

@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from manager.accounting.spent import Prices
 from manager.report.picture import PARTS, png_of, run_figure, training_figure
+from manager.report.summary import CAME_FROM
 from manager.report.values import RunReport, rates_text
 from morph.words import moment_text
 
@@ -35,6 +36,7 @@ def report_page(report: RunReport, prices: Prices | None = None) -> str:
         last=report.last_step,
         evaluations=report.evaluations[-MOST_EVALUATIONS:],
         rates_text=rates_text,
+        came_from=CAME_FROM,
     )
 
 

@@ -159,6 +159,7 @@ class RunReport(Value):
     end_s: float
     version: int = Field(description="last decided version")
     checkpoint_version: int | None
+    best_version: int | None = Field(default=None, description="the best evaluated one; None: the job defines no best")
     outcome: Literal["finished", "stopped", "failed", "running", "unmanaged"]
     sentence: str
     num_sessions: int

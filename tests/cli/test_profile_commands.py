@@ -192,7 +192,10 @@ def test_section_times_are_longer_by_their_factors_and_nothing_else_changes(tmp_
     run_dir, output = make_run(tmp_path / "run", measured), tmp_path / "refined.json"
     code, told = refine(run_dir, "--profile", profile, "-o", output)
     assert code == 0, told
-    assert "section 0 takes 1.30 times as long (+-2%), section 1 takes 1.00 times as long (+-2%)" in told
+    assert (
+        "section 0 takes 1.30 times as long, give or take 2%, section 1 takes 1.00 times as long, give or take 2%"
+        in told
+    )
     refined = load_profile(output)
     for section, before, factor in zip(refined.sections, measured.sections, FACTORS, strict=True):
         for m, timing in section.forward.items():
@@ -209,7 +212,7 @@ def test_a_run_on_one_type_refines_the_times_of_this_type_alone(tmp_path: Path, 
     run_dir, output = make_run(tmp_path / "run", known, node_type="t4"), tmp_path / "refined.json"
     code, told = refine(run_dir, "--profile", profile, "-o", output)
     assert code == 0, told
-    assert "on t4 section 0 takes 1.30 times as long (+-2%)" in told
+    assert "on t4 section 0 takes 1.30 times as long, give or take 2%" in told
     refined = load_profile(output)
     assert refined.sections == known.sections
     for section, factor in enumerate(FACTORS):
@@ -225,7 +228,7 @@ def test_times_of_each_type_are_longer_by_its_factors(tmp_path: Path, profile: P
     output = tmp_path / "refined.json"
     code, told = refine(make_run(tmp_path / "run", known, correction), "--profile", profile, "-o", output)
     assert code == 0, told
-    assert "on synthetic sections 0-2 take 1.10 times as long (+-2%); on t4 sections 0-2 take 1.40" in told
+    assert "on synthetic sections 0-2 take 1.10 times as long, give or take 2%; on t4 sections 0-2 take 1.40" in told
     refined = load_profile(output)
     for name, factor in (("t4", 1.4), ("k80", 1.0), ("synthetic", 1.1)):
         now, before = (of_pool_type(each, name).sections[1].forward[1].median_s for each in (refined, known))

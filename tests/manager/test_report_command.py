@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from simulated_cluster import Faults, JournalledCluster
 from typer.testing import CliRunner
 
@@ -71,9 +72,9 @@ def test_the_page_needs_nothing_from_outside_and_its_parts_add_up(run_dir: Path,
     assert all(address.startswith("data:image/png;base64,") for address in page.addresses)
     assert not re.search(r"https?://", text)
     assert "<script" not in text
-    rows = {row[1]: row for row in page.rows if len(row) == 6 and row[1] in [*Part, "all"]}
-    assert set(rows) == {*(part.value for part in Part), "all"}
-    seconds = [float(rows[part.value][3]) for part in Part]
+    rows = {row[1]: row for row in page.rows if len(row) == 6}
+    assert {*(part.words for part in Part), "all"} <= set(rows)
+    seconds = [float(rows[part.words][3]) for part in Part]
     assert sum(seconds) == pytest.approx(float(rows["all"][3]), abs=0.5)
     assert float(rows["all"][5]) == pytest.approx(read_report(run_dir).account.total_s / 1000, rel=1e-3)
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
@@ -93,10 +94,26 @@ def test_the_page_shows_metrics_learning_rate_and_evaluations(run_dir: Path, tmp
     assert len(page.addresses) == 2  # the charts of the run, and of learning rate and metrics
     figure = training_figure(report)
     assert figure is not None
-    assert [panel.get_title(loc="left") for panel in figure.axes] == ["learning rate", "right"]
-    rates, metric = ([list(line.get_ydata()) for line in panel.get_lines()] for panel in figure.axes)
+    by_time, by_step = figure.axes[::2], figure.axes[1::2]
+    assert [panel.get_title(loc="left") for panel in by_time] == ["loss", "learning rate", "right"]
+    losses, rates, metric = ([list(line.get_ydata()) for line in panel.get_lines()] for panel in by_time)
+    assert losses == [[1 / (1 + step) for step in range(12)], [0.5, 0.25]]
     assert rates == [[0.001 / (1 + step) for step in range(12)], [0.001] * 12]
     assert metric == [[0.25] * 12, [0.5, 0.5]]
+    assert [list(line.get_xdata()) for line in by_step[2].get_lines()] == [list(range(12)), [4, 8]]
+    best = training_figure(report.model_copy(update={"best_version": 8}))
+    assert best is not None
+    marked = best.axes[-1].get_lines()[-1]
+    assert (marked.get_label(), list(marked.get_xdata()), marked.get_clip_on()) == ("best version", [8], False)
+    legend = best.axes[-1].get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["of each step", "evaluation", "best version"]
+    drawn = FigureCanvasAgg(best).get_renderer()
+    best.draw(drawn)
+    for panel in best.axes:
+        known = panel.get_legend()
+        if known is not None:
+            assert known.get_window_extent(drawn).y0 >= panel.get_window_extent(drawn).y1 - 5, "it hides no point"
     bare = report.model_copy(
         update={
             "evaluations": (),
@@ -119,10 +136,11 @@ def test_without_a_price_each_vm_costs_what_its_grant_said(tmp_path: Path) -> No
     bill = report.account.bill()
     assert bill is not None
     assert sum(bill.parts.values()) == bill.total > 0
-    rows = {row[1]: row for row in Page(output.read_text()).rows if len(row) == 6 and row[1] in [*Part, "all"]}
+    named = {*(part.words for part in Part), "all"}
+    rows = {row[1]: row for row in Page(output.read_text()).rows if len(row) == 6 and row[1] in named}
     told = {name: float(row[5]) for name, row in rows.items()}
     assert told.pop("all") == pytest.approx(bill.total_usd, abs=1e-4)
-    assert told == {part.value: pytest.approx(bill.part_usd(part), abs=1e-4) for part in Part}
+    assert told == {part.words: pytest.approx(bill.part_usd(part), abs=1e-4) for part in Part}
     assert f"dollars: {bill.total_usd:.4f}: " in summarise(report)
 
 

@@ -298,7 +298,7 @@ def start_if_due(transition: Transition) -> None:
     state, now_s = transition.state, transition.now_s
     waits = state.waits
     if state.version >= state.config.num_steps:
-        return transition.end("finished", f"all {state.config.num_steps} steps are committed and saved already")
+        return transition.end("finished", f"all {state.config.num_steps} steps are done and saved already")
     choice, num_known = chosen(transition), len(state.workers)
     num_ready = len(choice.workers) if choice else len(state.ready_workers)
     waiting_since_s = now_s if waits.waiting_since_s is None else waits.waiting_since_s

@@ -32,7 +32,6 @@ function showFigures(run) {
   const figures = [
     figure("phase", run.trouble ? `${run.phase}: ${run.trouble}` : run.phase), figure("shape P x D", run.shape ?? "-"), figure("step", steps),
     figure("examples/s", number(run.examples_per_s, 1)), figure("loss", number(run.loss, 4)),
-    figure("generation", `${run.generation}`),
   ];
   if (run.learning_rates !== null) {
     const rates = [...new Set(run.learning_rates.map(short))];
@@ -161,7 +160,7 @@ function showParts(run) {
     const entry = element("span"), mark = element("i");
     mark.style.background = COLOURS[part];
     const dollars = run.part_dollars === null ? "" : `, $${run.part_dollars[part].toFixed(4)}`;
-    entry.append(mark, `${part} ${share.toFixed(1)} %${dollars}`);
+    entry.append(mark, `${PART_WORDS[part]} ${share.toFixed(1)} %${dollars}`);
     legend.push(entry);
   }
   at("parts").replaceChildren(...bars);
@@ -187,6 +186,7 @@ function show(run) {
   showEvaluations(run);
   showParts(run);
   showEvents(run);
+  at("run").hidden = false;
   document.body.dataset.version = run.version;
 }
 
