@@ -44,7 +44,7 @@ _IN_WORDS = {
     Part.LOST: "work run again",
     Part.MORPH: "changing shape",
     Part.CHECKPOINT: "last save",
-    Part.WAITING: "too few VMs",
+    Part.WAITING: "waiting to train",
     Part.WARMING: "starting",
     Part.SPARE: "no place in the shape",
     Part.UNMANAGED: "no manager",
