@@ -330,8 +330,10 @@ def _legend_or_note(panel: Axes, note: str, handles_of: Axes | None = None) -> N
     """Put a legend above the panel, where it hides nothing, or a note into it; ``handles_of``: the panel it is of."""
     found = dict(zip(*(handles_of or panel).get_legend_handles_labels()[::-1], strict=True))
     if found:
-        place = {"loc": "lower right", "bbox_to_anchor": (1.0, 0.99)}
-        panel.legend(found.values(), found.keys(), ncols=4, fontsize=10, frameon=False, borderpad=0, **place)
+        panel.legend(
+            list(found.values()), list(found), ncols=4, fontsize=10, frameon=False, borderpad=0,
+            loc="lower right", bbox_to_anchor=(1.0, 0.99),
+        )  # fmt: skip
     else:
         panel.text(0.5, 0.5, note, transform=panel.transAxes, ha="center", va="center", color=QUIET)
 
