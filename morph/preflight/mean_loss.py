@@ -22,11 +22,12 @@ from morph.contract.errors import JobError, MorphError
 from morph.contract.messages import SAMPLES, SUM, WEIGHT
 from morph.cutting.deferred_init.construct import build_really, training_mode
 from morph.cutting.trial_run.trial import example_batch, move_weights, run_really
-from morph.data.loader import data_of, num_at_hand, recipe_of
+from morph.data.loader import data_of, num_at_hand, order_of, recipe_of
 from morph.jobs.job import Job
 from morph.losses import values_of
 from morph.preflight.equal_draws import EqualDraws
 from morph.preflight.unlike_pairs import Look, look, unlike_pairs
+from morph.words import counted
 
 _FEWEST_READ, _MOST_READ, _READ_AT_ONCE = 32, 512, 32
 _READING_S = 1.0
@@ -58,6 +59,7 @@ class LossTrial:
         part: The name of the parts into which Morph divides a batch.
         setting: The name of the setting that gives the size of a part.
         gradients: Whether gradients are compared too, where the values of the loss show nothing.
+        num_left: The number of samples of a short step whose last part has one sample; 0: there is none.
     """
 
     loss: Callable[[Any], Any]
@@ -68,6 +70,7 @@ class LossTrial:
     part: str = "micro-batch"
     setting: str = "micro_batch_size"
     gradients: bool = False
+    num_left: int = 0
 
 
 def loss_warnings(job: Job) -> tuple[str, ...]:
@@ -111,8 +114,11 @@ def _job_warnings(job: Job) -> tuple[str, ...]:
             made = recipe.batch(samples, [(0, 0)] * len(samples), "dataset()")
             return made.form.build({key: widen(entry) for key, entry in made.entries.items()})
 
+        epochs, m = order_of(job).epochs, job.micro_batch_size or job.batch_size
+        left = epochs.num_left if epochs.end == "short" and epochs.num_left % m == 1 else 0
+        size = num_at_hand(dataset)
         return mean_warnings(
-            LossTrial(partial(job.loss, model), model, num_at_hand(dataset), read, collate, gradients=True)
+            LossTrial(partial(job.loss, model), model, size, read, collate, gradients=True, num_left=left)
         )
 
     try:
@@ -207,6 +213,7 @@ class _Runs:
         self.trial = trial
         self.spent_s = 0.0
         self.copies = 1
+        self.fails_alone = False
         self.totals: set[str] = set()
         """Names of totals and weights, whose value for samples together is the sum of the separate values."""
         self.precision = 0.0
@@ -240,7 +247,9 @@ class _Runs:
                 return values
         except LossFailed:
             self.copies = 2
-            return self._run(indices)
+            values = self._run(indices)
+            self.fails_alone = True
+            return values
         self.copies = 2  # statistics of one sample may be NaN
         twice = self._run(indices)
         if math.isfinite(twice[""]):
@@ -398,7 +407,13 @@ def _by_values(runs: _Runs, name: str, sets: Sequence[tuple[int, ...]]) -> str |
 
 
 def _left_out(runs: _Runs) -> list[str]:
-    """Return a sentence that names the samples that could not be judged."""
+    """Return sentences on a step that one sample alone will fail, and on the samples that could not be judged."""
+    if runs.fails_alone and runs.trial.num_left:
+        return [
+            "the model fails on one sample alone, as BatchNorm does on one value, and the last step of each epoch has "
+            f"{counted(runs.trial.num_left, 'sample')}, so its last {runs.trial.part} has one: choose a batch_size or "
+            f"{runs.trial.setting} for which none does, or epoch_end='drop'"
+        ]
     lost = {index: runs.of((index,))[""] for index in runs.tried if not runs.is_finite(index)}
     if not lost:
         return []

@@ -149,6 +149,16 @@ def test_samples_that_cannot_stand_alone_are_taken_twice(tools: Any) -> None:
     assert re.search(r"\(samples \d and \d together, each twice: ", sentence)
 
 
+@pytest.mark.parametrize(("batch_size", "end", "num_left"), [(7, "short", 1), (6, "short", 2), (7, "drop", 1)])
+def test_a_last_step_of_one_sample_that_cannot_stand_alone_is_told(
+    tools: Any, batch_size: int, end: str, num_left: int
+) -> None:
+    assert len(ITEMS) % batch_size == num_left
+    told = loss_warnings(tools.make_job(TakesPairs, mean_loss, ITEMS, batch_size=batch_size, epoch_end=end))
+    expected = num_left == 1 and end == "short"
+    assert ["the last step of each epoch has 1 sample" in sentence for sentence in told] == [True] * expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_models_of_others_are_means_with_their_dropout(tools: Any, name: str) -> None:
