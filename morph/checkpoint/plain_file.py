@@ -89,20 +89,28 @@ def write_folder(path: Path, write: Callable[[Path], object]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give each name its own memory: safetensors has no entry with two names."""
+    found: dict[int, str] = {}
+    return {
+        name: tensor.detach() if found.setdefault(id(tensor), name) == name else tensor.detach().clone()
+        for name, tensor in tensors.items()
+    }
+
+
 def write_plain_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a state_dict in the format that the file's name shows.
 
     ``load_state_dict`` takes either, read by ``safetensors.torch.load_file`` or ``torch.load(weights_only=True)``.
     """
     check_plain_name(path)
-    plain = {name: tensor.detach() for name, tensor in tensors.items()}
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix.lower() == SAFETENSORS:
-            safetensors.torch.save_file(plain, str(partial), metadata={"format": "pt"})
+            safetensors.torch.save_file(apart(tensors), str(partial), metadata={"format": "pt"})
         else:
-            torch.save(plain, str(partial))
+            torch.save({name: tensor.detach() for name, tensor in tensors.items()}, str(partial))
         with partial.open("rb") as written:
             os.fsync(written.fileno())
         partial.replace(path)

@@ -147,6 +147,20 @@ def test_importing_morph_and_its_job_module_loads_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hf", "lightning"])
+def test_a_bridge_is_an_importable_module_and_an_attribute(name: str) -> None:
+    """``import morph`` alone loads neither it nor torch; a fresh process shows that."""
+    script = f"""
+import sys, morph
+assert not {{"torch", "transformers", "lightning", "morph.{name}"}} & {{*sys.modules}}
+import morph.{name}
+from morph.{name} import job
+assert sys.modules["morph.{name}"] is morph.{name} and morph.{name}.job is job
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
+
+
 @pytest.mark.parametrize("name", ["tiny_gpt"])
 def test_the_examples_load(name: str) -> None:
     assert load_job(f"{ROOT}/configs/jobs/{name}.py:job").num_sections

@@ -170,7 +170,7 @@ def _live(trainer: Any, model: Any, step: Any) -> Iterator[None]:
 
     ``step``: the number of the step, an int64 tensor without a dimension; None if it is not known.
     """
-    from morph.trainers.lightning import Unknown, branches
+    from morph.trainers.live_state import Unknown, branches
 
     def unknown(name: str) -> Any:
         return Unknown(f"self.{name}", "self.state.global_step, self.state.epoch and self.state.max_steps")
@@ -206,7 +206,7 @@ class _State:
         return num_steps(self._trainer)
 
     def __getattr__(self, name: str) -> Any:
-        from morph.trainers.lightning import unknown, users_line
+        from morph.trainers.live_state import unknown, users_line
 
         if self._step is None or name not in ("global_step", "epoch"):
             raise unknown(f"self.state.{name}", "self.state.global_step, self.state.epoch and self.state.max_steps")
