@@ -52,10 +52,11 @@ class PageAddress(Value):
 
 
 def read_address(run_dir: Path) -> PageAddress:
-    """Return the address of the page of a running run; RunDirError if it serves none, or is not running."""
+    """Return the address of the page that a run serves; RunDirError if it serves none."""
     path = run_dir / PAGE
     if not path.is_file():
-        raise RunDirError("serves no page: it is not running, or was started with --no-page", source=str(run_dir))
+        why = "serves no page: it is just starting, or was started with --no-page"
+        raise RunDirError(why, source=str(run_dir))
     return read_json(path, PageAddress, RunDirError)
 
 

@@ -25,6 +25,7 @@ def report_page(report: RunReport, prices: Prices | None = None) -> str:
         report=report,
         account=report.account,
         bill=report.account.bill(prices),
+        left=report.remaining(prices),
         on_demand=report.account.on_demand_usd(prices),
         parts=PARTS,
         began=moment_text(report.start_s),

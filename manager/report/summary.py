@@ -54,6 +54,8 @@ def summarise(report: RunReport, *, verbose: bool = False) -> str:
         f"checkpoint: {_saved(report)}",
         f"time: {report.end_s - report.start_s:.1f} s; VMs {when}: {report.vms[-1].num_vms if report.vms else 0}",
     ]
+    left = report.remaining()
+    lines += [] if left is None else ["to the end: " + "; ".join(filter(None, (left.text, left.dollars_text)))]
     if report.first_loss is not None and report.last_loss is not None:
         first, last = (f"{loss:.4f} at step {step}" for step, loss in (report.first_loss, report.last_loss))
         lines.append(f"loss: {first}, {last}")

@@ -64,6 +64,12 @@ def test_the_page_draws_the_run(tmp_path: Path) -> None:
     assert '<p id="problem" role="alert"></p>' in document
 
 
+def test_the_page_of_a_run_that_has_ended_says_so(tmp_path: Path) -> None:
+    with serving(played(), tmp_path) as address:
+        document = looked_at(address.with_token, tmp_path / "profile", "--dump-dom")
+    assert re.search(r'<p id="headline">ended after \d+ s</p>', document)
+
+
 def test_without_the_token_the_page_stays_empty_and_says_why(tmp_path: Path) -> None:
     with serving(played(stop_at=6), tmp_path) as address:
         document = looked_at(f"{address.url}#wrong", tmp_path / "profile", "--dump-dom")

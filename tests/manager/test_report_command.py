@@ -16,12 +16,13 @@ from typer.testing import CliRunner
 
 from manager.accounting.account import Account, Part
 from manager.accounting.spent import NOTHING, Prices
+from manager.dashboard.server import PageAddress
 from manager.report.journal_reader import read_report
 from manager.report.page import report_page
 from manager.report.picture import training_figure
 from manager.report.steps import Steps
 from manager.report.summary import summarise
-from manager.run_dir import JOURNAL, RunFacts
+from manager.run_dir import JOURNAL, PAGE, RunFacts
 from morph.cli.main import app
 
 FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=8, num_sections=6)
@@ -218,3 +219,29 @@ def test_every_decided_step_is_written_as_a_table(run_dir: Path, tmp_path: Path)
     assert table["step"].tolist() == [record.step for record in steps]
     assert table["loss"].tolist() == [record.loss for record in steps]
     assert not table["redone"].any()
+
+
+@pytest.mark.parametrize(
+    ("shortened", "how"),
+    [
+        (False, "finished (all 12 steps are committed and saved)"),
+        (True, "unmanaged (no process manages it; the last entry"),
+    ],
+)
+def test_the_page_of_a_run_without_a_manager_says_how_it_ended_and_names_the_report(
+    run_dir: Path, tmp_path: Path, shortened: bool, how: str
+) -> None:
+    directory = run_dir
+    if shortened:  # as a killed manager leaves it, with the address of its page
+        directory = tmp_path / "killed"
+        directory.mkdir()
+        (directory / "run.json").write_text(FACTS.model_dump_json())
+        (directory / PAGE).write_text(PageAddress(url="http://127.0.0.1:1/", token="t").model_dump_json())
+        cluster = JournalledCluster(0, directory, Faults(), expected_nodes=6)
+        cluster.journal.close()
+    done = CliRunner().invoke(app, ["page", str(directory)])
+    assert done.exit_code != 0
+    said = " ".join(done.output.split())
+    assert how in said
+    assert f"morph report {directory}" in said
+    assert "http" not in said

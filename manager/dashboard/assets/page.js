@@ -45,6 +45,12 @@ function showFigures(run) {
     figures.push(next);
   }
   if (run.dollars !== null) figures.push(figure("dollars so far", `$${run.dollars.toFixed(4)}`));
+  if (run.remaining?.end_usd) {
+    const [expected, low, high] = run.remaining.end_usd.map((usd) => `$${usd.toFixed(4)}`);
+    const end = figure("dollars at the end, about", expected);
+    end.title = `${low} to ${high} in about 3 of 4 runs, with pauses and losses as often as so far`;
+    figures.push(end);
+  }
   if (run.dollars_on_demand !== null) figures.push(figure("the same on demand", `$${run.dollars_on_demand.toFixed(4)}`));
   at("figures").replaceChildren(...figures);
 }
@@ -175,7 +181,8 @@ function showEvents(run) {
 function show(run) {
   document.title = `${run.job}: ${run.shape ?? run.phase}, step ${run.version}`;
   at("job").textContent = run.job;
-  at("headline").textContent = `running for ${duration(run.time_s - run.start_s)}`;
+  const left = run.remaining === null ? "" : `, ${run.remaining.text}`;
+  at("headline").textContent = `${run.phase === "ended" ? "ended after" : "running for"} ${duration(run.time_s - run.start_s)}${left}`;
   showFigures(run);
   showGrid(run);
   showShapes(run);
