@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -174,7 +175,10 @@ def on_compute_times(transition: Transition, event: ComputeTimesSeen) -> None:
             continue
         num_samples += len(times.compute_s)
         samples_s = (*entry.pace.samples_s, *times.compute_s)[-4 * rules.samples :]
-        pace = entry.pace.model_copy(update={"samples_s": samples_s})
+        is_known = len(times.queued_s) == len(times.compute_s)
+        new_s = times.queued_s if is_known else (0.0,) * len(times.compute_s)
+        queued_s = (*entry.pace.queued_s, *new_s)[-4 * rules.samples :]
+        pace = entry.pace.model_copy(update={"samples_s": samples_s, "queued_s": queued_s})
         workers[times.worker] = entry.model_copy(update={"pace": pace})
     transition.change(workers=workers)
     transition.say(ReasonCode.TIMES_NOTED, f"{num_samples} micro-batches were timed")
@@ -204,9 +208,14 @@ def on_compute_times(transition: Transition, event: ComputeTimesSeen) -> None:
 
 
 def _close_windows(transition: Transition) -> list[int]:
-    """Close the windows of each stage whose replicas all have a full one; return these stages."""
+    """Close the windows of each stage whose replicas all have a full one; return these stages.
+
+    Each worker's queued time is left out of its times if all members lack cores. Otherwise it counts, because the
+    pipeline waits for a worker whose machine is busy with other things.
+    """
     state = transition.state
     rules, workers = state.config.policy.rules.stutter, dict(state.workers)
+    without_queue = all_lack_cores(state)
     full: list[int] = []
     for stage, members in members_by_stage(state).items():
         if any(len(state.workers[worker].pace.samples_s) < rules.samples for worker in members):
@@ -214,14 +223,40 @@ def _close_windows(transition: Transition) -> list[int]:
         full.append(stage)
         for worker in members:
             pace = workers[worker].pace
-            median_s, error_s = statistics.median(pace.samples_s), error_of_median(pace.samples_s)
-            past_s = (*pace.past_s, median_s)[-PAST_WINDOWS - rules.windows :]
-            means_s = (*pace.past_means_s, statistics.fmean(pace.samples_s))[-PAST_WINDOWS:]
-            update = {"samples_s": (), "median_s": median_s, "error_s": error_s, "past_s": past_s}
-            update["past_means_s"] = means_s
+            samples_s = _unqueued_s(pace) if without_queue else pace.samples_s
+            median_s = statistics.median(samples_s)
+            update = {
+                "samples_s": (),
+                "queued_s": (),
+                "queued": _queued(pace),
+                "median_s": median_s,
+                "error_s": error_of_median(samples_s),
+                "past_s": (*pace.past_s, median_s)[-PAST_WINDOWS - rules.windows :],
+                "past_means_s": (*pace.past_means_s, statistics.fmean(samples_s))[-PAST_WINDOWS:],
+            }
             workers[worker] = workers[worker].model_copy(update={"pace": pace.model_copy(update=update)})
     transition.change(workers=workers)
     return full
+
+
+def all_lack_cores(state: ControllerState) -> bool:
+    """Return whether every member waits so long for cores that this alone would keep it from counting as healthy."""
+    most = state.config.policy.rules.stutter.well_ratio - 1
+    paces = [state.workers[slot.worker].pace for slot in state.slots if slot.worker in state.workers]
+    return bool(paces) and all(_queued(pace) >= most for pace in paces)
+
+
+def _queued(pace: Pace) -> float:
+    """Return the queued time as a share of the other time, in the window being filled or else in the last one."""
+    if not pace.samples_s:
+        return pace.queued
+    other_s = sum(_unqueued_s(pace))
+    return sum(pace.queued_s) / other_s if other_s > 0 else 0.0
+
+
+def _unqueued_s(pace: Pace) -> tuple[float, ...]:
+    pairs = itertools.zip_longest(pace.samples_s, pace.queued_s, fillvalue=0.0)
+    return tuple(max(0.0, sample_s - queued_s) for sample_s, queued_s in pairs)
 
 
 def _judged(state: ControllerState, stages: Sequence[int], usual: Usual | None) -> dict[WorkerId, Judgement]:
@@ -431,6 +466,7 @@ def probe_of(state: ControllerState, worker: WorkerId) -> ProbeWorker:
         first_section=yardstick.first_section,
         end_section=yardstick.end_section,
         by_sums=yardstick.by_sums,
+        without_queue=all_lack_cores(state),
         healthy_s=healthy_now_s(state, yardstick),
     )
 

@@ -293,7 +293,8 @@ class ProbeOrder(Value):
     """Time a micro-batch's forward and backward on some sections, while the worker has no place in the shape.
 
     ``healthy_s``: the time of a healthy worker. ``step``: the last decided step. ``by_sums``: the mean counts, because
-    the worker pauses now and then; otherwise the median counts.
+    the worker pauses now and then; otherwise the median counts. ``without_queue``: time in which other threads had the
+    cores does not count, because all workers lack cores.
     """
 
     probe: int = Field(ge=1)
@@ -302,6 +303,7 @@ class ProbeOrder(Value):
     end_section: int = Field(ge=1)
     healthy_s: float = Field(gt=0)
     by_sums: bool = Field(default=False, exclude_if=lambda given: not given)
+    without_queue: bool = Field(default=False, exclude_if=lambda given: not given)
 
 
 class WorkerReady(Value):
