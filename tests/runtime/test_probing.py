@@ -59,9 +59,10 @@ def test_where_all_lack_cores_a_probe_leaves_out_its_wait_for_them(monkeypatch: 
     queued_s = itertools.chain.from_iterable((10.0 * number, 10.0 * number + 1.0) for number in itertools.count())
     clock = nullcontext(lambda: CoreTimes(0.0, next(queued_s)))
     monkeypatch.setattr(pace, "core_clock", lambda: clock)
-    assert Prober("w").run(ORDER.model_copy(update={"without_queue": True}), Work()).slowdown == 1.0
+    order = ORDER.model_copy(update={"waited_s": 2.0, "healthy_s": 4.0})
+    assert Prober("w").run(order, Work()).slowdown == 1.0
     monkeypatch.setattr(pace, "core_clock", lambda: nullcontext(lambda: CoreTimes(0.0, None)))
-    assert Prober("w").run(ORDER.model_copy(update={"without_queue": True}), Work()).slowdown == 1.5
+    assert Prober("w").run(order, Work()).slowdown == 0.75
 
 
 def test_a_probe_that_is_left_ends_at_the_next_micro_batch() -> None:

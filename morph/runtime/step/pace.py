@@ -90,8 +90,9 @@ class Prober:
                     break
                 begun = core_times()
                 took_s = micro_batch()
-                if order.without_queue:
-                    took_s = max(0.0, took_s - (core_times().since(begun).queued_s or 0.0))
+                queued_s = core_times().since(begun).queued_s
+                if order.waited_s is not None and queued_s is not None:
+                    took_s = max(0.0, took_s - queued_s) + order.waited_s
                 if number:
                     times_s.append(took_s)
         middle = statistics.fmean if order.by_sums else statistics.median
