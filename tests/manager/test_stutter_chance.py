@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -135,7 +135,7 @@ def on_a_busy_core(draw: random.Random, stopped: bool) -> Iterator[tuple[float, 
         yield now_s - begun_s, queued_s
 
 
-Works = dict[str, Iterator[tuple[float, float]]]
+Works = Mapping[str, Iterator[tuple[float, float]]]
 
 
 def found_under_load(script: Script, works: Works, num_windows: int, *, is_known: bool = True) -> set[str]:

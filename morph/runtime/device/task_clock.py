@@ -98,9 +98,11 @@ class CoreTimes(NamedTuple):
     queued_s: float | None
 
     def since(self, before: CoreTimes) -> CoreTimes:
+        """Return the times since an earlier reading of the same clock."""
         return CoreTimes(self.processor_s - before.processor_s, _both(self.queued_s, before.queued_s, -1))
 
     def plus(self, other: CoreTimes) -> CoreTimes:
+        """Return the sums; ``queued_s`` is None if one of them is."""
         return CoreTimes(self.processor_s + other.processor_s, _both(self.queued_s, other.queued_s, 1))
 
 
