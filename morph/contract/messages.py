@@ -293,7 +293,8 @@ class ProbeOrder(Value):
     """Time a micro-batch's forward and backward on some sections, while the worker has no place in the shape.
 
     ``healthy_s``: the time of a healthy worker. ``step``: the last decided step. ``by_sums``: the mean counts, because
-    the worker pauses now and then; otherwise the median counts.
+    the worker pauses now and then; otherwise the median counts. ``waited_s``: all workers lack cores, and
+    this is the time that counts for each instead of its own wait for them; it is included in ``healthy_s``.
     """
 
     probe: int = Field(ge=1)
@@ -302,6 +303,7 @@ class ProbeOrder(Value):
     end_section: int = Field(ge=1)
     healthy_s: float = Field(gt=0)
     by_sums: bool = Field(default=False, exclude_if=lambda given: not given)
+    waited_s: float | None = Field(default=None, ge=0, exclude_if=lambda given: given is None)
 
 
 class WorkerReady(Value):

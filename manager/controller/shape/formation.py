@@ -249,7 +249,7 @@ def _measure_anew(transition: Transition) -> None:
     for worker, entry in state.workers.items():
         fresh: WorkerState = entry
         if entry.pace.samples_s or entry.pace.median_s is not None:
-            update = {"samples_s": (), "median_s": None, "past_s": (), "past_means_s": ()}
+            update = {"samples_s": (), "queued_s": (), "median_s": None, "past_s": (), "past_means_s": ()}
             fresh = fresh.model_copy(update={"pace": entry.pace.model_copy(update=update)})
         if worker in state.member_units:
             fresh = fresh.model_copy(update={"probation": None}) if entry.probation else fresh
