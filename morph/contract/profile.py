@@ -399,12 +399,8 @@ MEASURED = "a JSON file that `morph calibrate JOB -o FILE` wrote"
 
 def load_profile(path: Path) -> Profile:
     """Read a profile file."""
-    if path.suffix in (".yaml", ".yml", ".py"):
-        raise ProfileError("is not a profile", source=str(path), allowed=MEASURED)
-    if not path.exists():
-        raise ProfileError("cannot be read: No such file or directory", source=str(path), allowed=MEASURED)
     try:
-        return read_json(path, Profile, ProfileError)
+        return read_json(path, Profile, ProfileError, MEASURED)
     except ProfileError as error:
         version = error.value
         if error.field == "schema_version" and isinstance(version, int | float) and version > SCHEMA_VERSION:
