@@ -36,7 +36,8 @@ class PlainFile:
         paths = sorted(path.glob(f"*{SAFETENSORS}")) if path.is_dir() else [path]
         if not all(one.is_file() for one in paths) or not paths:
             allowed = "a .safetensors file, or a folder of them"
-            raise InputError("no such file", source=str(path), allowed=allowed)
+            problem = "holds no such file" if path.is_dir() else "no such file"
+            raise InputError(problem, source=str(path), allowed=allowed)
         for one in paths:
             try:
                 opened: Any = safe_open(str(one), framework="pt")

@@ -385,4 +385,4 @@ def shares(num_micro_batches: int, num_replicas: int) -> list[range]:
 
 def load_plan(path: Path) -> Plan:
     """Read a plan file."""
-    return read_json(path, Plan, PlanError)
+    return read_json(path, Plan, PlanError, "a file that `morph plan PROFILE -o FILE` wrote")

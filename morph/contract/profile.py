@@ -403,10 +403,8 @@ def load_profile(path: Path) -> Profile:
     if re.search(r"\.(ya?ml|py(:\w+)?)$", path.name):
         measured = MEASURED.replace("JOB -o FILE", f"{path} -o profile.json") if ":" in path.name else MEASURED
         raise ProfileError("is a job, not a profile", source=str(path), allowed=measured)
-    if not path.exists():
-        raise ProfileError("cannot be read: No such file or directory", source=str(path), allowed=MEASURED)
     try:
-        return read_json(path, Profile, ProfileError)
+        return read_json(path, Profile, ProfileError, MEASURED)
     except ProfileError as error:
         version = error.value
         if error.field == "schema_version" and isinstance(version, int | float) and version > SCHEMA_VERSION:
