@@ -52,10 +52,24 @@ def summaries(index: int) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": [int(word != 3) for word in ids], "labels": labels}
 
 
+def texts(index: int) -> dict[str, Any]:
+    """Return a sample whose source and target are of other lengths in each batch."""
+    return {**classification(index), "labels": words(index + 1)[: 4 + index % 3]}
+
+
 def t5() -> Any:
     config = {"vocab_size": 6, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(**config, pad_token_id=3, decoder_start_token_id=3)
+    )
+
+
+def bart() -> Any:
+    layers = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    config = {**layers, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 6, "d_model": 16}
+    tokens = {"pad_token_id": 3, "bos_token_id": 2, "eos_token_id": 1, "decoder_start_token_id": 1}
+    return transformers.BartForConditionalGeneration(
+        transformers.BartConfig(**config, **tokens, max_position_embeddings=32, forced_eos_token_id=1)
     )
 
 
@@ -72,17 +86,27 @@ def pads(name: str, **given: Any) -> Callable[[], Any]:
     return lambda: getattr(transformers, name)(tokenizer(), **given)
 
 
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    ("model", "sample", "collator", "given"),
-    [
+LONG = [
+    pytest.param(*case, marks=pytest.mark.long)
+    for case in (
         (bert("SequenceClassification"), classification, pads("DataCollatorWithPadding"), {}),
         (bert("SequenceClassification"), classification, pads("DataCollatorWithPadding", pad_to_multiple_of=8), {}),
         (bert("TokenClassification"), tokens, pads("DataCollatorForTokenClassification"), {}),
         (bert("QuestionAnswering", 2), answers, lambda: transformers.default_data_collator, {}),
         (gpt2, blocks, lambda: transformers.default_data_collator, {"gradient_accumulation_steps": 2}),
+        (bart, texts, pads("DataCollatorForSeq2Seq"), {}),
         (t5, summaries, lambda: transformers.default_data_collator, {}),
+    )
+]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("model", "sample", "collator", "given"),
+    [
+        (t5, texts, pads("DataCollatorForSeq2Seq"), {}),
+        *LONG,
     ],
 )
 def test_a_task_of_the_example_scripts_trains_as_its_trainer_does(
