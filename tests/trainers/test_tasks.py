@@ -125,3 +125,12 @@ def test_a_task_of_the_example_scripts_trains_as_its_trainer_does(
     assert program is not None
     compared, text = compare_with_program(program, args.train_batch_size * args.gradient_accumulation_steps)
     assert compared, text
+
+
+def test_a_micro_batch_without_labels_adds_nothing_to_the_loss(tmp_path: Path) -> None:
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
+    trainer = transformers.Trainer(bert("TokenClassification")(), args, train_dataset=[tokens(1)])
+    job = morph.hf.job(trainer)
+    batch = job.collate_fn([{**tokens(1), "labels": [-100] * len(words(1))}])
+    loss: Any = job.loss(job.model(), batch)
+    assert (loss.total.item(), loss.weight.item()) == (0.0, 0.0)
