@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import morph
-from morph.preflight.own_program import compare_with_program
+from morph.contract.errors import JobError
+from morph.preflight.own_program import check_padding, compare_with_program
 from tests.trainers.test_trainer import tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -134,3 +135,27 @@ def test_a_micro_batch_without_labels_adds_nothing_to_the_loss(tmp_path: Path) -
     batch = job.collate_fn([{**tokens(1), "labels": [-100] * len(words(1))}])
     loss: Any = job.loss(job.model(), batch)
     assert (loss.total.item(), loss.weight.item()) == (0.0, 0.0)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_loss_that_counts_padding_is_refused_with_its_remedy(tmp_path: Path) -> None:
+    """Answers are classes of positions, so that each position of padding is one more class."""
+
+    def of(sample: Callable[[int], dict[str, Any]], model: Any) -> Any:
+        args = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
+        data = [sample(index) for index in range(NUM_SAMPLES)]
+        return morph.hf.job(transformers.Trainer(model(), args, train_dataset=data, data_collator=collate))
+
+    def varying(index: int) -> dict[str, Any]:
+        size = len(words(index))
+        return {name: value[:size] if isinstance(value, list) else value for name, value in answers(index).items()}
+
+    collate = transformers.DataCollatorWithPadding(tokenizer())
+    with pytest.raises(
+        JobError, match=r"trainer\.train\(\): its loss counts padding: .* padded from 4 to 18.*max_length"
+    ):
+        check_padding(of(varying, bert("QuestionAnswering", 2)))
+    check_padding(of(answers, bert("QuestionAnswering", 2)))
+    for sample, model in ((tokens, bert("TokenClassification")), (texts, t5)):
+        collate = transformers.DataCollatorForTokenClassification(tokenizer())
+        check_padding(of(sample, model))
