@@ -449,11 +449,11 @@ def _import_file(path: Path) -> ModuleType:
 
 def _call(function: Callable[..., Any], arguments: Mapping[str, Any], path: Path, attribute: str) -> Any:
     """Call a function with its arguments; one without parameters finds them on its command line."""
-    on_line = dict(arguments) if not _parameters(function) else {}
-    line = _CommandLine([str(path), *_options(on_line)])
+    reads_line = inspect.isfunction(function) and not inspect.signature(function).parameters
+    line = _CommandLine([str(path), *_options(arguments if reads_line else {})])
     before, sys.argv = sys.argv, line
     try:
-        value = function(**{name: value for name, value in arguments.items() if name not in on_line})
+        value = function() if reads_line else function(**arguments)
     except SystemExit as error:
         raise JobError(
             f"calling it ended the process with {error.code}: its parser says why above",
@@ -472,18 +472,10 @@ def _call(function: Callable[..., Any], arguments: Mapping[str, Any], path: Path
         ) from error
     finally:
         sys.argv = before
-    if on_line and not line.was_read:
-        raise JobError(
-            "takes no arguments", source=str(path), field=attribute, value=" ".join(on_line), allowed=f"{attribute}()"
-        )
+    if len(line) > 1 and not line.was_read:
+        given = " ".join(arguments)
+        raise JobError("takes no arguments", source=str(path), field=attribute, value=given, allowed=f"{attribute}()")
     return value
-
-
-def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
-    try:
-        return inspect.signature(function).parameters
-    except ValueError:  # made in C
-        return {}
 
 
 class _CommandLine(list[str]):
