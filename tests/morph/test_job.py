@@ -83,6 +83,36 @@ def test_a_function_gets_the_arguments_behind_its_name(tmp_path: Path) -> None:
         load_job(f"{path}:build(width=3)")
 
 
+SCRIPT = """
+import argparse
+import sys
+def build():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rate", type=float)
+    parser.add_argument("--sizes", type=int, nargs="+")
+    parser.add_argument("--on", action="store_true")
+    parser.add_argument("--more", default="kept")
+    found = vars(parser.parse_args())
+    assert found == {"rate": 1e-3, "sizes": [1, 2], "on": True, "more": "kept"}, found
+    assert sys.argv[0].endswith("user_job.py")
+"""
+
+
+def test_a_function_without_parameters_finds_its_arguments_on_its_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", before := ["morph", "run"])
+    path = write(tmp_path, f"{SCRIPT}    return {MAKE}")
+    assert load_job(f"{path}:build(rate=1e-3, sizes=[1, 2], on=True, more=None)").name == "a"
+    with pytest.raises(JobError, match=r"build: calling it ended the process with 2: .*\(got '--width 3'\)"):
+        load_job(f"{path}:build(width=3)")
+    assert "unrecognized arguments: --width 3" in capsys.readouterr().err
+    assert sys.argv is before
+    path = write(tmp_path, f"def build():\n    return {MAKE}")
+    with pytest.raises(JobError, match=r"build: takes no arguments \(got 'width'\); allowed: build\(\)"):
+        load_job(f"{path}:build(width=3)")
+
+
 @pytest.mark.parametrize("call", ["build(3)", "build(size=open)", "build(**{})", "build(size)", "build(size=1"])
 def test_arguments_that_are_not_plain_values_are_refused(tmp_path: Path, call: str) -> None:
     path = write(tmp_path, f"job = {MAKE}def build(size):\n    return {MAKE}")
