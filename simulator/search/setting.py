@@ -127,7 +127,7 @@ class Setting:
 
     def fits(self, depth: int, most: int) -> bool:
         """Return whether P stages fit in memory with some cut, if the busiest replica has ``most`` micro-batches."""
-        return self.memory_bytes is None or any(self.has_room(rule, depth, most) for rule in self._frugal(most))
+        return self.memory_bytes is None or any(self.has_room(rule, depth, most) for rule in self.frugal(most))
 
     def within_ns(self, most: int, *, beside: bool = False) -> Ints:
         """Return the lower bound for every P over the cuts that fit in memory: int64[K + 1].
@@ -138,7 +138,7 @@ class Setting:
         if (most, beside) not in self._within:
             free, held = self.bounds_ns(most), min(most, max(1, self.num_micro_batches - 1)) if beside else most
             found = np.full(len(free), NEVER) if self.memory_bytes is not None else free.copy()
-            for rule in () if self.memory_bytes is None else self._frugal(held):
+            for rule in () if self.memory_bytes is None else self.frugal(held):
                 slowest = self._tight_table(rule, held).bottleneck_ns
                 fits = slowest < NEVER
                 busy = most * slowest[fits] + self.sections.commit_ns
@@ -157,7 +157,7 @@ class Setting:
 
     def least_bytes(self, depth: int, most: int) -> int:
         """Return the least memory per device that P stages need."""
-        return min(self._least(rule, depth, most) for rule in self._frugal(most))
+        return min(self._least(rule, depth, most) for rule in self.frugal(most))
 
     def _least(self, rule: Rule, depth: int, most: int) -> int:
         single = self.single(most)
@@ -176,7 +176,7 @@ class Setting:
 
     def fullest(self, depth: int, most: int) -> str:
         """Return in words the moment and largest part of the memory of the fullest of the most frugal P stages."""
-        rule = min(self._frugal(most), key=lambda rule: self._least(rule, depth, most))
+        rule = min(self.frugal(most), key=lambda rule: self._least(rule, depth, most))
         single = self.single(most)
         table = frugal_table(self.sections, rule.schedule, num_micro_batches=most, slope=rule.slope, single=single)
         windows, cuts = stage_windows(rule.schedule, depth, most, rule.slope), table.boundaries(depth)
@@ -278,7 +278,7 @@ class Setting:
             self._unlimited._stages = {} if self.grouped else self._stages
         return self._unlimited
 
-    def _frugal(self, most: int) -> tuple[Rule, ...]:
+    def frugal(self, most: int) -> tuple[Rule, ...]:
         """Return for each schedule the rule whose windows need least memory."""
         return tuple(Rule(schedule, most if schedule == "gpipe" else 1) for schedule in self.schedules)
 

@@ -315,7 +315,7 @@ class TwoTypes:
         for time_ns, splits, others in rough[:num_finals]:
             least = min(below_ns, math.inf if best is None else best.mini_batch_ns)
             if time_ns < least * _DOUBT[is_tiny]:
-                found = self._settled(splits, others, thorough=is_tiny)
+                found = self._settled(splits, others, least, thorough=is_tiny)
                 if found is not None and found.mini_batch_ns < least:
                     best = found
         return best
@@ -339,6 +339,8 @@ class TwoTypes:
                 done, gained = search.done(time_ns), self._gains(search, pair, time_ns)[:3]
                 best, _ = _most_on_both(*gained, *(done[kind] for kind in pair))
                 prices = np.add.outer(*(np.arange(gpus[kind] + 1) * usd_per_h[kind] for kind in pair))
+                if best[-1, -1] < self.total:
+                    continue
                 ends = np.unravel_index(np.where(best >= self.total, prices, math.inf).argmin(), prices.shape)
                 numbers = dict(zip(pair, map(int, ends), strict=True))
                 subset = tuple(numbers.get(kind, 0) for kind in range(len(gpus)))
@@ -566,19 +568,16 @@ class TwoTypes:
             self._alone[split, number] = min(outcomes, key=lambda each: each.mini_batch_ns, default=None)
         return self._alone[split, number]
 
-    def _settled(self, splits: dict[Split, int], others: Chosen, *, thorough: bool) -> SplitFound | None:
+    def _settled(
+        self, splits: dict[Split, int], others: Chosen, below_ns: float, *, thorough: bool
+    ) -> SplitFound | None:
         chosen, workers = self.chosen(splits, others), self.gpus_of(splits, others)
         if len(chosen) == 1:
             (split, number), *_ = splits.items()
             outcome = self.equal(split, number)
             types = self.joint.types[self._kind(split)].node_types
             return None if outcome is None else SplitFound(outcome.mini_batch_ns, workers, None, outcome, types)
-        found = []
-        for stages in ("even", "best"):
-            exact = self.joint.settled(chosen, stages, thorough=thorough)
-            if exact is not None:
-                found.append(self.joint.mix(chosen, stages, *exact))
-        best = min(found, key=lambda mix: mix.mini_batch_ns, default=None)
+        best = self.joint.exact(chosen, below_ns, thorough=thorough)
         return None if best is None else SplitFound(best.mini_batch_ns, workers, best)
 
     def gpus_of(self, splits: Mapping[Split, int], others: Chosen) -> tuple[int, ...]:

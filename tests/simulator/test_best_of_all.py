@@ -43,6 +43,20 @@ def test_pipelines_over_two_types_are_left_out_by_bounds_alone(seed: int) -> Non
     assert_best_of_all((with_memory(profile, None, None), request, {"": 1, "t4": 1 + seed % 2}))
 
 
+def test_pipelines_of_unequal_depths_share_their_cuts_where_that_is_faster() -> None:
+    """Each pipeline's own best cut would make the mini-batch 2 % longer, since the pipelines then form more rings."""
+    gap, best = gap_of(case_of("one type", 136))
+    assert gap <= 1 + 1e-9, best
+
+
+def test_the_cheapest_pool_of_a_job_that_short_mini_batches_do_not_finish() -> None:
+    profile = load_profile(PROFILES / "gpt2-2.5b.json")
+    memory_bytes = profile.environment.device_memory_bytes
+    profile, price = with_type(profile, "t4", 1.92, memory_bytes), {"v100": 0.9, "t4": 0.16}
+    given = {"objective": "usd_per_example", "usd_per_gpu_hour": price, "num_runners_up": 0}
+    assert plan(profile, pool={"v100": 12, "t4": 12}, unequal=True, **given).best.pool
+
+
 def larger(case: Case, factor: float) -> dict[str, Case]:
     """Return cases in which more is available or allowed."""
     profile, request, pool = case
