@@ -23,7 +23,7 @@ import typer
 from benchmarks.harness import head, option, row
 from morph.contract.errors import PlanError
 from morph.contract.profile import Profile
-from simulator import PlanRequest, plan, synthetic_profile
+from simulator import PlanChoice, PlanRequest, plan, synthetic_profile
 from simulator.costs.joined_sections import JoinedSections
 from simulator.costs.memory import NEVER, spans
 from simulator.costs.outcome import Kind, ShapeSimulator, together
@@ -293,17 +293,25 @@ def cost_of(request: PlanRequest, pool: Mapping[str, int]) -> Cost:
     return cost
 
 
-def found_cost(case: Case) -> float:
-    """Return the cost of the best plan that the search finds; inf if it finds none."""
+def found_plan(case: Case) -> PlanChoice | None:
+    """Return the plan that the search finds; None if it finds none."""
     profile, request, pool = case
     given: dict[str, Any] = {"pool": pool} if len(pool) > 1 else {"num_gpus": sum(pool.values())}
     if request.num_gpus_per_node is not None:
         given = {}
     try:
-        found = plan(profile, replace(request, unequal=True), num_runners_up=0, **given).best
+        return plan(profile, replace(request, unequal=True), num_runners_up=0, **given)
     except PlanError:
+        return None
+
+
+def found_cost(case: Case) -> float:
+    """Return the cost of the best plan that the search finds; inf if it finds none."""
+    _, request, pool = case
+    if (found := found_plan(case)) is None:
         return math.inf
-    return cost_of(request, pool)(found.expected.mini_batch_s * 1e9, [found.pool[name] for name in pool])
+    used = [found.best.pool[name] for name in pool]
+    return cost_of(request, pool)(found.best.expected.mini_batch_s * 1e9, used)
 
 
 def gap_of(case: Case) -> tuple[float, tuple[Pipeline, ...]]:

@@ -106,7 +106,7 @@ def _least_ns(numbers, times_ns, counts, total, low, high):  # type: ignore[no-u
 
 @entry
 @compiled
-def _knapsack(sizes, gains, most):  # type: ignore[no-untyped-def]
+def knapsack(sizes, gains, most):  # type: ignore[no-untyped-def]
     """Return the most gain on each number of GPUs, and the place of the kind taken last; -1: one GPU stays idle."""
     best = np.zeros(most + 1, np.int64)
     taken = np.full(most + 1, -1)
@@ -589,7 +589,7 @@ class Search:
     def done(self, time_ns: float) -> list[Ints]:
         """Return the most micro-batches in this time (ns) on 0, 1, ... GPUs of each type, by present estimates."""
         gains = self.gains(time_ns)
-        return [_knapsack(*each)[0] for each in self._parts(gains)]
+        return [knapsack(*each)[0] for each in self._parts(gains)]
 
     def _parts(self, gains: Ints) -> Iterator[tuple[Ints, Ints, int]]:
         """Yield the depths, gains and number of GPUs of each type."""
@@ -603,7 +603,7 @@ class Search:
         done, chosen = 0, Counter[Group]()
         for kind, (depths, gains, number) in enumerate(self._parts(self.gains(time_ns, without))):
             number = number if gpus is None else gpus[kind]
-            best, taken = _knapsack(depths, gains, number)
+            best, taken = knapsack(depths, gains, number)
             done += int(best[number])
             while number > 0:
                 place = int(taken[number])

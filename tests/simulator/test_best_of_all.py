@@ -7,7 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.best_of_all import KINDS, Case, case_of, found_cost, gap_of, random_case, with_memory
+from benchmarks.best_of_all import (
+    KINDS,
+    Bruteforce,
+    Case,
+    case_of,
+    found_cost,
+    found_plan,
+    gap_of,
+    random_case,
+    with_memory,
+)
 from benchmarks.harness import PROFILES
 from morph.contract.errors import PlanError
 from morph.contract.profile import load_profile
@@ -55,6 +65,26 @@ def test_the_cheapest_pool_of_a_job_that_short_mini_batches_do_not_finish() -> N
     profile, price = with_type(profile, "t4", 1.92, memory_bytes), {"v100": 0.9, "t4": 0.16}
     given = {"objective": "usd_per_example", "usd_per_gpu_hour": price, "num_runners_up": 0}
     assert plan(profile, pool={"v100": 12, "t4": 12}, unequal=True, **given).best.pool
+
+
+@pytest.mark.slow
+@each_seed(7, in_long=30 * len(KINDS))
+def test_no_plan_is_faster_than_the_proved_gap_allows(seed: int) -> None:
+    profile, request, pool = case_of(KINDS[seed % len(KINDS)], seed)
+    found = found_plan((profile, request, pool))
+    if found is None or found.gap is None:
+        return
+    assert found.gap >= 0
+    bound_ns = found.best.expected.mini_batch_s * 1e9 / (1 + found.gap)
+    assert Bruteforce(profile, request, pool).least(below=bound_ns) == bound_ns
+
+
+def test_a_gap_is_proved_of_all_plans_on_the_same_gpus_alone() -> None:
+    profile = load_profile(PROFILES / "gpt2-2.5b-t4.json")
+    assert plan(profile, num_gpus=19, unequal=True).gap == pytest.approx(0.0073, abs=1e-3)
+    price = {"v100": 0.9, "t4": 0.16}
+    for given in ({"pipeline_depth": 9}, {"budget_usd_per_h": 10.0, "usd_per_gpu_hour": price["v100"]}):
+        assert plan(profile, num_gpus=19, **given).gap is None
 
 
 def larger(case: Case, factor: float) -> dict[str, Case]:
