@@ -704,7 +704,10 @@ class Search:
                 yield chosen
 
     def moved(self, chosen: Chosen) -> Iterator[Chosen]:
-        """Yield mixes with a stage moved to another pipeline of the same type, or with one pipeline fewer."""
+        """Yield mixes with a stage moved to another pipeline of the same type, or with one pipeline fewer.
+
+        If the only stage of a pipeline is moved, that leaves one pipeline fewer, too.
+        """
         kept = dict(chosen)
         for (kind, depth), (other, deep) in product(kept, kept):
             if kind != other or (depth == deep and kept[kind, depth] < 2):
@@ -712,8 +715,8 @@ class Search:
             moved = Counter(kept)
             moved.subtract([(kind, depth), (kind, deep)])
             moved.update([(kind, depth - 1), (kind, deep + 1)])
-            if (kind, depth - 1) in self.place and (kind, deep + 1) in self.place:
-                yield tuple(sorted((group, number) for group, number in moved.items() if number))
+            if (depth == 1 or (kind, depth - 1) in self.place) and (kind, deep + 1) in self.place:
+                yield tuple(sorted((group, number) for group, number in moved.items() if number and group[1]))
         for group in kept:
             fewer = kept | {group: kept[group] - 1}
             yield tuple(sorted((each, number) for each, number in fewer.items() if number))

@@ -319,10 +319,10 @@ class TwoTypes:
 
     def best(self, gpus: tuple[int, ...], below_ns: float, *, quick: bool = False) -> SplitFound | None:
         """Return the fastest such mix below ``below_ns``; None: none. ``quick``: simulate only the most promising."""
-        is_tiny = sum(gpus) <= _TINY
+        is_tiny, search = sum(gpus) <= _TINY, self.mixes.search(gpus)
         hopeful, rough = self._hopeful(gpus, below_ns * _HOPEFUL[is_tiny]), []
         num_ways, num_finals = (2, 1) if quick and not is_tiny else (_LOOKED_AT[is_tiny], _FINALS[is_tiny])
-        for splits, others in [each for way in hopeful[:num_ways] for each in self._near(*way, is_tiny)]:
+        for splits, others in [each for way in hopeful[:num_ways] for each in self._near(*way, search)]:
             chosen = self.chosen(splits, others)
             if len(chosen) == 1:
                 times_ns = self._rough_ns(*next(iter(splits.items()))).values()
@@ -482,18 +482,14 @@ class TwoTypes:
         return [(splits, others) for _, _, splits, others in sorted(found, key=lambda each: each[:2])]
 
     def _near(
-        self, splits: dict[Split, int], others: Chosen, is_tiny: bool
+        self, splits: dict[Split, int], others: Chosen, search: Search
     ) -> Iterator[tuple[dict[Split, int], Chosen]]:
-        """Yield this mix, in both orders of types, and in tiny pools also without one or all pipelines of one type."""
+        """Yield this mix, in both orders of types, and in tiny pools with other pipelines of one type or without."""
         back = {Split(j, i, b, a): number for (i, j, a, b), number in splits.items()}
         has_room = all(bool(np.asarray(self.splits_of(i, j, (a, b)).fits)[a, b]) for i, j, a, b in back)
+        nearby = dict.fromkeys((others, (), *search.moved(others)) if search.is_tiny else (others,))
         for ordered in (splits, back) if has_room else (splits,):
-            yield ordered, others
-            if is_tiny and others:
-                yield ordered, ()
-                for place in range(len(others) if len(others) > 1 or others[0][1] > 1 else 0):
-                    (group, number), rest = others[place], others[:place] + others[place + 1 :]
-                    yield ordered, tuple(sorted((*rest, (group, number - 1)))) if number > 1 else rest
+            yield from ((ordered, each) for each in nearby)
 
     @staticmethod
     def _without_spare(others: Chosen, search: Search, time_ns: float, spare: int) -> Chosen:

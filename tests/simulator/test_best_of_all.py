@@ -53,9 +53,10 @@ def test_pipelines_over_two_types_are_left_out_by_bounds_alone(seed: int) -> Non
     assert_best_of_all((with_memory(profile, None, None), request, {"": 1, "t4": 1 + seed % 2}))
 
 
-def test_pipelines_of_unequal_depths_share_their_cuts_where_that_is_faster() -> None:
-    """Each pipeline's own best cut would make the mini-batch 2 % longer, since the pipelines then form more rings."""
-    gap, best = gap_of(case_of("one type", 136))
+@pytest.mark.parametrize(("kind", "seed"), [("one type", 136), ("two types", 21), ("two types", 27)])
+def test_pipelines_share_their_cuts_where_that_is_faster(kind: str, seed: int) -> None:
+    """Alone each is faster with another cut or depth, but then they form more rings, which takes 2 to 5 % longer."""
+    gap, best = gap_of(case_of(kind, seed))
     assert gap <= 1 + 1e-9, best
 
 
