@@ -22,6 +22,7 @@ import typer
 
 from benchmarks.harness import head, option, row
 from morph.contract.errors import PlanError
+from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
 from simulator import PlanChoice, PlanRequest, plan, synthetic_profile
 from simulator.costs.joined_sections import JoinedSections
@@ -80,7 +81,7 @@ class Bruteforce:
                 below = self._least_of(m, schedule, total, below, cost)
         return below
 
-    def _least_of(self, m: int, schedule: str, total: int, below: float, cost: Cost) -> float:
+    def _least_of(self, m: int, schedule: Schedule, total: int, below: float, cost: Cost) -> float:
         for lone in self._pipelines(m, schedule, [total], single=True):
             if cost(lone.ended_ns, lone.gpus) < below:
                 below = self._better([lone], lone.gpus, below, cost)
@@ -131,7 +132,7 @@ class Bruteforce:
             found.append(Kind(self.simulator, there, each.kind.counts))
         return found
 
-    def _pipelines(self, m: int, schedule: str, counts: Sequence[int], *, single: bool) -> Iterator[Pipeline]:
+    def _pipelines(self, m: int, schedule: Schedule, counts: Sequence[int], *, single: bool) -> Iterator[Pipeline]:
         """Yield every pipeline, without those whose every stage ends no sooner than with other windows."""
         again = (True, False) if self.request.recompute is None else (self.request.recompute,)
         ways = [(flag, grouped) for flag, grouped in product(again, (False, True)) if flag or not grouped]
@@ -188,7 +189,7 @@ class Bruteforce:
         limit: int | None,
         cut: tuple[int, ...],
         windows: tuple[int, ...],
-        schedule: str,
+        schedule: Schedule,
         layout: Layout | None,
         *,
         single: bool,
@@ -213,7 +214,8 @@ def with_memory(profile: Profile, own: int | None, other: int | None) -> Profile
         environment = given.environment.model_copy(update={"device_memory_bytes": limit})
         return given.model_copy(update={"environment": environment})
 
-    return limited(profile, own).model_copy(update={"node_types": (limited(profile.node_types[0], other),)})
+    changed: Profile = limited(profile, own)
+    return changed.model_copy(update={"node_types": (limited(profile.node_types[0], other),)})
 
 
 def needed_bytes(profile: Profile, begin: int, end: int, window: int, *, single: bool, recompute: bool) -> int:
@@ -272,8 +274,8 @@ def case_of(kind: str, seed: int) -> Case:
         price = {name: float(rng.uniform(0.1, 1)) for name in pool}
         budget = float(rng.uniform(0.3, 1) * sum(price[name] * number for name, number in pool.items()))
         objective: Any = "usd_per_example" if kind == "fewest dollars" else "examples_per_s"
-        more = {"budget_usd_per_h": budget} if kind == "within a budget" else {}
-        request = replace(request, objective=objective, usd_per_gpu_hour=price, **more)
+        limit = budget if kind == "within a budget" else None
+        request = replace(request, objective=objective, usd_per_gpu_hour=price, budget_usd_per_h=limit)
     return profile, request, pool
 
 
