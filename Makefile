@@ -6,6 +6,8 @@
 #   make test-long   every test, those too that vary what a cheaper one holds, with 10,000 random histories of the
 #                    controller in place of 200, more random cases, more members and losses of elastic rings, and whole
 #                    grids of cases
+#   make test-times  what the tests of the last run took, by the clock and of processors: the slowest, by folder and by
+#                    process; TIMES=record keeps the seconds of its files, by which the next run puts them in order
 #   make test-gpu    the tests that need a CUDA device: skipped, with the reason, where there is none
 #   make bench-gpu   what a CUDA device takes: sums, copies, NCCL's forming and abort, whole steps beside a plain loop
 #   make gpu-kit     dist/gpu-kit.tar: this tree and wheels, for tests and times on a GPU machine without a package registry
@@ -14,7 +16,7 @@
 #   make soak        runs under faults from outside, for SOAK_MINUTES (60), drawn from SEED;
 #                    SOAK_STEPS=1000000: one run of so many cheap steps, with faults far apart; with SOAK_FOLDER
 #                    in pieces of SOAK_MINUTES, each of which continues the one before
-#   make check       lint, format, types, layers, documentation: what CI runs first
+#   make check       lint, format, types, layers, lines by room, documentation: what CI runs first
 #   make docs        the documentation as a site in out/site, with every link and anchor checked
 #
 # TEST_WORKERS is how many tests run at once; 0: one after the other in one process, as plain `pytest` does.
@@ -39,7 +41,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 OMP_NUM_THREADS=1 RAY_USAGE_
 TEST_ENV += PYTHONDONTWRITEBYTECODE=
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-fast test-long test-trackers test-slurm test-oldest-ray test-oldest-transformers test-oldest-lightning test-gpu bench-gpu gpu-kit soak check lint types layers docs format clean
+.PHONY: help setup demo test test-fast test-long test-times test-trackers test-slurm test-oldest-ray test-oldest-transformers test-oldest-lightning test-gpu bench-gpu gpu-kit soak check lint types layers lines docs format clean
 .PHONY: .packages .byte-code .first-plan
 .DELETE_ON_ERROR:
 
@@ -82,7 +84,7 @@ tests/__pycache__: | $(READY)
 	@$(TEST_ENV) $(BIN)/python -m pytest --collect-only --quiet > /dev/null || true
 
 test: $(READY) tests/__pycache__
-	$(PYTEST) -m "not long" $(PYTEST_ARGS)
+	$(PYTEST) -m "not long" --junitxml=out/tests.xml $(PYTEST_ARGS)
 
 test-fast: $(READY) tests/__pycache__
 	$(PYTEST) -m "not system and not slow and not long" $(PYTEST_ARGS)
@@ -122,6 +124,9 @@ $(OLD_TRANSFORMERS): | $(READY)
 	$(PIP_OLD) $@ transformers==$(OLDEST_TRANSFORMERS) huggingface_hub==1.3.0 tokenizers==0.22.2 httpx==0.28.1 \
 		httpcore==1.0.9 h11==0.16.0 anyio==4.12.0
 
+test-times: $(READY)
+	@$(BIN)/python -m tests.times $(TIMES)
+
 test-trackers: $(READY)
 	$(PIP_INSTALL) --editable '.[tensorboard,wandb,mlflow]'
 	$(PYTEST) tests/manager/test_trackers.py $(PYTEST_ARGS)
@@ -145,7 +150,7 @@ gpu-kit:
 soak: $(READY)
 	$(TEST_ENV) $(BIN)/python -m tests.chaos --minutes $(SOAK_MINUTES) $(if $(SOAK_STEPS),--long $(SOAK_STEPS)) $(if $(SOAK_FOLDER),--folder $(SOAK_FOLDER)) $(if $(SEED),--seed $(SEED))
 
-check: lint types layers docs
+check: lint types layers lines docs
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -156,6 +161,10 @@ types: $(READY)
 
 layers: $(READY)
 	$(BIN)/lint-imports
+
+# A lid on growth: see tests/lines.py.
+lines: $(READY)
+	@$(BIN)/python -m tests.lines
 
 # A warning, as of a link to a page or a heading that is not there, is an error. `.venv/bin/mkdocs serve` shows changes at once.
 docs: $(READY)

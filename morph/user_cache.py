@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import io
 import os
 import stat
 import sys
@@ -12,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, BinaryIO, cast
+from typing import IO, Any, BinaryIO, cast
 
 import xxhash
 
@@ -105,13 +106,19 @@ def open_kept(folder: Path, name: str, write: Callable[[BinaryIO], object], most
         return file
 
 
-class _Proved:
+class _Proved(io.RawIOBase):
     """A file that is being written, and a digest of its content so far."""
 
     def __init__(self, file: BinaryIO, proof: xxhash.xxh3_128) -> None:
         self._file, self._proof = file, proof
 
-    def write(self, content: bytes) -> int:
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def write(self, content: Any) -> int:
         self._proof.update(content)
         return self._file.write(content)
 

@@ -1,8 +1,7 @@
 """Settings for every test: nothing reaches a model hub, and torch uses one thread wherever a test loads it.
 
 Several pytest-xdist workers share the machine. With ``--dist loadfile`` one of them runs all tests of a file in turn,
-so that each fixture is made once. Files with real processes go first, because they take longest, then those with slow
-tests; short files then fill the free workers.
+so that each fixture is made once. The files that took longest go first; short files then fill the free workers.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("MORPH_VALIDATE", "1")
 # Inductor believes this setting; otherwise it first compiles programs that try vector instructions, for 6 s
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # tests do not read a developer's cache; the processes of pytest-xdist share one
@@ -39,6 +39,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 import pytest
 import typer.testing
 from hypothesis import HealthCheck, settings
+
+from tests import times
 
 # Each invocation makes Typer build all commands anew, which takes 0.1 s, and hundreds of tests invoke it.
 typer.testing._get_command = cache(typer.testing._get_command)
@@ -90,10 +92,13 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(cores + 2, MOST_WORKERS)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(times.Clock())
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
-        marked = {mark: {item.path for item in items if item.get_closest_marker(mark)} for mark in ("system", "slow")}
-        items.sort(key=lambda item: tuple(item.path not in paths for paths in marked.values()))
+        times.in_order(items, config.rootpath)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -46,7 +46,7 @@ class BucketService:
 @contextmanager
 def bucket_service() -> Iterator[BucketService]:
     """Serve until the end of the block; skip the test where moto's server or s3fs is not installed."""
-    wanted = "pip install s3fs moto flask flask-cors"
+    wanted = "pip install -e '.[dev]'"
     pytest.importorskip("s3fs", reason=wanted)
     application = pytest.importorskip("moto.moto_server.werkzeug_app", reason=wanted)
     serving, models = pytest.importorskip("werkzeug.serving"), pytest.importorskip("moto.s3.models")

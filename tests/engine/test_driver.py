@@ -10,6 +10,7 @@ import pytest
 
 from manager.controller.state.actions import ProbeWorker, RequestNodes
 from manager.controller.state.events import NoticeGiven
+from manager.controller.state.validate import INVARIANTS, BrokenState
 from manager.engine.loop.driver import Observed
 from manager.journal.records import Fact
 from manager.journal.replay import replay
@@ -141,6 +142,22 @@ def test_an_observer_that_raises_ends_the_loop(make_run: Callable[..., Run]) -> 
     run.react = interrupt
     with pytest.raises(KeyboardInterrupt):
         run.driver.run()
+    assert run.journal.read()[-1].kind == "decision"
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_broken_decision_is_not_carried_out_where_validation_is_asked_for(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    monkeypatch.setenv("MORPH_VALIDATE", "1" if asked else "")
+    monkeypatch.setitem(INVARIANTS, "no order is sent", lambda state: state.step.order is None)
+    run = make_run()
+    if not asked:
+        assert run.driver.run().outcome == "finished"
+        return
+    with pytest.raises(BrokenState, match="broken invariant: no order is sent"):
+        run.driver.run()
+    assert not [call for call in run.pool.calls if not call.startswith("start_worker")]
     assert run.journal.read()[-1].kind == "decision"
 
 

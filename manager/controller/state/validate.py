@@ -29,8 +29,8 @@ class BrokenState(MorphError):
 def validate(state: ControllerState) -> None:
     """Check every invariant of the controller's state; BrokenState names the broken one, job, phase and last events.
 
-    The live loop does not call this: a run continues as long as its workers can carry out its decisions. Tests and the
-    simulated clusters call it after every decision.
+    A live run goes on as long as its workers can carry out its decisions, unless ``MORPH_VALIDATE=1`` is set, as it is
+    in tests: then each decision is checked once it is in the journal and before it is carried out.
     """
     for sentence, holds in INVARIANTS.items():
         if not holds(state):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from manager.controller.state.actions import (
 )
 from manager.controller.state.events import Event, StopRequested, Tick
 from manager.controller.state.state import ControllerState, Decision
+from manager.controller.state.validate import validate
 from manager.engine.loop.checkpoint_store import CheckpointStore
 from manager.engine.loop.event_queue import EventQueue, Stamped
 from manager.engine.loop.lease import Lease
@@ -212,6 +214,8 @@ class Driver:
 
         at_s, decision = patiently(write_down, self.state.config.policy.rules.wait.vms_patience_s)
         self.state = decision.state
+        if os.environ.get("MORPH_VALIDATE") == "1":
+            validate(self.state)
         self._wake_at_s = decision.wake_at_s
         if self._requests is not None:
             self._requests.know(decision.state.workers)

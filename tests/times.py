@@ -1,0 +1,151 @@
+"""What the tests of a run took, by the clock and of processors: ``make test-times`` prints it.
+
+Each run writes ``out/tests.xml`` (JUnit), in which a test has properties beside its seconds by the clock. The seconds
+by file of a run are kept in ``tests/seconds.json``, by which the files of the next run are put in order: the longest
+first, so that no process is left with a long one when the others have ended.
+
+A test's processor seconds are those of its process and of the children that it has waited for, set-up and clean-up
+included. Daemons that outlive a test are not in them.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+RESULTS = Path("out/tests.xml")
+RECORDED = Path(__file__).with_name("seconds.json")
+NUM_SLOWEST = 40
+
+
+def processor_s() -> float:
+    """Return the processor seconds of this process and of its children that have ended."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime
+
+
+def in_order(items: list[pytest.Item], root: Path) -> None:
+    """Put tests in the order of their files' recorded seconds, longest first; a file that is not recorded begins."""
+    seconds: dict[str, float] = json.loads(RECORDED.read_text(encoding="utf-8"))
+    items.sort(key=lambda item: -seconds.get(str(item.path.relative_to(root)), sys.float_info.max))
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A test's seconds by the clock and of processors; ``process`` is the one of pytest-xdist that ran it."""
+
+    file: str
+    name: str
+    clock_s: float
+    processor_s: float
+    process: str
+    collection_s: float
+
+
+def timed(results: Path) -> list[Timed]:
+    """Return the tests in a file that pytest wrote with ``--junitxml``, without those that were skipped."""
+    found = []
+    for case in ElementTree.parse(results).iter("testcase"):
+        told = {one.get("name"): one.get("value", "") for one in case.iter("property")}
+        if case.find("skipped") is None and "file" in told:
+            clock_s, spent_s = float(case.get("time", 0)), float(told["processor_s"])
+            collection_s, name = float(told["collection_s"]), case.get("name", "")
+            found.append(Timed(told["file"], name, clock_s, spent_s, told["process"], collection_s))
+    return found
+
+
+def by(tests: Iterable[Timed], keys: Mapping[str, str]) -> dict[str, tuple[float, float, int]]:
+    """Return seconds by the clock and of processors, and tests, by the key of each test's file; longest first."""
+    sums: dict[str, tuple[float, float, int]] = defaultdict(lambda: (0.0, 0.0, 0))
+    for test in tests:
+        clock_s, spent_s, num = sums[keys[test.file]]
+        sums[keys[test.file]] = (clock_s + test.clock_s, spent_s + test.processor_s, num + 1)
+    return dict(sorted(sums.items(), key=lambda entry: -entry[1][0]))
+
+
+def table(tests: list[Timed]) -> str:
+    """Return the slowest tests, and sums by folder and by process, as text."""
+    lines = [
+        "  clock processor waiting",
+        *(_line(one.clock_s, one.processor_s, f"{one.file}::{one.name}") for one in _slowest(tests)),
+    ]
+    folders = by(tests, {test.file: str(Path(test.file).parent) for test in tests})
+    lines += ["", *(_line(*sums[:2], f"{name} ({sums[2]} tests)") for name, sums in folders.items())]
+    for process in sorted({test.process for test in tests}):
+        own = [test for test in tests if test.process == process]
+        clock_s, spent_s = sum(test.clock_s for test in own), sum(test.processor_s for test in own)
+        note = f"{process} ({len(own)} tests, after {own[0].collection_s:.0f} s of collection)"
+        lines += [*([""] if process == min(test.process for test in tests) else []), _line(clock_s, spent_s, note)]
+    total_s, spent_s = sum(test.clock_s for test in tests), sum(test.processor_s for test in tests)
+    return "\n".join([*lines, "", _line(total_s, spent_s, f"all ({len(tests)} tests)")])
+
+
+def record(tests: list[Timed], path: Path = RECORDED) -> None:
+    """Keep the seconds of every file, in tenths."""
+    files = by(tests, {test.file: test.file for test in tests})
+    path.write_text(
+        json.dumps({file: round(files[file][0], 1) for file in sorted(files)}, indent=0) + "\n", encoding="utf-8"
+    )
+
+
+def _slowest(tests: list[Timed]) -> list[Timed]:
+    return sorted(tests, key=lambda test: -test.clock_s)[:NUM_SLOWEST]
+
+
+def _line(clock_s: float, spent_s: float, name: str) -> str:
+    return f"{clock_s:7.1f} {spent_s:9.1f} {max(0.0, clock_s - spent_s):7.1f}  {name}"
+
+
+class Clock:
+    """A plugin for pytest: each test's properties in the results."""
+
+    def __init__(self) -> None:
+        self._began_s = self._collected_s = 0.0
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection(self) -> object:
+        began = time.perf_counter()
+        done = yield
+        self._collected_s = time.perf_counter() - began
+        return done
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> object:
+        self._began_s = processor_s()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> object:
+        if call.when == "teardown":
+            config = item.config
+            item.user_properties += [
+                ("file", str(item.path.relative_to(config.rootpath))),
+                ("processor_s", f"{processor_s() - self._began_s:.3f}"),
+                ("process", getattr(config, "workerinput", {}).get("workerid", "one process")),
+                ("collection_s", f"{self._collected_s:.1f}"),
+            ]
+        return (yield)
+
+
+def main() -> None:
+    """Print the times of the last run; with ``record``, keep the seconds of its files for the order of the next."""
+    if not RESULTS.exists():
+        raise SystemExit(f"{RESULTS}: is not there; run `make test` first")
+    tests = timed(RESULTS)
+    print(table(tests))
+    if sys.argv[1:] == ["record"]:
+        record(tests)
+        print(f"\nwrote {RECORDED}")
+
+
+if __name__ == "__main__":
+    main()
