@@ -1,4 +1,4 @@
-"""Write the estimated profiles of Llama 3 and Mixtral to configs/profiles, bit for bit the same each time.
+"""Write the estimated profiles of Llama 3 to configs/profiles, bit for bit the same each time.
 
     python -m benchmarks published.estimated
 
@@ -14,10 +14,8 @@ _LARGE, _SMALL = ("h100", "a100"), ("l4", "v100", "t4")
 ESTIMATED = {
     "llama-3-8b": ("llama_8b", _LARGE),
     "llama-3-8b-small": ("llama_8b_small", _SMALL),
-    "llama-3-70b": ("llama_70b", _LARGE),
-    "mixtral-8x7b": ("mixtral_8x7b", _LARGE),
 }
-"""Files, each with its job and types of GPU. A layer of the large models does not fit on a GPU of 24 GB."""
+"""Files, each with its job and types of GPU."""
 MICRO_BATCH_SIZES = (1, 2, 4)
 
 

@@ -80,7 +80,7 @@ class SectionCosts:
         zones = profile.between_zones
         self.between_zones = None if zones is None else LinkCosts(zones, self.sent_bytes)
         self.rules = rules
-        self._memory: dict[tuple[bool, bool], StageMemory] = {}
+        self._memory: dict[tuple[bool, bool, bool], StageMemory] = {}
         units = reduced_units(profile)
         own = np.zeros(len(sections))
         for unit in units:
