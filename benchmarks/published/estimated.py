@@ -14,6 +14,7 @@ _LARGE, _SMALL = ("h100", "a100"), ("l4", "v100", "t4")
 ESTIMATED = {
     "llama-3-8b": ("llama_8b", _LARGE),
     "llama-3-8b-small": ("llama_8b_small", _SMALL),
+    "llama-3-70b": ("llama_70b", _LARGE),
 }
 """Files, each with its job and types of GPU."""
 MICRO_BATCH_SIZES = (1, 2, 4)
