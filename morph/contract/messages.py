@@ -170,10 +170,10 @@ class ReshapeOrder(Value):
     about step ``version - 1``; absent after a return to a checkpoint. ``ahead``: the number of the ``PreCopyOrder`` to
     which sources of kind "ahead" belong; other pre-copied state is dropped. ``salvage``: the kept partial sums of the
     abandoned step from ``version``; other partial sums are dropped. ``keep_sums``: a worker keeps its partial sums if a
-    step is abandoned. ``follows``: workers that have a follower; ``follow_in_host``: the follower keeps the state in
-    host memory, and on its device only while it is updated. ``copy_sums_every``: after each time this many of its
-    micro-batches, a worker's partial sums go to its follower; 0: never. ``limit_s``: bound of any wait for others in
-    this generation; the manager gives up the order earlier.
+    step is abandoned; otherwise it drops at once those that it has. ``follows``: workers that have a follower;
+    ``follow_in_host``: the follower keeps the state in host memory, and on its device only while it is updated.
+    ``copy_sums_every``: after each time this many of its micro-batches, a worker's partial sums go to its follower; 0:
+    never. ``limit_s``: bound of any wait for others in this generation; the manager gives up the order earlier.
     """
 
     generation: int = Field(ge=1)

@@ -72,9 +72,13 @@ class Expectation(Value):
     followed_memory_bytes: Number = Field(
         default=0, description="peak_memory_bytes if each stage's state is kept by another worker too; 0: not computed"
     )
+    memory_with_sums_bytes: Number = Field(
+        default=0, description="peak_memory_bytes if the sums of an abandoned step are kept; 0: not computed"
+    )
     host_memory_bytes: Number = Field(
         default=0, description="host memory of the fullest stage, if devices have their own memory"
     )
+    host_with_sums_bytes: Number = Field(default=0, description="the same if sums are kept; 0: not computed")
     parts_s: dict[str, Seconds]
 
 

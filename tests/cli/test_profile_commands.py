@@ -71,11 +71,15 @@ def test_a_type_that_was_not_measured_is_scaled_and_every_plan_says_so(tmp_path:
     of_type = of_pool_type(profile, "t4")
     for scaled, own in zip(of_type.sections, known.sections, strict=True):
         assert scaled.backward[1].median_s == 2 * own.backward[1].median_s
-    assert "the profile's times, 2 times as long" in shown(file)
+    assert "(estimated)" in shown(file)
+    assert "the profile's times, 2 times as long" in shown(file, "--node-type", "t4")
     planned = CliRunner().invoke(app, ["plan", str(file), "--pool", "synthetic=1,t4=2"])
-    assert "warning: t4 was not measured: the profile's times, 2 times as long" in planned.stderr
+    assert (
+        "warning: the times of t4 were not measured, but estimated: the profile's times, 2 times as long"
+        in planned.stderr
+    )
     alone = CliRunner().invoke(app, ["plan", str(file), "--gpus", "2"])
-    assert "was not measured" not in alone.stderr
+    assert "not measured" not in alone.stderr
 
 
 def test_a_measured_type_is_not_scaled_and_bad_values_are_named(path: Path) -> None:

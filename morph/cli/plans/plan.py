@@ -15,6 +15,7 @@ from morph.cli.plans.plan_options import (
     from_options,
     given_options,
     gpu_range,
+    profile_to_plan,
     refuse_together,
     request_of,
     require,
@@ -34,7 +35,7 @@ from morph.cli.reading.options import (
 from morph.cli.reading.progress import COMPILED_ONCE, doing_if_long
 from morph.contract.errors import PlanError
 from morph.contract.files import check_output, write_output
-from morph.contract.pool import Pool, type_and_zone
+from morph.contract.pool import Pool
 from morph.yaml_files import read_settings
 
 if TYPE_CHECKING:
@@ -147,7 +148,6 @@ def plan_command(
       morph plan gpt2-2.5b-t4.json --pool v100=12,t4=12 --price v100=0.9,t4=0.16
       morph plan profile.json --gpus 16..128 --csv plans.csv --png plans.png
     """
-    from morph.contract.profile import load_profile
     from simulator import plan
     from simulator.inputs.conditions import of_node_type
     from simulator.search.preference import Errors, preferred
@@ -159,7 +159,7 @@ def plan_command(
     numbers = _numbers(given_options(context, chosen), gpus, aim)
     on_types = None if pool is None else Pool.parse(pool, "--pool")
     with from_options(context, profile, chosen):
-        measured = of_node_type(load_profile(profile), node_type)
+        measured = profile_to_plan(profile, node_type, on_types)
     request = replace(request_of(context, chosen), unequal=True)
     with from_options(context, profile, chosen), doing_if_long(f"simulating shapes ({COMPILED_ONCE})"):
         if numbers is not None and len(numbers) > 1:
@@ -210,10 +210,6 @@ def _warnings(profile: Profile, request: PlanRequest, pool: Pool) -> list[str]:
     found = list(other_links(profile, request.links, request.rings))
     if len(pool.zones) > 1 and request.applied_to(profile).between_zones is None:
         found.append(_NO_ZONE_LINKS)
-    for node_type in {type_and_zone(name)[0]: None for name in pool.types}:
-        source = profile.sources.get(f"node_types.{node_type}")
-        if source is not None:
-            found.append(f"{node_type} was not measured: {source}")
     return found
 
 

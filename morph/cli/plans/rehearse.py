@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from morph.cli.plans.plan_options import in_plan_file, memory_bytes_of, slow_of
+from morph.cli.plans.plan_options import in_plan_file, memory_bytes_of, profile_to_plan, slow_of
 from morph.cli.plans.settings import RehearseSettings, with_settings
 from morph.cli.reading.errors import places
 from morph.cli.reading.options import (
@@ -100,9 +100,8 @@ def rehearse_command(
     from morph.cli.plans.trace_options import read_traces
     from morph.cli.views.run_view import run_view
     from morph.contract.plan import load_plan
-    from morph.contract.profile import load_profile
 
-    measured, chosen = load_profile(profile), read_settings(settings or (), RehearseSettings)
+    measured, chosen = profile_to_plan(profile), read_settings(settings or (), RehearseSettings)
     planned_before = None if plan is None else load_plan(plan)
     recorded = None if trace is None else read_traces([trace])
     num_workers = (pipeline_depth or 0) * num_replicas if planned_before is None else planned_before.num_workers
