@@ -11,6 +11,8 @@
 #   make test-gpu    the tests that need a CUDA device: skipped, with the reason, where there is none
 #   make bench-gpu   what a CUDA device takes: sums, copies, NCCL's forming and abort, whole steps beside a plain loop
 #   make gpu-kit     dist/gpu-kit.tar: this tree and wheels, for tests and times on a GPU machine without a package registry
+#   make test-scripts  the example scripts that transformers publishes, fetched from GitHub with the packages that they
+#                    import; SCRIPTS_FROM: another URL, such as file:///folder
 #   make test-trackers  TensorBoard, Weights & Biases and MLflow, installed for it: read back with their own readers
 #   make test-slurm  a run on a real Slurm, whose packages it installs (Debian, as root)
 #   make soak        runs under faults from outside, for SOAK_MINUTES (60), drawn from SEED;
@@ -29,6 +31,7 @@ TEST_WORKERS ?= auto
 PYTEST_ARGS ?=
 SOAK_MINUTES ?= 60
 SEED ?=
+SCRIPTS_FROM ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -41,7 +44,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 OMP_NUM_THREADS=1 RAY_USAGE_
 TEST_ENV += PYTHONDONTWRITEBYTECODE=
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-fast test-long test-times test-trackers test-slurm test-oldest-ray test-oldest-transformers test-oldest-lightning test-gpu bench-gpu gpu-kit soak check lint types layers lines docs format clean
+.PHONY: help setup demo test test-fast test-long test-times test-trackers test-slurm test-oldest-ray test-oldest-transformers test-oldest-lightning test-scripts test-gpu bench-gpu gpu-kit soak check lint types layers lines docs format clean
 .PHONY: .packages .byte-code .first-plan
 .DELETE_ON_ERROR:
 
@@ -89,7 +92,9 @@ test: $(READY) tests/__pycache__
 test-fast: $(READY) tests/__pycache__
 	$(PYTEST) -m "not system and not slow and not long" $(PYTEST_ARGS)
 
+# Without a network, the tests of the published scripts are skipped with a reason.
 test-long: $(READY) tests/__pycache__ test-oldest-ray test-oldest-transformers test-oldest-lightning
+	-@$(MAKE) --no-print-directory $(SCRIPTS)/packages
 	MORPH_HISTORIES=10000 MORPH_EXPLORE=long $(PYTEST) $(PYTEST_ARGS)
 
 # Installed is the newest of each range in pyproject.toml; the oldest is put before it on the path of the tests that concern
@@ -113,6 +118,16 @@ test-oldest-transformers: $(READY) | $(OLD_TRANSFORMERS)
 
 test-oldest-lightning: $(READY) | $(OLD_LIGHTNING)
 	PYTHONPATH=$(abspath $(OLD_LIGHTNING)) $(PYTEST) tests/trainers/test_lightning.py
+
+SCRIPTS := $(VENV)/scripts
+
+test-scripts: $(READY) $(SCRIPTS)/packages
+	$(PYTEST) tests/trainers/test_published_scripts.py $(PYTEST_ARGS)
+
+$(SCRIPTS)/packages: tests/trainers/published_scripts.yaml | $(READY)
+	$(BIN)/python -m tests.trainers.published_scripts $(SCRIPTS) $(SCRIPTS_FROM)
+	$(PIP_OLD) $@ --upgrade --no-compile $$(sed -n 's/^packages: .\(.*\)./\1/p' $< | tr -d ,)
+	@touch $@
 
 $(OLD_LIGHTNING): | $(READY)
 	$(PIP_OLD) $@ pytorch-lightning==$(OLDEST_LIGHTNING)

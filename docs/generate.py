@@ -15,6 +15,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import click
 import typer
+import yaml
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -27,6 +28,7 @@ from morph.trainers import lightning_rules
 from morph.trainers.arguments import ARGUMENTS, CALLBACKS, COMPARED, METHODS, OF_EVALUATIONS, Rule
 
 ROOT = Path(__file__).parents[1]
+_SCRIPTS = ROOT / "tests" / "trainers" / "published_scripts.yaml"
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(((?:\.\./)+[^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -129,6 +131,14 @@ def trainer_arguments() -> Iterator[str]:
         "`EarlyStoppingCallback` is honoured as `best`. These callbacks are not run:",
         f"{_names(CALLBACKS)}. Others are refused.",
         "",
+        "## Published example scripts",
+        "",
+        "`make test-scripts` fetches these scripts of transformers and runs each with random weights and small data,",
+        "by itself and under Morph with [two lines](../guides/trainer.md) changed. *Equal*: after two epochs, the last",
+        "step of which is short, no weight differs by more than 1e-5.",
+        "",
+        *_published_scripts(),
+        "",
         "## Methods that a subclass of transformers' Trainer overrides",
         "",
         *_rules("method", METHODS),
@@ -149,6 +159,14 @@ def trainer_arguments() -> Iterator[str]:
         "| `on_validation_*` | no effect here | refused if there is evaluation data |",
         "| any other of Lightning's, such as `on_train_batch_start` | refused | write it in `training_step` |",
     )
+
+
+def _published_scripts() -> Iterator[str]:
+    yield from ("| script | model | further options | in Morph |", "|---|---|---|---|")
+    for run in yaml.safe_load(_SCRIPTS.read_text(encoding="utf-8"))["runs"]:
+        options = " ".join(f"`--{name} {value}`" for name, value in run.get("given", {}).items())
+        outcome = f"refused: {run['refused']}" if "refused" in run else "equal"
+        yield f"| `{run['script']}` | {run['model']} | {_cell(options)} | {_cell(outcome)} |"
 
 
 def _names(names: Iterable[str]) -> str:

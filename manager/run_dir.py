@@ -71,12 +71,15 @@ class RunFacts(Value):
     known_by: JobFacts = Field(default=JobFacts(), description="facts that the loaded job must match")
 
 
+_OF_RUNS = "the folder of a run, runs/NAME unless `morph run` was given another"
+
+
 def read_facts(path: Path) -> RunFacts:
     """Read the identity of the run in a run directory; RunDirError if it is not one."""
     if not path.is_dir():
-        raise RunDirError("there is no such run directory", source=str(path))
+        raise RunDirError("there is no such run directory", source=str(path), allowed=_OF_RUNS)
     if not is_run(path):
-        raise RunDirError(f"is not a run directory: it has no {RUN}", source=str(path))
+        raise RunDirError(f"is not a run directory: it has no {RUN}", source=str(path), allowed=_OF_RUNS)
     return read_json(path / RUN, RunFacts, RunDirError)
 
 

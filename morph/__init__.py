@@ -30,12 +30,12 @@ _LAZY = {
     "Sum": "morph.losses",
     "data": None,
     "elastic": None,
-    "hf": "morph.trainers.hf",
-    "lightning": "morph.trainers.lightning",
+    "hf": None,
+    "lightning": None,
     "losses": None,
     "spot": None,
 }
-"""Where what loads torch is: a module of this name, or one that has it. None: a module of this package."""
+"""The module that has what loads torch. None: a module of this package."""
 
 
 def __getattr__(name: str) -> Any:
@@ -43,9 +43,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'morph' has no attribute {name!r}")
     import importlib
 
-    place = _LAZY[name] or f"morph.{name}"
-    module = importlib.import_module(place)
-    return module if place.endswith(f".{name}") else getattr(module, name)
+    place = _LAZY[name]
+    return importlib.import_module(f"morph.{name}") if place is None else getattr(importlib.import_module(place), name)
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,7 @@ class Optimizers(Optimizer):
     """Several optimizers as one, each for some of the parameters: for example Muon for matrices, AdamW for the rest.
 
     All of them minimise the same loss. The sum of the losses of two players (GAN) would train each player on the
-    other's loss too, which nothing detects: such loops need ``morph.elastic``.
+    other's loss too, which no check can see: such loops need ``morph.elastic``.
 
     Args:
         parts: Pairs of parameters and a function that builds their optimizer; a part without parameters is left out.

@@ -20,6 +20,16 @@ def moment_text(time_s: float) -> str:
     return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
+def duration_text(seconds: float) -> str:
+    """Write a duration in its two largest units: ``19 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
+    whole = round(seconds)
+    for size, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            rest = whole % size // part
+            return f"{whole // size} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return f"{whole} s"
+
+
 def counted(count: int, one: str, more: str = "") -> str:
     """Return ``1 worker``, ``2 workers``; with ``more`` if the plural needs more than an s: ``1 worker is``."""
     return f"{count} {one if count == 1 else more or one + 's'}"

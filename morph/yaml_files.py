@@ -46,20 +46,25 @@ def load_job_file(path: Path, settings: Sequence[str] = ()) -> JobFile:
 def load_config(path: Path) -> ClusterConfig:
     """Read either kind of file: a file with ``job`` is a job file."""
     data = read_yaml(path)
-    given = set(data) if isinstance(data, dict) else set()
-    is_other = not given & {"job", "policy"} and not (given and isinstance(data.get("vms"), dict))
-    for keys, what in _OTHERS.items():
-        if is_other and keys & given:
-            raise ConfigError(f"is {what}", source=str(path), allowed="a cluster file, or a job file of `morph run`")
-    return load_job_file(path) if "job" in given else load_cluster(path)
+    return load_job_file(path) if isinstance(data, dict) and "job" in data else load_cluster(path)
 
 
-_OTHERS = {
+_KINDS = {
+    frozenset({"job"}): "a job file of `morph run`",
     frozenset({"subscription_id", "resource_group", "location"}): "a cloud file, which `morph cloud dry-run` checks",
     frozenset({"hosts"}): "a file of hosts, which a cluster file names as vms.cloud",
     frozenset({"storage"}): "a job file of `morph spot-run`",
+    frozenset({"vms", "policy"}): "a cluster file",
 }
-"""Files of other kinds, by keys that only they have."""
+"""Kinds of files, by keys that only they have."""
+
+
+def _check_kind(data: Any, value_type: type[Value], source: str) -> None:
+    """Refuse a file of another kind: it has none of the wanted keys, but those of another kind."""
+    given, wanted = set(data) if isinstance(data, dict) else set(), value_type.model_fields
+    for keys, what in _KINDS.items():
+        if keys & given and not given & wanted.keys():
+            raise ConfigError(f"is {what}", source=source, allowed=f"a file with the keys {', '.join(wanted)}")
 
 
 def load_yaml(path: Path, value_type: type[ValueT], settings: Sequence[str] = ()) -> ValueT:
@@ -69,7 +74,9 @@ def load_yaml(path: Path, value_type: type[ValueT], settings: Sequence[str] = ()
     ConfigError if the file cannot be read or is not YAML, has unknown or repeated keys, or values of a wrong type or
     out of range. The error names file, dotted field, value and what is allowed.
     """
-    return _validated(read_yaml(path), value_type, str(path), settings)
+    data = read_yaml(path)
+    _check_kind(data, value_type, str(path))
+    return _validated(data, value_type, str(path), settings)
 
 
 def read_settings(settings: Sequence[str], value_type: type[ValueT]) -> ValueT:

@@ -17,9 +17,8 @@ import morph.data
 import morph.elastic
 import morph.spot
 import simulator
-from morph import losses
+from morph import hf, lightning, losses
 from morph.data import order, streams
-from morph.trainers import hf, lightning
 
 PAGE = Path(__file__).parents[1] / "docs/reference/python-api.md"
 BEGINNING = """# Python API

@@ -121,6 +121,7 @@ ENVIRONMENT = Environment(
     context_bytes=CONTEXT_BYTES,
     allocator_permille=ALLOCATOR_PERMILLE,
     process_bytes=PROCESS_BYTES,
+    estimated="computed from published figures; profile show lists the source of each",
     created="1970-01-01T00:00:00Z",
 )
 """Nobody measured: the date says so too."""

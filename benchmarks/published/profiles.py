@@ -25,10 +25,12 @@ def shipped_profile(name: str) -> Profile:
     slower = _V100_TFLOPS / _T4_TFLOPS
     profile = with_type(published_profile("gpt2-2.5b"), "t4", slower, GPU_MEMORY_BYTES)
     source = (
-        f"assumed: the V100's times, {slower:.3g} times as long, as NVIDIA states {_V100_TFLOPS} and {_T4_TFLOPS} "
-        "TFLOPS with tensor cores; as much memory and the same links"
+        f"the V100's times, {slower:.3g} times as long, as NVIDIA states {_V100_TFLOPS} and {_T4_TFLOPS} TFLOPS with "
+        "tensor cores; as much memory and the same links"
     )
-    return profile.model_copy(update={"sources": profile.sources | {"node_types.t4": source}})
+    (t4,) = profile.node_types
+    assumed = t4.model_copy(update={"environment": t4.environment.model_copy(update={"estimated": source})})
+    return profile.model_copy(update={"node_types": (assumed,)})
 
 
 def profile_text(name: str) -> str:

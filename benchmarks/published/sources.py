@@ -68,6 +68,7 @@ def _job(model: str) -> dict[str, str]:
 def _environment() -> dict[str, str]:
     return {
         "environment.python": _NOBODY,
+        "environment.estimated": _NOBODY,
         "environment.torch": _NOBODY,
         "environment.platform": "Varuna 7: spot VMs of type NC24_v3 (4-GPU) or NC6_v3 (1-GPU) in Azure",
         "environment.device": "Varuna 7: Nvidia Volta-100 GPU with 16GB memory",

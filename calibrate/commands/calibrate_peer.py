@@ -34,8 +34,8 @@ def calibrate_peer_command(
     from calibrate.links.peer_node import PeerNode
     from calibrate.links.two_nodes import parse_address
 
-    token = find_token(token_file, os.environ.get(TOKEN_VARIABLE), make=True)
     host, port = parse_address(listen, "--listen")
+    token = find_token(token_file, os.environ.get(TOKEN_VARIABLE), make=True)
 
     def say(line: str) -> None:
         print(line, flush=True)

@@ -1,12 +1,13 @@
-"""``morph profile``: shows what calibration measured; ``morph.cli.main`` names the commands that add to it."""
+"""``morph profile``: shows and estimates; ``morph.cli.main`` names the commands that add to a profile."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from morph.cli.reading.options import PngOption, ProfileArgument
+from morph.cli.reading.options import JobArgument, PngOption, ProfileArgument
 from morph.contract.files import check_output
 
 profile_app = typer.Typer(
@@ -66,3 +67,62 @@ def show_command(
         console.print(tables.source_table(shown))
     if png is not None:
         console.print(f"Drew {png}.", soft_wrap=True)
+
+
+@profile_app.command("estimate")
+def estimate_command(
+    job: JobArgument,
+    device: Annotated[
+        list[str],
+        typer.Option("--device", help="h100, a100, v100, t4, l4, ... Repeat it for further types of node."),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="File of the profile.")] = Path("profile.json"),
+    reach: Annotated[
+        str | None,
+        typer.Option(
+            "--reach",
+            metavar="NAME=SHARE,...",
+            help="Shares of the data sheets' speeds that are reached: compute, memory, links, network. "
+            "Default: compute=0.8,memory=0.9,links=0.65,network=0.9.",
+        ),
+    ] = None,
+    gbit_per_s: Annotated[
+        float | None,
+        typer.Option("--gbit-per-s", help="Bandwidth between nodes for each GPU. Default: the data sheet's."),
+    ] = None,
+    micro_batch: Annotated[
+        list[int] | None,
+        typer.Option("--micro-batch", "-m", min=1, help="As of `morph calibrate`. Repeatable."),
+    ] = None,
+) -> None:
+    """Make a profile without a GPU, from the job's operations and the data sheets of GPUs.
+
+    No weights are read. The profile and every plan say that its times were estimated; `morph calibrate` measures them.
+
+    \b
+    Example:
+      morph profile estimate configs/jobs/llama.py:llama_8b --device h100
+      morph profile estimate job.py:job --device v100 --device t4 -o two.json
+    """
+    from calibrate.estimating.data_sheets import Reached, sheet_of
+    from calibrate.render import tables
+    from morph.cli.reading.progress import doing, progress
+    from morph.contract.errors import ProfileError
+    from morph.contract.profile import estimates, write_profile
+
+    check_output(output, ProfileError)
+    reached = Reached.parse(reach)
+    for name in device:
+        sheet_of(name)
+    doing(f"loading PyTorch and {job}")
+    from calibrate.estimating.estimate import estimate_profile
+    from morph.preflight.checks import users_code
+
+    with progress() as told, users_code(job):
+        made = estimate_profile(
+            job, device, reached=reached, gbit_per_s=gbit_per_s, micro_batch_sizes=micro_batch, progress=told
+        )
+    write_profile(made, output)
+    for line in (*tables.whole_model_lines(made), *estimates(made, device)):
+        print(line)
+    print(f"written: {output}")

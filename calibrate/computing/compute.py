@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import psutil
 import torch
@@ -20,6 +21,7 @@ from morph.contract.errors import ClusterError, JobError
 from morph.contract.profile import Contention
 from morph.cutting import CutModel
 from morph.data.loader import mix_of
+from morph.jobs.job import Job
 
 MIN_GAIN = 0.03
 
@@ -125,7 +127,10 @@ def measure_compute(
     if neighbours is not None:
         neighbours.wait()
     with meter_of(subject, devices_of(subject.device.type)) as meter:
-        measured = _measure_sizes(subject, meter, sizes, stop_early, num_samples, progress)
+        free_bytes = partial(_free_bytes, subject.device)
+        measured = measure_sizes(
+            subject, meter, sizes, free_bytes=free_bytes, stop_early=stop_early, most=num_samples, progress=progress
+        )
     progress("stepping the optimizer", _SIZES_TO)
     newest = measured[-1]
     units = measure_units(
@@ -138,27 +143,25 @@ def measure_compute(
     return Compute(tuple(measured), units, contention)
 
 
-def _measure_sizes(
+def measure_sizes(
     subject: Subject,
     meter: Meter,
     sizes: Sequence[int],
+    *,
+    free_bytes: Callable[[], float],
     stop_early: bool,
-    num_samples: int,
+    most: int,
     progress: Progress,
 ) -> list[MeasuredSize]:
+    """Measure sections at each size; arguments and errors as of ``measure_compute``, with ``most`` samples."""
     measured: list[MeasuredSize] = []
     for position, m in enumerate(sizes):
-        if stop_early and measured and fills_memory(measured[-1], m, subject.device):
+        if stop_early and measured and fills_memory(measured[-1], m, free_bytes()):
             break
         share = 0.2 + (_SIZES_TO - 0.2) * position / len(sizes)
         progress(f"running every kind of section on micro-batches of {m}", share)
-        model = subject.cut(m)
         try:
-            mix = mix_of(subject.job, m)
-            lengths = {**mix, model.length: 0.0}
-            sampling = Sampling(budget_s=_SECONDS_PER_SIZE / len(lengths), most=num_samples)
-            by_length = {length: meter.measure(model.at(length), sampling) for length in lengths}
-            sections = _mixed(model, by_length, mix)
+            measured.append(measure_size(subject.job, meter, subject.cut(m), most))
         except (MemoryError, RuntimeError, ClusterError) as error:
             if not _is_out_of_memory(error):
                 raise
@@ -171,10 +174,18 @@ def _measure_sizes(
                 value=m,
                 allowed="smaller micro-batches, or more sections",
             ) from error
-        measured.append(MeasuredSize(model, sections, mix))
         if stop_early and not still_improves([entry.forward_s_per_sample() for entry in measured]):
             break
     return measured
+
+
+def measure_size(job: Job, meter: Meter, model: CutModel, most: int) -> MeasuredSize:
+    """Measure the sections of a model cut for one m, for each length if lengths vary."""
+    mix = mix_of(job, model.micro_batch_size)
+    lengths = {**mix, model.length: 0.0}
+    sampling = Sampling(budget_s=_SECONDS_PER_SIZE / len(lengths), most=most)
+    by_length = {length: meter.measure(model.at(length), sampling) for length in lengths}
+    return MeasuredSize(model, _mixed(model, by_length, mix), mix)
 
 
 def _mixed(
@@ -195,14 +206,16 @@ def _mixed(
     return found
 
 
-def fills_memory(measured: MeasuredSize, next_size: int, device: torch.device) -> bool:
-    """Whether one section of the next size would take half of the device's free memory, in proportion to this one."""
+def fills_memory(measured: MeasuredSize, next_size: int, free_bytes: float) -> bool:
+    """Whether one section of the next size would take half of a device's free memory, in proportion to this one."""
     per_sample = max(section.peak_bytes for section in measured.sections.values()) / measured.model.micro_batch_size
+    return per_sample * next_size > free_bytes / 2
+
+
+def _free_bytes(device: torch.device) -> float:
     if device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-    else:
-        free_bytes = psutil.virtual_memory().available
-    return bool(per_sample * next_size > free_bytes / 2)
+        return float(torch.cuda.mem_get_info(device)[0])
+    return float(psutil.virtual_memory().available)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -94,10 +94,10 @@ def _measure(state: UnitState, job: Job, device: torch.device, sampling: Samplin
     _fill(sums, gradients)
     finish_peak = peak_bytes(lambda: _finish(state, sums, num_micro_batches, number), device)
     assert state.reduced is not None
-    reduced_bytes = _bytes_of(state.reduced.gradients.values())
+    reduced_bytes = bytes_of(state.reduced.gradients.values())
     return UnitMeasurement(
         step=timing(samples_s),
-        optimizer_bytes=_bytes_of(value for entry in state.optimizer.state.values() for value in entry.values())
+        optimizer_bytes=bytes_of(value for entry in state.optimizer.state.values() for value in entry.values())
         + state.master_bytes,
         reduced_bytes=reduced_bytes,
         finish_bytes=max(0, finish_peak - reduced_bytes),
@@ -111,7 +111,8 @@ def _finish(state: UnitState, sums: Accumulator, num_micro_batches: int, number:
     norms_sq({state.unit.id: state})
 
 
-def _bytes_of(values: Iterable[object]) -> int:
+def bytes_of(values: Iterable[object]) -> int:
+    """Return the bytes of those values that are tensors."""
     return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
 
 

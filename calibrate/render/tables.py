@@ -102,7 +102,13 @@ def fact_table(profile: Profile) -> Table:
         "job": f"{job.name}, {count_text(job.num_parameters)} parameters, fingerprint {job.fingerprint[:12]}",
         "global batch M, micro-batch m": f"{job.batch_size}, {m}",
         "accumulation": "exact" if profile.accumulator_bytes_per_parameter == 8 else "fast",
-        "measured on": f"{place.device}, {place.num_cores} cores, {place.threads_per_worker} threads a worker",
+        **(
+            {"NOT MEASURED, but estimated": place.estimated, "for": place.device}
+            if place.estimated
+            else {
+                "measured on": f"{place.device}, {place.num_cores} cores, {place.threads_per_worker} threads a worker"
+            }
+        ),
         "memory of one device": "not known"
         if place.device_memory_bytes is None
         else f"{place.device_memory_bytes / 2**30:.4g} GiB",
@@ -154,7 +160,8 @@ def node_type_table(profile: Profile) -> Table:
     rows: list[list[object]] = []
     for name, there in shown.items():
         links = "own" if there is profile or there.intra_node != profile.intra_node else "as in the profile"
-        facts = [name, there.environment.device, links, contention_text(there.contention)]
+        device = there.environment.device + (" (estimated)" if there.environment.estimated else "")
+        facts = [name, device, links, contention_text(there.contention)]
         for m in profile.micro_batch_sizes:
             rows.append([*facts, m, *map(time_text, _whole_s(there, m))])
             facts = ["", "", "", ""]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,13 @@ _MOCK_GRADIENT = 1e-4
 LoadEntries = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 
+class Sums(Protocol):
+    """Receives gradients of parameters, and changes of buffers."""
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add one contribution."""
+
+
 @dataclass
 class Bench:
     """A section on its device, with border tensors, gradients of its outputs, a batch, parameters and their sums."""
@@ -29,7 +37,7 @@ class Bench:
     output_gradients: tuple[Tensor | None, ...]
     batch: Mapping[str, Tensor]
     parameters: dict[str, Tensor]
-    accumulator: Accumulator
+    accumulator: Sums
     precision: Precision
     device: torch.device
 
@@ -52,9 +60,17 @@ class Bench:
 
 
 def make_bench(
-    job: Job, section: Section, initial: Mapping[str, Tensor], load: LoadEntries, device: torch.device
+    job: Job,
+    section: Section,
+    initial: Mapping[str, Tensor],
+    load: LoadEntries,
+    device: torch.device,
+    sums: Sums | None = None,
 ) -> Bench:
-    """Set a section up with random border tensors, a real batch, and copies of its initial parameters."""
+    """Set a section up with random border tensors, a real batch, and copies of its initial parameters.
+
+    ``sums`` receive the gradients; None: those of the job.
+    """
     generator = torch.Generator().manual_seed(section.index)
     parameters = {name: initial[name].detach().to(device, copy=True).requires_grad_() for name in section.parameters}
     buffers = {name: initial[name].detach().to(device, copy=True) for name in section.buffers}
@@ -69,7 +85,7 @@ def make_bench(
         output_gradients=tuple(None if gradient is None else gradient.to(device) for gradient in gradients),
         batch={key: tensor.to(device) for key, tensor in load(section.batch_keys).items()},
         parameters=parameters | buffers,
-        accumulator=_accumulator(job, parameters, buffers, device),
+        accumulator=sums or _accumulator(job, parameters, buffers, device),
         precision=job.precision,
         device=device,
     )

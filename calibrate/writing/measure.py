@@ -77,7 +77,7 @@ def calibrate(
     ):
         subject = load_subject(job_path, devices[0])
         job = subject.job
-        sizes, stop_early = _sizes(job, micro_batch_sizes)
+        sizes, stop_early = sizes_of(job, micro_batch_sizes)
         subject.cut(sizes[0])
         neighbours.load(subject)
         if check is not None:
@@ -139,7 +139,8 @@ def one_thread() -> Iterator[None]:
         set_kernels(kernels)
 
 
-def _sizes(job: Job, wanted: Sequence[int] | None) -> tuple[tuple[int, ...], bool]:
+def sizes_of(job: Job, wanted: Sequence[int] | None) -> tuple[tuple[int, ...], bool]:
+    """Return the micro-batch sizes to measure, and whether to stop at one that gains nothing or does not fit."""
     if wanted is not None:
         return checked_sizes(wanted, job.batch_size), False
     if job.micro_batch_size is not None:

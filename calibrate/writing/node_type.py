@@ -74,11 +74,7 @@ def with_node_type(profile: Profile, added: NodeTypeProfile, link: LinkProfile) 
         repeats = profile.inter_node == profile.intra_node
         added = added.model_copy(update={"intra_node": link, "inter_node": link if repeats else None})
     others = tuple(node_type for node_type in profile.node_types if node_type.name != added.name)
-    update: dict[str, object] = {"node_types": (*others, added)}
-    scaled = f"node_types.{added.name}"
-    if scaled in profile.sources:
-        update["sources"] = {field: source for field, source in profile.sources.items() if field != scaled}
-    return profile.model_copy(update=update)
+    return profile.model_copy(update={"node_types": (*others, added)})
 
 
 def links_differ(known: LinkProfile, measured: LinkProfile) -> bool:

@@ -11,15 +11,9 @@ from morph.contract.base import Value
 
 
 class Part(StrEnum):
-    """The uses of a node's time, from the moment at which it begins to cost money (or appears, if VMs are not
-    requested) to its end.
+    """The uses of a node's time, from when it begins to cost money (or appears, if VMs are not requested) to its end.
 
-    ``COMPUTE``: forward, recompute and backward of steps that count. ``BUBBLE``: the rest of those steps: waiting for
-    messages, reducing, the manager's round. ``LOST``: steps that were abandoned or lost their result, and attempts that
-    overflowed. ``MORPH``: forming another shape. ``CHECKPOINT``: the last commit and its files, after training has
-    ended. ``WAITING``: ready while no shape is formed. ``WARMING``: booting, and until its worker is ready. ``SPARE``:
-    ready and without a place, or without a worker on a VM whose other workers live. ``UNMANAGED``: all time after the
-    manager was killed, until another took over or the node was gone.
+    docs/guides/watch.md describes each.
     """
 
     COMPUTE = "compute"
@@ -31,6 +25,24 @@ class Part(StrEnum):
     WARMING = "warming"
     SPARE = "spare"
     UNMANAGED = "unmanaged"
+
+    @property
+    def words(self) -> str:
+        """The use in words that need no explanation."""
+        return _IN_WORDS[self]
+
+
+_IN_WORDS = {
+    Part.COMPUTE: "computing",
+    Part.BUBBLE: "waiting within steps",
+    Part.LOST: "work run again",
+    Part.MORPH: "changing shape",
+    Part.CHECKPOINT: "last save",
+    Part.WAITING: "waiting to train",
+    Part.WARMING: "starting",
+    Part.SPARE: "no place in the shape",
+    Part.UNMANAGED: "no manager",
+}
 
 
 class Bill(Value):

@@ -43,8 +43,8 @@ def export_command(
     The file holds a plain state_dict for model.load_state_dict. The ending of its name gives the format: .safetensors,
     which transformers' from_pretrained reads too, or .pt, .pth or .bin for the format of torch.save, which torch.load
     reads with weights_only=True. A name without an ending is a folder, written by the save_pretrained of a model of
-    transformers or peft; for a model with adapters (LoRA) it holds only the adapters. Without --version, damaged
-    checkpoints are skipped, with a message each, and the newest intact one is written.
+    transformers or peft: it holds tied tensors once, and of a model with adapters (LoRA) only the adapters. Without
+    --version, damaged checkpoints are skipped, with a message each, and the newest intact one is written.
 
     \b
     Example:
@@ -98,8 +98,18 @@ def export_command(
         write_plain_file(output, tensors)
     else:
         save: Any = model.save_pretrained
-        write_folder(output, lambda folder: save(folder, state_dict=tensors))
+        write_folder(output, lambda folder: _save_folder(save, folder, tensors))
     print(f"wrote version {manifest.version} to {output}: {num_tensors} tensors, {size_bytes / 2**20:.1f} MiB")
+
+
+def _save_folder(save: Any, folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tied tensors once if ``from_pretrained`` ties them again, otherwise under each name."""
+    from morph.checkpoint.plain_file import apart
+
+    try:
+        save(folder, state_dict=tensors)
+    except RuntimeError:  # transformers raises it for tensors that are tied, though not by the model's config
+        save(folder, state_dict=apart(tensors))
 
 
 def loaded_job(context: typer.Context, stored: Stored, job: str | None) -> Job:

@@ -88,7 +88,9 @@ def _cut_for_workers(loaded: LoadedJob, job_path: str, num_sections: int, micro_
             return loaded.handed(num_sections, micro_batch_size)
     except CannotKeep as reason:
         print(
-            f"note: each worker exports the model itself, because its cut cannot be stored: {reason}", file=sys.stderr
+            f"note: each worker exports the model itself, which makes its start as slow as the first export: Morph can "
+            f"store no model with {reason}. Training is the same; VMs join faster without it in the model",
+            file=sys.stderr,
         )
         return None
 

@@ -150,9 +150,15 @@ def page_command(run_dir: RunDirArgument) -> None:
       curl -H "Authorization: Bearer TOKEN" http://127.0.0.1:PORT/metrics
     """
     from manager.dashboard.server import read_address
-    from manager.run_dir import read_facts
+    from manager.report.journal_reader import read_report
+    from manager.report.summary import with_its_manager
+    from manager.run_dir import holder_of, read_facts
 
     read_facts(run_dir)
+    if holder_of(run_dir) is None:  # a killed manager leaves an address at which nothing is served any more
+        report = with_its_manager(read_report(run_dir), run_dir)
+        then = f"the same figures and curves as a file: morph report {run_dir}"
+        raise RunDirError(f"serves no page: {report.outcome} ({report.sentence}); {then}", source=str(run_dir))
     print(read_address(run_dir).with_token)
 
 

@@ -29,7 +29,7 @@ from morph.cli.reading.progress import doing
 from morph.contract.errors import PlanError
 from morph.words import counted, time_text
 from morph.yaml_files import SET, read_settings
-from simulator.commands.plan_options import in_plan_file, memory_bytes_of, slow_of
+from simulator.commands.plan_options import in_plan_file, memory_bytes_of, profile_to_plan, slow_of
 from simulator.commands.settings import RehearseSettings, with_settings
 
 if TYPE_CHECKING:
@@ -99,10 +99,9 @@ def rehearse_command(
     from manager.report.live import LiveRun
     from manager.run_dir import RunDir
     from morph.contract.plan import load_plan
-    from morph.contract.profile import load_profile
     from simulator.commands.trace_options import read_traces
 
-    measured, chosen = load_profile(profile), read_settings(settings or (), RehearseSettings)
+    measured, chosen = profile_to_plan(profile), read_settings(settings or (), RehearseSettings)
     planned_before = None if plan is None else load_plan(plan)
     recorded = None if trace is None else read_traces([trace])
     num_workers = (pipeline_depth or 0) * num_replicas if planned_before is None else planned_before.num_workers

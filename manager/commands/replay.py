@@ -19,7 +19,7 @@ from morph.contract.files import check_output, write_output
 from morph.contract.vm_names import MAX_DEVICES
 from morph.words import counted
 from morph.yaml_files import load_cluster, load_yaml, read_settings
-from simulator.commands.plan_options import memory_bytes_of
+from simulator.commands.plan_options import memory_bytes_of, profile_to_plan
 from simulator.commands.settings import ReplaySettings, with_settings
 from simulator.commands.trace_options import MOST_VMS, LikeOption, ModelOption, VmsOption, model_of, read_traces
 
@@ -117,7 +117,6 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
     from manager.simulation.spot.job import Durations, OneVmJob, SpotJob, job_from_profile, with_redundant_costs
     from manager.simulation.spot.run_end import SpotPrices, Until, most_vms
     from morph.contract.cluster import ClusterConfig
-    from morph.contract.profile import load_profile
     from simulator import PlanRequest
 
     for path in (csv, parquet, png):
@@ -129,7 +128,7 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
     names = policies_of(policy)
     bound = None if until is None else Until.parse(until, datetime.now().astimezone())
     numbers = load_yaml(profile, OneVmJob) if profile.suffix in (".yaml", ".yml") else None
-    measured = load_profile(profile) if numbers is None else None
+    measured = profile_to_plan(profile) if numbers is None else None
     chosen = read_settings([text for text in settings or () if not _is_of_cluster(text)], ReplaySettings)
     of_cluster = [text for text in settings or () if _is_of_cluster(text)]
     wanted = read_settings(of_cluster, ClusterConfig) if cluster is None else load_cluster(cluster, of_cluster)

@@ -83,7 +83,7 @@ def draw(name: str, outcomes: Sequence[Outcome], path: Path) -> None:
         above.set_xlabel("share of the paid time of VMs")
         above.set_title(f"{name}: use of the VMs' time", loc="left", fontsize=12)
         used = [part for part in PARTS if any(one.parts_s[part] > 1e-3 * one.vm_s for one in outcomes)]
-        handles = [above.barh([0], [0], color=PARTS[part][0], label=part.value) for part in used]
+        handles = [above.barh([0], [0], color=PARTS[part][0], label=part.words) for part in used]
         above.legend(handles=handles, ncols=len(used), loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
         plain_axes(above)
         first = outcomes[0]

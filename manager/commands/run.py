@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,8 @@ from typing import Annotated
 import typer
 
 from manager.commands.forever import kept_up
-from manager.run.request import IfChanged, RunRequest, is_job_file, kept_request, run_dir_of
+from manager.run.inputs import SHORT_OPTIONS
+from manager.run.request import IfChanged, RunRequest, absolute_url, is_job_file, kept_request, run_dir_of
 from manager.run_dir import check_unused, read_facts
 from morph.cli.reading.options import (
     AnyScheduleOption,
@@ -66,18 +68,32 @@ ForeverOption = Annotated[
     ),
 ]
 
-_SHORT = {"pipeline_depth": "-P", "num_replicas": "-D"}
-_IN_A_JOB_FILE = (
-    "profile",
-    "cluster",
-    "steps",
-    "epochs",
-    "run_dir",
-    "checkpoint_url",
-    "schedule",
-    "recompute",
-    *_SHORT,
-)
+_ALSO_IN_A_JOB_FILE = ("profile", "steps", "epochs", "checkpoint_url", *("schedule", "recompute"), *SHORT_OPTIONS)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _in_place_of_the_files(context: typer.Context, job: str) -> list[str]:
+    """Return the options of a command with a job file as settings, which count in place of what the file says.
+
+    ConfigError: ``--cluster`` is among them; a job file describes its VMs itself.
+    """
+    if _is_given(context, "cluster"):
+        raise ConfigError(
+            "is given with a job file, which describes its VMs itself",
+            field="--cluster",
+            value=str(context.params["cluster"]),
+            allowed=f"--set vms.KEY=VALUE, or the keys vms and policy of {job}",
+        )
+    given = {name: context.params[name] for name in _ALSO_IN_A_JOB_FILE if _is_given(context, name)}
+    if "profile" in given:
+        given["profile"] = str(given["profile"].resolve())
+    if "checkpoint_url" in given:
+        given["checkpoint_url"] = absolute_url(given["checkpoint_url"])
+    return [f"job.{name}={json.dumps(value)}" for name, value in given.items()]
 
 
 def run_command(
@@ -148,13 +164,7 @@ def run_command(
           --cluster configs/clusters/local.yaml --steps 200 --run-dir runs/tiny
       morph run configs/runs/tiny_gpt.yaml --set job.steps=400
     """
-    for name in _IN_A_JOB_FILE if is_job_file(job) else ():
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option = _SHORT.get(name, "--" + name.replace("_", "-"))
-            raise ConfigError("is set in the job file", field=option, allowed=f"--set job.{name}=..., or as {job} says")
-    source = context.get_parameter_source("steps")
-    if epochs is not None and source is not None and source.name == "COMMANDLINE":
+    if epochs is not None and _is_given(context, "steps"):
         raise ConfigError("is given with --steps", field="--epochs", value=epochs, allowed="one of the two")
     for option, value, allowed in (
         ("--steps", steps, ranges.COUNT),
@@ -165,7 +175,8 @@ def run_command(
         if value is not None:
             allowed.check(option, value)
     request = RunRequest.model_validate(
-        {name: context.params[name] for name in RunRequest.model_fields} | {"settings": tuple(settings or ())}
+        {name: context.params[name] for name in RunRequest.model_fields}
+        | {"settings": (*(settings or ()), *(_in_place_of_the_files(context, job) if is_job_file(job) else ()))}
     )
     with kept_up(forever) as begun:
         with doing_if_long(f"reading {job} and its settings"):

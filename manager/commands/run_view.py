@@ -21,7 +21,7 @@ RECENT = 6
 JSON_FIELDS = (
     *("time_s", "phase", "shape", "generation", "version", "saved_version", "examples_per_s"),
     *("loss", "metrics", "learning_rates"),
-    *("dollars", "part_dollars", "dollars_on_demand"),
+    *("dollars", "part_dollars", "dollars_on_demand", "remaining"),
 )
 
 

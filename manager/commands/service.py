@@ -120,6 +120,7 @@ def service_command(
     from manager.run.request import is_job_file
     from manager.run_dir import read_facts
     from morph.contract.errors import ConfigError
+    from morph.yaml_files import load_job_file
 
     path = Path(run).resolve()
     if "\n" in f"{path}{Path.cwd()}":
@@ -127,8 +128,7 @@ def service_command(
             "holds a line break, which cannot be written to a unit or a script", field="RUN_DIR_OR_JOB_FILE"
         )
     if is_job_file(run):
-        if not path.is_file():
-            raise ConfigError("there is no such file", field="RUN_DIR_OR_JOB_FILE", value=run)
+        load_job_file(path)
         verb, named = "run", path.stem
     else:
         read_facts(path)

@@ -75,7 +75,12 @@ def spot_run_command(
             try:
                 outcome = launcher.run()
             except FileNotFoundError as error:
-                raise InputError("cannot be started", field="COMMAND", value=command[0], allowed="a program") from error
+                raise InputError(
+                    "cannot be started",
+                    field="COMMAND",
+                    value=command[0],
+                    allowed="a program: -- python train.py",
+                ) from error
         finally:
             remove(root)
     raise typer.Exit(outcome.code)

@@ -149,7 +149,7 @@ def _note_evaluation(transition: Transition, answers: Iterable[Prepared | Commit
 def _note_aborted(transition: Transition, answers: Mapping[WorkerId, Aborted]) -> None:
     state = transition.state
     kept = {worker: sums for worker, sums in state.step.kept.items() if worker not in answers}
-    if state.config.policy.keeps_sums:
+    if state.reshape is not None and state.reshape.keep_sums:
         for worker, answer in answers.items():
             if answer.kept is not None and answer.kept.step == state.version and answer.kept.sums:
                 kept[worker] = answer.kept.sums

@@ -93,7 +93,7 @@ def on_notice_given(transition: Transition, event: NoticeGiven) -> None:
     transition.wake_by(until_s)
     sentence = f"{event.worker} will be taken in {event.lead_s:.3g} s"
     if step_outlasts(transition):
-        transition.say(ReasonCode.NOTICE_TAKEN, f"{sentence}, before the step could end and be followed by a change")
+        transition.say(ReasonCode.NOTICE_TAKEN, f"{sentence}, too soon for the step to end first")
         return dissolve(transition)
     transition.say(ReasonCode.NOTICE_TAKEN, f"{sentence}: it is left out in time")
     if state.phase is Phase.WAITING:
@@ -127,7 +127,7 @@ def spare(transition: Transition, worker: WorkerId, why: str) -> None:
     )
     if not entry.ready:
         transition.wake_by(entry.appeared_s + setup_bound_s(state))
-    transition.say(ReasonCode.NODE_SPARED, f"{worker} is taken back: {why}")
+    transition.say(ReasonCode.NODE_SPARED, f"{worker} stays: {why}")
     if state.phase is Phase.STARTING:
         start_if_due(transition)
     elif state.phase in (Phase.WAITING, Phase.HOLDING):

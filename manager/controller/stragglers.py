@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -28,6 +29,8 @@ from morph.words import counted
 
 NORMAL_MAD = 1.4826  # the median absolute deviation of a normal distribution, times this, is its standard deviation
 MEDIAN_ERROR = 1.2533  # standard error of a normal sample's median over that of its mean
+LOADED_RATIO = 1.5
+"""The least ratio of a slow worker where all workers wait for cores at least as long as they compute."""
 PEERS = 3
 """The number of workers from which the spread by chance can be estimated."""
 SMALL_SAMPLE = {3: 1.495, 4: 1.363, 5: 1.206, 6: 1.2, 7: 1.14, 8: 1.129, 9: 1.107}
@@ -81,6 +84,7 @@ def judge(
     expected: Expected | None,
     rules: StutterRules,
     errors_s: Mapping[WorkerId, float] = MappingProxyType({}),
+    waited_s: float = 0.0,
 ) -> dict[WorkerId, Judgement]:
     """Judge workers that do the same work by the median compute time (seconds) of each over a window of micro-batches.
 
@@ -88,7 +92,9 @@ def judge(
     (median absolute deviation) above it. The slower of two is compared with the faster, because nothing makes a device
     faster than it is. A single worker is compared with ``expected``, and must also lie some deviations above it;
     without ``expected`` it is not judged. In every case the excess must also be some standard errors of the two medians
-    (``errors_s``) that are compared.
+    (``errors_s``) that are compared. ``waited_s``: the time that all of them waited besides, for cores; it counts in
+    the ratio, because a worker whose excess is little beside it delays nobody. The ratio must then be clearer, up to
+    ``LOADED_RATIO``, because caches and clocks of busy cores differ too.
     """
     values = sorted(medians_s.values())
     spread_s = measure_error_s = 0.0
@@ -105,7 +111,7 @@ def judge(
         return {}
     return {
         worker: _is_judged(
-            value, reference_s, max(spread_s, math.hypot(errors_s.get(worker, 0.0), measure_error_s)), rules
+            value, reference_s, max(spread_s, math.hypot(errors_s.get(worker, 0.0), measure_error_s)), rules, waited_s
         )
         for worker, value in medians_s.items()
     }
@@ -125,9 +131,10 @@ def usual(ratios: Sequence[float]) -> Usual | None:
     return Usual(statistics.median(ratios), spread(ratios) * SMALL_SAMPLE.get(count, count / (count - 0.8)))
 
 
-def _is_judged(value_s: float, reference_s: float, spread_s: float, rules: StutterRules) -> Judgement:
-    ratio = value_s / reference_s
-    slow = ratio >= rules.ratio and value_s - reference_s >= rules.deviations * spread_s
+def _is_judged(value_s: float, reference_s: float, spread_s: float, rules: StutterRules, waited_s: float) -> Judgement:
+    ratio = (value_s + waited_s) / (reference_s + waited_s)
+    least = rules.ratio + max(0.0, LOADED_RATIO - rules.ratio) * min(1.0, waited_s / reference_s)
+    slow = ratio >= least and value_s - reference_s >= rules.deviations * spread_s
     return Judgement(ratio, slow, ratio < rules.well_ratio, reference_s)
 
 
@@ -174,7 +181,10 @@ def on_compute_times(transition: Transition, event: ComputeTimesSeen) -> None:
             continue
         num_samples += len(times.compute_s)
         samples_s = (*entry.pace.samples_s, *times.compute_s)[-4 * rules.samples :]
-        pace = entry.pace.model_copy(update={"samples_s": samples_s})
+        is_known = len(times.queued_s) == len(times.compute_s)
+        new_s = times.queued_s if is_known else (0.0,) * len(times.compute_s)
+        queued_s = (*entry.pace.queued_s, *new_s)[-4 * rules.samples :]
+        pace = entry.pace.model_copy(update={"samples_s": samples_s, "queued_s": queued_s})
         workers[times.worker] = entry.model_copy(update={"pace": pace})
     transition.change(workers=workers)
     transition.say(ReasonCode.TIMES_NOTED, f"{num_samples} micro-batches were timed")
@@ -204,9 +214,14 @@ def on_compute_times(transition: Transition, event: ComputeTimesSeen) -> None:
 
 
 def _close_windows(transition: Transition) -> list[int]:
-    """Close the windows of each stage whose replicas all have a full one; return these stages."""
+    """Close the windows of each stage whose replicas all have a full one; return these stages.
+
+    Each worker's queued time is left out of its times if all members lack cores. Otherwise it counts, because the
+    pipeline waits for a worker whose machine is busy with other things.
+    """
     state = transition.state
     rules, workers = state.config.policy.rules.stutter, dict(state.workers)
+    without_queue = all_lack_cores(state)
     full: list[int] = []
     for stage, members in members_by_stage(state).items():
         if any(len(state.workers[worker].pace.samples_s) < rules.samples for worker in members):
@@ -214,14 +229,46 @@ def _close_windows(transition: Transition) -> list[int]:
         full.append(stage)
         for worker in members:
             pace = workers[worker].pace
-            median_s, error_s = statistics.median(pace.samples_s), error_of_median(pace.samples_s)
-            past_s = (*pace.past_s, median_s)[-PAST_WINDOWS - rules.windows :]
-            means_s = (*pace.past_means_s, statistics.fmean(pace.samples_s))[-PAST_WINDOWS:]
-            update = {"samples_s": (), "median_s": median_s, "error_s": error_s, "past_s": past_s}
-            update["past_means_s"] = means_s
+            samples_s = _unqueued_s(pace) if without_queue else pace.samples_s
+            median_s = statistics.median(samples_s)
+            update = {
+                "samples_s": (),
+                "queued_s": (),
+                "queued": _queued(pace),
+                "waited_s": statistics.fmean(pace.queued_s) if without_queue else 0.0,
+                "median_s": median_s,
+                "error_s": error_of_median(samples_s),
+                "past_s": (*pace.past_s, median_s)[-PAST_WINDOWS - rules.windows :],
+                "past_means_s": (*pace.past_means_s, statistics.fmean(samples_s))[-PAST_WINDOWS:],
+            }
             workers[worker] = workers[worker].model_copy(update={"pace": pace.model_copy(update=update)})
     transition.change(workers=workers)
     return full
+
+
+def all_lack_cores(state: ControllerState) -> bool:
+    """Return whether every member waits so long for cores that this alone would keep it from counting as healthy."""
+    most = state.config.policy.rules.stutter.well_ratio - 1
+    paces = [state.workers[slot.worker].pace for slot in state.slots if slot.worker in state.workers]
+    return bool(paces) and all(_queued(pace) >= most for pace in paces)
+
+
+def _queued(pace: Pace) -> float:
+    """Return the queued time as a share of the other time, in the window being filled or else in the last one."""
+    if not pace.samples_s:
+        return pace.queued
+    other_s = sum(_unqueued_s(pace))
+    return sum(pace.queued_s) / other_s if other_s > 0 else 0.0
+
+
+def _waited_s(state: ControllerState, workers: Iterable[WorkerId]) -> float:
+    """Return the time (seconds) that these workers usually waited for cores in their last windows, if all did."""
+    return statistics.median(state.workers[worker].pace.waited_s for worker in workers)
+
+
+def _unqueued_s(pace: Pace) -> tuple[float, ...]:
+    pairs = itertools.zip_longest(pace.samples_s, pace.queued_s, fillvalue=0.0)
+    return tuple(max(0.0, sample_s - queued_s) for sample_s, queued_s in pairs)
 
 
 def _judged(state: ControllerState, stages: Sequence[int], usual: Usual | None) -> dict[WorkerId, Judgement]:
@@ -240,7 +287,7 @@ def _judged(state: ControllerState, stages: Sequence[int], usual: Usual | None) 
             if any(len(each_s) < rules.windows for each_s in before_s.values()):
                 continue
             errors_s = {worker: max(paces[worker].error_s, spread(each_s)) for worker, each_s in before_s.items()}
-        judged |= judge(medians_s, expected, rules, errors_s)
+        judged |= judge(medians_s, expected, rules, errors_s, _waited_s(state, members[stage]))
     return judged
 
 
@@ -267,7 +314,8 @@ def _with_sums(
             worker: statistics.stdev(state.workers[worker].pace.past_means_s) / math.sqrt(PAST_WINDOWS)
             for worker in known_s
         }
-        for worker, judgement in judge(known_s, expected, rules, errors_s).items():
+        waited_s = _waited_s(state, members[stage])
+        for worker, judgement in judge(known_s, expected, rules, errors_s, waited_s).items():
             known = merged.get(worker)
             if known is not None and judgement.slow and not known.slow:
                 merged[worker] = judgement._replace(by_sums=True)
@@ -297,9 +345,8 @@ def _take_judgement(transition: Transition, worker: WorkerId, judgement: Judgeme
         record_flap(transition, entry.host or worker)
         pace = entry.pace.model_copy(update={"slowdown": judgement.ratio})
         transition.change_node(worker, NodeEvent.SLOW, pace=pace)
-        sentence = (
-            f"{worker} takes {judgement.ratio:.2f} times as long as it should, in {entry.pace.streak} windows in a row"
-        )
+        streak = f"{entry.pace.streak} measurements in a row"
+        sentence = f"{worker} takes {judgement.ratio:.2f} times as long as it should, {streak}"
         transition.say(ReasonCode.WORKER_SLOW, sentence)
     if entry.node is NodeState.SUSPECT and entry.pace.streak <= -windows:
         pace = entry.pace.model_copy(update={"slowdown": 1.0})
@@ -400,7 +447,8 @@ def on_worker_probed(transition: Transition, event: WorkerProbed) -> None:
     eligible_s = now_s + wait_s if wait_s else None
     transition.change_node(event.worker, NodeEvent.WELL, probation=None, pace=Pace(), eligible_s=eligible_s)
     return transition.say(
-        ReasonCode.WORKER_WELL, f"{event.worker} is well again: it passed {counted(rules.probe_passes, 'probe')}"
+        ReasonCode.WORKER_WELL,
+        f"{event.worker} is as fast as it should be again, {counted(rules.probe_passes, 'test')} in a row",
     )
 
 
@@ -424,6 +472,8 @@ def probe_of(state: ControllerState, worker: WorkerId) -> ProbeWorker:
     entry = state.workers[worker]
     yardstick = entry.pace.yardstick
     assert entry.probation is not None and yardstick is not None, f"{worker} was never found slow"  # noqa: PT018
+    members = [slot.worker for slot in state.slots if slot.worker in state.workers]
+    waited_s = _waited_s(state, members) if all_lack_cores(state) else None
     return ProbeWorker(
         worker=worker,
         probe=entry.probation.num_requested,
@@ -431,7 +481,8 @@ def probe_of(state: ControllerState, worker: WorkerId) -> ProbeWorker:
         first_section=yardstick.first_section,
         end_section=yardstick.end_section,
         by_sums=yardstick.by_sums,
-        healthy_s=healthy_now_s(state, yardstick),
+        waited_s=waited_s,
+        healthy_s=healthy_now_s(state, yardstick) + (waited_s or 0.0),
     )
 
 

@@ -49,8 +49,8 @@ def on_manager_resumed(transition: Transition, event: ManagerResumed) -> None:
     requests = _requests(state)
     num_repeated = len(again) + len(requests)
     living = counted(len(event.living), "worker lives", "workers live")
-    repeated = counted(num_repeated, "action is", "actions are")
-    sentence = f"a new manager took over: {living}, {repeated} repeated"
+    repeated = counted(num_repeated, "order is", "orders are")
+    sentence = f"a new manager took over, and the run goes on: {living}, {repeated} sent again"
     actions = (*(EndWorker(worker=worker) for worker in unknown), *again)
     transition.say(ReasonCode.MANAGER_RESUMED, sentence, *actions)
     if gone:

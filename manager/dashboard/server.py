@@ -23,6 +23,7 @@ from tornado.iostream import IOStream
 from tornado.netutil import bind_sockets
 from tornado.web import Application, RequestHandler
 
+from manager.accounting.account import Part
 from manager.dashboard.snapshot import metrics_text, snapshot
 from manager.journal.journal import patiently
 from manager.report.live import LiveRun
@@ -51,10 +52,11 @@ class PageAddress(Value):
 
 
 def read_address(run_dir: Path) -> PageAddress:
-    """Return the address of the page of a running run; RunDirError if it serves none, or is not running."""
+    """Return the address of the page that a run serves; RunDirError if it serves none."""
     path = run_dir / PAGE
     if not path.is_file():
-        raise RunDirError("serves no page: it is not running, or was started with --no-page", source=str(run_dir))
+        why = "serves no page: it is just starting, or was started with --no-page"
+        raise RunDirError(why, source=str(run_dir))
     return read_json(path, PageAddress, RunDirError)
 
 
@@ -190,7 +192,11 @@ class _Script(_Guarded):
     def get(self) -> None:
         self.set_header("Content-Type", "text/javascript; charset=utf-8")
         colours = {part.value: colour for part, (colour, _) in PARTS.items()}
-        palette = f"const COLOURS = {json.dumps(colours)}, SHAPE_COLOURS = {json.dumps(SOFT)};"
+        words = {part.value: part.words for part in Part}
+        palette = (
+            f"const COLOURS = {json.dumps(colours)}, SHAPE_COLOURS = {json.dumps(SOFT)}, "
+            f"PART_WORDS = {json.dumps(words)};"
+        )
         self.finish(b'"use strict";\n' + palette.encode() + b"\n" + _asset("page.js"))
 
 

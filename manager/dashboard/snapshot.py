@@ -77,7 +77,7 @@ def snapshot(run: LiveRun) -> dict[str, Any]:
     """Return a run as plain JSON values. Times are seconds since the epoch; ``grid``: by replica, then by stage."""
     with run.lock:
         account = run.ledger.account()
-        bill = account.bill(run.prices)
+        bill, left = account.bill(run.prices), run.remaining
         return {
             "job": run.job,
             "phase": run.phase,
@@ -107,6 +107,7 @@ def snapshot(run: LiveRun) -> dict[str, Any]:
             "node_seconds": {part.value: account.part_s(part) for part in Part},
             "dollars": None if bill is None else bill.total_usd,
             "part_dollars": None if bill is None else {part.value: bill.part_usd(part) for part in Part},
+            "remaining": None if left is None else {"text": left.text, **left.model_dump()},
             "dollars_on_demand": account.on_demand_usd(run.prices),
         }
 

@@ -107,6 +107,8 @@ _PROVABLE = "SELECT sequence, time_s, kind, payload_json, digest FROM entries"
 _INSERT = "INSERT INTO entries (sequence, time_s, kind, payload_json, digest) VALUES (?, ?, ?, ?, ?)"
 _LAST = "SELECT seq FROM sqlite_sequence WHERE name = 'entries'"
 _KINDS = frozenset(get_args(EntryKind))
+DAMAGE = "damage"
+"""The kind of records about lines that were damaged or missing when they were condensed."""
 _told: set[tuple[Path, int]] = set()
 
 
@@ -127,6 +129,8 @@ class _Sieve:
     def __init__(self, path: Path, head: int, after: int, *, strict: bool = False) -> None:
         self._path, self._head, self._strict = path, head, strict
         self._last, self._skips = max(head, after), False
+        self.noted: dict[int, str] = {}
+        """A sentence about each line that was found damaged or missing."""
 
     def entry(self, row: Sequence[Any]) -> Entry | None:
         """Return a row's line, or None; if ``strict``, RunDirError if it is damaged or lines before it are missing."""
@@ -146,10 +150,15 @@ class _Sieve:
     def _note(self, sequence: int, what: str) -> None:
         if self._strict:
             raise RunDirError(f"line {sequence} of the journal {what}", source=str(self._path))
-        if (self._path, sequence) not in _told:
-            _told.add((self._path, sequence))
-            rest = ", and left out with what follows it in its session" if sequence > self._head else ", and left out"
-            log.warning("%s: line %d of the journal %s%s", self._path, sequence, what, rest)
+        rest = " with what follows it in its session" if sequence > self._head else ""
+        self.noted[sequence] = f"line {sequence} of the journal {what}, and left out{rest}"
+        _warn(self._path, sequence, self.noted[sequence])
+
+
+def _warn(path: Path, sequence: int, sentence: str) -> None:
+    if (path, sequence) not in _told:
+        _told.add((path, sequence))
+        log.warning("%s: %s", path, sentence)
 
 
 def _marks(values: Sequence[object]) -> str:
@@ -182,6 +191,7 @@ class Journal:
         self._digest = dict.fromkeys(_WITH_DIGESTS, "digest") | dict.fromkeys(without, "NULL")
         self._num_unsaved = SNAPSHOT_EVERY  # since the last snapshot; this process's first decision makes one
         self._lock = threading.RLock()
+        self._damage: dict[int, str] = {}  # not recorded yet, because these lines are not condensed yet
         self.keeper: Keeper | None = None
 
     @classmethod
@@ -221,6 +231,7 @@ class Journal:
             kind = RunDirStuck if stuck else RunDirError
             raise kind(f"is not a journal, or is in use: {error}", source=str(path)) from error
         journal = cls(connection, path, without)
+        journal._recall_damage()
         if read_only and old:
             head, last = journal.head() if begun else None, journal.last_moment() if begun else None
             journal.close()
@@ -230,6 +241,13 @@ class Journal:
                 allowed += ", once its manager has condensed all of it"
             raise RunDirError(sentence, source=str(path), allowed=allowed)
         return journal
+
+    def _recall_damage(self) -> None:
+        """Warn of lines that were damaged when they were condensed, and so are left out of what is read."""
+        if self._select(_HAS_TABLE, "records"):
+            columns = f"sequence, time_s, kind, payload_json, {self._digest['records']}"
+            for row in filter(_is_sound, self._select(f"SELECT {columns} FROM records WHERE kind = ?", DAMAGE)):
+                _warn(self._path, row[0], json.loads(row[3])["sentence"])
 
     def append(self, time_s: float, kind: EntryKind, payload_json: str) -> None:
         """Append one line. RunDirStuck: nothing was written, and cannot be now; RunDirError: the file is damaged."""
@@ -318,6 +336,7 @@ class Journal:
                 self._snapshot(last, state_json(state))
         at, reader = 0 if head is None else head.sequence, LineReader()
         sieve = _Sieve(self._path, at, at)
+        self._damage = sieve.noted
         while at < last:
             for row in self._select(f"{self._provable} WHERE sequence > ? ORDER BY sequence LIMIT ?", at, AT_ONCE):
                 at, entry = row[0], sieve.entry(row)
@@ -535,6 +554,11 @@ class Journal:
         head = json.dumps({**cut.states, "version": VERSION}).encode()
         saved = None if state is None else state_json(state)
         decided = "sequence <= ? AND kind IN ('event', 'decision')"
+        damage = [
+            Kept(sequence, cut.time_s, DAMAGE, json.dumps({"sentence": sentence}))
+            for sequence, sentence in self._damage.items()
+            if sequence <= cut.sequence
+        ]
         with self._transaction() as connection:
             rows = connection.execute(f"{_COLUMNS} WHERE {decided} ORDER BY sequence", (cut.sequence,)).fetchall()
             kept = [row for row in rows if row[0] in cut.kept]
@@ -542,7 +566,7 @@ class Journal:
                 pack = (kept[0][0], kept[-1][0], packed_lines(kept))
                 connection.execute("INSERT INTO kept VALUES (?, ?, ?, ?)", (*pack, row_digest(*pack)))
             connection.execute(f"DELETE FROM entries WHERE {decided}", (cut.sequence,))
-            for record in cut.records:
+            for record in (*cut.records, *damage):
                 values = (record[0], float(record[1]), *record[2:])
                 insert = "INSERT INTO records (sequence, time_s, kind, payload_json, digest) VALUES (?, ?, ?, ?, ?)"
                 connection.execute(insert, (*values, row_digest(*values)))
@@ -554,6 +578,8 @@ class Journal:
             if len(cut.columns[SEQUENCE]):
                 self._put_block(0, cut.columns)
                 self._join_blocks()
+        for record in damage:
+            del self._damage[record.sequence]
 
     def _put_block(self, level: int, columns: Mapping[str, Column]) -> None:
         first, num = int(columns[SEQUENCE][0]), len(columns[SEQUENCE])

@@ -60,6 +60,7 @@ INNER_FACTS = frozenset(
         "connection_broken",
         "job_code",
         "node_enrolled",
+        "not_carried_out",
         "probe_failed",
         "vm_granted",
         "vm_released",

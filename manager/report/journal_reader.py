@@ -17,6 +17,7 @@ from manager.accounting.spent import NS_PER_S
 from manager.controller.state.actions import (
     EndWorker,
     Finish,
+    MarkBest,
     NoteBadStep,
     NoteCorrection,
     NoteNextSave,
@@ -233,6 +234,7 @@ class RunReader:
     end_s: float = 0.0
     version: int = 0
     checkpoint_version: int | None = None
+    best_version: int | None = None
     finish: Finish | None = None
     ordered_s: float = 0.0
     attempt: int = 0
@@ -391,6 +393,7 @@ class RunReader:
             end_s=self.end_s,
             version=self.version,
             checkpoint_version=self.checkpoint_version,
+            best_version=self.best_version,
             outcome=self.finish.outcome if self.finish else "running",
             sentence=self.finish.sentence if self.finish else self.trouble or f"version {self.version} is decided",
             num_sessions=self.num_sessions,
@@ -523,6 +526,9 @@ class RunReader:
                 0,
             )
             self._tell(self.shape)
+        self.best_version = next(
+            (action.best.version for action in record.actions if isinstance(action, MarkBest)), self.best_version
+        )
         step = next((action.order for action in record.actions if isinstance(action, SendStep)), None)
         if step is not None:
             self.attempt, self.loss_scale = step.attempt, step.loss_scale

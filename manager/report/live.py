@@ -13,10 +13,12 @@ from manager.controller.state.actions import NoteNextSave, ReasonCode, SendStep
 from manager.controller.state.evaluations import mean_loss, mean_metrics
 from manager.controller.state.events import Event, WorkerAnswered
 from manager.controller.state.saves import NextSave
-from manager.controller.state.state import ControllerState, Decision
+from manager.controller.state.state import ControllerState, Decision, Phase
 from manager.journal.records import DecisionRecord, Fact
 from manager.report.means import Series, extreme_rates
 from manager.report.milestones import Milestones
+from manager.report.remaining import Remaining, remaining
+from manager.report.steps import Cost
 from morph.contract.messages import Prepared
 
 RECENT = 40
@@ -60,7 +62,8 @@ class LiveRun:
     the run continues; ``trouble``: why workers cannot be set up now; ``saved_version``: the newest complete checkpoint.
     ``metrics``, ``learning_rates``: those of the last decided step. ``ledger``: the account of earlier sessions;
     ``takes_over``: whether the nodes of the last of these live on. ``shapes``: each shape (None: no shape) with the
-    time of its beginning. ``counts``: the number of nodes, at each change.
+    time of its beginning. ``counts``: the number of nodes, at each change. ``progress``: the version after each decided
+    step; ``first_cost``: the cost until the first of them.
     """
 
     job: str
@@ -85,6 +88,8 @@ class LiveRun:
     recent: deque[Happened] = field(default_factory=lambda: deque(maxlen=RECENT))
     shapes: deque[tuple[float, str | None]] = field(default_factory=lambda: deque(maxlen=MOST_SHAPES))
     counts: Series = field(default_factory=Series)
+    progress: Series = field(default_factory=Series)
+    first_cost: Cost | None = None
     losses: Series = field(default_factory=Series)
     speeds: Series = field(default_factory=Series)
     rates: Series = field(default_factory=Series)
@@ -128,7 +133,7 @@ class LiveRun:
         answers = self._decisive(event) if state.version > self.version else ()
         if answers:
             self.ledger.take(event, record, answers)
-            self._decided(answers, time_s)
+            self._decided(answers, state.version, time_s)
         else:
             self.ledger.take(event, record)
         for action in decision.actions:
@@ -170,8 +175,16 @@ class LiveRun:
         return self.ledger.account().on_demand_usd(self.prices)
 
     @property
+    def remaining(self) -> Remaining | None:
+        """The forecast of this session; None if nothing can be said yet, or the session has ended."""
+        if self.phase == Phase.ENDED:
+            return None
+        begun_usd = None if self.first_cost is None else self.first_cost.dollars(self.prices)
+        return remaining(self.progress.points, self.time_s, self.num_steps, (begun_usd, self.dollars))
+
+    @property
     def headline(self) -> str:
-        """The run in one line: phase, shape, step, speed, loss, newest checkpoint, dollars."""
+        """The run in one line: phase, shape, step, speed, loss, newest checkpoint, dollars, forecast."""
         parts = [self.phase + (f": {self.trouble}" if self.trouble else ""), *([self.shape] if self.shape else [])]
         parts.append(f"step {self.version}" + (f"/{self.num_steps}" if self.num_steps else ""))
         if self.examples_per_s:
@@ -183,6 +196,8 @@ class LiveRun:
         dollars, on_demand = self.dollars, self.dollars_on_demand
         if dollars is not None:
             parts.append(f"${dollars:.4f}" + (f" (on demand ${on_demand:.4f})" if on_demand is not None else ""))
+        if left := self.remaining:
+            parts.append(left.text + ("" if left.end_usd is None else f", about ${left.end_usd[0]:.4f} at the end"))
         return "  ".join(parts)
 
     def role(self, node: str) -> str:
@@ -194,8 +209,10 @@ class LiveRun:
             role = "warming up" if self.nodes[node] == "warming" else "spare"
         return f"{role}, {self.types[node]}" if node in self.types else role
 
-    def _decided(self, answers: tuple[Prepared, ...], time_s: float) -> None:
+    def _decided(self, answers: tuple[Prepared, ...], version: int, time_s: float) -> None:
         self.decided_s.append(time_s)
+        self.progress.add(time_s, version)
+        self.first_cost = self.first_cost or Cost.of(self.ledger)
         losses = [loss for answer in answers for loss in answer.losses]
         self.loss, self.metrics, self.learning_rates = mean_loss(losses), mean_metrics(losses), extreme_rates(answers)
         if self.loss is not None:

@@ -100,7 +100,7 @@ class Milestones:
             if isinstance(action, NoteBadStep):
                 told.append(Milestone("bad_step", action.sentence))
             elif isinstance(action, RequestNodes):
-                told.append(Milestone("requested", f"{action.count} more requested from the provider"))
+                told.append(Milestone("requested", f"{counted(action.count, 'more VM')} requested from the provider"))
         if isinstance(event, NodesGranted) and event.waiting:
             several = len({vm_of(node) for node in event.waiting}) > 1
             told.append(Milestone("queued", f"{_named(event.waiting)} {'wait' if several else 'waits'} in the queue"))
@@ -139,9 +139,9 @@ def morph_line(morph: MorphRecord) -> str:
     ]
     number = morph.steps_redone
     cost = "no step lost" if not number else f"{number} step{'s' if number > 1 else ''} run again"
-    took = "not resumed" if morph.pause_ms is None else f"in {morph.pause_ms / 1e3:.3g} s, {cost}"
+    took = "(no step since)" if morph.pause_ms is None else f"in {morph.pause_ms / 1e3:.3g} s, {cost}"
     why = ", ".join(parts) or morph.cause + (" (injected)" if morph.injected else "")
-    return f"{why}; {morph.from_shape} -> {morph.to_shape or 'none'} {took}"
+    return f"{why}; {morph.from_shape} -> {morph.to_shape or 'no shape'} {took}"
 
 
 def _named(workers: Collection[str]) -> str:

@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from manager.accounting.spent import Prices
 from manager.report.picture import PARTS, png_of, run_figure, training_figure
+from manager.report.summary import CAME_FROM
 from manager.report.values import RunReport, rates_text
 from morph.words import moment_text
 
@@ -24,6 +25,7 @@ def report_page(report: RunReport, prices: Prices | None = None) -> str:
         report=report,
         account=report.account,
         bill=report.account.bill(prices),
+        left=report.remaining(prices),
         on_demand=report.account.on_demand_usd(prices),
         parts=PARTS,
         began=moment_text(report.start_s),
@@ -35,6 +37,7 @@ def report_page(report: RunReport, prices: Prices | None = None) -> str:
         last=report.last_step,
         evaluations=report.evaluations[-MOST_EVALUATIONS:],
         rates_text=rates_text,
+        came_from=CAME_FROM,
     )
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from manager.report.steps import StepRecord
     from manager.report.values import MorphRecord, RunReport
 import pandas as pd
 
@@ -74,6 +75,7 @@ MOST_STEPS = 4000
 """The number of steps, evenly chosen, that are drawn of a longer run."""
 LABEL_ROWS = 3
 MOST_METRICS = 12
+Curves = dict[str, list[float | None]]
 LABEL_WIDTH_PX = 66
 
 
@@ -102,7 +104,7 @@ def run_figure(report: RunReport) -> Figure:
         {"font.size": 11, "axes.edgecolor": QUIET, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
     ):
         figure = Figure(figsize=(WIDTH_PX / DOTS_PER_INCH, HEIGHT_PX / DOTS_PER_INCH), dpi=DOTS_PER_INCH)
-        panels = figure.subplots(4, 1, sharex=True, gridspec_kw={"height_ratios": [2.4, 0.9, 3, 3], "hspace": 0.14})
+        panels = figure.subplots(4, 1, sharex=True, gridspec_kw={"height_ratios": [2.4, 0.9, 3, 3], "hspace": 0.2})
         figure.subplots_adjust(left=0.065, right=0.985, top=0.855, bottom=0.06)
         for panel in panels:
             panel.spines[["top", "right"]].set_visible(False)
@@ -123,71 +125,100 @@ def run_figure(report: RunReport) -> Figure:
 
 
 def training_figure(report: RunReport) -> Figure | None:
-    """Return the learning rate and the metrics over time, one panel each; None if there are none."""
+    """Return loss, learning rate and metrics, a row each: by seconds, and by steps; None if there are none."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     steps = [record for record in report.steps.thinned(MOST_STEPS) if not record.redone_later]
-    metrics = [*(record.metrics for record in steps), *(record.metrics for record in report.evaluations)]
-    names = list(dict.fromkeys(name for known in metrics for name in known))
-    rates = [(record, record.learning_rates) for record in steps if record.learning_rates is not None]
-    num_panels = bool(rates) + min(len(names), MOST_METRICS)
-    if not num_panels:
+    curves = _curves(report, steps)
+    if not curves:
         return None
+    height = 0.6 + 1.9 * len(curves)
     with rc_context({"font.size": 11, "axes.edgecolor": QUIET, "xtick.color": INK, "ytick.color": INK}):
-        figure = Figure(figsize=(WIDTH_PX / DOTS_PER_INCH, 0.6 + 1.9 * num_panels), dpi=DOTS_PER_INCH)
-        panels = list(figure.subplots(num_panels, 1, sharex=True, squeeze=False, gridspec_kw={"hspace": 0.3})[:, 0])
-        figure.subplots_adjust(
-            left=0.065, right=0.985, top=1 - 0.3 / (0.6 + 1.9 * num_panels), bottom=0.4 / num_panels / 2
+        figure = Figure(figsize=(WIDTH_PX / DOTS_PER_INCH, height), dpi=DOTS_PER_INCH)
+        rows = figure.subplots(
+            len(curves), 2, sharex="col", sharey="row", squeeze=False, gridspec_kw={"hspace": 0.3, "wspace": 0.04}
         )
-        panels[0].set_xlim(0, max(report.end_s - report.start_s, 1e-3))
-        panels[-1].set_xlabel("seconds since the start")
-        for panel, name in zip(panels, [*(["learning rate"] if rates else []), *names[:MOST_METRICS]], strict=True):
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.grid(axis="y", color="#e4e8ec", linewidth=0.8)
-            panel.set_title(name, loc="left", fontsize=11.5, color=INK)
-        if rates:
-            times_s = [record.decided_at_s - report.start_s for record, _ in rates]
-            for place, label in enumerate(("lowest", "highest")):
-                panels[0].plot(times_s, [both[place] for _, both in rates], color=(QUIET, MEASURED)[place], label=label)
-            if any(low != high for _, (low, high) in rates):
-                _legend_or_note(panels[0], "")
-        for panel, name in zip(panels[bool(rates) :], names[:MOST_METRICS], strict=True):
-            known = [(record.decided_at_s - report.start_s, record.metrics.get(name)) for record in steps]
-            points = [(time_s, value) for time_s, value in known if value is not None]
-            if points:
-                panel.plot(*zip(*points, strict=True), color=MEASURED, linewidth=1.6, label="of each step")
-            _draw_evaluations(panel, report, {one.version: one.metrics.get(name) for one in report.evaluations})
-            if report.evaluations:
-                _legend_or_note(panel, "")
+        figure.subplots_adjust(left=0.065, right=0.985, top=1 - 0.4 / height, bottom=0.55 / height)
+        rows[0][0].set_xlim(0, max(report.end_s - report.start_s, 1e-3))
+        rows[-1][0].set_xlabel("seconds since the start")
+        rows[-1][1].set_xlabel("steps")
+        rows[-1][1].xaxis.set_major_locator(MaxNLocator(integer=True))
+        for row, (name, (of_steps, of_versions)) in zip(rows, curves.items(), strict=True):
+            for panel, by_step in zip(row, (False, True), strict=True):
+                panel.spines[["top", "right"]].set_visible(False)
+                panel.grid(axis="y", color="#e4e8ec", linewidth=0.8)
+                panel.margins(y=0.08)
+                for number, (label, values) in enumerate(of_steps.items()):
+                    points = [
+                        (one.step if by_step else one.decided_at_s - report.start_s, value)
+                        for one, value in zip(steps, values, strict=True)
+                        if value is not None
+                    ]
+                    if points:
+                        colour = MEASURED if number == len(of_steps) - 1 else QUIET
+                        panel.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, label=label)
+                _draw_evaluations(panel, report, of_versions, by_step=by_step)
+            row[0].set_title(name, loc="left", fontsize=11.5, color=INK)
+            if len(row[0].get_legend_handles_labels()[0]) > 1:
+                _legend_or_note(row[1], "", handles_of=row[0])
     return figure
 
 
-def _draw_evaluations(panel: Axes, report: RunReport, values: Mapping[int, float | None]) -> None:
-    """Mark the result of each evaluation, by version, at the time when that version was decided."""
+def _curves(report: RunReport, steps: Sequence[StepRecord]) -> dict[str, tuple[Curves, dict[int, float | None]]]:
+    """Return what is drawn of a training: by name, the values of each step by label, and of each evaluated version."""
+    found: dict[str, tuple[Curves, dict[int, float | None]]] = {}
+    evaluated = report.evaluations
+    if evaluated or any(record.loss is not None for record in steps):
+        of_versions = {one.version: one.loss for one in evaluated}
+        found["loss"] = {"of each step": [record.loss for record in steps]}, of_versions
+    rates = [record.learning_rates or (None, None) for record in steps]
+    if any(low is not None for low, _ in rates):
+        several = any(low != high for low, high in rates)
+        lowest = {"lowest": [low for low, _ in rates]} if several else {}
+        found["learning rate"] = lowest | {"highest": [high for _, high in rates]}, {}
+    metrics = [*(record.metrics for record in steps), *(record.metrics for record in evaluated)]
+    for name in list(dict.fromkeys(name for known in metrics for name in known))[:MOST_METRICS]:
+        of_versions = {one.version: one.metrics.get(name) for one in evaluated}
+        found[name] = {"of each step": [record.metrics.get(name) for record in steps]}, of_versions
+    return found
+
+
+def _draw_evaluations(
+    panel: Axes, report: RunReport, values: Mapping[int, float | None], *, by_step: bool = False
+) -> None:
+    """Mark the result of each evaluation, by version, at that version or at the time when it was decided."""
     decided_s = report.steps.decided_at_s([version for version, value in values.items() if value is not None])
-    points = [
-        (decided_s.get(version, report.start_s) - report.start_s, value)
+    points = {
+        version: (version if by_step else decided_s.get(version, report.start_s) - report.start_s, value)
         for version, value in values.items()
         if value is not None
-    ]
-    if points:
-        panel.plot(*zip(*points, strict=True), "D", color=EXPECTED, markersize=5, label="evaluation")
+    }
+    for label, marker, size, chosen in (
+        ("evaluation", "D", 5, list(points.values())),
+        ("best version", "*", 14, [points[report.best_version]] if report.best_version in points else []),
+    ):
+        if chosen:
+            panel.plot(
+                *zip(*chosen, strict=True), marker, color=EXPECTED, ms=size, mec="white", label=label, clip_on=False
+            )
 
 
 def _title(report: RunReport) -> str:
-    shapes = dict.fromkeys(span.shape for span in report.shapes if span.num_steps)
-    return f"{report.job}: {_count(report.version, 'step')} in {_count(len(shapes), 'shape')}"
+    shapes = [span.shape for span in report.shapes if span.num_steps]
+    again = f", formed {len(shapes)} times" if len(shapes) > len(set(shapes)) else ""
+    return f"{report.job}: {_count(report.version, 'step')} in {_count(len(set(shapes)), 'shape')}{again}"
 
 
 def _subtitle(report: RunReport) -> str:
     forced = sum(not morph.planned for morph in report.morphs)
     planned = len(report.morphs) - forced
-    text = f"{_count(forced, 'forced morph')} (red) and {planned} planned (grey), each with its pause"
+    text = f"{_count(forced, 'change')} of shape after a loss (red) and {planned} planned (grey), each with its pause"
     pauses_ms = [morph.pause_ms for morph in report.morphs if morph.pause_ms is not None and not morph.planned]
     if pauses_ms:
         text += f"; after a loss: median {statistics.median(pauses_ms):.0f} ms, worst {max(pauses_ms):.0f} ms"
-    return f"{text}; {_count(report.steps_redone, 'step')} redone"
+    return f"{text}; {_count(report.steps_redone, 'step')} run again"
 
 
 def _count(number: int, noun: str) -> str:
@@ -214,7 +245,8 @@ def _draw_vms(panel: Axes, report: RunReport) -> None:
     panel.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     panel.set_ylabel("VMs")
     if panel.get_legend_handles_labels()[0]:
-        panel.legend(loc="lower right", ncols=2, fontsize=10, framealpha=0.9, edgecolor="none")
+        place = {"bbox_to_anchor": (0.985, 0.955), "bbox_transform": panel.figure.transFigure}  # beside the title
+        panel.legend(loc="lower right", ncols=2, fontsize=10, frameon=False, borderpad=0, **place)
 
 
 def _draw_shapes(panel: Axes, report: RunReport) -> None:
@@ -252,20 +284,20 @@ def _draw_throughput(panel: Axes, report: RunReport) -> None:
     top, at = 0.0, 0
     durations_s, decided_s = report.steps.column("duration_s"), report.steps.column("decided_at_s")
     every = -(-max(1, len(durations_s)) // MOST_STEPS)
-    for number, span in enumerate(span for span in report.shapes if span.num_steps):
+    for span in (span for span in report.shapes if span.num_steps):
         rows, at = slice(at, at + span.num_steps, every), at + span.num_steps
         took = [pair for pair in zip(durations_s[rows].tolist(), decided_s[rows].tolist(), strict=True) if pair[0] > 0]
         speeds = [span.batch_size / duration_s for duration_s, _ in took]
         times_s = [at_s - report.start_s for _, at_s in took]
         panel.plot(times_s, speeds, ".", color=MEASURED, markersize=4, alpha=0.35)
         smooth = [statistics.median(speeds[max(0, i - 4) : i + 5]) for i in range(len(speeds))]
-        panel.plot(times_s, smooth, color=MEASURED, linewidth=1.8, label="" if number else "measured (dots: each step)")
+        panel.plot(times_s, smooth, color=MEASURED, linewidth=1.8, label="measured (dots: each step)")
         end_s = (report.end_s if span.end_s is None else span.end_s) - report.start_s
         if span.expected_here_s:
             expected = span.batch_size / span.expected_here_s
             panel.plot(
                 [span.start_s - report.start_s, end_s], [expected, expected], "--", color=EXPECTED, linewidth=1.8,
-                label="" if number else "expected by the planner",
+                label="expected by the planner",
             )  # fmt: skip
             top = max(top, expected)
         top = max([top, *smooth])
@@ -286,14 +318,22 @@ def _draw_loss(panel: Axes, report: RunReport) -> None:
         panel.plot(*zip(*kept, strict=True), color=LOSS, linewidth=1.6, label="loss of each step")
     _draw_evaluations(panel, report, {one.version: one.loss for one in report.evaluations})
     if lost:
-        panel.plot(*zip(*lost, strict=True), "o", mfc="none", color=UNPLANNED, ms=6, label="lost, and run again")
+        panel.plot(
+            *zip(*lost, strict=True), "o", mfc="none", color=UNPLANNED, ms=6, label="lost, and run again", clip_on=False
+        )
+    panel.margins(y=0.08)
     panel.set_ylabel("loss")
     _legend_or_note(panel, "no loss was reported")
 
 
-def _legend_or_note(panel: Axes, note: str) -> None:
-    if panel.get_legend_handles_labels()[0]:
-        panel.legend(loc="upper right", ncols=2, fontsize=10, framealpha=0.9, edgecolor="none")
+def _legend_or_note(panel: Axes, note: str, handles_of: Axes | None = None) -> None:
+    """Put a legend above the panel, where it hides nothing, or a note into it; ``handles_of``: the panel it is of."""
+    found = dict(zip(*(handles_of or panel).get_legend_handles_labels()[::-1], strict=True))
+    if found:
+        panel.legend(
+            list(found.values()), list(found), ncols=4, fontsize=10, frameon=False, borderpad=0,
+            loc="lower right", bbox_to_anchor=(1.0, 0.99),
+        )  # fmt: skip
     else:
         panel.text(0.5, 0.5, note, transform=panel.transAxes, ha="center", va="center", color=QUIET)
 
@@ -309,7 +349,7 @@ def _mark_morphs(panels: Sequence[Axes], report: RunReport) -> None:
             panel.axvspan(begin_s, end_s, color=colour, alpha=0.18, linewidth=0)
             panel.axvline(begin_s, color=colour, linewidth=1.1, alpha=0.9)
         panels[0].annotate(
-            "not resumed" if morph.pause_ms is None else f"{morph.pause_ms:.0f} ms",
+            "no step since" if morph.pause_ms is None else f"{morph.pause_ms:.0f} ms",
             xy=(begin_s, 1.0), xycoords=panels[0].get_xaxis_transform(), xytext=(0, 4 + 15 * row),
             textcoords="offset points", ha="center", va="bottom", color=colour, fontsize=10.5, fontweight="bold",
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0},

@@ -189,6 +189,10 @@ class Steps(Sequence[StepRecord]):
         older = self._condensed.column(name, rows)
         return np.concatenate((older, newer)) if len(older) else newer
 
+    def cost(self, row: int) -> Cost:
+        """Return the cost of all VMs until this step was decided; NaN in a report that was written as JSON."""
+        return Cost(*(float(self.column(name, range(row, row + 1))[0]) for name in _COSTS))
+
     @property
     def redone(self) -> Column:
         """Whether a step was lost and run again later."""

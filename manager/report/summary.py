@@ -14,7 +14,7 @@ from manager.run_dir import GOES_ON, SILENT_S, GoesOn, holder_of, of_manager
 from morph.contract.base import read_json
 from morph.contract.errors import RunDirError
 from morph.contract.pool import several_types
-from morph.words import moment_text
+from morph.words import counted, moment_text
 
 CAME_FROM = {
     "keep": "kept",
@@ -47,15 +47,15 @@ def with_its_manager(report: RunReport, run_dir: Path) -> RunReport:
 
 def summarise(report: RunReport, *, verbose: bool = False) -> str:
     """Return the text of ``morph status``; ``verbose`` adds each morph's cause and the origin of its state."""
-    saved = "none" if report.checkpoint_version is None else f"at step {report.checkpoint_version}"
-    if report.next_save is not None:
-        saved += f", the next in {max(0.0, report.next_save.due_s - report.end_s):.0f} s: {report.next_save.why}"
     when = "now" if report.outcome == "running" else "at the end"
     lines = [
         f"{report.job}: {report.outcome} ({report.sentence})",
-        f"steps: {report.version} of {report.num_steps} done, {report.steps_redone} run again; checkpoint: {saved}",
+        f"steps: {report.version} of {report.num_steps} done, {report.steps_redone} run again; "
+        f"checkpoint: {_saved(report)}",
         f"time: {report.end_s - report.start_s:.1f} s; VMs {when}: {report.vms[-1].num_vms if report.vms else 0}",
     ]
+    left = report.remaining()
+    lines += [] if left is None else ["to the end: " + "; ".join(filter(None, (left.text, left.dollars_text)))]
     if report.first_loss is not None and report.last_loss is not None:
         first, last = (f"{loss:.4f} at step {step}" for step, loss in (report.first_loss, report.last_loss))
         lines.append(f"loss: {first}, {last}")
@@ -71,12 +71,14 @@ def summarise(report: RunReport, *, verbose: bool = False) -> str:
             else:
                 measured += f" ({shape.expected_here_s * 1e3:.0f} ms expected)"
             since_s = shape.start_s - report.start_s
-            lines.append(f"shape {shape.shape}{of} from {since_s:.1f} s: {shape.num_steps} steps, {measured}")
+            lines.append(
+                f"shape {shape.shape}{of} from {since_s:.1f} s: {counted(shape.num_steps, 'step')}, {measured}"
+            )
     types = {name for shape in report.shapes if shape.num_steps and shape.pool for name in shape.pool.types}
     if sentence := several_types(types):
         lines.append(sentence)
     if report.correction is not None:
-        lines.append(report.correction.sentence)
+        lines.append(f"{report.correction.sentence} (`morph profile refine` keeps these times for other runs)")
     pauses = [morph.pause_ms for morph in report.morphs if morph.pause_ms is not None]
     unplanned = sum(not morph.planned for morph in report.morphs)
     if report.morphs:
@@ -94,12 +96,22 @@ def summarise(report: RunReport, *, verbose: bool = False) -> str:
     return "\n".join(lines)
 
 
+def _saved(report: RunReport) -> str:
+    """Return the newest checkpoint, the best one, and when the next one is due, as far as these are known."""
+    saved = "none" if report.checkpoint_version is None else f"at step {report.checkpoint_version}"
+    if report.best_version is not None:
+        saved += f", the best at step {report.best_version}"
+    if report.next_save is not None:
+        saved += f", the next in {max(0.0, report.next_save.due_s - report.end_s):.0f} s: {report.next_save.why}"
+    return saved
+
+
 def _account_lines(account: Account) -> list[str]:
-    shares = ", ".join(f"{part} {account.share(part):.1%}" for part in Part if account.share(part) >= 0.0005)
-    lines = [f"node-time: {account.total_s:.1f} s: {shares}"]
+    shares = ", ".join(f"{part.words} {account.share(part):.1%}" for part in Part if account.share(part) >= 0.0005)
+    lines = [f"time of VMs: {account.total_s:.1f} s: {shares}"]
     bill = account.bill()
     if bill is not None:
-        parts = ", ".join(f"{part} {bill.part_usd(part):.4f}" for part in Part if account.share(part) >= 0.0005)
+        parts = ", ".join(f"{part.words} {bill.part_usd(part):.4f}" for part in Part if account.share(part) >= 0.0005)
         lines.append(f"dollars: {bill.total_usd:.4f}: {parts}")
     return lines
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
 from manager.accounting.account import Account
+from manager.accounting.spent import Prices
 from manager.controller.state.profile_correction import Correction
 from manager.controller.state.saves import NextSave
+from manager.report.remaining import Remaining, remaining
 from manager.report.steps import StepRecord, Steps
 from morph.contract.base import Value
 from morph.contract.messages import WorkerId
 from morph.contract.pool import Pool
 
+MOST_POINTS = 512
+"""The number of steps that a forecast looks at."""
 SourceKind = Literal["keep", "peer", "ahead", "checkpoint", "initial"]
 
 
@@ -159,6 +164,7 @@ class RunReport(Value):
     end_s: float
     version: int = Field(description="last decided version")
     checkpoint_version: int | None
+    best_version: int | None = Field(default=None, description="the best evaluated one; None: the job defines no best")
     outcome: Literal["finished", "stopped", "failed", "running", "unmanaged"]
     sentence: str
     num_sessions: int
@@ -179,6 +185,24 @@ class RunReport(Value):
         """The loss by step, from the last run of each step."""
         steps, losses = self.steps.column("step").tolist(), self.steps.column("loss").tolist()
         return {step: loss for step, loss in zip(steps, losses, strict=True) if loss == loss}
+
+    def remaining(self, prices: Prices | None = None) -> Remaining | None:
+        """Return the forecast of a running session; None if nothing can be said yet, or none is running.
+
+        Generations are counted from 0 in each session, except in one that takes over the nodes of the last.
+        """
+        if self.outcome != "running":
+            return None
+        begins = [span.start_s for last, span in pairwise(self.shapes) if span.generation <= last.generation]
+        decided_s = self.steps.column("decided_at_s")
+        rows = np.flatnonzero(decided_s >= (begins[-1] if begins else self.start_s))
+        if not len(rows):
+            return None
+        first, bill = int(rows[0]), self.account.bill(prices)
+        begun_usd = self.steps.cost(first).dollars(prices)
+        chosen = rows[np.unique(np.linspace(0, len(rows) - 1, min(len(rows), MOST_POINTS)).round().astype(np.int64))]
+        points = list(zip(decided_s[chosen].tolist(), (self.steps.column("step")[chosen] + 1).tolist(), strict=True))
+        return remaining(points, self.end_s, self.num_steps, (begun_usd, None if bill is None else bill.total_usd))
 
     @property
     def first_step(self) -> StepRecord | None:

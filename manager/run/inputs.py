@@ -23,6 +23,9 @@ from morph.jobs.files import JobFiles
 from simulator import PlanRequest
 from simulator.inputs.conditions import of_pool_type
 
+SHORT_OPTIONS = {"pipeline_depth": "-P", "num_replicas": "-D"}
+"""Options of ``morph run`` that bound the shape, by their keys in a job file."""
+
 
 @dataclass(frozen=True)
 class PreparedRun:
@@ -59,12 +62,16 @@ class PreparedRun:
     @property
     def places(self) -> dict[str, tuple[str, str]]:
         """The places where the planner's values are set, for errors."""
-        source, short = str(self.request.cluster), {"pipeline_depth": "-P", "num_replicas": "-D"}
+        source, by_option = str(self.request.cluster), {text.partition("=")[0] for text in self.request.settings}
+        in_file = {name for name in SHORT_OPTIONS if self.in_file and f"job.{name}" not in by_option}
         return {
             "memory_bytes": (source, "vms.memory_bytes"),
             "host_memory_bytes": (source, "memory of the VMs' hosts, in bytes"),
             "micro_batch_size": (str(self.request.profile), "job.micro_batch_size"),
-            **{name: (source, f"job.{name}") if self.in_file else ("", option) for name, option in short.items()},
+            **{
+                name: (source, f"job.{name}") if name in in_file else ("", option)
+                for name, option in SHORT_OPTIONS.items()
+            },
         }
 
     @property

@@ -43,7 +43,7 @@ from morph.contract.cluster import LocalVms
 from morph.contract.errors import CheckpointDamaged, CheckpointError, ClusterLost, RunFinished
 from morph.contract.messages import JobCode
 from morph.contract.pool import several_types
-from morph.contract.profile import other_device, other_links
+from morph.contract.profile import estimates, other_device, other_links
 from morph.words import counted
 
 Show = Callable[[LiveRun], AbstractContextManager[Observer]]
@@ -122,7 +122,7 @@ class ManagedRun:
         if self._is_new:
             vms = run.cluster.vms
             links = other_links(run.profile, vms.links, vms.rings) if vms.device == "cuda" else ()
-            for sentence in (*other_device(run.profile, vms.device), *links):
+            for sentence in (*estimates(run.profile), *other_device(run.profile, vms.device), *links):
                 _tell(f"warning: {sentence}")
             if sentence := several_types(self._planned().type_compute_s):
                 _tell(f"warning: {sentence}")

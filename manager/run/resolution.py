@@ -50,6 +50,10 @@ def _read(request: RunRequest, run_dir: Path | None) -> PreparedRun:
     if request.is_job_file:
         path = Path(request.job)
         return resolve(request, path, load_job_file(path, request.settings), run_dir)
+    if not any(split_job(request.job)):
+        raise ConfigError(
+            "is not a job", field="JOB", value=request.job, allowed="path/to/file.py:name, or a job file (YAML)"
+        )
     if request.profile is None or request.cluster is None:
         missing = "--profile" if request.profile is None else "--cluster"
         made = {"--profile": "a file that `morph calibrate JOB -o FILE` wrote", "--cluster": "a cluster file (YAML)"}

@@ -36,7 +36,8 @@ class PlainFile:
         paths = sorted(path.glob(f"*{SAFETENSORS}")) if path.is_dir() else [path]
         if not all(one.is_file() for one in paths) or not paths:
             allowed = "a .safetensors file, or a folder of them"
-            raise InputError("no such file", source=str(path), allowed=allowed)
+            problem = "holds no such file" if path.is_dir() else "no such file"
+            raise InputError(problem, source=str(path), allowed=allowed)
         for one in paths:
             try:
                 opened: Any = safe_open(str(one), framework="pt")
@@ -89,20 +90,28 @@ def write_folder(path: Path, write: Callable[[Path], object]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give each name its own memory: safetensors has no entry with two names."""
+    found: dict[int, str] = {}
+    return {
+        name: tensor.detach() if found.setdefault(id(tensor), name) == name else tensor.detach().clone()
+        for name, tensor in tensors.items()
+    }
+
+
 def write_plain_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a state_dict in the format that the file's name shows.
 
     ``load_state_dict`` takes either, read by ``safetensors.torch.load_file`` or ``torch.load(weights_only=True)``.
     """
     check_plain_name(path)
-    plain = {name: tensor.detach() for name, tensor in tensors.items()}
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix.lower() == SAFETENSORS:
-            safetensors.torch.save_file(plain, str(partial), metadata={"format": "pt"})
+            safetensors.torch.save_file(apart(tensors), str(partial), metadata={"format": "pt"})
         else:
-            torch.save(plain, str(partial))
+            torch.save({name: tensor.detach() for name, tensor in tensors.items()}, str(partial))
         with partial.open("rb") as written:
             os.fsync(written.fileno())
         partial.replace(path)

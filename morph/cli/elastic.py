@@ -62,7 +62,9 @@ def elastic_command(
     if where and founders is not None:
         raise InputError("is set where the job begins", field="--founders", allowed="only without --join")
     if not given and (where or (founders is not None and founders > workers)):
-        raise InputError("is not set", source="environment", field=SECRET, allowed="the secret of the job's workers")
+        raise InputError(
+            "is not set", source="environment", field=SECRET, allowed="one for all machines: openssl rand -hex 32"
+        )
     num_founders = founders if founders is not None else workers
     if not where and num_founders < workers:
         raise InputError("is less than --workers", field="--founders", value=founders, allowed=f"{workers} or more")
@@ -79,7 +81,9 @@ def elastic_command(
     try:
         outcome = launch(plan)
     except FileNotFoundError as error:
-        raise InputError("cannot be started", field="COMMAND", value=command[0], allowed="a program") from error
+        raise InputError(
+            "cannot be started", field="COMMAND", value=command[0], allowed="a program: -- python train.py"
+        ) from error
     except OSError as error:
         raise InputError(
             f"cannot be listened on: {error}", field="--listen", value=listen, allowed="HOST[:PORT]"

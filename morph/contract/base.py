@@ -87,19 +87,22 @@ def first_problem(error: ValidationError) -> tuple[str, str, object]:
     return field, entry["msg"].removeprefix("Value error, "), entry["input"]
 
 
-def read_text(path: Path, error_type: type[InputError], encoding: str = "utf-8") -> str:
-    """Read a text file; ends of lines become ``\\n``."""
+_OF_ANOTHER_KIND = ("json_invalid", "missing", "model_type", "extra_forbidden")
+
+
+def read_text(path: Path, error_type: type[InputError], encoding: str = "utf-8", made: str | None = None) -> str:
+    """Read a text file; ends of lines become ``\\n``. ``made``: what the file should be, for the error."""
     try:
         return path.read_text(encoding=encoding)
     except OSError as error:
-        raise error_type(f"cannot be read: {error.strerror}", source=str(path)) from error
+        raise error_type(f"cannot be read: {error.strerror}", source=str(path), allowed=made) from error
     except UnicodeDecodeError as error:
-        raise error_type("is not UTF-8 text", source=str(path)) from error
+        raise error_type("is not UTF-8 text", source=str(path), allowed=made) from error
 
 
-def read_json(path: Path, value_type: type[ValueT], error_type: type[InputError]) -> ValueT:
-    """Read one contract value from a JSON file."""
-    text = read_text(path, error_type)
+def read_json(path: Path, value_type: type[ValueT], error_type: type[InputError], made: str | None = None) -> ValueT:
+    """Read one contract value from a JSON file. ``made``: what the file should be, for errors about another kind."""
+    text = read_text(path, error_type, made=made)
     try:
         return value_type.model_validate_json(text)
     except ValidationError as error:
@@ -107,4 +110,8 @@ def read_json(path: Path, value_type: type[ValueT], error_type: type[InputError]
         shown = (
             value if field and isinstance(value, str | int | float | bool) else None
         )  # otherwise the value is the whole text
-        raise error_type(problem, source=str(path), field=field or None, value=shown) from error
+        is_other = error.errors(include_url=False)[0]["type"] in _OF_ANOTHER_KIND
+        if made is not None and not field:
+            problem = "is not JSON"
+        allowed = made if is_other else None
+        raise error_type(problem, source=str(path), field=field or None, value=shown, allowed=allowed) from error

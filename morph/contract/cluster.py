@@ -389,11 +389,6 @@ class Policy(Value):
     )
     rules: Rules = Rules()
 
-    @property
-    def keeps_sums(self) -> bool:
-        """Whether the partial sums of an abandoned step are kept."""
-        return self.redundancy in ("salvage", "auto")
-
     @field_validator("redundancy", mode="before")
     @classmethod
     def _off(cls, redundancy: Any) -> Any:

@@ -170,10 +170,10 @@ class ReshapeOrder(Value):
     about step ``version - 1``; absent after a return to a checkpoint. ``ahead``: the number of the ``PreCopyOrder`` to
     which sources of kind "ahead" belong; other pre-copied state is dropped. ``salvage``: the kept partial sums of the
     abandoned step from ``version``; other partial sums are dropped. ``keep_sums``: a worker keeps its partial sums if a
-    step is abandoned. ``follows``: workers that have a follower; ``follow_in_host``: the follower keeps the state in
-    host memory, and on its device only while it is updated. ``copy_sums_every``: after each time this many of its
-    micro-batches, a worker's partial sums go to its follower; 0: never. ``limit_s``: bound of any wait for others in
-    this generation; the manager gives up the order earlier.
+    step is abandoned; otherwise it drops at once those that it has. ``follows``: workers that have a follower;
+    ``follow_in_host``: the follower keeps the state in host memory, and on its device only while it is updated.
+    ``copy_sums_every``: after each time this many of its micro-batches, a worker's partial sums go to its follower; 0:
+    never. ``limit_s``: bound of any wait for others in this generation; the manager gives up the order earlier.
     """
 
     generation: int = Field(ge=1)
@@ -293,7 +293,8 @@ class ProbeOrder(Value):
     """Time a micro-batch's forward and backward on some sections, while the worker has no place in the shape.
 
     ``healthy_s``: the time of a healthy worker. ``step``: the last decided step. ``by_sums``: the mean counts, because
-    the worker pauses now and then; otherwise the median counts.
+    the worker pauses now and then; otherwise the median counts. ``waited_s``: all workers lack cores, and
+    this is the time that counts for each instead of its own wait for them; it is included in ``healthy_s``.
     """
 
     probe: int = Field(ge=1)
@@ -302,6 +303,7 @@ class ProbeOrder(Value):
     end_section: int = Field(ge=1)
     healthy_s: float = Field(gt=0)
     by_sums: bool = Field(default=False, exclude_if=lambda given: not given)
+    waited_s: float | None = Field(default=None, ge=0, exclude_if=lambda given: given is None)
 
 
 class WorkerReady(Value):

@@ -72,9 +72,13 @@ class Expectation(Value):
     followed_memory_bytes: Number = Field(
         default=0, description="peak_memory_bytes if each stage's state is kept by another worker too; 0: not computed"
     )
+    memory_with_sums_bytes: Number = Field(
+        default=0, description="peak_memory_bytes if the sums of an abandoned step are kept; 0: not computed"
+    )
     host_memory_bytes: Number = Field(
         default=0, description="host memory of the fullest stage, if devices have their own memory"
     )
+    host_with_sums_bytes: Number = Field(default=0, description="the same if sums are kept; 0: not computed")
     parts_s: dict[str, Seconds]
 
 
@@ -385,4 +389,4 @@ def shares(num_micro_batches: int, num_replicas: int) -> list[range]:
 
 def load_plan(path: Path) -> Plan:
     """Read a plan file."""
-    return read_json(path, Plan, PlanError)
+    return read_json(path, Plan, PlanError, "a file that `morph plan PROFILE -o FILE` wrote")

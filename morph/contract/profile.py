@@ -6,7 +6,8 @@ F_i(m), ``backward[m]`` is B_i(m) without the recompute (which costs F_i(m) agai
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -183,6 +184,9 @@ class Environment(Value):
     ring_bytes: Bytes = Field(default=0, description="device memory that NCCL takes for each ring of a worker")
     process_bytes: Bytes = Field(default=0, description="host memory of a worker before it holds any state")
     zone: str = Field(default="", description="zone of the GPUs, where a plan tells zones apart")
+    estimated: str = Field(
+        default="", description="how times were computed that were not measured on such a device; empty: measured"
+    )
     created: str = Field(description="ISO 8601, UTC")
 
 
@@ -348,6 +352,17 @@ def _longer(times: dict[int, Timing], factor: float) -> dict[int, Timing]:
     return {m: timing.longer(factor) for m, timing in times.items()}
 
 
+def estimates(profile: Profile, types: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return a sentence for each of these types of node whose times were not measured; none: the profile's own type."""
+    known = {each.name: each.environment for each in profile.node_types}
+    asked = {name: known.get(name, profile.environment).estimated for name in dict.fromkeys(types or ("",))}
+    return tuple(
+        f"the times of {name or 'this profile'} were not measured, but estimated: {how}"
+        for name, how in asked.items()
+        if how
+    )
+
+
 def other_device(profile: Profile, device: str) -> tuple[str, ...]:
     """Return a sentence if a run's workers compute on GPUs, and the profile has only times of a CPU.
 
@@ -399,12 +414,11 @@ MEASURED = "a JSON file that `morph calibrate JOB -o FILE` wrote"
 
 def load_profile(path: Path) -> Profile:
     """Read a profile file."""
-    if path.suffix in (".yaml", ".yml", ".py"):
-        raise ProfileError("is not a profile", source=str(path), allowed=MEASURED)
-    if not path.exists():
-        raise ProfileError("cannot be read: No such file or directory", source=str(path), allowed=MEASURED)
+    if re.search(r"\.(ya?ml|py(:\w+)?)$", path.name):
+        measured = MEASURED.replace("JOB -o FILE", f"{path} -o profile.json") if ":" in path.name else MEASURED
+        raise ProfileError("is a job, not a profile", source=str(path), allowed=measured)
     try:
-        return read_json(path, Profile, ProfileError)
+        return read_json(path, Profile, ProfileError, MEASURED)
     except ProfileError as error:
         version = error.value
         if error.field == "schema_version" and isinstance(version, int | float) and version > SCHEMA_VERSION:

@@ -107,3 +107,6 @@ class MicroBatchTimes(Value):
     processor_s: tuple[float, ...] = Field(
         default=(), description="processor time of forward and backward; empty if the device is not a processor"
     )
+    queued_s: tuple[float, ...] = Field(
+        default=(), description="their time ready to run while other threads had the cores; empty if not known"
+    )

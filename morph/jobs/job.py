@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import math
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -370,7 +370,8 @@ class Job:
 def load_job(spec: str) -> Job:
     """Import ``path/to/file.py:name`` and return the Job it names (or that the function it names returns).
 
-    ``path/to/file.py:name(width=512, text="a")`` calls the function with these arguments.
+    ``path/to/file.py:name(width=512, text="a")`` calls the function with these arguments. A function without parameters
+    finds them on its command line (``--width 512 --text a`` in ``sys.argv``), as a script with a parser expects them.
 
     The file's folder is put on ``sys.path``, so that the file can import its neighbours. If ``JobFiles`` that include
     the file are in use, the file and its neighbours are imported from them.
@@ -393,7 +394,7 @@ def load_job(spec: str) -> Job:
         )
     value = getattr(module, attribute)
     if not isinstance(value, Job) and callable(value):
-        value = _call(partial(value, **arguments), path, attribute)
+        value = _call(value, arguments, path, attribute)
     elif arguments:
         raise JobError(
             "takes no arguments", source=path_text, field=attribute, value=name, allowed="a function that returns a Job"
@@ -446,9 +447,21 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _call(function: Callable[..., Any], path: Path, attribute: str) -> Any:
+def _call(function: Callable[..., Any], arguments: Mapping[str, Any], path: Path, attribute: str) -> Any:
+    """Call a function with its arguments; one without parameters finds them on its command line."""
+    reads_line = inspect.isfunction(function) and not inspect.signature(function).parameters
+    line = _CommandLine([str(path), *_options(arguments if reads_line else {})])
+    before, sys.argv = sys.argv, line
     try:
-        return function()
+        value = function() if reads_line else function(**arguments)
+    except SystemExit as error:
+        raise JobError(
+            f"calling it ended the process with {error.code}: its parser says why above",
+            source=str(path),
+            field=attribute,
+            value=" ".join(line[1:]) or "no arguments",
+            allowed=f"{attribute}(name=value) with the options of its parser",
+        ) from error
     except JobError as error:
         raise _placed(error, path) from error
     except Exception as error:
@@ -457,6 +470,34 @@ def _call(function: Callable[..., Any], path: Path, attribute: str) -> Any:
             source=f"{path}:{_line_in(error, path.resolve())}",
             field=attribute,
         ) from error
+    finally:
+        sys.argv = before
+    if len(line) > 1 and not line.was_read:
+        given = " ".join(arguments)
+        raise JobError("takes no arguments", source=str(path), field=attribute, value=given, allowed=f"{attribute}()")
+    return value
+
+
+class _CommandLine(list[str]):
+    """Stands for ``sys.argv``, and knows whether its options were read."""
+
+    was_read = False
+
+    def __getitem__(self, place: Any) -> Any:
+        self.was_read = self.was_read or place != 0
+        return super().__getitem__(place)
+
+
+def _options(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Return arguments as options of a command line; ``True`` is an option without a value, ``None`` is left out."""
+    for name, value in arguments.items():
+        if value is None:
+            continue
+        yield f"--{name}"
+        if isinstance(value, list | tuple):
+            yield from map(str, value)
+        elif value is not True:
+            yield json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def _placed(error: JobError, path: Path) -> JobError:

@@ -13,6 +13,7 @@ from importlib import metadata
 from math import prod
 
 import torch
+from torch.nn import Parameter
 
 from morph.contract.errors import ExportError, JobError
 from morph.cutting import CutModel, ExportedJob
@@ -21,11 +22,13 @@ from morph.cutting.exporting.attention_masks import needless_masks
 from morph.cutting.exporting.exported_job import GraphJob
 from morph.cutting.source.locate import node_line
 from morph.jobs.job import Job
+from morph.optimizers import kind_of, parts_of
 from morph.preflight.comparison_cache import compare_once
 from morph.preflight.data_check import check_data, epoch_notes, reading_warnings
 from morph.preflight.mean_loss import loss_warnings
 from morph.preflight.packed_check import check_packed
 from morph.preflight.plain_comparison import PATIENT_FLOPS, QUICK_FLOPS, Comparison, Limits, comparison_note
+from morph.runtime.state.optimizer_state import build_optimizer
 from morph.runtime.workloads.job_workload import check_training
 from morph.tracing import DependencyReport, check_dependencies, require_no_violation
 
@@ -80,9 +83,9 @@ class Report:
 
     Args:
         dependencies: Dependencies between its sections; None: not examined.
-        warnings: Sentences on data that is slow to read or does not divide into steps, on a loss or metric that is
-            neither a mean over samples nor a total with its weight, and on needless attention masks that exclude flash
-            kernels.
+        warnings: Sentences on several optimizers, on data that is slow to read or does not divide into steps, on a loss
+            or metric that is neither a mean over samples nor a total with its weight, and on needless attention masks
+            that exclude flash kernels.
         compared: The comparison with the plain model; None: not compared.
     """
 
@@ -134,7 +137,17 @@ def check(checked: CutJob, effort: Effort) -> Report:
 
 
 def _settings(checked: CutJob, _effort: Effort, report: Report) -> Report:
-    return replace(report, settings=check_training(checked.job, checked.model))
+    report = replace(report, settings=check_training(checked.job, checked.model))
+    specs = checked.model.parameter_specs.items()
+    parameters = {name: Parameter(torch.empty(shape, dtype=dtype, device="meta")) for name, (shape, dtype) in specs}
+    optimizer = build_optimizer(checked.job.optimizer, parameters)
+    if len(list(parts_of(optimizer))) < 2:
+        return report
+    sentence = (
+        f"note: all optimizers of morph.Optimizers ({kind_of(optimizer)}) step on the gradients of the whole loss; two "
+        'players with losses of their own (GAN) need `morph elastic` (docs/guides/elastic.md, "Several optimizers")'
+    )
+    return replace(report, warnings=(*report.warnings, sentence))
 
 
 def _data(checked: CutJob, _effort: Effort, report: Report) -> Report:

@@ -7,7 +7,6 @@ and those with its rarest and its commonest labels.
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import time
@@ -23,11 +22,12 @@ from morph.contract.errors import JobError, MorphError
 from morph.contract.messages import SAMPLES, SUM, WEIGHT
 from morph.cutting.deferred_init.construct import build_really, training_mode
 from morph.cutting.trial_run.trial import example_batch, move_weights, run_really
-from morph.data.loader import data_of, num_at_hand, recipe_of
+from morph.data.loader import data_of, num_at_hand, order_of, recipe_of
 from morph.jobs.job import Job
 from morph.losses import values_of
 from morph.preflight.equal_draws import EqualDraws
-from morph.preflight.unlike_pairs import IGNORED, Look, entries, look, num_other, unlike_pairs
+from morph.preflight.unlike_pairs import Look, look, unlike_pairs
+from morph.words import counted
 
 _FEWEST_READ, _MOST_READ, _READ_AT_ONCE = 32, 512, 32
 _READING_S = 1.0
@@ -37,14 +37,9 @@ _MOST_TOGETHER = 16
 _TOLERANCE = 2e-5
 _ROUNDINGS = 4.0
 """Tolerance of a value, in rounding errors of the least precise type that took part."""
-_SURE = 10.0
-"""A pair must be off the mean by this many tolerances to be used to find the reason."""
 _GRADIENT_TOLERANCE, _GRADIENT_ROUNDINGS = 1e-4, 1e3
 _LEAST_SIZE = 1e-4
 """Gradients smaller than this share of the largest parameter's are judged as if they had its size: mere rounding."""
-_NOTHING = 1e-3
-"""A share of the weight up to this counts as 0."""
-_TIMES_WEIGHT = "return morph.Loss(total, weight), which is divided by the weight of the whole mini-batch"
 
 
 class LossFailed(Exception):
@@ -64,6 +59,7 @@ class LossTrial:
         part: The name of the parts into which Morph divides a batch.
         setting: The name of the setting that gives the size of a part.
         gradients: Whether gradients are compared too, where the values of the loss show nothing.
+        num_left: The number of samples of a short step whose last part has one sample; 0: there is none.
     """
 
     loss: Callable[[Any], Any]
@@ -74,11 +70,7 @@ class LossTrial:
     part: str = "micro-batch"
     setting: str = "micro_batch_size"
     gradients: bool = False
-
-    @property
-    def parts(self) -> str:
-        """The plural of ``part``."""
-        return f"{self.part}es" if self.part.endswith("h") else f"{self.part}s"
+    num_left: int = 0
 
 
 def loss_warnings(job: Job) -> tuple[str, ...]:
@@ -122,8 +114,11 @@ def _job_warnings(job: Job) -> tuple[str, ...]:
             made = recipe.batch(samples, [(0, 0)] * len(samples), "dataset()")
             return made.form.build({key: widen(entry) for key, entry in made.entries.items()})
 
+        epochs, m = order_of(job).epochs, job.micro_batch_size or job.batch_size
+        left = epochs.num_left if epochs.end == "short" and epochs.num_left % m == 1 else 0
+        size = num_at_hand(dataset)
         return mean_warnings(
-            LossTrial(partial(job.loss, model), model, num_at_hand(dataset), read, collate, gradients=True)
+            LossTrial(partial(job.loss, model), model, size, read, collate, gradients=True, num_left=left)
         )
 
     try:
@@ -166,7 +161,7 @@ def mean_warnings(trial: LossTrial, *, running_s: float = _RUNNING_S) -> tuple[s
             sets.append(tuple(finite))
         sets += [(finite[0], index) for index in runs.tried if finite and not runs.is_finite(index)]
         names = list(runs.of((runs.tried[0],)))
-        found = [sentence for name in names if (sentence := _Judge(runs, looks, name, sets).sentence()) is not None]
+        found = [sentence for name in names if (sentence := _by_values(runs, name, sets)) is not None]
         if trial.gradients and sets and not found:
             found += _by_gradients(runs, [those for those in (sets[0], sets[-1]) if all(map(runs.is_finite, those))])
     return tuple(found + _left_out(runs))
@@ -198,12 +193,17 @@ def _by_gradients(runs: _Runs, sets: Sequence[tuple[int, ...]]) -> list[str]:
                 shown = f"samples {numbers} together: the gradient of {name} is {100 * relative:.2g}% off"
     if worst <= max(_GRADIENT_TOLERANCE, _GRADIENT_ROUNDINGS * runs.precision):
         return []
+    return [f"the gradients of samples run together are not the mean of their separate ones ({shown}): {_why(runs)}"]
+
+
+def _why(runs: _Runs) -> str:
     part, setting = runs.trial.part, runs.trial.setting
-    return [
-        f"the gradients of samples run together are not the mean of their separate ones ({shown}): a small term of the "
-        f"loss, such as load balancing, is computed over a batch; in Morph only the m samples of a {part} run "
-        f"together, so the result changes with {setting}, though not with the shape"
-    ]
+    return (
+        "samples are weighed, by class (cross_entropy(weight=...)) or by token, or affect each other, by negatives of "
+        "the same batch (contrastive losses), statistics or load balancing over a batch; in Morph only the m samples "
+        f"of a {part} run together, so the result changes with {setting}, though not with the shape; for weights, "
+        "return morph.Loss(total, weight), which is divided by the weight of the whole mini-batch"
+    )
 
 
 class _Runs:
@@ -213,6 +213,7 @@ class _Runs:
         self.trial = trial
         self.spent_s = 0.0
         self.copies = 1
+        self.fails_alone = False
         self.totals: set[str] = set()
         """Names of totals and weights, whose value for samples together is the sum of the separate values."""
         self.precision = 0.0
@@ -231,10 +232,6 @@ class _Runs:
         """Whether a sample's own loss is a finite number."""
         return math.isfinite(self.of((index,))[""])
 
-    def entries(self, index: int) -> dict[str, Tensor]:
-        """Return a sample's entries by their names in messages."""
-        return entries(self._sample(index))
-
     def of(self, indices: tuple[int, ...]) -> Mapping[str, float]:
         """Return the values of these samples together, by name."""
         if indices not in self._values:
@@ -250,7 +247,9 @@ class _Runs:
                 return values
         except LossFailed:
             self.copies = 2
-            return self._run(indices)
+            values = self._run(indices)
+            self.fails_alone = True
+            return values
         self.copies = 2  # statistics of one sample may be NaN
         twice = self._run(indices)
         if math.isfinite(twice[""]):
@@ -356,183 +355,65 @@ class _Seen:
         """The distance of the value from the mean, or the sum, of the separate values."""
         return abs(self.whole - sum(self.parts) / (1 if self.is_total else len(self.parts)))
 
-    @property
-    def apart(self) -> float:
-        """The distance between the two separate values of a pair."""
-        return abs(self.parts[-1] - self.parts[0])
-
-
-class _Judge:
-    """Reports how one value, the loss or a metric, differs from a mean over samples."""
-
-    def __init__(self, runs: _Runs, looks: Sequence[Look], name: str, sets: Sequence[tuple[int, ...]]) -> None:
-        self._runs, self._looks, self._name = runs, looks, name
-        self._seen = [seen for seen in map(self._values, sets) if not name or seen.is_known]
-        sizes = (abs(value) for seen in self._seen for value in (seen.whole, *seen.parts) if math.isfinite(value))
-        self._error = max(_TOLERANCE, _ROUNDINGS * runs.precision) * max(sizes, default=0.0)
-        self._wrong = [seen for seen in self._seen if self._is_wrong(seen)]
-
-    def _values(self, indices: tuple[int, ...]) -> _Seen:
-        def value(those: tuple[int, ...]) -> float:
-            return self._runs.of(those).get(self._name, math.nan)
-
-        parts = tuple(value((index,)) for index in indices)
-        return _Seen(indices, value(indices), parts, self._name in self._runs.totals)
-
-    def _is_wrong(self, seen: _Seen) -> bool:
+    def is_wrong(self, error: float) -> bool:
         """Whether the value contradicts a mean. Samples without finite losses of their own must have none together."""
-        if seen.is_known:
-            return not seen.off <= self._error
-        return math.isfinite(seen.whole)
+        return not self.off <= error if self.is_known else math.isfinite(self.whole)
 
-    def sentence(self) -> str | None:
-        """Return the report; None for a mean."""
-        if not self._wrong:
-            return None
-        telling = max(self._wrong, key=lambda seen: (math.isfinite(seen.off), len(seen.indices) == 2, seen.off))
-        name = self._name.removesuffix(WEIGHT).removesuffix(SUM)
-        what = f"metric {name!r}" if name else "the loss"
-        part, parts, setting = self._runs.trial.part, self._runs.trial.parts, self._runs.trial.setting
-        shown = self._shown(telling)
-        if self._name in self._runs.totals:
-            what = f"{'weight' if self._name.endswith(WEIGHT) else 'total'} of {what}"
-            return (
-                f"the {what} of samples run together is not the sum of their separate ones ({shown}): Morph adds up "
-                f"{parts}, so the result changes with {setting}, though not with the shape"
-            )
-        if self._is_sum():
-            return (
-                f"{what} is a sum over the samples, not their mean ({shown}): Morph averages {parts}, so it comes out "
-                f"m/M of the value in a plain loop over M samples, and changes with {setting}; divide by the number of "
-                "samples"
-            )
-        weighing = self._by_entry(telling) or self._by_class()
-        if weighing is not None:
-            how, instead = weighing
-            return (
-                f"{what} weighs samples {how} ({shown}): Morph averages {parts}, so samples count unlike in a "
-                f"plain loop, and the result changes with {setting}; {instead}"
-            )
-        return (
-            f"{what} of samples run together is not the mean of their separate ones ({shown}): they are weighed (by "
-            "class, by token) or affect each other, by negatives of the same batch (contrastive losses), statistics or "
-            f"load balancing over a batch; in Morph only the m samples of a {part} run together, so the result changes "
-            f"with {setting}, though not with the shape; morph.Loss(total, weight) is divided by the weight of the "
-            "whole mini-batch"
-        )
+    def shown(self, copies: int) -> str:
+        twice = ", each twice" if copies > 1 else ""
+        if len(self.indices) > 2:
+            kind, num = ("sum", 1) if self.is_total else ("mean", len(self.parts))
+            of_own = f"the {kind} of their own: {sum(self.parts) / num:.6g}"
+            return f"{len(self.indices)} samples together{twice}: {self.whole:.6g}; {of_own}"
+        numbers = " and ".join(map(str, self.indices))
+        own = " and ".join(f"{value:.6g}" for value in self.parts)
+        return f"samples {numbers} together{twice}: {self.whole:.6g}; alone: {own}"
 
-    def _is_sum(self) -> bool:
-        known = [seen for seen in self._seen if seen.is_known]
-        return any(seen.is_known for seen in self._wrong) and all(
-            abs(seen.whole - sum(seen.parts)) <= self._error * len(seen.parts) for seen in known
-        )
 
-    def _shown(self, seen: _Seen) -> str:
-        twice = ", each twice" if self._runs.copies > 1 else ""
-        if len(seen.indices) > 2:
-            kind, num = ("sum", 1) if seen.is_total else ("mean", len(seen.parts))
-            of_own = f"the {kind} of their own: {sum(seen.parts) / num:.6g}"
-            return f"{len(seen.indices)} samples together{twice}: {seen.whole:.6g}; {of_own}"
-        numbers = " and ".join(map(str, seen.indices))
-        own = " and ".join(f"{value:.6g}" for value in seen.parts)
-        return f"samples {numbers} together{twice}: {seen.whole:.6g}; alone: {own}"
+def _by_values(runs: _Runs, name: str, sets: Sequence[tuple[int, ...]]) -> str | None:
+    """Return a sentence if one value, the loss or a metric, is not a mean over samples, or a total is not a sum."""
 
-    def _by_entry(self, telling: _Seen) -> tuple[str, str] | None:
-        """Explain the differences by a number in some entry of the samples, if that explanation fits all values."""
-        tokens = "return morph.Loss(total, weight), or average within each sample first"
-        best: tuple[str, str] | None = None
-        least = math.inf
-        for key, entry in self._runs.entries(telling.indices[0]).items():
-            ways: list[tuple[str, Callable[[Mapping[str, Tensor]], float], str]] = [
-                (
-                    f"by their number of entries of {key} other than {ignored} ({{}}), as a mean over tokens does",
-                    partial(_num_filled, key, ignored, start),
-                    tokens,
-                )
-                for ignored, start in itertools.product(
-                    IGNORED, (0, 1) if entry.dim() else (0,)
-                )  # labels may be shifted by one
-            ]
-            if entry.numel() == 1 and not entry.is_complex():
-                ways.append((f"by their entry {key} ({{}})", partial(_value, key), _TIMES_WEIGHT))
-            for text, weigh, instead in ways:
-                off = self._off(weigh)
-                if off < least:
-                    weights = " and ".join(f"{weigh(self._runs.entries(index)):g}" for index in telling.indices[:2])
-                    best, least = (text.format(weights), instead), off
-        return best
+    def value(indices: tuple[int, ...]) -> float:
+        return runs.of(indices).get(name, math.nan)
 
-    def _off(self, weigh: Callable[[Mapping[str, Tensor]], float]) -> float:
-        """Return how far values are off if samples are weighed like this; infinite if this is not the explanation."""
-        worst = 0.0
-        for seen in self._seen:
-            weights = [weigh(self._runs.entries(index)) for index in seen.indices]
-            if not (all(weight >= 0 for weight in weights) and 0 < sum(weights) < math.inf):
-                return math.inf
-            total = sum(weight * part for weight, part in zip(weights, seen.parts, strict=True) if weight)
-            off = abs(total / sum(weights) - seen.whole)
-            if not off <= self._error:
-                return math.inf
-            worst = max(worst, off)
-        return worst
-
-    def _by_class(self) -> tuple[str, str] | None:
-        """Explain the differences by a label, if all samples with the same label have the same weight."""
-        pairs = [seen for seen in self._wrong if len(set(seen.indices)) == 2 and seen.is_known]
-        pair = max(pairs, key=lambda seen: seen.off, default=None)
-        if pair is None or not min(pair.off, pair.apart) > _SURE * self._error:
-            return None
-        share = _share(pair)
-        if not -_NOTHING <= share <= 1 + _NOTHING:
-            return None
-        for key in self._looks[0].labels:
-            labels = [self._label(key, index) for index in pair.indices]
-            again = [self._another(key, label, index) for label, index in zip(labels, pair.indices, strict=True)]
-            if None in labels or labels[0] == labels[1] or again == list(pair.indices):
-                continue
-            second = self._values((again[0], again[1]))
-            alike = [self._values(both) for both in zip(pair.indices, again, strict=True) if both[0] != both[1]]
-            off = abs(second.whole - _mix(second, share))
-            if off <= self._error * (2 + 2 * second.apart / pair.apart) and not any(map(self._is_wrong, alike)):
-                return f"by class, as cross_entropy(weight=...) does: {_ratio(key, labels, share)}", _TIMES_WEIGHT
+    is_total = name in runs.totals
+    seen = [_Seen(those, value(those), tuple(value((index,)) for index in those), is_total) for those in sets]
+    seen = [one for one in seen if not name or one.is_known]
+    sizes = (abs(number) for one in seen for number in (one.whole, *one.parts) if math.isfinite(number))
+    error = max(_TOLERANCE, _ROUNDINGS * runs.precision) * max(sizes, default=0.0)
+    wrong = [one for one in seen if one.is_wrong(error)]
+    if not wrong:
         return None
-
-    def _label(self, key: str, index: int) -> float | None:
-        entry = self._runs.entries(index)[key]
-        return float(entry) if entry.numel() == 1 else None
-
-    def _another(self, key: str, label: float | None, index: int) -> int:
-        """Return another sample with a label; the same sample if there is none."""
-        having = (look.index for look in self._looks if look.labels.get(key) == frozenset({label}))
-        return next((other for other in having if other != index), index)
-
-
-def _share(pair: _Seen) -> float:
-    return (pair.whole - pair.parts[0]) / (pair.parts[1] - pair.parts[0])
-
-
-def _mix(pair: _Seen, share: float) -> float:
-    return pair.parts[0] + (pair.parts[1] - pair.parts[0]) * share
-
-
-def _ratio(key: str, labels: Sequence[float | None], share: float) -> str:
-    """Return a sentence on how much more one label counts than the other."""
-    (light, least), (heavy, most) = sorted(zip(labels, (1 - share, share), strict=True), key=lambda entry: entry[1])
-    if least <= _NOTHING:
-        return f"a sample whose {key} is {light:g} does not count"
-    return f"a sample whose {key} is {heavy:g} counts {most / least:.3g} times as much as one whose {key} is {light:g}"
-
-
-def _num_filled(key: str, ignored: int, start: int, entries: Mapping[str, Tensor]) -> float:
-    return num_other(entries[key][start:] if entries[key].dim() else entries[key], ignored)
-
-
-def _value(key: str, entries: Mapping[str, Tensor]) -> float:
-    return float(entries[key])
+    telling = max(wrong, key=lambda one: (math.isfinite(one.off), len(one.indices) == 2, one.off))
+    shown, part, setting = telling.shown(runs.copies), runs.trial.part, runs.trial.setting
+    bare = name.removesuffix(WEIGHT).removesuffix(SUM)
+    what = f"metric {bare!r}" if bare else "the loss"
+    if is_total:
+        return (
+            f"the {'weight' if name.endswith(WEIGHT) else 'total'} of {what} of samples run together is not the sum of "
+            f"their separate ones ({shown}): Morph adds up one value for each {part}, so the result changes with "
+            f"{setting}, though not with the shape"
+        )
+    known = [one for one in seen if one.is_known]
+    if any(one.is_known for one in wrong) and all(
+        abs(one.whole - sum(one.parts)) <= error * len(one.parts) for one in known
+    ):
+        return (
+            f"{what} is a sum over the samples, not their mean ({shown}): Morph averages one value for each {part}, so "
+            f"it comes out m/M of the value in a plain loop over M samples, and changes with {setting}; divide by the "
+            "number of samples"
+        )
+    return f"{what} of samples run together is not the mean of their separate ones ({shown}): {_why(runs)}"
 
 
 def _left_out(runs: _Runs) -> list[str]:
-    """Return a sentence that names the samples that could not be judged."""
+    """Return sentences on a step that one sample alone will fail, and on the samples that could not be judged."""
+    if runs.fails_alone and runs.trial.num_left:
+        return [
+            "the model fails on one sample alone, as BatchNorm does on one value, and the last step of each epoch has "
+            f"{counted(runs.trial.num_left, 'sample')}, so its last {runs.trial.part} has one: choose a batch_size or "
+            f"{runs.trial.setting} for which none does, or epoch_end='drop'"
+        ]
     lost = {index: runs.of((index,))[""] for index in runs.tried if not runs.is_finite(index)}
     if not lost:
         return []

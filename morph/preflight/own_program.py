@@ -21,10 +21,11 @@ from morph.contract.decided import decided_step
 from morph.contract.errors import JobError, MorphError
 from morph.contract.messages import WEIGHT, MicroBatchLoss, weights_of
 from morph.cutting import cut, export_job
+from morph.cutting.deferred_init.construct import build_really
 from morph.cutting.source.refusal import first_line
 from morph.cutting.trial_run.trial import rms
 from morph.data import MicroBatchLoader
-from morph.data.loader import short_sizes
+from morph.data.loader import data_of, lengths_of, recipe_of, short_sizes
 from morph.jobs.job import Job, OwnProgram, OwnSteps
 from morph.losses import Loss
 from morph.preflight.mean_loss import loss_warnings
@@ -80,6 +81,34 @@ def compare_with_program(program: OwnProgram, most_samples: int) -> tuple[bool, 
         source=program.call,
         allowed=remedy or None,
     )
+
+
+def check_padding(job: Job) -> None:
+    """Check that a sample has the same loss in the longest bucket as by itself: a program pads to its own batches.
+
+    Three steps of few samples, all as long as their bucket, would not show it.
+    """
+    lengths = lengths_of(job)
+    if lengths is None or job.own_program is None or lengths.min() == job.buckets[-1]:
+        return
+    shortest, recipe = int(lengths.argmin()), recipe_of(job)
+    sample = recipe.read(data_of(job), [(0, shortest)])
+    model = build_really(job.model, job.seed).eval()
+    found = []
+    for length in (int(lengths[shortest]), job.buckets[-1]):
+        made = recipe.batch(sample, [(0, shortest)], "dataset()", length=length)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            result: Any = job.loss(model, made.form.build(made.entries))
+        result = result[0] if isinstance(result, tuple) else result
+        found.append(float(result.mean()))
+    alone, padded = found
+    if abs(alone - padded) > _APART["bf16"] * max(abs(alone), 1e-2):
+        raise JobError(
+            f"its loss counts padding: {alone:.5g} for sample {shortest} by itself, {padded:.5g} if it is padded from "
+            f"{int(lengths[shortest])} to {job.buckets[-1]}",
+            source=job.own_program.call,
+            allowed="samples that the data set pads to one length, as with --pad_to_max_length; or a loss without them",
+        )
 
 
 def _why(job: Job) -> str:

@@ -34,7 +34,7 @@ from morph.data.loader import form_of
 from morph.jobs.job import Job
 from morph.losses import values_of
 from morph.preflight.own_program import NUM_STEPS as PROGRAM_STEPS
-from morph.preflight.own_program import compare_with_program
+from morph.preflight.own_program import check_padding, compare_with_program
 from morph.preflight.plain_model import plain_model, shortened
 from morph.preflight.step_comparison import NUM_STEPS, StepTrial
 from morph.runtime.step.section_run import AddGradient, run_step
@@ -149,7 +149,10 @@ def compare_with_plain(job: Job, exported: ExportedJob, num_sections: int | None
     found = _compare_whole_or_shortened(job, exported, num_sections, limits)
     if job.own_program is None:
         return found
-    was_compared, program = compare_with_program(job.own_program, _most_samples(job, exported, limits))
+    most_samples = _most_samples(job, exported, limits)
+    if most_samples:
+        check_padding(job)
+    was_compared, program = compare_with_program(job.own_program, most_samples)
     return replace(found, program=program, with_program=was_compared)
 
 

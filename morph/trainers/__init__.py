@@ -1,1 +1,1 @@
-"""Makes jobs from a Trainer of transformers, or from a LightningModule of Lightning."""
+"""What ``morph.hf`` and ``morph.lightning`` honour of a Trainer, and the host's own steps to compare with."""

@@ -138,6 +138,9 @@ ARGUMENTS: Mapping[str, Rule] = {
     **_no_effect(
         "Morph neither reports nor empties the device's memory", "skip_memory_metrics", "torch_empty_cache_steps"
     ),
+    **_no_effect("generation is no part of training; refused if the Trainer evaluates", "predict_with_generate"),
+    **_no_effect("used with `predict_with_generate`", "generation_max_length", "generation_num_beams"),
+    **_no_effect("used with `predict_with_generate`", "generation_config"),
     **_no_effect("used with `fsdp`", "fsdp_config"),
     **_no_effect("used with `push_to_hub`", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"),
     **_no_effect("used with `push_to_hub`", "hub_always_push", "hub_revision"),
@@ -162,7 +165,7 @@ ARGUMENTS: Mapping[str, Rule] = {
     ),
     **_refused("an evaluation follows a number of steps", "eval_delay", "eval_on_start"),
     **_refused("the model runs in sections", "debug"),
-    **_refused(GROUPED, "group_by_length"),
+    **_refused(GROUPED, "group_by_length", "sortish_sampler"),
 }
 """Rules by argument; arguments of any version of transformers that are not listed here are refused as well."""
 

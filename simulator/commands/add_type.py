@@ -45,7 +45,7 @@ def add_type_command(
         raise ProfileError("is not a name of a type", field="NAME", value=name, allowed=allowed)
     known, target = load_profile(profile), output or profile
     check_output(target, ProfileError)
-    if known.sources.get(f"node_types.{name}") is None and any(name == each.name for each in known.node_types):
+    if any(name == each.name and not each.environment.estimated for each in known.node_types):
         raise ProfileError("was measured", source=str(profile), field="NAME", value=name, allowed="another name")
     ranges.FACTOR.check("--slower", slower)
     if memory_gib is not None:
@@ -54,4 +54,4 @@ def add_type_command(
     others = tuple(each for each in known.node_types if each.name != name)
     added = with_type(known.model_copy(update={"node_types": others}), name, slower, memory_bytes)
     write_output(target, added.model_dump_json(indent=2) + "\n", ProfileError)
-    print(f"{name}: {added.sources[f'node_types.{name}']} (not measured); written: {target}")
+    print(f"{name}: {added.node_types[-1].environment.estimated} (not measured); written: {target}")

@@ -25,12 +25,13 @@ from morph.cli.reading.options import (
 from morph.cli.reading.progress import COMPILED_ONCE, doing_if_long
 from morph.contract.errors import PlanError
 from morph.contract.files import check_output, write_output
-from morph.contract.pool import Pool, type_and_zone
+from morph.contract.pool import Pool
 from morph.yaml_files import read_settings
 from simulator.commands.plan_options import (
     from_options,
     given_options,
     gpu_range,
+    profile_to_plan,
     refuse_together,
     request_of,
     require,
@@ -126,7 +127,7 @@ def plan_command(
             min=0,
             max=50,
             metavar="PERCENT",
-            help="Gain that is worth more kinds of pipelines. Default: 0.1.",
+            help="Gain that is worth more kinds of pipelines or less free memory. Default: the error of the times.",
         ),
     ] = None,
     jitter_seed: JitterOption = None,
@@ -147,9 +148,8 @@ def plan_command(
       morph plan gpt2-2.5b-t4.json --pool v100=12,t4=12 --price v100=0.9,t4=0.16
       morph plan profile.json --gpus 16..128 --csv plans.csv --png plans.png
     """
-    from morph.contract.profile import load_profile
     from simulator import plan
-    from simulator.inputs.conditions import of_node_type
+    from simulator.search.preference import Errors, preferred
 
     for path in (output, csv, png):
         if path is not None:
@@ -158,7 +158,7 @@ def plan_command(
     numbers = _numbers(given_options(context, chosen), gpus, aim)
     on_types = None if pool is None else Pool.parse(pool, "--pool")
     with from_options(context, profile, chosen):
-        measured = of_node_type(load_profile(profile), node_type)
+        measured = profile_to_plan(profile, node_type, on_types)
     request = replace(request_of(context, chosen), unequal=True)
     with from_options(context, profile, chosen), doing_if_long(f"simulating shapes ({COMPILED_ONCE})"):
         if numbers is not None and len(numbers) > 1:
@@ -168,6 +168,10 @@ def plan_command(
             return
         request = replace(request, objective=_OBJECTIVES[aim])
         choice = plan(measured, request, num_gpus=None if numbers is None else numbers[0], pool=on_types)
+    errors = Errors.of(measured)
+    if tolerance_percent is not None:
+        errors = replace(errors, time=tolerance_percent / 100)
+    choice = preferred(choice, request, errors)
     for sentence in _warnings(measured, request, choice.best.pool if on_types is None else on_types):
         print(f"warning: {sentence}", file=sys.stderr)
     if output is not None:
@@ -180,11 +184,12 @@ def plan_command(
     from simulator.render import tables
 
     console = wide_console(tables.WIDTH)
+    chosen_for = tables.preference_line(choice, errors, request.memory_bytes)
     lines = [*tables.shape_lines(measured, choice.best_simulation), tables.leftover_line(choice)]
-    for line in [*lines, *tables.price_lines(choice)]:
+    for line in [*lines, *tables.price_lines(choice), *([chosen_for] if chosen_for else [])]:
         console.print(line)
     console.print(tables.stage_table(measured, choice.best_simulation))
-    room = tables.room_line(choice, request.memory_bytes)
+    room = tables.room_line(choice, request.memory_bytes, errors.memory)
     for line in [*tables.memory_lines(choice.best_simulation), *([room] if room else [])]:
         console.print(line)
     if on_types is None and len(choice.best.pipeline_kinds) == 1:
@@ -192,7 +197,7 @@ def plan_command(
         host_bytes = request.host_memory_bytes or measured.environment.host_memory_bytes
         console.print(redundancy_line(measured, choice.best, request.redundancy, memory_bytes, host_bytes))
     if choice.runners_up:
-        console.print(tables.ranking(choice))
+        console.print(tables.ranking(choice, request.memory_bytes))
     if output is not None:
         console.print(f"Wrote {output}.")
 
@@ -204,10 +209,6 @@ def _warnings(profile: Profile, request: PlanRequest, pool: Pool) -> list[str]:
     found = list(other_links(profile, request.links, request.rings))
     if len(pool.zones) > 1 and request.applied_to(profile).between_zones is None:
         found.append(_NO_ZONE_LINKS)
-    for node_type in {type_and_zone(name)[0]: None for name in pool.types}:
-        source = profile.sources.get(f"node_types.{node_type}")
-        if source is not None:
-            found.append(f"{node_type} was not measured: {source}")
     return found
 
 

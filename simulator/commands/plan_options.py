@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -15,10 +16,12 @@ import typer
 from morph.cli.reading.errors import places
 from morph.contract import ranges
 from morph.contract.errors import PlanError
+from morph.contract.pool import Pool, type_and_zone
 from morph.yaml_files import SET
 from simulator.commands.settings import Conditions
 
 if TYPE_CHECKING:
+    from morph.contract.profile import Profile
     from simulator import PlanRequest
 
 _MOST_NUMBERS = 4096
@@ -47,6 +50,17 @@ def request_of(context: typer.Context, settings: Conditions) -> PlanRequest:
     known = {field.name: read.get(field.name, given.get(field.name)) for field in fields(PlanRequest)}
     plain = {name: value.value if isinstance(value, Enum) else value for name, value in known.items()}
     return PlanRequest(**{name: value for name, value in plain.items() if value is not None})
+
+
+def profile_to_plan(path: Path, node_type: str | None = None, pool: Pool | None = None) -> Profile:
+    """Load a profile for planning on a type of node or a pool; warn about times that nobody measured."""
+    from morph.contract.profile import estimates, load_profile
+    from simulator.inputs.conditions import of_node_type
+
+    profile = of_node_type(load_profile(path), node_type)
+    for sentence in estimates(profile, () if pool is None else [type_and_zone(name)[0] for name in pool.types]):
+        print(f"warning: {sentence}", file=sys.stderr)
+    return profile
 
 
 @contextmanager

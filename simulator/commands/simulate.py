@@ -34,6 +34,7 @@ from simulator.commands.plan_options import (
     from_options,
     given_options,
     in_plan_file,
+    profile_to_plan,
     refuse_together,
     request_of,
     require,
@@ -88,9 +89,8 @@ def simulate_command(
       morph simulate profile.json --plan plan.json --slow 2/0:1.3
     """
     from morph.contract.plan import load_plan
-    from morph.contract.profile import load_profile
     from simulator import simulate, simulate_plan
-    from simulator.inputs.conditions import check_made_for, of_node_type
+    from simulator.inputs.conditions import check_made_for
     from simulator.search.planner import advice
 
     if png is not None:
@@ -107,7 +107,7 @@ def simulate_command(
     require(given, "--set num_draws", "--jitter-seed")
     request = replace(request_of(context, chosen), recompute=not no_recompute)
     with from_options(context, profile, chosen), doing_if_long(f"simulating ({COMPILED_ONCE})"):
-        measured = of_node_type(load_profile(profile), node_type)
+        measured = profile_to_plan(profile, node_type)
         if plan is not None:
             known = load_plan(plan)
             with places(in_plan_file(plan)):

@@ -150,6 +150,7 @@ def describe_kinds(kinds: Sequence[SimulatedKind]) -> Simulation:
     fullest = max((kind.outcome.costs for kind in kinds), key=lambda costs: costs.peak_bytes)
     moment, memory_parts = fullest.memory_parts(int(fullest.memory_bytes.argmax()))
     shares = [kind.outcome.counts for kind in kinds]
+    with_sums = [kind.outcome.costs.bytes_with_sums for kind in kinds]
     plan = Plan(
         fingerprint=sections.profile.job.fingerprint,
         schedule=first.costs.schedule,
@@ -168,6 +169,8 @@ def describe_kinds(kinds: Sequence[SimulatedKind]) -> Simulation:
             peak_memory_bytes=fullest.peak_bytes,
             memory_moment=moment,
             followed_memory_bytes=first.costs.followed_bytes if first.costs.single and first.shape[0] > 1 else 0,
+            memory_with_sums_bytes=max(device for device, _ in with_sums),
+            host_with_sums_bytes=max(host for _, host in with_sums),
             memory_parts_bytes=memory_parts,
             host_memory_bytes=max(_host_bytes(kind.outcome) for kind in kinds),
             parts_s=_mean_parts_s(kinds),

@@ -58,10 +58,10 @@ class JoinedSections(SectionCosts):
             setattr(links, field, times)
         return links
 
-    def memory(self, *, single: bool, follows: bool = False) -> StageMemory:
-        key = single, follows
+    def memory(self, *, single: bool, follows: bool = False, sums: bool = False) -> StageMemory:
+        key = single, follows, sums
         if key not in self._memory:
-            every = [each.memory(single=single, follows=follows) for each in self.of_types]
+            every = [each.memory(single=single, follows=follows, sums=sums) for each in self.of_types]
             self._memory[key] = JoinedMemory(every, self.type_of, self.limits)
         return self._memory[key]
 

@@ -80,7 +80,7 @@ class SectionCosts:
         zones = profile.between_zones
         self.between_zones = None if zones is None else LinkCosts(zones, self.sent_bytes)
         self.rules = rules
-        self._memory: dict[tuple[bool, bool], StageMemory] = {}
+        self._memory: dict[tuple[bool, bool, bool], StageMemory] = {}
         units = reduced_units(profile)
         own = np.zeros(len(sections))
         for unit in units:
@@ -119,11 +119,19 @@ class SectionCosts:
                     allowed=f"at most {max(0, most // each) * self.micro_batch_size} with this micro-batch size",
                 )
 
-    def memory(self, *, single: bool, follows: bool = False) -> StageMemory:
-        """Return the memory of stages, with one replica or several; ``follows``: followed state counts in any case."""
-        key = single, follows
+    def memory(self, *, single: bool, follows: bool = False, sums: bool = False) -> StageMemory:
+        """Return the memory of stages, with one replica or several.
+
+        ``follows``: followed state counts in any case. ``sums``: kept sums, and copies of others', count in any case.
+        """
+        key = single, follows, sums
         if key not in self._memory:
-            rules = replace(self.rules, follows=follows or self.rules.follows)
+            rules = replace(
+                self.rules,
+                follows=follows or self.rules.follows,
+                keeps_sums=sums or self.rules.keeps_sums,
+                copies_sums=sums or self.rules.copies_sums,
+            )
             self._memory[key] = StageMemory(
                 self.profile, self.micro_batch_size, rules, single=single, grouped=self.grouped
             )
@@ -205,7 +213,18 @@ class StageCosts:
     @property
     def followed_bytes(self) -> int:
         """Bytes on the fullest stage's device if each stage's state is also kept by another worker."""
-        memory = self.sections.memory(single=self.single, follows=True)
+        return self._fullest(self.sections.memory(single=self.single, follows=True))
+
+    @property
+    def bytes_with_sums(self) -> tuple[int, int]:
+        """Bytes on the fullest stage's device, and in its host memory, if an abandoned step's sums are kept.
+
+        State that one replica's followers keep counts, too.
+        """
+        memory = self.sections.memory(single=self.single, follows=self.single, sums=True)
+        return self._fullest(memory), int(memory.host_bytes(*self.spans).max())
+
+    def _fullest(self, memory: StageMemory) -> int:
         return int(memory.peak_bytes(*self.spans, self.times.window, self.times.recompute, self.live).max())
 
     @cached_property

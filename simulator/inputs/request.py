@@ -173,7 +173,7 @@ class PlanRequest:
     @property
     def memory_rules(self) -> MemoryRules:
         """Return what a run holds in memory besides the needs of a step."""
-        sums = self.redundancy in ("salvage", "auto")
+        sums = self.redundancy == "salvage"  # with auto, a change of shape drops those for which there is no room
         return MemoryRules(
             keeps_sums=sums,
             copies_sums=sums,

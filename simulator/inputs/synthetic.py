@@ -122,8 +122,9 @@ def with_type(profile: Profile, name: str, slower: float, memory_bytes: int | No
     ``slower`` is for example the published speed of the profile's device over that of the type. ``memory_bytes`` are
     those of one device; None: no limit.
     """
+    estimated = f"the profile's times, {slower:.3g} times as long"
     environment = profile.environment.model_copy(
-        update={"device": f"{name}, scaled", "device_memory_bytes": memory_bytes}
+        update={"device": f"{name}, scaled", "device_memory_bytes": memory_bytes, "estimated": estimated}
     )
     added = NodeTypeProfile(
         name=name,
@@ -132,8 +133,7 @@ def with_type(profile: Profile, name: str, slower: float, memory_bytes: int | No
         backward=tuple({m: t.longer(slower) for m, t in each.backward.items()} for each in profile.sections),
         optimizer_step=tuple(each.optimizer_step.longer(slower) for each in profile.sections),
     )
-    sources = profile.sources | {f"node_types.{name}": f"the profile's times, {slower:.3g} times as long"}
-    return profile.model_copy(update={"node_types": (*profile.node_types, added), "sources": sources})
+    return profile.model_copy(update={"node_types": (*profile.node_types, added)})
 
 
 def _timing(median_s: float, jitter: float = 0.0) -> Timing:

@@ -14,16 +14,16 @@ from morph.contract.profile import Profile
 from morph.tables import table
 from morph.words import count_text, counted, size_text, time_text
 from simulator import PlanChoice, Simulation
-from simulator.costs.joined_sections import JoinedSections
 from simulator.costs.memory import MOMENTS
 from simulator.costs.redundant import redundant_host_bytes
 from simulator.inputs.jitter import Spread
+from simulator.search.preference import MEMORY_ERROR, Errors, room_left
 from simulator.search.purchases import nodes_in_use, nodes_text
 
 _WORTH_PAYING = 10
 """A runner-up is named that is faster by at least this many times the share by which it is dearer."""
-_LEAST_EXPECTED = 0.92
-"""The expected memory of a stage was at least this share of the measured (docs/benchmarks.md)."""
+_LITTLE = 0.1
+"""A roomier plan is named if it takes at most so much longer."""
 _MOST_PARTS = 6
 WIDTH = 110
 
@@ -124,7 +124,16 @@ def leftover_line(choice: PlanChoice) -> str:
         return f"all {choice.num_gpus} GPUs at work"
     idle = f"{choice.num_idle} {'GPU' if choice.num_idle == 1 else 'GPUs'} idle"
     if not plan.placement:
-        return f"{idle}: no better plan with {'it' if choice.num_idle == 1 else 'them'} was found"
+        fuller = [
+            (place, each) for place, each in enumerate(choice.runners_up, 1) if each.num_workers > plan.num_workers
+        ]
+        if not fuller:
+            return f"{idle}: no better plan with {'it' if choice.num_idle == 1 else 'them'} was found"
+        place, other = max(fuller, key=lambda entry: (entry[1].num_workers, -entry[0]))
+        if choice.objective == "usd_per_example":
+            return f"{idle}: {_spaced(other)} on {other.num_workers} costs {choice.worse(place):.1%} more per example"
+        longer = other.expected.mini_batch_s / plan.expected.mini_batch_s - 1
+        return f"{idle}: {_spaced(other)} on {other.num_workers} takes {_longer(longer)}"
     busy = Counter(node for row in plan.placement for node in row)
     free = {node: size - busy[node] for node, size in enumerate(plan.node_sizes) if size > busy[node]}
     whole = Counter(plan.node_sizes[node] for node in free if not busy[node])
@@ -205,39 +214,45 @@ def memory_lines(simulation: Simulation) -> list[str]:
     return lines
 
 
-def room_line(choice: PlanChoice, memory_bytes: int | None = None) -> str:
+def room_line(choice: PlanChoice, memory_bytes: int | None = None, margin: float = MEMORY_ERROR) -> str:
     """Return the line about the memory that a plan leaves, and a roomier plan where it leaves little; "" if unlimited.
 
-    ``memory_bytes``: the requested limit of a device; None: the profile's.
+    ``memory_bytes``: the requested limit of a device; None: the profile's. ``margin``: the share that is enough.
     """
-    rooms = [_room(simulation, memory_bytes) for simulation in choice.simulations]
+    rooms = [room_left(simulation, memory_bytes) for simulation in choice.simulations]
     room, limit_bytes = rooms[0]
     if limit_bytes is None:
         return ""
     left = f"{room:.1%} of the fullest device's memory is left"
-    if room >= 1 - _LEAST_EXPECTED:
-        return left
-    line = f"{left}, and measured memory was up to {1 / _LEAST_EXPECTED - 1:.0%} above the expected"
-    for plan, (other, _) in list(zip((choice.best, *choice.runners_up), rooms, strict=True))[1:]:
-        if other >= 1 - _LEAST_EXPECTED:
-            longer = plan.expected.mini_batch_s / choice.best.expected.mini_batch_s - 1
-            takes = f"{longer:.1%} longer" if longer >= 0 else f"{-longer:.0%} less time"
-            return f"{line}; {_spaced(plan)} leaves {other:.0%} and takes {takes}"
-    return f"{line}; --memory-gib {limit_bytes * _LEAST_EXPECTED / 2**30:.3g} plans with that margin"
+    if room >= margin:
+        return f"{left}; the margin for errors of the forecast is {margin:.0%}"
+    line = f"{left}, less than the margin of {margin:.0%} for errors of the forecast"
+    for place, plan in enumerate(choice.runners_up, 1):
+        longer = plan.expected.mini_batch_s / choice.best.expected.mini_batch_s - 1
+        if rooms[place][0] >= margin and longer <= _LITTLE:
+            return f"{line}; {_spaced(plan)} leaves {rooms[place][0]:.0%} and takes {_longer(longer)}"
+    return f"{line}; --memory-gib {limit_bytes * (1 - margin) / 2**30:.3g} plans with that margin"
 
 
-def _room(simulation: Simulation, memory_bytes: int | None) -> tuple[float, int | None]:
-    """Return the share of memory that is left on the fullest device, and this device's memory; 1 and None: no limit."""
-    found: tuple[float, int | None] = (1.0, None)
-    for costs in (kind.outcome.costs for kind in simulation.kinds):
-        sections = costs.sections
-        limits = [memory_bytes or sections.profile.environment.device_memory_bytes] * len(costs.memory_bytes)
-        if isinstance(sections, JoinedSections):
-            limits = [sections.limits[place] for place in sections.type_of[list(costs.boundaries)]]
-        for limit, needed in zip(limits, costs.memory_bytes.tolist(), strict=True):
-            if limit is not None and (found[1] is None or 1 - needed / limit < found[0]):
-                found = 1 - needed / limit, limit
-    return found
+def _longer(share: float) -> str:
+    """Return a difference of times in words: ``1.0% longer``, ``as long``."""
+    if abs(share) < 0.0005:
+        return "as long"
+    return f"{share:.1%} longer" if share > 0 else f"{-share:.1%} less time"
+
+
+def preference_line(choice: PlanChoice, errors: Errors, memory_bytes: int | None = None) -> str:
+    """Return the line about the fastest plan where another was preferred, and why; "" if the best is the fastest."""
+    place = min(range(len(choice.values)), key=choice.worse)
+    if not place:
+        return ""
+    other = choice.simulations[place]
+    roomier = room_left(other, memory_bytes)[0] < errors.memory <= room_left(choice.best_simulation, memory_bytes)[0]
+    better = {"examples_per_s": "faster", "usd_per_example": "cheaper", "progress": "better"}[choice.objective]
+    return (
+        f"{_spaced(other.plan)} would be {-choice.worse(place):.1%} {better}, which is within the error of the times "
+        f"({errors.time:.1%}): the {'roomier' if roomier else 'simpler'} plan is chosen (not so with --tolerance 0)"
+    )
 
 
 def redundant_line(simulation: Simulation) -> str:
@@ -258,8 +273,10 @@ def _span(first: int, last: int) -> str:
     return str(last) if first == last else f"{first}-{last}"
 
 
-def ranking(choice: PlanChoice) -> Table:
-    """Return a table of the best shape and the runners-up."""
+def ranking(choice: PlanChoice, memory_bytes: int | None = None) -> Table:
+    """Return a table of the best shape and the runners-up; ``memory_bytes``: as in :func:`room_line`."""
+    rooms = [room_left(simulation, memory_bytes) for simulation in choice.simulations]
+    limited = any(limit is not None for _, limit in rooms)
     column = {"examples_per_s": [], "usd_per_example": ["$/1000"], "progress": ["progress/s"]}[choice.objective]
     times = 1000 if choice.objective == "usd_per_example" else 1
     best = choice.best.expected.examples_per_s
@@ -272,11 +289,13 @@ def ranking(choice: PlanChoice) -> Table:
             time_text(plan.expected.mini_batch_s),
             time_text(plan.expected.lower_bound_s),
             size_text(plan.expected.peak_memory_bytes, binary=True),
+            *([f"{room:.0%}"] if limited else []),
             *([f"{worth * times:.4g}"] if column else []),
         )
-        for plan, worth in zip((choice.best, *choice.runners_up), choice.values, strict=True)
+        for plan, worth, (room, _) in zip((choice.best, *choice.runners_up), choice.values, rooms, strict=True)
     ]
-    names = ("P x D", "workers", "examples/s", "of best", "mini-batch", "lower bound", "memory", *column)
+    left = ["left"] if limited else []
+    names = ("P x D", "workers", "examples/s", "of best", "mini-batch", "lower bound", "memory", *left, *column)
     return table(f"Best of {choice.num_shapes} shapes for {choice.num_gpus} GPUs", names, rows)
 
 

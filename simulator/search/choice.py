@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,8 @@ class PlanChoice:
     per second with pauses. ``num_shapes`` counts the shapes that were considered, including those that were not
     simulated because their lower bound was too high. ``usd_per_h`` is the price of the GPUs that ``best`` uses, or of
     the whole nodes of several GPUs, if all have a price. ``zone_bytes`` are the bytes that a mini-batch of ``best``
-    sends from one zone to another, and ``zone_usd_per_h`` is their price.
+    sends from one zone to another, and ``zone_usd_per_h`` is their price. ``least_s`` returns a lower bound (s) of the
+    mini-batch over all plans (see :mod:`simulator.search.proof`); None: there is none under this request.
     """
 
     simulations: tuple[Simulation, ...]
@@ -34,6 +36,7 @@ class PlanChoice:
     usd_per_h: float | None = None
     zone_bytes: float = 0.0
     zone_usd_per_h: float = 0.0
+    least_s: Callable[[], float] | None = field(default=None, compare=False, repr=False)
 
     @property
     def best(self) -> Plan:
@@ -54,6 +57,19 @@ class PlanChoice:
     def num_idle(self) -> int:
         """The number of GPUs that the best plan leaves idle."""
         return self.num_gpus - self.best.num_workers
+
+    def worse(self, place: int) -> float:
+        """Return the share by which a simulation is worse than the best by the objective; negative: better."""
+        gain = self.values[place] / self.values[0]
+        return gain - 1 if self.objective == "usd_per_example" else 1 / gain - 1
+
+    @cached_property
+    def gap(self) -> float | None:
+        """No plan trains more than this share more examples a second than the best one; None: nothing is proved.
+
+        The proof takes up to some seconds for a pool of several types.
+        """
+        return None if self.least_s is None else self.best.expected.mini_batch_s / self.least_s() - 1
 
     @cached_property
     def frame(self) -> pd.DataFrame:

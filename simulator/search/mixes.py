@@ -25,6 +25,7 @@ from simulator.costs.outcome import Kind, together
 from simulator.costs.reductions import Rings, rings
 from simulator.engine.compilation import compiled, entry, inlined
 from simulator.engine.times import Ints
+from simulator.search.moves import neighbours
 from simulator.search.pipelines import NEVER, Line, Pipelines, Stages, anchor
 
 Floats = npt.NDArray[np.float64]
@@ -105,7 +106,7 @@ def _least_ns(numbers, times_ns, counts, total, low, high):  # type: ignore[no-u
 
 @entry
 @compiled
-def _knapsack(sizes, gains, most):  # type: ignore[no-untyped-def]
+def knapsack(sizes, gains, most):  # type: ignore[no-untyped-def]
     """Return the most gain on each number of GPUs, and the place of the kind taken last; -1: one GPU stays idle."""
     best = np.zeros(most + 1, np.int64)
     taken = np.full(most + 1, -1)
@@ -127,7 +128,12 @@ class Mix:
 
     shares: tuple[tuple[Group, tuple[int, ...]], ...]
     mini_batch_ns: int
-    stages: Stages
+    stages: tuple[Stages, ...]
+
+    @property
+    def chosen(self) -> Chosen:
+        """The number of pipelines of each kind."""
+        return tuple((group, len(counts)) for group, counts in self.shares)
 
     @property
     def workers(self) -> dict[int, int]:
@@ -143,7 +149,7 @@ class Mixes:
 
     def __init__(self, types: Sequence[Pipelines], most_replicas: int | None = None) -> None:
         self.types = tuple(types)
-        self.total = types[0].total
+        self.total, self.num_sections = types[0].total, types[0].sweep.num_sections
         self.most_replicas = min(self.total, most_replicas or self.total)
         self._found: dict[tuple[int, ...], tuple[float, list[Mix]]] = {}
         self._searches: dict[tuple[int, ...], Search] = {}
@@ -182,16 +188,72 @@ class Mixes:
         }
         mixes = []
         for chosen in sorted(rough, key=lambda each: (rough[each], len(each)))[:num_finals]:
-            exact = ((stages, self.settled(chosen, stages, thorough=search.is_tiny)) for stages in _EXACT)
-            each = [self.mix(chosen, stages, *found) for stages, found in exact if found is not None]
-            mixes += sorted(each, key=lambda mix: mix.mini_batch_ns)[:1]
+            best = self.exact(chosen, below_ns, thorough=search.is_tiny)
+            mixes += [] if best is None else [best]
+            below_ns = min([below_ns, *(mix.mini_batch_ns for mix in mixes)])
         return sorted(mixes, key=lambda mix: (mix.mini_batch_ns, len(mix.shares), sum(mix.workers.values())))
 
-    @staticmethod
-    def mix(chosen: Chosen, stages: Stages, mini_batch_ns: int, totals: tuple[int, ...]) -> Mix:
-        """Return these pipelines with the micro-batches of each kind dealt to them."""
+    def exact(self, chosen: Chosen, below_ns: float, *, thorough: bool) -> Mix | None:
+        """Return these pipelines with the stages that suit them best, alone or together; None if they do not fit.
+
+        Pipelines that alone take ``below_ns`` or longer are not cut together.
+        """
+        found = [
+            (exact, (stages,) * len(chosen))
+            for stages in _EXACT
+            if (exact := self.settled(chosen, stages, thorough=thorough)) is not None
+        ]
+        if not found:
+            return None
+        (best_ns, totals), stages = min(found, key=lambda each: each[0][0])
+        if len(chosen) > 1 and self._least_ns(chosen, totals, stages) < min(below_ns, best_ns):
+            best_ns, totals, stages = self._cut_together(chosen, totals, stages, best_ns, thorough=thorough)
         dealt = ((group, deal(total, number)) for (group, number), total in zip(chosen, totals, strict=True))
-        return Mix(tuple(dealt), mini_batch_ns, stages)
+        return Mix(tuple(dealt), best_ns, stages)
+
+    def _cut_together(
+        self, chosen: Chosen, totals: tuple[int, ...], stages: tuple[Stages, ...], best_ns: int, *, thorough: bool
+    ) -> tuple[int, tuple[int, ...], tuple[Stages, ...]]:
+        """Return the time, micro-batches and stages after the cuts were moved as long as that makes the mix faster.
+
+        Each kind's boundaries are moved to those of another kind, because pipelines that are cut in the same places
+        reduce in fewer rings; if ``thorough``, each boundary is also moved by a section.
+        """
+        for _ in range(_ROUNDS):
+            tried = {
+                other: self.played(chosen, totals, other)[0]
+                for place in range(len(chosen))
+                for cut in self._moved_cuts(chosen, totals, stages, place, thorough=thorough)
+                if (other := (*stages[:place], cut, *stages[place + 1 :])) != stages
+            }
+            fastest = min(tried, key=tried.__getitem__, default=stages)
+            if fastest == stages or tried[fastest] >= best_ns:
+                break
+            improved = self._improved(chosen, totals, fastest, thorough)
+            assert improved is not None, "a mix that was played"
+            (best_ns, totals), stages = improved, fastest
+        return best_ns, totals, stages
+
+    def _moved_cuts(
+        self, chosen: Chosen, totals: tuple[int, ...], stages: tuple[Stages, ...], place: int, *, thorough: bool
+    ) -> list[tuple[int, ...]]:
+        cuts = []
+        for ((kind, depth), number), total, each in zip(chosen, totals, stages, strict=True):
+            costs = self.types[kind].costs(depth, -(-total // number), each)
+            assert costs is not None, "a mix that does not fit"
+            cuts.append(costs.boundaries)
+        own, found = cuts.pop(place), dict[tuple[int, ...], None]()
+        for other in cuts:
+            moved = set(own)
+            for boundary in other if len(other) <= len(own) else own:  # those of the shallower pipelines
+                free = sorted(set(own if len(other) <= len(own) else other))
+                nearest = min(free, key=lambda each: abs(each - boundary))
+                moved ^= {nearest, boundary} if nearest != boundary else set()
+            if len(moved) == len(own) and 0 in moved:
+                found[tuple(sorted(moved))] = None
+        if thorough:
+            found |= dict.fromkeys(map(tuple, neighbours(own, self.num_sections).tolist()))
+        return [cut for cut in found if cut != own]
 
     def settled(self, chosen: Chosen, stages: Stages, *, thorough: bool) -> tuple[int, tuple[int, ...]] | None:
         """Return the time (ns) of these pipelines with the best micro-batches of each kind; None if they do not fit.
@@ -207,11 +269,12 @@ class Mixes:
                 shares = None if before is None else before[1]
             elif 2 <= num_replicas <= self.most_replicas:
                 shares = self._shares(dict(chosen), num_replicas)
-            self._settled[key] = None if shares is None else self._improved(chosen, shares, stages, thorough)
+            each = (stages,) * len(chosen)
+            self._settled[key] = None if shares is None else self._improved(chosen, shares, each, thorough)
         return self._settled[key]
 
     def _improved(
-        self, chosen: Chosen, shares: tuple[int, ...], stages: Stages, thorough: bool
+        self, chosen: Chosen, shares: tuple[int, ...], stages: tuple[Stages, ...], thorough: bool
     ) -> tuple[int, tuple[int, ...]] | None:
         best_ns, last = self.played(chosen, shares, stages)
         for _ in range(_ROUNDS):
@@ -274,18 +337,31 @@ class Mixes:
             totals[group] = max(chosen[group], totals[group] + step)
         return tuple(totals[group] for group in chosen)
 
-    def played(self, chosen: Chosen, totals: tuple[int, ...], stages: Stages) -> tuple[int, int]:
-        """Return the time (ns) of the whole mini-batch, and the place of the kind whose last backward ends last."""
-        ended, numbers = [], []
-        for ((kind, depth), number), total in zip(chosen, totals, strict=True):
+    def _ended(self, chosen: Chosen, totals: tuple[int, ...], stages: tuple[Stages, ...]) -> list[Ended] | None:
+        """Return the latest ends of the pipelines of each kind; None if some do not fit."""
+        ended = []
+        for ((kind, depth), number), total, how in zip(chosen, totals, stages, strict=True):
             pipelines, most = self.types[kind], -(-total // number)
-            each = [pipelines.ended(depth, count, most, stages) for count in {most, total // number}]
+            each = [pipelines.ended(depth, count, most, how) for count in {most, total // number}]
             if each[0] is None or total < number:
-                return NEVER, 0
+                return None
             backwards = [one.last_backward_ns for one in each if one is not None]
             last = backwards[0] if len(backwards) == 1 else np.concatenate(backwards, axis=1)
             ended.append(Ended(each[0].costs, last, each[0].to_come_ns))
-            numbers.append(number)
+        return ended
+
+    def _least_ns(self, chosen: Chosen, totals: tuple[int, ...], stages: tuple[Stages, ...]) -> float:
+        """Return the time (ns) of these pipelines if nothing were reduced."""
+        ended = self._ended(chosen, totals, stages)
+        if ended is None:
+            return math.inf
+        return max(int(one.last_backward_ns.max()) + one.costs.sections.commit_ns for one in ended)
+
+    def played(self, chosen: Chosen, totals: tuple[int, ...], stages: tuple[Stages, ...]) -> tuple[int, int]:
+        """Return the time (ns) of the whole mini-batch, and the place of the kind whose last backward ends last."""
+        ended, numbers = self._ended(chosen, totals, stages), [number for _, number in chosen]
+        if ended is None:
+            return NEVER, 0
         key = (*((id(one.costs), number) for one, number in zip(ended, numbers, strict=True)),)
         if key not in self._rings:
             sections = ended[0].costs.sections
@@ -299,9 +375,9 @@ class Mixes:
     def described(self, mix: Mix) -> list[SimulatedKind]:
         """Return the kinds of this mix, simulated together, as parts of an answer."""
         kinds, names = [], []
-        for (kind, depth), counts in mix.shares:
+        for ((kind, depth), counts), stages in zip(mix.shares, mix.stages, strict=True):
             pipelines = self.types[kind]
-            costs = pipelines.costs(depth, max(counts), mix.stages)
+            costs = pipelines.costs(depth, max(counts), stages)
             assert costs is not None, "a mix that does not fit"
             kinds.append(Kind(pipelines.sweep.shape_simulator, costs, counts))
             names.append(pipelines.node_types)
@@ -513,7 +589,7 @@ class Search:
     def done(self, time_ns: float) -> list[Ints]:
         """Return the most micro-batches in this time (ns) on 0, 1, ... GPUs of each type, by present estimates."""
         gains = self.gains(time_ns)
-        return [_knapsack(*each)[0] for each in self._parts(gains)]
+        return [knapsack(*each)[0] for each in self._parts(gains)]
 
     def _parts(self, gains: Ints) -> Iterator[tuple[Ints, Ints, int]]:
         """Yield the depths, gains and number of GPUs of each type."""
@@ -527,7 +603,7 @@ class Search:
         done, chosen = 0, Counter[Group]()
         for kind, (depths, gains, number) in enumerate(self._parts(self.gains(time_ns, without))):
             number = number if gpus is None else gpus[kind]
-            best, taken = _knapsack(depths, gains, number)
+            best, taken = knapsack(depths, gains, number)
             done += int(best[number])
             while number > 0:
                 place = int(taken[number])
@@ -628,7 +704,10 @@ class Search:
                 yield chosen
 
     def moved(self, chosen: Chosen) -> Iterator[Chosen]:
-        """Yield mixes with a stage moved to another pipeline of the same type, or with one pipeline fewer."""
+        """Yield mixes with a stage moved to another pipeline of the same type, or with one pipeline fewer.
+
+        If the only stage of a pipeline is moved, that leaves one pipeline fewer, too.
+        """
         kept = dict(chosen)
         for (kind, depth), (other, deep) in product(kept, kept):
             if kind != other or (depth == deep and kept[kind, depth] < 2):
@@ -636,8 +715,8 @@ class Search:
             moved = Counter(kept)
             moved.subtract([(kind, depth), (kind, deep)])
             moved.update([(kind, depth - 1), (kind, deep + 1)])
-            if (kind, depth - 1) in self.place and (kind, deep + 1) in self.place:
-                yield tuple(sorted((group, number) for group, number in moved.items() if number))
+            if (depth == 1 or (kind, depth - 1) in self.place) and (kind, deep + 1) in self.place:
+                yield tuple(sorted((group, number) for group, number in moved.items() if number and group[1]))
         for group in kept:
             fewer = kept | {group: kept[group] - 1}
             yield tuple(sorted((each, number) for each, number in fewer.items() if number))

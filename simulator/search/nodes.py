@@ -213,10 +213,10 @@ class _OnNodes:
             types.append(Placed(far.types[kind], sweep, layout))
         mixes = Mixes(types, far.most_replicas)
         chosen = tuple(((k, len(of_kind[0])), len(of_kind)) for k, (_, of_kind) in enumerate(kinds))
-        exact = mixes.settled(chosen, "best", thorough=True)
-        if exact is None or exact[0] >= below_ns * _DOUBT:
+        best = mixes.exact(chosen, below_ns, thorough=self.is_tiny)
+        if best is None or best.mini_batch_ns >= below_ns * _DOUBT:
             return None
-        found = describe_kinds(mixes.described(mixes.mix(chosen, "best", *exact)))
+        found = describe_kinds(mixes.described(best))
         return found if found.expected.mini_batch_s * 1e9 < below_ns else None
 
     def _kinds(self, rows: tuple[Rows, ...]) -> list[tuple[int, Rows]] | None:

@@ -22,11 +22,11 @@ from simulator.search.sweep import Sweep
 from simulator.search.windows import Trial
 
 NEVER = 2**62
-Stages = Literal["rough", "even", "best"]
+Stages = Literal["rough", "even", "best"] | tuple[int, ...]
 """How thoroughly the stages of a pipeline are chosen and timed.
 
 "rough": the most even cut with the best of three windows, timed as planned; "even": the same stages, timed as they run;
-"best": the best cut and windows that the search finds.
+"best": the best cut and windows that the search finds; first sections of stages: the best windows of this cut.
 """
 _EXACT = 12
 """Up to this number of micro-batches, windows are chosen for each number separately."""
@@ -47,7 +47,7 @@ class Pipelines:
         self.sweep, self.schedule, self.node_type = sweep, schedule, node_type
         self.settings: tuple[Setting, ...] = tuple(setting.under(schedule) for setting in sweep.settings)
         self.total = self.settings[0].num_micro_batches
-        self._costs: dict[tuple[int, int, bool], StageCosts | None] = {}
+        self._costs: dict[tuple[int, int, Stages], StageCosts | None] = {}
         self._ended: dict[tuple[int, int, bool], Ended] = {}
         self._most: dict[int, int] = {}
 
@@ -94,8 +94,7 @@ class Pipelines:
         best stages takes most of the time of a search. On several types of node the most even stages may be better,
         because all types are then cut alike.
         """
-        quick = stages != "best"
-        key = depth, min(anchor(num_micro_batches), self.most(depth)), quick
+        key = depth, min(anchor(num_micro_batches), self.most(depth)), "even" if stages == "rough" else stages
         if key[1] < num_micro_batches:
             return None
         if key not in self._costs:
@@ -111,15 +110,18 @@ class Pipelines:
             )
         return self._most[depth]
 
-    def _best(self, depth: int, number: int, quick: bool) -> StageCosts | None:
-        counts = (number,) * max(2, round(self.total / number))
+    def _best(self, depth: int, number: int, stages: Stages) -> StageCosts | None:
+        counts, cut = (number,) * max(2, round(self.total / number)), stages if isinstance(stages, tuple) else None
         best: tuple[StageCosts, int] | None = None
         layout = self.sweep.layouts((depth, len(counts)))[0]
         bounds_ns = {setting: setting.least_ns(depth, number) for setting in self.settings}
         for setting in sorted(self.settings, key=lambda each: (bounds_ns[each], each.grouped)):
             if bounds_ns[setting] >= (NEVER if best is None else best[1]):
                 break
-            trial = Trial(setting, self.sweep.shape_simulator, layout, depth, counts, moves=not quick, quick=quick)
+            quick, moves = stages == "even", stages == "best"
+            trial = Trial(setting, self.sweep.shape_simulator, layout, depth, counts, cut, moves=moves, quick=quick)
+            if cut is not None and not (trial.fits and (best is None or not setting.grouped)):
+                continue
             if setting.grouped and best is not None and self._beats_groups(trial, best[1]):
                 continue
             found = trial.planned

@@ -27,6 +27,7 @@ from simulator.search.mini_batch import simulate
 from simulator.search.nodes import unequal_on_nodes
 from simulator.search.objectives import Shape, usd_per_h_of
 from simulator.search.pools import Pools, allows_unequal
+from simulator.search.proof import least_ns
 from simulator.search.purchases import (
     NodePurchases,
     cheapest,
@@ -189,9 +190,9 @@ def plan(
     sentence = memory_sentence(sweep, shapes, ranked[0], objectively)
     simulations[0] = simulations[0].with_note(sentence)
     values = [objectively.value(one.shape, one.mini_batch_ns / 1e9) for one in ranked]
+    pools = Pools(profile, request, ("",), (sweep,))
     if objective == "examples_per_s" and allows_unequal(request, on_nodes=True):
         if sizes is None:
-            pools = Pools(profile, request, ("",), (sweep,))
             mixes = pools.unequal((gpus,), [pools.of_outcome(0, ranked[0])])
             unequal = pools.described(mixes[0]) if mixes else None
         else:
@@ -206,7 +207,17 @@ def plan(
         num_gpus=gpus,
         num_shapes=sum(count for _, count in shapes) if fastest else len(shapes),
         usd_per_h=usd_per_h_in_use(request, simulations[0].plan),
+        least_s=_bound(pools, (gpus,), simulations[0]),
     )
+
+
+def _bound(pools: Pools, gpus: Sequence[int], best: Simulation) -> Callable[[], float] | None:
+    """Return the bound of all plans on these GPUs, if any plan may be the answer to the request."""
+    request = pools.request
+    given = (request.jitter_seed, request.compute_slots, request.pipeline_depth, request.num_replicas)
+    if request.objective != "examples_per_s" or any(each is not None for each in given):
+        return None
+    return lambda: least_ns(pools, gpus, best.expected.mini_batch_s * 1e9) / 1e9
 
 
 def _purchase(
@@ -258,7 +269,9 @@ def _plan_zones(
     if not found:
         raise refused[0]
     sign = 1 if request.objective == "examples_per_s" else -1
-    return replace(max(found, key=lambda choice: sign * choice.values[0]), num_gpus=pool.num_gpus)
+    best = max(found, key=lambda choice: sign * choice.values[0])
+    least_s = next((each.least_s for each in found if each.num_gpus == pool.num_gpus), None)  # of GPUs in all zones
+    return replace(best, num_gpus=pool.num_gpus, least_s=least_s)
 
 
 def _plan_pool(
@@ -304,6 +317,7 @@ def _plan_pool(
         usd_per_h=usd_per_h_in_use(request, simulations[0].plan),
         zone_bytes=bytes_between_zones(simulations[0].kinds),
         zone_usd_per_h=zone_usd_per_h(request, simulations[0]),
+        least_s=_bound(pools, gpus, simulations[0]),
     )
 
 

@@ -175,6 +175,7 @@ def within_budget(
             on = Pool.of(dict(zip(pools.names, enough, strict=True))) if any(pools.names) else ""
             raise _too_small_budget(budget, usd_per_h, str(on) or counted(enough[0], "GPU"))
         best = max(found, key=lambda choice: sign * choice.values[0])
+        best = replace(best, least_s=None)  # that of the GPUs of one choice
     return replace(best, num_gpus=sum(gpus))
 
 
@@ -415,6 +416,7 @@ class NodePurchases:
             usd_per_h=usd_per_h_in_use(self.request, best.plan),
             zone_bytes=bytes_between_zones(best.kinds),
             zone_usd_per_h=zone_usd_per_h(self.request, best),
+            least_s=None,  # that of the nodes of one choice
         )
 
     def _promising(self) -> list[tuple[list[int], float]]:

@@ -67,6 +67,7 @@ class Setting:
         self._room: dict[tuple[bool, bool, tuple[int, ...]], tuple[int, ...]] = {}
         self._tight: dict[tuple[Rule, int, bool], PartitionTable] = {}
         self._cuts: dict[tuple[Rule, int, int], tuple[int, ...] | None] = {}
+        self._rooms: dict[bool, Ints] = {}
         self._alike: dict[bool, Ints] = {}
         self._bounds: dict[int, Ints] = {}
         self._within: dict[tuple[int, bool], Ints] = {}
@@ -101,11 +102,31 @@ class Setting:
     def bounds_ns(self, most: int) -> Ints:
         """Return the lower bound for every P, if the busiest replica has ``most`` micro-batches: int64[K + 1]."""
         if most not in self._bounds:
-            links = (self.sections.inter_node, self.sections.intra_node)
-            times = [(link.activation_ns + link.gradient_ns)[:-1] for link in links]
-            least = min(int(each.min()) if len(each) else 0 for each in times)
-            self._bounds[most] = bounds_ns(self.sections, self.schedules[0], most, least) + self.sections.commit_ns
+            bounds = bounds_ns(self.sections, self.schedules[0], most, self.least_link_ns)
+            self._bounds[most] = bounds + self.sections.commit_ns
         return self._bounds[most]
+
+    @property
+    def least_link_ns(self) -> int:
+        """The least time for an activation and its gradient between two stages."""
+        links = (self.sections.inter_node, self.sections.intra_node)
+        times = [(link.activation_ns + link.gradient_ns)[:-1] for link in links]
+        return min(int(each.min()) if len(each) else 0 for each in times)
+
+    def slowest_ns(self, held: int) -> Ints:
+        """Return the slowest stage's time in the most even cut that memory allows, by P; 2**62 where none fits.
+
+        The windows are the smallest of the first schedule for ``held`` micro-batches: int64[K + 1].
+        """
+        rule = self.frugal(held)[0]
+        table = self._free_table(rule.schedule) if self.memory_bytes is None else self._tight_table(rule, held)
+        return table.bottleneck_ns
+
+    def widest(self, held: int) -> Ints:
+        """Return the most micro-batches that are not flushed before others begin, by P; GPipe flushes its windows."""
+        if self.schedules[0] != "gpipe":
+            return np.full(self.sections.num_sections + 1, NEVER)
+        return np.minimum(held, self._widest_alike(self.single(held)))
 
     def first_reduce_ns(self, depth: int, replicas: int) -> int:
         """Return a lower bound, over cuts and placements, of the first stage's reduction after all backwards.
@@ -127,7 +148,7 @@ class Setting:
 
     def fits(self, depth: int, most: int) -> bool:
         """Return whether P stages fit in memory with some cut, if the busiest replica has ``most`` micro-batches."""
-        return self.memory_bytes is None or any(self.has_room(rule, depth, most) for rule in self._frugal(most))
+        return self.memory_bytes is None or any(self.has_room(rule, depth, most) for rule in self.frugal(most))
 
     def within_ns(self, most: int, *, beside: bool = False) -> Ints:
         """Return the lower bound for every P over the cuts that fit in memory: int64[K + 1].
@@ -138,7 +159,7 @@ class Setting:
         if (most, beside) not in self._within:
             free, held = self.bounds_ns(most), min(most, max(1, self.num_micro_batches - 1)) if beside else most
             found = np.full(len(free), NEVER) if self.memory_bytes is not None else free.copy()
-            for rule in () if self.memory_bytes is None else self._frugal(held):
+            for rule in () if self.memory_bytes is None else self.frugal(held):
                 slowest = self._tight_table(rule, held).bottleneck_ns
                 fits = slowest < NEVER
                 busy = most * slowest[fits] + self.sections.commit_ns
@@ -157,7 +178,7 @@ class Setting:
 
     def least_bytes(self, depth: int, most: int) -> int:
         """Return the least memory per device that P stages need."""
-        return min(self._least(rule, depth, most) for rule in self._frugal(most))
+        return min(self._least(rule, depth, most) for rule in self.frugal(most))
 
     def _least(self, rule: Rule, depth: int, most: int) -> int:
         single = self.single(most)
@@ -176,7 +197,7 @@ class Setting:
 
     def fullest(self, depth: int, most: int) -> str:
         """Return in words the moment and largest part of the memory of the fullest of the most frugal P stages."""
-        rule = min(self._frugal(most), key=lambda rule: self._least(rule, depth, most))
+        rule = min(self.frugal(most), key=lambda rule: self._least(rule, depth, most))
         single = self.single(most)
         table = frugal_table(self.sections, rule.schedule, num_micro_batches=most, slope=rule.slope, single=single)
         windows, cuts = stage_windows(rule.schedule, depth, most, rule.slope), table.boundaries(depth)
@@ -274,21 +295,27 @@ class Setting:
         if self._unlimited is None:
             self._unlimited = copy(self)
             self._unlimited.memory_bytes, self._unlimited._cuts, self._unlimited._tight = None, {}, {}
+            self._unlimited._rooms, self._unlimited._alike = {}, {}
             self._unlimited._within = {}
             self._unlimited._stages = {} if self.grouped else self._stages
         return self._unlimited
 
-    def _frugal(self, most: int) -> tuple[Rule, ...]:
+    def frugal(self, most: int) -> tuple[Rule, ...]:
         """Return for each schedule the rule whose windows need least memory."""
         return tuple(Rule(schedule, most if schedule == "gpipe" else 1) for schedule in self.schedules)
 
     def _most_even(self, schedule: Schedule, depth: int) -> tuple[int, ...]:
         again = schedule == "gpipe" and self.sections.recompute
+        if (again, depth) not in self._even:
+            self._even[again, depth] = self._free_table(schedule).boundaries(depth)
+        return self._even[again, depth]
+
+    def _free_table(self, schedule: Schedule) -> PartitionTable:
+        """Return the most even cuts without a memory limit."""
+        again = schedule == "gpipe" and self.sections.recompute
         if again not in self._free:
             self._free[again] = partition_table(self.sections, "gpipe" if again else "varuna", num_micro_batches=1)
-        if (again, depth) not in self._even:
-            self._even[again, depth] = self._free[again].boundaries(depth)
-        return self._even[again, depth]
+        return self._free[again]
 
     def _holds(self, rule: Rule, boundaries: tuple[int, ...], most: int) -> bool:
         if self.memory_bytes is None:
@@ -305,20 +332,22 @@ class Setting:
             self._room[key] = tuple(found.tolist())
         return all(map(le, stage_windows(rule.schedule, depth, most, rule.slope), self._room[key]))
 
-    def _widest_alike(self, single: bool) -> Ints:
-        """Return the largest window that all of P stages can have in some cut, by P: int64[K + 1]; 0: no cut fits."""
-        assert self.memory_bytes is not None, "only memory limits windows"
-        if single not in self._alike:
+    def rooms(self, single: bool) -> Ints:
+        """Return the largest window of a stage, by its first section and its end: int64[K, K + 1]; 0: it never fits."""
+        if single not in self._rooms:
             num_sections, memory = self.sections.num_sections, self.sections.memory(single=single)
             begin, end = np.triu_indices(num_sections)
             rooms = np.zeros((num_sections, num_sections + 1), np.int64)
-            usable = memory.usable_bytes(self.memory_bytes)
-            rooms[begin, end + 1] = memory.most_windows(begin, end + 1, self.sections.recompute, usable)
-            behind, widest = np.append(np.zeros(num_sections, np.int64), NEVER), [0]
-            for _ in range(num_sections):
-                behind = np.append(np.minimum(rooms, behind).max(axis=1), 0)
-                widest.append(int(behind[0]))
-            self._alike[single] = np.array(widest, np.int64)
+            rooms[begin, end + 1] = NEVER
+            if self.memory_bytes is not None:
+                usable = memory.usable_bytes(self.memory_bytes)
+                rooms[begin, end + 1] = memory.most_windows(begin, end + 1, self.sections.recompute, usable)
+            self._rooms[single] = rooms
+        return self._rooms[single]
+
+    def _widest_alike(self, single: bool) -> Ints:
+        if single not in self._alike:
+            self._alike[single] = widest_alike(self.rooms(single))
         return self._alike[single]
 
     def _tight_cut(self, rule: Rule, depth: int, most: int) -> tuple[int, ...] | None:
@@ -343,6 +372,15 @@ class Setting:
                 single=key[2],
             )
         return self._tight[key]
+
+
+def widest_alike(rooms: Ints) -> Ints:
+    """Return the largest window that all of P stages can have in some cut, by P: int64[K + 1]; 0: no cut fits."""
+    behind, widest = np.append(np.zeros(len(rooms), np.int64), NEVER), [0]
+    for _ in range(len(rooms)):
+        behind = np.append(np.minimum(rooms, behind).max(axis=1), 0)
+        widest.append(int(behind[0]))
+    return np.array(widest, np.int64)
 
 
 def _largest(parts: dict[str, int]) -> str:

@@ -30,7 +30,7 @@ from simulator.engine.times import Ints
 from simulator.search.mixes import Chosen, Mix, Mixes, Search
 from simulator.search.partition import PartitionTable, partition_table
 from simulator.search.pipelines import Pipelines
-from simulator.search.setting import Rule, Setting
+from simulator.search.setting import Rule, Setting, widest_alike
 from simulator.search.sweep import Sweep
 from simulator.search.windows import Trial
 
@@ -77,6 +77,7 @@ class Border:
         self.num_sections = first.sections.num_sections
         self._tables: dict[tuple[object, ...], PartitionTable] = {}
         self._sections: dict[int, JoinedSections] = {}
+        self._widest: dict[bool, Ints] = {}
 
     def sections_at(self, border: int) -> JoinedSections:
         """Return the costs of the sections if those from ``border`` on are on the second type."""
@@ -121,7 +122,16 @@ class Border:
     def fill_ns(self) -> int:
         """The least time in which a micro-batch passes all sections forward and backward, without messages."""
         each = [np.diff(one.sections.forward_sum_ns + one.sections.backward_sum_ns) for one in self.settings]
-        return int(np.minimum(*each).sum()) + self.settings[0].sections.commit_ns
+        return int(np.minimum(*each).sum())
+
+    def widest(self, schedule: Schedule, most: int) -> Ints:
+        """Return the most micro-batches that are not flushed before others begin, by P; GPipe flushes its windows."""
+        if schedule != "gpipe":
+            return np.full(self.num_sections + 1, NEVER)
+        single = self.settings[0].single(most)
+        if single not in self._widest:
+            self._widest[single] = widest_alike(np.maximum(*(each.rooms(single) for each in self.settings)))
+        return np.minimum(most, self._widest[single])
 
     def bottleneck_ns(self, schedule: Schedule, most: int, num_first: int, num_second: int) -> Ints:
         """Return the slowest stage's time, by stages on each type: [first + 1, second + 1]; 2**62 where none fit."""
@@ -156,7 +166,7 @@ class SplitSetting(Setting):
 
     def bound_ns(self, depth: int, most: int) -> int:
         slowest = self.border.even(self.schedules[0], self.split.num_second).bottleneck_ns[depth]
-        return (most - 1) * int(slowest) + self.border.fill_ns
+        return (most - 1) * int(slowest) + self.border.fill_ns + self.sections.commit_ns
 
     def least_ns(self, depth: int, most: int) -> int:
         return self.bound_ns(depth, most) if self.fits(depth, most) else NEVER
@@ -237,28 +247,37 @@ class Splits:
     def __init__(self, borders: Sequence[Border], schedule: Schedule, total: int, most: tuple[int, int]) -> None:
         self.borders, self.schedule, self.total, self.most = borders, schedule, total, most
         self.fill_ns = np.array([each.fill_ns for each in borders], np.float64)[:, None, None]
-        few, alone = self._slowest_ns(1), self._slowest_ns(total)
+        self.commit_ns = borders[0].settings[0].sections.commit_ns
+        few, (alone, rounds) = self._paces_ns(1)[0], self._paces_ns(total)
         self.fits = np.any((few < NEVER) | (alone < NEVER), axis=0)
-        self._alone_ns = np.where(alone < NEVER, self.fill_ns + (total - 1) * alone, math.inf).min(axis=0)
+        through = np.maximum(self.fill_ns + (total - 1) * alone, total * rounds)
+        self._alone_ns = np.where(alone < NEVER, self.commit_ns + through, math.inf).min(axis=0)
 
-    def _slowest_ns(self, number: int) -> Floats:
-        """Return the times of the slowest stages if this many micro-batches are in flight, as far as windows allow."""
+    def _paces_ns(self, number: int) -> tuple[Floats, Floats]:
+        """Return the slowest stage's time, and the least time for each micro-batch where windows are flushed.
+
+        This many micro-batches are in flight, as far as windows allow.
+        """
         every = [each.bottleneck_ns(self.schedule, number, *self.most) for each in self.borders]
-        return np.stack(every).astype(np.float64)
+        slowest = np.stack(every).astype(np.float64)
+        depths = np.minimum(np.add.outer(*(np.arange(most + 1) for most in self.most)), self.borders[0].num_sections)
+        window = np.stack([np.maximum(1, each.widest(self.schedule, number))[depths] for each in self.borders])
+        return slowest, slowest + np.maximum(0, self.fill_ns - slowest) / window
 
     @cached_property
-    def _steps(self) -> list[tuple[Floats, int]]:
-        """Times of the slowest stages, each with the number of micro-batches up to which they are lower bounds.
+    def _steps(self) -> list[tuple[tuple[Floats, Floats], int]]:
+        """Paces, each with the number of micro-batches up to which they are lower bounds.
 
         Fewer micro-batches need smaller windows and so less memory.
         """
-        few, many = self._slowest_ns(1), self._slowest_ns(max(1, self.total - 1))
+        longest = max(1, self.total - 1)
+        few, many = self._paces_ns(1), self._paces_ns(longest)
         found = [(many, self.total)]
-        if not np.array_equal(few, many):
-            deepest = min(self.borders[0].num_sections, self.total - 1)
+        if not np.array_equal(few[0], many[0]):
+            deepest = min(self.borders[0].num_sections, longest)
             numbers = [1 << k for k in range(deepest.bit_length()) if 1 << k < deepest]
-            caps = [number - 1 for number in (*numbers[1:], self.total - 1)]
-            found += zip(map(self._slowest_ns, numbers), caps, strict=True)
+            caps = [number - 1 for number in (*numbers[1:], longest)]
+            found += zip(map(self._paces_ns, numbers), caps, strict=True)
         return found
 
     def gains(self, time_ns: float) -> Ints:
@@ -266,9 +285,9 @@ class Splits:
 
         A pipeline alone reduces nothing, so that it may need less memory; then it finishes all micro-batches or none.
         """
-        found = np.zeros(self.fits.shape)
-        for slowest_ns, most in self._steps:
-            number = np.floor((time_ns - self.fill_ns) / slowest_ns) + 1
+        found, left_ns = np.zeros(self.fits.shape), time_ns - self.commit_ns
+        for (slowest_ns, each_ns), most in self._steps:
+            number = np.minimum(np.floor((left_ns - self.fill_ns) / slowest_ns) + 1, np.floor(left_ns / each_ns))
             found = np.maximum(found, np.clip(np.where(slowest_ns < NEVER, number, 0), 0, most).max(axis=0))
         return np.where(self._alone_ns <= time_ns, self.total, found).astype(np.int64)
 
@@ -300,10 +319,10 @@ class TwoTypes:
 
     def best(self, gpus: tuple[int, ...], below_ns: float, *, quick: bool = False) -> SplitFound | None:
         """Return the fastest such mix below ``below_ns``; None: none. ``quick``: simulate only the most promising."""
-        is_tiny = sum(gpus) <= _TINY
+        is_tiny, search = sum(gpus) <= _TINY, self.mixes.search(gpus)
         hopeful, rough = self._hopeful(gpus, below_ns * _HOPEFUL[is_tiny]), []
         num_ways, num_finals = (2, 1) if quick and not is_tiny else (_LOOKED_AT[is_tiny], _FINALS[is_tiny])
-        for splits, others in [each for way in hopeful[:num_ways] for each in self._near(*way, is_tiny)]:
+        for splits, others in [each for way in hopeful[:num_ways] for each in self._near(*way, search)]:
             chosen = self.chosen(splits, others)
             if len(chosen) == 1:
                 times_ns = self._rough_ns(*next(iter(splits.items()))).values()
@@ -315,7 +334,7 @@ class TwoTypes:
         for time_ns, splits, others in rough[:num_finals]:
             least = min(below_ns, math.inf if best is None else best.mini_batch_ns)
             if time_ns < least * _DOUBT[is_tiny]:
-                found = self._settled(splits, others, thorough=is_tiny)
+                found = self._settled(splits, others, least, thorough=is_tiny)
                 if found is not None and found.mini_batch_ns < least:
                     best = found
         return best
@@ -339,6 +358,8 @@ class TwoTypes:
                 done, gained = search.done(time_ns), self._gains(search, pair, time_ns)[:3]
                 best, _ = _most_on_both(*gained, *(done[kind] for kind in pair))
                 prices = np.add.outer(*(np.arange(gpus[kind] + 1) * usd_per_h[kind] for kind in pair))
+                if best[-1, -1] < self.total:
+                    continue
                 ends = np.unravel_index(np.where(best >= self.total, prices, math.inf).argmin(), prices.shape)
                 numbers = dict(zip(pair, map(int, ends), strict=True))
                 subset = tuple(numbers.get(kind, 0) for kind in range(len(gpus)))
@@ -358,7 +379,7 @@ class TwoTypes:
         deepest = self.sweeps[0].num_sections
         for i, j in permutations(range(len(gpus)), 2):
             if gpus[i] and gpus[j]:
-                for a, b in np.argwhere(self._splits_of(i, j, (deepest, deepest)).fits).tolist():
+                for a, b in np.argwhere(self.splits_of(i, j, (deepest, deepest)).fits).tolist():
                     yield self.gpus_of({Split(i, j, a, b): 1}, ())
 
     # ---- what there is to gain, by bounds ----
@@ -367,7 +388,7 @@ class TwoTypes:
         there = [kind for kind, number in enumerate(gpus) if number]
         return [(i, j) for i in there for j in there if i < j]
 
-    def _splits_of(self, i: int, j: int, most: tuple[int, int]) -> Splits:
+    def splits_of(self, i: int, j: int, most: tuple[int, int]) -> Splits:
         """Return the bounds of pipelines from type i to type j with up to ``most`` stages on each."""
         known = self._splits.get((i, j))
         if known is None or known[0][0] < most[0] or known[0][1] < most[1]:
@@ -395,8 +416,8 @@ class TwoTypes:
         most = min(gpus[i], deepest), min(gpus[j], deepest)
         played = [float(search.ratios[search.place[group]]) for group in search.lines]
         time_ns /= 1 + _HOPE * (min(played, default=1.0) - 1)
-        there = self._splits_of(i, j, most).gains(time_ns)[: most[0] + 1, : most[1] + 1]
-        back = self._splits_of(j, i, most[::-1]).gains(time_ns)[: most[1] + 1, : most[0] + 1].T
+        there = self.splits_of(i, j, most).gains(time_ns)[: most[0] + 1, : most[1] + 1]
+        back = self.splits_of(j, i, most[::-1]).gains(time_ns)[: most[1] + 1, : most[0] + 1].T
         gains, order = np.maximum(there, back), (back > there).astype(np.int64)
         first, second = np.nonzero(gains)
         return first, second, gains[first, second], order[first, second]
@@ -419,7 +440,7 @@ class TwoTypes:
 
     def _least_time(self, search: Search, pair: tuple[int, int]) -> float:
         """Return the least time (ns) for all micro-batches, by the bounds or estimates of a search; inf: never."""
-        high = float(self._splits_of(*pair, (1, 1)).fill_ns.min())
+        high = float(self.splits_of(*pair, (1, 1)).fill_ns.min())
         for _ in range(_ROUNDS):
             if self._done(search, pair, high) >= self.total:
                 break
@@ -461,18 +482,14 @@ class TwoTypes:
         return [(splits, others) for _, _, splits, others in sorted(found, key=lambda each: each[:2])]
 
     def _near(
-        self, splits: dict[Split, int], others: Chosen, is_tiny: bool
+        self, splits: dict[Split, int], others: Chosen, search: Search
     ) -> Iterator[tuple[dict[Split, int], Chosen]]:
-        """Yield this mix, in both orders of types, and in tiny pools also without one or all pipelines of one type."""
+        """Yield this mix, in both orders of types, and in tiny pools with other pipelines of one type or without."""
         back = {Split(j, i, b, a): number for (i, j, a, b), number in splits.items()}
-        has_room = all(bool(np.asarray(self._splits_of(i, j, (a, b)).fits)[a, b]) for i, j, a, b in back)
+        has_room = all(bool(np.asarray(self.splits_of(i, j, (a, b)).fits)[a, b]) for i, j, a, b in back)
+        nearby = dict.fromkeys((others, (), *search.moved(others)) if search.is_tiny else (others,))
         for ordered in (splits, back) if has_room else (splits,):
-            yield ordered, others
-            if is_tiny and others:
-                yield ordered, ()
-                for place in range(len(others) if len(others) > 1 or others[0][1] > 1 else 0):
-                    (group, number), rest = others[place], others[:place] + others[place + 1 :]
-                    yield ordered, tuple(sorted((*rest, (group, number - 1)))) if number > 1 else rest
+            yield from ((ordered, each) for each in nearby)
 
     @staticmethod
     def _without_spare(others: Chosen, search: Search, time_ns: float, spare: int) -> Chosen:
@@ -566,19 +583,16 @@ class TwoTypes:
             self._alone[split, number] = min(outcomes, key=lambda each: each.mini_batch_ns, default=None)
         return self._alone[split, number]
 
-    def _settled(self, splits: dict[Split, int], others: Chosen, *, thorough: bool) -> SplitFound | None:
+    def _settled(
+        self, splits: dict[Split, int], others: Chosen, below_ns: float, *, thorough: bool
+    ) -> SplitFound | None:
         chosen, workers = self.chosen(splits, others), self.gpus_of(splits, others)
         if len(chosen) == 1:
             (split, number), *_ = splits.items()
             outcome = self.equal(split, number)
             types = self.joint.types[self._kind(split)].node_types
             return None if outcome is None else SplitFound(outcome.mini_batch_ns, workers, None, outcome, types)
-        found = []
-        for stages in ("even", "best"):
-            exact = self.joint.settled(chosen, stages, thorough=thorough)
-            if exact is not None:
-                found.append(self.joint.mix(chosen, stages, *exact))
-        best = min(found, key=lambda mix: mix.mini_batch_ns, default=None)
+        best = self.joint.exact(chosen, below_ns, thorough=thorough)
         return None if best is None else SplitFound(best.mini_batch_ns, workers, best)
 
     def gpus_of(self, splits: Mapping[Split, int], others: Chosen) -> tuple[int, ...]:

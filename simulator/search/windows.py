@@ -74,6 +74,11 @@ class Trial:
         return costs, fastest
 
     @property
+    def fits(self) -> bool:
+        """Whether the given boundaries fit in memory with the least windows of some schedule."""
+        return any(self._stages(rule, self.boundaries) is not None for rule in self.setting.frugal(self.most))
+
+    @property
     def _few(self) -> bool:
         """Whether there are so few micro-batches that filling and draining the pipeline takes much of the time."""
         return self.most <= _FILL * self.depth

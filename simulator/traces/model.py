@@ -135,7 +135,7 @@ def spot_model(
 
 def load_model(path: Path) -> TraceModel:
     """Read a model as JSON; a ConfigError names file, field and value."""
-    return read_json(path, TraceModel, ConfigError)
+    return read_json(path, TraceModel, ConfigError, "a file that `morph trace generate --save-model FILE` wrote")
 
 
 class _Drawing:

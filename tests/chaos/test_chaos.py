@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
 from morph.contract.profile import load_profile
+from tests.chaos.faults import FAULTS
 from tests.chaos.playing import Bounds, play
 from tests.chaos.world import Setting
 from tests.system.harness import uninterrupted
@@ -29,3 +31,16 @@ def test_a_run_under_faults_from_outside_ends_with_undisturbed_weights(
     print("\n".join([played.told(), *played.lines]))  # pytest shows this when the test fails
     assert played.failures == []
     assert played.faults.total() >= 3
+
+
+@pytest.mark.long
+def test_a_run_whose_manager_is_killed_15_times_ends_with_undisturbed_weights(calibrated: Path, tmp_path: Path) -> None:
+    steps = 120
+    reference = uninterrupted(steps, tmp_path / "reference", load_profile(calibrated).num_sections)
+    setting = Setting(calibrated, steps, "processes", READ_S, CHECKPOINT_EVERY)
+    kills = [fault for fault in FAULTS if fault.name == "manager killed"]
+    played = play(SEED, setting, lambda: reference, tmp_path, replace(BOUNDS, apart_steps=(5, 7)), kills)
+    print("\n".join([played.told(), *played.lines]))
+    assert played.failures == []
+    assert played.faults["manager killed"] >= 15
+    assert played.steps == steps

@@ -87,17 +87,54 @@ def test_numbers_with_an_exponent_are_numbers_for_every_key(given: Given) -> Non
 
 
 @pytest.mark.parametrize(
-    ("options", "problem"),
+    ("job", "options", "expected"),
     [
-        (("--steps", "9"), "--steps: is set in the job file"),
-        (("--profile", "p.json"), "--profile: is set in the job file"),
-        (("--no-recompute",), "--recompute: is set in the job file"),
-        (("-P", "2"), "-P: is set in the job file"),
-        (("-D", "1"), "-D: is set in the job file"),
+        ("", ("-P", 2, "-D", 3), {"pipeline_depth": 2, "num_replicas": 3, "steps": 7}),
+        ("pipeline_depth: 1", ("-P", 2), {"pipeline_depth": 2}),
+        ("", ("--steps", 9), {"steps": 9}),
+        ("", ("--no-recompute", "--schedule", "1f1b"), {"recompute": False, "schedule": "1f1b"}),
+        ("", ("--checkpoint-url", "elsewhere"), {"checkpoint_url": "HERE/elsewhere"}),
+        ("profile: absent.json", ("--profile", "profile.json"), {"profile": "HERE/profile.json"}),
+        ("", ("-P", 2, "--set", "job.num_replicas=1"), {"pipeline_depth": 2, "num_replicas": 1}),
     ],
 )
-def test_options_that_repeat_a_job_file_are_refused(given: Given, options: tuple[str, ...], problem: str) -> None:
-    assert problem in given.refused("run", job_file(given), *options)
+def test_options_count_in_place_of_what_a_job_file_says(
+    given: Given, monkeypatch: pytest.MonkeyPatch, job: str, options: tuple[object, ...], expected: dict[str, object]
+) -> None:
+    """Paths in options are relative to the working directory, those in the file to the file's."""
+    asked: list[RunRequest] = []
+    monkeypatch.setattr("manager.commands.carry_out.carry_out", lambda request, *_, **__: asked.append(request))
+    monkeypatch.chdir(given.folder)
+    lines = {"code": "'jobs.py:good'", "profile": "profile.json", "steps": "7"}
+    lines |= dict([job.split(": ")]) if job else {}
+    folder = given.folder / "below"
+    folder.mkdir()
+    for name in ("jobs.py", "profile.json"):
+        (folder / name).write_bytes((given.folder / name).read_bytes())
+    path = folder / "job.yaml"
+    path.write_text(f"job: {{{', '.join(f'{key}: {value}' for key, value in lines.items())}}}\nvms: {{num_vms: 2}}\n")
+    done = CliRunner().invoke(app, ["run", "below/job.yaml", *map(str, options)])
+    assert done.exit_code == 0, done.output
+    (request,) = asked
+    found = prepare(RunRequest.model_validate_json(request.model_dump_json()), None).request
+    assert {
+        name: str(getattr(found, name)) if isinstance(value, str) else getattr(found, name)
+        for name, value in expected.items()
+    } == {
+        name: value.replace("HERE", str(given.folder)) if isinstance(value, str) else value
+        for name, value in expected.items()
+    }
+
+
+def test_an_option_that_a_job_file_cannot_take_is_refused(given: Given) -> None:
+    path = job_file(given, "code: 'jobs.py:good', profile: profile.json, epochs: 2")
+    line = given.refused("run", path, "--cluster", given.folder / "cluster.yaml")
+    assert line.startswith("--cluster: is given with a job file, which describes its VMs itself (got ")
+    assert line.endswith(f"; allowed: --set vms.KEY=VALUE, or the keys vms and policy of {path}")
+    assert "give one of the two" in given.refused("run", path, "--steps", 9)
+    assert given.refused("run", job_file(given), "-P", 3).startswith("-P: is not possible (got 3); allowed: 1 to 2")
+    line = given.refused("run", job_file(given), "-P", 2, "--set", "job.pipeline_depth=1")
+    assert line == "--set job.pipeline_depth: is set twice (got '2'); allowed: each key once"
 
 
 @pytest.mark.parametrize("missing", ["--profile", "--cluster"])

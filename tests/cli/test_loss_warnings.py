@@ -55,6 +55,44 @@ def test_every_command_that_looks_at_a_job_warns_of_a_summed_loss(
     assert WARNING in capsys.readouterr().err
 
 
+PLAYERS = """
+import torch
+import morph
+
+class Players(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.maker, self.judge = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+
+def loss(model, batch):
+    made = model.maker(batch["x"])
+    return -model.judge(made).mean() + (model.judge(made.detach()) - model.judge(batch["x"])).mean()
+
+def optimizers(named, num):
+    of = {name: [p for key, p in named if key.startswith(name)] for name in ("maker", "judge")}
+    parts = [(of["maker"], torch.optim.Adam), (of["judge"], torch.optim.SGD)]
+    return morph.Optimizers(*parts) if num == 2 else torch.optim.Adam(p for _, p in named)
+
+def job(num=2):
+    data = lambda: [{"x": torch.randn(4, generator=torch.Generator().manual_seed(i))} for i in range(16)]
+    return morph.Job(name="players", model=Players, loss=loss, dataset=data, batch_size=4, num_sections=2,
+                     optimizer=lambda named: optimizers(list(named), num))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [1, 2])
+def test_joined_optimizers_are_said_once_to_step_on_the_whole_loss(tmp_path: Path, num: int) -> None:
+    """Each section of the two players has one optimizer, so only the whole job shows that there are two."""
+    (tmp_path / "jobs.py").write_text(PLAYERS, encoding="utf-8")
+    found = CliRunner().invoke(app, ["cut", f"{tmp_path}/jobs.py:job(num={num})"])
+    assert found.exit_code == 0, found.output
+    said = [line for line in found.output.splitlines() if "note: all optimizers of morph.Optimizers" in line]
+    assert len(said) == num - 1
+    assert all("(Adam, SGD) step on the gradients of the whole loss" in line for line in said)
+    assert all("`morph elastic`" in line for line in said)
+
+
 @pytest.mark.slow
 def test_findings_about_a_job_are_kept_until_code_data_or_profile_change(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

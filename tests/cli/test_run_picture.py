@@ -134,6 +134,9 @@ def test_every_panel_marks_every_morph_with_its_colour_and_pause() -> None:
         assert [round(line.get_xdata()[0]) for line in marks if line.get_color() in (PLANNED, UNPLANNED)] == [
             30, 52, 70, 108,
         ]  # fmt: skip
+    assert [text.get_text() for text in panels[2].get_legend().get_texts()] == [
+        "measured (dots: each step)", "expected by the planner",
+    ]  # fmt: skip
     labels = {text.get_text(): text.get_color() for text in panels[0].texts}
     assert labels == {"600 ms": UNPLANNED, "1400 ms": UNPLANNED, "480 ms": PLANNED, "550 ms": UNPLANNED}
 

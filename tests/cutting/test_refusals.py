@@ -16,9 +16,11 @@ import morph
 from morph.contract.errors import ExportError, InputError, JobError
 from morph.cutting import cut, export_job
 from morph.cutting.cuts.report import report_cuts
+from morph.preflight.plain_comparison import QUICK_FLOPS, Limits, compare_with_plain
 
 ITEMS = [{"x": torch.randn(6, generator=torch.Generator().manual_seed(index))} for index in range(8)]
 HERE = Path(__file__)
+LIMITS = Limits(1 << 30, QUICK_FLOPS, torch.device("cpu"))
 
 
 def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -49,6 +51,38 @@ class AsksForTheBatch(Layers):
         if x.shape[0] > 2:  # asks for the number
             x = x * 2
         return self.second(x)
+
+
+class Weighs(Layers):
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        return self.second(self.first(x) * weights)  # as many weights as samples
+
+
+class Attends(nn.Module):
+    """torch's own decoder, encoder or both, under a causal mask; ``hints`` are their further arguments."""
+
+    def __init__(self, kind: str, **hints: bool) -> None:
+        super().__init__()
+        sizes: dict[str, Any] = {"dim_feedforward": 12, "dropout": 0.0, "batch_first": True}
+        self.kind, self.hints = kind, hints
+        if kind == "decoder":
+            self.inner: nn.Module = nn.TransformerDecoder(nn.TransformerDecoderLayer(6, 2, **sizes), 2)
+        elif kind == "encoder":
+            layer = nn.TransformerEncoderLayer(6, 2, **sizes)
+            self.inner = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        else:
+            self.inner = nn.Transformer(6, 2, num_encoder_layers=2, num_decoder_layers=2, **sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x[:, None, :] * torch.arange(1, 5)[None, :, None]
+        mask = nn.Transformer.generate_square_subsequent_mask(4)
+        if self.kind == "encoder":
+            y = self.inner(h, mask=mask, **self.hints)  # compares the mask of encoder
+        elif self.kind == "decoder":
+            y = self.inner(h, h, tgt_mask=mask, **self.hints)  # compares the mask of decoder
+        else:
+            y = self.inner(h, h, src_mask=mask, tgt_mask=mask, **self.hints)  # compares the mask of transformer
+        return y[:, -1]
 
 
 class Deciding(nn.Module):
@@ -140,6 +174,40 @@ def test_an_error_about_the_number_of_samples_names_its_line(
     found = refusal(tools, model)
     assert found.source == place_of(place)
     assert reason in found.message
+
+
+def test_len_in_a_loss_is_reported_at_the_losss_own_line(tools: Any) -> None:
+    """The model has its own condition, which holds for every number: two entries have as many samples."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        y = model(batch["x"], batch["weights"])
+        return y.square().sum() / len(y)  # takes len
+
+    items = [item | {"weights": torch.ones(1)} for item in ITEMS]
+    with pytest.raises(ExportError, match=r"fixes the number of samples.*tensor\.shape\[0\].*not from len") as caught:
+        export_job(tools.make_job(Weighs, loss, items))
+    assert caught.value.source == place_of("# takes len")
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedies"),
+    [
+        ("decoder", {"tgt_is_causal": True}),
+        ("encoder", {"is_causal": True}),
+        ("transformer", {"src_is_causal": True, "tgt_is_causal": True}),
+    ],
+)
+def test_a_mask_that_torch_compares_is_refused_with_a_remedy_that_works(
+    tools: Any, kind: str, remedies: dict[str, bool]
+) -> None:
+    given: dict[str, bool] = {}
+    for remedy in remedies:  # each refusal names the next one
+        found = refusal(tools, lambda: Attends(kind, **given))
+        assert found.source == place_of(f"# compares the mask of {kind}")
+        assert f"{remedy}" in str(found.allowed)
+        given[remedy] = True
+    job = tools.make_job(lambda: Attends(kind, **given), mean_loss, ITEMS)
+    assert compare_with_plain(job, export_job(job), 2, LIMITS).largest < 1e-5
 
 
 def test_a_shape_that_fits_only_another_number_of_samples_is_reported(tools: Any) -> None:

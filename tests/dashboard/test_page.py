@@ -47,6 +47,8 @@ def test_the_page_draws_the_run(tmp_path: Path) -> None:
     with serving(played(stop_at=6), tmp_path) as address:
         document = looked_at(address.with_token, tmp_path / "profile", "--dump-dom")
     assert 'data-version="6"' in document
+    assert '<main id="run">' in document, "hidden until there is something to show"
+    assert "<span>generation</span>" not in document
     assert len(re.findall(r'<td class="ready">n\d+</td>', document)) == 4
     assert "stage 1" in document
     assert "replica 1" in document
@@ -58,8 +60,14 @@ def test_the_page_draws_the_run(tmp_path: Path) -> None:
     assert "<tr><td>4</td><td>0.5</td><td>0.5</td></tr>" in document
     assert re.search(r"<b>2x2</b>", document)
     assert re.findall(r'<div title="(\dx\d) from', document) == ["3x2", "2x2"]
-    assert "compute " in document
+    assert "computing " in document
     assert '<p id="problem" role="alert"></p>' in document
+
+
+def test_the_page_of_a_run_that_has_ended_says_so(tmp_path: Path) -> None:
+    with serving(played(), tmp_path) as address:
+        document = looked_at(address.with_token, tmp_path / "profile", "--dump-dom")
+    assert re.search(r'<p id="headline">ended after \d+ s</p>', document)
 
 
 def test_without_the_token_the_page_stays_empty_and_says_why(tmp_path: Path) -> None:

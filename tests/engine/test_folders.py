@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -199,3 +200,15 @@ def test_the_folder_of_another_user_is_left_alone(tmp_path: Path, monkeypatch: p
     os.chown(folder, 12345, 12345)
     sweep()
     assert (folder / LOCK).is_file()
+
+
+def test_control_sockets_are_in_a_folder_that_only_their_user_can_enter() -> None:
+    before = os.umask(0)
+    try:
+        folder = make_folder(OWN_SOCKET)
+    finally:
+        os.umask(before)
+    try:
+        assert (stat.S_IMODE(folder.stat().st_mode), folder.stat().st_uid) == (0o700, os.geteuid())
+    finally:
+        remove(folder)

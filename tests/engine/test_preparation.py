@@ -58,7 +58,7 @@ def test_a_job_that_fits_only_beyond_the_kept_workers_is_refused() -> None:
         vms = VMS.model_copy(update={"keep": keep, "memory_bytes": memory_bytes})
         return set(controller_config(PROFILE, vms, POLICY, Trace(events=()), 10, num_beyond=3).plans)
 
-    memory_bytes = next(size for shift in range(60) if 1 not in planned(4, size := 10**12 >> shift))
+    memory_bytes = next(size for times in range(150) if 1 not in planned(4, size := 10**12 * 3**times >> 2 * times))
     assert 2 in planned(4, memory_bytes)
     with pytest.raises(PlanError):
         planned(1, memory_bytes)

@@ -117,6 +117,32 @@ def test_readers_answer_up_to_a_damaged_line_and_its_run_goes_on(
     assert [one.time_s for one in new if one.kind == "config"][-1] == entry.time_s + 1e6, "the next session is read"
 
 
+def test_readers_mention_damage_that_was_condensed(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sequence = damaged_line(run, lambda text: text[:-2])
+    (tmp_path / "later").mkdir()
+    cluster = JournalledCluster(0, tmp_path / "later", Faults())
+    with cluster.journal as later, Journal.open(run / JOURNAL) as journal:
+        cluster.run(6)
+        begun = journal.last_moment()
+        assert begun is not None
+        for line in later.read():
+            journal.append(begun[1] + line.time_s, line.kind, line.payload_json)
+        journal.condense(Condenser)
+    said = f"line {sequence} of the journal is damaged, and left out with what follows it"
+    for _ in range(2):  # each time as another process, which has not said it
+        monkeypatch.setattr(journal_module, "_told", set())
+        caplog.clear()
+        report, events = answers(run)
+        assert report.steps
+        assert events
+        assert [record.getMessage().count(said) for record in caplog.records] == [1]
+    with closing(sqlite3.connect(run / JOURNAL)) as connection:
+        lines = connection.execute("SELECT count(*) FROM entries WHERE sequence = ?", (sequence,)).fetchone()
+    assert lines == (0,), "it was not condensed"
+
+
 def test_a_journal_without_digests_is_read_and_gets_them_with_its_next_line(run: Path) -> None:
     whole = answers(run)
     with closing(sqlite3.connect(run / JOURNAL, isolation_level=None)) as connection:

@@ -168,7 +168,7 @@ def test_after_fruitless_generations_the_holders_save_and_try_again() -> None:
     assert {(action.order.version, action.order.held) for action in orders} == {(1, True)}
     written = [unit for action in orders for unit in action.order.checkpoint_units]
     assert sorted(written) == sorted(script.state.config.units)
-    assert "10 generations in a row" in script.sentence
+    assert "training was interrupted 10 times in a row" in script.sentence
     saved(script)
     assert script.state.saving.checkpoint is not None
     assert (script.state.phase, script.state.saving.checkpoint.version) == (Phase.RESTING, 1)

@@ -76,7 +76,7 @@ def test_vms_in_a_queue_are_shown_waiting_and_leaving_it() -> None:
         assert script.last is not None
         told += [(each.code, each.sentence) for each in run.take(script.now_s, event, script.last) if not each.inner]
     assert told == [
-        ("requested", "3 more requested from the provider"),
+        ("requested", "3 more VMs requested from the provider"),
         ("queued", "b, c wait in the queue"),
         ("nodes_started", "c left the queue and boots"),
     ]
@@ -146,7 +146,7 @@ def test_a_save_after_refused_ones_is_reported(capsys: pytest.CaptureFixture[str
     saves = [line for line in lines if re.search("checkpoint|saved$", line)]
     assert saves[0].endswith("could not write its part of a checkpoint: disk full")
     assert saves[1] == "the checkpoint of version 6 is complete, after 1 that storage refused"
-    assert saves[-1] == "all 40 steps are committed and saved"
+    assert saves[-1] == "all 40 steps are done and saved"
 
 
 FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=8, num_sections=6)
@@ -206,7 +206,7 @@ def test_a_change_of_shape_is_one_line(
     live = [line for line in live_lines(capsys, faults, num_nodes) if not re.match(r"\w+  (\dx\d  )?step \d", line)]
     for lines in (live, events_of(tmp_path, faults, num_nodes)):
         assert not [line for line in lines if any(word in line for word in PROTOCOL)]
-        others = ("checkpoint", "manager", "evaluation at version", "all 12 steps are committed and saved")
+        others = ("checkpoint", "manager", "evaluation at version", "all 12 steps are done and saved")
         found = [line for line in lines if not any(words in line for words in others)]
         assert len(found) == len(told)
         assert all(re.fullmatch(pattern, line) for pattern, line in zip(told, found, strict=True)), found

@@ -10,17 +10,19 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from simulated_cluster import Faults, JournalledCluster
 from typer.testing import CliRunner
 
 from manager.accounting.account import Account, Part
 from manager.accounting.spent import NOTHING, Prices
+from manager.dashboard.server import PageAddress
 from manager.report.journal_reader import read_report
 from manager.report.page import report_page
 from manager.report.picture import training_figure
 from manager.report.steps import Steps
 from manager.report.summary import summarise
-from manager.run_dir import JOURNAL, RunFacts
+from manager.run_dir import JOURNAL, PAGE, RunFacts
 from morph.cli.main import app
 
 FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=8, num_sections=6)
@@ -71,9 +73,9 @@ def test_the_page_needs_nothing_from_outside_and_its_parts_add_up(run_dir: Path,
     assert all(address.startswith("data:image/png;base64,") for address in page.addresses)
     assert not re.search(r"https?://", text)
     assert "<script" not in text
-    rows = {row[1]: row for row in page.rows if len(row) == 6 and row[1] in [*Part, "all"]}
-    assert set(rows) == {*(part.value for part in Part), "all"}
-    seconds = [float(rows[part.value][3]) for part in Part]
+    rows = {row[1]: row for row in page.rows if len(row) == 6}
+    assert {*(part.words for part in Part), "all"} <= set(rows)
+    seconds = [float(rows[part.words][3]) for part in Part]
     assert sum(seconds) == pytest.approx(float(rows["all"][3]), abs=0.5)
     assert float(rows["all"][5]) == pytest.approx(read_report(run_dir).account.total_s / 1000, rel=1e-3)
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
@@ -93,10 +95,26 @@ def test_the_page_shows_metrics_learning_rate_and_evaluations(run_dir: Path, tmp
     assert len(page.addresses) == 2  # the charts of the run, and of learning rate and metrics
     figure = training_figure(report)
     assert figure is not None
-    assert [panel.get_title(loc="left") for panel in figure.axes] == ["learning rate", "right"]
-    rates, metric = ([list(line.get_ydata()) for line in panel.get_lines()] for panel in figure.axes)
+    by_time, by_step = figure.axes[::2], figure.axes[1::2]
+    assert [panel.get_title(loc="left") for panel in by_time] == ["loss", "learning rate", "right"]
+    losses, rates, metric = ([list(line.get_ydata()) for line in panel.get_lines()] for panel in by_time)
+    assert losses == [[1 / (1 + step) for step in range(12)], [0.5, 0.25]]
     assert rates == [[0.001 / (1 + step) for step in range(12)], [0.001] * 12]
     assert metric == [[0.25] * 12, [0.5, 0.5]]
+    assert [list(line.get_xdata()) for line in by_step[2].get_lines()] == [list(range(12)), [4, 8]]
+    best = training_figure(report.model_copy(update={"best_version": 8}))
+    assert best is not None
+    marked = best.axes[-1].get_lines()[-1]
+    assert (marked.get_label(), list(marked.get_xdata()), marked.get_clip_on()) == ("best version", [8], False)
+    legend = best.axes[-1].get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["of each step", "evaluation", "best version"]
+    drawn = FigureCanvasAgg(best).get_renderer()
+    best.draw(drawn)
+    for panel in best.axes:
+        known = panel.get_legend()
+        if known is not None:
+            assert known.get_window_extent(drawn).y0 >= panel.get_window_extent(drawn).y1 - 5, "it hides no point"
     bare = report.model_copy(
         update={
             "evaluations": (),
@@ -119,10 +137,11 @@ def test_without_a_price_each_vm_costs_what_its_grant_said(tmp_path: Path) -> No
     bill = report.account.bill()
     assert bill is not None
     assert sum(bill.parts.values()) == bill.total > 0
-    rows = {row[1]: row for row in Page(output.read_text()).rows if len(row) == 6 and row[1] in [*Part, "all"]}
+    named = {*(part.words for part in Part), "all"}
+    rows = {row[1]: row for row in Page(output.read_text()).rows if len(row) == 6 and row[1] in named}
     told = {name: float(row[5]) for name, row in rows.items()}
     assert told.pop("all") == pytest.approx(bill.total_usd, abs=1e-4)
-    assert told == {part.value: pytest.approx(bill.part_usd(part), abs=1e-4) for part in Part}
+    assert told == {part.words: pytest.approx(bill.part_usd(part), abs=1e-4) for part in Part}
     assert f"dollars: {bill.total_usd:.4f}: " in summarise(report)
 
 
@@ -200,3 +219,29 @@ def test_every_decided_step_is_written_as_a_table(run_dir: Path, tmp_path: Path)
     assert table["step"].tolist() == [record.step for record in steps]
     assert table["loss"].tolist() == [record.loss for record in steps]
     assert not table["redone"].any()
+
+
+@pytest.mark.parametrize(
+    ("shortened", "how"),
+    [
+        (False, "finished (all 12 steps are committed and saved)"),
+        (True, "unmanaged (no process manages it; the last entry"),
+    ],
+)
+def test_the_page_of_a_run_without_a_manager_says_how_it_ended_and_names_the_report(
+    run_dir: Path, tmp_path: Path, shortened: bool, how: str
+) -> None:
+    directory = run_dir
+    if shortened:  # as a killed manager leaves it, with the address of its page
+        directory = tmp_path / "killed"
+        directory.mkdir()
+        (directory / "run.json").write_text(FACTS.model_dump_json())
+        (directory / PAGE).write_text(PageAddress(url="http://127.0.0.1:1/", token="t").model_dump_json())
+        cluster = JournalledCluster(0, directory, Faults(), expected_nodes=6)
+        cluster.journal.close()
+    done = CliRunner().invoke(app, ["page", str(directory)])
+    assert done.exit_code != 0
+    said = " ".join(done.output.split())
+    assert how in said
+    assert f"morph report {directory}" in said
+    assert "http" not in said

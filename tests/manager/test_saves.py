@@ -191,7 +191,7 @@ def test_the_interval_is_that_of_the_thesis_where_each_loss_is_fatal() -> None:
     interval_s, why = cheapest_interval(state, 0.0)
     assert interval_s / 4.6 == pytest.approx(51.7, abs=0.05)
     assert "a save stalls training for 2.55 s" in why
-    assert "a loss that only a checkpoint can mend is expected every 3 h" in why
+    assert "a loss that sends training back to its last checkpoint is expected every 3 h" in why
 
 
 @pytest.mark.parametrize(

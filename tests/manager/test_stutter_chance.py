@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 from controller_script import Script
@@ -42,12 +45,7 @@ def alarms(
         slow_from: The window from which the first member is slow.
         slowness: Factor of its times then, by the number of the micro-batch.
     """
-    plan, count = make_plan(*shape), shape[0] * shape[1]
-    rules = RULES.model_copy(update={"stutter": STUTTER})
-    policy = make_config().policy.model_copy(update={"rules": rules})
-    script = Script(plans={count: plan}, expected_nodes=count, section_compute_s=(1.0,) * 6, policy=policy)
-    script.ready(*(f"n{number}" for number in range(count)))
-    script.reshaped()
+    script = measured(shape)
     jitter = {worker: _jitter(random.Random(f"{seed} {worker}"), spread, memory) for worker in script.members}
     slow, onset = script.members[0], WINDOWS if slow_from is None else slow_from
     found: list[str] = []
@@ -55,7 +53,8 @@ def alarms(
         before = slow_ones(script)
         times = []
         for slot in script.state.slots:
-            usual_s, first = len(plan.stages[slot.stage].sections), window * STUTTER.samples
+            assert script.state.plan is not None
+            usual_s, first = len(script.state.plan.stages[slot.stage].sections), window * STUTTER.samples
             compute_s = tuple(
                 usual_s * next(jitter[slot.worker]) * (slowness(first + number) if is_slow else 1.0)
                 for is_slow in (slot.worker == slow and window >= onset,)
@@ -65,6 +64,16 @@ def alarms(
         script.tell(ComputeTimesSeen(times=tuple(times)))
         found += slow_ones(script) - before
     return found
+
+
+def measured(shape: tuple[int, int]) -> Script:
+    """Return a script that trains in this shape, by the usual rules for slow workers."""
+    plan, count = make_plan(*shape), shape[0] * shape[1]
+    policy = make_config().policy.model_copy(update={"rules": RULES.model_copy(update={"stutter": STUTTER})})
+    script = Script(plans={count: plan}, expected_nodes=count, section_compute_s=(1.0,) * 6, policy=policy)
+    script.ready(*(f"n{number}" for number in range(count)))
+    script.reshaped()
+    return script
 
 
 def slow_ones(script: Script) -> set[str]:
@@ -103,6 +112,92 @@ def bursts(number: int) -> float:
 def test_a_worker_that_now_and_then_stands_still_is_found(shape: tuple[int, int]) -> None:
     for seed in range(3):
         assert alarms(shape, seed, 0.05, 0.0, 0, bursts) == ["n0"], f"seed {seed}"
+
+
+def on_a_busy_core(draw: random.Random, stopped: bool) -> Iterator[tuple[float, float]]:
+    """Yield the time of each micro-batch of 1 ms, and the part of it spent queued, on a core that ten threads share.
+
+    With ``stopped`` the process is stopped in 60 of every 90 ms: while it is queued this costs nothing, and afterwards
+    it queues again.
+    """
+    now_s = draw.uniform(0, 0.09)
+    while True:
+        begun_s, left_s, queued_s = now_s, 0.001, 0.0
+        while left_s > 1e-9:
+            wait_s = draw.expovariate(20)
+            now_s, queued_s = now_s + wait_s, queued_s + wait_s
+            into_s = now_s % 0.09
+            if stopped and into_s >= 0.03:
+                now_s += 0.09 - into_s
+                continue
+            turn_s = min(left_s, draw.uniform(0.0005, 0.003), 0.03 - into_s if stopped else 1.0)
+            now_s, left_s = now_s + turn_s, left_s - turn_s
+        yield now_s - begun_s, queued_s
+
+
+Works = Mapping[str, Iterator[tuple[float, float]]]
+
+
+def found_under_load(script: Script, works: Works, num_windows: int, *, is_known: bool = True) -> set[str]:
+    """Let members report windows of these times and queued parts of them (seconds); return those found slow.
+
+    ``is_known``: whether the kernel tells the queued parts.
+    """
+    found: set[str] = set()
+    assert script.state.plan is not None
+    lengths = {slot.worker: len(script.state.plan.stages[slot.stage].sections) for slot in script.state.slots}
+    for _ in range(num_windows):
+        times = []
+        for worker, length in lengths.items():
+            pairs = [next(works[worker]) for _ in range(STUTTER.samples)]
+            compute_s, queued_s = zip(*((length * whole_s, length * part_s) for whole_s, part_s in pairs), strict=True)
+            kept_s = queued_s if is_known else ()
+            times.append(WorkerTimes(worker=worker, generation=1, compute_s=compute_s, queued_s=kept_s))
+        script.tell(ComputeTimesSeen(times=tuple(times)))
+        found |= slow_ones(script)
+    return found
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] > 1], ids=str)
+def test_at_a_load_of_20_on_two_cores_a_worker_that_is_stopped_in_bursts_is_found_alone(shape: tuple[int, int]) -> None:
+    for seed, slow in cells(range(3), ({"n0"}, set[str]())):
+        script = measured(shape)
+        works = {worker: on_a_busy_core(random.Random(f"{seed} {worker}"), worker in slow) for worker in script.members}
+        assert found_under_load(script, works, WINDOWS) == slow, f"seed {seed}"
+
+
+RECORDED = Path(__file__).with_name("busy_cores.json")
+"""Three threads with micro-batches of 1 ms at a load of 20 on two cores, the first stopped in 60 of every 90 ms.
+
+Milliseconds of each micro-batch and the queued part, as ``core_clock`` measured them on Linux 6.18.
+"""
+
+
+def test_in_recorded_times_at_a_load_of_20_the_worker_that_was_stopped_in_bursts_is_found_alone() -> None:
+    recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
+    script = measured((1, 3))
+    works = {
+        worker: ((whole_ms / 1e3, queued_ms / 1e3) for whole_ms, queued_ms in times)
+        for worker, times in zip(script.members, recorded, strict=True)
+    }
+    assert found_under_load(script, works, len(recorded[0]) // STUTTER.samples) == {"n0"}
+
+
+def test_a_worker_whose_own_machine_is_busy_is_slow_and_one_that_waits_like_all_others_is_not() -> None:
+    def judged(*waits_s: float, own_s: tuple[float, ...] = (1.0, 1.0, 1.0), is_known: bool = True) -> set[str]:
+        script = measured((1, 3))
+        works: Works = {
+            worker: itertools.repeat((one_s + wait_s, wait_s))
+            for worker, one_s, wait_s in zip(script.members, own_s, waits_s, strict=True)
+        }
+        return found_under_load(script, works, 20, is_known=is_known)
+
+    assert judged(2.0, 0.0, 0.0) == {"n0"}
+    assert judged(2.0, 0.1, 0.0) == {"n0"}
+    assert judged(2.0, 0.1, 0.1) == set()
+    assert judged(2.0, 0.1, 0.1, is_known=False) == {"n0"}
+    assert judged(9.0, 9.0, 9.0, own_s=(2.0, 1.0, 1.0)) == set(), "beside the waits, its excess delays nobody"
+    assert judged(2.0, 2.0, 2.0, own_s=(4.0, 1.0, 1.0)) == {"n0"}
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

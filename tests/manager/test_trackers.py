@@ -300,11 +300,12 @@ def test_a_callback_that_hangs_or_keeps_dying_is_left_out(folder: Path) -> None:
     ]
 
 
-def test_a_tracker_gets_its_own_credentials_and_a_callback_none() -> None:
+def test_a_tracker_gets_its_own_credentials_and_callbacks_and_alerts_none() -> None:
     environment = {"PATH": "p", "WANDB_API_KEY": "w", "MLFLOW_TRACKING_TOKEN": "m", "AZURE_CLIENT_SECRET": "a"}
     assert environment_of("wandb", environment) == {"PATH": "p", "WANDB_API_KEY": "w"}
     assert environment_of("mlflow", environment) == {"PATH": "p", "MLFLOW_TRACKING_TOKEN": "m"}
-    assert environment_of("tensorboard", environment) == environment_of("callback", environment) == {"PATH": "p"}
+    for kind in ("tensorboard", "callback", "notify"):
+        assert environment_of(kind, environment) == {"PATH": "p"}
 
 
 def test_missing_trackers_are_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,36 @@ def test_a_function_gets_the_arguments_behind_its_name(tmp_path: Path) -> None:
         load_job(f"{path}:build(width=3)")
 
 
+SCRIPT = """
+import argparse
+import sys
+def build():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rate", type=float)
+    parser.add_argument("--sizes", type=int, nargs="+")
+    parser.add_argument("--on", action="store_true")
+    parser.add_argument("--more", default="kept")
+    found = vars(parser.parse_args())
+    assert found == {"rate": 1e-3, "sizes": [1, 2], "on": True, "more": "kept"}, found
+    assert sys.argv[0].endswith("user_job.py")
+"""
+
+
+def test_a_function_without_parameters_finds_its_arguments_on_its_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", before := ["morph", "run"])
+    path = write(tmp_path, f"{SCRIPT}    return {MAKE}")
+    assert load_job(f"{path}:build(rate=1e-3, sizes=[1, 2], on=True, more=None)").name == "a"
+    with pytest.raises(JobError, match=r"build: calling it ended the process with 2: .*\(got '--width 3'\)"):
+        load_job(f"{path}:build(width=3)")
+    assert "unrecognized arguments: --width 3" in capsys.readouterr().err
+    assert sys.argv is before
+    path = write(tmp_path, f"def build():\n    return {MAKE}")
+    with pytest.raises(JobError, match=r"build: takes no arguments \(got 'width'\); allowed: build\(\)"):
+        load_job(f"{path}:build(width=3)")
+
+
 @pytest.mark.parametrize("call", ["build(3)", "build(size=open)", "build(**{})", "build(size)", "build(size=1"])
 def test_arguments_that_are_not_plain_values_are_refused(tmp_path: Path, call: str) -> None:
     path = write(tmp_path, f"job = {MAKE}def build(size):\n    return {MAKE}")
@@ -145,6 +175,20 @@ def test_a_spec_that_names_no_file_is_refused(spec: str, message: str) -> None:
 def test_importing_morph_and_its_job_module_loads_no_torch() -> None:
     script = "import sys, morph, morph.jobs.job; morph.Job; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hf", "lightning"])
+def test_a_bridge_is_an_importable_module_and_an_attribute(name: str) -> None:
+    """``import morph`` alone loads neither it nor torch; a fresh process shows that."""
+    script = f"""
+import sys, morph
+assert not {{"torch", "transformers", "lightning", "morph.{name}"}} & {{*sys.modules}}
+import morph.{name}
+from morph.{name} import job
+assert sys.modules["morph.{name}"] is morph.{name} and morph.{name}.job is job
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
 
 
 @pytest.mark.parametrize("name", ["tiny_gpt"])

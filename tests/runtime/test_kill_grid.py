@@ -395,3 +395,54 @@ def test_losses_of_either_type_re_shape_pipelines_over_two_types_and_change_no_b
         weights = {entry.unit: entry.sha256 for entry in read_manifest(run_dir.checkpoint_url, 9).units}
     assert formed == [plan.shape for plan in plans]
     assert weights == alone.at(9)
+
+
+@pytest.mark.parametrize("with_sums_bytes", [ROOM_BYTES, ROOM_BYTES + 1])
+def test_a_shape_without_room_for_kept_sums_drops_them_and_changes_no_bit(
+    crew: ManagedCrew, alone: Alone, tmp_path: Path, with_sums_bytes: int
+) -> None:
+    """The second of three shapes has the room, or not; each next one is formed after a loss in mid-step."""
+    job, shapes = crew.job, {4: "2x2", 3: "3x1", 2: "2x1"}
+    plans = {}
+    for num, shape in shapes.items():
+        update = {"peak_memory_bytes": 0, "memory_with_sums_bytes": with_sums_bytes if num == 3 else 0}
+        plan = job.plan(shape)
+        plans[num] = plan.model_copy(update={"expected": plan.expected.model_copy(update=update)})
+    config = ControllerConfig(
+        fingerprint=job.fingerprint,
+        plans=plans,
+        units=job.units,
+        unit_bytes=dict.fromkeys(job.units, UNIT_BYTES),
+        num_steps=9,
+        device_memory_bytes=ROOM_BYTES,
+        host_memory_bytes=ROOM_BYTES,
+        policy=Policy(checkpoint_every_steps=CHECKPOINT_EVERY, redundancy="auto"),
+        expected_nodes=4,
+    )
+    facts = RunFacts(
+        job=JOB,
+        fingerprint=job.fingerprint,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        batch_size=job.batch_size,
+        num_sections=NUM_SECTIONS,
+    )
+    left, formed = [3, 6], dict[str, tuple[bool, bool]]()
+
+    def watch(observed: Observed) -> None:
+        state = observed.decision.state
+        if state.phase is not Phase.TRAINING or state.plan is None or state.reshape is None:
+            return
+        formed.setdefault(state.plan.shape, (state.reshape.keep_sums, state.reshape.salvage is not None))
+        if state.version in left:
+            left.remove(state.version)
+            crew.arm(Fault(worker=state.slots[-1].worker, phase="before_commit", step=state.version + 1))
+
+    with RunDir(tmp_path / "run", facts) as run_dir:
+        finish = crew.run(config, run_dir, lambda _: watch)
+        assert finish.outcome == "finished", finish.sentence
+        weights = {entry.unit: entry.sha256 for entry in read_manifest(run_dir.checkpoint_url, 9).units}
+    fits = with_sums_bytes <= ROOM_BYTES
+    assert list(formed) == [plan.shape for plan in plans.values()]
+    assert [keeps for keeps, _ in formed.values()] == [True, fits, True]
+    assert [salvages for _, salvages in formed.values()][:2] == [False, fits]
+    assert weights == alone.at(9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from morph.contract.messages import (
     Source,
     StepOrder,
 )
+from morph.runtime.device.task_clock import CoreTimes
 from morph.runtime.process.single import single_plan
 from morph.runtime.process.worker import Worker, set_up
 from morph.runtime.step import pace
@@ -51,6 +53,16 @@ def test_the_first_micro_batch_warms_up_and_does_not_count() -> None:
 def test_a_worker_that_was_slow_by_its_sums_is_probed_by_its_mean() -> None:
     times_s = iter([100.0, 2.0, 2.0, 2.0, 2.0, 12.0])
     assert Prober("w").run(ORDER.model_copy(update={"by_sums": True}), lambda: next(times_s)).slowdown == 2.0
+
+
+def test_where_all_lack_cores_a_probe_leaves_out_its_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    queued_s = itertools.chain.from_iterable((10.0 * number, 10.0 * number + 1.0) for number in itertools.count())
+    clock = nullcontext(lambda: CoreTimes(0.0, next(queued_s)))
+    monkeypatch.setattr(pace, "core_clock", lambda: clock)
+    order = ORDER.model_copy(update={"waited_s": 2.0, "healthy_s": 4.0})
+    assert Prober("w").run(order, Work()).slowdown == 1.0
+    monkeypatch.setattr(pace, "core_clock", lambda: nullcontext(lambda: CoreTimes(0.0, None)))
+    assert Prober("w").run(order, Work()).slowdown == 0.75
 
 
 def test_a_probe_that_is_left_ends_at_the_next_micro_batch() -> None:
@@ -154,7 +166,8 @@ def test_a_probe_finds_a_slow_spell_and_its_end(
 ) -> None:
     """Compare the worker's own compute and waits, because other load on these cores varies from probe to probe."""
     slept_s: list[float] = []
-    clock = SimpleNamespace(perf_counter=lambda: time.thread_time() + sum(slept_s))
+    ours = {"perf_counter": lambda: time.thread_time() + sum(slept_s), "thread_time": time.thread_time}
+    clock = SimpleNamespace(**ours)
     monkeypatch.setattr("morph.runtime.device.task_clock.time", clock)
     monkeypatch.setattr("morph.runtime.step.slow_stage.time", SimpleNamespace(sleep=slept_s.append))
     alone = Alone(tiny_job, tmp_path, (SlowSpell(worker="w", factor=12.0, first_step=3, end_step=5),))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import threading
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from morph.contract.errors import WaitTimeout
-from morph.runtime.device.task_clock import EventClock, HostClock, TaskClock, clock_of
+from morph.contract.timeline import MicroBatchTimes
+from morph.runtime.device.task_clock import CoreTimes, EventClock, HostClock, TaskClock, clock_of, core_clock
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.step.executor import Executor
 from morph.runtime.step.pace import Pace
@@ -175,6 +177,39 @@ def test_a_processor_is_timed_by_the_host_and_another_device_by_its_events() -> 
     assert clock.is_over(end)
     assert clock.seconds(start, end) == end - start >= 0.0
     assert isinstance(clock_of(torch.device("cuda")), EventClock)
+
+
+def told_of_tasks(in_groups: bool, *tasks: tuple[Task, CoreTimes]) -> MicroBatchTimes | None:
+    """Return what a worker reports of one micro-batch with these tasks on a processor."""
+    watch, pace = Stopwatch(HostClock()), Pace()
+    watch.finished, watch.in_groups = partial(pace.note, 1), in_groups
+    for task, cores in tasks:
+        watch.task_given(task, 0, watch.mark(), cores)
+    return pace.collect()
+
+
+@pytest.mark.parametrize(("in_groups", "queued_s"), [(False, 0.5), (True, 0.6)])
+def test_a_micro_batch_is_reported_with_its_wait_for_cores(in_groups: bool, queued_s: float) -> None:
+    tasks = [(Task.FORWARD, 0.2), (Task.RECOMPUTE, 0.3), (Task.BACKWARD, 0.3)]
+    told = told_of_tasks(in_groups, *((task, CoreTimes(2 * waited_s, waited_s)) for task, waited_s in tasks))
+    assert told is not None
+    assert (told.queued_s, told.processor_s) == ((queued_s,), (2 * queued_s,))
+    silent = told_of_tasks(in_groups, *((task, CoreTimes(waited_s, None)) for task, waited_s in tasks))
+    assert silent is not None
+    assert silent.queued_s == ()
+
+
+def test_the_clock_of_cores_counts_neither_sleep_nor_what_the_kernel_does_not_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with core_clock() as core_times:
+        begun, begun_s = core_times(), time.perf_counter()
+        threading.Event().wait(0.2)
+        spent, whole_s = core_times().since(begun), time.perf_counter() - begun_s
+    assert spent.processor_s + (spent.queued_s or 0.0) <= whole_s - 0.15
+    monkeypatch.setattr("morph.runtime.device.task_clock.os.open", lambda *_: (_ for _ in ()).throw(OSError()))
+    with core_clock() as core_times:
+        assert core_times().queued_s is None
 
 
 def test_a_device_that_hangs_is_not_waited_for_without_a_bound() -> None:

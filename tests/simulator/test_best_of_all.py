@@ -2,91 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.best_of_all import (
+    KINDS,
+    Bruteforce,
+    Case,
+    case_of,
+    found_cost,
+    found_plan,
+    gap_of,
+    random_case,
+    with_memory,
+)
 from benchmarks.harness import PROFILES
 from morph.contract.errors import PlanError
-from morph.contract.profile import Profile, load_profile
+from morph.contract.profile import load_profile
 from simulator import PlanRequest, plan, synthetic_profile
-from simulator.costs.stage_costs import SectionCosts
 from simulator.inputs.synthetic import with_type
 from simulator.render import tables
+from simulator.search.preference import LEAST_TIME_ERROR, Errors, preferred
 from tests.seeds import each_seed
-from tests.simulator.brute_force import Bruteforce
 
-Case = tuple[Profile, PlanRequest, dict[str, int]]
 WORTH, _TOLERATED = PlanRequest().worth, 1.01
 
 
-def with_memory(profile: Profile, own: int | None, other: int | None) -> Profile:
-    """Return the profile with these limits on its own and on the other type."""
-
-    def limited(given: Any, limit: int | None) -> Any:
-        environment = given.environment.model_copy(update={"device_memory_bytes": limit})
-        return given.model_copy(update={"environment": environment})
-
-    return limited(profile, own).model_copy(update={"node_types": (limited(profile.node_types[0], other),)})
-
-
-def needed_bytes(profile: Profile, begin: int, end: int, window: int, *, single: bool, recompute: bool) -> int:
-    memory = SectionCosts(profile, 1, recompute=recompute).memory(single=single)
-    stage = np.array([begin]), np.array([end]), np.array([window])
-    return int(memory.whole_bytes(memory.device_bytes(*stage, np.array([recompute])))[0])
-
-
-def random_case(seed: int) -> Case:
-    """Draw a job and up to four GPUs of two types; most have too little memory for some pipelines."""
-    rng = np.random.default_rng(seed)
-    count = int(rng.integers(2, 5))
-    profile = synthetic_profile(
-        num_sections=count,
-        forward_s=rng.uniform(0.002, 0.01, count).tolist(),
-        batch_size=int(rng.choice([3, 4, 6, 8])),
-        micro_batch_sizes=(1,),
-        overhead_s=float(rng.choice([0, 0.002])),
-        latency_s=float(rng.choice([0, 0.001, 0.004])),
-        bandwidth_bytes_per_s=float(rng.choice([1e7, 1e8, 1e9])),
-        parameter_bytes=int(rng.choice([10_000, 100_000, 1_000_000])),
-        activation_bytes_per_sample=int(rng.choice([10_000, 300_000, 1_000_000])),
-        tied=bool(rng.integers(2)),
-    )
-    limits: list[int | None] = [None, None]
-    if rng.integers(4):
-        whole = needed_bytes(profile, 0, count, 1, single=True, recompute=True)
-        limits = [int(whole * rng.uniform(0.4, 1.4)) for _ in range(2)]
-    profile = with_memory(with_type(profile, "t4", float(rng.choice([1.05, 1.3, 2, 3]))), *limits)
-    own = int(rng.integers(1, 4))
-    pool = {"": own, "t4": int(rng.integers(1, 5 - own))}
-    request = PlanRequest(
-        schedule=("varuna", "1f1b", "gpipe")[rng.integers(3)], recompute=(None, True, False)[rng.integers(3)]
-    )
-    return profile, request, pool
-
-
-def best_s(profile: Profile, request: PlanRequest, pool: Mapping[str, int]) -> float:
-    """Return the seconds of the best plan's mini-batch; inf if there is no plan."""
-    try:
-        return plan(profile, request, pool=pool, num_runners_up=0).best.expected.mini_batch_s
-    except PlanError:
-        return float("inf")
-
-
 def assert_best_of_all(case: Case) -> None:
-    profile, request, pool = case
-    found_s = best_s(profile, request, pool)
-    every = Bruteforce(profile, request, pool)
-    assert found_s * 1e9 <= _TOLERATED * every.least(below=found_s * 1e9), every.best
+    gap, best = gap_of(case)
+    assert gap <= _TOLERATED, best
 
 
 @pytest.mark.slow
-@each_seed(5, in_long=300)
-def test_plans_of_small_pools_are_hardly_slower_than_the_best_of_all(seed: int) -> None:
-    assert_best_of_all(random_case(seed))
+@each_seed(2 * len(KINDS), in_long=100 * len(KINDS))
+def test_plans_are_hardly_slower_than_the_best_of_all(seed: int) -> None:
+    assert_best_of_all(case_of(KINDS[seed % len(KINDS)], seed))
 
 
 @pytest.mark.parametrize("seed", [51, 130, 161, 178, 183])
@@ -102,27 +54,68 @@ def test_pipelines_over_two_types_are_left_out_by_bounds_alone(seed: int) -> Non
     assert_best_of_all((with_memory(profile, None, None), request, {"": 1, "t4": 1 + seed % 2}))
 
 
-def larger(case: Case, rng: np.random.Generator) -> dict[str, Case]:
+@pytest.mark.parametrize(("kind", "seed"), [("one type", 136), ("two types", 21), ("two types", 27)])
+def test_pipelines_share_their_cuts_where_that_is_faster(kind: str, seed: int) -> None:
+    """Alone each is faster with another cut or depth, but then they form more rings, which takes 2 to 5 % longer."""
+    gap, best = gap_of(case_of(kind, seed))
+    assert gap <= 1 + 1e-9, best
+
+
+def test_the_cheapest_pool_of_a_job_that_short_mini_batches_do_not_finish() -> None:
+    profile = load_profile(PROFILES / "gpt2-2.5b.json")
+    memory_bytes = profile.environment.device_memory_bytes
+    profile, price = with_type(profile, "t4", 1.92, memory_bytes), {"v100": 0.9, "t4": 0.16}
+    given = {"objective": "usd_per_example", "usd_per_gpu_hour": price, "num_runners_up": 0}
+    assert plan(profile, pool={"v100": 12, "t4": 12}, unequal=True, **given).best.pool
+
+
+@pytest.mark.slow
+@each_seed(7, in_long=30 * len(KINDS))
+def test_no_plan_is_faster_than_the_proved_gap_allows(seed: int) -> None:
+    profile, request, pool = case_of(KINDS[seed % len(KINDS)], seed)
+    found = found_plan((profile, request, pool))
+    if found is None or found.gap is None:
+        return
+    assert found.gap >= 0
+    bound_ns = found.best.expected.mini_batch_s * 1e9 / (1 + found.gap)
+    assert Bruteforce(profile, request, pool).least(below=bound_ns) == bound_ns
+
+
+def test_a_gap_is_proved_of_all_plans_on_the_same_gpus_alone() -> None:
+    profile = load_profile(PROFILES / "gpt2-2.5b-t4.json")
+    assert plan(profile, num_gpus=19, unequal=True).gap == pytest.approx(0.0073, abs=1e-3)
+    price = {"v100": 0.9, "t4": 0.16}
+    for given in ({"pipeline_depth": 9}, {"budget_usd_per_h": 10.0, "usd_per_gpu_hour": price["v100"]}):
+        assert plan(profile, num_gpus=19, **given).gap is None
+
+
+def larger(case: Case, factor: float) -> dict[str, Case]:
     """Return cases in which more is available or allowed."""
     profile, request, pool = case
     own = profile.environment.device_memory_bytes
     other = profile.node_types[0].environment.device_memory_bytes
-    factor = float(rng.uniform(1, 1.5))
     found = {
         "memory": (with_memory(profile, own and int(own * factor), other and int(other * factor)), request, pool),
         "recompute": (profile, replace(request, recompute=None), pool),
         "schedule": (profile, replace(request, schedule=None), pool),
     }
+    if isinstance(sizes := request.num_gpus_per_node, tuple):
+        for more in ((*sizes, 1), (sizes[0], sizes[1] + 1)):
+            found[f"nodes {more}"] = profile, replace(request, num_gpus_per_node=more), {"": sum(more)}
+        return found
+    if request.budget_usd_per_h is not None:
+        more_usd = request.budget_usd_per_h * factor
+        found["budget"] = profile, replace(request, budget_usd_per_h=more_usd), pool
     return found | {f"GPU {name!r}": (profile, request, pool | {name: pool[name] + 1}) for name in pool}
 
 
 @pytest.mark.slow
-@each_seed(4, in_long=150)
-def test_nothing_that_is_added_or_allowed_makes_a_plan_slower(seed: int) -> None:
-    case = random_case(seed)
-    found_s = best_s(*case)
-    for what, more in larger(case, np.random.default_rng(seed)).items():
-        assert best_s(*more) * WORTH <= found_s, what
+@each_seed(len(KINDS), in_long=50 * len(KINDS))
+def test_nothing_that_is_added_or_allowed_makes_a_plan_slower_or_dearer(seed: int) -> None:
+    case = case_of(KINDS[seed % len(KINDS)], seed)
+    cost = found_cost(case)
+    for what, more in larger(case, float(np.random.default_rng(seed).uniform(1, 1.5))).items():
+        assert found_cost(more) * WORTH <= cost * (1 + 1e-9), what
 
 
 def test_no_runner_up_is_listed_twice() -> None:
@@ -156,11 +149,12 @@ def test_a_roomier_and_a_faster_plan_are_named_where_they_cost_little() -> None:
     profile = load_profile(PROFILES / "gpt2-2.5b-t4.json")
     tight = plan(profile, num_gpus=27, unequal=True)
     line = tables.room_line(tight)
-    assert line.startswith("1.4% of the fullest device's memory is left, and measured memory was up to 9% above")
+    assert line.startswith("1.4% of the fullest device's memory is left, less than the margin of 8%")
     roomy = next(each for each in tight.runners_up if each.expected.peak_memory_bytes < 0.92 * 2**34)
     longer = roomy.expected.mini_batch_s / tight.best.expected.mini_batch_s - 1
     assert line.endswith(f"; {roomy.shape.replace('x', ' x ')} leaves 22% and takes {longer:.1%} longer")
-    assert "above the expected" not in tables.room_line(tight, 2**35)
+    assert tables.room_line(tight, 2**35).startswith("50.7% of the fullest device's memory is left; the margin")
+    assert tables.room_line(tight, margin=0.01).startswith("1.4% of the fullest device's memory is left; the margin")
     assert tables.room_line(plan(synthetic_profile(), num_gpus=2)) == ""
     price = {"v100": 0.9, "t4": 0.16}
     pool = {"v100": 12, "t4": 12}
@@ -169,4 +163,32 @@ def test_a_roomier_and_a_faster_plan_are_named_where_they_cost_little() -> None:
     dearer = cheap.values[1] / cheap.values[0] - 1
     assert faster > 0.3
     assert tables.price_lines(cheap)[-1].endswith(f"{faster:.0%} faster for {dearer:.1%} more dollars per example")
-    assert tables.leftover_line(cheap).endswith(" GPUs idle: no better plan with them was found")
+    fuller = max(cheap.runners_up, key=lambda each: each.num_workers)
+    idle = f" GPUs idle: {fuller.shape.replace('x', ' x ')} on {fuller.num_workers} costs "
+    assert idle in tables.leftover_line(cheap)
+    # 37 % faster for 0.3 % more dollars: of plans as good within the errors, the one with room and few kinds is chosen
+    chosen = preferred(cheap, PlanRequest(usd_per_gpu_hour=price), Errors.of(profile))
+    assert (chosen.best.shape, chosen.runners_up[0].shape) == (cheap.runners_up[0].shape, cheap.best.shape)
+    assert chosen.usd_per_h == pytest.approx(chosen.values[0] * chosen.best.expected.examples_per_s * 3600)
+    assert "the roomier plan is chosen" in tables.preference_line(chosen, Errors.of(profile))
+
+
+@pytest.mark.slow
+def test_of_plans_that_differ_by_less_than_the_error_of_the_times_the_simplest_is_preferred() -> None:
+    profile = load_profile(PROFILES / "gpt2-2.5b.json")
+    choice, request = plan(profile, num_gpus=36, unequal=True), PlanRequest()
+    assert (len(choice.best.pipeline_kinds), choice.runners_up[0].shape) == (2, "9x4")
+    gain = choice.worse(1)
+    near, far = Errors(time=gain * 1.01), Errors(time=gain * 0.99)
+    chosen = preferred(choice, request, near)
+    assert (chosen.best.shape, chosen.runners_up[0].shape) == ("9x4", choice.best.shape)
+    assert chosen.worse(1) < 0
+    assert "the simpler plan is chosen" in tables.preference_line(chosen, near)
+    assert preferred(choice, request, far) is choice
+    assert tables.preference_line(choice, far) == ""
+
+
+@pytest.mark.parametrize(("mad", "error"), [(0.0, LEAST_TIME_ERROR), (0.2, 0.2 / 8**0.5)])
+def test_the_error_of_the_times_is_the_spread_of_one_pass_through_the_model(mad: float, error: float) -> None:
+    profile = synthetic_profile(num_sections=4, overhead_s=0.0, backward_ratio=1.0, jitter=2 * mad)
+    assert Errors.of(profile).time == pytest.approx(error)

@@ -14,7 +14,7 @@ from morph.contract.profile import Environment, Profile, UnitProfile
 from simulator import plan, simulate, synthetic_profile
 from simulator.costs.memory import StageMemory
 from simulator.costs.stage_costs import SectionCosts, stage_costs
-from simulator.inputs.request import MemoryRules
+from simulator.inputs.request import MemoryRules, RedundancyName
 from simulator.search.partition import least_bytes, partition_table
 
 NOTHING_MORE = MemoryRules(keeps_sums=False, copies_sums=False, changes=False, saves=False)
@@ -145,12 +145,12 @@ def test_old_and_new_units_coexist_in_a_change_of_shape() -> None:
 def test_a_stage_of_one_replica_is_followed_where_the_run_says_so() -> None:
     shape: dict[str, Any] = {"num_stages": 2, "micro_batch_size": M, "changes": False}
     profile = profile_of(tied=False)
-    alone = simulate(profile, **shape, redundancy="auto").costs
-    followed = simulate(profile, **shape, redundancy="salvage").costs
+    alone = simulate(profile, **shape, redundancy="off").costs
+    followed = simulate(profile, **shape, redundancy="state").costs
     spans = zip((0, followed.boundaries[1]), (followed.boundaries[1], 5), strict=True)
     more = [sum(4 * s.parameter_bytes + 8 for s in profile.sections[first:end]) for first, end in spans]
     assert (followed.memory_bytes - alone.memory_bytes).tolist() == more
-    twice = simulate(profile, **shape, num_replicas=2, redundancy="salvage").costs.memory_bytes
+    twice = simulate(profile, **shape, num_replicas=2, redundancy="state").costs.memory_bytes
     assert twice.tolist() == simulate(profile, **shape, num_replicas=2).costs.memory_bytes.tolist()
 
 
@@ -282,3 +282,18 @@ def test_a_reduced_step_that_is_given_up_has_its_sums_twice() -> None:
     assert "giving up" not in stages.sections.memory(single=True).moments(
         *stages.spans, stages.times.window, stages.times.recompute
     )
+
+
+def test_no_plan_is_refused_for_the_room_of_kept_sums() -> None:
+    profile = profile_of(tied=False)
+    shape: dict[str, Any] = {"num_stages": 2, "num_replicas": 2, "micro_batch_size": M}
+    names: tuple[RedundancyName, ...] = ("off", "auto", "salvage")
+    off, auto, salvage = (simulate(profile, **shape, redundancy=name).expected for name in names)
+    assert auto.peak_memory_bytes == off.peak_memory_bytes
+    assert auto.memory_with_sums_bytes == salvage.peak_memory_bytes > auto.peak_memory_bytes
+    given: dict[str, Any] = {"num_gpus": 4, "num_replicas": 2, "memory_bytes": auto.peak_memory_bytes}
+    tight, free = (plan(profile, **given, micro_batch_size=M, redundancy=name).best for name in ("auto", "off"))
+    assert tight.expected.mini_batch_s == free.expected.mini_batch_s
+    assert tight.expected.memory_with_sums_bytes > auto.peak_memory_bytes
+    with pytest.raises(PlanError, match="memory_bytes"):
+        plan(profile, **given, micro_batch_size=M, redundancy="salvage")

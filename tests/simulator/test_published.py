@@ -7,9 +7,10 @@ import pytest
 
 from benchmarks.harness import PROFILES
 from benchmarks.published import MODELS, SHIPPED, published_profile
+from benchmarks.published.estimated import ESTIMATED, estimated_text
 from benchmarks.published.profiles import WITH_T4, profile_text, shipped_profile
 from benchmarks.published.speeds import ANCHORS, speed_of
-from morph.contract.profile import load_profile
+from morph.contract.profile import estimates, load_profile
 from simulator import simulate
 
 KINDS = ("Varuna", "Bamboo", "derived: ", "assumed: ", "not published", "docs/", "this table")
@@ -35,7 +36,21 @@ def test_the_shipped_file_is_what_the_published_figures_give_bit_for_bit(model: 
 
 
 def test_no_other_file_is_shipped() -> None:
-    assert {path.stem for path in PROFILES.iterdir()} == {*SHIPPED, WITH_T4}
+    assert {path.stem for path in PROFILES.iterdir()} == {*SHIPPED, WITH_T4, *ESTIMATED}
+
+
+@pytest.mark.parametrize("name", ESTIMATED)
+@pytest.mark.long
+def test_an_estimated_file_is_what_the_configuration_gives_bit_for_bit(name: str) -> None:
+    found = (PROFILES / f"{name}.json").read_text(encoding="utf-8")
+    assert found == estimated_text(name), "run python -m benchmarks published.estimated"
+
+
+@pytest.mark.parametrize("name", ESTIMATED)
+def test_estimated_files_say_so_for_each_of_their_types(name: str) -> None:
+    profile, types = load_profile(PROFILES / f"{name}.json"), ESTIMATED[name][1]
+    assert tuple(node_type.name for node_type in profile.node_types) == types[1:]
+    assert len(estimates(profile, types)) == len(types)
 
 
 @pytest.mark.parametrize("model", SHIPPED)

@@ -38,6 +38,8 @@ from tests.trainers.lightning_job import (  # noqa: E402
     text_loader,
 )
 
+# On a machine with Slurm, Lightning warns that the tests were not started by it.
+pytestmark = pytest.mark.filterwarnings("ignore:The `srun` command is available")
 NUM_STEPS = 6
 
 

@@ -219,7 +219,7 @@ def small_trainer(tmp_path: Path, **given: Any) -> Any:
         given.keys()
         - names
         - {"kind", "of", "quantum"}
-        - {field.name for field in fields(transformers.TrainingArguments)}
+        - {field.name for field in fields(transformers.Seq2SeqTrainingArguments)}
     )
     if newer:
         pytest.skip(f"of a newer transformers: {newer}")
@@ -421,7 +421,7 @@ def test_adapters_over_a_base_that_stays_in_its_file(tmp_path: Path, monkeypatch
 
 
 def test_every_argument_of_the_installed_transformers_is_in_the_table() -> None:
-    assert {field.name for field in fields(transformers.TrainingArguments)} <= ARGUMENTS.keys()
+    assert {field.name for field in fields(transformers.Seq2SeqTrainingArguments)} <= ARGUMENTS.keys()
 
 
 def test_an_unknown_argument_is_refused_by_name(tmp_path: Path) -> None:
@@ -432,6 +432,9 @@ def test_an_unknown_argument_is_refused_by_name(tmp_path: Path) -> None:
     assert morph.hf.job(small_trainer(tmp_path, of=Newer)).batch_size == 8
     with pytest.raises(JobError, match=r"quantum.*does not know"):
         morph.hf.job(small_trainer(tmp_path, of=Newer, quantum=True))
+
+
+GENERATES = {"of": transformers.Seq2SeqTrainingArguments, "predict_with_generate": True, "generation_max_length": 8}
 
 
 class NotPlaced(transformers.TrainingArguments):
@@ -493,6 +496,8 @@ CHANGES_TRAINING = (
         ({"kind": own(loader=loader_of(batch_size=3))}, r"get_train_dataloader: batch_size.*3.*8, as in args"),
         ({"kind": own(loader=loader_of(batch_size=8, shuffle=True))}, r"global generators.*RandomSampler"),
         ({"train_dataset": iter([])}, "train_dataset"),
+        ({**GENERATES, "eval_strategy": "epoch"}, "predict_with_generate.*eval_strategy='no'.*`sample`"),
+        ({**GENERATES, "sortish_sampler": True}, "sortish_sampler"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_its_name(given: dict[str, Any], named: str, tmp_path: Path) -> None:
@@ -502,6 +507,10 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(given: dict[str, Any], n
         given = {**given, "max_steps": 3}
     with pytest.raises(JobError, match=named):
         morph.hf.job(small_trainer(tmp_path, **given))
+
+
+def test_a_trainer_that_generates_after_training_is_honoured(tmp_path: Path) -> None:
+    assert morph.hf.job(small_trainer(tmp_path, **GENERATES)).batch_size == 8
 
 
 def test_methods_that_do_not_change_training_may_be_overridden(tmp_path: Path) -> None:

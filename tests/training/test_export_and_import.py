@@ -151,6 +151,8 @@ def test_a_damaged_newest_checkpoint_is_skipped_unless_it_was_named(run_dir: Pat
 
 
 GPT2_JOB = """
+from dataclasses import replace
+from functools import partial
 import torch
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -166,9 +168,16 @@ class Tokens:
     def __getitem__(self, index):
         return {"tokens": (torch.arange(8) * (index % 3 + 1) + index) % 32}
 
+def model(own_tie=False):
+    made = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2))
+    if own_tie:  # the config does not tell it
+        first, second = made.transformer.h
+        first.mlp.c_fc.weight = second.mlp.c_fc.weight
+    return made
+
 job = Job(
     name="gpt2",
-    model=lambda: GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2)),
+    model=model,
     loss=loss,
     dataset=Tokens,
     optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2),
@@ -176,6 +185,7 @@ job = Job(
     micro_batch_size=2,
     num_sections=2,
 )
+tied = replace(job, model=partial(model, True))
 """
 
 
@@ -213,6 +223,36 @@ def test_transformers_loads_what_was_exported_and_gives_back_what_can_be_importe
     imported = trained_parameters(tmp_path / "tuned", version=0)
     assert imported.keys() == trained.keys()
     assert all(torch.equal(imported[name], trained[name]) for name in trained)
+
+
+@pytest.mark.filterwarnings("default")  # transformers itself triggers it
+@pytest.mark.parametrize(("name", "twice"), [("job", []), ("tied", ["transformer.h.0.mlp.c_fc.weight"])])
+def test_an_exported_folder_holds_a_tied_tensor_once_as_save_pretrained_does(
+    gpt2_job: str, tmp_path: Path, name: str, twice: list[str]
+) -> None:
+    """A tie that ``from_pretrained`` cannot know is written under both names."""
+    spec = gpt2_job.replace(":job", f":{name}")
+    run, folder = trained_run(spec, tmp_path / "run", num_sections=2), tmp_path / "folder"
+    assert morph("export", run, folder)[0] == 0
+    from transformers import GPT2LMHeadModel
+
+    loaded, told = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
+    assert not told["missing_keys"]
+    trained = trained_parameters(run)
+    own = dict(loaded.named_parameters())
+    assert sorted(own.keys() - trained.keys()) == ["transformer.h.1.mlp.c_fc.weight"] * len(twice)
+    assert all(torch.equal(own[key], value) for key, value in trained.items())
+    loaded.save_pretrained(tmp_path / "host")
+    written = safetensors.torch.load_file(folder / "model.safetensors")
+    assert written.keys() == safetensors.torch.load_file(tmp_path / "host" / "model.safetensors").keys()
+    plain = load_job(spec).model()
+    told = plain.load_state_dict(written, strict=False)  # the host's own files lack the second name too
+    assert (told.missing_keys, told.unexpected_keys) == (["lm_head.weight"], [])
+    assert all(torch.equal(value, trained[key]) for key, value in plain.named_parameters())
+    assert morph("export", run, tmp_path / "model.pt")[0] == 0
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert state["lm_head.weight"].data_ptr() == state["transformer.wte.weight"].data_ptr()
+    plain.load_state_dict(state, strict=True)
 
 
 def test_what_is_imported_is_exported_again_bit_for_bit(run_dir: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from manager.controller.shape.placement import Holdings
 from manager.controller.shape.risk import holders_of, losses_per_vm_s, mean_s_to_fatal_loss, vms_of
+from manager.controller.shape.salvage import keeps_sums
 from manager.controller.shape.selection import cost_of_morph_s
 from manager.controller.state.bounds import LINK_BYTES_PER_S, SAVE_COPY_BYTES_PER_S, STORAGE_BYTES_PER_S, SUM_BYTES
 from manager.controller.state.state import ControllerState
@@ -105,7 +106,7 @@ def redundancy_of(
     speed = measured or state.config.link_bytes_per_s or LINK_BYTES_PER_S
     step_s = plan.expected.mini_batch_s
     every = 0
-    if policy != "state":
+    if keeps_sums(state.config, plan):
         every = _copy_every(plan, slots, needed, parameters, speed, losses_per_vm_s(state, now_s))
     if not sole and not every:
         return Redundancy((), 0, "")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from manager.controller.shape.followers import redundancy_of, zones_of
 from manager.controller.shape.placement import choose_sources, place
 from manager.controller.shape.pre_copy import with_pre_copy, without_pre_copy
-from manager.controller.shape.salvage import choose_salvage
+from manager.controller.shape.salvage import choose_salvage, keeps_sums
 from manager.controller.shape.selection import (
     Choice,
     chosen,
@@ -122,6 +122,8 @@ def form(transition: Transition, *, planned: bool = False) -> None:
     )
     transition.order(outstanding, receivers)
     transition.change_step(attempt=0, loss_scale=None)
+    if not order.keep_sums:
+        transition.change_step(kept={})
     members = {slot.worker: needed[slot.stage] for slot in order.slots}
     transition.change(phase=Phase.RESHAPING, generation=order.generation, reshape=order, member_units=members)
     transition.change_waits(waiting_since_s=None, hold_until_s=None, join_since_s=None)
@@ -178,6 +180,7 @@ def _order(state: ControllerState, choice: Choice, now_s: float) -> tuple[Reshap
     unable = frozenset[WorkerId]() if state.saving.doubt is None else state.saving.doubt.unable
     redundancy = redundancy_of(state, choice.plan, slots, held, now_s)
     num, sizes = state.num_micro_batches(choice.plan), state.config.unit_bytes
+    keeps = keeps_sums(state.config, choice.plan)
     order = ReshapeOrder.model_construct(  # skips validation of thousands of values that were validated before
         generation=state.generation + 1,
         version=state.version,
@@ -185,8 +188,8 @@ def _order(state: ControllerState, choice: Choice, now_s: float) -> tuple[Reshap
         plan=choice.plan,
         slots=slots,
         sources=choose_sources(slots, needed, held, sizes, restore, unable),
-        salvage=choose_salvage(kept, choice.plan, slots, needed, state.config.units, sizes, num),
-        keep_sums=state.config.policy.keeps_sums,
+        salvage=choose_salvage(kept if keeps else {}, choice.plan, slots, needed, state.config.units, sizes, num),
+        keep_sums=keeps,
         follows=redundancy.follows,
         follow_in_host=redundancy.in_host,
         copy_sums_every=redundancy.copy_sums_every,
@@ -249,7 +252,7 @@ def _measure_anew(transition: Transition) -> None:
     for worker, entry in state.workers.items():
         fresh: WorkerState = entry
         if entry.pace.samples_s or entry.pace.median_s is not None:
-            update = {"samples_s": (), "median_s": None, "past_s": (), "past_means_s": ()}
+            update = {"samples_s": (), "queued_s": (), "median_s": None, "past_s": (), "past_means_s": ()}
             fresh = fresh.model_copy(update={"pace": entry.pace.model_copy(update=update)})
         if worker in state.member_units:
             fresh = fresh.model_copy(update={"probation": None}) if entry.probation else fresh
@@ -298,7 +301,7 @@ def start_if_due(transition: Transition) -> None:
     state, now_s = transition.state, transition.now_s
     waits = state.waits
     if state.version >= state.config.num_steps:
-        return transition.end("finished", f"all {state.config.num_steps} steps are committed and saved already")
+        return transition.end("finished", f"all {state.config.num_steps} steps are done and saved already")
     choice, num_known = chosen(transition), len(state.workers)
     num_ready = len(choice.workers) if choice else len(state.ready_workers)
     waiting_since_s = now_s if waits.waiting_since_s is None else waits.waiting_since_s

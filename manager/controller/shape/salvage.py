@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from operator import itemgetter
 
+from manager.controller.state.config import ControllerConfig
 from manager.controller.state.transition import Transition
 from morph.contract.messages import Slot, UnitId, WorkerId
 from morph.contract.plan import Plan
@@ -69,13 +70,23 @@ def choose_salvage(
     return Salvage.model_construct(sums=tuple(salvaged), remaining=remaining, num_spared=spared)
 
 
+def keeps_sums(config: ControllerConfig, plan: Plan) -> bool:
+    """Whether workers in a shape keep the sums of an abandoned step; with "auto", only where memory has the room."""
+    if config.policy.redundancy != "auto":
+        return config.policy.redundancy == "salvage"
+    device, host, expected = config.device_memory_bytes, config.host_memory_bytes, plan.expected
+    return (device is None or expected.memory_with_sums_bytes <= device) and (
+        host is None or expected.host_with_sums_bytes <= host
+    )
+
+
 def note_prepared(transition: Transition) -> None:
     """Record the sums of workers that have prepared the abandoned step, also if the abort reached them after that."""
     state = transition.state
     step = state.step
-    if not step.reports or step.attempt or not state.config.policy.keeps_sums:
-        return
     assert state.reshape is not None, "no generation was formed"
+    if not step.reports or step.attempt or not state.reshape.keep_sums:
+        return
     plan, kept = state.reshape.plan, dict(step.kept)
     num = state.num_micro_batches(plan)
     salvage = state.reshape.salvage if state.version == state.reshape.version else None

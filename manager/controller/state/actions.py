@@ -150,6 +150,7 @@ class ProbeWorker(Value):
     end_section: int
     healthy_s: float = Field(gt=0)
     by_sums: bool = False
+    waited_s: float | None = None
 
     def order(self) -> ProbeOrder:
         """The order for the worker."""

@@ -146,6 +146,9 @@ class WorkerTimes(Value):
     device_s: tuple[Annotated[float, Field(ge=0)], ...] = Field(
         default=(), description="the times as in calibration: processor time on a CPU; absent: equal to ``compute_s``"
     )
+    queued_s: tuple[Annotated[float, Field(ge=0)], ...] = Field(
+        default=(), description="the part of ``compute_s`` in which other threads had the cores; absent: not known"
+    )
 
 
 class NobodyHeard(Value):

@@ -114,7 +114,7 @@ class Correction(Value):
         """The correction in words; neighbouring sections with the same factor are listed together."""
         every = self.types or {"": self}
         texts = [f"{f'on {name} ' if name else ''}{each._parts()}" for name, each in every.items()]
-        return f"against the profile, {'; '.join(texts)}"
+        return f"measured against the profile: {'; '.join(texts)}"
 
     def _parts(self) -> str:
         parts, first = [], 0
@@ -122,7 +122,7 @@ class Correction(Value):
             last = first + len(list(alike)) - 1
             error = max(self.errors[first : last + 1])
             sections = f"sections {first}-{last} take" if first < last else f"section {first} takes"
-            parts.append(f"{sections} {factor} times as long (+-{error:.0%})")
+            parts.append(f"{sections} {factor} times as long, give or take {error:.0%}")
             first = last + 1
         return ", ".join(parts)
 

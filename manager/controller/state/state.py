@@ -202,14 +202,20 @@ class Yardstick(Value):
 class Pace(Value):
     """How fast a worker computes.
 
-    ``samples_s``: times of micro-batches in the window that is being filled; ``median_s``: the median of the last full
-    window, and ``error_s`` its standard error; ``past_s``: medians of the last windows in this generation, and
-    ``past_means_s`` their means. ``streak``: the number of windows in a row in which it was slow, or, if negative,
-    well. ``slowdown``: 1 is as fast as expected. ``yardstick``: the time with which it was compared when it was last
-    judged.
+    ``samples_s``: times of micro-batches in the window that is being filled, and ``queued_s`` the parts of these in
+    which other threads had the cores; ``queued``: the last full window's queued time as a share of its other time. If
+    all members lack cores, queued time does not count in the following, and ``waited_s`` is its mean.
+
+    ``median_s``: the median of the last full window, and ``error_s`` its standard error; ``past_s``: medians of the
+    last windows in this generation, and ``past_means_s`` their means. ``streak``: the number of windows in a row in
+    which it was slow, or, if negative, well. ``slowdown``: 1 is as fast as expected. ``yardstick``: the time with which
+    it was compared when it was last judged.
     """
 
     samples_s: tuple[float, ...] = ()
+    queued_s: tuple[float, ...] = ()
+    queued: float = 0.0
+    waited_s: float = 0.0
     median_s: float | None = None
     error_s: float = 0.0
     past_s: tuple[float, ...] = ()

@@ -16,6 +16,7 @@ from manager.controller.steps.save_timing import record_save_begun
 from manager.controller.steps.training_loop import commit_orders
 from morph.contract.messages import UnitId, WorkerId
 from morph.contract.waits import Backoff
+from morph.words import counted
 
 # Several generations in a row decide no step: what workers hold is saved, and a pause precedes the next attempt.
 
@@ -35,8 +36,8 @@ def begin_rest(transition: Transition) -> None:
     policy = state.config.policy
     since_s = now_s if waits.resting_since_s is None else waits.resting_since_s
     sentence = (
-        f"{waits.num_fruitless} generations in a row were dissolved without a new step "
-        f"(version {state.version} is decided)"
+        f"training was interrupted {waits.num_fruitless} times in a row before a step was complete "
+        f"({counted(state.version, 'step is', 'steps are')} done)"
     )
     limit_s = retry_bound_s(state)
     if now_s >= since_s + limit_s:
@@ -48,7 +49,7 @@ def begin_rest(transition: Transition) -> None:
     pause_s = PAUSES.pause_s(waits.num_fruitless - policy.max_fruitless_generations)
     transition.change(phase=Phase.RESTING, reshape=None, member_units={})
     transition.change_waits(resting_since_s=since_s, rest_until_s=now_s + pause_s, join_since_s=None)
-    transition.say(ReasonCode.RESTING, f"{sentence}: the next one is formed in {pause_s:g} s")
+    transition.say(ReasonCode.RESTING, f"{sentence}: it is tried again in {pause_s:g} s")
     return _save_held(transition)
 
 

@@ -83,8 +83,8 @@ def cheapest_interval(state: ControllerState, now_s: float) -> tuple[float, str]
     interval_s = max(tau_s, durable_s, step_seconds(state))
     why = (
         f"one every {duration(interval_s)} costs least: a save stalls training for {duration(stall_s)} "
-        f"({stall_s / interval_s:.2%} of the time), and a loss that only a checkpoint can mend is expected every "
-        f"{duration(mttf_s)}"
+        f"({stall_s / interval_s:.2%} of the time), and a loss that sends training back to its last checkpoint is "
+        f"expected every {duration(mttf_s)}"
     )
     if interval_s == durable_s:
         why += f"; a save takes {duration(durable_s)} to be complete"

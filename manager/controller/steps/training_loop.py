@@ -269,7 +269,7 @@ def _end(transition: Transition) -> None:
     state = transition.state
     fails = state.failing is not None and state.failing.final
     if state.version >= state.config.num_steps and not fails:
-        return transition.end("finished", f"all {state.config.num_steps} steps are committed and saved")
+        return transition.end("finished", f"all {state.config.num_steps} steps are done and saved")
     if not fails and (why := early_end(state)):
         return transition.end("finished", f"{why}; version {state.version} is saved")
     return transition.end("stopped", f"{state.stop_reason}; version {state.version} is saved")

@@ -32,7 +32,6 @@ function showFigures(run) {
   const figures = [
     figure("phase", run.trouble ? `${run.phase}: ${run.trouble}` : run.phase), figure("shape P x D", run.shape ?? "-"), figure("step", steps),
     figure("examples/s", number(run.examples_per_s, 1)), figure("loss", number(run.loss, 4)),
-    figure("generation", `${run.generation}`),
   ];
   if (run.learning_rates !== null) {
     const rates = [...new Set(run.learning_rates.map(short))];
@@ -46,6 +45,12 @@ function showFigures(run) {
     figures.push(next);
   }
   if (run.dollars !== null) figures.push(figure("dollars so far", `$${run.dollars.toFixed(4)}`));
+  if (run.remaining?.end_usd) {
+    const [expected, low, high] = run.remaining.end_usd.map((usd) => `$${usd.toFixed(4)}`);
+    const end = figure("dollars at the end, about", expected);
+    end.title = `${low} to ${high} in about 3 of 4 runs, with pauses and losses as often as so far`;
+    figures.push(end);
+  }
   if (run.dollars_on_demand !== null) figures.push(figure("the same on demand", `$${run.dollars_on_demand.toFixed(4)}`));
   at("figures").replaceChildren(...figures);
 }
@@ -161,7 +166,7 @@ function showParts(run) {
     const entry = element("span"), mark = element("i");
     mark.style.background = COLOURS[part];
     const dollars = run.part_dollars === null ? "" : `, $${run.part_dollars[part].toFixed(4)}`;
-    entry.append(mark, `${part} ${share.toFixed(1)} %${dollars}`);
+    entry.append(mark, `${PART_WORDS[part]} ${share.toFixed(1)} %${dollars}`);
     legend.push(entry);
   }
   at("parts").replaceChildren(...bars);
@@ -176,7 +181,8 @@ function showEvents(run) {
 function show(run) {
   document.title = `${run.job}: ${run.shape ?? run.phase}, step ${run.version}`;
   at("job").textContent = run.job;
-  at("headline").textContent = `running for ${duration(run.time_s - run.start_s)}`;
+  const left = run.remaining === null ? "" : `, ${run.remaining.text}`;
+  at("headline").textContent = `${run.phase === "ended" ? "ended after" : "running for"} ${duration(run.time_s - run.start_s)}${left}`;
   showFigures(run);
   showGrid(run);
   showShapes(run);
@@ -187,6 +193,7 @@ function show(run) {
   showEvaluations(run);
   showParts(run);
   showEvents(run);
+  at("run").hidden = false;
   document.body.dataset.version = run.version;
 }
 

@@ -134,16 +134,18 @@ class Paces:
     def add(self, worker: WorkerId, times: MicroBatchTimes) -> None:
         """Keep the times of a heartbeat; times of older generations are dropped."""
         compute_s = tuple(sum(pair) for pair in zip(times.forward_s, times.backward_s, strict=True))
-        device_s = times.processor_s
+        device_s, queued_s = times.processor_s, times.queued_s
         with self._lock:
             before = self._times.get(worker)
             if before is not None and before.generation == times.generation:
                 compute_s, device_s = before.compute_s + compute_s, before.device_s + device_s
+                queued_s = before.queued_s + queued_s
             self._times[worker] = WorkerTimes(
                 worker=worker,
                 generation=times.generation,
                 compute_s=compute_s[-MOST_KEPT:],
                 device_s=device_s[-MOST_KEPT:],
+                queued_s=queued_s[-MOST_KEPT:],
             )
 
     def take(self) -> ComputeTimesSeen | None:

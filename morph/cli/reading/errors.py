@@ -60,7 +60,10 @@ def _usage(error: typer.BadParameter) -> InputError:
     details = getattr(error.__cause__, "errors", None)
     value = details()[0].get("input") if callable(details) else None
     where = getattr(error.param, "opts", None) or [getattr(error.param, "name", None)]
-    return InputError(error.message, field=where[0], value=value)
+    message, is_choice, choices = error.message.removeprefix("Value error, ").partition(" is not one of ")
+    if is_choice:
+        return InputError("is unknown", field=where[0], value=value, allowed=choices.rstrip(".").replace("'", ""))
+    return InputError(message, field=where[0], value=value)
 
 
 class MorphGroup(HelpGroup):

@@ -25,6 +25,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from morph.cutting.source.guards import replaced
 
@@ -67,7 +68,8 @@ def _is_needless(given: Mapping[str, Any]) -> bool:
         return False
     if given.get("allow_is_bidirectional_skip", False):
         return True
-    return given.get("allow_is_causal_skip", True) and num_queries in {1, num_keys}
+    is_whole = any(statically_known_true(num_queries == number) for number in (1, num_keys))
+    return is_whole and given.get("allow_is_causal_skip", True)
 
 
 def _none_for_one_sequence(indices_of: Indices) -> Indices:

@@ -26,13 +26,14 @@ class Guard:
 
     Attributes:
         text: The condition as torch writes it, such as ``Eq(s0, 3)``.
-        is_equality: Whether it holds for only one number of samples, and not for a range.
+        strength: 2 if it holds for only one number, 1 for a range of numbers, 0 if two sizes are equal, as those of the
+            entries of a batch are.
         line: ``file:line`` of the user's code; None outside of the user's code.
         module: Class of the innermost module that runs, if it is torch's own.
     """
 
     text: str
-    is_equality: bool
+    strength: int
     line: str | None
     module: str | None
     transformed: bool = False
@@ -72,8 +73,8 @@ def watched_guards() -> Iterator[list[Guard]]:
     original = ShapeEnv._log_guard
 
     def log_guard(self: Any, prefix: str, guard: Any, *args: Any, **kwargs: Any) -> None:
-        equality = type(guard).__name__ == "Equality"
-        found.append(Guard(str(guard), equality, line_in_loss(), _running_module(), _in_a_transform()))
+        strength = (2 if len(guard.free_symbols) == 1 else 0) if type(guard).__name__ == "Equality" else 1
+        found.append(Guard(str(guard), strength, line_in_loss(), _running_module(), _in_a_transform()))
         original(self, prefix, guard, *args, **kwargs)
 
     with replaced(ShapeEnv, "_log_guard", log_guard):
@@ -82,7 +83,7 @@ def watched_guards() -> Iterator[list[Guard]]:
 
 def decisive(guards: list[Guard]) -> Guard | None:
     """Return the guard to report, preferably one in the user's code, or one that fixes the number of samples."""
-    return max(guards, key=lambda guard: (guard.line is not None, guard.is_equality), default=None)
+    return max(guards, key=lambda guard: (guard.line is not None, guard.strength), default=None)
 
 
 def line_in_loss() -> str | None:

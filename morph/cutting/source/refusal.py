@@ -13,6 +13,7 @@ OR_MARK = (
 )
 
 
+_COMPARES_MASKS = "_detect_is_causal_mask"
 _PACKED = ("torch/nn/utils/rnn.py", "torch/nn/modules/rnn.py")
 
 
@@ -42,10 +43,19 @@ def _reason_and_advice(error: Exception, guard: Guard | None) -> tuple[str, str]
     if isinstance(error, Untraceable):
         return str(error), error.allowed
     text = str(error)
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    frames = traceback.extract_tb(error.__traceback__)
+    files = [frame.filename for frame in frames]
     in_transform = any(file.removesuffix(".py").replace("/", ".").endswith(TRANSFORMS) for file in files)
     if in_transform or (guard is not None and guard.transformed):
         return transform_refused()
+    comparing = next((frame.line for frame in frames if f"= {_COMPARES_MASKS}(" in (frame.line or "")), None)
+    if comparing is not None:
+        name = comparing.partition(" = ")[0]
+        outer = " (in nn.Transformer: src_is_causal)" if name == "is_causal" else ""
+        return (
+            "torch compares the values of the attention mask with those of a causal one",
+            f"{name}=True{outer} beside a mask that is causal, {name}=False beside any other",
+        )
     if any(file.endswith(_PACKED) for file in files) and "FakeTensor" in text:
         return (
             "packed sequences have sizes that depend on the lengths in the batch",
@@ -62,7 +72,7 @@ def _reason_and_advice(error: Exception, guard: Guard | None) -> tuple[str, str]
         if "specialized" in text:
             return (
                 f"it fixes the number of samples in a micro-batch{inside}",
-                "any number of samples; take it from tensor.shape[0] instead of writing it down",
+                "any number of samples; take it from tensor.shape[0], not from len(tensor) or as a written number",
             )
         return (
             f"it does one thing for some numbers of samples in a micro-batch and another for others{inside}",

@@ -6,10 +6,12 @@ same queue records the time at which the device reaches it; the time is read lat
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -83,6 +85,43 @@ class EventClock:
 
     def seconds(self, start: DeviceEvent, end: DeviceEvent) -> float:
         return start.elapsed_time(end) / 1e3
+
+
+class CoreTimes(NamedTuple):
+    """How the calling thread spent time on a processor, in seconds.
+
+    ``queued_s``: the time in which it was ready to run and other threads had the cores; None if the kernel does not
+    tell. A thread that sleeps, or whose process is stopped, is neither computing nor queued.
+    """
+
+    processor_s: float
+    queued_s: float | None
+
+    def since(self, before: CoreTimes) -> CoreTimes:
+        """Return the times since an earlier reading of the same clock."""
+        return CoreTimes(self.processor_s - before.processor_s, _both(self.queued_s, before.queued_s, -1))
+
+    def plus(self, other: CoreTimes) -> CoreTimes:
+        """Return the sums; ``queued_s`` is None if one of them is."""
+        return CoreTimes(self.processor_s + other.processor_s, _both(self.queued_s, other.queued_s, 1))
+
+
+def _both(one_s: float | None, other_s: float | None, sign: int) -> float | None:
+    return None if one_s is None or other_s is None else one_s + sign * other_s
+
+
+@contextmanager
+def core_clock() -> Iterator[Callable[[], CoreTimes]]:
+    """Yield a function that returns the ``CoreTimes`` of this thread so far; a call takes about two microseconds."""
+    try:
+        file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # another system than Linux, or a kernel without these statistics
+        yield lambda: CoreTimes(time.thread_time(), None)
+        return
+    try:
+        yield lambda: CoreTimes(time.thread_time(), int(os.pread(file, 64, 0).split()[1]) / 1e9)
+    finally:
+        os.close(file)
 
 
 def clock_of(device: torch.device) -> TaskClock:

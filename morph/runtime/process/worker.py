@@ -295,7 +295,10 @@ class Worker:
         if self._generation is not None:
             self._reaper.reap(self._generation.groups)
             self._generation = None
-        self._sums.keep(order.version)
+        if order.keep_sums:
+            self._sums.keep(order.version)
+        else:  # the new shape has no room for them
+            self._sums.drop()
         like = order.version if order.decided is None or order.decided.state_of is None else order.decided.state_of
         self._held = {**self._followers.in_step(like), **self._held}
         self._followers.end()

@@ -100,12 +100,15 @@ def export_pretrained(job: Job, checkpoint_url: str, manifest: Manifest) -> tupl
 def _under_each_name(
     state: ModelState, trained: Mapping[str, Tensor], frozen: Mapping[str, Tensor], names: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """Return the tensors kept under these names: trained, given to the run, or made by the job's model."""
+    """Return the tensors kept under these names: trained, given to the run, or made by the job's model.
+
+    Tied names have the same tensor. ``save_pretrained`` and ``torch.save`` write such a tensor once.
+    """
     whole: dict[str, Tensor] = {}
     for name in dict.fromkeys(names.values()):
-        whole[name] = next(found for found in (trained, frozen, state.values) if name in found)[name]
-    # every name gets its own memory, because safetensors refuses one tensor under two names
-    return {name: whole[kept].clone().contiguous() for name, kept in names.items()}
+        held = next(found for found in (trained, frozen, state.values) if name in found)[name]
+        whole[name] = held.clone().contiguous()
+    return {name: whole[kept] for name, kept in names.items()}
 
 
 def _trained(job: Job, state: ModelState, checkpoint_url: str, manifest: Manifest) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +12,7 @@ from morph.contract.messages import WEIGHT
 from morph.contract.timeline import Peaks, SpanKind
 from morph.cutting.sections.section import BoundaryTensor
 from morph.runtime.device.links import Link
-from morph.runtime.device.task_clock import TaskClock, clock_of
+from morph.runtime.device.task_clock import TaskClock, clock_of, core_clock
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.step.links import Interval, Receiver, Sender
@@ -128,18 +127,19 @@ class Executor:
         ``loss_scale`` is the factor of the loss before its backward.
         """
         self._loss_scale = loss_scale
-        while not self._cursor.finished:
-            self._interrupt.check()
-            task = self._cursor.next_task(self._activations(), self._gradients())
-            if task is None:
-                self._wait()
-                continue
-            start, began_s = self.stopwatch.mark(), time.thread_time()
-            micro_batch = self._run_task(task, sums)
-            self._cursor.done(task)
-            spent_s = time.thread_time() - began_s if self._device.type == "cpu" else None
-            self.stopwatch.task_given(task, micro_batch, start, spent_s)
-            self._count_stored()
+        with core_clock() as core_times:
+            while not self._cursor.finished:
+                self._interrupt.check()
+                task = self._cursor.next_task(self._activations(), self._gradients())
+                if task is None:
+                    self._wait()
+                    continue
+                start, begun = self.stopwatch.mark(), core_times()
+                micro_batch = self._run_task(task, sums)
+                self._cursor.done(task)
+                spent = core_times().since(begun) if self._device.type == "cpu" else None
+                self.stopwatch.task_given(task, micro_batch, start, spent)
+                self._count_stored()
 
     def finish(self) -> None:
         """Block until all messages have left; called after the reductions, which need not wait for them."""

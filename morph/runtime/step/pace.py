@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from morph.contract.messages import Probed, ProbeOrder
 from morph.contract.timeline import MicroBatchTimes
+from morph.runtime.device.task_clock import CoreTimes, core_clock
 
 MOST_KEPT = 16
 """The number of micro-batches that are kept until a heartbeat takes them; older ones are dropped."""
@@ -23,7 +24,7 @@ class _Note(NamedTuple):
     forward_s: float
     recompute_s: float
     backward_s: float
-    processor_s: float | None
+    cores: CoreTimes | None
 
 
 class Pace:
@@ -38,10 +39,10 @@ class Pace:
         forward_s: float,
         recompute_s: float,
         backward_s: float,
-        processor_s: float | None = None,
+        cores: CoreTimes | None = None,
     ) -> None:
         """Record the times (seconds) of a finished micro-batch; this takes about a microsecond."""
-        self._notes.append(_Note(generation, forward_s, recompute_s, backward_s, processor_s))
+        self._notes.append(_Note(generation, forward_s, recompute_s, backward_s, cores))
 
     def collect(self) -> MicroBatchTimes | None:
         """Return the times since the last call, of the newest generation; None: there are none."""
@@ -52,12 +53,14 @@ class Pace:
             return None
         generation = notes[-1].generation
         notes = [entry for entry in notes if entry.generation == generation]
+        cores = [entry.cores for entry in notes if entry.cores is not None]
         return MicroBatchTimes(
             generation=generation,
             forward_s=tuple(round(entry.forward_s, DIGITS) for entry in notes),
             recompute_s=tuple(round(entry.recompute_s, DIGITS) for entry in notes),
             backward_s=tuple(round(entry.backward_s, DIGITS) for entry in notes),
-            processor_s=tuple(round(entry.processor_s, DIGITS) for entry in notes if entry.processor_s is not None),
+            processor_s=tuple(round(each.processor_s, DIGITS) for each in cores),
+            queued_s=tuple(round(each.queued_s, DIGITS) for each in cores if each.queued_s is not None),
         )
 
 
@@ -81,12 +84,17 @@ class Prober:
         """Run some micro-batches, each of which returns its seconds; the first one warms up and does not count."""
         until_s = time.monotonic() + LIMIT_S
         times_s: list[float] = []
-        for number in range(1 + MICRO_BATCHES):
-            if self._left >= order.probe or (times_s and time.monotonic() > until_s):
-                break
-            took_s = micro_batch()
-            if number:
-                times_s.append(took_s)
+        with core_clock() as core_times:
+            for number in range(1 + MICRO_BATCHES):
+                if self._left >= order.probe or (times_s and time.monotonic() > until_s):
+                    break
+                begun = core_times()
+                took_s = micro_batch()
+                queued_s = core_times().since(begun).queued_s
+                if order.waited_s is not None and queued_s is not None:
+                    took_s = max(0.0, took_s - queued_s) + order.waited_s
+                if number:
+                    times_s.append(took_s)
         middle = statistics.fmean if order.by_sums else statistics.median
         slowdown = middle(times_s) / order.healthy_s if times_s else None
         return Probed(worker=self._worker, probe=order.probe, slowdown=slowdown)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from morph.contract.timeline import ComputeTimes, Span, SpanKind
-from morph.runtime.device.task_clock import Mark, TaskClock
+from morph.runtime.device.task_clock import CoreTimes, Mark, TaskClock
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.step.schedule_cursor import Task
 
@@ -33,7 +33,7 @@ class _Done:
     start: Mark
     end: Mark
     device_took_s: float | None = None
-    processor_s: float | None = None
+    cores: CoreTimes | None = None
 
 
 class Stopwatch:
@@ -54,10 +54,10 @@ class Stopwatch:
         self._measured: list[tuple[SpanKind, int | None, float, float]] = []
         self.spent_s: dict[str, float] = dict.fromkeys(("F", "R", "B", "reduce", "wait"), 0.0)
         self.spans: list[Span] = []
-        self.finished: Callable[[float, float, float, float | None], None] | None = None
+        self.finished: Callable[[float, float, float, CoreTimes | None], None] | None = None
         """Called after a micro-batch's backward with the seconds of its (forward, recompute, backward).
 
-        The last argument is the processor time of forward and backward; None for another device.
+        The last argument is how forward and backward spent the thread's time; None for another device.
         """
         self.in_groups = False
         """Whether backwards include further recomputes; ``finished`` gets times without these."""
@@ -65,16 +65,16 @@ class Stopwatch:
         """For an emulated device: the seconds by which busy hosts delayed the end of its step."""
         self.device_took_s: Callable[[], float] | None = None
         """For an emulated device: duration of the last task by its own clock, which a busy host does not affect."""
-        self._begun: dict[int | None, tuple[float, float, float | None]] = {}
+        self._begun: dict[int | None, tuple[float, float, CoreTimes | None]] = {}
 
     def mark(self) -> Mark:
         """Mark the moment at which the device has done all work so far; returns at once."""
         return self._clock.mark()
 
-    def task_given(self, task: Task, micro_batch: int, start: Mark, processor_s: float | None = None) -> None:
-        """Record a task of the device since ``start``, with its processor time (seconds) if it is a processor."""
+    def task_given(self, task: Task, micro_batch: int, start: Mark, cores: CoreTimes | None = None) -> None:
+        """Record a task of the device since ``start``, with the thread's times if the device is a processor."""
         took_s = None if self.device_took_s is None else self.device_took_s()
-        self._note(_Done(task, micro_batch, start, self.mark(), took_s, processor_s))
+        self._note(_Done(task, micro_batch, start, self.mark(), took_s, cores))
 
     def stood(self, what: Standing, start: Mark) -> None:
         """Record a wait of the host since ``start``; the time in which the device was idle counts."""
@@ -129,21 +129,21 @@ class Stopwatch:
                 self.spent_s[done.what] += took_s
 
     def _spend(self, task: Task, done: _Done, took_s: float) -> None:
-        processor_s = done.processor_s
+        cores = done.cores
         if done.device_took_s is not None:
-            took_s, processor_s = done.device_took_s, None
+            took_s, cores = done.device_took_s, None
         if task is Task.FORWARD:
-            self._begun[done.micro_batch] = (took_s, 0.0, processor_s)
+            self._begun[done.micro_batch] = (took_s, 0.0, cores)
         elif task is Task.RECOMPUTE:
-            forward_s, _, spent_s = self._begun[done.micro_batch]
-            self._begun[done.micro_batch] = (forward_s, took_s, processor_s if self.in_groups else spent_s)
+            forward_s, _, before = self._begun[done.micro_batch]
+            self._begun[done.micro_batch] = (forward_s, took_s, cores if self.in_groups else before)
         else:
-            forward_s, recompute_s, spent_s = self._begun.pop(done.micro_batch)
+            forward_s, recompute_s, before = self._begun.pop(done.micro_batch)
             if self.in_groups:
                 took_s = max(0.0, took_s - max(0.0, forward_s - recompute_s))
             if self.finished is not None:
-                whole_s = None if spent_s is None or processor_s is None else spent_s + processor_s
-                self.finished(forward_s, recompute_s, took_s, whole_s)
+                both = None if before is None or cores is None else before.plus(cores)
+                self.finished(forward_s, recompute_s, took_s, both)
 
     def _keep(self, kind: SpanKind, micro_batch: int | None, start_s: float, end_s: float) -> None:
         if self._recording:

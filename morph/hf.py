@@ -126,8 +126,12 @@ def _check(trainer: Trainer, replaced: Mapping[str, Any]) -> None:
         raise refusal("model", "without numbers, on the meta device", "another argument of morph.hf.job: model=make")
     if any(parameter.device.type not in ("cpu", "meta") for parameter in trainer.model.parameters()):
         raise refusal("use_cpu", False, "True: each worker moves its sections to its device")
-    if trainer.args.eval_strategy != "no" and isinstance(trainer.eval_dataset, Mapping):
-        raise refusal("eval_dataset", "several data sets", "one data set")
+    if trainer.args.eval_strategy != "no":
+        if isinstance(trainer.eval_dataset, Mapping):
+            raise refusal("eval_dataset", "several data sets", "one data set")
+        if getattr(trainer.args, "predict_with_generate", False):
+            allowed = "False, or eval_strategy='no'; to generate while training, `sample` as another argument"
+            raise refusal("predict_with_generate", True, allowed)
 
 
 def _check_order(loader: DataLoader[Any], args: Any) -> None:
@@ -170,7 +174,7 @@ def _live(trainer: Any, model: Any, step: Any) -> Iterator[None]:
 
     ``step``: the number of the step, an int64 tensor without a dimension; None if it is not known.
     """
-    from morph.trainers.lightning import Unknown, branches
+    from morph.trainers.live_state import Unknown, branches
 
     def unknown(name: str) -> Any:
         return Unknown(f"self.{name}", "self.state.global_step, self.state.epoch and self.state.max_steps")
@@ -206,7 +210,7 @@ class _State:
         return num_steps(self._trainer)
 
     def __getattr__(self, name: str) -> Any:
-        from morph.trainers.lightning import unknown, users_line
+        from morph.trainers.live_state import unknown, users_line
 
         if self._step is None or name not in ("global_step", "epoch"):
             raise unknown(f"self.state.{name}", "self.state.global_step, self.state.epoch and self.state.max_steps")
@@ -336,6 +340,8 @@ def _loss_of(trainer: Any, loader: DataLoader[Any]) -> tuple[Any, Literal["short
     number of items in all of them, or takes the mean of their means; if a model accepts the number and ignores it, as
     BERT does for sequences, the Trainer adds up the means.
     """
+    import torch
+
     accumulated = trainer.args.gradient_accumulation_steps
     by_items, factor = True, 1.0
     end: Literal["short"] | ShortStep = "short"
@@ -365,8 +371,9 @@ def _loss_of(trainer: Any, loader: DataLoader[Any]) -> tuple[Any, Literal["short
                 mean, outputs = trainer.compute_loss(model, {**batch}, return_outputs=True, num_items_in_batch=counted)
             else:
                 mean = trainer.compute_loss(model, {**batch}, num_items_in_batch=counted)
-        mean = mean * factor
-        result = mean if num_items is None or counted is None else Loss(mean * counted, num_items)
+        result = mean * factor
+        if num_items is not None and counted is not None:  # a mean over no items is not a number
+            result = Loss(torch.where(num_items > 0, result * counted, 0.0), num_items)
         return (result, _of_each_sample(trainer, model, outputs, batch)) if has_metrics else result
 
     return loss, end
