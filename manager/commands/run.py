@@ -10,8 +10,15 @@ from typing import Annotated
 import typer
 
 from manager.commands.forever import kept_up
-from manager.run.inputs import SHORT_OPTIONS
-from manager.run.request import IfChanged, RunRequest, absolute_url, is_job_file, kept_request, run_dir_of
+from manager.run.request import (
+    SHORT_OPTIONS,
+    IfChanged,
+    RunRequest,
+    absolute_url,
+    is_job_file,
+    kept_request,
+    run_dir_of,
+)
 from manager.run_dir import check_unused, read_facts
 from morph.cli.reading.options import (
     AnyScheduleOption,

@@ -12,7 +12,7 @@ from manager.controller.state.config import ControllerConfig, Offer
 from manager.controller.state.events import NodeFacts
 from manager.run.cloud import Cloud
 from manager.run.preparation import constant_trace, controller_config, mixed_config
-from manager.run.request import RunRequest, absolute_job
+from manager.run.request import SHORT_OPTIONS, RunRequest, absolute_job
 from manager.run_dir import RunFacts, is_run, read_facts
 from morph.contract.base import Value
 from morph.contract.cluster import ClusterConfig, LocalVms
@@ -22,9 +22,6 @@ from morph.contract.trace import Trace
 from morph.jobs.files import JobFiles
 from simulator import PlanRequest
 from simulator.inputs.conditions import of_pool_type
-
-SHORT_OPTIONS = {"pipeline_depth": "-P", "num_replicas": "-D"}
-"""Options of ``morph run`` that bound the shape, by their keys in a job file."""
 
 
 @dataclass(frozen=True)

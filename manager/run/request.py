@@ -19,6 +19,9 @@ from morph.jobs.files import split_job
 if TYPE_CHECKING:
     from morph.contract.profile import Profile
 
+SHORT_OPTIONS = {"pipeline_depth": "-P", "num_replicas": "-D"}
+"""Options of ``morph run`` that bound the shape, by their keys in a job file."""
+
 
 class IfChanged(StrEnum):
     """What to do if the job is not the one that its run began with."""

@@ -127,7 +127,7 @@ def plan_command(
             min=0,
             max=50,
             metavar="PERCENT",
-            help="Gain that is worth more kinds of pipelines or less free memory. Default: the error of the times.",
+            help="Gain that is worth more kinds of pipelines. Default: the error of the times.",
         ),
     ] = None,
     jitter_seed: JitterOption = None,
