@@ -149,7 +149,6 @@ def plan_command(
       morph plan profile.json --gpus 16..128 --csv plans.csv --png plans.png
     """
     from simulator import plan
-    from simulator.inputs.conditions import of_node_type
     from simulator.search.preference import Errors, preferred
 
     for path in (output, csv, png):
