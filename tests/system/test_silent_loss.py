@@ -15,16 +15,19 @@ import pytest
 
 from manager.controller.state.events import WorkerAnswered, WorkerLost
 from manager.controller.state.state import Phase
+from manager.engine.joining.link_server import Entrance
 from manager.engine.local_vms.namespaces import HostNetwork
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observed
 from manager.engine.machines.machines import Processes
 from morph.contract.cluster import Policy
 from morph.contract.messages import Aborted, Prepared, SlowSpell, WorkerReady
+from morph.link.home import Home
 from simulator import synthetic_profile
 from tests.system.broken_connections import break_connections
 from tests.system.broken_connections import permitted as may_break
 from tests.system.emulated import Emulated, M, shape
+from tests.system.relay import Relay
 from tests.system.test_rehearsal import permitted
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -201,6 +204,60 @@ def test_a_worker_silent_alone_is_lost_and_no_bit_changes(expected: dict[str, st
     assert all(isinstance(answer, Aborted) for answer in faults[0].answers), faults[0].answers
     assert waking.outlived is False
     assert waking.answers == []
+    assert weights == expected
+
+
+class Relayed:
+    """Puts a relay before each worker's calls: resets all of them before some steps, and holds the victim's at last."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, resets: set[int]) -> None:
+        self.relays: dict[str, Relay] = {}
+        self.left, self.num_reset, self.reset_lost = resets, 0, list[str]()
+        home = Entrance.home
+
+        def through(entrance: Entrance, worker: str) -> Home:
+            found = home(entrance, worker)
+            if worker not in self.relays:
+                self.relays[worker] = Relay((found.host, found.port))
+            return found.model_copy(update={"port": self.relays[worker].port})
+
+        monkeypatch.setattr(Entrance, "home", through)
+
+    def __call__(self, observed: Observed) -> None:
+        state = observed.decision.state
+        if isinstance(observed.event, WorkerLost) and self.left:
+            self.reset_lost.append(observed.event.worker)
+        if state.phase is Phase.TRAINING and state.version in self.left:
+            self.left.remove(state.version)
+            self.num_reset += sum(relay.reset() for relay in self.relays.values())
+
+    def close(self) -> None:
+        for relay in self.relays.values():
+            relay.close()
+
+
+def test_resets_lose_nobody_and_half_open_connections_one_worker_and_no_bit(
+    expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relayed = Relayed(monkeypatch, {2, 4, 5})
+    fault = Fault(lambda _pid: relayed.relays[VICTIM].hold(), at=7)
+    emulated = Emulated(
+        PROFILE,
+        [shape(PROFILE, 2, 2), shape(PROFILE, 3, 1)],
+        STEPS,
+        num_vms=4,
+        policy=Policy(checkpoint_every_steps=2, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S),
+        observers=[relayed, fault],
+    )
+    try:
+        weights, _ = emulated.run(tmp_path / "run")
+    finally:
+        relayed.close()
+    assert not relayed.left
+    assert relayed.num_reset >= 3 * 4
+    assert relayed.reset_lost == []
+    assert "silent for" in fault.cause
+    assert fault.versions[-1] == STEPS
     assert weights == expected
 
 

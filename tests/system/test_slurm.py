@@ -102,7 +102,8 @@ def test_preempting_half_of_the_nodes_twice_changes_no_bit(
             noticed |= taken
             until(lambda taken=taken: not taken & cluster.states().keys(), "the end of the jobs that were taken")
             cluster.call("scancel", owner)
-            run.wait_for_line(f"on {KEPT} of {KEPT} ready workers")
+            for _ in taken:  # fewer workers than are ready may train, where that is as fast
+                run.wait_for_line(" is ready")
         told, before = run.output, read_report(run_dir).version
         cluster.stop_controller()
         run.wait_for_line("the provider gives no answer; no VM counts as lost, and training goes on: squeue: ")
