@@ -35,8 +35,7 @@ def azure_spec(spec: AzureSpec, image: str | None, usd_per_h: float | None) -> A
 def aws_spec(spec: AwsSpec, image: str | None, usd_per_h: float | None) -> AwsSpec:
     """Return the spec with the image and the price in the cluster file, if given; the result is validated.
 
-    Raises:
-        ConfigError: the image in the cluster file is not an AWS image.
+    ConfigError: the image in the cluster file is not an AWS image.
     """
     if image is not None and not image.startswith("ami-"):
         raise ConfigError("is not an AWS image", field="vms.environment.image", value=image, allowed="ami-...")
@@ -54,8 +53,7 @@ def ending_command(path: Path, name: RunName) -> str:
 def open_azure(spec: AzureSpec, path: Path, name: RunName, run_dir: Path, start: NodeStart) -> Provider:
     """Open the provider of a run's VMs on Azure; makes no call yet. ``path``: the cloud file.
 
-    Raises:
-        ProviderError: an earlier manager's file in the run directory is damaged.
+    ProviderError: an earlier manager's file in the run directory is damaged.
     """
     from manager.providers.azure.client import azure_client, until_stopped
     from manager.providers.azure.provider import AzureProvider
@@ -79,8 +77,7 @@ def open_azure(spec: AzureSpec, path: Path, name: RunName, run_dir: Path, start:
 def open_aws(spec: AwsSpec, path: Path, name: RunName, run_dir: Path, start: NodeStart) -> Provider:
     """Open the provider of a run's instances on AWS; makes no call yet. ``path``: the cloud file.
 
-    Raises:
-        ProviderError: an earlier manager's file in the run directory is damaged.
+    ProviderError: an earlier manager's file in the run directory is damaged.
     """
     from manager.providers.aws.provider import open_aws
 

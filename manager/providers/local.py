@@ -23,11 +23,8 @@ class Fleet(Protocol):
 class LocalProvider:
     """The ``Provider`` of local VMs.
 
-    Args:
-        fleet: Boots VMs.
-        max_vms: The largest number of VMs at a time on this machine.
-        usd_per_h: The assumed price of one VM; None: not known.
-        inherited: VMs that another manager requested and that the fleet has, or is about to boot.
+    ``max_vms``: the largest number of VMs at a time on this machine. ``usd_per_h``: the assumed price of one VM; None:
+    not known. ``inherited``: VMs that another manager requested and that the fleet has, or is about to boot.
     """
 
     def __init__(

@@ -78,8 +78,7 @@ class Market(ABC):
     def check_job_name(self, job: str, source: str, field: str) -> None:
         """Refuse the name of a job that the market would refuse in a request.
 
-        Raises:
-            ConfigError: the name is too long.
+        ConfigError: the name is too long.
         """
         most, size = self.job_name_characters, len(job)
         if most is not None and size > most:

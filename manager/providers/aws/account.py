@@ -67,13 +67,8 @@ class Part:
 class Account:
     """Lists a run's resources in the region, and ends them.
 
-    Args:
-        ec2: The service.
-        spec: The cloud file.
-        identity: The run's tags.
-        bounds: Limits on waits.
-        usd_per_h: Dollars an hour of a type in a zone; None: not known.
-        volume_usd_per_h: Dollars an hour of a volume, by its kind and GiB; None: not known.
+    ``usd_per_h``: dollars an hour of a type in a zone; None: not known. ``volume_usd_per_h``: dollars an hour of a
+    volume, by its kind and GiB; None: not known.
     """
 
     def __init__(
@@ -93,8 +88,7 @@ class Account:
     def look(self) -> tuple[list[Instance], list[str]]:
         """List the run's instances, including those that are ending, and other runs of Morph that have instances.
 
-        Raises:
-            ProviderError: the answer is not reliable: instances that it omits may exist.
+        ProviderError: the answer is not reliable: instances that it omits may exist.
         """
         found, runs = list[Instance](), set[str]()
         filters = [{"Name": "tag-key", "Values": [RUN_TAG]}]
@@ -171,12 +165,9 @@ class Account:
     def end(self, ids: Mapping[str, str], *, may_be_new: Collection[str] = ()) -> None:
         """End instances; returns once AWS reports that they are ending and no longer billed.
 
-        Args:
-            ids: The ids of the instances, each with the name of its VM.
-            may_be_new: The instances that some of AWS's servers may not know yet.
-
-        Raises:
-            ProviderError: some are left; the error names them.
+        ``ids``: the ids of the instances, each with the name of its VM. ``may_be_new``: instances that some of AWS's
+        servers may not know yet.
+        ProviderError: some are left; the error names them.
         """
         if not ids:
             return
@@ -208,8 +199,7 @@ class Account:
 
         Returns descriptions of these volumes and interfaces, with their prices.
 
-        Raises:
-            ProviderError: something is left; the error names it.
+        ProviderError: something is left; the error names it.
         """
         if owned := self.owns_template():
             self._check_listed()
@@ -245,8 +235,7 @@ class Account:
 
         An instance that is not listed after ``Bounds.list_s`` was not made.
 
-        Raises:
-            Transient: an instance of the last ``Bounds.list_s`` may be made and is not listed yet.
+        Transient: an instance of the last ``Bounds.list_s`` may be made and is not listed yet.
         """
         asked_s: dict[str, float] = {}
         with reading(what := f"versions of launch template {self.template}"):

@@ -21,10 +21,7 @@ LIVING = [{"Name": "instance-state-name", "Values": ["pending", "running"]}]
 class Checks:
     """Checks of one cloud file; they make and change nothing.
 
-    Args:
-        spec: The file.
-        open_client: Opens the client of a service.
-        count: Number of devices that the run should have.
+    ``open_client``: opens the client of a service. ``count``: the number of devices that the run should have.
     """
 
     def __init__(self, spec: AwsSpec, open_client: Callable[[str], Any], count: int) -> None:

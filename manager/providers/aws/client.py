@@ -38,8 +38,7 @@ PRICES_REGION = "us-east-1"
 def aws_client(spec: AwsSpec, service: str = "ec2", attempts: int = NUM_ATTEMPTS) -> Any:
     """Open a client of a service, with credentials from the environment, files, or the instance's role.
 
-    Raises:
-        BotoCoreError: the credentials cannot be used.
+    BotoCoreError: the credentials cannot be used.
     """
     config = Config(
         connect_timeout=CONNECT_TIMEOUT_S,
@@ -55,8 +54,7 @@ def aws_client(spec: AwsSpec, service: str = "ec2", attempts: int = NUM_ATTEMPTS
 class Aws:
     """Calls of one service. Thread-safe.
 
-    Args:
-        open_client: Opens a client, which keeps its credentials; called again when AWS reports that these have expired.
+    ``open_client``: opens a client, which keeps its credentials; called again when AWS reports that these have expired.
     """
 
     def __init__(self, open_client: Callable[[], Any]) -> None:
@@ -67,8 +65,7 @@ class Aws:
     def call(self, operation: str, what: str, **parameters: Any) -> dict[str, Any]:
         """Make the call named ``operation`` in botocore; ``what``: the beginning of error messages, or "".
 
-        Raises:
-            ProviderError: the call was not, or perhaps not, carried out.
+        ProviderError: the call was not, or perhaps not, carried out.
         """
         renewed = False
         while True:
@@ -89,8 +86,7 @@ class Aws:
     def pages(self, operation: str, key: str, what: str, **parameters: Any) -> Iterator[tuple[dict[str, Any], str]]:
         """Yield each entry of a list, over all its pages, with the date of its answer by AWS's clock.
 
-        Raises:
-            ProviderError: a part of the list is unknown.
+        ProviderError: a part of the list is unknown.
         """
         seen: set[str] = set()
         while True:

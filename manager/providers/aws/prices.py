@@ -21,10 +21,7 @@ LINUX = "Linux/UNIX"
 class Prices:
     """Prices of a spec's types, each remembered for a while, and of volumes. Thread-safe; never fails.
 
-    Args:
-        spec: The cloud file.
-        ec2: The service that knows spot prices.
-        pricing: The service that knows all other prices.
+    ``ec2``: the service that knows spot prices; ``pricing``: the one that knows all other prices.
     """
 
     def __init__(self, spec: AwsSpec, ec2: Aws, pricing: Aws) -> None:

@@ -59,16 +59,9 @@ class _Made(Value):
 class AwsProvider:
     """The ``Provider`` of instances on AWS.
 
-    Args:
-        ec2: The service.
-        spec: The cloud file.
-        identity: The run's tags.
-        operations: Keeps each VM's client token, and then for a while its instance.
-        user_data: Makes the encoded cloud-config for a VM's name and number of devices.
-        prices: Looks up prices that the user does not give.
-        bounds: Limits on waits.
-        ending: The command that ends the rest of the run.
-        clock: Monotonic seconds.
+    ``operations``: keeps each VM's client token, and then for a while its instance. ``user_data``: makes the encoded
+    cloud-config for a VM's name and number of devices. ``prices``: looks up prices that the user does not give.
+    ``ending``: the command that ends the rest of the run. ``clock``: monotonic seconds.
     """
 
     def __init__(
@@ -306,8 +299,7 @@ def end_run(
 
     Returns the VMs that existed. ``pause``: as for ``end_all``. ``options``: as for ``open_aws``.
 
-    Raises:
-        ProviderError: nothing of this run exists, AWS did not answer, or something is left, which the error names.
+    ProviderError: nothing of this run exists, AWS did not answer, or something is left, which the error names.
     """
     with tempfile.TemporaryDirectory(prefix="morph-") as directory:
         operations = Operations(Path(directory) / "operations.json")

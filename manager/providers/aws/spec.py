@@ -136,14 +136,8 @@ def fleet_body(
 ) -> dict[str, Any]:
     """Return the request for one instance, at once or not at all, of any type with this many devices, in any zone.
 
-    Args:
-        spec: The cloud file.
-        identity: The run's tags.
-        request: The request that the instance answers.
-        name: The VM's name.
-        num_devices: Number of devices of its type.
-        version: The version of the launch template from which it boots.
-        token: The client token by which AWS recognises a repeated request.
+    ``name``: the VM's. ``version``: that of the launch template from which the instance boots. ``token``: the client
+    token by which AWS recognises a repeated request.
     """
     tags = identity.tags(request) | {NAME_TAG: name, VM_TAG: name, TOKEN_TAG: token, DEVICES_TAG: str(num_devices)}
     types = [known for known in spec.types if known.num_devices == num_devices]
@@ -207,9 +201,7 @@ def policy(spec: AwsSpec, account: str = "*") -> dict[str, Any]:
     Resources may be made only with the tag ``morph-run``, and only resources with this tag may be changed or ended.
     Tags may be set only at creation.
 
-    Args:
-        spec: The cloud file.
-        account: Number of the account; ``*``: the account to which the policy belongs.
+    ``account``: the account's number; ``*``: the account to which the policy belongs.
     """
     partition = next((f"aws-{part}" for part in ("cn", "us-gov") if spec.region.startswith(f"{part}-")), "aws")
     here = f"arn:{partition}:ec2:{spec.region}:{account}"

@@ -21,11 +21,8 @@ SKUS_API_VERSION, GALLERY_API_VERSION, IDENTITY_API_VERSION = "2021-07-01", "202
 class Checks:
     """Checks of one cloud file; they make and change nothing.
 
-    Args:
-        spec: The file.
-        client: A ``ComputeManagementClient``.
-        count: Number of devices that the run should have.
-        find_price: Dollars an hour of a size that has no price in the file; None: not known.
+    ``client``: a ``ComputeManagementClient``. ``count``: the number of devices that the run should have.
+    ``find_price``: dollars an hour of a size that has no price in the file; None: not known.
     """
 
     def __init__(

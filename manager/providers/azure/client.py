@@ -43,15 +43,10 @@ def azure_client(
 ) -> Any:
     """Open a client; makes no call yet.
 
-    Args:
-        subscription_id: The subscription of the VMs.
-        open_credential: Opens the credential; called again when a token is refused, because credentials cache tokens.
-            None: the environment, a managed identity or ``az login``, in this order.
-        base_url: The resource manager's URL. Without TLS it must be on this machine.
-        authority: The URL for logins; None: the public cloud's.
-        policies: Further pipeline policies.
-        read_timeout_s: Time limit for one answer.
-        pause: Waits some seconds; true: the call is not to be repeated any more.
+    ``open_credential``: called again when a token is refused, because credentials cache tokens; None: the environment,
+    a managed identity or ``az login``, in this order. ``base_url``: the resource manager's; without TLS it must be on
+    this machine. ``authority``: the URL for logins; None: the public cloud's. ``policies``: further pipeline policies.
+    ``read_timeout_s``: limits one answer. ``pause``: waits some seconds; true: the call is not to be repeated any more.
     """
     base_url = base_url.rstrip("/")
     where = {"authority": authority} if authority else {}

@@ -76,13 +76,8 @@ class Part:
 class Group:
     """Lists a run's resources in the group, and ends them.
 
-    Args:
-        client: A ``ComputeManagementClient``.
-        spec: The cloud file.
-        identity: The run's tags.
-        bounds: Limits on waits.
-        usd_per_h: Dollars an hour of a size; None: not known.
-        disk_usd_per_h: Dollars an hour of a disk, by its kind and GiB; None: not known.
+    ``client``: a ``ComputeManagementClient``. ``usd_per_h``: dollars an hour of a size; None: not known.
+    ``disk_usd_per_h``: dollars an hour of a disk, by its kind and GiB; None: not known.
     """
 
     def __init__(
@@ -103,8 +98,7 @@ class Group:
     def look(self) -> Look:
         """List the group's VMs.
 
-        Raises:
-            ProviderError: the answer is not reliable: VMs that it omits may exist.
+        ProviderError: the answer is not reliable: VMs that it omits may exist.
         """
         answered: list[str | None] = [None]
 
@@ -160,13 +154,9 @@ class Group:
     def end(self, names: Iterable[str], until_s: float, *, always: bool = True) -> None:
         """End VMs of the run that ``look`` listed: all deletions are begun before any is waited for.
 
-        Args:
-            names: Names of the VMs.
-            until_s: The deadline, by the monotonic clock.
-            always: Whether to wait even after the run is over.
+        ``until_s``: the deadline, by the monotonic clock. ``always``: wait even after the run is over.
 
-        Raises:
-            ProviderError: some are left; the error names them.
+        ProviderError: some are left; the error names them.
         """
         pollers, left = self.begin_ends(names, until_s)
         for name, poller in pollers.items():
@@ -195,8 +185,7 @@ class Group:
 
         Returns descriptions of the resources that VMs had left behind, with their prices.
 
-        Raises:
-            ProviderError: something is left; the error names it.
+        ProviderError: something is left; the error names it.
         """
         self.end([vm.name for vm, _ in self.look().vms], until_s)
         look = self.look()
@@ -305,9 +294,7 @@ class Group:
     def wait(self, poller: Any, what: str, until_s: float, *, always: bool = False) -> None:
         """Wait for an operation; unless ``always``, only until the run is over.
 
-        Raises:
-            NotInTime: the operation is not done at ``until_s``.
-            ProviderError: the operation failed.
+        NotInTime: the operation is not done at ``until_s``. ProviderError: the operation failed.
         """
         if poller is None:
             return

@@ -55,16 +55,10 @@ class _Making:
 class AzureProvider:
     """The ``Provider`` of VMs on Azure.
 
-    Args:
-        client: A ``ComputeManagementClient`` that does not retry by itself; see ``azure_client``.
-        spec: The cloud file.
-        identity: The run's tags.
-        operations: Keeps the operations under way.
-        custom_data: Makes the encoded cloud-config for a VM's name and number of devices.
-        find_price: Finds the price of one hour of a size for which the user gives none; None: not known.
-        find_disk_price: Finds the price of one hour of a disk, by its kind and its GiB.
-        bounds: Limits on waits.
-        ending: The command that ends the rest of the run.
+    ``client``: a ``ComputeManagementClient`` that does not retry by itself; see ``azure_client``. ``custom_data``:
+    makes the encoded cloud-config for a VM's name and number of devices. ``find_price``: finds the price of one hour of
+    a size for which the user gives none; None: not known. ``find_disk_price``: finds the price of one hour of a disk,
+    by its kind and its GiB. ``ending``: the command that ends the rest of the run.
     """
 
     def __init__(

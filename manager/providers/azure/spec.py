@@ -152,12 +152,7 @@ def vm_body(
 ) -> dict[str, Any]:
     """Return the description of one VM whose disk and network interface are deleted with it.
 
-    Args:
-        spec: The cloud file.
-        names: ``run``, ``job`` and ``request``.
-        name: The VM's name.
-        offer: Size and zone.
-        custom_data: The encoded cloud-config.
+    ``names``: ``run``, ``job`` and ``request``. ``custom_data``: the encoded cloud-config.
     """
     size, zone = offer
     body: dict[str, Any] = {

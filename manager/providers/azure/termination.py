@@ -30,16 +30,10 @@ def end_run(
 
     Resources without the tags of this run and job are left alone, whatever their names.
 
-    Args:
-        spec: The cloud file.
-        run: The run's name, in the tags.
-        job: The job's name, in the tags.
-        client: A client to use in place of one with the user's login.
-        told: Called with a sentence for what is left alone, and for what is tried again.
-        bounds: Limits on waits in each attempt.
+    ``client``: used in place of one with the user's login. ``told``: called with a sentence for what is left alone, and
+    for what is tried again. ``bounds``: limits on waits in each attempt.
 
-    Raises:
-        ProviderError: nothing of this run exists, Azure did not answer, or something is left; the error names it.
+    ProviderError: nothing of this run exists, Azure did not answer, or something is left; the error names it.
     """
     with tempfile.TemporaryDirectory(prefix="morph-") as directory:
         provider = AzureProvider(

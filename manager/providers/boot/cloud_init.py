@@ -76,13 +76,9 @@ class NodeStart(Value):
 def node_start(vms: ProvidedVms, port: int, secret: str, wheel: bytes, management_url: str, **of_ray: Any) -> NodeStart:
     """Return how the VMs of a cluster file start.
 
-    Args:
-        vms: The file's section about VMs.
-        port: The manager's port for notices.
-        secret: The secret of all nodes, from which their credentials are derived.
-        wheel: Morph's wheel, which the manager provides.
-        management_url: The resource manager's URL.
-        **of_ray: The fields about the Ray cluster; none: nodes run without Ray.
+    ``port``: the manager's, for notices. ``secret``: that of all nodes, from which their credentials are derived.
+    ``wheel``: Morph's, which the manager provides. ``management_url``: the resource manager's. ``of_ray``: the fields
+    about the Ray cluster; none: nodes run without Ray.
     """
     return NodeStart(
         manager_address=f"{vms.address}:{port}",
@@ -108,14 +104,8 @@ def wanted_on(vms: ProvidedVms) -> tuple[str, ...]:
 def cloud_init(start: NodeStart, node: str, source: str, num_devices: int = 1) -> str:
     """Return the cloud-config of one node.
 
-    Args:
-        start: The data with which it finds its cluster.
-        node: Its name.
-        source: The notice source on this cloud.
-        num_devices: Its number of devices, each of which has a worker.
-
-    Raises:
-        ValueError: a name contains characters that are not safe in the unit file.
+    ``source``: the notice source on this cloud. ``num_devices``: the node's, each of which has a worker.
+    ValueError: a name contains characters that are not safe in the unit file.
     """
     if not re.fullmatch(r"[a-z0-9-]+", node) or not re.fullmatch(r"[a-z]*", source):
         raise ValueError(f"{node!r} and {source!r} are not names of a node and a notice source")
@@ -177,8 +167,7 @@ def is_closed(start: NodeStart) -> bool:
 def custom_data(text: str) -> str:
     """Encode a cloud-config for Azure, compressed, which cloud-init supports.
 
-    Raises:
-        ValueError: the encoded text is too long.
+    ValueError: the encoded text is too long.
     """
     encoded = base64.b64encode(_compressed(text)).decode()
     if len(encoded) > MAX_CUSTOM_DATA_BYTES:
@@ -189,8 +178,7 @@ def custom_data(text: str) -> str:
 def user_data(text: str) -> str:
     """Encode a cloud-config for AWS, also compressed.
 
-    Raises:
-        Misconfigured: the encoded text is too long, because the user's part is.
+    Misconfigured: the encoded text is too long, because the user's part is.
     """
     compressed = _compressed(text)
     if len(compressed) > MAX_USER_DATA_BYTES:

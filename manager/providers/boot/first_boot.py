@@ -165,8 +165,7 @@ class Caller:
 def check_python(python: str, wanted: str) -> None:
     """Check that the wanted interpreter exists (it then runs this program) and has the manager's version.
 
-    Raises:
-        Unfit: it does not.
+    Unfit: it does not.
     """
     if not os.access(python, os.X_OK):
         raise Unfit(f"there is no {python}: vms.environment.python must name one that the image or setup provides")
@@ -180,9 +179,7 @@ def check_python(python: str, wanted: str) -> None:
 def bring(caller: Caller, sha256: str, folder: Path, patience_s: float) -> None:
     """Fetch the manager's wheel, trying for ``patience_s``, and unpack it into a folder, completely or not at all.
 
-    Raises:
-        Unheard: the manager did not send it.
-        Unfit: the wheel has another digest.
+    Unheard: the manager did not send it. Unfit: the wheel has another digest.
     """
     until_s = time.monotonic() + patience_s
     while True:
@@ -208,8 +205,7 @@ def bring(caller: Caller, sha256: str, folder: Path, patience_s: float) -> None:
 def make_user(uid: int) -> None:
     """Make a user with this id, unless it exists, and check that it may run this interpreter.
 
-    Raises:
-        Unfit: the user cannot be made, or may not run it.
+    Unfit: the user cannot be made, or may not run it.
     """
     try:
         pwd.getpwuid(uid)
@@ -223,8 +219,7 @@ def make_user(uid: int) -> None:
 def close_metadata(uid: int) -> None:
     """Block a user's packets to the metadata service, and check that this works.
 
-    Raises:
-        Unfit: the user still reaches the service.
+    Unfit: the user still reaches the service.
     """
     failed = "the metadata service cannot be closed to the job's code (vms.metadata: true leaves it open)"
     for where in CLOSED:
@@ -281,8 +276,7 @@ def install(requirements: list[str], lock: Callable[[], str]) -> None:
 
     ``lock``: asks the manager for the versions, and if known the hashes, of what the run's VMs install.
 
-    Raises:
-        Unfit: pip fails, or the manager does not answer.
+    Unfit: pip fails, or the manager does not answer.
     """
     missing = lacking(requirements)
     if not missing:
@@ -346,8 +340,7 @@ def last_words(path: Path) -> str:
 def run_setup(lines: list[str], timeout_s: float = SETUP_TIMEOUT_S) -> None:
     """Run the user's lines in order; a failing line is ignored, because a later step reports what is missing.
 
-    Raises:
-        Unfit: a line did not end in time; it was ended, with all that it started.
+    Unfit: a line did not end in time; it was ended, with all that it started.
     """
     for line in lines:
         process = subprocess.Popen(["sh", "-c", line], stdin=subprocess.DEVNULL, start_new_session=True)

@@ -31,8 +31,7 @@ LOCK_TIMEOUT_S = 600.0
 def make_wheel() -> bytes:
     """Pack the installed Morph (editable or not) into a wheel; the same files give the same bytes.
 
-    Raises:
-        ClusterError: Morph is not installed, but imported from some folder.
+    ClusterError: Morph is not installed, but imported from some folder.
     """
     try:
         found = metadata.distribution(DISTRIBUTION)
@@ -60,8 +59,7 @@ def make_wheel() -> bytes:
 def kept_wheel(path: Path, *, make: bool) -> bytes:
     """Return the run's wheel, which the first manager stores for those that take over.
 
-    Raises:
-        ClusterError: the wheel is gone, or cannot be made.
+    ClusterError: the wheel is gone, or cannot be made.
     """
     if make:
         write_whole(path, make_wheel(), PRIVATE)
@@ -102,8 +100,7 @@ def make_lock(wanted: Sequence[str], timeout_s: float = LOCK_TIMEOUT_S) -> str:
 
     Returns the input of ``pip install --require-hashes -r``: each package with its version and its file's hash.
 
-    Raises:
-        ClusterError: pip cannot resolve the requirements.
+    ClusterError: pip cannot resolve the requirements.
     """
     indexes = _indexes(wanted)
     with tempfile.TemporaryDirectory(prefix="morph-") as directory:
@@ -139,10 +136,8 @@ def _locked(item: dict[str, Any]) -> str:
 class Lock:
     """The packages that the VMs of a run install; determined when the first VM lacks one, and kept for later managers.
 
-    Args:
-        path: The file that keeps it.
-        wanted: Requirements; a lock made for other requirements is made anew.
-        told: Called with the reason if there are no hashes.
+    ``path``: the file that keeps the lock. ``wanted``: the requirements; a lock made for others is made anew.
+    ``told``: called with the reason if there are no hashes.
     """
 
     def __init__(self, path: Path, wanted: Sequence[str], told: Callable[[str], object]) -> None:

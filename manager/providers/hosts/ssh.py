@@ -135,11 +135,9 @@ def run_ssh(
 
     Ctrl-C does not reach the program, because a node may be starting.
 
-    Raises:
-        Unanswered: the host did not answer in time, or the program was killed.
-        Transient: the host was not reached.
-        Misconfigured: there is no ssh program, ssh refuses the host or the host refuses the login, or the remote line
-            failed.
+    Unanswered: the host did not answer in time, or the program was killed. Transient: the host was not reached.
+    Misconfigured: there is no ssh program, ssh refuses the host or the host refuses the login, or the remote line
+    failed.
     """
     try:
         done = subprocess.run(

@@ -116,14 +116,8 @@ _LEASES: TypeAdapter[dict[str, Lease]] = TypeAdapter(dict[str, Lease])
 class StaticProvider:
     """Leases hosts. The leases are in a file that several runs can share; it is locked while it is changed.
 
-    Args:
-        spec: Hosts and command.
-        run: The name of the run that leases.
-        leases_path: The file with the leases.
-        secret: Given to a node on its standard input.
-        shell: Runs a line on a host.
-        ending: The command that ends the rest of the run.
-        job: The run's job.
+    ``run``: the name of the run that leases. ``secret``: given to a node on its standard input. ``shell``: runs a line
+    on a host. ``ending``: the command that ends the rest of the run.
     """
 
     def __init__(

@@ -106,8 +106,7 @@ def of_type(sizes: Iterable[SizeT], node_type: str) -> tuple[SizeT, ...]:
 def check_types(sizes: Iterable[Size], zones: Collection[str], field: str) -> None:
     """Refuse types of GPUs that only some sizes have, and types in zones that the cloud file does not have.
 
-    Raises:
-        ValueError: naming the field and what is allowed.
+    ValueError: naming the field and what is allowed.
     """
     types = {size.node_type for size in sizes}
     if None in types and len(types) > 1:
@@ -163,8 +162,7 @@ def outcome(
 
     ``errors``: by the names of the VMs that did not come.
 
-    Raises:
-        ProviderError: no VM came; this is that error.
+    ProviderError: no VM came; this is that error.
     """
     granted = tuple(made)
     chief = min(
@@ -208,10 +206,7 @@ class Remembered(Generic[KeyT, FigureT]):
     A known price is kept for ``keep_s``, and longer if the list then has no newer one. A price that the list did not
     have is looked up again after ``RETRY_S``, so that an unreachable list does not delay every call of a provider.
 
-    Args:
-        find: Looks up a price; None if the list has none. May block.
-        keep_s: How long a price is kept, in seconds.
-        clock: Monotonic seconds.
+    ``find``: looks up a price; None if the list has none; may block. ``clock``: monotonic seconds.
     """
 
     def __init__(
@@ -243,10 +238,8 @@ AGREE_S = 2.0
 def paid_since_s(created: datetime | None, answered: str | None, now_s: float) -> float | None:
     """Return when a VM's billing began (seconds since 1970, by this machine's clock); None: the cloud does not say.
 
-    Args:
-        created: When the VM was created, by the cloud's clock.
-        answered: The ``Date`` header of the same answer, also by the cloud's clock.
-        now_s: This machine's clock when the answer came.
+    ``created``: when the VM was created, by the cloud's clock. ``answered``: the ``Date`` header of the same answer,
+    also by the cloud's clock. ``now_s``: this machine's clock when the answer came.
     """
     if created is None:
         return None

@@ -25,8 +25,7 @@ class Operations:
 
     Thread-safe: VMs are ended while others are requested.
 
-    Raises:
-        Misconfigured: the file is damaged.
+    Misconfigured: the file is damaged.
     """
 
     def __init__(self, path: Path) -> None:

@@ -171,18 +171,14 @@ class Provider(Protocol):
 
         ``node_type``: the user's name for the type of their GPUs; empty: any type.
 
-        Raises:
-            Refused: not even one VM is available.
-            Throttled: repeat the request later, under the same name.
-            Transient: repeat the request, under the same name.
-            Misconfigured: repeating the request does not help.
+        Refused: not even one VM is available. Throttled: repeat the request later, under the same name. Transient:
+        repeat the request, under the same name. Misconfigured: repeating the request does not help.
         """
 
     def list(self) -> tuple[Vm, ...]:
         """Return every VM of this run that exists or is being made, including those that another manager requested.
 
-        Raises:
-            ProviderError: which VMs exist is not known.
+        ProviderError: which VMs exist is not known.
         """
 
     def delete(self, names: Sequence[str]) -> None:
@@ -190,8 +186,7 @@ class Provider(Protocol):
 
         All deletions are begun before any is waited for.
 
-        Raises:
-            ProviderError: some VMs are left, which the error names; the others are ended.
+        ProviderError: some VMs are left, which the error names; the others are ended.
         """
 
     def evict(self, name: str) -> bool:
@@ -199,8 +194,7 @@ class Provider(Protocol):
 
         Returns at once; False: the provider cannot do that, and nothing was done.
 
-        Raises:
-            ProviderError: the call failed.
+        ProviderError: the call failed.
         """
 
     def boot_log(self, name: str) -> str:
@@ -217,8 +211,7 @@ class Provider(Protocol):
 
         Returns descriptions of resources that lost VMs had left behind, with their prices.
 
-        Raises:
-            ProviderError: something is left, which the error names; the rest is ended.
+        ProviderError: something is left, which the error names; the rest is ended.
         """
 
     def price(self, node_type: str = "") -> Price | None:
@@ -263,16 +256,10 @@ def end_all(
     After an error that a retry may fix, the call is repeated after a growing pause, or the one for which the provider
     asks; the last time at the end of ``patience_s``.
 
-    Args:
-        provider: The run's provider.
-        told: Called with a sentence on what is left and when the next attempt is.
-        patience_s: Time for attempts, in seconds.
-        pause: Waits some seconds.
-        hurry: Once it is set, the next attempt is the last one.
-        clock: Monotonic seconds.
+    ``told``: called with a sentence on what is left and when the next attempt is. ``hurry``: once it is set, the next
+    attempt is the last one. ``clock``: monotonic seconds.
 
-    Raises:
-        ProviderError: something is left; the error names it.
+    ProviderError: something is left; the error names it.
     """
     until_s, hurry = clock() + patience_s, hurry or threading.Event()
     pause = pause or hurry.wait
@@ -309,8 +296,7 @@ class RunName(Value):
 def name_of(run_dir: Path, job: str) -> RunName:
     """Return the run's name, or a new one if it has none; writes nothing.
 
-    Raises:
-        RunDirError: the file in the run directory is damaged.
+    RunDirError: the file in the run directory is damaged.
     """
     path = run_dir / VMS
     if path.exists():
@@ -322,7 +308,6 @@ def name_of(run_dir: Path, job: str) -> RunName:
 def write_name(run_dir: Path, name: RunName) -> None:
     """Store the run's name.
 
-    Raises:
-        RunDirError: the name cannot be written.
+    RunDirError: the name cannot be written.
     """
     write_in_run_dir(run_dir / VMS, name.model_dump_json(indent=2) + "\n")

@@ -88,8 +88,7 @@ class Job(Value):
 def jobs_in_text(text: str) -> tuple[Job, ...]:
     """Parse the output of ``squeue --format=QUEUE_FORMAT``, with its header.
 
-    Raises:
-        Transient: the output has another form.
+    Transient: the output has another form.
     """
     header, *lines = text.splitlines() or [""]
     if header.strip() != QUEUE_HEADER:
@@ -118,8 +117,7 @@ def _job_of_line(line: str) -> Job:
 def jobs_in_json(text: str, uid: int) -> tuple[Job, ...]:
     """Parse a user's jobs from the output of ``squeue --json``, whose numbers and states differ by version.
 
-    Raises:
-        Transient: the output has another form, or reports errors.
+    Transient: the output has another form, or reports errors.
     """
     try:
         found = json.loads(text)
@@ -187,8 +185,7 @@ def version_in(text: str) -> tuple[int, ...]:
 def job_number_in(text: str) -> str:
     """Return the job number in the output of ``sbatch --parsable``.
 
-    Raises:
-        Transient: there is no number; the job may exist.
+    Transient: there is no number; the job may exist.
     """
     number = (text.strip().splitlines() or [""])[-1].partition(";")[0]
     if not re.fullmatch(r"\d+", number):

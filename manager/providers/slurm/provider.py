@@ -75,9 +75,8 @@ class Runs(Protocol):
     def __call__(self, command: Sequence[str], given: str = "") -> Said:
         """Run a program with ``given`` on its standard input; blocks for a bounded time.
 
-        Raises:
-            Transient: the program did not end in time; it may have had its effect.
-            Misconfigured: the program cannot be run.
+        Transient: the program did not end in time; it may have had its effect. Misconfigured: the program cannot be
+        run.
         """
 
 
@@ -106,15 +105,9 @@ def run_program(command: Sequence[str], given: str = "", timeout_s: float = CALL
 class SlurmProvider:
     """The ``Provider`` of Slurm jobs. A VM is a job: it exists from its submission on, and first waits in the queue.
 
-    Args:
-        spec: The cloud file.
-        name: The run's name.
-        script: Makes the script of a node's job, given the seconds from Slurm's signal to the kill.
-        logs: Folder for the jobs' output.
-        run: Runs one of Slurm's programs.
-        ending: The command that ends the rest of the run.
-        delete_s: How long to wait for jobs to end, in seconds.
-        uid: The user whose jobs are listed.
+    ``script``: makes the script of a node's job, given the seconds from Slurm's signal to the kill. ``logs``: the
+    folder for the jobs' output. ``run``: runs one of Slurm's programs. ``ending``: the command that ends the rest of
+    the run. ``delete_s``: how long to wait for jobs to end. ``uid``: the user whose jobs are listed.
     """
 
     def __init__(
@@ -252,8 +245,7 @@ class SlurmProvider:
     def _seen(self, submitted: Sequence[str]) -> tuple[Job, ...]:
         """Return the run's jobs, including those just submitted.
 
-        Raises:
-            Misconfigured: submitted jobs are not listed, and would be billed and lost; they are ended.
+        Misconfigured: submitted jobs are not listed, and would be billed and lost; they are ended.
         """
         jobs = self._all()
         if bare := [job.number for job in jobs if job.number in submitted and job.mark is None]:
@@ -296,8 +288,7 @@ class SlurmProvider:
     def _all(self) -> tuple[Job, ...]:
         """Return every job of this user that Slurm knows.
 
-        Raises:
-            Transient: Slurm does not answer.
+        Transient: Slurm does not answer.
         """
         if self._version is None:
             self._version = version_in(self._run(["squeue", "--version"]).out)
