@@ -110,8 +110,8 @@ def read_json(path: Path, value_type: type[ValueT], error_type: type[InputError]
         shown = (
             value if field and isinstance(value, str | int | float | bool) else None
         )  # otherwise the value is the whole text
-        is_other = error.errors(include_url=False)[0]["type"] in _OF_ANOTHER_KIND
-        if made is not None and not field:
+        kind = error.errors(include_url=False)[0]["type"]
+        if made is not None and kind == "json_invalid":
             problem = "is not JSON"
-        allowed = made if is_other else None
+        allowed = made if kind in _OF_ANOTHER_KIND else None
         raise error_type(problem, source=str(path), field=field or None, value=shown, allowed=allowed) from error

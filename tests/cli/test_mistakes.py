@@ -23,6 +23,7 @@ NOTHING_STORED = "is not a run directory, and holds no complete checkpoint"
 NOT_READ = "cannot be read: No such file or directory"
 NO_PROFILE = f"{NOT_READ}; allowed: a JSON file that `morph calibrate JOB -o FILE` wrote"
 NO_JSON = "is not JSON; allowed: a JSON file that `morph calibrate JOB -o FILE` wrote"
+A_JOB = "is a job, not a profile; allowed: a JSON file that `morph calibrate JOB -o FILE` wrote"
 NO_JOB = "names no job; allowed: path/to/file.py:name"
 NO_PARENT = "cannot be written: its folder does not exist; allowed: a file in an existing folder"
 NO_PROTOCOL = "cannot be used: Protocol not known: nope (got 'nope://x'); allowed: a URL fsspec knows"
@@ -59,8 +60,8 @@ STORED_MISTAKES = {
 }
 PROFILE_MISTAKES = {
     "none.json": f"none.json: {NO_PROFILE}",
-    "run.yaml": f"run.yaml: {NO_JSON}",
-    "jobs.py": f"jobs.py: {NO_JSON}",
+    "run.yaml": f"run.yaml: {A_JOB}",
+    "jobs.py": f"jobs.py: {A_JOB}",
     "broken.json": f"broken.json: {NO_JSON}",
     "empty": "empty: cannot be read: Is a directory; allowed: a JSON file that `morph calibrate",
     "plan.json": "plan.json: job: Field required; allowed: a JSON file that `morph calibrate",
@@ -95,6 +96,7 @@ PLACES: tuple[tuple[str, dict[str, str]], ...] = (
     ("calibrate {}", JOB_MISTAKES),
     ("cut {}", JOB_MISTAKES),
     ("trace-deps {}", JOB_MISTAKES),
+    ("profile estimate {} --device h100", JOB_MISTAKES),
     *((f"{command} {{}}", RUN_MISTAKES) for command in ("status", "events", "report", "page", "timeline", "stop")),
     *((f"{command} {{}}", RUN_MISTAKES) for command in ("resume", "inject --vm a", "profile refine")),
     *((f"checkpoints {command}", STORED_MISTAKES) for command in ("ls {}", "verify {}", "keep {} 1", "rm {} 1")),

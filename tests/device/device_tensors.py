@@ -63,6 +63,13 @@ class _Module(backend_registration._DummyBackendModule):
     def manual_seed_all(self, seed: int) -> None:
         """Accept a seed: operations draw from the host's generator."""
 
+    def get_rng_state(self, device: object = None) -> torch.Tensor:
+        """Return no state of its own, as ``torch.random.fork_rng`` asks for in tests that run in the same process."""
+        return torch.empty(0)
+
+    def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
+        """Accept it."""
+
 
 class _Copies(threading.local):
     allowed = False

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from morph.checkpoint.plain_file import PlainFile
+from morph.checkpoint.plain_file import PlainFile, write_plain_file
 from morph.cutting import cut, export_job
 from morph.cutting.deferred_init.construct import training_mode
 from morph.data import MicroBatchLoader
@@ -143,9 +143,7 @@ def test_what_is_exported_loads_into_the_plain_model_and_evaluates_alike(crew: S
     for name, make in (("normed", Normed), ("averaged", Averaged)):
         trained = crew.train(name, [("2x2", 3)], tmp_path / name)
         job = load_job(spec_of(name))
-        safetensors.torch.save_file(
-            export_state(job, str(tmp_path / name), trained.manifest), str(tmp_path / "w.safetensors")
-        )
+        write_plain_file(tmp_path / "w.safetensors", export_state(job, str(tmp_path / name), trained.manifest))
         model = make()
         model.load_state_dict(safetensors.torch.load_file(str(tmp_path / "w.safetensors")), strict=True)
         model.eval()
