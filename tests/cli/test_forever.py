@@ -64,7 +64,7 @@ try:
             signal.pause()
         if sys.argv[2] == "was finished":
             raise RunFinished("has reached that step already", source="run", value=9)
-        leave_word(outcome="finished", sentence="all 9 steps are committed")
+        leave_word(outcome="finished", sentence="all 9 steps are done and saved")
 except typer.Exit as end:
     sys.exit(end.exit_code)
 except TrainingStopped:

@@ -97,7 +97,7 @@ def false_alarm(arm: FakeArm, directory: Path) -> list[str]:
         metadata.script("GET", EVENTS, preempt(lead_s=20.0))
         until_draining(run)
         run.skip(20.0 + run.state.config.policy.rules.requests.notice_grace_s)
-        run.until(lambda: run.has("stays: its notice was withdrawn"), "the VM to be taken back")
+        run.until(lambda: run.has("stays: it was not taken"), "the VM to be taken back")
         assert run.state.workers[VM].node is NodeState.READY
         return run.told
 

@@ -224,7 +224,7 @@ def test_every_decided_step_is_written_as_a_table(run_dir: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("shortened", "how"),
     [
-        (False, "finished (all 12 steps are committed and saved)"),
+        (False, "finished (all 12 steps are done and saved)"),
         (True, "unmanaged (no process manages it; the last entry"),
     ],
 )

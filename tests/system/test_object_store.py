@@ -115,7 +115,7 @@ def test_runs_in_a_failing_store_are_resumed_and_pruned_with_equal_weights(
     stopped = read_report(run_dir).version
     assert complete_versions(place.url)[-1] == stopped < STEPS
     with RunningMorph("resume", run_dir, "--plain", "--no-page") as resumed:
-        resumed.wait_for_line(f"all {STEPS} steps are committed")
+        resumed.wait_for_line(f"all {STEPS} steps are done and saved")
         assert resumed.wait_for_end() == 0, resumed.output
     versions = complete_versions(place.url)
     assert (len(versions), versions[-1]) == (CheckpointRules().keep_newest, STEPS)

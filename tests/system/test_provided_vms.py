@@ -290,7 +290,7 @@ def test_another_manager_adopts_a_killed_ones_hosts_and_drains_a_noticed_one(
                 assert f"nothing of value is left on {node}" in second.wait_for_line("nothing of value is left")
                 assert notice.acknowledged.wait(20), second.output
             hosts.kill(node)  # as a cloud does then
-            second.wait_for_line(f"all {STEPS} steps are committed")
+            second.wait_for_line(f"all {STEPS} steps are done and saved")
             hosts.note()
             assert second.wait_for_exit() == 0, second.output
     secrets = [*recorded(made), *(recorded(made_later) if made_later.exists() else ())]
