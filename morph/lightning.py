@@ -121,8 +121,7 @@ def _job(module: Any, loader: Any, trainer: Any, eval_loader: Any = None, **repl
 def num_steps(trainer: Any, loader: Any) -> int:
     """Return how many steps ``trainer.fit(module, loader)`` would make: the value for ``--steps``.
 
-    Raises:
-        JobError: it would train for ever.
+    Raises JobError if it would train for ever.
     """
     found = _Length.of(trainer, loader).num_steps
     if math.isinf(found):
@@ -191,8 +190,7 @@ class _Length:
 class _StandIn:
     """Stands for the Trainer to which Lightning attaches a module; other attributes are refused by their name.
 
-    Args:
-        global_step, current_epoch: Counters: numbers, or tensors without a dimension within a step.
+    The counters ``global_step`` and ``current_epoch`` are tensors without a dimension within a step.
     """
 
     def __init__(self, length: _Length, global_step: Any, current_epoch: Any) -> None:

@@ -43,11 +43,9 @@ def split_job(job_path: str) -> tuple[str, str]:
 class JobFiles:
     """A finder for ``sys.meta_path``: modules that Python would import from a job's folder come from here.
 
-    Args:
-        folder: The job's folder, an absolute path.
-        files: Contents by path below the folder.
-        growing: Whether modules imported from the folder are added if they are missing. Otherwise such an import raises
-            an ImportError: no worker trains on code with which the run did not begin.
+    ``folder``: an absolute path, below which ``files`` have their paths. ``growing``: whether modules imported from the
+    folder are added if they are missing. Otherwise such an import raises an ImportError: no worker trains on code with
+    which the run did not begin.
     """
 
     def __init__(self, folder: Path, files: Mapping[str, bytes], *, growing: bool = False) -> None:

@@ -62,10 +62,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 class OwnSteps:
     """Steps that the user's own program made, and a job that makes the same ones.
 
-    Attributes:
-        job: Trains the same samples from the same weights with the same settings; dropout is off in both.
-        losses: The loss of each step, as the program computes it.
-        weights: The trained parameters after the steps, by their names in the job's model.
+    ``job`` trains the same samples from the same weights with the same settings; dropout is off in both. ``losses``:
+    one for each step. ``weights``: the trained parameters after the steps, by their names in the job's model.
     """
 
     job: Job

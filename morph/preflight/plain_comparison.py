@@ -66,10 +66,8 @@ _LACKING = re.compile(r"cuda|nvidia|triton|backend|not enough memory|out of memo
 class Limits:
     """The limits of a comparison.
 
-    Attributes:
-        available_bytes: Free memory of the device.
-        flops: The largest number of FLOP of all runs together; see ``QUICK_FLOPS`` and ``PATIENT_FLOPS``.
-        shorten: Whether a model that is too large may be compared with fewer of its equal blocks.
+    ``available_bytes``: free memory of the device. ``flops``: those of all runs together; see ``QUICK_FLOPS`` and
+    ``PATIENT_FLOPS``. ``shorten``: whether a model that is too large may be compared with fewer of its equal blocks.
     """
 
     available_bytes: int
@@ -281,10 +279,7 @@ class _Sides:
         self._largest = 0.0
 
     def compare(self, seed: int, batch: Mapping[str, Tensor], model: CutModel) -> None:
-        """Compare loss and gradients of a micro-batch, unless its loss is not finite.
-
-        ``model``: the model as it is cut for the batch's length.
-        """
+        """Compare loss and gradients of a micro-batch with the model cut for its length, unless its loss is not finite."""
         torch.manual_seed(seed)
         expected = _run_plain(self._job, self._plain, batch)
         for name, buffer in self._plain.named_buffers():

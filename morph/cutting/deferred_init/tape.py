@@ -66,13 +66,9 @@ class TensorRef:
 class Operation:
     """One operation on the tape; tensors in ``args`` and ``kwargs`` are references, or data.
 
-    Attributes:
-        reads: Storages of its arguments.
-        writes: The storages among them that it changes.
-        overwrites: A storage whose every element it replaces.
-        results: Its outputs in flat order; None for values that are not tensors.
-        draw: What it draws with: its number among the random operations, or the state of a generator that the
-            constructor has seeded. None if it draws nothing.
+    ``writes``: the storages among ``reads`` that it changes. ``overwrites``: one whose every element it replaces.
+    ``results``: in flat order; None for values that are not tensors. ``draw``: its number among the random operations,
+    or the state of a generator that the constructor has seeded; None if it draws nothing.
     """
 
     function: Callable[..., Any]

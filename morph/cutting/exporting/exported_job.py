@@ -77,11 +77,10 @@ class ExportedJob:
             parameters appear once.
         initial_buffers: Buffers that the forward writes, likewise.
         aliases: Further names of tied parameters, each with the name under which the parameter is kept.
-        cut_points: Names of modules before which the job should be cut, if any.
+        cut_points: Names of modules before which the job should be cut.
         model_line: Where the model is defined, ``file:line``, for errors.
         not_recorded: Why initial values cannot be made one by one; None if they can.
-        boundary: Type in which tensors cross cut-points, as in ``Job``.
-        metric_names: Names of the loss's further results, in the order in which sections return them after the loss.
+        metric_names: In the order in which sections return them after the loss.
     """
 
     initial_parameters: LazyTensors
@@ -123,8 +122,7 @@ class GraphJob(ExportedJob):
         sources: The content of each placeholder of the graph, by placeholder name.
         batch_symbol: The symbol that stands for the number of samples (a sympy symbol).
         initial_constants: Constants by the placeholder that holds them, made on request.
-        length_symbol: The symbol that stands for the length of a micro-batch, if lengths vary.
-        length: The length for which it stands.
+        length_symbol: The symbol that stands for ``length``, that of a micro-batch, if lengths vary.
     """
 
     graph_module: GraphModule
