@@ -55,8 +55,7 @@ def job(module: Any, loader: Any, eval_loader: Any = None, *, trainer: Any = Non
 
     Args:
         module: A LightningModule; its ``training_step`` returns the loss.
-        loader: A DataLoader of the training data.
-        eval_loader: A DataLoader of the evaluation data; ``eval_every_steps`` is then a further argument.
+        eval_loader: For evaluations; ``eval_every_steps`` is then a further argument.
         trainer: A Trainer, whose settings are honoured or refused.
         replaced: Fields of :class:`morph.Job` that replace those derived from the other arguments.
 

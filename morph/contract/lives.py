@@ -115,9 +115,8 @@ class Lifetimes:
 
 @dataclass(frozen=True)
 class Removals:
-    """Takes as many VMs at once as a trace does, at the trace's times, but brings none. The seed selects the VMs.
-
-    The trace's time 0 is ``start_s``.
+    """Takes as many VMs at once as a trace does, at its times after ``start_s``, but brings none; the seed picks the
+    VMs.
     """
 
     seed: int

@@ -364,7 +364,7 @@ def estimates(profile: Profile, types: Iterable[str] = ()) -> tuple[str, ...]:
 
 
 def other_device(profile: Profile, device: str) -> tuple[str, ...]:
-    """Return a sentence if a run's workers compute on GPUs (``vms.device``), and the profile has only times of a CPU."""
+    """Return a sentence if workers compute on GPUs (``vms.device``), and the profile has only times of a CPU."""
     environments = (profile.environment, *(known.environment for known in profile.node_types))
     if device != "cuda" or any(each.host_memory_bytes is not None for each in environments):
         return ()

@@ -119,10 +119,7 @@ class JobFiles:
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
-        """See ``importlib.abc.MetaPathFinder``.
-
-        Raises ImportError if the module would come from the job's folder, and is not among the files.
-        """
+        """See ``MetaPathFinder``. Raises ImportError for a module of the job's folder that is not among the files."""
         if fullname.partition(".")[0] in OWN:
             return None
         search, name = list(sys.path if path is None else path), fullname

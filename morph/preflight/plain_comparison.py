@@ -279,7 +279,7 @@ class _Sides:
         self._largest = 0.0
 
     def compare(self, seed: int, batch: Mapping[str, Tensor], model: CutModel) -> None:
-        """Compare loss and gradients of a micro-batch with the model cut for its length, unless its loss is not finite."""
+        """Compare loss and gradients of a micro-batch, unless its loss is not finite; ``model``: cut for its length."""
         torch.manual_seed(seed)
         expected = _run_plain(self._job, self._plain, batch)
         for name, buffer in self._plain.named_buffers():
@@ -295,9 +295,8 @@ class _Sides:
             self._total[name] = self._total[name] + wide if name in self._total else wide
 
     def largest(self) -> float:
-        """Also compare a run's sums and steps of the gradients, and return the largest difference of all.
-
-        Raises _DoesNotRun if no loss was finite.
+        """Also compare a run's sums and steps of the gradients; return the largest difference. _DoesNotRun: no finite
+        loss.
         """
         if not self._batches:
             raise _DoesNotRun("its loss is not a finite number")

@@ -103,7 +103,9 @@ def lightning_class(module: Any) -> Any:
 
 
 def check_module(module: Any, *, evaluates: bool) -> None:
-    """Check that a module overrides nothing that training, or validation if it ``evaluates``, calls and Morph does not."""
+    """Check that a module overrides nothing that training (and validation, if it ``evaluates``) calls, but Morph does
+    not.
+    """
     base = lightning_class(module)
     if not module.automatic_optimization:
         raise refusal("automatic_optimization", False, "True; Morph calls the optimizer")

@@ -32,9 +32,8 @@ _NO_GRADIENT = {torch.ops.aten.detach.default, torch.ops.higher_order.wrap_with_
 
 
 def concrete(exported: GraphJob, value: Any, num_samples: int) -> Any:
-    """Evaluate a symbolic number for ``num_samples`` samples; other values are returned unchanged.
-
-    Raises ExportError if the number depends on the data.
+    """Evaluate a symbolic number for ``num_samples`` samples, or raise ExportError if it depends on data; return
+    others.
     """
     if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value

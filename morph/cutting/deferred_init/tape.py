@@ -98,10 +98,7 @@ class Tape:
         return isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata in self._storages
 
     def reference(self, tensor: Tensor) -> TensorRef:
-        """Return the reference of a fake tensor.
-
-        Raises CannotRecord if the tensor was not made on this tape, or is not a plain tensor.
-        """
+        """Return the reference of a fake tensor; CannotRecord: not made on this tape, or not a plain tensor."""
         if not self.knows(tensor):
             raise CannotRecord("a tensor comes from outside the constructor")
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
@@ -134,9 +131,8 @@ class Tape:
             self.untouched = None
 
     def seeded_generator(self, given: torch.Generator | None) -> torch.Generator | None:
-        """Return the generator from which an operation draws, if the constructor has seeded it.
-
-        Raises CannotRecord if it is not a generator of the CPU.
+        """Return the generator from which an operation draws, if the constructor has seeded it; CannotRecord: not of
+        the CPU.
         """
         if self.untouched is None:
             return None
