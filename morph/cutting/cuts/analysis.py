@@ -21,8 +21,9 @@ from torch.fx import Node
 
 from morph.contract.errors import ExportError
 from morph.cutting.cuts.cost import node_cost
-from morph.cutting.exporting.exported_job import GraphJob, is_random
+from morph.cutting.exporting.exported_job import GraphJob
 from morph.cutting.exporting.functional import results_of
+from morph.cutting.exporting.random_operations import is_random
 from morph.cutting.exporting.user_functions import UserFunction
 from morph.cutting.sections.positions import Position
 
