@@ -55,8 +55,7 @@ def job(module: Any, loader: Any, eval_loader: Any = None, *, trainer: Any = Non
 
     Args:
         module: A LightningModule; its ``training_step`` returns the loss.
-        loader: A DataLoader of the training data.
-        eval_loader: A DataLoader of the evaluation data; ``eval_every_steps`` is then a further argument.
+        eval_loader: For evaluations; ``eval_every_steps`` is then a further argument.
         trainer: A Trainer, whose settings are honoured or refused.
         replaced: Fields of :class:`morph.Job` that replace those derived from the other arguments.
 
@@ -121,8 +120,7 @@ def _job(module: Any, loader: Any, trainer: Any, eval_loader: Any = None, **repl
 def num_steps(trainer: Any, loader: Any) -> int:
     """Return how many steps ``trainer.fit(module, loader)`` would make: the value for ``--steps``.
 
-    Raises:
-        JobError: it would train for ever.
+    Raises JobError if it would train for ever.
     """
     found = _Length.of(trainer, loader).num_steps
     if math.isinf(found):
@@ -191,8 +189,7 @@ class _Length:
 class _StandIn:
     """Stands for the Trainer to which Lightning attaches a module; other attributes are refused by their name.
 
-    Args:
-        global_step, current_epoch: Counters: numbers, or tensors without a dimension within a step.
+    The counters ``global_step`` and ``current_epoch`` are tensors without a dimension within a step.
     """
 
     def __init__(self, length: _Length, global_step: Any, current_epoch: Any) -> None:

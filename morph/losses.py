@@ -65,15 +65,12 @@ def cross_entropy(
 ) -> Loss:
     """Return ``torch.nn.functional.cross_entropy``, to be averaged over the whole mini-batch.
 
+    The total is the sum over the labels that count, and the weight is their number, or the sum of their class weights.
+
     Args:
         logits: Of shape (..., classes).
         labels: Class numbers, of shape (...); ``ignore_index`` for a label that does not count.
         class_weights: Of shape (classes,): the weight of a label of each class. None: each has weight one.
-        ignore_index: The label that does not count.
-        label_smoothing: As in ``torch.nn.functional.cross_entropy``.
-
-    Returns:
-        The sum over the labels that count, and their number or weight.
     """
     import torch
     from torch.nn import functional

@@ -19,12 +19,10 @@ def wide_console(width: int) -> Console:
 def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 0, light: bool = False
 ) -> Table:
-    """Return a table with one row for each of ``rows``.
+    """Return a table with one row for each of ``rows``; numbers are aligned to the right.
 
-    Args:
-        columns: The names of the columns; numbers are aligned to the right.
-        left: The number of first columns that are text, aligned to the left and folded if they are long.
-        light: Whether to draw no lines except one below the names.
+    The first ``left`` columns are text, aligned to the left and folded if they are long. ``light``: whether to draw no
+    lines except one below the names.
     """
     look: dict[str, Any] = {"box": box.SIMPLE, "pad_edge": False, "collapse_padding": True} if light else {}
     made = Table(title=title, title_justify="left", **look)

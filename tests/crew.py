@@ -35,11 +35,11 @@ from manager.run_dir import RunDir, RunFacts
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.cluster import Policy
 from morph.contract.decided import Decided, LossScale, decided_step
+from morph.contract.faults import Fault
 from morph.contract.messages import (
     CommitOrder,
     Committed,
     Failed,
-    Fault,
     HandedCut,
     Heartbeat,
     PreCopyOrder,

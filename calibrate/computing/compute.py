@@ -71,10 +71,8 @@ _OUT_OF_MEMORY = ("OutOfMemoryError", "DefaultCPUAllocator")
 class MeasuredSize:
     """The measurements at one micro-batch size.
 
-    Attributes:
-        model: The model cut for this size; if lengths vary, for the longest bucket.
-        sections: The measurement of each kind, by its signature in ``model``; times are means over micro-batches of all
-            lengths, and memory is that of the longest.
+    ``model`` is cut for this size; if lengths vary, for the longest bucket. ``sections``: by their kind's signature in
+    ``model``; times are means over micro-batches of all lengths, and memory is that of the longest.
     """
 
     model: CutModel

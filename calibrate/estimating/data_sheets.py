@@ -10,20 +10,14 @@ from morph.contract.errors import ConfigError
 
 @dataclass(frozen=True)
 class DataSheet:
-    """One type of GPU.
+    """One type of GPU. Its network and host memory are its share of its VM's; links and network are measured one way.
 
     Attributes:
-        device: Its name, and the VM whose network and host memory it shares.
+        device: Its name, and the VM.
         flops_per_s: Peak of dense matrix products by type of the operands; a type that is missing is not supported.
             ``tf32``: float32 operands, if the job allows TF32.
-        memory_bytes_per_s: Bandwidth of its memory.
         memory_bytes: As ``nvidia-smi`` shows it.
-        gpus_per_node: GPUs of the VM.
-        link_bytes_per_s: To another GPU of the VM, one way: half of NVLink's total, or PCIe.
-        network_bytes_per_s: Its share of the VM's network, one way.
-        host_memory_bytes: Its share of the VM's memory.
-        host_link_bytes_per_s: To host memory, one way.
-        source: Where the figures come from.
+        link_bytes_per_s: To another GPU of the VM: half of NVLink's total, or PCIe.
     """
 
     device: str

@@ -63,14 +63,12 @@ def estimate_profile(
 ) -> Profile:
     """Estimate a job's profile; no GPU is needed, and no weights are read.
 
-    Args:
-        devices: Names of data sheets. The first is the profile's own type, the others are further types of node.
-        gbit_per_s: Bandwidth between nodes of each GPU; None: that of the data sheets.
-        micro_batch_sizes: As in ``calibrate``, for the first device.
+    ``devices``: names of data sheets; the first is the profile's own type, the others are further types of node.
+    ``gbit_per_s``: bandwidth between nodes of each GPU; None: that of the data sheets. ``micro_batch_sizes``: as in
+    ``calibrate``, for the first device.
 
-    Raises:
-        ConfigError: a device has no data sheet, or the bandwidth is out of range.
-        JobError, ExportError: the job cannot be cut, reads values of tensors, or a device lacks its precision.
+    Raises ConfigError if a device has no data sheet or the bandwidth is out of range; JobError or ExportError if the
+    job cannot be cut, reads values of tensors, or a device lacks its precision.
     """
     progress = progress or silent
     sheets = {name: sheet_of(name) for name in devices}

@@ -66,9 +66,7 @@ class Crew:
     def gather(self, numbers: Iterable[int], what: str, timeout_s: float) -> dict[int, dict[str, Any]]:
         """Block until each of these helpers has answered once, and return the answers.
 
-        Raises:
-            ClusterError: a helper failed; the message ends with its last output.
-            WaitTimeout: not all answered within ``timeout_s``; the message names ``what`` was waited for.
+        Raises ClusterError if a helper failed, with its last output, and WaitTimeout, which says ``what`` was awaited.
         """
         missing, found = set(numbers), {}
         end_s = time.monotonic() + timeout_s

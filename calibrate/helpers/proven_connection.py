@@ -55,11 +55,8 @@ class ProvenConnection:
             raise ClusterError(f"the other node is gone: {error.strerror or error}") from error
 
     def receive(self, what: str, timeout_s: float) -> dict[str, Any]:
-        """Block for the next message.
-
-        Raises:
-            ClusterError: the other node is gone, or did not send this message.
-            WaitTimeout: no message came within ``timeout_s``; the error names ``what`` was awaited.
+        """Block for the next message. Raises ClusterError if the other node is gone or did not send it, and
+        WaitTimeout, which says ``what`` was awaited.
         """
         try:
             return self._link.hear(timeout_s)
@@ -72,10 +69,8 @@ class ProvenConnection:
 def call(host: str, port: int, token: str) -> ProvenConnection:
     """Connect to the node that listens.
 
-    Raises:
-        ConfigError: the other node has another secret.
-        ClusterError: the other node cannot be reached, or another program listens there.
-        WaitTimeout: the other node does not answer.
+    Raises ConfigError if it has another secret, ClusterError if it cannot be reached or another program listens there,
+    and WaitTimeout if it does not answer.
     """
     what = f"the peer at {host}:{port}"
     try:
@@ -103,9 +98,7 @@ def call(host: str, port: int, token: str) -> ProvenConnection:
 def answer(connection: socket.socket, token: str) -> ProvenConnection:
     """Let in a node that called, if it knows the secret; otherwise close the connection.
 
-    Raises:
-        ClusterError: the caller does not know the secret, or is gone.
-        WaitTimeout: the caller sends nothing.
+    Raises ClusterError if the caller does not know the secret or is gone, and WaitTimeout if it sends nothing.
     """
     proven = link.Session(connection, Wire(credential_of(token), listens=True))
     try:

@@ -84,8 +84,7 @@ class PeerNode:
         """Serve one node at a time, turning other callers away, until the link to a node that knows the secret was
         measured.
 
-        Raises:
-            WaitTimeout: no node came within ``wait_s``, or none finished.
+        Raises WaitTimeout if no node came within ``wait_s``, or none finished.
         """
         end_s = time.monotonic() + wait_s
         while (left_s := end_s - time.monotonic()) > 0:

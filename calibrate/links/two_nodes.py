@@ -72,13 +72,7 @@ class OtherNode:
     """The connection to the other node; a context manager."""
 
     def __init__(self, address: PeerAddress) -> None:
-        """Connect, and refuse a node that runs other software.
-
-        Raises:
-            ConfigError: it has another secret.
-            ClusterError: it cannot be reached, or is of another version.
-            WaitTimeout: it does not answer.
-        """
+        """Connect, and refuse a node that runs another version: ClusterError. Other errors are those of ``call``."""
         self._what = f"the peer at {address.host}:{address.port}"
         self._connection = call(address.host, address.port, address.token)
         try:

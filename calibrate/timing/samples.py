@@ -100,10 +100,9 @@ def _half_width(samples: Sequence[float]) -> float:
 class Sampling:
     """Decides how often something is measured: until the median is stable, within bounds.
 
-    Args:
-        budget_s: No sample begins after this time, once there are ``least``.
-        enough: From this number on, a stable median is enough; with fewer samples, the spread is not known.
-        within: The largest error of the sum of the medians, as a share of it.
+    No sample begins after ``budget_s``, once there are ``least``. From ``enough`` samples on, a stable median is
+    enough; with fewer samples, the spread is not known. ``within``: the largest error of the sum of the medians, as a
+    share of it.
     """
 
     budget_s: float

@@ -30,13 +30,8 @@ def add_node_type(
 ) -> Profile:
     """Measure the job on this machine as another type of node, replacing an earlier type of that name.
 
-    ``calibrate`` made the profile of the same job, on any machine. ``device``: ``cpu`` or ``cuda``.
-
-    Raises:
-        ProfileError: the profile belongs to another job.
-        JobError, ExportError: the job cannot be measured.
-        ConfigError: this machine has no such device.
-        ClusterError, WaitTimeout: helper processes failed.
+    ``calibrate`` made the profile of the same job, on any machine; ProfileError: it belongs to another job. ``device``:
+    ``cpu`` or ``cuda``. Other errors are those of ``calibrate``.
     """
     progress = progress or silent
     progress("exporting the model", 0.0)

@@ -20,8 +20,8 @@ def add_zone_links(
 ) -> Profile:
     """Return the profile with the links between this node's zone and another one, in the sizes of its other links.
 
-    ``peer``: in another zone, where ``morph calibrate-peer`` listens. ``device``: ``cpu`` or ``cuda``. ConfigError:
-    this machine has no such device, or the peer has another secret; ClusterError, WaitTimeout: helpers failed.
+    ``peer``: in another zone, where ``morph calibrate-peer`` listens. ``device``: ``cpu`` or ``cuda``. Errors as of
+    ``calibrate``.
     """
     progress = progress or silent
     spec = NetworkSpec(

@@ -34,7 +34,8 @@ from manager.run_dir import DEVICES, RunDir
 from morph.contract.cluster import ClusterConfig, LocalVms, ProvidedVms
 from morph.contract.emulation import EmulatedDevice
 from morph.contract.errors import ClusterError, ClusterLost
-from morph.contract.messages import Fault, HandedCut, JobCode, SlowSpell, WorkerSetup
+from morph.contract.faults import Fault, SlowSpell
+from morph.contract.messages import HandedCut, JobCode, WorkerSetup
 from morph.contract.trace import Trace
 
 

@@ -143,16 +143,14 @@ def decided_step(
     units: Iterable[str],
     weights: Iterable[Mapping[int, float]] = (),
 ) -> Decided:
-    """Combine the members' reports about step ``version - 1``.
+    """Combine the members' reports about step ``version - 1``; each argument but ``units`` has one entry per member.
 
-    Args:
-        norms_sq: Per member, squared norms by unit; every holder of a unit reports it.
-        non_finite: Per member, whether a gradient of its units is NaN or infinite.
-        weights: Per member, weights of losses by micro-batch; each micro-batch at least once, or none at all.
+    ``norms_sq``: squared norms by unit; every holder of a unit reports it. ``non_finite``: whether a gradient of its
+    units is NaN or infinite. ``weights``: weights of losses by micro-batch; each micro-batch at least once, or none at
+    all.
 
-    Raises:
-        TrainingStopped: two members hold different gradients of a unit, no member reported a unit, or the sum of the
-            weights is negative.
+    Raises TrainingStopped if two members hold different gradients of a unit, no member reported a unit, or the sum of
+    the weights is negative.
     """
     if any(non_finite):
         return Decided(version=version, skipped=True)

@@ -35,10 +35,7 @@ class MorphError(Exception):
 class InputError(MorphError):
     """A mistake in something that the user gave.
 
-    Args:
-        source: File or argument that contains the value.
-        field: Dotted name of the field.
-        value: The offending value, shown with ``repr``.
+    ``source``: file or argument that contains the value. ``field``: dotted name. The value is shown with ``repr``.
     """
 
     def __init__(
@@ -152,9 +149,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
 
 
 def printable(text: str) -> str:
-    """Return a text that is safe for a terminal: control characters become escapes such as ``\\x1b``.
-
-    Line ends and tabs stay.
+    """Return a text that is safe for a terminal: control characters but line ends and tabs become escapes such as
+    ``\\x1b``.
     """
     return _CONTROL.sub(_escape, text) if _CONTROL.search(text) else text
 

@@ -23,15 +23,10 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
-    """Write or replace a file atomically: a reader sees the old or the new content.
+    """Write or replace a file atomically: a reader sees the old or the new content. Text is written as UTF-8.
 
-    Args:
-        path: The file; its folder must exist.
-        content: Text is written as UTF-8.
-        mode: Permissions of the file, before the umask.
-
-    Raises:
-        OSError: the file cannot be written; nothing was changed or left behind.
+    The file's folder must exist. ``mode``: permissions before the umask. After an OSError nothing was changed or left
+    behind.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     data = content.encode() if isinstance(content, str) else content

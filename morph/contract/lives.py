@@ -67,14 +67,10 @@ class Lives(Protocol):
         """The time after which nothing happens."""
 
     def between(self, vms: Mapping[str, float], after_s: float, until_s: float) -> tuple[Change, ...]:
-        """Return the events in the half-open interval (``after_s``, ``until_s``], in order.
+        """Return the events in the half-open interval (``after_s``, ``until_s``], in order; each VM is taken at most
+        once.
 
-        Each VM is taken at most once.
-
-        Args:
-            vms: The present VMs, each with the time at which it came.
-            after_s: Beginning, not included.
-            until_s: End, included.
+        ``vms``: the present VMs, each with the time at which it came.
         """
 
 
@@ -119,9 +115,8 @@ class Lifetimes:
 
 @dataclass(frozen=True)
 class Removals:
-    """Takes as many VMs at once as a trace does, at the trace's times, but brings none. The seed selects the VMs.
-
-    The trace's time 0 is ``start_s``.
+    """Takes as many VMs at once as a trace does, at its times after ``start_s``, but brings none; the seed picks the
+    VMs.
     """
 
     seed: int

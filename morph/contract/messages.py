@@ -19,55 +19,12 @@ from morph.contract.decided import Decided, LossScale
 from morph.contract.emulation import EmulatedDevice
 from morph.contract.epochs import Epochs
 from morph.contract.evaluation import Array, EvaluationSize, EvaluationTotals, FinishedMetrics
+from morph.contract.faults import Fault, SlowSpell
 from morph.contract.job_facts import JobFacts
 from morph.contract.plan import Plan
 from morph.contract.rules import CheckpointRules
 from morph.contract.salvage import Follow, KeptSums, Salvage
 from morph.contract.timeline import ComputeTimes, MicroBatchTimes, StepTimeline
-
-# Scheduled faults of a worker, for tests and demonstrations.
-
-
-class Fault(Value):
-    """A scheduled fault, for tests: the worker kills itself with SIGKILL when it reaches the phase.
-
-    Or it raises an error there, as torch does when a device has no memory left or is lost. ``nth`` picks the nth
-    arrival at the phase within the step (0 = first).
-    """
-
-    worker: str
-    phase: Literal[
-        "forward",
-        "backward",
-        "reduce",
-        "before_commit",
-        "after_commit",
-        "applied",
-        "reshape",
-        "transfer",
-        "checkpoint",
-        "send_ahead",
-        "receive_ahead",
-        "share_gradients",
-        "share_sums",
-    ]
-    step: Annotated[int, Field(ge=0)]
-    nth: Annotated[int, Field(ge=0)] = 0
-    kind: Literal["kill", "out_of_memory", "lost_device"] = "kill"
-
-
-class SlowSpell(Value):
-    """A scheduled fail-stutter, for tests and demonstrations: a worker takes ``factor`` times as long to compute.
-
-    It begins with step ``first_step`` and ends before step ``end_step``; None: it does not end. A probe counts as part
-    of the last step that was decided before it was sent.
-    """
-
-    worker: str
-    factor: float = Field(ge=1, allow_inf_nan=False)
-    first_step: int = Field(default=0, ge=0)
-    end_step: int | None = Field(default=None, ge=0)
-
 
 DEFAULT_LIMIT_S = 120.0
 """Default bound, in seconds, of a wait for others in an order."""

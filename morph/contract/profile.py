@@ -364,10 +364,7 @@ def estimates(profile: Profile, types: Iterable[str] = ()) -> tuple[str, ...]:
 
 
 def other_device(profile: Profile, device: str) -> tuple[str, ...]:
-    """Return a sentence if a run's workers compute on GPUs, and the profile has only times of a CPU.
-
-    ``device``: ``vms.device`` of the run.
-    """
+    """Return a sentence if workers compute on GPUs (``vms.device``), and the profile has only times of a CPU."""
     environments = (profile.environment, *(known.environment for known in profile.node_types))
     if device != "cuda" or any(each.host_memory_bytes is not None for each in environments):
         return ()
@@ -378,10 +375,8 @@ def other_device(profile: Profile, device: str) -> tuple[str, ...]:
 
 
 def other_links(profile: Profile, links: LinkSetting, rings: RingSetting) -> tuple[str, ...]:
-    """Return a sentence for each difference between a run's links or rings and the measured ones.
-
-    Devices without their own memory have no such differences. ``links``: ``vms.links`` of the run. ``rings``:
-    ``vms.rings`` of the run.
+    """Return a sentence for each difference between a run's links or rings (``vms.links``, ``vms.rings``) and the
+    measured ones. Devices without their own memory have no such differences.
     """
     if profile.environment.host_memory_bytes is None:
         return ()
@@ -431,8 +426,7 @@ def load_profile(path: Path) -> Profile:
 
 
 def write_profile(profile: Profile, path: Path, *, as_read: bool = False) -> None:
-    """Replace ``path`` with the profile, atomically.
-
-    ``as_read``: whether to write no defaults for fields that were absent in the profile's own file.
+    """Replace ``path`` with the profile, atomically; ``as_read``: without defaults for fields that were absent in its
+    file.
     """
     write_output(path, profile.model_dump_json(indent=2, exclude_unset=as_read) + "\n", ProfileError)

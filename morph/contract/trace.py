@@ -259,9 +259,8 @@ def load_trace(path: Path) -> Trace:
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Write the CSV form; times are written in full, so that reading them gives the same trace.
-
-    Columns for notices or prices are written only if there are any.
+    """Write the CSV form, with times in full, so that reading them gives the same trace; without columns that would be
+    empty.
     """
     columns = [*HEADER[:6]]
     if any(event.notice_s is not None for event in trace.events):

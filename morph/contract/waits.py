@@ -31,13 +31,11 @@ class Backoff:
 def cheapest_interval_s(cost_s: float, mttf_s: float, again_s: float = 0.0) -> float:
     """Return the seconds between two saves that minimise the cost of saves and losses together.
 
-    An interval of tau costs one save, and at each loss half of tau is trained again. The sum is least at
-    tau = sqrt(2 cost MTTF): Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974.
-    The thesis on Spotify adds the time R that a new VM takes: sqrt(2 cost (MTTF + R)), equation 4.5.
+    An interval of tau costs one save, and at each loss half of tau is trained again. The sum is least at tau = sqrt(2
+    cost MTTF): Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974. The thesis on
+    Spotify adds the time R that a new VM takes: sqrt(2 cost (MTTF + R)), equation 4.5.
 
-    Args:
-        cost_s: Time for which a save stops training.
-        mttf_s: Mean time between two losses from which a save helps.
-        again_s: Time from such a loss until training continues.
+    ``cost_s``: time for which a save stops training. ``mttf_s``: mean time between two losses from which a save helps.
+    ``again_s``: R, from such a loss until training continues.
     """
     return math.sqrt(2 * cost_s * (mttf_s + again_s))

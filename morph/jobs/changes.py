@@ -86,10 +86,7 @@ def changes(found: JobFacts, began: JobFacts) -> Iterator[Change]:
 
 
 def require_same(found: JobFacts, began: JobFacts, source: str) -> None:
-    """Check that a job as it was loaded here is the job with which a run began.
-
-    ``found``: the facts of the job here. ``began``: the facts of the job when the run began.
-    """
+    """Check that a job as it was ``found`` here is the job with which a run ``began``."""
     first = next(changes(found, began), None)
     if first is not None:
         raise first.refusal(source)

@@ -61,9 +61,8 @@ def order_of(loader: DataLoader[Any]) -> Callable[[Any, int, int], list[int]]:
 
 
 class WholeModel:
-    """A ``Job.model`` that copies an existing model, whose weights must be the same in every process.
-
-    ``model``: a model that is not trained elsewhere.
+    """A ``Job.model`` that copies an existing model, which is not trained elsewhere; its weights must be the same in
+    every process.
     """
 
     def __init__(self, model: nn.Module) -> None:

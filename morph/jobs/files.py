@@ -43,11 +43,9 @@ def split_job(job_path: str) -> tuple[str, str]:
 class JobFiles:
     """A finder for ``sys.meta_path``: modules that Python would import from a job's folder come from here.
 
-    Args:
-        folder: The job's folder, an absolute path.
-        files: Contents by path below the folder.
-        growing: Whether modules imported from the folder are added if they are missing. Otherwise such an import raises
-            an ImportError: no worker trains on code with which the run did not begin.
+    ``folder``: an absolute path, below which ``files`` have their paths. ``growing``: whether modules imported from the
+    folder are added if they are missing. Otherwise such an import raises an ImportError: no worker trains on code with
+    which the run did not begin.
     """
 
     def __init__(self, folder: Path, files: Mapping[str, bytes], *, growing: bool = False) -> None:
@@ -121,10 +119,7 @@ class JobFiles:
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
-        """See ``importlib.abc.MetaPathFinder``.
-
-        Raises ImportError if the module would come from the job's folder, and is not among the files.
-        """
+        """See ``MetaPathFinder``. Raises ImportError for a module of the job's folder that is not among the files."""
         if fullname.partition(".")[0] in OWN:
             return None
         search, name = list(sys.path if path is None else path), fullname

@@ -62,10 +62,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 class OwnSteps:
     """Steps that the user's own program made, and a job that makes the same ones.
 
-    Attributes:
-        job: Trains the same samples from the same weights with the same settings; dropout is off in both.
-        losses: The loss of each step, as the program computes it.
-        weights: The trained parameters after the steps, by their names in the job's model.
+    ``job`` trains the same samples from the same weights with the same settings; dropout is off in both. ``losses``:
+    one for each step. ``weights``: the trained parameters after the steps, by their names in the job's model.
     """
 
     job: Job
@@ -100,14 +98,11 @@ class MapDataset(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaling:
-    """Dynamic loss scaling, as in ``torch.amp.GradScaler`` with factors 2 and 1/2.
+    """Dynamic loss scaling, as in ``torch.amp.GradScaler`` with factors 2 and 1/2. A bad field raises a JobError.
 
     Args:
         initial: The first scale, a power of two.
         growth_steps: The number of good steps in a row after which the scale is doubled.
-
-    Raises:
-        JobError: a field has a value that is not allowed.
     """
 
     initial: float = 65536.0
@@ -122,7 +117,8 @@ class LossScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """Defines which evaluated version of a job is the best, and when training ends early.
+    """Defines which evaluated version of a job is the best, and when training ends early. A bad field raises a
+    JobError.
 
     The checkpoint of the best version is kept, and ``morph export --best`` writes it.
 
@@ -131,9 +127,6 @@ class Best:
         mode: Whether the smallest (``min``) or the largest (``max``) value is the best.
         patience: Training ends after this many evaluations in a row that were not better; None: never.
         min_delta: The least improvement of the metric that counts as better.
-
-    Raises:
-        JobError: a field has a value that is not allowed.
     """
 
     metric: str = "loss"

@@ -61,11 +61,9 @@ class CutJob:
 class Effort:
     """How much a command spends on its checks.
 
-    Args:
-        quick: Whether to skip checks that take more than some seconds.
-        most_parameters: The loss of a model with more parameters is not tried.
-        refuse: Whether to refuse a job whose step mixes sections; otherwise the report says so.
-        say: Called with a sentence when a check begins.
+    ``quick``: whether to skip checks that take more than some seconds. The loss of a model with more than
+    ``most_parameters`` is not tried. ``refuse``: whether to refuse a job whose step mixes sections; otherwise the
+    report says so. ``say``: called with a sentence when a check begins.
     """
 
     memory_bytes: int
@@ -79,14 +77,11 @@ class Effort:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of checking a job that may start.
+    """The result of checking a job that may start; None stands for a check that was not made.
 
-    Args:
-        dependencies: Dependencies between its sections; None: not examined.
-        warnings: Sentences on several optimizers, on data that is slow to read or does not divide into steps, on a loss
-            or metric that is neither a mean over samples nor a total with its weight, and on needless attention masks
-            that exclude flash kernels.
-        compared: The comparison with the plain model; None: not compared.
+    ``warnings``: sentences on several optimizers, on data that is slow to read or does not divide into steps, on a loss
+    or metric that is neither a mean over samples nor a total with its weight, and on needless attention masks that
+    exclude flash kernels.
     """
 
     settings: dict[str, str] = field(default_factory=dict)
@@ -123,10 +118,9 @@ class Check:
 def check(checked: CutJob, effort: Effort) -> Report:
     """Carry out the checks that a command needs, the cheapest first, and return the report.
 
-    Raises:
-        JobError: an optimizer, a schedule or data cannot be used; a step mixes sections, unless that is only reported;
-            a loss or a plain model fails on real samples; or a model mixes packed documents.
-        ExportError: the sections do not compute the same as the plain model.
+    Raises JobError if an optimizer, a schedule or data cannot be used, a step mixes sections (unless that is only
+    reported), a loss or a plain model fails on real samples, or a model mixes packed documents; ExportError if the
+    sections do not compute the same as the plain model.
     """
     report = Report()
     for entry in CHECKS:

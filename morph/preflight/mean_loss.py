@@ -52,10 +52,9 @@ class LossTrial:
 
     Attributes:
         loss: Returns the loss of a batch: a scalar, or (scalar, metrics by name).
-        model: The model of the loss. Changes that the loss makes to its buffers are undone.
+        model: Changes that the loss makes to its buffers are undone.
         num_samples: The size of the data set.
         read: Returns samples by number: dicts, tuples or lists of tensors and numbers.
-        collate: Makes a batch of samples.
         part: The name of the parts into which Morph divides a batch.
         setting: The name of the setting that gives the size of a part.
         gradients: Whether gradients are compared too, where the values of the loss show nothing.
@@ -74,16 +73,12 @@ class LossTrial:
 
 
 def loss_warnings(job: Job) -> tuple[str, ...]:
-    """Try a job's loss; see ``mean_warnings``.
+    """Try a job's loss; see ``mean_warnings``. There are no warnings if the trial fails.
 
     The model is really built. Its weights are moved a little from their initial values, because a last layer of zeros
     would give all samples the same loss; weights of fewer than 32 bits are widened where the model permits that.
 
-    Returns:
-        A sentence for the loss, and for each metric, that is not a mean; none if the trial fails.
-
-    Raises:
-        JobError: the loss fails on real numbers; an export on fake tensors does not show every error.
+    Raises JobError if the loss fails on real numbers; an export on fake tensors does not show every error.
     """
     try:
         return _job_warnings(job)
@@ -135,17 +130,11 @@ def mean_warnings(trial: LossTrial, *, running_s: float = _RUNNING_S) -> tuple[s
     """Run a loss on pairs of unlike samples together and alone, with equal draws and no gradients.
 
     Samples whose own loss is not finite are left out, and a sentence says so. A model that refuses a single sample
-    (batch norm over one value) is given each sample twice.
+    (batch norm over one value) is given each sample twice. No further pair is tried after ``running_s`` of processor
+    time.
 
-    Args:
-        trial: The loss.
-        running_s: Processor time after which no further pair is tried.
-
-    Returns:
-        A sentence for the loss, and for each metric, that is not a mean over samples.
-
-    Raises:
-        LossFailed: reading samples, or computing their loss, raised an error.
+    Returns a sentence for the loss, and for each metric, that is not a mean over samples. Raises LossFailed if reading
+    samples, or computing their loss, raised an error.
     """
     runs, looks = _Runs(trial), _look_over(trial)
     devices = {parameter.device for parameter in trial.model.parameters() if parameter.device.type == "cuda"}
@@ -168,14 +157,11 @@ def mean_warnings(trial: LossTrial, *, running_s: float = _RUNNING_S) -> tuple[s
 
 
 def _by_gradients(runs: _Runs, sets: Sequence[tuple[int, ...]]) -> list[str]:
-    """Compare gradients of samples together and alone, each parameter's by itself.
+    """Compare gradients of samples together and alone, each parameter's by itself; return a sentence on the one that
+    differs most, if by more than rounding. There is none if gradients cannot be computed.
 
     A small term of the loss, such as a load balancing loss with a coefficient of 1e-4, is lost in the rounding of the
     loss's value, but not in the gradients of a router.
-
-    Returns:
-        A sentence on the parameter whose gradient differs most, if that is more than rounding; none if gradients cannot
-        be computed.
     """
     worst, shown = 0.0, ""
     for indices in sets:
@@ -281,8 +267,7 @@ class _Runs:
     def gradients(self, indices: tuple[int, ...]) -> dict[str, Tensor]:
         """Return the gradients of these samples' loss, in double precision, by parameter.
 
-        Raises:
-            LossFailed: the model has a batch norm, or draws other than those of a dropout.
+        Raises LossFailed if the model has a batch norm, or draws other than those of a dropout.
         """
         trained = {name: value for name, value in self.trial.model.named_parameters() if value.requires_grad}
         samples = [self._sample(index) for index in indices for _ in range(self.copies)]

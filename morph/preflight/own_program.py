@@ -53,9 +53,8 @@ _CPU = torch.device("cpu")
 
 
 def compare_with_program(program: OwnProgram, most_samples: int) -> tuple[bool, str]:
-    """Compare steps of a program with Morph's; return whether they were compared, and a phrase on what was.
-
-    ``most_samples``: the most samples of one step.
+    """Compare steps of a program, of at most so many samples each, with Morph's; return whether they were compared, and
+    a phrase on what was.
     """
     if most_samples < 1:
         return False, f"not compared with {program.call}: a sample takes too long or too much memory"

@@ -66,10 +66,8 @@ _LACKING = re.compile(r"cuda|nvidia|triton|backend|not enough memory|out of memo
 class Limits:
     """The limits of a comparison.
 
-    Attributes:
-        available_bytes: Free memory of the device.
-        flops: The largest number of FLOP of all runs together; see ``QUICK_FLOPS`` and ``PATIENT_FLOPS``.
-        shorten: Whether a model that is too large may be compared with fewer of its equal blocks.
+    ``available_bytes``: free memory of the device. ``flops``: those of all runs together; see ``QUICK_FLOPS`` and
+    ``PATIENT_FLOPS``. ``shorten``: whether a model that is too large may be compared with fewer of its equal blocks.
     """
 
     available_bytes: int
@@ -281,10 +279,7 @@ class _Sides:
         self._largest = 0.0
 
     def compare(self, seed: int, batch: Mapping[str, Tensor], model: CutModel) -> None:
-        """Compare loss and gradients of a micro-batch, unless its loss is not finite.
-
-        ``model``: the model as it is cut for the batch's length.
-        """
+        """Compare loss and gradients of a micro-batch, unless its loss is not finite; ``model``: cut for its length."""
         torch.manual_seed(seed)
         expected = _run_plain(self._job, self._plain, batch)
         for name, buffer in self._plain.named_buffers():
@@ -300,9 +295,8 @@ class _Sides:
             self._total[name] = self._total[name] + wide if name in self._total else wide
 
     def largest(self) -> float:
-        """Also compare a run's sums and steps of the gradients, and return the largest difference of all.
-
-        Raises _DoesNotRun if no loss was finite.
+        """Also compare a run's sums and steps of the gradients; return the largest difference. _DoesNotRun: no finite
+        loss.
         """
         if not self._batches:
             raise _DoesNotRun("its loss is not a finite number")

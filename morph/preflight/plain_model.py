@@ -45,9 +45,7 @@ def plain_model(job: Job, device: torch.device) -> nn.Module:
 def shortened(make: Callable[[], nn.Module]) -> nn.Module:
     """Return the model with two modules, the first and the last, of each kind in its lists of equal blocks.
 
-    Raises:
-        JobError: the model has no list of three equal blocks.
-        Exception: any error that ``make`` raises.
+    Raises JobError if it has no list of three equal blocks, and any error that ``make`` raises.
     """
     model = make()
     left_out = 0

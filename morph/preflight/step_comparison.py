@@ -64,17 +64,11 @@ class StepTrial:
         return Sums(self)
 
     def largest_difference(self, mean: Mapping[str, Tensor], source: str) -> float:
-        """Make steps with the mean gradients in the states, and return the largest difference of a weight.
+        """Make steps with the plain model's mean gradients by name, and return the largest difference of a weight,
+        relative to how far the steps moved it. Parameters without a gradient are left out.
 
-        Args:
-            mean: The plain model's mean gradients, by name; parameters without one are left out.
-
-        Returns:
-            The difference relative to how far the steps moved the weight.
-
-        Raises:
-            JobError: one optimizer for all weights gives other weights than one per unit, which the job does not allow;
-                or the optimizer fails.
+        Raises JobError if one optimizer for all weights gives other weights than one per unit, which the job does not
+        allow, or if the optimizer fails.
         """
         reduced = {unit: state.reduced for unit, state in self.states.items()}
         gradients = {name: g for held in reduced.values() if held is not None for name, g in held.gradients.items()}

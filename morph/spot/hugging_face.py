@@ -27,10 +27,7 @@ class Spot(TrainerCallback):  # type: ignore[misc] # not followed by mypy, see p
     """Makes the Trainer save when ``morph spot-run`` says so, and backs up every checkpoint that it writes.
 
     With several ranks all save; the first rank's folder is backed up, with the generators of the other ranks. No VM has
-    a whole checkpoint of a model that is sharded over several VMs.
-
-    Raises:
-        InputError: raised when training begins, if the model is sharded over several VMs.
+    a whole checkpoint of a model that is sharded over several VMs: then an InputError is raised when training begins.
     """
 
     def __init__(self) -> None:

@@ -33,11 +33,10 @@ SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
 
 class Spot(Callback):  # type: ignore[misc] # not followed by mypy, see pyproject.toml
-    """Saves when ``morph spot-run`` says so, or every ``every`` batches, and restores the random generators.
+    """Saves when ``morph spot-run`` says so, or every ``every`` batches (0: only then), and restores the random
+    generators.
 
-    Args:
-        every: Batches between additional saves; 0: none.
-        path: The path on this VM's disk to which a checkpoint is written before it is backed up.
+    ``path``: on this VM's disk, where a checkpoint is written before it is backed up.
     """
 
     def __init__(self, every: int = 0, path: str | Path = "morph-spot.ckpt") -> None:
@@ -46,10 +45,8 @@ class Spot(Callback):  # type: ignore[misc] # not followed by mypy, see pyprojec
         self._saved: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, *_: object, **__: object) -> None:
-        """See ``Callback``.
-
-        Raises:
-            InputError: the model is sharded over several VMs.
+        """See ``Callback``. Raises InputError if the model is sharded over several VMs. See ``Callback``. Raises
+        InputError if the model is sharded over several VMs.
         """
         if type(trainer.strategy).__name__ in SHARDED and trainer.world_size > ranks_here():
             raise InputError(

@@ -169,11 +169,7 @@ class Script:
 
 
 def _copied(source: Path, target: Path) -> list[str]:
-    """Copy a file or folder, with links as what they point to; return what was left out, and why.
-
-    Raises:
-        OSError: a file cannot be read, or the copy cannot be written.
-    """
+    """Copy a file or folder, with links as what they point to; return what was left out, and why. May raise OSError."""
     left_out: list[str] = []
 
     def copy(source: Path, target: Path, above: tuple[str, ...]) -> None:

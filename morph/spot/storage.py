@@ -28,8 +28,7 @@ def write_backup(url: str, path: Path) -> int:
     """Store a file or folder as the newest backup, delete older backups except the newest of them, and return the new
     number.
 
-    Raises:
-        CheckpointError: storage cannot be written.
+    Raises CheckpointError if storage cannot be written.
     """
     with writing(url):
         filesystem, root = fsspec.core.url_to_fs(url)
@@ -58,10 +57,7 @@ def write_backup(url: str, path: Path) -> int:
 def read_newest(url: str, into: Path) -> Path | None:
     """Fetch the newest whole backup into a folder, which is emptied first; return its path, or None without a backup.
 
-    Corrupted backups are skipped with a warning.
-
-    Raises:
-        CheckpointError: storage cannot be read.
+    Corrupted backups are skipped with a warning. Raises CheckpointError if storage cannot be read.
     """
     with reading(url):
         filesystem, root = fsspec.core.url_to_fs(url)

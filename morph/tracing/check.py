@@ -38,12 +38,9 @@ def check_dependencies(
 ) -> DependencyReport:
     """Run one whole training step and report every dependency between sections.
 
-    Args:
-        num_sections: K; None: the job's, else Morph's choice.
-        micro_batch_size: m of the dry run; None: the job's, else 2 (1 for a batch that 2 does not divide).
-        step_function: ``step(optimizer, parameters by name)``, to look at a step of another loop; None:
-            ``optimizer.step()``, as Morph does.
-        max_real_elements: Larger models run without numbers, and the optimizer on smaller parameters.
+    ``num_sections``: None: the job's, else Morph's choice. ``micro_batch_size``: None: the job's, else 2 (1 for a batch
+    that 2 does not divide). ``step_function``: to look at a step of another loop; None: ``optimizer.step()``, as Morph
+    does. Models of more than ``max_real_elements`` run without numbers, and the optimizer on smaller parameters.
     """
     keep_lines_of(job.loss)
     program = exported or export_job(job)

@@ -34,10 +34,8 @@ _STAND_IN_SIZES = (64, 16, 8, 4, 2)
 class ModelStep:
     """The inputs of the model's part of a step.
 
-    Attributes:
-        parameters: Parameters by name; only shapes and types matter if ``fake``.
-        buffers: Buffers that the forward writes, by name.
-        fake: Whether to run without numbers and without memory for them.
+    ``buffers``: those that the forward writes. ``fake``: whether to run without numbers and without memory for them;
+    then only shapes and types of ``parameters`` matter.
     """
 
     parameters: Mapping[str, Tensor]

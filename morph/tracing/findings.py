@@ -28,12 +28,10 @@ KINDS: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Place:
-    """The place of an operation in the source.
+    """The place of an operation in the source, as ``file:line``.
 
-    Attributes:
-        user: ``file:line`` in the user's own files, or None.
-        library: ``file:line`` of the library that ran it on the user's behalf, or None.
-        function: Name of the function at ``user``, else at ``library``.
+    ``user``: in the user's own files. ``library``: in the library that ran it on the user's behalf. ``function``: the
+    name of the function at ``user``, else at ``library``.
     """
 
     user: str | None
@@ -53,7 +51,6 @@ class Finding:
     Attributes:
         id: Name for ``Job.allowed_dependencies``, without line numbers and sections.
         kind: See ``KINDS``.
-        status: ``handled`` by Morph, ``allowed`` by the job, or a ``violation``.
         phase: Whether it is in the model's step or in the optimizer's.
         operator: Name of the operation, without ``aten``.
         units: Sections (model) or parameter units (optimizer) that meet, in order.
@@ -78,12 +75,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class DependencyReport:
-    """The result of the dry run of one job.
+    """The result of the dry run of one job: violations first, then allowed findings, then handled ones.
 
-    Attributes:
-        micro_batch_size: m of the dry run, samples.
-        findings: Violations first, then allowed ones, then handled ones.
-        notes: Sentences on parts that were not run as in training, with the reasons.
+    ``micro_batch_size``: m of the dry run. ``notes``: sentences on parts that were not run as in training, with the
+    reasons.
     """
 
     job: str

@@ -46,10 +46,9 @@ class _Case:
 class TrialResult:
     """The findings of the trials.
 
-    Attributes:
-        differing: Units with other results, and the gradients of the trial.
-        refused: Unit and error, if the optimizer could not be built or run for one unit alone.
-        lost: Units with other results after a move to another worker between two steps.
+    ``differing``: units with other results, and the gradients of the trial. ``refused``: unit and error, if the
+    optimizer could not be built or run for one unit alone. ``lost``: units with other results after a move to another
+    worker between two steps.
     """
 
     differing: Mapping[str, str]

@@ -17,13 +17,10 @@ SOURCE = "morph.hf.job"
 
 @dataclass(frozen=True)
 class Rule:
-    """How one argument is treated.
+    """How one argument is treated; a refused one must have its default value.
 
-    Attributes:
-        how: ``honoured``, ``no effect`` or ``refused``; a refused argument must have its default value.
-        note: The field of the job that the argument sets, the reason why it has no effect, or the alternative.
-        allowed: If not empty, the only values that are honoured.
-        instead: What to use in place of another value.
+    ``note``: the field of the job that the argument sets, the reason why it has no effect, or the alternative.
+    ``allowed``: if not empty, the only values that are honoured. ``instead``: what to use in place of another value.
     """
 
     how: Literal["honoured", "no effect", "refused"]

@@ -27,11 +27,9 @@ _SHOWN = 'lengths=lambda data: [len(sample["input_ids"]) for sample in data], bu
 class Source:
     """The call from which a job is made.
 
-    Attributes:
-        call: The beginning of the call, as a user writes it: ``morph.hf.job(trainer``.
-        field: The name of the collator in errors.
-        collator: The user's own collator, which the loader's collator may wrap.
-        column: Returns the lengths that a data set has in a column; None if it has no such column.
+    ``call``: its beginning, as a user writes it: ``morph.hf.job(trainer``. ``field``: the collator's name in errors.
+    ``collator``: the user's own, which the loader's may wrap. ``column``: returns the lengths that a data set has in a
+    column, or None.
     """
 
     call: str

@@ -103,9 +103,8 @@ def lightning_class(module: Any) -> Any:
 
 
 def check_module(module: Any, *, evaluates: bool) -> None:
-    """Check that a module overrides nothing that training calls and Morph does not.
-
-    ``evaluates``: whether ``Trainer.fit`` would run validation.
+    """Check that a module overrides nothing that training (and validation, if it ``evaluates``) calls, but Morph does
+    not.
     """
     base = lightning_class(module)
     if not module.automatic_optimization:
@@ -122,9 +121,8 @@ def check_module(module: Any, *, evaluates: bool) -> None:
 
 
 def check_trainer(trainer: Any, callbacks: Any, *, evaluates: bool) -> None:
-    """Check that a Trainer's settings can be honoured.
-
-    ``callbacks``: what the module's ``configure_callbacks`` returned.
+    """Check that a Trainer's settings can be honoured. ``callbacks``: what the module's ``configure_callbacks``
+    returned.
     """
     for callback in (*getattr(trainer, "callbacks", ()), *callbacks):
         kind = type(callback)

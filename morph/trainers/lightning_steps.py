@@ -34,9 +34,9 @@ def own_steps(
     num_steps: int,
     most_samples: int,
 ) -> OwnSteps | str:
-    """Make steps as ``OwnProgram.run`` describes.
+    """Make steps as ``OwnProgram.run`` describes; the module is not changed.
 
-    ``module``: the module; it is not changed. ``replaced``: fields that the user gave to ``morph.lightning.job``.
+    ``replaced``: fields that the user gave to ``morph.lightning.job``.
     """
     own = sorted(OF_THE_PROGRAM & replaced.keys())
     if own:

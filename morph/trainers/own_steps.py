@@ -50,12 +50,9 @@ def own_steps(
     num_steps: int,
     most_samples: int,
 ) -> OwnSteps | str:
-    """Make steps as ``OwnProgram.run`` describes.
+    """Make steps as ``OwnProgram.run`` describes; the Trainer is not changed.
 
-    Args:
-        trainer: The Trainer; it is not changed.
-        replaced: Fields that the user gave to ``morph.hf.job``.
-        length: The number of steps of ``trainer.train()``.
+    ``replaced``: fields that the user gave to ``morph.hf.job``. ``length``: the number of steps of ``trainer.train()``.
     """
     own = sorted(OF_THE_PROGRAM & replaced.keys())
     if own:

@@ -13,7 +13,8 @@ from typing import Literal
 import pytest
 
 from morph.contract.cluster import LinkSetting
-from morph.contract.messages import Aborted, Fault, ReshapeOrder, Slot
+from morph.contract.faults import Fault
+from morph.contract.messages import Aborted, ReshapeOrder, Slot
 from tests.crew import Crew, check_that_morphs_leave_nothing
 from tests.device.fake_mailboxes import FakeMailRoom
 from tests.grids import cells

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from morph.contract.messages import Fault, SlowSpell
+from morph.contract.faults import Fault, SlowSpell
 from morph.runtime.groups.faults import FaultPlan
 
 

@@ -23,7 +23,8 @@ from manager.engine.loop.driver import Observed
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import Policy
-from morph.contract.messages import Fault, ReshapeOrder
+from morph.contract.faults import Fault
+from morph.contract.messages import ReshapeOrder
 from morph.contract.plan import Plan
 from morph.contract.salvage import counted_in
 from tests.crew import Crew, ManagedCrew

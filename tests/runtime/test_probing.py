@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from morph.contract.faults import SlowSpell
 from morph.contract.messages import (
     CommitOrder,
     ProbeOrder,
     ReshapeOrder,
     Slot,
-    SlowSpell,
     Source,
     StepOrder,
 )

@@ -14,7 +14,8 @@ import pytest
 from manager.controller.shape.followers import choose_followers
 from manager.controller.shape.salvage import choose_salvage, losses_of
 from manager.controller.state.config import units_by_stage
-from morph.contract.messages import Aborted, Failed, Fault, Prepared, ReshapeOrder
+from morph.contract.faults import Fault
+from morph.contract.messages import Aborted, Failed, Prepared, ReshapeOrder
 from morph.contract.salvage import LOSSES, PartialSum, mask_of, partial_sum, share_in, spans_of
 from tests.crew import Crew, Member, poll_until
 from tests.system.harness import JOB, TinyJob, uninterrupted

@@ -18,7 +18,7 @@ from manager.run.session import RunSpec, run_session
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import ClusterConfig, Policy
-from morph.contract.messages import Fault
+from morph.contract.faults import Fault
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from morph.contract.rules import PreCopyRules, Rules

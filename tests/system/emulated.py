@@ -16,7 +16,7 @@ from manager.run.session import RunSpec, run_session
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import ClusterConfig, LocalVms, Policy
-from morph.contract.messages import SlowSpell
+from morph.contract.faults import SlowSpell
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from simulator import plan

@@ -17,7 +17,8 @@ from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import ClusterConfig, LocalVms, Policy
-from morph.contract.messages import Fault, HandedCut, SlowSpell, WorkerSetup
+from morph.contract.faults import Fault, SlowSpell
+from morph.contract.messages import HandedCut, WorkerSetup
 from morph.contract.plan import PipelineKind, Plan, Schedule
 from morph.contract.profile import Profile
 from morph.contract.rules import Rules, StutterRules

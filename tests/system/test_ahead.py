@@ -10,7 +10,7 @@ import pytest
 from manager.controller.state.state import Phase
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observed
-from morph.contract.messages import Fault
+from morph.contract.faults import Fault
 from tests.system.ahead_runs import Case, emulated, real, run
 from tests.system.harness import uninterrupted
 

@@ -10,7 +10,7 @@ import pytest
 from manager.controller.state.state import Phase
 from manager.engine.loop.driver import Observed
 from manager.engine.machines.machines import Processes
-from morph.contract.messages import Fault
+from morph.contract.faults import Fault
 from morph.contract.trace import Trace, TraceEvent
 from tests.system.harness import JOB, TinyJob, managed, uninterrupted
 

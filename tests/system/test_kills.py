@@ -15,7 +15,8 @@ from manager.controller.state.events import WorkerAnswered
 from manager.controller.state.state import Phase
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observed, Observer
-from morph.contract.messages import Fault, WorkerReady
+from morph.contract.faults import Fault
+from morph.contract.messages import WorkerReady
 from morph.contract.trace import Trace, TraceEvent
 from tests.system.conftest import REFERENCE_STEPS
 from tests.system.harness import TinyJob, constant_vms, managed, uninterrupted

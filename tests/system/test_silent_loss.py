@@ -21,7 +21,8 @@ from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observed
 from manager.engine.machines.machines import Processes
 from morph.contract.cluster import Policy
-from morph.contract.messages import Aborted, Prepared, SlowSpell, WorkerReady
+from morph.contract.faults import SlowSpell
+from morph.contract.messages import Aborted, Prepared, WorkerReady
 from morph.link.home import Home
 from simulator import synthetic_profile
 from tests.system.broken_connections import break_connections

@@ -14,7 +14,7 @@ from manager.controller.state.state import Phase
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop import driver
 from manager.engine.loop.driver import Observed, Observer
-from morph.contract.messages import SlowSpell
+from morph.contract.faults import SlowSpell
 from morph.contract.rules import StutterRules
 from tests.system.harness import TinyJob, constant_vms, managed, uninterrupted
 

@@ -17,7 +17,8 @@ from manager.engine.machines.machines import Processes
 from manager.run.session import run_session
 from manager.run_dir import RunDir
 from morph.checkpoint.manifest import complete_versions, read_manifest
-from morph.contract.messages import Failed, Fault
+from morph.contract.faults import Fault
+from morph.contract.messages import Failed
 from morph.jobs.snapshot import collect, pack
 from tests.system.ahead_runs import Case, real
 from tests.system.conftest import REFERENCE_STEPS

@@ -21,8 +21,9 @@ from torch.fx import Node
 
 from morph.contract.errors import ExportError
 from morph.cutting.cuts.cost import node_cost
-from morph.cutting.exporting.exported_job import GraphJob, is_random
+from morph.cutting.exporting.exported_job import GraphJob
 from morph.cutting.exporting.functional import results_of
+from morph.cutting.exporting.random_operations import is_random
 from morph.cutting.exporting.user_functions import UserFunction
 from morph.cutting.sections.positions import Position
 
@@ -32,9 +33,8 @@ _NO_GRADIENT = {torch.ops.aten.detach.default, torch.ops.higher_order.wrap_with_
 
 
 def concrete(exported: GraphJob, value: Any, num_samples: int) -> Any:
-    """Evaluate a symbolic number for ``num_samples`` samples; other values are returned unchanged.
-
-    Raises ExportError if the number depends on the data.
+    """Evaluate a symbolic number for ``num_samples`` samples, or raise ExportError if it depends on data; return
+    others.
     """
     if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value

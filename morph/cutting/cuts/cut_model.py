@@ -80,15 +80,12 @@ __all__ = ["BoundaryTensor", "CutModel", "ParameterUnit", "Section", "cut"]
 def cut(
     exported: ExportedJob, *, num_sections: int | None, micro_batch_size: int, fewer: Sequence[int] = ()
 ) -> CutModel:
-    """Cut an exported job into sections, fixed to micro-batches of ``micro_batch_size`` samples.
+    """Cut an exported job into sections, fixed to micro-batches of m = ``micro_batch_size`` samples.
 
-    Args:
-        num_sections: K; None chooses it from the graph's narrow places.
-        micro_batch_size: m. Cut positions and fingerprint do not depend on it.
-        fewer: The numbers of samples of micro-batches that m does not fill: ``CutModel.by_samples``.
+    Cut positions and fingerprint do not depend on m. ``num_sections``: K; None chooses it from the graph's narrow
+    places. ``fewer``: the numbers of samples of micro-batches that m does not fill: ``CutModel.by_samples``.
 
-    Raises:
-        ExportError: a size in the graph depends on data, or a value crosses a mark unnoticed.
+    Raises ExportError if a size in the graph depends on data, or a value crosses a mark unnoticed.
     """
     if isinstance(exported, MarkedJob):
         model = _cut_marked(exported, num_sections, micro_batch_size)

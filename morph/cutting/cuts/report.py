@@ -19,15 +19,10 @@ _MOST = 0.6
 
 @dataclass(frozen=True)
 class SectionFacts:
-    """One section.
+    """The facts about one section; sections of one ``kind``, numbered by first appearance, do the same work.
 
-    Attributes:
-        index: 0..K-1.
-        kind: The number of its kind, by first appearance; sections of one kind do the same work.
-        source: ``file:line`` of its first operation, if known.
-        num_parameters: Elements, tied weights included.
-        num_replicated: Cheap operations that it computes for itself.
-        num_constants: Buffers and frozen parameters that it reads.
+    ``source``: ``file:line`` of its first operation. Tied weights count as its parameters, frozen ones as constants,
+    like buffers. ``num_replicated``: cheap operations that it computes for itself.
     """
 
     index: int
@@ -45,10 +40,8 @@ class SectionFacts:
 class CutFacts:
     """One cut, in front of section ``before_section``.
 
-    Attributes:
-        before_section: The section after the cut.
-        source: ``file:line`` of the first operation after the cut, if known.
-        tensors: Name, shape for m samples and dtype of each tensor that crosses.
+    ``source``: ``file:line`` of the first operation after it. ``tensors`` cross it: name, shape for m samples and
+    dtype.
     """
 
     before_section: int
@@ -67,11 +60,8 @@ class CutReport:
     Attributes:
         num_parameters: Trainable elements that the loss depends on.
         tied_units: Id and parameter names of each unit that several sections use.
-        written_buffers: Buffers that the forward writes, which are trained state.
-        unused_parameters: Trainable parameters without influence on the loss.
         not_recorded: Why every worker must build the whole model; None if that is not necessary.
-        refusal: Why torch.export refused the model, so that it is cut at the user's marks or not at all; None for a
-            graph.
+        refusal: Why torch.export refused the model, so that it is cut at the user's marks or not at all.
         bound_by: Why there are not more sections or more even ones, and how to get them; None if blocks are even.
         curve: For each place of a graph where a cut is possible: compute share before it, bytes per sample across it.
     """

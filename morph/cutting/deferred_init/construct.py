@@ -88,12 +88,10 @@ class LazyTensors(Mapping[str, Tensor]):
 
 @dataclass(frozen=True, eq=False)
 class BuiltModel:
-    """The user's model, with fake tensors if it could be recorded.
+    """The user's model, with fake tensors if its constructor could be recorded.
 
-    Attributes:
-        tape: Record of its constructor; None if it was really built.
-        not_recorded: Why the model was really built, in one line; None if it was recorded.
-        buffers: Buffers after the constructor, by their first names.
+    ``tape``: the record; None if it was really built, for the reason ``not_recorded``, in one line. ``buffers``: those
+    after the constructor, by their first names.
     """
 
     model: nn.Module
@@ -176,10 +174,8 @@ def training_mode(model: nn.Module) -> nn.Module:
 
 
 def build_model(make: Callable[[], nn.Module], seed: int) -> BuiltModel:
-    """Record the constructor; if that is not possible, really run it, with a warning.
-
-    Raises:
-        Exception: any error of ``make`` when it is really run.
+    """Record the constructor; if that is not possible, really run it, with a warning. Then any error of ``make`` is
+    raised.
     """
     reason = "the function returns no module"
     try:

@@ -66,13 +66,9 @@ class TensorRef:
 class Operation:
     """One operation on the tape; tensors in ``args`` and ``kwargs`` are references, or data.
 
-    Attributes:
-        reads: Storages of its arguments.
-        writes: The storages among them that it changes.
-        overwrites: A storage whose every element it replaces.
-        results: Its outputs in flat order; None for values that are not tensors.
-        draw: What it draws with: its number among the random operations, or the state of a generator that the
-            constructor has seeded. None if it draws nothing.
+    ``writes``: the storages among ``reads`` that it changes. ``overwrites``: one whose every element it replaces.
+    ``results``: in flat order; None for values that are not tensors. ``draw``: its number among the random operations,
+    or the state of a generator that the constructor has seeded; None if it draws nothing.
     """
 
     function: Callable[..., Any]
@@ -102,10 +98,7 @@ class Tape:
         return isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata in self._storages
 
     def reference(self, tensor: Tensor) -> TensorRef:
-        """Return the reference of a fake tensor.
-
-        Raises CannotRecord if the tensor was not made on this tape, or is not a plain tensor.
-        """
+        """Return the reference of a fake tensor; CannotRecord: not made on this tape, or not a plain tensor."""
         if not self.knows(tensor):
             raise CannotRecord("a tensor comes from outside the constructor")
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
@@ -138,9 +131,8 @@ class Tape:
             self.untouched = None
 
     def seeded_generator(self, given: torch.Generator | None) -> torch.Generator | None:
-        """Return the generator from which an operation draws, if the constructor has seeded it.
-
-        Raises CannotRecord if it is not a generator of the CPU.
+        """Return the generator from which an operation draws, if the constructor has seeded it; CannotRecord: not of
+        the CPU.
         """
         if self.untouched is None:
             return None

@@ -114,10 +114,8 @@ class _LeavesInFiles(TorchFunctionMode):
 class _Mappings:
     """Files that are mapped into this process's memory.
 
-    Attributes:
-        starts: The beginning of each range of addresses, ascending.
-        ranges: For each range, its end, the file's path, and the range's offset in the file.
-        held: Storages in the ranges; references keep their addresses from being reused.
+    ``starts``: the beginning of each range of addresses, ascending. ``ranges``: for each, its end, the file's path, and
+    its offset in the file. ``held``: storages in the ranges; references keep their addresses from being reused.
     """
 
     starts: list[int] = field(default_factory=list)

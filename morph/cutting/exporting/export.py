@@ -72,12 +72,8 @@ _MAX_SAMPLES = 1 << 20
 def export_job(job: Job) -> ExportedJob:
     """Build the model without memory for its weights and export it with its loss, in training mode.
 
-    Returns:
-        A :class:`GraphJob`; a :class:`MarkedJob` if torch.export refuses the model and the model has marks where to cut
-        it, or need not be cut.
-
-    Raises:
-        ExportError: torch.export refuses a model that should be cut and has no marks; names the line and what to do.
+    The result is a :class:`MarkedJob` if torch.export refuses the model and the model has marks where to cut it, or
+    need not be cut. Raises ExportError, with the line and what to do, if it should be cut and has no marks.
     """
     built = built_model(job)
     batch = example_batch(job)

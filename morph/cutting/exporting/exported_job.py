@@ -8,45 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from morph.cutting.deferred_init.construct import LazyTensors
-from morph.cutting.exporting.user_functions import UserFunction
 from morph.cutting.trial_run.trial import Whole
 from morph.jobs.job import Boundary, Job
-
-# Operations of a graph that draw random numbers.
-
-
-_KNOWN_NAMESPACES = {"aten", "prims", "morph"}
-"""Namespaces whose operations are tagged if they draw random numbers; users' own operations rarely are."""
-
-
-def is_random(node: Node, graph_module: GraphModule) -> bool:
-    """Whether a call draws random numbers, itself or in its submodule."""
-    if isinstance(node.target, UserFunction):
-        return True  # possibly
-    if isinstance(node.target, OpOverload):
-        if node.target.namespace not in _KNOWN_NAMESPACES:
-            return True
-        return torch.Tag.nondeterministic_seeded in node.target.tags and not _draws_nothing(node)
-    submodules = [graph_module.get_submodule(str(a.target)) for a in node.all_input_nodes if a.op == "get_attr"]
-    return any(
-        is_random(inner, submodule)
-        for submodule in submodules
-        if isinstance(submodule, GraphModule)
-        for inner in submodule.graph.nodes
-        if inner.op == "call_function"
-    )
-
-
-def _draws_nothing(node: Node) -> bool:
-    """Whether dropout is off: attention without dropout_p, or dropout outside training."""
-    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
-        probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return bool(probability == 0.0)
-    return node.target is torch.ops.aten.dropout.default and (node.args[1] in {0.0} or node.args[2] is False)
 
 
 class InitialState(Mapping[str, Tensor]):
@@ -77,11 +43,10 @@ class ExportedJob:
             parameters appear once.
         initial_buffers: Buffers that the forward writes, likewise.
         aliases: Further names of tied parameters, each with the name under which the parameter is kept.
-        cut_points: Names of modules before which the job should be cut, if any.
+        cut_points: Names of modules before which the job should be cut.
         model_line: Where the model is defined, ``file:line``, for errors.
         not_recorded: Why initial values cannot be made one by one; None if they can.
-        boundary: Type in which tensors cross cut-points, as in ``Job``.
-        metric_names: Names of the loss's further results, in the order in which sections return them after the loss.
+        metric_names: In the order in which sections return them after the loss.
     """
 
     initial_parameters: LazyTensors
@@ -123,8 +88,7 @@ class GraphJob(ExportedJob):
         sources: The content of each placeholder of the graph, by placeholder name.
         batch_symbol: The symbol that stands for the number of samples (a sympy symbol).
         initial_constants: Constants by the placeholder that holds them, made on request.
-        length_symbol: The symbol that stands for the length of a micro-batch, if lengths vary.
-        length: The length for which it stands.
+        length_symbol: The symbol that stands for ``length``, that of a micro-batch, if lengths vary.
     """
 
     graph_module: GraphModule

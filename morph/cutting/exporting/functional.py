@@ -254,7 +254,6 @@ def _in_place_nodes(graph_module: GraphModule) -> Iterator[Node]:
 
 
 def _written_arguments(node: Node) -> list[Node]:
-    """Return the arguments that the node changes."""
     if not isinstance(node.target, OpOverload):
         return []
     found = updated_statistics(node)

@@ -28,13 +28,8 @@ def regions(graph_module: GraphModule) -> Iterator[tuple[Node, GraphModule]]:
 def write_out(graph_module: GraphModule, region: Node, inner: GraphModule, changed: set[Node]) -> None:
     """Put a region's operations into the surrounding graph; their inputs are detached, so that no gradient passes.
 
-    Args:
-        region: The node that runs the region.
-        inner: The region's graph.
-        changed: Placeholders of ``inner`` that the region changes: buffers, which carry no gradient.
-
-    Raises:
-        ExportError: gradients are switched on again within the region.
+    ``region``: the node that runs the graph ``inner``. ``changed``: placeholders of ``inner`` that it changes: buffers,
+    which carry no gradient. Raises ExportError if gradients are switched on again within the region.
     """
     graph = graph_module.graph
     arguments: tuple[Any, ...] = region.args

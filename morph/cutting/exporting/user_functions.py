@@ -48,11 +48,9 @@ class _Given:
 class UserFunction:
     """A call of a ``torch.autograd.Function``, as the target of a graph's node.
 
-    Attributes:
-        leaves: The call's arguments in flat order, without tensors and symbolic numbers.
-        needs_input_grad: For each argument, whether it required a gradient when traced.
-        results: The call's results in flat order, None for a tensor. Known once it ran.
-        flops: Floating-point operations of its matrix products and similar operations; symbolic.
+    ``leaves``: the arguments in flat order, without tensors and symbolic numbers. ``needs_input_grad``: of each
+    argument, when traced. ``results``: in flat order, None for a tensor; known once it ran. ``flops``: of its matrix
+    products and similar operations; symbolic.
     """
 
     function: type[Function]

@@ -14,8 +14,9 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from morph.contract.errors import JobError
-from morph.cutting.exporting.exported_job import Source, is_random
+from morph.cutting.exporting.exported_job import Source
 from morph.cutting.exporting.functional import Functional, results_of
+from morph.cutting.exporting.random_operations import is_random
 from morph.cutting.sections.statistics import PLAIN
 from morph.cutting.source.locate import node_line
 

@@ -117,13 +117,9 @@ class _Reached(BaseException):
 
 @dataclass(frozen=True)
 class Mark:
-    """A place where the user's code is cut.
+    """A place where the user's code is cut, before the module of ``call``, while ``enclosing`` calls are active.
 
-    Attributes:
-        call: The module before which the cut is.
-        enclosing: Calls that are active there.
-        value: The tensor that crossed in the trial.
-        flops: The work done before it in the trial.
+    ``value``: the tensor that crossed in the trial. ``flops``: the work done before it in the trial.
     """
 
     call: Call
@@ -192,14 +188,10 @@ def run_whole(
 
 @dataclass(eq=False)
 class MarkedCode:
-    """The code of one section, called as :class:`Section` calls its code.
+    """The code of one section from ``entry`` to ``end``, called as :class:`Section` calls its code.
 
-    Attributes:
-        entry: Beginning of the section; None for the first.
-        end: End of the section; None for the last.
-        returned: Results of each call in the trial.
-        needs_gradient: Whether the tensor at the end has a gradient.
-        frozen: Parameters that no section trains, by name.
+    ``returned``: results of each call in the trial. ``needs_gradient``: whether the tensor at the end has a gradient.
+    ``frozen``: parameters that no section trains, by name.
     """
 
     whole: nn.Module

@@ -27,10 +27,7 @@ _NEVER = np.int64(1 << 60)
 class Position:
     """A place between two operations: the model may be cut in front of operation ``index``.
 
-    Attributes:
-        index: The operation behind the cut.
-        cost_before: Compute in front of the cut, any unit.
-        crossing_bytes: Bytes alive across the cut, for a fixed number of samples.
+    ``cost_before``: compute in front of the cut, in any unit. ``crossing_bytes``: for a fixed number of samples.
     """
 
     index: int

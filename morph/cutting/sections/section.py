@@ -19,12 +19,9 @@ Finish = Callable[[SectionCode, torch.device], SectionCode]
 
 @dataclass(frozen=True)
 class BoundaryTensor:
-    """A tensor that crosses a cut.
+    """A tensor that crosses a cut; its ``shape`` is for the cut model's m.
 
-    Attributes:
-        shape: Its shape for the cut model's m.
-        dtype: The type in which it and its gradient cross the cut, also within a stage.
-        wide_dtype: The type in which sections compute it, if that differs.
+    It and its gradient cross as ``dtype``, also within a stage. Sections compute it as ``wide_dtype``, if that differs.
     """
 
     name: str
@@ -48,11 +45,8 @@ class BoundaryTensor:
 class ParameterUnit:
     """The parameters and written buffers that exactly these sections read; several sections mean tied weights.
 
-    Attributes:
-        id: ``s3``, or ``s0+s7`` for a unit of sections 0 and 7.
-        sections: Ascending section numbers.
-        parameters: Names in the user's model.
-        buffers: Names of buffers that the forward writes.
+    ``id``: ``s3``, or ``s0+s7`` for a unit of sections 0 and 7. ``sections`` ascend; names are those in the user's
+    model.
     """
 
     id: str
@@ -120,10 +114,10 @@ class Section:
     Attributes:
         index: 0..K-1.
         label: The module of the user's model in which the section begins.
-        inputs: Border tensors that it receives: the previous section's outputs.
-        outputs: Border tensors that it returns, contiguous; the last section returns the scalar loss and the metrics. A
-            tensor that only passes through is in both.
-        parameters: Parameters that it reads, including tied ones.
+        inputs: The previous section's outputs.
+        outputs: Contiguous; the last section returns the scalar loss and the metrics. A tensor that only passes through
+            is in both.
+        parameters: Those that it reads, including tied ones.
         signature: Equal for sections of equal operations and shapes.
         code: Called with ``*inputs, *batch entries, *parameters, *buffers, *constants``; returns the outputs, then new
             values of ``writes``.
@@ -160,14 +154,9 @@ class Section:
         """Run the section; autograd records as usual, and random numbers come from torch's generator.
 
         The first run on a device makes the section's constants there; they stay until ``Constants.keep_only``.
-
-        Args:
-            inputs: One tensor per entry of ``self.inputs``.
-            batch: At least ``self.batch_keys``, each [m, ...].
-            parameters: At least ``self.parameters`` and ``self.buffers``, from any storage, all on one device.
-
-        Returns:
-            One tensor per entry of ``self.outputs``, then one per entry of ``self.writes``.
+        ``batch`` has at least ``self.batch_keys``, each [m, ...]; ``parameters`` at least ``self.parameters`` and
+        ``self.buffers``, from any storage, all on one device. Returns one tensor per entry of ``self.outputs``, then
+        one per entry of ``self.writes``.
         """
         names = (*self.parameters, *self.buffers)
         given = [*inputs, *(batch[key] for key in self.batch_keys), *(parameters[name] for name in names)]
@@ -183,10 +172,8 @@ class CutModel:
     """A model cut into K sections for one micro-batch size.
 
     Attributes:
-        units: Parameter units; every parameter that a section reads is in exactly one.
+        units: Every parameter that a section reads is in exactly one.
         fingerprint: Digest of operations, cut positions and parameters; equal for every m, process and machine.
-        parameter_specs: Shape and dtype of each parameter that a section reads.
-        buffer_specs: Shape and dtype of each buffer that a section writes.
         unused_parameters: Trainable parameters on which the loss does not depend: in no unit, and never changed.
         metric_names: Names of the last section's outputs after the loss.
         by_length: The same cut for each bucket, if lengths vary; this cut is for the longest.

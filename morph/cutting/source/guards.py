@@ -24,12 +24,9 @@ _CALLER = str(Path(__file__).parents[1] / "trial_run" / "trial.py")  # the file 
 class Guard:
     """A condition on the number of samples that held in the trial, and on which the trace relies.
 
-    Attributes:
-        text: The condition as torch writes it, such as ``Eq(s0, 3)``.
-        strength: 2 if it holds for only one number, 1 for a range of numbers, 0 if two sizes are equal, as those of the
-            entries of a batch are.
-        line: ``file:line`` of the user's code; None outside of the user's code.
-        module: Class of the innermost module that runs, if it is torch's own.
+    ``text``: as torch writes it, such as ``Eq(s0, 3)``. ``strength``: 2 if it holds for only one number, 1 for a range
+    of numbers, 0 if two sizes are equal, as those of the entries of a batch are. ``line``: ``file:line`` of the user's
+    code; None outside of it. ``module``: class of the innermost module that runs, if it is torch's own.
     """
 
     text: str

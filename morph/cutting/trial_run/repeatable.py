@@ -40,13 +40,11 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Forward:
-    """A loss that can be run repeatedly.
+    """A loss that can be run repeatedly on one batch, of fake or real tensors.
 
-    Attributes:
-        job: The job; its functions and closures are examined too.
-        model: The job's model, which has run before, so that state made by its first run does not count as changed.
-        batch: The batch on which it is run, of fake or real tensors.
-        tape: The tape of a fake model, which knows the tensors that were not made from a batch.
+    The functions and closures of ``job`` are examined too. ``model`` has run before, so that state made by its first
+    run does not count as changed. ``tape``: that of a fake model, which knows the tensors that were not made from a
+    batch.
     """
 
     job: Job

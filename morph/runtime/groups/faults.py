@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from morph.contract.messages import Fault, SlowSpell
+from morph.contract.faults import Fault, SlowSpell
 
 
 class FaultPlan:
