@@ -115,7 +115,6 @@ def on_nobody_heard(transition: Transition, event: NobodyHeard) -> None:
 
 
 def _end_long_waits(transition: Transition) -> None:
-    """End a phase that only waits once its time limit has passed."""
     state, now_s = transition.state, transition.now_s
     waits = state.waits
     limit_s = save_bound_s(state)

@@ -589,7 +589,6 @@ class Journal:
             self._connection.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", block)
 
     def _join_blocks(self) -> None:
-        """Merge the many small blocks of a level into one."""
         for level, num_steps in enumerate(NUM_AT_LEVEL):
             query = "SELECT name, sum(num) FROM steps WHERE level = ? GROUP BY name"
             counts = dict(self._connection.execute(query, (level,)).fetchall())

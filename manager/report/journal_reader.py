@@ -83,10 +83,7 @@ _MARK = '"timeline":{'
 
 
 def read_timelines(run_dir: Path) -> dict[int, tuple[StepTimeline, ...]]:
-    """Return timelines by step, one for each worker, from the last time that every worker completed the step.
-
-    RunDirError if the directory holds no journal.
-    """
+    """Return timelines by step, one for each worker, of the last complete run of the step; RunDirError: no journal."""
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         return timelines_of(journal.each())
 
@@ -566,7 +563,6 @@ class RunReader:
             self.last_loss = loss if self.last_loss is None or loss[0] >= self.last_loss[0] else self.last_loss
 
     def _set_back(self, version: int) -> None:
-        """Record that steps from ``version`` on will be run again."""
         if version < self.version and self.first_step is not None:
             self.num_redone += max(0, self.version - max(version, self.first_step))
             self._tell(SetBack(num_decided=self.num_decided, version=version))

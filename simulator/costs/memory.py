@@ -106,12 +106,10 @@ MOMENTS = {
 class StageMemory:
     """Memory of stages at one micro-batch size.
 
-    Args:
-        single: Whether there is only one replica: then nothing is reduced, and no other worker drives the same stage.
-        grouped: Whether stages that do not fit otherwise recompute their sections in groups.
-
-    Arguments ``begin`` and ``end`` of its methods are the first sections and the ends of stages, arrays that broadcast;
-    ``live`` is the number of sections that each stage recomputes together, 0: all (``StagePlan.live_sections``).
+    ``single``: there is only one replica: nothing is reduced, and no other worker drives the same stage. ``grouped``:
+    stages that do not fit otherwise recompute their sections in groups. Arguments ``begin`` and ``end`` of methods are
+    the first sections and the ends of stages, arrays that broadcast; ``live`` is the number of sections that each stage
+    recomputes together, 0: all (``StagePlan.live_sections``).
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""From a profile to what one stage costs: integer nanoseconds and bytes.
-
-Symbols as in Varuna's Table 2: F_i(m), B_i(m), Act_i, Grad_i, AR_i(D) of section (cut-point) i.
-"""
+"""From a profile to the costs of a stage, in integer nanoseconds and bytes; symbols as in Varuna's Table 2."""
 
 from __future__ import annotations
 
@@ -93,10 +90,7 @@ class SectionCosts:
         self._mean_jitters: dict[tuple[int, int], MeanJitter] = {}
 
     def _check_sums(self) -> None:
-        """Refuse numbers that are valid by themselves, but would overflow, or keep the simulator busy for hours.
-
-        A PlanError names the batch size, with which all of them grow.
-        """
+        """Refuse numbers that would overflow, or take hours; a PlanError names the batch size, which drives them."""
         total = self.profile.job.batch_size // self.micro_batch_size
         links = (self.inter_node, self.intra_node)
         messages_ns = sum(
@@ -217,10 +211,7 @@ class StageCosts:
 
     @property
     def bytes_with_sums(self) -> tuple[int, int]:
-        """Bytes on the fullest stage's device, and in its host memory, if an abandoned step's sums are kept.
-
-        State that one replica's followers keep counts, too.
-        """
+        """Bytes on the fullest stage's device and in its host memory, with an abandoned step's sums and followed state."""
         memory = self.sections.memory(single=self.single, follows=self.single, sums=True)
         return self._fullest(memory), int(memory.host_bytes(*self.spans).max())
 

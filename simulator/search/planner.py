@@ -154,12 +154,9 @@ def plan(
     """Find the best shape for a number of GPUs, or for a pool of several types of them.
 
     Args:
-        profile: The measurements of calibration.
-        request: What to search, and under which conditions.
-        num_gpus: The number of GPUs. It may be left out if ``num_gpus_per_node`` lists the nodes.
+        num_gpus: May be left out if ``num_gpus_per_node`` lists the nodes.
         pool: The number of GPUs of each type, instead of ``num_gpus``. A type is one of the profile's ``node_types``,
             or the profile's own (see :func:`simulator.inputs.conditions.of_pool_type`).
-        num_runners_up: How many of the next best shapes to return.
         more: Fields of a request, which replace those of ``request``.
 
     Raises:
@@ -368,10 +365,7 @@ def plan_table(
 
     Numbers of GPUs on which no plan fits are left out. All plans have the same m, because m may not change in a run:
     the m with most examples per second on average over the numbers. No plan has a D above ``most_replicas``. ``more``:
-    fields of a request, which replace those of ``request``.
-
-    Raises:
-        PlanError: the range is empty, or the micro-batch size is impossible.
+    fields of a request, which replace those of ``request``. PlanError: the range is empty, or m is impossible.
     """
     request = replace(request, **more)
     ranges.GPUS.check("max_gpus", max_gpus)

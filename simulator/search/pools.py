@@ -116,10 +116,7 @@ class Pools:
         return sorted(found, key=lambda each: (each.mini_batch_ns, sum(each.workers)))
 
     def best(self, gpus: Sequence[int], count: int = 1) -> list[Found]:
-        """Return the fastest answers, best first: a mix of all types, unless equal pipelines of one are about as fast.
-
-        Raises PlanError if the job does not fit.
-        """
+        """Return the fastest answers, best first, equal pipelines if about as fast as mixes; PlanError if none fits."""
         found = self._of_one_type_each(gpus, count)
         crossing = self.crossing(tuple(gpus), found[0] if found else None)
         if not found and crossing is None:

@@ -230,10 +230,7 @@ def _hold_until_s(state: ControllerState, choice: Choice, now_s: float) -> float
 
 
 def _go_by_what_was_learned(transition: Transition) -> None:
-    """From now on choose shapes by corrected times.
-
-    Called only while a shape has to be chosen anyway: corrections alone never make a run leave its shape.
-    """
+    """From now on choose shapes by corrected times; a correction alone never makes a run leave its shape."""
     measured = transition.state.measured
     if measured.correction is None:
         return

@@ -135,7 +135,6 @@ def _wait_s(state: ControllerState, choice: Choice, moves: tuple[PreCopyMove, ..
 
 
 def _most_bytes(state: ControllerState, moves: tuple[PreCopyMove, ...]) -> int:
-    """Return the largest number of bytes that one worker has to send or receive."""
     load: Counter[tuple[str, WorkerId]] = Counter()
     for move in moves:
         size = state.config.unit_bytes[move.unit]

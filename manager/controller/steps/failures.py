@@ -90,7 +90,6 @@ def settle(transition: Transition) -> None:
 
 
 def _is_needed(state: ControllerState, worker: WorkerId) -> bool:
-    """Whether the present generation cannot continue without this worker."""
     if state.phase not in FORMED_PHASES:
         return False
     if worker in state.step.awaited:

@@ -161,7 +161,6 @@ class _Run:
         return times.save_upload_s(self._bytes_of_one()) + times.manifest_s
 
     def _bytes_of_one(self) -> float:
-        """Return the bytes that one worker reads or writes if all share the state evenly."""
         return self.job.state_bytes / max(1, self.plan.num_workers if self.plan else 1)
 
 
