@@ -26,8 +26,7 @@ from morph.words import counted
 def wake_at_s(state: ControllerState) -> float | None:
     """Return a time (seconds) no later than the end of the first wait; None only if the run is over.
 
-    Finding the first wait for a node means looking at every node, so the state keeps a lower bound, which each ``Tick``
-    updates.
+    Looking at every node for it takes long, so the state keeps a lower bound, which each ``Tick`` updates.
     """
     waits = state.waits
     saving = state.saving

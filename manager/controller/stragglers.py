@@ -358,10 +358,8 @@ def _take_judgement(transition: Transition, worker: WorkerId, judgement: Judgeme
 
 
 def members_by_stage(state: ControllerState) -> dict[int, list[WorkerId]]:
-    """Return the members that are still there, by stage.
-
-    Stages of unequal pipelines with the same sections, on the same type of GPU, do the same work: they count as one
-    stage, the first of them.
+    """Return the members that are still there, by stage; stages of unequal pipelines with the same sections and type of
+    GPU do the same work and count as one stage, the first of them.
     """
     stages: dict[int, list[WorkerId]] = {}
     alike: dict[tuple[int, int, str], int] = {}
@@ -381,9 +379,8 @@ def _last_median_s(pace: Pace) -> float | None:
 
 
 def usual_now(state: ControllerState, of: Callable[[Pace], float | None] = _last_median_s) -> Usual | None:
-    """Return how all members compare with the profile by their last windows; None until each of them has filled one.
-
-    Also None without profiled times, or with too few members to tell. ``of``: the time (seconds) to compare.
+    """Return how all members compare with the profile by their last windows; None until each has filled one, without
+    profiled times, or with too few members to tell. ``of``: the time (seconds) to compare.
     """
     if state.plan is None:
         return None

@@ -62,10 +62,8 @@ def read_address(run_dir: Path) -> PageAddress:
 
 @contextmanager
 def serving(run: LiveRun, run_dir: Path) -> Iterator[PageAddress]:
-    """Serve a run's page while the context is open, from its own thread; nothing remains afterwards.
-
-    ClusterError if that fails within ``START_TIMEOUT_S``. RunDirError if its address cannot be written; while the disk
-    is full, this waits.
+    """Serve a run's page from its own thread while the context is open; nothing remains afterwards. ClusterError if
+    that fails within ``START_TIMEOUT_S``, RunDirError if its address cannot be written; a full disk makes it wait.
     """
     server = _Server(run)
     server.start()

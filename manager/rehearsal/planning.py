@@ -115,9 +115,8 @@ def _rounded_up(value: float) -> float:
 
 @dataclass(frozen=True)
 class Planned:
-    """A checked and planned rehearsal; nothing is started yet.
+    """A checked and planned rehearsal that was not started; the profile is stretched by ``scales.time``.
 
-    ``profile`` is stretched by ``scales.time``; ``simulation`` and ``table`` use it, with the profile's commit time.
     ``table``: plans for every number or pool of VMs that a trace may have; empty: there is one plan.
     """
 

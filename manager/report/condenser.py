@@ -112,8 +112,7 @@ class Condenser:
 
 def condense_all(path: Path, tell: Callable[[str], None]) -> None:
     """Condense a journal, if there is one, before a run is resumed with it; report progress if that takes long.
-
-    No journal is made: the run may still be refused. RunDirError if it cannot be opened, or cannot be written now.
+    RunDirError if it cannot be opened or written now. None is made: the run may still be refused.
     """
     tenths = 0
 

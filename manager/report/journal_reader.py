@@ -171,9 +171,8 @@ def read_ledger(run_dir: Path) -> Ledger:
 
 
 def ledger_now(run_dir: Path, now_s: float, *, lives_on: bool) -> Ledger:
-    """Return the account of all sessions until ``now_s`` on the run's clock; errors and empty account: ``read_ledger``.
-
-    ``lives_on``: whether the nodes of the last session still live; if so, they are booked up to now.
+    """Return the account of all sessions until ``now_s`` on the run's clock, up to which nodes that still live
+    (``lives_on``) are booked; errors and empty account: ``read_ledger``.
     """
     ledger = read_ledger(run_dir)
     if lives_on:

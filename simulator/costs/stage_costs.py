@@ -31,9 +31,8 @@ _LINK_TIMES = ("activation", "gradient", "activation_wire", "gradient_wire")
 
 
 class LinkCosts:
-    """Times (ns) of a lone message across the cut behind each of the K sections, over one kind of link.
-
-    The time of the smallest measured size counts as latency, the rest of a message's time is spent on the wire.
+    """Times (ns) of a lone message across the cut behind each of the K sections, over one kind of link; that of the
+    smallest measured size counts as latency, the rest is spent on the wire.
     """
 
     def __init__(self, link: LinkProfile, sent_bytes: Floats) -> None:
@@ -211,7 +210,7 @@ class StageCosts:
 
     @property
     def bytes_with_sums(self) -> tuple[int, int]:
-        """Bytes on the fullest stage's device and in its host memory, with an abandoned step's sums and followed state."""
+        """Bytes on the fullest stage's device and in host memory, with an abandoned step's sums and followed state."""
         memory = self.sections.memory(single=self.single, follows=self.single, sums=True)
         return self._fullest(memory), int(memory.host_bytes(*self.spans).max())
 

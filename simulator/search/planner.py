@@ -328,10 +328,8 @@ def _sweeps_on(
 
 
 def advice(profile: Profile, request: PlanRequest, simulation: Simulation) -> str:
-    """Return a sentence that names a faster shape of as many workers, and its gain; "" if there is none.
-
-    The shape is the planner's, its time that of :func:`simulate` with the same request. The sentence is also empty if
-    slow workers or redundant computation are requested, because they belong to the simulated shape.
+    """Return a sentence that names a faster shape of as many workers, and its gain; "" if there is none, or if slow
+    workers or redundant computation are requested, which belong to the simulated shape.
     """
     if request.slow or request.redundant_computation != "off":
         return ""

@@ -126,9 +126,8 @@ class Pools:
     def crossing(
         self, gpus: tuple[int, ...], best: Found | None, sizes: Sequence[int] = (), below_ns: float = math.inf
     ) -> Found | None:
-        """Return the fastest mix with pipelines over two types that surpasses ``best`` and takes under ``below_ns``.
-
-        ``sizes``: micro-batch sizes to try instead of those that seem best.
+        """Return the fastest mix with pipelines over two types that surpasses ``best`` and takes under ``below_ns``,
+        from the micro-batch sizes ``sizes`` if given, else those that seem best.
         """
         if sum(number > 0 for number in gpus) < 2:
             return None

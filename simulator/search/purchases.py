@@ -284,9 +284,8 @@ def _cost(pools: Pools, found: Found, usd_per_h: Sequence[float]) -> float:
 
 
 def affordable(pools: Pools, gpus: Sequence[int], usd_per_h: Sequence[float], most_usd: float) -> list[tuple[int, ...]]:
-    """Return GPUs of each type within a budget: all maximal choices if there are few, else promising ones.
-
-    The promising choices are estimated to finish most micro-batches in the time in which any choice finishes all.
+    """Return GPUs of each type within a budget: all maximal choices if there are few, else those estimated to finish
+    most micro-batches in the time in which any choice finishes all.
     """
     choices = maximal_within(gpus, usd_per_h, most_usd)
     if len(choices) > _CHOICES:

@@ -140,9 +140,8 @@ def form(transition: Transition, *, planned: bool = False) -> None:
 
 
 def next_order(transition: Transition) -> tuple[ReshapeOrder, str]:
-    """Return the order that forms the best shape now, with a source for each missing unit, and a note on its followers.
-
-    The order is built once per decision, as long as the decision changes nothing that the order depends on.
+    """Return the order that forms the best shape now, with a source for each missing unit, and a note on its followers;
+    it is built once per decision, as long as nothing changes that it depends on.
     """
     state, choice = transition.state, chosen(transition)
     saving = state.saving

@@ -22,8 +22,7 @@ MOST_PAUSE_S = 30.0
 def on_units_written(transition: Transition, event: UnitsWritten) -> None:
     """Record units that are in storage; after the last one, have the manifest written.
 
-    A unit counts only if its assigned writer reports it: unless accumulation is exact, a worker of an earlier history
-    may have written a different state of the same version.
+    Only its assigned writer's report counts: unless accumulation is exact, a worker of an earlier history may differ.
     """
     saving = transition.state.saving
     if not saving.under_way:

@@ -159,10 +159,8 @@ def loading_workers(state: ControllerState) -> list[WorkerId]:
 
 
 def find_whole(transition: Transition) -> None:
-    """Have the newest undamaged checkpoint found, at once the first time, then after growing pauses.
-
-    No worker has an order. The run ends when no step was decided for ``policy.give_up_after_s`` since the first time,
-    or at a stop request.
+    """Have the newest undamaged checkpoint found, at once the first time, then after growing pauses; no worker has an
+    order. The run ends after ``policy.give_up_after_s`` without a decided step, or at a stop request.
     """
     state, now_s = transition.state, transition.now_s
     saving = state.saving

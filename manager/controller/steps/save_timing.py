@@ -67,10 +67,8 @@ def insurance_save(state: ControllerState, now_s: float) -> NextSave | None:
 
 
 def cheapest_interval(state: ControllerState, now_s: float) -> tuple[float, str]:
-    """Return the interval between saves (seconds) that costs least, and the text that explains it.
-
-    The interval is never shorter than a step or than the time to complete a save, so that one version is written at a
-    time.
+    """Return the interval between saves (seconds) that costs least, and the text that explains it; it is never shorter
+    than a step or a save, so that one version is written at a time.
     """
     times, expected = state.saving.save_times, state.config.expected_losses
     mttf_s = mean_s_to_fatal_loss(state, now_s)
@@ -92,9 +90,8 @@ def cheapest_interval(state: ControllerState, now_s: float) -> tuple[float, str]
 
 
 def is_due(state: ControllerState, now_s: float) -> tuple[SaveKind, str] | None:
-    """Return the kind of save that begins with the step ordered now, and why; None if no save is due.
-
-    The time of an insurance save is not computed at each step, because this takes long with many workers.
+    """Return the kind of save that begins with the step ordered now, and why; None if no save is due. The time of an
+    insurance save is not computed at each step, because this takes long with many workers.
     """
     every, insurance = state.config.policy.checkpoint_every_steps, state.saving.save_times.insurance
     if goes_back_to(state, state.version):
