@@ -76,7 +76,7 @@ def timeline_command(
     title = f"Step {first.step}: {first.shape.replace('x', ' x ')}, {first.schedule} schedule"
     console.print(table(title, columns, rows, light=True))
     if png is not None:
-        from manager.report.picture import draw_measured
+        from manager.report.step_picture import draw_measured
 
         draw_measured(timelines, replica, png)
         console.print(f"Drew {png}.")
