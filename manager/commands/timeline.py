@@ -40,7 +40,7 @@ def timeline_command(
     """
     from rich.console import Console
 
-    from manager.report.journal_reader import read_timelines
+    from manager.report.timelines import read_timelines
     from manager.run_dir import read_facts
     from morph.runtime.step.timeline import write_trace
     from morph.tables import table

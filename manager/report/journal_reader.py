@@ -28,7 +28,6 @@ from manager.controller.state.actions import (
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.evaluations import mean_loss, mean_metrics, total_weight
 from manager.controller.state.events import (
-    EVENT,
     Event,
     ManagerResumed,
     ManifestWritten,
@@ -73,40 +72,6 @@ from morph.contract.decided import LossScale
 from morph.contract.errors import RunDirError
 from morph.contract.happenings import Trouble
 from morph.contract.messages import Committed, Prepared, WorkerReady
-from morph.contract.plan import kinds_in
-from morph.contract.timeline import StepTimeline
-
-# Reads the timelines that the workers of a run recorded from its journal.
-
-
-_MARK = '"timeline":{'
-
-
-def read_timelines(run_dir: Path) -> dict[int, tuple[StepTimeline, ...]]:
-    """Return timelines by step, one for each worker, of the last complete run of the step; RunDirError: no journal."""
-    with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
-        return timelines_of(journal.each())
-
-
-def timelines_of(entries: Iterable[Entry]) -> dict[int, tuple[StepTimeline, ...]]:
-    """Return timelines by step, as ``read_timelines`` does, from the lines of a journal."""
-    gathered: dict[tuple[int, int, int], dict[tuple[int, int], StepTimeline]] = {}
-    found: dict[int, tuple[StepTimeline, ...]] = {}
-    for entry in entries:
-        if entry.kind == "config":
-            gathered.clear()  # generations are counted from 0 again
-        if entry.kind != "event" or _MARK not in entry.payload_json:
-            continue
-        event = EVENT.validate_json(entry.payload_json)
-        if not (isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared) and event.answer.timeline):
-            continue
-        answer, timeline = event.answer, event.answer.timeline
-        together = gathered.setdefault((answer.generation, answer.step, answer.attempt), {})
-        together[timeline.replica, timeline.stage] = timeline
-        if len(together) == sum(stages * replicas for stages, replicas in kinds_in(timeline.shape)):
-            found[answer.step] = tuple(together[place] for place in sorted(together))
-    return found
-
 
 Record = (
     SessionBegun
