@@ -24,7 +24,8 @@ from tornado.netutil import bind_sockets
 from tornado.web import Application, RequestHandler
 
 from manager.accounting.account import Part
-from manager.dashboard.snapshot import metrics_text, snapshot
+from manager.dashboard.metrics import metrics_text
+from manager.dashboard.snapshot import snapshot
 from manager.journal.journal import patiently
 from manager.report.live import LiveRun
 from manager.report.picture import PARTS
