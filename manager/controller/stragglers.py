@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from manager.controller.shape.selection import hold_s, record_flap
+from manager.controller.shape.flapping import hold_s, record_flap
 from manager.controller.state.actions import EndWorker, NoteCorrection, ProbeWorker, ReasonCode
 from manager.controller.state.bounds import probe_bound_s
 from manager.controller.state.events import ComputeTimesSeen, WorkerProbed
