@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from manager.controller.shape.change_reasons import change_due, drain_due
 from manager.controller.shape.formation import form
 from manager.controller.shape.placement import share_units
-from manager.controller.shape.planned_changes import change_due, drain_due, starts_pre_copy
+from manager.controller.shape.planned_changes import starts_pre_copy
 from manager.controller.shape.pre_copy import drop_if_stale
 from manager.controller.state.actions import ReasonCode, SendCommit, SendStep
 from manager.controller.state.bounds import commit_bound_s, save_bound_s, step_bound_s
