@@ -15,7 +15,7 @@ from manager.controller.shape.formation import form_or_hold, start_if_due
 from manager.controller.shape.pre_copy import measure_speed
 from manager.controller.state.actions import EndWorker, ReasonCode
 from manager.controller.state.events import WorkerAnswered
-from manager.controller.state.judging import judges_losses, why_bad
+from manager.controller.state.loss_judging import judges_losses, why_bad
 from manager.controller.state.nodes import NodeEvent
 from manager.controller.state.state import OutstandingOrder, Phase, StepReport, mean_of
 from manager.controller.state.transition import Transition

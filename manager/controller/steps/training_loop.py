@@ -16,12 +16,11 @@ from manager.controller.state.judging import (
     awaits_metrics,
     early_end,
     finisher,
-    judges_losses,
     manifest_order,
     marked_with,
     take_evaluation,
-    take_losses,
 )
+from manager.controller.state.loss_judging import judges_losses, take_losses
 from manager.controller.state.saves import PendingCheckpoint
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, WorkerState, mean_of
 from manager.controller.state.transition import Transition
