@@ -15,8 +15,9 @@ from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, WorkerState
 from manager.controller.state.transition import Transition
 from manager.controller.steps.checkpoints import SAVING, save_if_due
+from manager.controller.steps.doubt import find_if_due, in_doubt, loading_workers, note_doubt
 from manager.controller.steps.failures import FORMED_PHASES, dissolve, lose
-from manager.controller.steps.recovery import find_if_due, in_doubt, is_saved, loading_workers, note_doubt, rest_over
+from manager.controller.steps.recovery import is_saved, rest_over
 from manager.controller.steps.training_loop import end_if_saved
 from manager.controller.stragglers import probe_at_s, probe_if_due
 from morph.contract.messages import Failed, WorkerId

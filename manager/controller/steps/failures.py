@@ -12,7 +12,8 @@ from manager.controller.state.actions import Abort, ReasonCode
 from manager.controller.state.bounds import give_up_bound_s
 from manager.controller.state.state import ControllerState, Phase
 from manager.controller.state.transition import Transition
-from manager.controller.steps.recovery import begin_rest, find_whole, in_doubt, save_before_waiting
+from manager.controller.steps.doubt import find_whole, in_doubt
+from manager.controller.steps.recovery import begin_rest, save_before_waiting
 from manager.controller.steps.save_timing import record_shape_left, vms_lost
 from morph.contract.messages import WorkerId
 from morph.words import counted

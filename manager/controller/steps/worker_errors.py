@@ -6,8 +6,8 @@ from manager.controller.shape.selection import choose
 from manager.controller.state.actions import EndWorker, ReasonCode
 from manager.controller.state.state import ControllerState, Failing, Phase
 from manager.controller.state.transition import Transition
+from manager.controller.steps.doubt import note_doubt
 from manager.controller.steps.failures import FORMED_PHASES, dissolve, lose, settle
-from manager.controller.steps.recovery import note_doubt
 from morph.contract.messages import Failed, WorkerId
 
 
