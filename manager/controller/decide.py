@@ -56,7 +56,7 @@ from manager.controller.steps.checkpoints import on_checkpoint_failed, on_manife
 from manager.controller.steps.doubt import find_whole, in_doubt, on_checkpoint_found, on_checkpoint_not_found
 from manager.controller.steps.failures import lose
 from manager.controller.steps.recovery import stop_while_resting
-from manager.controller.steps.save_timing import vm_came
+from manager.controller.steps.save_measuring import vm_came
 from manager.controller.stragglers import on_compute_times, on_worker_probed
 from manager.controller.takeover import on_manager_resumed, on_manager_resumed_after_end
 from morph.contract.errors import MorphError

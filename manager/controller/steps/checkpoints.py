@@ -9,7 +9,7 @@ from manager.controller.state.saves import PendingCheckpoint
 from manager.controller.state.state import ControllerState, Phase
 from manager.controller.state.transition import Transition
 from manager.controller.steps.recovery import is_saved
-from manager.controller.steps.save_timing import record_save_complete, record_save_refused, tell_next
+from manager.controller.steps.save_measuring import record_save_complete, record_save_refused, tell_next
 from manager.controller.steps.training_loop import commit_orders, end_if_saved, seal, seal_if_complete
 from morph.contract.messages import UnitId, UnitWritten
 

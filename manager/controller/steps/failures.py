@@ -14,7 +14,7 @@ from manager.controller.state.state import ControllerState, Phase
 from manager.controller.state.transition import Transition
 from manager.controller.steps.doubt import find_whole, in_doubt
 from manager.controller.steps.recovery import begin_rest, save_before_waiting
-from manager.controller.steps.save_timing import record_shape_left, vms_lost
+from manager.controller.steps.save_measuring import record_shape_left, vms_lost
 from morph.contract.messages import WorkerId
 from morph.words import counted
 

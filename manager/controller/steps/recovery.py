@@ -8,7 +8,7 @@ from manager.controller.state.actions import ReasonCode
 from manager.controller.state.bounds import commit_bound_s, retry_bound_s, why_retried_no_longer
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase
 from manager.controller.state.transition import Transition
-from manager.controller.steps.save_timing import record_save_begun
+from manager.controller.steps.save_measuring import record_save_begun
 from manager.controller.steps.training_loop import commit_orders
 from morph.contract.messages import UnitId, WorkerId
 from morph.contract.waits import Backoff
