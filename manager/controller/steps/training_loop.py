@@ -24,6 +24,7 @@ from manager.controller.state.loss_judging import judges_losses, take_losses
 from manager.controller.state.saves import PendingCheckpoint
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, WorkerState, mean_of
 from manager.controller.state.transition import Transition
+from manager.controller.steps.emergency_saves import emergency_due
 from manager.controller.steps.save_measuring import (
     record_save_begun,
     record_step_decided,
@@ -31,7 +32,7 @@ from manager.controller.steps.save_measuring import (
     record_units_complete,
     tell_next,
 )
-from manager.controller.steps.save_timing import emergency_due, goes_back_to, is_due
+from manager.controller.steps.save_timing import goes_back_to, is_due
 from morph.contract.checkpoint import Manifest, SaveKind, UnitFile
 from morph.contract.decided import Decided, decided_step
 from morph.contract.errors import TrainingStopped
