@@ -12,7 +12,8 @@ import numpy.typing as npt
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
 from morph.contract.profile import LinkProfile, Profile
-from simulator.costs.memory import StageMemory, redundant_parts, running_sums, spans
+from simulator.costs.held_bytes import running_sums
+from simulator.costs.memory import StageMemory, redundant_parts, spans
 from simulator.costs.reductions import Reductions, reduced_units, reductions
 from simulator.engine.schedules import recomputes
 from simulator.engine.times import Ints, StageTimes
