@@ -29,7 +29,8 @@ from morph.contract.emulation import EmulatedDevice, Slowdown
 from morph.contract.errors import TrainingStopped
 from morph.contract.pool import Pool
 from morph.contract.trace import UNKNOWN, Trace, TraceEvent
-from simulator.inputs.conditions import of_pool_type, slow_workers
+from simulator.inputs.conditions import slow_workers
+from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.transfer import bandwidth_bytes_per_s
 
 HEARTBEAT_TIMEOUT_S = 30.0

@@ -11,7 +11,7 @@ from morph.contract.plan import Plan, Schedule
 from morph.contract.profile import Profile
 from morph.contract.trace import UNKNOWN, Trace
 from simulator import PlanRequest
-from simulator.inputs.conditions import of_pool_type
+from simulator.inputs.node_types import of_pool_type
 
 Network = Literal["loopback", "namespaces"]
 

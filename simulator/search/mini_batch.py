@@ -17,8 +17,9 @@ from simulator.costs.answer import SimulatedKind, Simulation, deal, describe, de
 from simulator.costs.joined_sections import JoinedSections
 from simulator.costs.outcome import EngineName, Kind, Outcome, ShapeSimulator, engine_of, together
 from simulator.costs.stage_costs import SectionCosts, StageCosts, stage_costs
-from simulator.inputs.conditions import Conditions, check_slow, check_slow_of_plan, of_pool_type
+from simulator.inputs.conditions import Conditions, check_slow, check_slow_of_plan
 from simulator.inputs.layout import Layout, lay_out, placed
+from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.placement import Placement, node_sizes
 from simulator.inputs.request import PlanRequest
 from simulator.search.micro_batch import knee_micro_batch_size, num_micro_batches

@@ -19,7 +19,7 @@ from morph.words import counted, time_text
 from simulator.costs.answer import Simulation, describe
 from simulator.costs.outcome import Outcome
 from simulator.costs.zone_traffic import bytes_between_zones
-from simulator.inputs.conditions import of_pool_type
+from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.placement import node_sizes
 from simulator.inputs.request import PlanRequest
 from simulator.search.choice import PlanChoice

@@ -24,7 +24,7 @@ from morph.contract.profile import Profile
 from simulator.costs.answer import SimulatedKind, Simulation, describe_kinds
 from simulator.costs.outcome import Outcome
 from simulator.costs.zone_traffic import usd_between_zones
-from simulator.inputs.conditions import of_pool_type
+from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.request import PlanRequest
 from simulator.search.mixes import Mix, Mixes, Search
 from simulator.search.pipelines import Pipelines

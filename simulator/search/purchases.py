@@ -29,7 +29,7 @@ from morph.words import counted
 from simulator.costs.answer import Simulation
 from simulator.costs.zone_traffic import bytes_between_zones, usd_between_zones
 from simulator.engine.times import Ints
-from simulator.inputs.conditions import of_pool_type
+from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.placement import node_sizes
 from simulator.inputs.request import PlanRequest
 from simulator.search.choice import PlanChoice
