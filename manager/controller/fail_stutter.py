@@ -12,19 +12,11 @@ from morph.contract.messages import WorkerId
 from morph.contract.rules import StutterRules
 
 NORMAL_MAD = 1.4826  # the median absolute deviation of a normal distribution, times this, is its standard deviation
-
-
 MEDIAN_ERROR = 1.2533  # standard error of a normal sample's median over that of its mean
-
-
 LOADED_RATIO = 1.5
 """The least ratio of a slow worker where all workers wait for cores at least as long as they compute."""
-
-
 PEERS = 3
 """The number of workers from which the spread by chance can be estimated."""
-
-
 SMALL_SAMPLE = {3: 1.495, 4: 1.363, 5: 1.206, 6: 1.2, 7: 1.14, 8: 1.129, 9: 1.107}
 """Factors that correct the median absolute deviation of few values (Croux and Rousseeuw 1992)."""
 

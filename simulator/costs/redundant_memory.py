@@ -16,8 +16,6 @@ from simulator.costs.memory import Parts, StageMemory
 from simulator.engine.redundant_loop import LAG
 
 _BUFFERS = 2
-
-
 Flags = npt.NDArray[np.bool_]
 
 

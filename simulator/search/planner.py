@@ -156,7 +156,7 @@ def plan(
     Args:
         num_gpus: May be left out if ``num_gpus_per_node`` lists the nodes.
         pool: The number of GPUs of each type, instead of ``num_gpus``. A type is one of the profile's ``node_types``,
-            or the profile's own (see :func:`simulator.inputs.conditions.of_pool_type`).
+            or the profile's own (see :func:`simulator.inputs.node_types.of_pool_type`).
         more: Fields of a request, which replace those of ``request``.
 
     Raises:

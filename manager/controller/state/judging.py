@@ -1,4 +1,4 @@
-"""Judges evaluations (the best version, an early end of training) and losses (bad steps)."""
+"""Judges evaluations: the best version, and an early end of training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recovery from repeated failures: rests between generations, and finding a checkpoint that can be loaded."""
+"""Several generations in a row decide no step: what workers hold is saved, and a pause precedes the next attempt."""
 
 from __future__ import annotations
 
