@@ -8,12 +8,12 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from manager.controller.fail_stutter import PEERS, Judgement, Usual, error_of_median, judge, spread, usual
+from manager.controller.profile_learning import learn
 from manager.controller.shape.flapping import hold_s, record_flap
-from manager.controller.state.actions import EndWorker, NoteCorrection, ProbeWorker, ReasonCode
+from manager.controller.state.actions import EndWorker, ProbeWorker, ReasonCode
 from manager.controller.state.bounds import probe_bound_s
 from manager.controller.state.events import ComputeTimesSeen, WorkerProbed
 from manager.controller.state.nodes import NodeEvent, NodeState
-from manager.controller.state.profile_correction import correction_of, is_material, with_forecasts, with_times
 from manager.controller.state.state import ControllerState, Pace, WorkerState, Yardstick
 from manager.controller.state.transition import Transition
 from manager.controller.steps.failures import lose
@@ -21,34 +21,6 @@ from morph.contract.messages import WorkerId
 from morph.contract.plan import StagePlan
 from morph.contract.waits import Backoff
 from morph.words import counted
-
-
-def learn(transition: Transition, event: ComputeTimesSeen) -> None:
-    """Learn from compute times of healthy members with a device each; report corrections that changed materially."""
-    state, profiled_s = transition.state, transition.state.config.compute_s
-    measured = state.measured
-    if state.plan is None or state.config.shares_cores(state.plan):
-        return
-    if not all(times_s and all(times_s) for times_s in profiled_s.values()):
-        return
-    stage_of = {slot.worker: slot.stage for slot in state.slots}
-    samples_s: dict[int, list[float]] = {}
-    for times in event.times:
-        entry = state.workers.get(times.worker)
-        well = entry is not None and entry.node is NodeState.READY
-        if well and times.generation == state.generation and times.worker in stage_of:
-            samples_s.setdefault(stage_of[times.worker], []).extend(times.device_s or times.compute_s)
-    stages = {stage: state.plan.stages[stage] for stage in samples_s}
-    seen = with_times(measured.stage_ratios, stages, samples_s, profiled_s)
-    if seen is measured.stage_ratios:
-        return
-    forecasts = with_forecasts(measured.forecasts, measured.stage_ratios, seen, profiled_s)
-    transition.change_measured(stage_ratios=seen, forecasts=forecasts)
-    found = correction_of(() if forecasts.are_worse else seen, profiled_s)
-    if is_material(measured.correction, found, seen, profiled_s):
-        transition.change_measured(correction=found)
-        transition.add(found.sentence, NoteCorrection(correction=found))
-
 
 PAST_WINDOWS = 12
 SUMS_EXCESS = 10 / 3
