@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from manager.controller.giving_up import idle_until_s, note_failed_setup
 from manager.controller.node_requests import look_after_requests, nothing_comes, resend_at_s, why_requests_ended
 from manager.controller.notices import spare
+from manager.controller.probing import probe_at_s, probe_if_due
 from manager.controller.shape.formation import form, form_or_hold, start_if_due
 from manager.controller.state.actions import EndWorker, ReasonCode
 from manager.controller.state.bounds import save_bound_s, setup_bound_s
@@ -19,7 +20,6 @@ from manager.controller.steps.doubt import find_if_due, in_doubt, loading_worker
 from manager.controller.steps.failures import FORMED_PHASES, dissolve, lose
 from manager.controller.steps.recovery import is_saved, rest_over
 from manager.controller.steps.training_loop import end_if_saved
-from manager.controller.stragglers import probe_at_s, probe_if_due
 from morph.contract.messages import Failed, WorkerId
 from morph.words import counted
 
