@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -23,9 +23,10 @@ from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.placement import node_sizes
 from simulator.inputs.request import PlanRequest
 from simulator.search.choice import PlanChoice
+from simulator.search.memory_limit import WORTH_SAYING, memory_sentence
 from simulator.search.mini_batch import simulate
 from simulator.search.nodes import unequal_on_nodes
-from simulator.search.objectives import Shape, usd_per_h_of
+from simulator.search.objectives import Cheapest, Fastest, MostProgress, Objective, Revocations, Shape, usd_per_h_of
 from simulator.search.pools import Pools, allows_unequal
 from simulator.search.proof import least_ns
 from simulator.search.purchases import (
@@ -41,51 +42,6 @@ from simulator.search.sweep import Sweep
 
 if TYPE_CHECKING:
     import pandas as pd
-from collections.abc import Callable, Sequence
-
-from simulator.search.objectives import (
-    Cheapest,
-    Fastest,
-    MostProgress,
-    Objective,
-    Revocations,
-)
-
-# The cost of a memory limit, in words.
-
-
-def memory_sentence(sweep: Sweep, shapes: Sequence[Shape], best: Outcome, objective: Objective) -> str:
-    """Return what more memory per device would allow, or "" if nothing is limited or less than 1 % would be gained.
-
-    The shapes are searched again without a limit, together with shallower ones.
-    """
-    if sweep.memory_bytes is None:
-        return ""
-    free = sweep.without_memory_limit()
-    gpus = max(depth * replicas for depth, replicas in shapes)
-    fitting = sweep.depths(gpus)
-    shallower = [(depth, gpus // depth) for depth in free.depths(gpus) if depth not in fitting]
-    possible = [*shapes, *((depth, min(replicas, free.total)) for depth, replicas in shallower)]
-    now = objective.cost(best.shape, best.mini_batch_ns / 1e9)
-    found = free.best(possible, 1, objective, below=(1 - _WORTH_SAYING) * now)
-    if not found:
-        return ""
-    better = found[0]
-    then = objective.cost(better.shape, better.mini_batch_ns / 1e9)
-    needed = int(better.costs.memory_bytes.max()) / 2**30
-    gain = f"with {needed:.3g} GiB per device {better.shape[0]} x {better.shape[1]}"
-    limit = f"Memory limits it ({sweep.memory_bytes / 2**30:.3g} GiB per device): "
-    if better.shape[0] in fitting and not sweep.fits(better.shape):
-        why = f"{counted(better.shape[1], 'replica')} of this depth do not fit"
-    elif better.shape[0] not in fitting:
-        why = f"pipelines as shallow as {better.shape[0]} do not fit"
-    elif better.shape == best.shape and best.costs.live.any():
-        why = "activations of whole stages, or windows as steep as the links want, do not fit"
-    elif better.shape == best.shape:
-        why = "windows as steep as the links want do not fit"
-    else:
-        why = "the windows that this shape would need do not fit"
-    return f"{limit}{why}; {gain} would take {1 - then / now:.0%} less per example."
 
 
 def objective_for(request: PlanRequest, sweep: Sweep, num_gpus: int) -> Objective:
@@ -137,7 +93,6 @@ def _fallback(sweep: Sweep, num_gpus: int, num_nodes: int) -> Callable[[int], fl
 
 
 NUM_RUNNERS_UP = 5
-_WORTH_SAYING = 0.01
 _ZONES = 3
 """Plans are made for every choice of at most this many zones. Of more zones, only all and each alone are planned."""
 
@@ -344,7 +299,7 @@ def advice(profile: Profile, request: PlanRequest, simulation: Simulation) -> st
     except PlanError:
         return ""  # no shape of this many workers fits in memory
     less = 1 - other.expected.mini_batch_s / simulation.expected.mini_batch_s
-    if less < _WORTH_SAYING:
+    if less < WORTH_SAYING:
         return f"The planner finds no faster shape for {workers}."
     took = time_text(other.expected.mini_batch_s)
     return f"With {workers}, -P {best.pipeline_depth} -D {best.num_replicas} would take {took}, {less:.0%} less."
