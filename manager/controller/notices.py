@@ -17,9 +17,6 @@ from manager.controller.steps.recovery import save_before_waiting
 from morph.contract.messages import WorkerId
 from morph.contract.vm_names import beside, vm_of
 
-# Acknowledging a notice lets the provider take the VM, so this is done only once nothing of value is left on it.
-
-
 ROUTINE = frozenset(
     {
         ReasonCode.AWAITING_ANSWERS,
@@ -36,7 +33,7 @@ ROUTINE = frozenset(
 
 
 def acknowledge(transition: Transition) -> None:
-    """At the end of a decision, acknowledge the notices of VMs that hold nothing that is still needed."""
+    """At the end of a decision, acknowledge the notices of VMs that hold nothing of value and so may be taken."""
     state = transition.state
     provisioning = state.provisioning
     if not provisioning.leaving or state.phase is Phase.ENDED:

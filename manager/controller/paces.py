@@ -33,6 +33,7 @@ def usually_waited_s(state: ControllerState, workers: Iterable[WorkerId]) -> flo
 
 
 def unqueued_s(pace: Pace) -> tuple[float, ...]:
+    """Return the times of micro-batches in the window being filled (seconds), without queued time."""
     pairs = itertools.zip_longest(pace.samples_s, pace.queued_s, fillvalue=0.0)
     return tuple(max(0.0, sample_s - queued_s) for sample_s, queued_s in pairs)
 
@@ -51,6 +52,7 @@ def members_by_stage(state: ControllerState) -> dict[int, list[WorkerId]]:
 
 
 def work_of(stage: StagePlan) -> tuple[int, int, str]:
+    """Return what stages with the same work have in common: sections and type of node."""
     return stage.first_section, stage.end_section, stage.node_type
 
 
