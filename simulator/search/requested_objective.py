@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from simulator.inputs.request import PlanRequest
 from simulator.search.objectives import Cheapest, Fastest, MostProgress, Objective, Revocations, Shape, usd_per_h_of
 from simulator.search.sweep import Sweep
-
-if TYPE_CHECKING:
-    pass
 
 
 def objective_for(request: PlanRequest, sweep: Sweep, num_gpus: int) -> Objective:

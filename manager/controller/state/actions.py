@@ -27,6 +27,7 @@ from morph.contract.messages import (
     WorkerId,
 )
 
+
 class ReasonCode(StrEnum):
     """One code per kind of decision; a decision that does several things has the code of the last one."""
 
