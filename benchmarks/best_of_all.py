@@ -30,8 +30,8 @@ from simulator.costs.memory import NEVER, spans
 from simulator.costs.outcome import Kind, ShapeSimulator, together
 from simulator.costs.stage_costs import SectionCosts, StageCosts, stage_costs
 from simulator.engine.schedules import recomputes, stage_windows
-from simulator.inputs.conditions import of_pool_type
 from simulator.inputs.layout import Layout, placed
+from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.placement import Placement
 from simulator.inputs.synthetic import with_type
 from simulator.search.micro_batch import num_micro_batches

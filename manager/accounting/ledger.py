@@ -336,13 +336,11 @@ class Ledger:
         self.kept = kept
 
     def _keep_nothing(self) -> None:
-        """Record that no shape uses the abandoned step: all of it was lost."""
         self.parts[Part.COMPUTE] -= self.kept
         self.parts[Part.LOST] += self.kept
         self.kept = self.given_up = NOTHING
 
     def _set_back(self, version: int) -> None:
-        """Record that steps from ``version`` on are lost."""
         self._part_at(version)
         for lost in [stretch for stretch in self.settled if stretch.first >= version]:
             self.parts[Part.COMPUTE] -= lost.compute

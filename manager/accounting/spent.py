@@ -22,9 +22,8 @@ UNITS_PER_USD = SHARES * NANO_USD * 3600 * NS_PER_S
 class Spent:
     """An amount of node-time.
 
-    ``node_ns``: nanoseconds of nodes. ``vm_ns``: nanoseconds of VM shares, where one of k nodes has a k-th of the VM.
-    ``unpriced_ns``: the part of these without a known price. ``cost``: the cost of the other part, see
-    ``UNITS_PER_USD``.
+    ``vm_ns``: nanoseconds of VM shares, where one of k nodes has a k-th of the VM. ``unpriced_ns``: the part of these
+    without a known price; ``cost``: of the rest, see ``UNITS_PER_USD``.
     """
 
     node_ns: int = 0

@@ -18,9 +18,9 @@ from manager.controller.state.actions import Finish
 from manager.dashboard.server import serving
 from manager.engine.loop.driver import Observed, Observer
 from manager.host.signals import STOPPED_BY_COMMAND
-from manager.report.journal_reader import read_timelines
 from manager.report.live import LiveRun
 from manager.report.summary import summarise
+from manager.report.timelines import read_timelines
 from manager.report.values import RunReport
 from manager.run.code import CheckedJob
 from manager.run.managed_run import managed_run

@@ -9,19 +9,21 @@ from typing import Any, TypeVar
 
 from manager.controller.giving_up import gives_up_at_start, note_failed_setup
 from manager.controller.node_requests import pause_requests
-from manager.controller.shape.formation import form_or_hold, start_if_due
-from manager.controller.shape.planned_changes import worth_giving_up
+from manager.controller.shape.change_reasons import worth_giving_up
+from manager.controller.shape.flapping import hold_s
+from manager.controller.shape.formation import form_or_hold
 from manager.controller.shape.pre_copy import measure_speed
-from manager.controller.shape.selection import hold_s
+from manager.controller.shape.start import start_if_due
 from manager.controller.state.actions import EndWorker, ReasonCode
 from manager.controller.state.events import WorkerAnswered
-from manager.controller.state.judging import judges_losses, why_bad
+from manager.controller.state.loss_judging import judges_losses, why_bad
 from manager.controller.state.nodes import NodeEvent
 from manager.controller.state.state import OutstandingOrder, Phase, StepReport, mean_of
 from manager.controller.state.transition import Transition
 from manager.controller.steps.bad_steps import gives_up, leap_if_due
-from manager.controller.steps.failures import dissolve, failed, settle
+from manager.controller.steps.failures import dissolve, settle
 from manager.controller.steps.training_loop import begin, decide_step, seal_if_complete
+from manager.controller.steps.worker_errors import failed
 from morph.contract.messages import (
     Aborted,
     Answer,
@@ -67,9 +69,8 @@ def on_worker_answered(transition: Transition, event: WorkerAnswered) -> None:
 
 
 def note_answers(transition: Transition, answers: Mapping[WorkerId, Answer]) -> Sequence[WorkerAnswered]:
-    """Record answers of many workers that arrived together; returns those that must still be handled one by one.
-
-    These are the last awaited answer, which triggers a decision, or all answers if each may trigger one.
+    """Record answers of many workers that arrived together; returns those that must still be handled one by one: the
+    last awaited one, which triggers a decision, or all of them if each may trigger one.
     """
     state, order, noted = transition.state, transition.state.step.order, NOTED[transition.state.phase]
     step = state.step

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from manager.controller.giving_up import idle_until_s, note_failed_setup
 from manager.controller.node_requests import look_after_requests, nothing_comes, resend_at_s, why_requests_ended
 from manager.controller.notices import spare
-from manager.controller.shape.formation import form, form_or_hold, start_if_due
+from manager.controller.probing import probe_at_s, probe_if_due
+from manager.controller.shape.formation import form, form_or_hold
+from manager.controller.shape.start import start_if_due
 from manager.controller.state.actions import EndWorker, ReasonCode
 from manager.controller.state.bounds import save_bound_s, setup_bound_s
 from manager.controller.state.events import NobodyHeard, Tick
@@ -15,10 +17,10 @@ from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, WorkerState
 from manager.controller.state.transition import Transition
 from manager.controller.steps.checkpoints import SAVING, save_if_due
+from manager.controller.steps.doubt import find_if_due, in_doubt, loading_workers, note_doubt
 from manager.controller.steps.failures import FORMED_PHASES, dissolve, lose
-from manager.controller.steps.recovery import find_if_due, in_doubt, is_saved, loading_workers, note_doubt, rest_over
+from manager.controller.steps.recovery import is_saved, rest_over
 from manager.controller.steps.training_loop import end_if_saved
-from manager.controller.stragglers import probe_at_s, probe_if_due
 from morph.contract.messages import Failed, WorkerId
 from morph.words import counted
 
@@ -26,8 +28,7 @@ from morph.words import counted
 def wake_at_s(state: ControllerState) -> float | None:
     """Return a time (seconds) no later than the end of the first wait; None only if the run is over.
 
-    Finding the first wait for a node means looking at every node, so the state keeps a lower bound, which each ``Tick``
-    updates.
+    Looking at every node for it takes long, so the state keeps a lower bound, which each ``Tick`` updates.
     """
     waits = state.waits
     saving = state.saving
@@ -115,7 +116,6 @@ def on_nobody_heard(transition: Transition, event: NobodyHeard) -> None:
 
 
 def _end_long_waits(transition: Transition) -> None:
-    """End a phase that only waits once its time limit has passed."""
     state, now_s = transition.state, transition.now_s
     waits = state.waits
     limit_s = save_bound_s(state)

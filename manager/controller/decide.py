@@ -20,8 +20,10 @@ from manager.controller.node_requests import (
     request_missing,
 )
 from manager.controller.notices import acknowledge, on_notice_given, on_notice_withdrawn
-from manager.controller.shape.formation import form, record_partly_lost_vms, start_if_due
+from manager.controller.probing import on_worker_probed
+from manager.controller.shape.formation import form, record_partly_lost_vms
 from manager.controller.shape.pre_copy import on_pre_copy_reported
+from manager.controller.shape.start import start_if_due
 from manager.controller.state.actions import ReasonCode, StartWorker
 from manager.controller.state.bounds import setup_bound_s
 from manager.controller.state.events import (
@@ -53,16 +55,11 @@ from manager.controller.state.events import (
 from manager.controller.state.state import ControllerState, Decision, Phase, WorkerState
 from manager.controller.state.transition import Transition
 from manager.controller.steps.checkpoints import on_checkpoint_failed, on_manifest_written, on_units_written
+from manager.controller.steps.doubt import find_whole, in_doubt, on_checkpoint_found, on_checkpoint_not_found
 from manager.controller.steps.failures import lose
-from manager.controller.steps.recovery import (
-    find_whole,
-    in_doubt,
-    on_checkpoint_found,
-    on_checkpoint_not_found,
-    stop_while_resting,
-)
-from manager.controller.steps.save_timing import vm_came
-from manager.controller.stragglers import on_compute_times, on_worker_probed
+from manager.controller.steps.recovery import stop_while_resting
+from manager.controller.steps.save_measuring import vm_came
+from manager.controller.stragglers import on_compute_times
 from manager.controller.takeover import on_manager_resumed, on_manager_resumed_after_end
 from morph.contract.errors import MorphError
 from morph.contract.messages import Answer, WorkerId

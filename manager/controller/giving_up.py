@@ -8,7 +8,8 @@ from manager.controller.state.actions import ReasonCode
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import ControllerState, FailedSetups, Phase
 from manager.controller.state.transition import Transition
-from manager.controller.steps.recovery import find_whole, in_doubt, stop_while_resting
+from manager.controller.steps.doubt import find_whole, in_doubt
+from manager.controller.steps.recovery import stop_while_resting
 from morph.contract.messages import Failed, WorkerId
 from morph.contract.vm_names import vm_of
 from morph.words import counted

@@ -44,9 +44,8 @@ def notice_of(state: ControllerState, node: WorkerId, now_s: float) -> NoticeGiv
 
 
 def forget_kept(transition: Transition, *nodes: WorkerId) -> None:
-    """Forget the notices of these nodes, and of all nodes that can no longer appear.
-
-    A node can appear while a request is open that its VM could answer, or while other workers of its VM have appeared.
+    """Forget the notices of these nodes, and of all nodes that can no longer appear: no open request could be answered
+    by their VM, and no other worker of it has appeared.
     """
     state = transition.state
     provisioning = state.provisioning

@@ -2,168 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
-from manager.controller.shape.selection import hold_s, record_flap
-from manager.controller.state.actions import EndWorker, NoteCorrection, ProbeWorker, ReasonCode
-from manager.controller.state.bounds import probe_bound_s
-from manager.controller.state.events import ComputeTimesSeen, WorkerProbed
+from manager.controller.fail_stutter import PEERS, Judgement, Usual, error_of_median, judge, spread
+from manager.controller.paces import (
+    all_lack_cores,
+    members_by_stage,
+    queued_share,
+    unqueued_s,
+    usual_now,
+    usually_waited_s,
+)
+from manager.controller.profile_learning import learn
+from manager.controller.shape.flapping import record_flap
+from manager.controller.state.actions import ReasonCode
+from manager.controller.state.events import ComputeTimesSeen
 from manager.controller.state.nodes import NodeEvent, NodeState
-from manager.controller.state.profile_correction import correction_of, is_material, with_forecasts, with_times
 from manager.controller.state.state import ControllerState, Pace, WorkerState, Yardstick
 from manager.controller.state.transition import Transition
-from manager.controller.steps.failures import lose
 from morph.contract.messages import WorkerId
-from morph.contract.plan import StagePlan
-from morph.contract.rules import StutterRules
-from morph.contract.waits import Backoff
-from morph.words import counted
-
-# Fail-stutter (Varuna, section 4.6): which workers of a shape compute too slowly. Pure statistics.
-
-
-NORMAL_MAD = 1.4826  # the median absolute deviation of a normal distribution, times this, is its standard deviation
-MEDIAN_ERROR = 1.2533  # standard error of a normal sample's median over that of its mean
-LOADED_RATIO = 1.5
-"""The least ratio of a slow worker where all workers wait for cores at least as long as they compute."""
-PEERS = 3
-"""The number of workers from which the spread by chance can be estimated."""
-SMALL_SAMPLE = {3: 1.495, 4: 1.363, 5: 1.206, 6: 1.2, 7: 1.14, 8: 1.129, 9: 1.107}
-"""Factors that correct the median absolute deviation of few values (Croux and Rousseeuw 1992)."""
-
-
-class Usual(NamedTuple):
-    """How the present workers compare with the profile: the median of their ratios to it, and its robust spread."""
-
-    ratio: float
-    spread: float
-
-    def expects(self, profiled_s: float) -> Expected:
-        """Return the expected time (seconds) for work that took ``profiled_s`` when it was profiled."""
-        return Expected(profiled_s * self.ratio, profiled_s * self.spread)
-
-
-class Expected(NamedTuple):
-    """The expected time of a micro-batch (seconds), and the deviation (seconds) of healthy workers from it."""
-
-    compute_s: float
-    spread_s: float
-
-
-class Judgement(NamedTuple):
-    """``ratio``: the time as a multiple of the expected ``healthy_s``. ``by_sums``: judged over many windows.
-
-    Nothing changes for a worker that is neither slow nor well.
-    """
-
-    ratio: float
-    slow: bool
-    well: bool
-    healthy_s: float
-    by_sums: bool = False
-
-
-def spread(values: Sequence[float]) -> float:
-    """Return the robust standard deviation of some values, 0 for one; for few values it is corrected upwards."""
-    middle = statistics.median(values)
-    return NORMAL_MAD * statistics.median(abs(value - middle) for value in values)
-
-
-def error_of_median(samples_s: Sequence[float]) -> float:
-    """Return the standard error (seconds) of the median from the samples' spread, which is large on shared cores."""
-    return MEDIAN_ERROR * spread(samples_s) / math.sqrt(len(samples_s))
-
-
-def judge(
-    medians_s: Mapping[WorkerId, float],
-    expected: Expected | None,
-    rules: StutterRules,
-    errors_s: Mapping[WorkerId, float] = MappingProxyType({}),
-    waited_s: float = 0.0,
-) -> dict[WorkerId, Judgement]:
-    """Judge workers that do the same work by the median compute time (seconds) of each over a window of micro-batches.
-
-    Three or more workers are compared with their median; to be slow, a worker must also lie some robust deviations
-    (median absolute deviation) above it. The slower of two is compared with the faster, because nothing makes a device
-    faster than it is. A single worker is compared with ``expected``, and must also lie some deviations above it;
-    without ``expected`` it is not judged. In every case the excess must also be some standard errors of the two medians
-    (``errors_s``) that are compared. ``waited_s``: the time that all of them waited besides, for cores; it counts in
-    the ratio, because a worker whose excess is little beside it delays nobody. The ratio must then be clearer, up to
-    ``LOADED_RATIO``, because caches and clocks of busy cores differ too.
-    """
-    values = sorted(medians_s.values())
-    spread_s = measure_error_s = 0.0
-    if len(values) >= PEERS:
-        reference_s, spread_s = statistics.median(values), spread(values)
-    elif len(values) == 2:
-        reference_s = values[0]
-        measure_error_s = errors_s.get(min(medians_s, key=medians_s.__getitem__), 0.0)
-    elif expected is not None:
-        reference_s, spread_s = expected
-    else:
-        return {}
-    if reference_s <= 0:
-        return {}
-    return {
-        worker: _is_judged(
-            value, reference_s, max(spread_s, math.hypot(errors_s.get(worker, 0.0), measure_error_s)), rules, waited_s
-        )
-        for worker, value in medians_s.items()
-    }
-
-
-def usual(ratios: Sequence[float]) -> Usual | None:
-    """Return how workers compare with the profile, from the ratio of each one's time to it; None if there are too few
-    to tell.
-
-    A slowdown of all workers (a lower clock, contention that was not profiled) is not one worker's fault, and if the
-    ratios differ widely, the profile is not to be trusted. One or two workers cannot show whether a worker or the
-    profile is wrong.
-    """
-    count = len(ratios)
-    if count < PEERS:
-        return None
-    return Usual(statistics.median(ratios), spread(ratios) * SMALL_SAMPLE.get(count, count / (count - 0.8)))
-
-
-def _is_judged(value_s: float, reference_s: float, spread_s: float, rules: StutterRules, waited_s: float) -> Judgement:
-    ratio = (value_s + waited_s) / (reference_s + waited_s)
-    least = rules.ratio + max(0.0, LOADED_RATIO - rules.ratio) * min(1.0, waited_s / reference_s)
-    slow = ratio >= least and value_s - reference_s >= rules.deviations * spread_s
-    return Judgement(ratio, slow, ratio < rules.well_ratio, reference_s)
-
-
-def learn(transition: Transition, event: ComputeTimesSeen) -> None:
-    """Learn from compute times of healthy members with a device each; report corrections that changed materially."""
-    state, profiled_s = transition.state, transition.state.config.compute_s
-    measured = state.measured
-    if state.plan is None or state.config.shares_cores(state.plan):
-        return
-    if not all(times_s and all(times_s) for times_s in profiled_s.values()):
-        return
-    stage_of = {slot.worker: slot.stage for slot in state.slots}
-    samples_s: dict[int, list[float]] = {}
-    for times in event.times:
-        entry = state.workers.get(times.worker)
-        well = entry is not None and entry.node is NodeState.READY
-        if well and times.generation == state.generation and times.worker in stage_of:
-            samples_s.setdefault(stage_of[times.worker], []).extend(times.device_s or times.compute_s)
-    stages = {stage: state.plan.stages[stage] for stage in samples_s}
-    seen = with_times(measured.stage_ratios, stages, samples_s, profiled_s)
-    if seen is measured.stage_ratios:
-        return
-    forecasts = with_forecasts(measured.forecasts, measured.stage_ratios, seen, profiled_s)
-    transition.change_measured(stage_ratios=seen, forecasts=forecasts)
-    found = correction_of(() if forecasts.are_worse else seen, profiled_s)
-    if is_material(measured.correction, found, seen, profiled_s):
-        transition.change_measured(correction=found)
-        transition.add(found.sentence, NoteCorrection(correction=found))
-
 
 PAST_WINDOWS = 12
 SUMS_EXCESS = 10 / 3
@@ -229,12 +88,12 @@ def _close_windows(transition: Transition) -> list[int]:
         full.append(stage)
         for worker in members:
             pace = workers[worker].pace
-            samples_s = _unqueued_s(pace) if without_queue else pace.samples_s
+            samples_s = unqueued_s(pace) if without_queue else pace.samples_s
             median_s = statistics.median(samples_s)
             update = {
                 "samples_s": (),
                 "queued_s": (),
-                "queued": _queued(pace),
+                "queued": queued_share(pace),
                 "waited_s": statistics.fmean(pace.queued_s) if without_queue else 0.0,
                 "median_s": median_s,
                 "error_s": error_of_median(samples_s),
@@ -244,31 +103,6 @@ def _close_windows(transition: Transition) -> list[int]:
             workers[worker] = workers[worker].model_copy(update={"pace": pace.model_copy(update=update)})
     transition.change(workers=workers)
     return full
-
-
-def all_lack_cores(state: ControllerState) -> bool:
-    """Return whether every member waits so long for cores that this alone would keep it from counting as healthy."""
-    most = state.config.policy.rules.stutter.well_ratio - 1
-    paces = [state.workers[slot.worker].pace for slot in state.slots if slot.worker in state.workers]
-    return bool(paces) and all(_queued(pace) >= most for pace in paces)
-
-
-def _queued(pace: Pace) -> float:
-    """Return the queued time as a share of the other time, in the window being filled or else in the last one."""
-    if not pace.samples_s:
-        return pace.queued
-    other_s = sum(_unqueued_s(pace))
-    return sum(pace.queued_s) / other_s if other_s > 0 else 0.0
-
-
-def _waited_s(state: ControllerState, workers: Iterable[WorkerId]) -> float:
-    """Return the time (seconds) that these workers usually waited for cores in their last windows, if all did."""
-    return statistics.median(state.workers[worker].pace.waited_s for worker in workers)
-
-
-def _unqueued_s(pace: Pace) -> tuple[float, ...]:
-    pairs = itertools.zip_longest(pace.samples_s, pace.queued_s, fillvalue=0.0)
-    return tuple(max(0.0, sample_s - queued_s) for sample_s, queued_s in pairs)
 
 
 def _judged(state: ControllerState, stages: Sequence[int], usual: Usual | None) -> dict[WorkerId, Judgement]:
@@ -287,7 +121,7 @@ def _judged(state: ControllerState, stages: Sequence[int], usual: Usual | None) 
             if any(len(each_s) < rules.windows for each_s in before_s.values()):
                 continue
             errors_s = {worker: max(paces[worker].error_s, spread(each_s)) for worker, each_s in before_s.items()}
-        judged |= judge(medians_s, expected, rules, errors_s, _waited_s(state, members[stage]))
+        judged |= judge(medians_s, expected, rules, errors_s, usually_waited_s(state, members[stage]))
     return judged
 
 
@@ -314,7 +148,7 @@ def _with_sums(
             worker: statistics.stdev(state.workers[worker].pace.past_means_s) / math.sqrt(PAST_WINDOWS)
             for worker in known_s
         }
-        waited_s = _waited_s(state, members[stage])
+        waited_s = usually_waited_s(state, members[stage])
         for worker, judgement in judge(known_s, expected, rules, errors_s, waited_s).items():
             known = merged.get(worker)
             if known is not None and judgement.slow and not known.slow:
@@ -352,164 +186,3 @@ def _take_judgement(transition: Transition, worker: WorkerId, judgement: Judgeme
         pace = entry.pace.model_copy(update={"slowdown": 1.0})
         transition.change_node(worker, NodeEvent.WELL, pace=pace)
         transition.say(ReasonCode.WORKER_WELL, f"{worker} is as fast as it should be again")
-
-
-# Probing slow workers that were left out, at growing intervals, until they are well or given up.
-
-
-def members_by_stage(state: ControllerState) -> dict[int, list[WorkerId]]:
-    """Return the members that are still there, by stage.
-
-    Stages of unequal pipelines with the same sections, on the same type of GPU, do the same work: they count as one
-    stage, the first of them.
-    """
-    stages: dict[int, list[WorkerId]] = {}
-    alike: dict[tuple[int, int, str], int] = {}
-    for slot in state.slots:
-        if slot.worker in state.workers and state.plan is not None:
-            work = _work(state.plan.stages[slot.stage])
-            stages.setdefault(alike.setdefault(work, slot.stage), []).append(slot.worker)
-    return stages
-
-
-def _work(stage: StagePlan) -> tuple[int, int, str]:
-    return stage.first_section, stage.end_section, stage.node_type
-
-
-def _last_median_s(pace: Pace) -> float | None:
-    return pace.median_s
-
-
-def usual_now(state: ControllerState, of: Callable[[Pace], float | None] = _last_median_s) -> Usual | None:
-    """Return how all members compare with the profile by their last windows; None until each of them has filled one.
-
-    Also None without profiled times, or with too few members to tell. ``of``: the time (seconds) to compare.
-    """
-    if state.plan is None:
-        return None
-    ratios = []
-    for stage, members in members_by_stage(state).items():
-        profiled_s = state.config.expected_compute_s(state.plan.stages[stage])
-        for worker in members:
-            taken_s = of(state.workers[worker].pace)
-            if taken_s is None or profiled_s is None:
-                return None
-            ratios.append(taken_s / profiled_s)
-    return usual(ratios)
-
-
-def healthy_now_s(state: ControllerState, yardstick: Yardstick) -> float:
-    """Return the time (seconds) that a healthy worker takes now for the work at which a worker was slow.
-
-    It is the time with which the worker was compared then, scaled by the change since then in how members compare with
-    the profile. If healthy members do the same work and all take longer, it is the time of the fastest of them.
-    """
-    healthy_s, now = yardstick.healthy_s, usual_now(state)
-    if now is not None and yardstick.usual is not None:
-        healthy_s *= now.ratio / yardstick.usual
-    work = (yardstick.first_section, yardstick.end_section, yardstick.node_type)
-    taken_s = [
-        median_s
-        for stage, members in members_by_stage(state).items()
-        if state.plan is not None and _work(state.plan.stages[stage]) == work
-        for worker in members
-        if (median_s := state.workers[worker].pace.median_s) is not None
-        and state.workers[worker].node is not NodeState.SUSPECT
-    ]
-    return max(healthy_s, min(taken_s, default=0.0))
-
-
-def on_worker_probed(transition: Transition, event: WorkerProbed) -> None:
-    """Handle the answer to a probe: several good ones in a row bring a worker back."""
-    state, now_s = transition.state, transition.now_s
-    entry = state.workers.get(event.worker)
-    probation = entry.probation if entry is not None else None
-    if entry is None or probation is None or probation.requested_s is None or event.probe != probation.num_requested:
-        return transition.say(ReasonCode.IGNORED, f"no such probe of {event.worker} is awaited")
-    rules = state.config.policy.rules.stutter
-    if event.slowdown is None and probation.num_requested < rules.max_probes:
-        again = probation.model_copy(update={"requested_s": None, "due_s": now_s + rules.probe_every_s})
-        transition.change_worker(event.worker, probation=again)
-        transition.wake_by(now_s + rules.probe_every_s)
-        return transition.say(ReasonCode.WORKER_PROBED, f"{event.worker} could not run its probe; another will follow")
-    if event.slowdown is None:
-        return _probe_failed(transition, event.worker, "did not come to its last probe")
-    if event.slowdown >= rules.well_ratio:
-        return _probe_failed(transition, event.worker, f"is still {event.slowdown:.2f} times slower")
-    if probation.num_passed + 1 < rules.probe_passes:
-        if probation.num_requested >= rules.max_probes:
-            return _probe_failed(transition, event.worker, "passed too few probes")
-        passed = {"num_passed": probation.num_passed + 1, "requested_s": None, "due_s": now_s + rules.probe_every_s}
-        transition.change_worker(event.worker, probation=probation.model_copy(update=passed))
-        transition.wake_by(now_s + rules.probe_every_s)
-        return transition.say(ReasonCode.WORKER_PROBED, f"{event.worker} passed a probe; one more will follow")
-    wait_s = hold_s(transition, entry.host or event.worker)
-    eligible_s = now_s + wait_s if wait_s else None
-    transition.change_node(event.worker, NodeEvent.WELL, probation=None, pace=Pace(), eligible_s=eligible_s)
-    return transition.say(
-        ReasonCode.WORKER_WELL,
-        f"{event.worker} is as fast as it should be again, {counted(rules.probe_passes, 'test')} in a row",
-    )
-
-
-def probe_if_due(transition: Transition, worker: WorkerId) -> None:
-    """Send a probe when it is due, or count an unanswered one as failed."""
-    state, now_s = transition.state, transition.now_s
-    entry = state.workers[worker]
-    probation = entry.probation
-    if probation is None or now_s < probe_at_s(state, entry):
-        return None
-    if probation.requested_s is not None:
-        return _probe_failed(transition, worker, "did not answer a probe")
-    requested = probation.model_copy(update={"num_requested": probation.num_requested + 1, "requested_s": now_s})
-    transition.change_worker(worker, probation=requested)
-    transition.wake_by(probe_at_s(state, transition.state.workers[worker]))
-    return transition.say(ReasonCode.WORKER_PROBED, f"{worker} is probed", probe_of(transition.state, worker))
-
-
-def probe_of(state: ControllerState, worker: WorkerId) -> ProbeWorker:
-    """Build the worker's present probe: the stage on which it was slow, and a healthy worker's time for it."""
-    entry = state.workers[worker]
-    yardstick = entry.pace.yardstick
-    assert entry.probation is not None and yardstick is not None, f"{worker} was never found slow"  # noqa: PT018
-    members = [slot.worker for slot in state.slots if slot.worker in state.workers]
-    waited_s = _waited_s(state, members) if all_lack_cores(state) else None
-    return ProbeWorker(
-        worker=worker,
-        probe=entry.probation.num_requested,
-        step=state.version,
-        first_section=yardstick.first_section,
-        end_section=yardstick.end_section,
-        by_sums=yardstick.by_sums,
-        waited_s=waited_s,
-        healthy_s=healthy_now_s(state, yardstick) + (waited_s or 0.0),
-    )
-
-
-def probe_at_s(state: ControllerState, entry: WorkerState) -> float:
-    """Return when the next probe of a worker on probation is due, or the present one counts as failed."""
-    probation, yardstick = entry.probation, entry.pace.yardstick
-    assert probation is not None and yardstick is not None, "it was never found slow"  # noqa: PT018
-    if probation.requested_s is None:
-        return probation.due_s
-    return probation.requested_s + probe_bound_s(state, yardstick.healthy_s)
-
-
-def _probe_failed(transition: Transition, worker: WorkerId, what: str) -> None:
-    state = transition.state
-    rules, probation = state.config.policy.rules.stutter, state.workers[worker].probation
-    assert probation is not None, "nobody probed it"
-    if probation.num_requested >= rules.max_probes:
-        why = f"it {what}, after {probation.num_requested} probes"
-        transition.say(ReasonCode.WORKER_REMOVED, "given up", EndWorker(worker=worker))
-        return lose(transition, {worker: why})
-    wait_s = Backoff(rules.probe_every_s, rules.probe_every_max_s).pause_s(probation.num_failed)
-    failed = {
-        "num_passed": 0,
-        "num_failed": probation.num_failed + 1,
-        "requested_s": None,
-        "due_s": transition.now_s + wait_s,
-    }
-    transition.change_worker(worker, probation=probation.model_copy(update=failed))
-    transition.wake_by(transition.now_s + wait_s)
-    return transition.say(ReasonCode.WORKER_PROBED, f"{worker} {what}: probed again in {wait_s:g} s")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from manager.controller.shape.formation import start_if_due
+from manager.controller.probing import probe_of
 from manager.controller.shape.pre_copy import without_pre_copy
+from manager.controller.shape.start import start_if_due
 from manager.controller.state.actions import (
     Abort,
     Action,
@@ -23,7 +24,6 @@ from manager.controller.state.state import ControllerState, OutstandingOrder, Ph
 from manager.controller.state.transition import Transition
 from manager.controller.steps.failures import lose
 from manager.controller.steps.training_loop import repeat_orders
-from manager.controller.stragglers import probe_of
 from morph.words import counted
 
 

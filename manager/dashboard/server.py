@@ -24,7 +24,8 @@ from tornado.netutil import bind_sockets
 from tornado.web import Application, RequestHandler
 
 from manager.accounting.account import Part
-from manager.dashboard.snapshot import metrics_text, snapshot
+from manager.dashboard.metrics import metrics_text
+from manager.dashboard.snapshot import snapshot
 from manager.journal.journal import patiently
 from manager.report.live import LiveRun
 from manager.report.picture import PARTS
@@ -62,10 +63,8 @@ def read_address(run_dir: Path) -> PageAddress:
 
 @contextmanager
 def serving(run: LiveRun, run_dir: Path) -> Iterator[PageAddress]:
-    """Serve a run's page while the context is open, from its own thread; nothing remains afterwards.
-
-    ClusterError if that fails within ``START_TIMEOUT_S``. RunDirError if its address cannot be written; while the disk
-    is full, this waits.
+    """Serve a run's page from its own thread while the context is open; nothing remains afterwards. ClusterError if
+    that fails within ``START_TIMEOUT_S``, RunDirError if its address cannot be written; a full disk makes it wait.
     """
     server = _Server(run)
     server.start()

@@ -184,7 +184,6 @@ class LivesReader:
     gone_s: float | None = None
 
     def take_line(self, line: Line) -> None:
-        """Process the content of a line."""
         time_s = max(line.time_s, self.last_s)
         match line.says:
             case ControllerConfig() as config:
@@ -211,7 +210,6 @@ class LivesReader:
 
     @property
     def state_json(self) -> str:
-        """The reader's state."""
         return _STATE.dump_json(self, exclude={"over"}).decode()
 
     def _begin_session(self, config: ControllerConfig) -> None:

@@ -65,10 +65,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class Head:
-    """The newest cut.
+    """The newest cut: its last line ``sequence`` at ``time_s``, and the state of each reader after it.
 
-    ``sequence``: the last condensed line, at ``time_s``. ``states``: the state of each reader after it. ``version``:
-    the version of these states; None: there are none.
+    ``version``: the version of these states; None: there are none.
     """
 
     sequence: int
@@ -81,9 +80,8 @@ class Head:
 class Tail:
     """The content of a journal after a line, at one moment.
 
-    ``head``: None if nothing after that line is condensed. ``records``, ``rows``: the requested records and rows of
-    columns from the condensed part after it. ``entries``: the lines that are not condensed yet, read one after another
-    as of that moment.
+    ``head``: None if nothing after that line is condensed. ``records``, ``rows``: those requested from the condensed
+    part after it. ``entries``: the lines that are not condensed yet, read one after another as of that moment.
     """
 
     head: Head | None

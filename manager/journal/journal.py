@@ -53,9 +53,8 @@ Result = TypeVar("Result")
 
 
 def patiently(attempt: Callable[[], Result], limit_s: float = LIMIT_S) -> Result:
-    """Retry an action until the run directory allows it; reports once that it waits and once that it continues.
-
-    RunDirStuck if it does not succeed within ``limit_s``; KeyboardInterrupt on a second Ctrl-C, as everywhere.
+    """Retry an action until the run directory allows it, and report once that it waits and once that it continues;
+    RunDirStuck after ``limit_s``, KeyboardInterrupt on a second Ctrl-C.
     """
     begin_s, pauses, told = time.monotonic(), RETRIES.pauses(), False
     while True:
@@ -589,7 +588,6 @@ class Journal:
             self._connection.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", block)
 
     def _join_blocks(self) -> None:
-        """Merge the many small blocks of a level into one."""
         for level, num_steps in enumerate(NUM_AT_LEVEL):
             query = "SELECT name, sum(num) FROM steps WHERE level = ? GROUP BY name"
             counts = dict(self._connection.execute(query, (level,)).fetchall())

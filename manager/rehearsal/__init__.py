@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from manager.rehearsal.planning import Planned, plan_rehearsal
-from manager.rehearsal.run import Rehearsal, Rehearsed, digest_of, rehearse, rehearse_changes, run_facts
+from manager.rehearsal.result import Rehearsal, Rehearsed
+from manager.rehearsal.run import digest_of, rehearse, rehearse_changes, run_facts
 from manager.rehearsal.spec import RehearsalSpec
 
 __all__ = [

@@ -76,10 +76,9 @@ def _stretched(value: object, factor: float) -> object:
 def emulated_device(
     profile: Profile, micro_batch_size: int, ring_sizes: Sequence[int], options: EmulationOptions
 ) -> EmulatedDevice:
-    """Return the description from which a worker emulates one device of the profile's kind.
+    """Return the description from which a worker emulates one device of the profile's kind, with unstretched times.
 
-    The profile's times are used as they are (see ``stretched``). ``micro_batch_size`` (m) must be a measured one.
-    ``ring_sizes``: the numbers of members that all-reduces may have.
+    ``micro_batch_size`` (m) must be measured. ``ring_sizes``: the numbers of members that all-reduces may have.
     """
     m = micro_batch_size
     reduce = AllReduce(profile, options.all_reduces_at_once)

@@ -18,7 +18,7 @@ from morph.contract.profile import Profile
 from morph.contract.trace import Trace
 from simulator import PlanRequest, Simulation, plan_table, pool_plan_table, simulate, simulate_plan
 from simulator import plan as best_plan
-from simulator.inputs.conditions import check_made_for, of_pool_type
+from simulator.inputs.node_types import check_made_for, of_pool_type
 from simulator.search.micro_batch import knee_micro_batch_size
 
 TASK_CPU_S = 0.003
@@ -115,9 +115,8 @@ def _rounded_up(value: float) -> float:
 
 @dataclass(frozen=True)
 class Planned:
-    """A checked and planned rehearsal; nothing is started yet.
+    """A checked and planned rehearsal that was not started; the profile is stretched by ``scales.time``.
 
-    ``profile`` is stretched by ``scales.time``; ``simulation`` and ``table`` use it, with the profile's commit time.
     ``table``: plans for every number or pool of VMs that a trace may have; empty: there is one plan.
     """
 

@@ -11,7 +11,7 @@ from morph.contract.plan import Plan, Schedule
 from morph.contract.profile import Profile
 from morph.contract.trace import UNKNOWN, Trace
 from simulator import PlanRequest
-from simulator.inputs.conditions import of_pool_type
+from simulator.inputs.node_types import of_pool_type
 
 Network = Literal["loopback", "namespaces"]
 
@@ -81,10 +81,7 @@ class RehearsalSpec(PlanRequest):
         return tuple(sorted(named)) if self.profile.node_types and named != {UNKNOWN} else ()
 
     def check(self) -> None:
-        """Refuse impossible rehearsals that the simulator would not refuse.
-
-        PlanError names the wrong option, its value and what is allowed.
-        """
+        """PlanError for rehearsals that the simulator would not refuse: the option, its value and what is allowed."""
         if self.batch_size is not None:
             ranges.BATCH.check("batch_size", self.batch_size)
         room = self.num_hosts * self.workers_per_host

@@ -57,7 +57,6 @@ class Condenser:
         return not self.run.prepared or not self._trains
 
     def take(self, line: Line) -> None:
-        """Process a line that was written."""
         was_open, num_decided = self.run.morphs.open is not None, self.run.num_decided
         self.run.take_line(line)
         self.lives.take_line(line)
@@ -78,7 +77,6 @@ class Condenser:
                 self._kept |= {line.sequence - 1, line.sequence}
 
     def cut(self) -> Cut:
-        """Return everything up to the last line, condensed."""
         sequence, time_s = self._last
         self.run.prepared.clear()
         records = [
@@ -103,7 +101,6 @@ class Condenser:
         )
 
     def forget(self) -> None:
-        """Record that the last cut is written."""
         for told in (self.run.told, self._over, self._told):
             told.clear()
         self._kept.clear()
@@ -112,8 +109,7 @@ class Condenser:
 
 def condense_all(path: Path, tell: Callable[[str], None]) -> None:
     """Condense a journal, if there is one, before a run is resumed with it; report progress if that takes long.
-
-    No journal is made: the run may still be refused. RunDirError if it cannot be opened, or cannot be written now.
+    RunDirError if it cannot be opened or written now. None is made: the run may still be refused.
     """
     tenths = 0
 

@@ -119,7 +119,6 @@ class EventReader:
 
     @property
     def state_json(self) -> str:
-        """The reader's state."""
         return _STATE.dump_json(self, exclude={"_config", "_lines"}).decode()
 
     def new(self, journal: Journal) -> Iterator[Told]:

@@ -28,7 +28,6 @@ from manager.controller.state.actions import (
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.evaluations import mean_loss, mean_metrics, total_weight
 from manager.controller.state.events import (
-    EVENT,
     Event,
     ManagerResumed,
     ManifestWritten,
@@ -73,43 +72,6 @@ from morph.contract.decided import LossScale
 from morph.contract.errors import RunDirError
 from morph.contract.happenings import Trouble
 from morph.contract.messages import Committed, Prepared, WorkerReady
-from morph.contract.plan import kinds_in
-from morph.contract.timeline import StepTimeline
-
-# Reads the timelines that the workers of a run recorded from its journal.
-
-
-_MARK = '"timeline":{'
-
-
-def read_timelines(run_dir: Path) -> dict[int, tuple[StepTimeline, ...]]:
-    """Return timelines by step, one for each worker, from the last time that every worker completed the step.
-
-    RunDirError if the directory holds no journal.
-    """
-    with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
-        return timelines_of(journal.each())
-
-
-def timelines_of(entries: Iterable[Entry]) -> dict[int, tuple[StepTimeline, ...]]:
-    """Return timelines by step, as ``read_timelines`` does, from the lines of a journal."""
-    gathered: dict[tuple[int, int, int], dict[tuple[int, int], StepTimeline]] = {}
-    found: dict[int, tuple[StepTimeline, ...]] = {}
-    for entry in entries:
-        if entry.kind == "config":
-            gathered.clear()  # generations are counted from 0 again
-        if entry.kind != "event" or _MARK not in entry.payload_json:
-            continue
-        event = EVENT.validate_json(entry.payload_json)
-        if not (isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared) and event.answer.timeline):
-            continue
-        answer, timeline = event.answer, event.answer.timeline
-        together = gathered.setdefault((answer.generation, answer.step, answer.attempt), {})
-        together[timeline.replica, timeline.stage] = timeline
-        if len(together) == sum(stages * replicas for stages, replicas in kinds_in(timeline.shape)):
-            found[answer.step] = tuple(together[place] for place in sorted(together))
-    return found
-
 
 Record = (
     SessionBegun
@@ -174,9 +136,8 @@ def read_ledger(run_dir: Path) -> Ledger:
 
 
 def ledger_now(run_dir: Path, now_s: float, *, lives_on: bool) -> Ledger:
-    """Return the account of all sessions until ``now_s`` on the run's clock; errors and empty account: ``read_ledger``.
-
-    ``lives_on``: whether the nodes of the last session still live; if so, they are booked up to now.
+    """Return the account of all sessions until ``now_s`` on the run's clock, up to which nodes that still live
+    (``lives_on``) are booked; errors and empty account: ``read_ledger``.
     """
     ledger = read_ledger(run_dir)
     if lives_on:
@@ -566,7 +527,6 @@ class RunReader:
             self.last_loss = loss if self.last_loss is None or loss[0] >= self.last_loss[0] else self.last_loss
 
     def _set_back(self, version: int) -> None:
-        """Record that steps from ``version`` on will be run again."""
         if version < self.version and self.first_step is not None:
             self.num_redone += max(0, self.version - max(version, self.first_step))
             self._tell(SetBack(num_decided=self.num_decided, version=version))

@@ -151,7 +151,6 @@ def _named(workers: Collection[str]) -> str:
 
 
 def _injected(workers: Collection[str], injected: Iterable[str]) -> str:
-    """Return how many of their VMs were preempted on purpose."""
     vms = set(map(vm_of, workers))
     taken = vms.intersection(injected)
     return "" if not taken else " (injected)" if taken == vms else f" ({len(taken)} of {len(vms)} injected)"

@@ -26,10 +26,7 @@ CAME_FROM = {
 
 
 def with_its_manager(report: RunReport, run_dir: Path) -> RunReport:
-    """Return the journal's report with the present state of the run's manager, which may be gone or waiting.
-
-    RunDirError if the run's lock cannot be read.
-    """
+    """Return the report with the present state of the run's manager; RunDirError if the run's lock cannot be read."""
     now_s = time.time()
     waits = read_json(run_dir / GOES_ON, GoesOn, RunDirError) if (run_dir / GOES_ON).is_file() else None
     if waits is not None and waits.again_s + SILENT_S >= now_s and holder_of(run_dir) is None:

@@ -21,7 +21,7 @@ from morph.contract.profile import Profile
 from morph.contract.trace import Trace
 from morph.jobs.files import JobFiles
 from simulator import PlanRequest
-from simulator.inputs.conditions import of_pool_type
+from simulator.inputs.node_types import of_pool_type
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from morph.contract.profile import Profile
 from morph.contract.trace import UNKNOWN, Trace, TraceEvent
 from morph.contract.vm_names import workers_of
 from simulator import PlanRequest, plan, plan_table, pool_plan_table
-from simulator.inputs.conditions import of_pool_type
+from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.request import RedundancyName
 from simulator.inputs.transfer import bandwidth_bytes_per_s
 

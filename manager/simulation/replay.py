@@ -221,10 +221,9 @@ def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float, floa
 
 
 def advice(outcomes: Sequence[Outcome], aim: Aim | None = None) -> str:
-    """Return a sentence on which policy to take, and why.
+    """Return a sentence on which policy to take, and why; only policies that train with the requested batch count.
 
-    Only policies that train with the requested batch are considered. ``aim``: the measure, examples per second or per
-    dollar; None: per dollar if everything has a price.
+    ``aim``: the measure, examples per second or per dollar; None: per dollar if everything has a price.
     """
     worth: dict[str, list[float]] = {}
     priced = aim != "examples" and all(one.examples_per_usd is not None for one in outcomes)

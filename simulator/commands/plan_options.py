@@ -55,7 +55,7 @@ def request_of(context: typer.Context, settings: Conditions) -> PlanRequest:
 def profile_to_plan(path: Path, node_type: str | None = None, pool: Pool | None = None) -> Profile:
     """Load a profile for planning on a type of node or a pool; warn about times that nobody measured."""
     from morph.contract.profile import estimates, load_profile
-    from simulator.inputs.conditions import of_node_type
+    from simulator.inputs.node_types import of_node_type
 
     profile = of_node_type(load_profile(path), node_type)
     for sentence in estimates(profile, () if pool is None else [type_and_zone(name)[0] for name in pool.types]):

@@ -90,7 +90,7 @@ def simulate_command(
     """
     from morph.contract.plan import load_plan
     from simulator import simulate, simulate_plan
-    from simulator.inputs.conditions import check_made_for
+    from simulator.inputs.node_types import check_made_for
     from simulator.search.planner import advice
 
     if png is not None:

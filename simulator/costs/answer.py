@@ -226,7 +226,6 @@ def _host_bytes(outcome: Outcome) -> int:
 
 
 def _mean_parts_s(kinds: Sequence[SimulatedKind]) -> dict[str, float]:
-    """Return the seconds per worker, averaged over the workers of all kinds."""
     parts = [_parts_s(kind.outcome, kind.shape_simulator.conditions) for kind in kinds]
     if len(parts) == 1:
         return parts[0]

@@ -56,15 +56,11 @@ def finish(
     every replica, while that backward continues, one section after the other (:mod:`simulator.costs.reductions`); with
     ``all_reduce="late"`` all reductions wait for the last backward of all. Rings that span stages follow when all their
     stages have finished. The commit barrier waits for all workers, and the slowest optimizer step ends the mini-batch.
-
     With fewer ``compute_slots`` than workers these steps queue for the cores, and reductions take cores from computing:
     one for each member of a ring.
 
-    Args:
-        last_backward_ns: End of each last backward: int64[P, D].
-        to_come_ns: The part of the last backward that follows each section's: int64[K, D], or [K, 1] if equal for all
-            replicas.
-        redone_ns: When the last redundant task has ended.
+    ``last_backward_ns``: int64[P, D]. ``to_come_ns``: the part of the last backward that follows each section's,
+    int64[K, D], or [K, 1] if equal for all replicas. ``redone_ns``: when the last redundant task has ended.
     """
     conditions = conditions or Conditions()
     num_replicas, reduced = last_backward_ns.shape[1], costs.reduced
@@ -115,14 +111,12 @@ class Ended:
 def finish_together(
     kinds: Sequence[Ended], rings: Rings, conditions: Sequence[Conditions], num_replicas: Sequence[int]
 ) -> tuple[Finish, ...]:
-    """Reduce, commit and apply once pipelines of several kinds are through.
+    """Reduce, commit and apply once pipelines of several kinds are through; returns each kind's end, from its own
+    begin.
 
     Pipelines do not interact before. Those of each kind begin once its own optimizer steps are done, without waiting
     for slower types of node. A ring begins when the last backward of all pipelines has passed its span, and its members
     have completed the rings before it. Workers have devices of their own.
-
-    Returns:
-        The end for each kind, counted from the start of its own pipelines.
     """
     spans = rings.spans
     steps = [

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from simulator.costs.memory import NEVER, Parts, StageMemory, running_sums
+from simulator.costs.held_bytes import running_sums
+from simulator.costs.memory import NEVER, Parts, StageMemory
 from simulator.costs.stage_costs import LinkCosts, SectionCosts
 from simulator.engine.times import Ints
 from simulator.inputs.transfer import AllReduce, JoinedAllReduce, OneAllReduce

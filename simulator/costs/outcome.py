@@ -193,10 +193,9 @@ class Kind:
 
 
 def together(kinds: Sequence[Kind]) -> tuple[Outcome, ...]:
-    """Play pipelines of several kinds at the same time, which interact only when they reduce; one engine plays all.
+    """Play pipelines of several kinds at once, which interact only when they reduce; one engine plays all.
 
-    Returns:
-        The outcome of each kind's pipelines, with costs whose reductions are those of all kinds.
+    The costs in each kind's outcome have the reductions of all kinds.
     """
     sections = kinds[0].costs.sections
     formed = rings(

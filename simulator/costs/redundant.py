@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from morph.contract.errors import PlanError
-from simulator.costs import memory as redundant_memory
+from simulator.costs import redundant_memory
 from simulator.costs.stage_costs import StageCosts
 from simulator.costs.worker_times import swap_ns, worker_times
 from simulator.engine.execution import ShapeTimes

@@ -1,7 +1,4 @@
-"""From a profile to what one stage costs: integer nanoseconds and bytes.
-
-Symbols as in Varuna's Table 2: F_i(m), B_i(m), Act_i, Grad_i, AR_i(D) of section (cut-point) i.
-"""
+"""From a profile to the costs of a stage, in integer nanoseconds and bytes; symbols as in Varuna's Table 2."""
 
 from __future__ import annotations
 
@@ -15,8 +12,10 @@ import numpy.typing as npt
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
 from morph.contract.profile import LinkProfile, Profile
-from simulator.costs.memory import StageMemory, redundant_parts, running_sums, spans
+from simulator.costs.held_bytes import running_sums
+from simulator.costs.memory import StageMemory, spans
 from simulator.costs.reductions import Reductions, reduced_units, reductions
+from simulator.costs.redundant_memory import redundant_parts
 from simulator.engine.schedules import recomputes
 from simulator.engine.times import Ints, StageTimes
 from simulator.inputs.jitter import MeanJitter
@@ -34,9 +33,8 @@ _LINK_TIMES = ("activation", "gradient", "activation_wire", "gradient_wire")
 
 
 class LinkCosts:
-    """Times (ns) of a lone message across the cut behind each of the K sections, over one kind of link.
-
-    The time of the smallest measured size counts as latency, the rest of a message's time is spent on the wire.
+    """Times (ns) of a lone message across the cut behind each of the K sections, over one kind of link; that of the
+    smallest measured size counts as latency, the rest is spent on the wire.
     """
 
     def __init__(self, link: LinkProfile, sent_bytes: Floats) -> None:
@@ -93,10 +91,7 @@ class SectionCosts:
         self._mean_jitters: dict[tuple[int, int], MeanJitter] = {}
 
     def _check_sums(self) -> None:
-        """Refuse numbers that are valid by themselves, but would overflow, or keep the simulator busy for hours.
-
-        A PlanError names the batch size, with which all of them grow.
-        """
+        """Refuse numbers that would overflow, or take hours; a PlanError names the batch size, which drives them."""
         total = self.profile.job.batch_size // self.micro_batch_size
         links = (self.inter_node, self.intra_node)
         messages_ns = sum(
@@ -217,10 +212,7 @@ class StageCosts:
 
     @property
     def bytes_with_sums(self) -> tuple[int, int]:
-        """Bytes on the fullest stage's device, and in its host memory, if an abandoned step's sums are kept.
-
-        State that one replica's followers keep counts, too.
-        """
+        """Bytes on the fullest stage's device and in host memory, with an abandoned step's sums and followed state."""
         memory = self.sections.memory(single=self.single, follows=self.single, sums=True)
         return self._fullest(memory), int(memory.host_bytes(*self.spans).max())
 

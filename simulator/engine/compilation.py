@@ -89,7 +89,6 @@ def _checked(folder: Path, sources: Path) -> bool:
 
 
 def _seal(folder: Path, sources: Path) -> None:
-    """Store the digests of a folder's files."""
     with contextlib.suppress(OSError):
         files = {path.name: _digest(path) for path in _files(folder)}
         content = json.dumps({"about": _digest_of_sources(sources), "files": files})
@@ -107,7 +106,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _digest(path: Path) -> str | None:
-    """Return a file's digest; None where it cannot be read."""
     with contextlib.suppress(OSError):
         return hashlib.sha256(path.read_bytes()).hexdigest()
     return None

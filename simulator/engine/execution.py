@@ -141,10 +141,9 @@ def execute_orders(
 ) -> Played:
     """Play one mini-batch. Raises PlanError if the orders deadlock.
 
-    Args:
-        orders: ``orders[d][s]``, strings over F, R and B.
-        compute_slots: Number of tasks that can run at once on all workers together; None: no limit.
-        keep_times: Also return the tasks that ran, and when. Otherwise repeating periods are skipped, which is exact.
+    ``orders[d][s]``: strings over F, R and B. ``compute_slots``: tasks that can run at once on all workers together;
+    None: no limit. ``keep_times``: also return the tasks that ran, and when; otherwise repeating periods are skipped,
+    which is exact.
     """
     counts = tuple(replica[0].count("F") for replica in orders)
     everybody = tuple(range(times.num_replicas))

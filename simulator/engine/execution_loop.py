@@ -68,7 +68,6 @@ def _key(instant, kind, number, bits):  # type: ignore[no-untyped-def]
 
 @loop
 def _set(tree, number, key):  # type: ignore[no-untyped-def]
-    """Put a key into the tournament tree."""
     at = (len(tree) >> 1) + number
     tree[at] = key
     at >>= 1
@@ -155,7 +154,6 @@ def _hand_over(lanes, channels, arrivals, latencies, wires, busy, leaving, enter
 
 @loop
 def _due(me, orders):  # type: ignore[no-untyped-def]
-    """Return the first letter of the order that was not begun."""
     while True:
         due = orders[me.stage, me.replica, me.position]
         if due == _F and me.seen_f < me.num_f:

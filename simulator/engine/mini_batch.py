@@ -43,11 +43,10 @@ def run_pipeline(
 ) -> Played:
     """Play one mini-batch. Raises PlanError if a fixed order deadlocks.
 
-    Args:
-        schedule: "varuna" plays the rules above; "gpipe" and "1f1b" play their fixed orders.
-        compute_slots: Number of tasks that can run at once over all replicas; None: each worker has its own device.
-            With fewer slots than workers, the orders planned for own devices are executed.
-        keep_times: Also return the start of each task (implies ``keep_orders``).
+    "varuna" plays the rules above; "gpipe" and "1f1b" play their fixed orders. ``compute_slots``: the number of tasks
+    that can run at once over all replicas; None: each worker has its own device. With fewer slots than workers, the
+    orders planned for own devices are executed. ``keep_times``: also return the start of each task (implies
+    ``keep_orders``).
     """
     if compute_slots is not None and compute_slots < times.num_stages * len(counts):
         orders = run_pipeline(times, counts, schedule=schedule, keep_orders=True).orders

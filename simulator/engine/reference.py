@@ -264,7 +264,6 @@ class RedundantTasks:
         return len(self.spans["f"]) if next_is_last else min(len(self.spans["f"]), self._copies)
 
     def _left_ns(self, kind: str) -> int:
-        """Return the remaining time of the next task."""
         durations = self._durations[kind]
         return int(durations[min(len(self.spans[kind]), len(durations) - 1)]) - self._spent_ns[kind]
 
@@ -278,10 +277,7 @@ class RedundantTasks:
                 yield from self._work(kind, news)
 
     def catch_up(self, letter: str) -> Acting:
-        """Before a task of its own a worker runs the redundant ones that are overdue: all but the newest of its kind.
-
-        Those whose inputs are missing at this instant are left.
-        """
+        """Before a task of its own, run overdue redundant ones with inputs: all but the newest of their kind."""
         kind = {"F": "f", "B": "b"}.get(letter, "")
         overdue = min(self._worker.done[letter] - 1, self._num_inputs(kind))
         while kind and len(self.spans.get(kind, ())) < overdue:

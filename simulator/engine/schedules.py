@@ -54,9 +54,8 @@ def fixed_orders(
 def fixed_order(
     schedule: Schedule, stage: int, num_stages: int, count: int, recompute: bool, window: int | None = None
 ) -> str:
-    """Return the order string of one stage that runs ``count`` micro-batches under "gpipe" or "1f1b".
-
-    ``window``: the micro-batches in a round of GPipe (None: all), or in flight under 1F1B (None: as in plain 1F1B).
+    """Return the order string of one stage that runs ``count`` micro-batches under "gpipe" or "1f1b", with ``window``:
+    a round of GPipe (None: all), or in flight under 1F1B (None: as in plain 1F1B).
     """
     back = "RB" if recompute else "B"
     if schedule == "gpipe":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -10,73 +9,6 @@ from typing import Literal, get_args
 from morph.contract import ranges
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
-from morph.contract.pool import type_and_zone
-from morph.contract.profile import Profile
-
-# The profile on one of its measured node types.
-
-
-def of_node_type(profile: Profile, name: str | None) -> Profile:
-    """Return the profile with a node type's times, links and contention; None: unchanged; PlanError: no such type."""
-    if name is None:
-        return profile
-    found = next((entry for entry in profile.node_types if entry.name == name), None)
-    if found is None:
-        known = ", ".join(entry.name for entry in profile.node_types) or "none: this profile has one type of node only"
-        raise PlanError("was not measured", field="node_type", value=name, allowed=known)
-    times = zip(profile.sections, found.forward, found.backward, found.optimizer_step, strict=True)
-    sections = tuple(
-        section.model_copy(update={"forward": forward, "backward": backward, "optimizer_step": optimizer_step})
-        for section, forward, backward, optimizer_step in times
-    )
-    return profile.model_copy(
-        update={
-            "environment": found.environment,
-            "sections": sections,
-            "intra_node": found.intra_node or profile.intra_node,
-            "inter_node": found.inter_node or profile.inter_node,
-            "contention": found.contention,
-        }
-    )
-
-
-def of_pool_type(profile: Profile, name: str) -> Profile:
-    """Return the profile for the type of GPU, and the zone, with this name in a pool or plan.
-
-    The type on which the profile was measured has no name of its own. It matches any word of the device's name in the
-    profile's environment: "v100" or "V100" for a "Tesla V100 16 GB". Raises PlanError if the profile has no such type.
-    """
-    node_type, zone = type_and_zone(name)
-    found = _of_type(profile, node_type)
-    if zone == found.environment.zone:
-        return found
-    return found.model_copy(update={"environment": found.environment.model_copy(update={"zone": zone})})
-
-
-def _of_type(profile: Profile, name: str) -> Profile:
-    if any(entry.name == name for entry in profile.node_types):
-        return of_node_type(profile, name)
-    device = profile.environment.device
-    words = re.findall(r"[a-z0-9]+", device.casefold())
-    if all(word in words for word in re.findall(r"[a-z0-9]+", name.casefold())):
-        return profile
-    known = [f"a word of {device!r} (the profile's own)", *(entry.name for entry in profile.node_types)]
-    raise PlanError("is not a type of this profile", field="pool", value=name, allowed=", ".join(known))
-
-
-def check_made_for(profile: Profile, plan: Plan) -> None:
-    """Refuse a plan not made for a profile's model, batch and micro-batch sizes; a PlanError names the field."""
-    job, m, num = profile.job, plan.micro_batch_size, plan.num_micro_batches
-    sizes = ", ".join(map(str, profile.micro_batch_sizes))
-    batch = f"{job.batch_size // m}, for the profile's batch of {job.batch_size} in micro-batches of {m}"
-    for is_wrong, problem, field, value, allowed in (
-        (plan.fingerprint != job.fingerprint, "of another model", "fingerprint", plan.fingerprint, job.fingerprint),
-        (m not in profile.micro_batch_sizes, "that the profile does not measure", "micro_batch_size", m, sizes),
-        (m * num != job.batch_size, "of another batch", "num_micro_batches", num, batch),
-    ):
-        if is_wrong:
-            raise PlanError(f"is {problem}", field=field, value=value, allowed=allowed)
-
 
 AllReduceStart = Literal["overlapped", "late"]
 RedundantName = Literal["off", "lflb", "eflb", "efeb"]

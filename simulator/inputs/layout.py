@@ -80,10 +80,9 @@ def lay_out(measured: tuple[Contention, ...], num_stages: int, num_replicas: int
 def layouts(
     measured: tuple[Contention, ...], num_stages: int, num_replicas: int, conditions: Conditions
 ) -> list[Layout]:
-    """Return the possible layouts of one shape.
+    """Return the possible layouts of one shape; PlanError if there are more workers than GPUs.
 
-    With ``compute_slots`` all workers share one machine: its all-reduces, one ring per stage, run at once, and as many
-    tasks compute at once as there are slots. Raises PlanError if there are more workers than GPUs.
+    With ``compute_slots`` all workers share one machine: one ring per stage runs at once, and as many tasks as slots.
     """
     if conditions.compute_slots is not None:
         factor = slowdown(measured, min(num_stages * num_replicas, conditions.compute_slots))

@@ -85,10 +85,7 @@ def node_sizes(
 
 
 def place(num_stages: int, num_replicas: int, sizes: Sequence[int]) -> Placement:
-    """Return a placement of P x D workers on nodes of these sizes; the same arguments give the same placement.
-
-    Raises PlanError if there are more workers than GPUs.
-    """
+    """Return a placement of P x D workers on nodes of these sizes, always the same; PlanError: too few GPUs."""
     if num_stages * num_replicas > sum(sizes):
         raise PlanError(
             "there are fewer GPUs than workers",

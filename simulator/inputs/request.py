@@ -28,15 +28,11 @@ from simulator.inputs.placement import node_sizes
 class MemoryRules:
     """What a run holds in memory besides the needs of a step.
 
-    Attributes:
-        keeps_sums: Workers keep their own sums when a step is given up.
-        copies_sums: Workers keep copies of other workers' sums.
-        follows: With one replica, another worker keeps each stage's state in step.
-        changes: The shape changes during the run.
-        saves: Checkpoints are copied to host memory and kept there.
-        rings_on_device: NCCL reduces, with its own buffers for each ring of a worker.
-        mailboxes: Stages send through slots in their device's memory, which a worker keeps during its whole life.
-        redundant_computation: Redundant computation for the next stage, as in the request.
+    Workers keep their own sums when a step is given up (``keeps_sums``), and copies of others' (``copies_sums``).
+    ``follows``: with one replica, another worker keeps each stage's state in step. ``changes``: the shape changes.
+    ``saves``: checkpoints are copied to host memory and kept there. ``rings_on_device``: NCCL reduces, with its own
+    buffers for each ring of a worker. ``mailboxes``: stages send through slots in their device's memory, which a worker
+    keeps during its whole life.
     """
 
     keeps_sums: bool = True
@@ -215,10 +211,7 @@ class PlanRequest:
         )
 
     def nodes(self, num_gpus: int | None) -> tuple[int, ...] | None:
-        """Return the GPUs of each node; None if the request has no nodes.
-
-        Raises PlanError if the nodes together do not have ``num_gpus`` GPUs, or no number of GPUs is given.
-        """
+        """Return the GPUs of each node, None without nodes; PlanError unless they add up to ``num_gpus``."""
         if self.num_gpus_per_node is None:
             return None
         if num_gpus is not None:

@@ -46,7 +46,6 @@ class Curve:
         self._times = np.append(times, times[-1] + slope * (_FAR_BYTES - sizes[-1]))
 
     def __call__(self, sizes_bytes: Floats) -> Floats:
-        """Return the times in ns for these sizes."""
         times: Floats = np.interp(sizes_bytes, self._sizes, self._times)
         return times
 

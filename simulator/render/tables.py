@@ -68,7 +68,6 @@ def _shares_text(counts: tuple[int, ...]) -> str:
 
 
 def _kind_lines(simulation: Simulation) -> list[str]:
-    """Return a line for each kind of pipeline with its share of the work."""
     return [
         f"{counted(kind.outcome.shape[1], 'pipeline')} of {counted(kind.outcome.shape[0], 'stage')}"
         f"{_types_text(kind.type_of_stage)}: {_shares_text(kind.outcome.counts)} micro-batches each"
@@ -92,7 +91,6 @@ def _jitter_line(spread: Spread) -> str:
 
 
 def _groups_line(plan: Plan) -> str:
-    """Return the line about stages that recompute their sections in groups, with the sizes of the groups."""
     runs = [
         (size, [number for number, _ in stages])
         for size, stages in groupby(enumerate(plan.stages), lambda stage: stage[1].live_sections)
@@ -106,7 +104,6 @@ def _groups_line(plan: Plan) -> str:
 
 
 def _node_line(plan: Plan) -> str:
-    """Return the line about the placement of stages on nodes, where several share one."""
     crossings = [sum(a != b for a, b in pairwise(row)) for row in plan.placement]
     used = len({node for row in plan.placement for node in row})
     fewest, most = min(crossings), max(crossings)

@@ -65,10 +65,7 @@ class PlanChoice:
 
     @cached_property
     def gap(self) -> float | None:
-        """No plan trains more than this share more examples a second than the best one; None: nothing is proved.
-
-        The proof takes up to some seconds for a pool of several types.
-        """
+        """No plan trains more than this share faster; None: nothing is proved. May take seconds for a pool of types."""
         return None if self.least_s is None else self.best.expected.mini_batch_s / self.least_s() - 1
 
     @cached_property

@@ -45,10 +45,8 @@ def plan_row(plan: Plan, num_gpus: int) -> dict[str, float | int | str]:
 
 
 def plans_frame(plans: Iterable[tuple[int, Plan]], usd_per_gpu_h: float | None = None) -> pd.DataFrame:
-    """Return plans as a table with the columns ``COLUMNS``, one row for each number of GPUs.
-
-    With ``usd_per_gpu_h``, the price of one GPU in USD per hour, the table also has ``usd_per_h`` and
-    ``usd_per_1000_examples``, which count idle GPUs, too.
+    """Return plans as a table with the columns ``COLUMNS``, one row for each number of GPUs; with the price of one GPU,
+    also with ``usd_per_h`` and ``usd_per_1000_examples``, which count idle GPUs, too.
     """
     rows = [plan_row(plan, num_gpus) for num_gpus, plan in plans]
     frame = pd.DataFrame(rows, columns=list(COLUMNS))

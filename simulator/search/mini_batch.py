@@ -17,8 +17,9 @@ from simulator.costs.answer import SimulatedKind, Simulation, deal, describe, de
 from simulator.costs.joined_sections import JoinedSections
 from simulator.costs.outcome import EngineName, Kind, Outcome, ShapeSimulator, engine_of, together
 from simulator.costs.stage_costs import SectionCosts, StageCosts, stage_costs
-from simulator.inputs.conditions import Conditions, check_slow, check_slow_of_plan, of_pool_type
+from simulator.inputs.conditions import Conditions, check_slow, check_slow_of_plan
 from simulator.inputs.layout import Layout, lay_out, placed
+from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.placement import Placement, node_sizes
 from simulator.inputs.request import PlanRequest
 from simulator.search.micro_batch import knee_micro_batch_size, num_micro_batches
@@ -39,7 +40,6 @@ def simulate(
     """Simulate one mini-batch of one shape. The defaults are Varuna's schedule, recompute and one replica.
 
     Args:
-        profile: The measurements of calibration.
         request: D, m, schedule, recompute and the conditions. If neither the request nor the job gives m, m is the
             knee (see :mod:`simulator.search.micro_batch`).
         boundaries: First section of each stage, beginning with 0. Give either ``boundaries`` or ``num_stages``.
@@ -108,16 +108,11 @@ def simulate_plan(
     """Simulate one mini-batch of a given plan, with its own cuts, schedule, windows and recompute groups.
 
     Args:
-        profile: The measurements of calibration, of the plan's model.
-        plan: The plan; its expected times are ignored.
+        plan: Its expected times are ignored.
         request: The conditions; its shapes, schedules and nodes are ignored. With ``compute_slots`` all workers are on
             one machine, whatever nodes the plan has; of unequal pipelines each kind is then estimated with its own
             cores, in proportion to its workers. The stages in ``slow`` are those of the plan.
-        engine: As for :func:`simulate`.
         more: Fields of a request, which replace those of ``request``.
-
-    Raises:
-        PlanError: as for :func:`simulate`.
     """
     request = replace(request, **more)
     on_nodes = bool(plan.placement) and request.compute_slots is None
@@ -162,7 +157,6 @@ def simulate_plan(
 
 
 def _nodes(plan: Plan) -> list[Placement]:
-    """Return the placement of each kind of pipeline."""
     rows = iter(plan.placement)
     return [
         Placement(plan.node_sizes, tuple(itertools.islice(rows, kind.num_replicas))) for kind in plan.pipeline_kinds

@@ -194,9 +194,8 @@ class Mixes:
         return sorted(mixes, key=lambda mix: (mix.mini_batch_ns, len(mix.shares), sum(mix.workers.values())))
 
     def exact(self, chosen: Chosen, below_ns: float, *, thorough: bool) -> Mix | None:
-        """Return these pipelines with the stages that suit them best, alone or together; None if they do not fit.
-
-        Pipelines that alone take ``below_ns`` or longer are not cut together.
+        """Return these pipelines with the stages that suit them best, alone or together; None if they do not fit. Those
+        that alone take ``below_ns`` or longer are not cut together.
         """
         found = [
             (exact, (stages,) * len(chosen))
@@ -485,9 +484,8 @@ class Search:
     def solve(
         self, without: frozenset[Group], least_ns: float = 0.0, below_ns: float = math.inf
     ) -> tuple[float, Chosen] | None:
-        """Return the least estimated time (ns) and its mix, once all kinds of that mix have been simulated.
-
-        Return None if the time is not below ``below_ns``. ``without``: kinds that are left out.
+        """Return the least estimated time (ns) and its mix, once all kinds of that mix have been simulated; None if it
+        is not below ``below_ns``. ``without``: kinds that are left out.
         """
         changes = 0
         self.sketch_ns()

@@ -21,8 +21,9 @@ from simulator.costs.answer import Simulation, describe_kinds
 from simulator.costs.finish import Ended
 from simulator.costs.outcome import Outcome
 from simulator.costs.stage_costs import StageCosts, stage_costs
-from simulator.inputs.conditions import Conditions, of_pool_type
+from simulator.inputs.conditions import Conditions
 from simulator.inputs.layout import Layout, placed
+from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.placement import Placement, place_pipelines
 from simulator.inputs.request import PlanRequest
 from simulator.search.mixes import Chosen, Mixes, Search

@@ -96,12 +96,10 @@ class Cheapest:
 
 @dataclass(frozen=True)
 class Revocations:
-    """How often nodes are revoked, and how long training pauses then.
+    """How often nodes are revoked, for how long a morph then stops training (``pause_s``), and when nodes are replaced.
 
-    Args:
-        pause_s: Seconds for which a morph stops training.
-        replacement_s: Seconds from the revocation of a node until its replacement is in use.
-        together: Number of nodes that one revocation takes. If fewer are living, it takes all of them.
+    ``replacement_s``: from a revocation until the replacement is in use. ``together``: the number of nodes that one
+    revocation takes; all living ones if fewer are left.
     """
 
     per_hour: float

@@ -158,7 +158,6 @@ def _bound(work, last, both, link):  # type: ignore[no-untyped-def]
 
 
 def _empty(num_sections: int) -> PartitionTable:
-    """Return the table of no stages, which have no sections."""
     shape = num_sections + 1, num_sections + 1
     found = PartitionTable(np.full(shape, _NEVER), np.zeros(shape), np.zeros(shape, np.int64))
     found.worst_ns[0, num_sections] = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,11 @@ from morph.words import counted, time_text
 from simulator.costs.answer import Simulation, describe
 from simulator.costs.outcome import Outcome
 from simulator.costs.zone_traffic import bytes_between_zones
-from simulator.inputs.conditions import of_pool_type
+from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.placement import node_sizes
 from simulator.inputs.request import PlanRequest
 from simulator.search.choice import PlanChoice
+from simulator.search.memory_limit import WORTH_SAYING, memory_sentence
 from simulator.search.mini_batch import simulate
 from simulator.search.nodes import unequal_on_nodes
 from simulator.search.objectives import Shape, usd_per_h_of
@@ -37,107 +38,14 @@ from simulator.search.purchases import (
     within_budget,
     zone_usd_per_h,
 )
+from simulator.search.requested_objective import objective_for
 from simulator.search.sweep import Sweep
 
 if TYPE_CHECKING:
     import pandas as pd
-from collections.abc import Callable, Sequence
-
-from simulator.search.objectives import (
-    Cheapest,
-    Fastest,
-    MostProgress,
-    Objective,
-    Revocations,
-)
-
-# The cost of a memory limit, in words.
-
-
-def memory_sentence(sweep: Sweep, shapes: Sequence[Shape], best: Outcome, objective: Objective) -> str:
-    """Return what more memory per device would allow, or "" if nothing is limited or less than 1 % would be gained.
-
-    The shapes are searched again without a limit, together with shallower ones.
-    """
-    if sweep.memory_bytes is None:
-        return ""
-    free = sweep.without_memory_limit()
-    gpus = max(depth * replicas for depth, replicas in shapes)
-    fitting = sweep.depths(gpus)
-    shallower = [(depth, gpus // depth) for depth in free.depths(gpus) if depth not in fitting]
-    possible = [*shapes, *((depth, min(replicas, free.total)) for depth, replicas in shallower)]
-    now = objective.cost(best.shape, best.mini_batch_ns / 1e9)
-    found = free.best(possible, 1, objective, below=(1 - _WORTH_SAYING) * now)
-    if not found:
-        return ""
-    better = found[0]
-    then = objective.cost(better.shape, better.mini_batch_ns / 1e9)
-    needed = int(better.costs.memory_bytes.max()) / 2**30
-    gain = f"with {needed:.3g} GiB per device {better.shape[0]} x {better.shape[1]}"
-    limit = f"Memory limits it ({sweep.memory_bytes / 2**30:.3g} GiB per device): "
-    if better.shape[0] in fitting and not sweep.fits(better.shape):
-        why = f"{counted(better.shape[1], 'replica')} of this depth do not fit"
-    elif better.shape[0] not in fitting:
-        why = f"pipelines as shallow as {better.shape[0]} do not fit"
-    elif better.shape == best.shape and best.costs.live.any():
-        why = "activations of whole stages, or windows as steep as the links want, do not fit"
-    elif better.shape == best.shape:
-        why = "windows as steep as the links want do not fit"
-    else:
-        why = "the windows that this shape would need do not fit"
-    return f"{limit}{why}; {gain} would take {1 - then / now:.0%} less per example."
-
-
-def objective_for(request: PlanRequest, sweep: Sweep, num_gpus: int) -> Objective:
-    """Return the objective of a request."""
-    batch_size = sweep.profile.job.batch_size
-    if request.usd_per_gpu_hour is not None and request.objective == "usd_per_example":
-        price = request.usd_per_gpu_hour
-        return Cheapest(batch_size, lambda shape: usd_per_h_of(price, used_sizes(sweep, shape)))
-    if request.revocations_per_hour is not None and request.objective == "progress":
-        revocations = Revocations(
-            request.revocations_per_hour, request.pause_s, request.replacement_s, request.revoked_together
-        )
-        sizes = sweep.shape_simulator.conditions.node_sizes
-        num_nodes = num_gpus if sizes is None else len(sizes)
-        return MostProgress(
-            batch_size,
-            revocations,
-            num_nodes,
-            lambda shape: sum(used_sizes(sweep, shape).values()),
-            _fallback(sweep, num_gpus, num_nodes),
-        )
-    return Fastest(batch_size)
-
-
-def used_sizes(sweep: Sweep, shape: Shape) -> dict[int, int]:
-    """Return how many nodes of each size a shape uses. Without nodes each worker counts as a node of 1 GPU."""
-    placement = sweep.layouts(shape)[0].placement
-    if placement is None:
-        return {1: shape[0] * shape[1]}
-    counts: dict[int, int] = {}
-    for node in placement.used:
-        size = placement.node_sizes[node]
-        counts[size] = counts.get(size, 0) + 1
-    return counts
-
-
-def _fallback(sweep: Sweep, num_gpus: int, num_nodes: int) -> Callable[[int], float]:
-    """Return a function: the best shape's examples per second when this many nodes of average size are missing."""
-    rates: dict[int, float] = {}
-
-    def rate(missing: int) -> float:
-        left = num_gpus - round(missing * num_gpus / num_nodes)
-        if left not in rates:
-            best = sweep.fastest(left, sweep.depths(left), 1)
-            rates[left] = sweep.profile.job.batch_size / (best[0].mini_batch_ns / 1e9) if best else 0.0
-        return rates[left]
-
-    return rate
 
 
 NUM_RUNNERS_UP = 5
-_WORTH_SAYING = 0.01
 _ZONES = 3
 """Plans are made for every choice of at most this many zones. Of more zones, only all and each alone are planned."""
 
@@ -154,12 +62,9 @@ def plan(
     """Find the best shape for a number of GPUs, or for a pool of several types of them.
 
     Args:
-        profile: The measurements of calibration.
-        request: What to search, and under which conditions.
-        num_gpus: The number of GPUs. It may be left out if ``num_gpus_per_node`` lists the nodes.
+        num_gpus: May be left out if ``num_gpus_per_node`` lists the nodes.
         pool: The number of GPUs of each type, instead of ``num_gpus``. A type is one of the profile's ``node_types``,
-            or the profile's own (see :func:`simulator.inputs.conditions.of_pool_type`).
-        num_runners_up: How many of the next best shapes to return.
+            or the profile's own (see :func:`simulator.inputs.node_types.of_pool_type`).
         more: Fields of a request, which replace those of ``request``.
 
     Raises:
@@ -331,10 +236,8 @@ def _sweeps_on(
 
 
 def advice(profile: Profile, request: PlanRequest, simulation: Simulation) -> str:
-    """Return a sentence that names a faster shape of as many workers, and its gain; "" if there is none.
-
-    The shape is the planner's, its time that of :func:`simulate` with the same request. The sentence is also empty if
-    slow workers or redundant computation are requested, because they belong to the simulated shape.
+    """Return a sentence that names a faster shape of as many workers, and its gain; "" if there is none, or if slow
+    workers or redundant computation are requested, which belong to the simulated shape.
     """
     if request.slow or request.redundant_computation != "off":
         return ""
@@ -349,7 +252,7 @@ def advice(profile: Profile, request: PlanRequest, simulation: Simulation) -> st
     except PlanError:
         return ""  # no shape of this many workers fits in memory
     less = 1 - other.expected.mini_batch_s / simulation.expected.mini_batch_s
-    if less < _WORTH_SAYING:
+    if less < WORTH_SAYING:
         return f"The planner finds no faster shape for {workers}."
     took = time_text(other.expected.mini_batch_s)
     return f"With {workers}, -P {best.pipeline_depth} -D {best.num_replicas} would take {took}, {less:.0%} less."
@@ -368,10 +271,7 @@ def plan_table(
 
     Numbers of GPUs on which no plan fits are left out. All plans have the same m, because m may not change in a run:
     the m with most examples per second on average over the numbers. No plan has a D above ``most_replicas``. ``more``:
-    fields of a request, which replace those of ``request``.
-
-    Raises:
-        PlanError: the range is empty, or the micro-batch size is impossible.
+    fields of a request, which replace those of ``request``. PlanError: the range is empty, or m is impossible.
     """
     request = replace(request, **more)
     ranges.GPUS.check("max_gpus", max_gpus)

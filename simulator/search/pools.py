@@ -24,7 +24,7 @@ from morph.contract.profile import Profile
 from simulator.costs.answer import SimulatedKind, Simulation, describe_kinds
 from simulator.costs.outcome import Outcome
 from simulator.costs.zone_traffic import usd_between_zones
-from simulator.inputs.conditions import of_pool_type
+from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.request import PlanRequest
 from simulator.search.mixes import Mix, Mixes, Search
 from simulator.search.pipelines import Pipelines
@@ -116,10 +116,7 @@ class Pools:
         return sorted(found, key=lambda each: (each.mini_batch_ns, sum(each.workers)))
 
     def best(self, gpus: Sequence[int], count: int = 1) -> list[Found]:
-        """Return the fastest answers, best first: a mix of all types, unless equal pipelines of one are about as fast.
-
-        Raises PlanError if the job does not fit.
-        """
+        """Return the fastest answers, best first, equal pipelines if about as fast as mixes; PlanError if none fits."""
         found = self._of_one_type_each(gpus, count)
         crossing = self.crossing(tuple(gpus), found[0] if found else None)
         if not found and crossing is None:
@@ -129,9 +126,8 @@ class Pools:
     def crossing(
         self, gpus: tuple[int, ...], best: Found | None, sizes: Sequence[int] = (), below_ns: float = math.inf
     ) -> Found | None:
-        """Return the fastest mix with pipelines over two types that surpasses ``best`` and takes under ``below_ns``.
-
-        ``sizes``: micro-batch sizes to try instead of those that seem best.
+        """Return the fastest mix with pipelines over two types that surpasses ``best`` and takes under ``below_ns``,
+        from the micro-batch sizes ``sizes`` if given, else those that seem best.
         """
         if sum(number > 0 for number in gpus) < 2:
             return None

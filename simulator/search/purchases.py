@@ -29,7 +29,7 @@ from morph.words import counted
 from simulator.costs.answer import Simulation
 from simulator.costs.zone_traffic import bytes_between_zones, usd_between_zones
 from simulator.engine.times import Ints
-from simulator.inputs.conditions import of_pool_type
+from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.placement import node_sizes
 from simulator.inputs.request import PlanRequest
 from simulator.search.choice import PlanChoice
@@ -284,9 +284,8 @@ def _cost(pools: Pools, found: Found, usd_per_h: Sequence[float]) -> float:
 
 
 def affordable(pools: Pools, gpus: Sequence[int], usd_per_h: Sequence[float], most_usd: float) -> list[tuple[int, ...]]:
-    """Return GPUs of each type within a budget: all maximal choices if there are few, else promising ones.
-
-    The promising choices are estimated to finish most micro-batches in the time in which any choice finishes all.
+    """Return GPUs of each type within a budget: all maximal choices if there are few, else those estimated to finish
+    most micro-batches in the time in which any choice finishes all.
     """
     choices = maximal_within(gpus, usd_per_h, most_usd)
     if len(choices) > _CHOICES:

@@ -464,7 +464,6 @@ class Sweep:
         return fewest
 
     def _with_memory(self, memory_bytes: int | None, host_memory_bytes: int) -> Sweep:
-        """Return this sweep with other device and host memory."""
         request = replace(self._request, memory_bytes=memory_bytes, host_memory_bytes=host_memory_bytes)
         return Sweep(self.profile, request, self.shape_simulator.conditions)
 

@@ -64,10 +64,7 @@ class Trial:
 
     @cached_property
     def planned(self) -> tuple[StageCosts, int]:
-        """Return the best stages as planned (own devices and links), and the time of the fastest mini-batch.
-
-        A cut next to the most even one is used only if it is 1 % faster.
-        """
+        """Return the best stages as planned and the fastest time; a cut beside the most even one must be 1 % faster."""
         costs, fastest = self._chosen(self._planned_ns, self.boundaries)
         while self.moves and (moved := self._best_move(costs, fastest, self._planned_ns)) is not None:
             costs, fastest = moved

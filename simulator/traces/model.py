@@ -107,8 +107,7 @@ def spot_model(
 ) -> TraceModel:
     """Return a model with equal zones. A ConfigError names an argument that is out of range.
 
-    Args:
-        bulk_share: Share of revocations that take two or more VMs at once (2 + a geometric number, 3 on average).
+    ``bulk_share``: of revocations that take two or more VMs at once (2 + a geometric number, 3 on average).
     """
     if not 0 <= bulk_share <= 1:
         raise ConfigError("is out of range", field="bulk_share", value=bulk_share, allowed="0 to 1")

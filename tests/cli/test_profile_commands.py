@@ -19,7 +19,7 @@ from manager.run_dir import JOURNAL, RunDir, RunFacts
 from morph.cli.main import app
 from morph.contract.profile import AllReduceTime, Contention, NodeTypeProfile, Profile, Timing, load_profile
 from simulator import plan_table, synthetic_profile
-from simulator.inputs.conditions import of_pool_type
+from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.synthetic import with_type
 
 SECOND = Timing(median_s=1.0, mad_s=0.1, num_samples=5, mean_s=1.1, quantiles_s=(0.5, 0.9, 1.0, 1.2, 4.0))

@@ -9,11 +9,11 @@ import pytest
 from controller_script import Script, receivers
 from simulated_job import PLANS, RULES, make_plan, make_unequal
 
+from manager.controller.fail_stutter import Expected, error_of_median, judge, usual
 from manager.controller.state.actions import EndWorker, ProbeWorker, SendReshape, SendStep
 from manager.controller.state.events import ComputeTimesSeen, WorkerLost, WorkerProbed, WorkerTimes
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import Phase
-from manager.controller.stragglers import Expected, error_of_median, judge, usual
 from morph.contract.rules import StutterRules
 
 STUTTER = StutterRules()

@@ -17,7 +17,8 @@ from manager.engine.loop.driver import Observed
 from manager.rehearsal.device import EmulationOptions, emulated_device, known_units, stretched
 from manager.rehearsal.measurements import Measured
 from manager.rehearsal.planning import STATE_BYTES, choose_scales, hosts_of, plan_rehearsal
-from manager.rehearsal.run import Rehearsed, controller_config_of
+from manager.rehearsal.result import Rehearsed
+from manager.rehearsal.run import controller_config_of
 from manager.rehearsal.spec import RehearsalSpec
 from morph.contract.emulation import EmulatedDevice
 from morph.contract.errors import PlanError

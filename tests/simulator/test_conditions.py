@@ -10,9 +10,9 @@ import pytest
 from morph.contract.errors import PlanError
 from morph.contract.profile import Contention, NodeTypeProfile, Profile, SendTime, Timing, load_profile
 from simulator import Simulation, plan, simulate, synthetic_profile
-from simulator.inputs.conditions import of_node_type
 from simulator.inputs.jitter import JitterDraw, drawn_ns, message_quantiles_ns
 from simulator.inputs.layout import slowdown
+from simulator.inputs.node_types import of_node_type
 
 MEASURED = (Contention(num_busy=2, factor=1.2), Contention(num_busy=4, factor=1.6))
 

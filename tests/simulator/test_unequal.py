@@ -28,8 +28,9 @@ from simulator.costs.joined_sections import JoinedSections
 from simulator.costs.outcome import EngineName, Kind, ShapeSimulator, engine_of, together
 from simulator.costs.stage_costs import SectionCosts, stage_costs
 from simulator.engine.schedules import stage_windows
-from simulator.inputs.conditions import Conditions, of_pool_type
+from simulator.inputs.conditions import Conditions
 from simulator.inputs.layout import placed
+from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.placement import Placement
 from simulator.inputs.synthetic import with_type
 from simulator.search.mixes import Chosen, Mixes, Search

@@ -140,9 +140,8 @@ def form(transition: Transition, *, planned: bool = False) -> None:
 
 
 def next_order(transition: Transition) -> tuple[ReshapeOrder, str]:
-    """Return the order that forms the best shape now, with a source for each missing unit, and a note on its followers.
-
-    The order is built once per decision, as long as the decision changes nothing that the order depends on.
+    """Return the order that forms the best shape now, with a source for each missing unit, and a note on its followers;
+    it is built once per decision, as long as nothing changes that it depends on.
     """
     state, choice = transition.state, chosen(transition)
     saving = state.saving
@@ -230,10 +229,7 @@ def _hold_until_s(state: ControllerState, choice: Choice, now_s: float) -> float
 
 
 def _go_by_what_was_learned(transition: Transition) -> None:
-    """From now on choose shapes by corrected times.
-
-    Called only while a shape has to be chosen anyway: corrections alone never make a run leave its shape.
-    """
+    """From now on choose shapes by corrected times; a correction alone never makes a run leave its shape."""
     measured = transition.state.measured
     if measured.correction is None:
         return
@@ -291,38 +287,3 @@ def _set_back(transition: Transition) -> str:
     transition.change_step(kept={})
     set_back_judged(transition, version)
     return sentence
-
-
-# Before the first generation.
-
-
-def start_if_due(transition: Transition) -> None:
-    """While starting: form the first generation once all expected workers are ready, or after a bounded wait."""
-    state, now_s = transition.state, transition.now_s
-    waits = state.waits
-    if state.version >= state.config.num_steps:
-        return transition.end("finished", f"all {state.config.num_steps} steps are done and saved already")
-    choice, num_known = chosen(transition), len(state.workers)
-    num_ready = len(choice.workers) if choice else len(state.ready_workers)
-    waiting_since_s = now_s if waits.waiting_since_s is None else waits.waiting_since_s
-    if choice is None:
-        transition.change_waits(waiting_since_s=waiting_since_s, first_feasible_s=None)
-        needed = counted(state.config.fewest_workers, "is needed", "are needed")
-        sentence = f"{counted(num_ready, 'worker is', 'workers are')} ready, {needed} to start"
-        return transition.say(ReasonCode.START_WAIT, sentence)
-    until_s = partly_lost_until_s(state, now_s)
-    if until_s is not None:
-        transition.wake_by(until_s)
-        return transition.say(ReasonCode.START_WAIT, f"{', '.join(waits.partly_lost)} may be lost as a whole")
-    since_s = now_s if waits.first_feasible_s is None else waits.first_feasible_s
-    transition.change_waits(waiting_since_s=waiting_since_s, first_feasible_s=since_s)
-    if num_ready == num_known and state.num_appeared >= state.config.expected_nodes:
-        told = "the one worker is ready" if num_ready == 1 else f"all {num_ready} workers are ready"
-        transition.say(ReasonCode.FORMED, told)
-        return form(transition)
-    if now_s >= since_s + state.config.policy.start_patience_s:
-        transition.say(ReasonCode.FORMED, f"{num_ready} of {num_known} workers are ready, the others are late")
-        return form(transition)
-    missing = max(num_known, state.config.expected_nodes) - num_ready
-    sentence = f"{counted(num_ready, 'worker')} could start; waiting a while for {missing} more"
-    return transition.say(ReasonCode.START_WAIT, sentence)

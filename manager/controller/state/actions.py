@@ -27,8 +27,6 @@ from morph.contract.messages import (
     WorkerId,
 )
 
-# The reasons of decisions.
-
 
 class ReasonCode(StrEnum):
     """One code per kind of decision; a decision that does several things has the code of the last one."""

@@ -78,10 +78,7 @@ class WorkerFields(TypedDict, total=False):
 
 
 class SliceChange(Generic[Fields]):
-    """A method of a transition that replaces some fields of one slice of its state.
-
-    ``path``: the fields that lead from the state to the slice. The constructor of ``kind`` defines fields and types.
-    """
+    """A method of a transition that replaces some fields of the slice of its state at ``path``, which has ``kind``."""
 
     def __init__(self, path: str, kind: Callable[Fields, object]) -> None:  # noqa: ARG002 (for its type)
         self._path = path.split(".")
@@ -101,10 +98,8 @@ class SliceChange(Generic[Fields]):
 
 
 class Transition:
-    """The decision so far, at ``now_s``: the state, the actions in order, and the reason.
-
-    Every part of the controller changes it in place. The states themselves are frozen: a ``state`` read earlier does
-    not change.
+    """The decision so far, at ``now_s``: the state, the actions in order, and the reason; every part of the controller
+    changes it. States are frozen: one read earlier does not change.
     """
 
     change_step = SliceChange("step", StepProgress)

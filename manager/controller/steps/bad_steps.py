@@ -13,8 +13,8 @@ from manager.controller.shape.formation import form
 from manager.controller.state.actions import NoteBadStep, ReasonCode
 from manager.controller.state.state import Failing, Leap
 from manager.controller.state.transition import Transition
+from manager.controller.steps.doubt import note_doubt
 from manager.controller.steps.failures import dissolve
-from manager.controller.steps.recovery import note_doubt
 from morph.contract.decided import Decided
 from morph.contract.messages import UnitId
 from morph.words import counted

@@ -9,7 +9,7 @@ from manager.controller.state.saves import PendingCheckpoint
 from manager.controller.state.state import ControllerState, Phase
 from manager.controller.state.transition import Transition
 from manager.controller.steps.recovery import is_saved
-from manager.controller.steps.save_timing import record_save_complete, record_save_refused, tell_next
+from manager.controller.steps.save_measuring import record_save_complete, record_save_refused, tell_next
 from manager.controller.steps.training_loop import commit_orders, end_if_saved, seal, seal_if_complete
 from morph.contract.messages import UnitId, UnitWritten
 
@@ -22,8 +22,7 @@ MOST_PAUSE_S = 30.0
 def on_units_written(transition: Transition, event: UnitsWritten) -> None:
     """Record units that are in storage; after the last one, have the manifest written.
 
-    A unit counts only if its assigned writer reports it: unless accumulation is exact, a worker of an earlier history
-    may have written a different state of the same version.
+    Only its assigned writer's report counts: unless accumulation is exact, a worker of an earlier history may differ.
     """
     saving = transition.state.saving
     if not saving.under_way:

@@ -7,21 +7,11 @@ state on no survivor count.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
 from manager.controller.shape.risk import mean_s_to_fatal_loss
-from manager.controller.shape.selection import chosen, cost_of_morph_s, draining_members
-from manager.controller.state.actions import NoteNextSave
-from manager.controller.state.bounds import SAVE_COPY_BYTES_PER_S, STORAGE_BYTES_PER_S, save_bound_s
-from manager.controller.state.events import NodeAppeared
-from manager.controller.state.judging import may_be_best
-from manager.controller.state.nodes import NodeState
-from manager.controller.state.saves import NextSave, PendingCheckpoint
-from manager.controller.state.state import ControllerState, Phase, WorkerState, mean_of
-from manager.controller.state.transition import Transition
-from morph.contract.checkpoint import Manifest, SaveKind
-from morph.contract.messages import WorkerId
-from morph.contract.vm_names import vm_of
+from manager.controller.state.bounds import SAVE_COPY_BYTES_PER_S, STORAGE_BYTES_PER_S
+from manager.controller.state.saves import NextSave
+from manager.controller.state.state import ControllerState
+from morph.contract.checkpoint import SaveKind
 from morph.contract.waits import Backoff, cheapest_interval_s
 
 RETRIES = Backoff(first_s=10.0, most_s=600.0)
@@ -67,10 +57,8 @@ def insurance_save(state: ControllerState, now_s: float) -> NextSave | None:
 
 
 def cheapest_interval(state: ControllerState, now_s: float) -> tuple[float, str]:
-    """Return the interval between saves (seconds) that costs least, and the text that explains it.
-
-    The interval is never shorter than a step or than the time to complete a save, so that one version is written at a
-    time.
+    """Return the interval between saves (seconds) that costs least, and the text that explains it; it is never shorter
+    than a step or a save, so that one version is written at a time.
     """
     times, expected = state.saving.save_times, state.config.expected_losses
     mttf_s = mean_s_to_fatal_loss(state, now_s)
@@ -92,9 +80,8 @@ def cheapest_interval(state: ControllerState, now_s: float) -> tuple[float, str]
 
 
 def is_due(state: ControllerState, now_s: float) -> tuple[SaveKind, str] | None:
-    """Return the kind of save that begins with the step ordered now, and why; None if no save is due.
-
-    The time of an insurance save is not computed at each step, because this takes long with many workers.
+    """Return the kind of save that begins with the step ordered now, and why; None if no save is due. The time of an
+    insurance save is not computed at each step, because this takes long with many workers.
     """
     every, insurance = state.config.policy.checkpoint_every_steps, state.saving.save_times.insurance
     if goes_back_to(state, state.version):
@@ -143,186 +130,3 @@ def duration(seconds: float) -> str:
 def _most_bytes(state: ControllerState) -> int:
     """Return the largest number of bytes that one member writes."""
     return 0 if state.plan is None else state.config.written_bytes(state.plan)
-
-
-# Measuring saves, steps and losses of VMs, and reporting when the next save is due.
-
-
-def record_step_ordered(transition: Transition) -> None:
-    """Record that a step begins; from the first step on there is work to lose."""
-    transition.change_save_times(ordered_s=transition.now_s)
-    if transition.state.saving.save_times.since_s is None:
-        transition.change_save_times(saved_s=transition.now_s, since_s=transition.now_s)
-
-
-def record_step_decided(transition: Transition) -> None:
-    """Add the duration of a step to the mean."""
-    times = transition.state.saving.save_times
-    if times.ordered_s is not None:
-        transition.change_save_times(step_s=mean_of(times.step_s, transition.now_s - times.ordered_s), ordered_s=None)
-
-
-def record_shape_left(transition: Transition) -> None:
-    """Drop the start of the step under way, which is dissolved."""
-    transition.change_save_times(ordered_s=None)
-
-
-def record_save_begun(transition: Transition, writers: dict[str, WorkerId], kind: SaveKind) -> PendingCheckpoint:
-    """Record a save whose state is copied now and written by ``writers``; return it.
-
-    It is written after earlier versions that may become the best one, or to which a bad step goes back.
-    """
-    state, now_s = transition.state, transition.now_s
-    earlier = [
-        one
-        for one in state.saving.under_way
-        if one.version < state.version
-        and one.debtors <= state.workers.keys()
-        and now_s < one.started_s + save_bound_s(state)
-    ]
-    wanted = {one.version: one for one in may_be_best(state, [one for one in earlier if one.kind == "evaluated"])}
-    wanted |= {one.version: one for one in earlier if goes_back_to(state, one.version)}
-    pending = PendingCheckpoint(
-        version=state.version,
-        writers=writers,
-        started_s=now_s,
-        copied_s=now_s,
-        kind=kind,
-        shape="" if state.plan is None else state.plan.shape,
-        judged=state.judged,
-        losses=state.losses,
-    )
-    transition.change_saving(pending=pending, earlier=tuple(wanted[version] for version in sorted(wanted)))
-    transition.change_save_times(since_s=now_s, retry_s=None, insurance=None)
-    return pending
-
-
-def record_units_complete(transition: Transition, pending: PendingCheckpoint) -> None:
-    """Handle that every unit of a save is in storage: add the longest stall of any worker to the mean."""
-    stall_s: dict[WorkerId, float] = {}
-    for entry in pending.written.values():
-        stall_s[entry.worker] = stall_s.get(entry.worker, 0.0) + entry.stall_s
-    transition.change_save_times(
-        stall_s=mean_of(transition.state.saving.save_times.stall_s, max(stall_s.values(), default=0.0))
-    )
-
-
-def record_save_complete(transition: Transition, manifest: Manifest) -> str:
-    """Record a complete checkpoint; return the text about earlier saves that storage refused."""
-    times = transition.state.saving.save_times
-    if manifest.saved_s is not None:
-        saved_s = manifest.saved_s if times.saved_s is None else max(times.saved_s, manifest.saved_s)
-        transition.change_save_times(
-            durable_s=mean_of(times.durable_s, transition.now_s - manifest.saved_s), saved_s=saved_s
-        )
-    transition.change_save_times(
-        num_refused=0, retry_s=None, weighs=transition.state.config.policy.redundancy == "auto"
-    )
-    return f", after {times.num_refused} that storage refused" if times.num_refused else ""
-
-
-def record_save_refused(transition: Transition) -> bool:
-    """Record that storage refused a save, and delay the next one; returns whether it is the first refusal in a row."""
-    num = transition.state.saving.save_times.num_refused + 1
-    transition.change_save_times(num_refused=num, retry_s=transition.now_s + RETRIES.pause_s(num - 1))
-    return num == 1
-
-
-def vms_lost(transition: Transition, lost: Mapping[WorkerId, WorkerState]) -> None:
-    """Count the VMs that are gone with these lost workers."""
-    left = {vm_of(worker) for worker in transition.state.workers}
-    appeared_s = {vm_of(worker): entry.appeared_s for worker, entry in lost.items() if vm_of(worker) not in left}
-    if appeared_s:
-        times = transition.state.saving.save_times
-        lived_s = sum(max(0.0, transition.now_s - since_s) for since_s in appeared_s.values())
-        transition.change_save_times(num_lost=times.num_lost + len(appeared_s), vm_s=times.vm_s + lived_s)
-
-
-def vm_came(transition: Transition, event: NodeAppeared) -> None:
-    """Add the time from a request to its VM to the mean."""
-    request = transition.state.provisioning.requests.get(event.request) if event.request is not None else None
-    if request is not None:
-        transition.change_save_times(
-            allocation_s=mean_of(
-                transition.state.saving.save_times.allocation_s, transition.now_s - request.requested_s
-            )
-        )
-
-
-def tell_next(transition: Transition) -> None:
-    """Compute when the next save is due, and record it in the journal with the reason."""
-    if transition.state.phase is not Phase.TRAINING:
-        return
-    state = transition.state
-    saving = state.saving
-    if not saving.sealing and (saving.pending is None or saving.pending.stale):  # the save under way failed
-        transition.change_save_times(since_s=saving.save_times.saved_s)
-    insurance = insurance_save(transition.state, transition.now_s)
-    transition.change_save_times(insurance=insurance)
-    save = sooner(periodic_save(transition.state, transition.now_s), insurance)
-    if save is not None:
-        transition.actions.append(NoteNextSave(next_save=save))
-
-
-# Saving state that only VMs with a notice hold (Spotify, section 4.2).
-
-
-def lacks_others(transition: Transition) -> bool:
-    """Whether draining workers are the only holders of some unit, and no shape could be formed to take it over."""
-    state = transition.state
-    leaving = leaving_workers(state)
-    if not leaving or chosen(transition) is not None:
-        return False
-    held: set[str] = set().union(*(e.holds for worker, e in state.workers.items() if worker not in leaving))
-    return any(state.workers[worker].holds - held for worker in leaving)
-
-
-def emergency_due(transition: Transition) -> bool:
-    """Whether to save the decided version with the step ordered now, because VMs are about to be taken.
-
-    A save is due when the work since the newest checkpoint equals the work that could still be done before the last
-    possible save: at once if that checkpoint is old, again after half of the time, and so on, until the last moment at
-    which a save can still be completed.
-    """
-    state, now_s = transition.state, transition.now_s
-    if not draining_members(state) or not lacks_others(transition) or not fits(state, now_s):
-        return False
-    since_s = now_s if state.saving.save_times.since_s is None else state.saving.save_times.since_s
-    return now_s - since_s >= taken_s(state) - save_seconds(state) - step_seconds(state) - now_s
-
-
-def fits(state: ControllerState, now_s: float) -> bool:
-    """Whether a save that begins now should be complete before the first draining VM is taken."""
-    unknown = state.saving.save_times.durable_s is None  # then a save is tried
-    return unknown or now_s + save_seconds(state) <= taken_s(state)
-
-
-def step_outlasts(transition: Transition) -> bool:
-    """Whether it is early enough to save, or change shape, before a member is taken, but too late after this step."""
-    state, now_s = transition.state, transition.now_s
-    ordered_s = state.saving.save_times.ordered_s
-    if state.phase is not Phase.TRAINING or ordered_s is None or state.saving.save_times.step_s is None:
-        return False
-    leaving = draining_members(state)
-    if not leaving:
-        return False
-    if chosen(transition) is not None:
-        needed_s = cost_of_morph_s(state)
-    elif lacks_others(transition):
-        needed_s = save_seconds(state)
-    else:
-        return False
-    ends_s = max(now_s, ordered_s + step_seconds(state))
-    return now_s + needed_s <= taken_s(state, leaving) < ends_s + needed_s
-
-
-def taken_s(state: ControllerState, leaving: Iterable[WorkerId] | None = None) -> float:
-    """Return when (seconds) the first of these workers, or of all draining ones, is taken, as its notice says."""
-    grace_s = state.config.policy.rules.requests.notice_grace_s
-    times_s = [state.workers[worker].drain_until_s for worker in leaving or leaving_workers(state)]
-    return min((time_s - grace_s for time_s in times_s if time_s is not None), default=float("inf"))
-
-
-def leaving_workers(state: ControllerState) -> frozenset[WorkerId]:
-    """Return all workers whose VMs have a notice."""
-    return frozenset(worker for worker, entry in state.workers.items() if entry.node is NodeState.DRAINING)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from manager.controller.shape.change_reasons import change_due, drain_due
 from manager.controller.shape.formation import form
 from manager.controller.shape.placement import share_units
-from manager.controller.shape.planned_changes import change_due, drain_due, starts_pre_copy
+from manager.controller.shape.planned_changes import starts_pre_copy
 from manager.controller.shape.pre_copy import drop_if_stale
 from manager.controller.state.actions import ReasonCode, SendCommit, SendStep
 from manager.controller.state.bounds import commit_bound_s, save_bound_s, step_bound_s
@@ -15,25 +16,23 @@ from manager.controller.state.judging import (
     awaits_metrics,
     early_end,
     finisher,
-    judges_losses,
     manifest_order,
     marked_with,
     take_evaluation,
-    take_losses,
 )
+from manager.controller.state.loss_judging import judges_losses, take_losses
 from manager.controller.state.saves import PendingCheckpoint
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, WorkerState, mean_of
 from manager.controller.state.transition import Transition
-from manager.controller.steps.save_timing import (
-    emergency_due,
-    goes_back_to,
-    is_due,
+from manager.controller.steps.emergency_saves import emergency_due
+from manager.controller.steps.save_measuring import (
     record_save_begun,
     record_step_decided,
     record_step_ordered,
     record_units_complete,
     tell_next,
 )
+from manager.controller.steps.save_timing import goes_back_to, is_due
 from morph.contract.checkpoint import Manifest, SaveKind, UnitFile
 from morph.contract.decided import Decided, decided_step
 from morph.contract.errors import TrainingStopped

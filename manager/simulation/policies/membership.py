@@ -21,10 +21,8 @@ ON_DEMAND = "on-demand"
 
 @dataclass(frozen=True)
 class Change:
-    """A moment at which VMs come, become ready for work, get a notice, or are lost.
-
-    ``noticed``: VMs that get a notice, and the seconds left. ``usd_per_h``: the increase of the total price from then
-    on.
+    """A moment at which VMs come, become ready for work, get a notice (``noticed``: seconds left), or are lost; the
+    total price grows by ``usd_per_h`` from then on.
     """
 
     time_s: float

@@ -128,7 +128,6 @@ class _Run:
         self.done, self.lost, self.of_step = self.done - gained, self.lost + gained, 0.0
 
     def _go_back(self) -> None:
-        """Handle the loss of the state: start again from the newest durable checkpoint."""
         lost_s = self.since_save_s + (self._every_s() if self.since_save_s < self._durable_s() else 0.0)
         members = max(1, self.depth * self.plan.num_replicas)
         lost_s = min(lost_s, self.books.parts_s[Part.COMPUTE] / members, self.done * self._step_s())

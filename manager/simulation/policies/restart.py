@@ -161,7 +161,6 @@ class _Run:
         return times.save_upload_s(self._bytes_of_one()) + times.manifest_s
 
     def _bytes_of_one(self) -> float:
-        """Return the bytes that one worker reads or writes if all share the state evenly."""
         return self.job.state_bytes / max(1, self.plan.num_workers if self.plan else 1)
 
 
@@ -176,10 +175,9 @@ def play_restart(
     every_steps: int | None = None,
     adaptive: bool = False,
 ) -> Outcome:
-    """Play a job that restarts.
+    """Play a job that restarts and saves every ``every_steps`` steps; None: at the interval of least cost.
 
-    It saves every ``every_steps`` steps; with None, at the interval of least cost. ``adaptive``: if every notice leaves
-    time to save, no other saves are made (the thesis on Spotify, 4.2).
+    ``adaptive``: no other saves if every notice leaves time to save (the thesis on Spotify, 4.2).
     """
     most = math.inf if until.num_steps is None else until.num_steps
     books = Books(job, nothing_paid(trace, prices))

@@ -16,9 +16,8 @@ from morph.contract.decided import Decided
 
 
 def steps_alike(state: ControllerState, now_s: float, step_s: float, until_s: float) -> int:
-    """Return how many steps, including the one ordered at ``now_s``, are each followed by an ordinary one.
-
-    ``step_s``: the time of each step until it is decided. ``until_s``: the time of the next other event.
+    """Return how many steps, including the one ordered at ``now_s``, are each followed by an ordinary one; each takes
+    ``step_s`` until it is decided, and ``until_s`` is the time of the next other event.
     """
     saving = state.saving
     if not _is_steady(state, now_s):

@@ -20,7 +20,8 @@ from morph.contract.pool import Pool
 from morph.contract.profile import Profile
 from morph.contract.vm_names import MAX_DEVICES
 from simulator import PlanRequest, Simulation, pipeline_times, plan, plan_table, pool_plan_table, simulate_plan
-from simulator.inputs.conditions import RedundantName, of_pool_type
+from simulator.inputs.conditions import RedundantName
+from simulator.inputs.node_types import of_pool_type
 
 FINGERPRINT = "simulated"
 

@@ -263,9 +263,7 @@ class Workers:
         like: Reshaped | Prepared | Committed,
         others: Sequence[Reshaped] = (),
     ) -> Acting:
-        """Let all workers answer after this time, these with one answer, unless a worker is gone or has given up by
-        then.
-        """
+        """Let all workers answer after this time, these with one answer, unless a worker is gone or gave up by then."""
         yield self._env.timeout(after_s)
         everybody = (*workers, *(answer.worker for answer in others))
         if like.generation <= self._aborted or not self.alive.issuperset(everybody):
