@@ -55,6 +55,7 @@ LIFE_EVERY_S = 10.0
 SILENT_S = 60.0
 """Seconds. A manager without a sign of life for so long counts as silent, or as gone if its lock is not visible here.
 """
+_OF_RUNS = "the folder of a run, runs/NAME unless `morph run` was given another"
 
 
 class RunFacts(Value):
@@ -69,9 +70,6 @@ class RunFacts(Value):
     checkpoint_url: str | None = Field(default=None, description="absent: in the run directory")
     code_sha256: str | None = Field(default=None, description="digest of its code; absent: it has yet to begin")
     known_by: JobFacts = Field(default=JobFacts(), description="facts that the loaded job must match")
-
-
-_OF_RUNS = "the folder of a run, runs/NAME unless `morph run` was given another"
 
 
 def read_facts(path: Path) -> RunFacts:

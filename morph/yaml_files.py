@@ -27,6 +27,21 @@ _BOUNDS = {
     "exclusiveMaximum": "below",
     "maximum": "at most",
 }
+_KINDS = {
+    frozenset({"job"}): "a job file of `morph run`",
+    frozenset({"subscription_id", "resource_group", "location"}): "a cloud file, which `morph cloud dry-run` checks",
+    frozenset({"hosts"}): "a file of hosts, which a cluster file names as vms.cloud",
+    frozenset({"storage"}): "a job file of `morph spot-run`",
+    frozenset({"vms", "policy"}): "a cluster file",
+}
+"""Kinds of files, by keys that only they have."""
+_NUMBERS = {
+    "int": r"[-+]?([0-9][0-9_]*|0o[0-7_]+|0x[0-9a-fA-F_]+)",
+    "float": r"[-+]?(\.[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*|[0-9][0-9_]*(?=[eE]))([eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
+"""Numbers as people write them: those of YAML 1.2, and Python's underscores. In YAML 1.1, which PyYAML reads, ``1e-3``
+is text, ``010`` is 8 and ``1:30`` is 90."""
 
 
 def load_cluster(path: Path, settings: Sequence[str] = ()) -> ClusterConfig:
@@ -47,16 +62,6 @@ def load_config(path: Path) -> ClusterConfig:
     """Read either kind of file: a file with ``job`` is a job file."""
     data = read_yaml(path)
     return load_job_file(path) if isinstance(data, dict) and "job" in data else load_cluster(path)
-
-
-_KINDS = {
-    frozenset({"job"}): "a job file of `morph run`",
-    frozenset({"subscription_id", "resource_group", "location"}): "a cloud file, which `morph cloud dry-run` checks",
-    frozenset({"hosts"}): "a file of hosts, which a cluster file names as vms.cloud",
-    frozenset({"storage"}): "a job file of `morph spot-run`",
-    frozenset({"vms", "policy"}): "a cluster file",
-}
-"""Kinds of files, by keys that only they have."""
 
 
 def _check_kind(data: Any, value_type: type[Value], source: str) -> None:
@@ -147,15 +152,6 @@ def _plain(key: str, written: str) -> Any:
         return yaml.load(written, _loader(SET))  # a SafeLoader: builds plain values only
     except yaml.YAMLError:
         raise ConfigError("is not YAML", field=f"{SET} {key}", value=written) from None
-
-
-_NUMBERS = {
-    "int": r"[-+]?([0-9][0-9_]*|0o[0-7_]+|0x[0-9a-fA-F_]+)",
-    "float": r"[-+]?(\.[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*|[0-9][0-9_]*(?=[eE]))([eE][-+]?[0-9]+)?"
-    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-}
-"""Numbers as people write them: those of YAML 1.2, and Python's underscores. In YAML 1.1, which PyYAML reads, ``1e-3``
-is text, ``010`` is 8 and ``1:30`` is 90."""
 
 
 def _loader(source: str) -> type[yaml.SafeLoader]:

@@ -34,6 +34,12 @@ CALIBRATE_HELP = """Measure a job on this machine: once, section by section, int
       morph calibrate job.py:job --peer 10.0.0.2:7420 --token-file peer.token
       morph calibrate job.py:job --between-zones --profile p.json --peer b:7420
 """
+DEFAULT_OUTPUT = Path("profile.json")
+_BUSY_SHARE = 0.5
+_PLACES = {
+    "device": ("morph calibrate", "--device"),
+    "checkpoint_url": ("morph calibrate", "--checkpoint-url"),
+}
 
 
 class LinkName(StrEnum):
@@ -50,14 +56,6 @@ class RingName(StrEnum):
     GLOO = "gloo"
     NCCL = "nccl"
     AUTO = "auto"
-
-
-DEFAULT_OUTPUT = Path("profile.json")
-_BUSY_SHARE = 0.5
-_PLACES = {
-    "device": ("morph calibrate", "--device"),
-    "checkpoint_url": ("morph calibrate", "--checkpoint-url"),
-}
 
 
 def calibrate_command(

@@ -24,6 +24,10 @@ from morph.data.loader import mix_of
 from morph.jobs.job import Job
 
 MIN_GAIN = 0.03
+_SECONDS_PER_SIZE = 6.0
+_SECONDS_PER_UNIT = 1.0
+_SIZES_TO, _UNITS_TO = 0.45, 0.5
+_OUT_OF_MEMORY = ("OutOfMemoryError", "DefaultCPUAllocator")
 
 
 def growing_sizes(batch_size: int) -> tuple[int, ...]:
@@ -60,11 +64,6 @@ def still_improves(seconds_per_sample: Sequence[float]) -> bool:
 
 Progress = Callable[[str, float], None]
 """Called with a description of what begins now and the share of the work that is done (0 to 1)."""
-
-_SECONDS_PER_SIZE = 6.0
-_SECONDS_PER_UNIT = 1.0
-_SIZES_TO, _UNITS_TO = 0.45, 0.5
-_OUT_OF_MEMORY = ("OutOfMemoryError", "DefaultCPUAllocator")
 
 
 @dataclass(frozen=True)

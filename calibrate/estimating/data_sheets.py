@@ -7,6 +7,9 @@ from dataclasses import dataclass, fields, replace
 
 from morph.contract.errors import ConfigError
 
+_PCIE_3, _PCIE_4, _PCIE_5 = 15.75, 31.5, 63.0
+"""GB/s of 16 lanes, one way."""
+
 
 @dataclass(frozen=True)
 class DataSheet:
@@ -60,9 +63,6 @@ def _sheet(
 def _ampere(fp32: float, tf32: float, half: float) -> dict[str, float]:
     return {"float32": fp32, "tf32": tf32, "float16": half, "bfloat16": half}
 
-
-_PCIE_3, _PCIE_4, _PCIE_5 = 15.75, 31.5, 63.0
-"""GB/s of 16 lanes, one way."""
 
 DATA_SHEETS: Mapping[str, DataSheet] = {
     "a100": _sheet(

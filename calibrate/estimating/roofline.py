@@ -23,6 +23,9 @@ from calibrate.estimating.data_sheets import DataSheet, Reached
 from morph.contract.errors import JobError
 
 aten = torch.ops.aten
+_FREE = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+_READS_ROWS = {aten.embedding, aten.index, aten.index_select, aten.gather}
+"""Operations that read as many elements of their operand as they return."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +141,6 @@ def _grouped_product_backward(rows: Tensor, _: Tensor, __: Tensor, out_gradient:
     return 4 * rows.shape[-1] * out_gradient.numel()
 
 
-_FREE = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-_READS_ROWS = {aten.embedding, aten.index, aten.index_select, aten.gather}
-"""Operations that read as many elements of their operand as they return."""
 _FORMULAS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,

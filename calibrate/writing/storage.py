@@ -26,6 +26,8 @@ _MIN_BYTES = 8 << 20
 _MAX_BYTES = 64 << 20
 _BUDGET_S = 6.0
 _COPIES = 7
+_GUARD = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)"
+_END_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,6 @@ def _remove(url: str) -> None:
     with contextlib.suppress(Exception):  # the measurement counts, or the error that ended it
         filesystem, path = fsspec.core.url_to_fs(url)
         filesystem.rm(path, recursive=True)
-
-
-_GUARD = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)"
-_END_TIMEOUT_S = 30.0
 
 
 @contextmanager

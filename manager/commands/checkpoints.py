@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from morph.contract.checkpoint import Manifest
 
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
+EXIT_DAMAGED = 1
+WIDTH = 120
 
 
 def checkpoint_table(url: str, inspect_versions: Sequence[VersionStatus], now_s: float) -> Table:
@@ -53,8 +55,6 @@ checkpoints_app = typer.Typer(
     rich_markup_mode=None,
 )
 
-EXIT_DAMAGED = 1
-WIDTH = 120
 VersionArgument = Annotated[int, typer.Argument(metavar="VERSION", min=0, help="Steps applied.", show_default=False)]
 VersionsArgument = Annotated[
     list[int], typer.Argument(metavar="VERSION...", min=0, help="Versions (steps applied).", show_default=False)

@@ -32,6 +32,8 @@ from morph.cli.reading.progress import doing_if_long
 from morph.contract import ranges
 from morph.contract.errors import ConfigError
 
+_ALSO_IN_A_JOB_FILE = ("profile", "steps", "epochs", "checkpoint_url", *("schedule", "recompute"), *SHORT_OPTIONS)
+
 
 class LogFormat(StrEnum):
     """The form of a run's messages."""
@@ -74,8 +76,6 @@ ForeverOption = Annotated[
         "reaches a limit, is not restarted.",
     ),
 ]
-
-_ALSO_IN_A_JOB_FILE = ("profile", "steps", "epochs", "checkpoint_url", *("schedule", "recompute"), *SHORT_OPTIONS)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

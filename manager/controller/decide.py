@@ -68,6 +68,14 @@ MAX_RECENT = 12
 _ANSWERS = (WorkerAnswered, AnsweredAlike)
 
 Handler = Callable[[Transition, Any], None]
+BEFORE = (Phase.STARTING,)
+IDLE = (Phase.WAITING,)
+HELD = (Phase.HOLDING,)
+RESTS = (Phase.RESTING,)
+FORMED = (Phase.RESHAPING, Phase.TRAINING, Phase.COMMITTING, Phase.ABORTING)
+LAST = (Phase.SEALING,)
+OVER = (Phase.ENDED,)
+RUNNING = (*IDLE, *HELD, *RESTS, *FORMED)
 
 
 class ImpossibleEvent(MorphError):
@@ -197,15 +205,6 @@ _nobody_trains = _ignored("no shape trains: these compute times are late")
 _no_pre_copy = _ignored("nothing is pre-copied any more")
 _ending = _ignored("the run is ending: {} changes nothing")
 
-
-BEFORE = (Phase.STARTING,)
-IDLE = (Phase.WAITING,)
-HELD = (Phase.HOLDING,)
-RESTS = (Phase.RESTING,)
-FORMED = (Phase.RESHAPING, Phase.TRAINING, Phase.COMMITTING, Phase.ABORTING)
-LAST = (Phase.SEALING,)
-OVER = (Phase.ENDED,)
-RUNNING = (*IDLE, *HELD, *RESTS, *FORMED)
 
 _ROWS: tuple[tuple[type[Single], tuple[Phase, ...], Handler], ...] = (
     (NodeAppeared, (*BEFORE, *RUNNING), _on_node_appeared),

@@ -24,6 +24,14 @@ from morph.contract.pool import Pool
 from morph.contract.vm_names import vm_of
 from morph.contract.waits import Backoff
 
+MAX_SENT = 8
+WEIGHED = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Numbers of GPUs of one type that are considered together when the type to request is chosen."""
+COUNTED = (NodeState.WARMING, NodeState.READY, NodeState.SUSPECT)
+ENDING = (Phase.COMMITTING, Phase.SEALING, Phase.ENDED)
+VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
+"""Parts of a message that differ between failures with the same cause."""
+
 
 def keeps(transition: Transition, event: NoticeGiven) -> bool:
     """Keep the notice of an unknown node if an open request could be answered by it; returns whether it did."""
@@ -64,13 +72,6 @@ def forget_kept(transition: Transition, *nodes: WorkerId) -> None:
 def is_awaited(state: ControllerState) -> bool:
     """Whether a request is open, so that VMs may come whose names are not known yet."""
     return any(request.count for request in state.provisioning.requests.values())
-
-
-MAX_SENT = 8
-WEIGHED = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Numbers of GPUs of one type that are considered together when the type to request is chosen."""
-COUNTED = (NodeState.WARMING, NodeState.READY, NodeState.SUSPECT)
-ENDING = (Phase.COMMITTING, Phase.SEALING, Phase.ENDED)
 
 
 def request_name(config: ControllerConfig, number: int) -> RequestId:
@@ -250,10 +251,6 @@ def lost_booting(transition: Transition, event: WorkerLost) -> None:
             pause_requests(transition, request.granted[event.worker], num_absent=int(event.unfit))
             return _note_failed_boot(transition, event, sentence) if event.unfit else None
     return transition.say(ReasonCode.IGNORED, f"{event.worker} is unknown, or was lost before")
-
-
-VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
-"""Parts of a message that differ between failures with the same cause."""
 
 
 def _note_failed_boot(transition: Transition, event: WorkerLost, sentence: str) -> None:

@@ -56,6 +56,11 @@ SYSTEM = (
 """Paths that every confined process may read, besides ``/proc``."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 """Devices that it may read and write."""
+_FAMILIES, _INTERNET_FAMILIES, _PROTOCOLS = (1, 16), (2, 10), (0, 6, 17)
+"""Sockets that may be made: AF_UNIX, AF_NETLINK; AF_INET and AF_INET6 with these protocols (default, TCP, UDP)."""
+_FAST_OPEN = 0x20000000
+_LOAD, _EQUAL, _AT_LEAST, _HAS_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000
 
 
 @dataclass(frozen=True)
@@ -79,11 +84,6 @@ _MACHINES = {
         0xC00000B7, 41, 198, ((206, 3), (211, 2), (269, 3)), (117, 270, 271, 217, 218, 219, 425, 280, 241, 282)
     ),
 }
-_FAMILIES, _INTERNET_FAMILIES, _PROTOCOLS = (1, 16), (2, 10), (0, 6, 17)
-"""Sockets that may be made: AF_UNIX, AF_NETLINK; AF_INET and AF_INET6 with these protocols (default, TCP, UDP)."""
-_FAST_OPEN = 0x20000000
-_LOAD, _EQUAL, _AT_LEAST, _HAS_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000
 
 
 class _Ruleset(ctypes.Structure):

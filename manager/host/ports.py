@@ -31,6 +31,27 @@ AGENT_PORTS = ("runtime_env_agent_port", "dashboard_agent_listen_port", "metrics
 FIRST_OF_RAY, FIRST_OF_WORKERS = 10, 20
 LOWEST, EPHEMERAL = 20_000, Path("/proc/sys/net/ipv4/ip_local_port_range")
 """The lowest port that is drawn, above those of Ray's workers; and where Linux has the range that it draws from."""
+VM_RESOURCE = "morph_vm_"
+RAY_SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # Ray's default of 15 lets anything else on the machine stop training
+    # Morph's own bounds give up a boot; Ray's, of 15 to 60 s, would give up what is merely slow
+    "RAY_agent_register_timeout_ms": "600000",
+    "RAY_worker_register_timeout_seconds": "600",
+    "RAY_automatic_object_spilling_enabled": "0",  # spilling needs workers, which the head node does not have
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # a dead raylet refuses five checks within seconds; an unreachable one gets almost a minute, because Morph's own
+    # heartbeats detect a lost node sooner, and tell it from a network failure
+    "RAY_health_check_initial_delay_ms": "2000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "10000",
+    "RAY_health_check_failure_threshold": "5",
+}
+"""The environment of every process of Ray, on every node."""
+LOOPBACK = "127.0.0.1"
+"""The address of local Ray nodes; see ``ray_environment.stay_on_loopback``."""
 
 
 @dataclass(frozen=True)
@@ -100,26 +121,3 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-VM_RESOURCE = "morph_vm_"
-RAY_SETTINGS = {
-    "OMP_NUM_THREADS": "1",
-    "RAY_AUTH_MODE": "token",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # Ray's default of 15 lets anything else on the machine stop training
-    # Morph's own bounds give up a boot; Ray's, of 15 to 60 s, would give up what is merely slow
-    "RAY_agent_register_timeout_ms": "600000",
-    "RAY_worker_register_timeout_seconds": "600",
-    "RAY_automatic_object_spilling_enabled": "0",  # spilling needs workers, which the head node does not have
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # a dead raylet refuses five checks within seconds; an unreachable one gets almost a minute, because Morph's own
-    # heartbeats detect a lost node sooner, and tell it from a network failure
-    "RAY_health_check_initial_delay_ms": "2000",
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "10000",
-    "RAY_health_check_failure_threshold": "5",
-}
-"""The environment of every process of Ray, on every node."""
-LOOPBACK = "127.0.0.1"
-"""The address of local Ray nodes; see ``ray_environment.stay_on_loopback``."""

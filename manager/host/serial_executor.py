@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 Task = Callable[[], None]
+MOST_AT_ONCE = 32
 
 
 class SerialExecutor:
@@ -60,9 +61,6 @@ class SerialExecutor:
                 task()
             except Exception as error:  # any error: without this thread no more tasks would run
                 self._failed(error)
-
-
-MOST_AT_ONCE = 32
 
 
 class ParallelExecutor:

@@ -50,32 +50,8 @@ RETRIES = Backoff(first_s=0.1, most_s=2.0)
 LIMIT_S = 7 * 86400.0
 
 Result = TypeVar("Result")
-
-
-def patiently(attempt: Callable[[], Result], limit_s: float = LIMIT_S) -> Result:
-    """Retry an action until the run directory allows it, and report once that it waits and once that it continues;
-    RunDirStuck after ``limit_s``, KeyboardInterrupt on a second Ctrl-C.
-    """
-    begin_s, pauses, told = time.monotonic(), RETRIES.pauses(), False
-    while True:
-        try:
-            result = attempt()
-        except RunDirStuck as error:
-            if time.monotonic() - begin_s >= limit_s:
-                raise
-            if not told:
-                log.warning("the run pauses: %s; it continues once that is resolved (Ctrl-C twice ends it now)", error)
-            told = True
-            time.sleep(next(pauses))
-        else:
-            if told:
-                log.warning("the run goes on after a pause of %.1f s", time.monotonic() - begin_s)
-            return result
-
-
 BUSY_S = 5.0
 WRITER_BUSY_S = 1.0
-
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
     sequence INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -108,6 +84,29 @@ _LAST = "SELECT seq FROM sqlite_sequence WHERE name = 'entries'"
 _KINDS = frozenset(get_args(EntryKind))
 DAMAGE = "damage"
 """The kind of records about lines that were damaged or missing when they were condensed."""
+
+
+def patiently(attempt: Callable[[], Result], limit_s: float = LIMIT_S) -> Result:
+    """Retry an action until the run directory allows it, and report once that it waits and once that it continues;
+    RunDirStuck after ``limit_s``, KeyboardInterrupt on a second Ctrl-C.
+    """
+    begin_s, pauses, told = time.monotonic(), RETRIES.pauses(), False
+    while True:
+        try:
+            result = attempt()
+        except RunDirStuck as error:
+            if time.monotonic() - begin_s >= limit_s:
+                raise
+            if not told:
+                log.warning("the run pauses: %s; it continues once that is resolved (Ctrl-C twice ends it now)", error)
+            told = True
+            time.sleep(next(pauses))
+        else:
+            if told:
+                log.warning("the run goes on after a pause of %.1f s", time.monotonic() - begin_s)
+            return result
+
+
 _told: set[tuple[Path, int]] = set()
 
 

@@ -9,14 +9,14 @@ from manager.controller.state.evaluations import totals_of
 from manager.report.values import EvaluationRecord
 from morph.contract.messages import Committed, Evaluation, Prepared
 
+MOST_EVALUATIONS = 100
+MOST_POINTS = 512
+
 
 def extreme_rates(answers: Iterable[Prepared]) -> tuple[float, float] | None:
     """Return the lowest and the highest learning rate of a step; None if no worker reported one."""
     known = [answer.learning_rates for answer in answers if answer.learning_rates is not None]
     return (min(low for low, _ in known), max(high for _, high in known)) if known else None
-
-
-MOST_EVALUATIONS = 100
 
 
 @dataclass
@@ -62,9 +62,6 @@ class EvaluationReader:
     def all(self) -> tuple[EvaluationRecord, ...]:
         """Return the last complete evaluations, by version."""
         return tuple(self._complete[version] for version in sorted(self._complete))
-
-
-MOST_POINTS = 512
 
 
 @dataclass

@@ -47,6 +47,9 @@ from morph.contract.profile import Profile
 from morph.jobs.files import JobFiles, split_job
 from morph.jobs.snapshot import changed, collect, digests, pack
 
+_FREE_TEXT = frozenset({"setup", "packages"})
+"""Fields of ``vms.environment`` in which a user may have written a password or a token."""
+
 
 class Recovery(Value):
     """All inputs of a run except its code. ``code``: the sha256 of each code file, by its name."""
@@ -92,10 +95,6 @@ def recovery_of(run: PreparedRun, facts: RunFacts, files: JobFiles) -> Recovery:
         cloud=None if run.cloud is None else run.cloud.described.model_dump(mode="json"),
         trace=None if request.trace is None else request.trace.read_text(encoding="utf-8"),
     )
-
-
-_FREE_TEXT = frozenset({"setup", "packages"})
-"""Fields of ``vms.environment`` in which a user may have written a password or a token."""
 
 
 def write_recovery(url: str, recovery: Recovery) -> None:

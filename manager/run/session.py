@@ -38,6 +38,9 @@ from morph.contract.faults import Fault, SlowSpell
 from morph.contract.messages import HandedCut, JobCode, WorkerSetup
 from morph.contract.trace import Trace
 
+STEPS_AFTER_TRACE = 3
+TOO_FEW_LEFT = "too few VMs are left, and the trace brings no more"
+
 
 def take_over(found: FoundRun, machines: Machines, replayer: TraceReplayer, driver: Driver) -> None:
     """Reach the workers, tell the trace's replayer which VMs are up, and tell the controller which workers live.
@@ -58,10 +61,6 @@ def take_over(found: FoundRun, machines: Machines, replayer: TraceReplayer, driv
         requested = {vm.name: vm.request for vm in inherited(found.state, found.vms).vms}
         replayer.resume(found.vms, found.appeared, requested)
     driver.tell(Fact(name=TOOK_OVER), *events, ManagerResumed(living=living))
-
-
-STEPS_AFTER_TRACE = 3
-TOO_FEW_LEFT = "too few VMs are left, and the trace brings no more"
 
 
 @dataclass(frozen=True)

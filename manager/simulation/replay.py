@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
 RESAMPLES = 2000
 Aim = Literal["examples", "dollars"]
+_QUICK = 0.02
+"""The time to play a policy without the controller, as a share of the time with it."""
+BOUND = "ideal"
+OTHER_BATCHES = ("drop", "bamboo", "bamboo-lflb")
+"""Policies that train with smaller batches than requested while pipelines are missing, however fast they are."""
+MOST = {"restart": 10**9, "mix": 99}
 
 
 class Play(Protocol):
@@ -75,12 +81,6 @@ POLICIES: Mapping[str, tuple[Play, str]] = {
 }
 COMPARED = tuple(name for name in POLICIES if not name.startswith("morph-"))
 """All policies except those that measure the worth of one part of Morph."""
-_QUICK = 0.02
-"""The time to play a policy without the controller, as a share of the time with it."""
-BOUND = "ideal"
-OTHER_BATCHES = ("drop", "bamboo", "bamboo-lflb")
-"""Policies that train with smaller batches than requested while pipelines are missing, however fast they are."""
-MOST = {"restart": 10**9, "mix": 99}
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ TOLD = ("provider_failed", "provider_retried", "provider_silent", "request_reduc
 """The facts about VMs that the user sees."""
 TAKEN_CODE = 75
 """The VM of this command is about to be taken; the same command resumes the script on the next VM."""
+_EVENTS: dict[str, Callable[..., Event]] = {"step": Stepped, "saved": Saved, "uploaded": Uploaded, "refused": Refused}
 
 
 class Machines(Protocol):
@@ -295,6 +296,3 @@ class Launcher:
 
 def _vms_of(nodes: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(map(vm_of, nodes)))
-
-
-_EVENTS: dict[str, Callable[..., Event]] = {"step": Stepped, "saved": Saved, "uploaded": Uploaded, "refused": Refused}

@@ -30,6 +30,7 @@ DEVICE_ALIGNMENT = 512
 PIECE_BYTES = 1 << 22
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 """Protocols of storage without folders and renaming, in which a file appears only when its upload is complete."""
+LEASE_FOLDER, LEASE_NAME, _LEASE_END = "run", "lease-", ".json"
 
 
 def version_url(url: str, version: int) -> str:
@@ -228,9 +229,6 @@ def files_in(filesystem: fsspec.AbstractFileSystem, folder: str) -> dict[str, in
         names = {entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry for entry in entries}
         return {name: entry["size"] or 0 for name, entry in names.items()}
     return {}
-
-
-LEASE_FOLDER, LEASE_NAME, _LEASE_END = "run", "lease-", ".json"
 
 
 def lease_file(number: int) -> str:

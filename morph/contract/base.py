@@ -13,6 +13,7 @@ from morph.contract.errors import InputError, printable
 
 Shown = Annotated[str, AfterValidator(printable)]
 """A text that is shown to a user and may come from another machine or from a file that others can write."""
+_OF_ANOTHER_KIND = ("json_invalid", "missing", "model_type", "extra_forbidden")
 
 
 class Value(BaseModel):
@@ -85,9 +86,6 @@ def first_problem(error: ValidationError) -> tuple[str, str, object]:
     entry = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in entry["loc"])
     return field, entry["msg"].removeprefix("Value error, "), entry["input"]
-
-
-_OF_ANOTHER_KIND = ("json_invalid", "missing", "model_type", "extra_forbidden")
 
 
 def read_text(path: Path, error_type: type[InputError], encoding: str = "utf-8", made: str | None = None) -> str:

@@ -65,6 +65,8 @@ KIND = (
 )
 DEVICE = "device on which a worker computes"
 TLS = "encrypt the traffic of Ray's processes; orders and answers are always encrypted, tensors never"
+OTHER = "a kind of another package"
+BUILT_IN = ("local", "azure", "aws", "slurm", "static")
 
 
 class Limits(Value):
@@ -308,10 +310,6 @@ class OtherVms(ProvidedVms):
     """VMs of a market that another package registers: see ``manager/run/markets.py``."""
 
     kind: str = Field(description="name of the entry point, in the group morph.markets")
-
-
-OTHER = "a kind of another package"
-BUILT_IN = ("local", "azure", "aws", "slurm", "static")
 
 
 def market_entry_points() -> dict[str, EntryPoint]:

@@ -18,6 +18,10 @@ from morph.contract.rules import LossRules
 
 MIN_LOSS_SCALE_EXPONENT = -20
 """If gradients are not finite even at this loss scale, the scale is not the cause."""
+_MOST = 1e100
+"""Larger losses count as this value in means, so that their squares stay finite."""
+_LEAST_SHARE = 1e-3
+"""The least deviation, as a share of the mean; without it, a slight rise after nearly equal losses would be bad."""
 
 
 class LossScale(Value):
@@ -78,12 +82,6 @@ class Decided(Value):
         if scale is None or self.gradient_factor == 0 or self.bad_loss:
             return scale
         return scale.after(skipped=self.skipped)
-
-
-_MOST = 1e100
-"""Larger losses count as this value in means, so that their squares stay finite."""
-_LEAST_SHARE = 1e-3
-"""The least deviation, as a share of the mean; without it, a slight rise after nearly equal losses would be bad."""
 
 
 class LossTrend(Value):

@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import re
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
 
 class MorphError(Exception):
     """The root of all errors that Morph raises on purpose."""
@@ -143,9 +145,6 @@ class ClusterLost(ClusterError):
 
 class WaitTimeout(TrainingStopped):
     """A bounded wait timed out."""
-
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:

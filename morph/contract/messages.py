@@ -35,6 +35,13 @@ MOST_CUT_BYTES = 8 * 1024 * 1024
 WorkerId = str
 UnitId = str
 Version = Annotated[int, Field(ge=0)]
+WEIGHT = "/weight"
+"""Suffix of a metric's name, and the whole name for the loss: the weight of the total (``morph.Loss``)."""
+SUM = "/sum"
+"""Suffix of the name of a metric that is a sum (``morph.Sum``)."""
+SAMPLES = "/samples"
+"""Suffix of the name of a value for each sample (``morph.PerSample``)."""
+MARKS = (WEIGHT, SUM, SAMPLES)
 
 
 class JobCode(Value):
@@ -290,15 +297,6 @@ class Reshaped(Value):
     loss_scale: LossScale | None = Field(
         default=None, description="loop state of its units at the order's version; None: the worker or the job has none"
     )
-
-
-WEIGHT = "/weight"
-"""Suffix of a metric's name, and the whole name for the loss: the weight of the total (``morph.Loss``)."""
-SUM = "/sum"
-"""Suffix of the name of a metric that is a sum (``morph.Sum``)."""
-SAMPLES = "/samples"
-"""Suffix of the name of a value for each sample (``morph.PerSample``)."""
-MARKS = (WEIGHT, SUM, SAMPLES)
 
 
 class MicroBatchLoss(Value):

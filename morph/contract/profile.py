@@ -31,6 +31,7 @@ Index = Annotated[int, Field(strict=True, ge=0, lt=ranges.SECTIONS)]
 Bytes = Annotated[int, ranges.BYTES.field]
 Seconds = Annotated[float, ranges.SECONDS.field]
 BytesPerSecond = Annotated[float, ranges.BYTES_PER_S.field]
+MEASURED = "a JSON file that `morph calibrate JOB -o FILE` wrote"
 
 
 class Timing(Value):
@@ -402,9 +403,6 @@ def _check_contention(place: str, entries: tuple[Contention, ...]) -> None:
     counts = [entry.num_busy for entry in entries]
     if counts != sorted(set(counts)):
         raise ValueError(f"{place} has num_busy {counts}; allowed: each more than the one before")
-
-
-MEASURED = "a JSON file that `morph calibrate JOB -o FILE` wrote"
 
 
 def load_profile(path: Path) -> Profile:

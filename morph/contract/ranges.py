@@ -15,6 +15,8 @@ from pydantic import Field
 
 from morph.contract.errors import PlanError
 
+SECTIONS = 1000
+
 
 @dataclass(frozen=True)
 class Range:
@@ -73,7 +75,6 @@ MEMORY_GIB = Range(0, 2**20, above=True)
 BYTES_PER_S = Range(0, 1e15, above=True)
 COUNT = Range(1, 2**31, whole=True)
 GPUS = Range(1, 100_000, whole=True)
-SECTIONS = 1000
 MICRO_BATCH = Range(1, 2**20, whole=True)
 BATCH = Range(1, 10**9, whole=True)
 SLOTS = GPUS

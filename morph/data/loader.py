@@ -34,6 +34,10 @@ _BUILT = "_built_data"
 _FORM, _RECIPE, _LENGTHS = "form", "recipe", "lengths"
 _NUM_MEASURED = 8
 _STEPS_OF_A_MIX = 64
+_ALLOWED = "a map-style data set: len(dataset), and dataset[i] -> a dict, tuple or dataclass of tensors"
+NUM_SAMPLED = 8
+ROWS_S = 1.0
+"""Longest time (seconds) that a start of a run spends on reading each data set, to find changed samples."""
 
 
 class MicroBatchLoader:
@@ -306,9 +310,6 @@ def form_of(job: Job) -> Form:
     return form
 
 
-_ALLOWED = "a map-style data set: len(dataset), and dataset[i] -> a dict, tuple or dataclass of tensors"
-
-
 def check_map_style(dataset: object, field: str) -> int:
     """Return the number of samples of a map-style data set. ``field``: that function's name in the job."""
     problem, allowed = None, _ALLOWED
@@ -328,11 +329,6 @@ def check_map_style(dataset: object, field: str) -> int:
 
 
 # Facts that identify a job's data sets: read where the job is checked, and again by every worker before it joins.
-
-
-NUM_SAMPLED = 8
-ROWS_S = 1.0
-"""Longest time (seconds) that a start of a run spends on reading each data set, to find changed samples."""
 
 
 def data_facts(job: Job, rows_s: float = 0.0) -> dict[str, DataFacts]:

@@ -17,6 +17,22 @@ from morph.data.shard_files import CACHE_BYTES, File, Mapped, ScannedFiles, Shar
 
 _BLOCK = tarfile.BLOCKSIZE
 _NEW_LINE, _RETURN = 10, 13
+_NUMBERS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+_DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "bytes": bytes,
+    "str": bytes.decode,
+    "int": lambda content: int.from_bytes(content, "little", signed=True),
+    "json": json.loads,
+    "str_int": int,
+    "str_float": float,
+    "jpeg": bytes,
+    "png": bytes,
+}
+_BITS = {
+    f"{kind}{bits}": bits + number for bits in (8, 16, 32, 64) for number, kind in enumerate(("uint", "int", "float"))
+}
+_NUMBER_OF = {code: name for name, code in _BITS.items() if name != "float8"}
+"""MDS's codes for the type of an array whose column does not fix one."""
 
 
 class Jsonl(ScannedFiles):
@@ -317,24 +333,6 @@ class _MdsSamples(Sequence[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         return self._columns.sample(self._mapped[int(self._bounds[index]) : int(self._bounds[index + 1])])
-
-
-_NUMBERS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
-_DECODERS: dict[str, Callable[[bytes], Any]] = {
-    "bytes": bytes,
-    "str": bytes.decode,
-    "int": lambda content: int.from_bytes(content, "little", signed=True),
-    "json": json.loads,
-    "str_int": int,
-    "str_float": float,
-    "jpeg": bytes,
-    "png": bytes,
-}
-_BITS = {
-    f"{kind}{bits}": bits + number for bits in (8, 16, 32, 64) for number, kind in enumerate(("uint", "int", "float"))
-}
-_NUMBER_OF = {code: name for name, code in _BITS.items() if name != "float8"}
-"""MDS's codes for the type of an array whose column does not fix one."""
 
 
 def _decoder(encoding: str) -> Callable[[bytes], Any] | None:

@@ -29,6 +29,23 @@ from morph.runtime.state.optimizer_state import (
     to_plain,
 )
 
+_IMMUTABLE = (bool, int, float, str, type(None))
+_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of types in safetensors."""
+_DTYPES = {name: dtype for dtype, name in _TYPES.items()}
+
 
 @dataclass(frozen=True)
 class Arrived:
@@ -364,9 +381,6 @@ class TrainingState:
         return [one for group in self.optimizer.param_groups for one in group["params"]]
 
 
-_IMMUTABLE = (bool, int, float, str, type(None))
-
-
 def _is_same(value: Any, read: Any) -> bool:
     """Whether a group's value is still the one that was read; false for values that can be changed in place."""
     if type(value) is list:  # its parameters
@@ -429,20 +443,3 @@ def _unpacked(packed: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensor = packed[first + begin : first + end].view(_DTYPES[one["dtype"]]).view(one["shape"])
         tensors[name] = torch.complex(*tensor.unbind(-1)) if name in told["complex"] else tensor
     return tensors, told["facts"]
-
-
-_TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""Names of types in safetensors."""
-_DTYPES = {name: dtype for dtype, name in _TYPES.items()}

@@ -10,6 +10,9 @@ from morph.contract.base import Value
 from morph.contract.errors import JobError
 from morph.contract.job_facts import JobFacts
 
+_FIXED = re.compile(r"master_weights|micro_batch_size|num_sections|optimizer\([^)]*\)( groups| needs)?")
+_UNIT = re.compile(r"^(optimizer|lr_scheduler)\(([^)]*)\)")
+
 
 class Change(Value):
     """One change in a job since the run began: of a setting, or of an entry of its data."""
@@ -34,10 +37,6 @@ class Change(Value):
         lacking = sorted(set(str(self.now).split(", ")) - {*str(self.was).split(", "), ""})
         names = ", ".join(map(repr, lacking))
         return f"cannot be met: the run's checkpoints do not hold {names} of the optimizer's state" if lacking else None
-
-
-_FIXED = re.compile(r"master_weights|micro_batch_size|num_sections|optimizer\([^)]*\)( groups| needs)?")
-_UNIT = re.compile(r"^(optimizer|lr_scheduler)\(([^)]*)\)")
 
 
 def told(accepted: Iterable[Change]) -> str:

@@ -16,6 +16,8 @@ from typing import Any, Tuple  # noqa: UP035 (a booting VM may have Python 3.8)
 
 from morph.link.wire import CHUNK_BYTES, Wire
 
+WELCOME = b"welcome"
+
 
 class Session:
     """One end of a connection. One thread reads; any thread may write, also at the same time.
@@ -133,9 +135,6 @@ class Session:
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
-
-
-WELCOME = b"welcome"
 
 
 def facts_of(message: bytes, num_facts: int) -> Tuple[str, ...]:  # noqa: UP006

@@ -16,6 +16,21 @@ _LISTED = 3
 _ALLOW = "if it only lays values side by side or shows them, name its id in Job.allowed_dependencies"
 _STATE = "keep it in optimizer.state[parameter], under a name, as a tensor or a number"
 _REDUCING = ("norm", "stack", "cat", "add", "sum", "mean", "max", "min", "mul", "dot")
+_FIXED = {
+    "constant": ("made outside the step and only read, so it is the same on every worker", ""),
+    "common": (
+        "a tensor that is no parameter's own changes from step to step; each worker would have another, "
+        "and a checkpoint has none",
+        f"one for each parameter: {_STATE}",
+    ),
+    "unsaved": ("changes from step to step where a checkpoint or a move to another worker would lose it", _STATE),
+    "random": (
+        "random numbers in the optimizer would depend on the shape of the job",
+        "draw from a generator seeded by the parameter's name and its step count",
+    ),
+}
+_SHOWN_SHAPES = 8
+_ORDER: dict[Status, int] = {"violation": 0, "allowed": 1, "handled": 2}
 
 
 def describe(record: Record) -> tuple[str, str]:
@@ -99,19 +114,6 @@ def _refused(record: Record) -> tuple[str, str]:
     return record.detail, "let the function take any part of the parameters: leave out groups that are empty"
 
 
-_FIXED = {
-    "constant": ("made outside the step and only read, so it is the same on every worker", ""),
-    "common": (
-        "a tensor that is no parameter's own changes from step to step; each worker would have another, "
-        "and a checkpoint has none",
-        f"one for each parameter: {_STATE}",
-    ),
-    "unsaved": ("changes from step to step where a checkpoint or a move to another worker would lose it", _STATE),
-    "random": (
-        "random numbers in the optimizer would depend on the shape of the job",
-        "draw from a generator seeded by the parameter's name and its step count",
-    ),
-}
 _DESCRIBE = {
     "activation": _activation,
     "tied": _tied,
@@ -123,8 +125,6 @@ _DESCRIBE = {
 }
 
 
-_SHOWN_SHAPES = 8
-_ORDER: dict[Status, int] = {"violation": 0, "allowed": 1, "handled": 2}
 Key = tuple[Kind, str, Place]
 
 

@@ -13,6 +13,36 @@ from typing import Any, Literal
 from morph.contract.errors import JobError
 
 SOURCE = "morph.hf.job"
+OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop")
+SCHEDULES = (
+    *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"),
+    *("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"),
+)
+GROUPED = "`sampler=morph.data.order.grouped(lengths, batch_size)` as another argument of morph.hf.job"
+_BATCH = "`batch_size` is `per_device_train_batch_size` times `gradient_accumulation_steps`, in every shape"
+_TRACKERS = "`trackers` in the job file, `morph status` and the run's page"
+_STEPS = "the length of the schedule; give the length of the run to `morph run`, as `--steps` or `--epochs`"
+OF_EVALUATIONS = ("evaluate", "evaluation_loop", "prediction_loop", "prediction_step", "_evaluate")
+"""Methods that may be overridden if the Trainer does not evaluate while it trains."""
+CALLBACKS = (
+    *("DefaultFlowCallback", "ProgressCallback", "NotebookProgressCallback", "PrinterCallback", "SpotCallback"),
+    *("AzureMLCallback", "ClearMLCallback", "CodeCarbonCallback", "CometCallback", "DVCLiveCallback"),
+    *("DagsHubCallback", "FlyteCallback", "KubeflowCallback", "MLflowCallback", "NeptuneCallback", "SwanLabCallback"),
+    *("TensorBoardCallback", "TrackioCallback", "WandbCallback"),
+)
+"""Callbacks of transformers and of Morph that do not change training; they are not run."""
+_CALLBACK_PACKAGES = ("transformers.", "morph.spot.")
+COMPARED: tuple[Mapping[str, object], ...] = (
+    {"learning_rate": 3e-3, "weight_decay": 0.3, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-3},
+    {"optim": "sgd", "max_grad_norm": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2, "seed": 5},
+    {"optim": "rmsprop", "optim_args": "momentum=0.5", "max_grad_norm": 0, "data_seed": 3},
+    {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2.0}, "num_train_epochs": 2},
+    {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "label_smoothing_factor": 0.1},
+    {"optim": "adagrad", "train_sampling_strategy": "sequential", "dataloader_drop_last": True, "max_steps": 9},
+    {"optim": "adafactor", "lr_scheduler_type": "inverse_sqrt", "label_names": ["labels"]},
+    {"bf16": True, "remove_unused_columns": False},
+)
+"""Arguments with which losses and weights were compared by step with ``trainer.train()``: a test does so for each."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +70,6 @@ def _no_effect(note: str, *names: str) -> dict[str, Rule]:
 def _refused(note: str, *names: str) -> dict[str, Rule]:
     return dict.fromkeys(names, Rule("refused", note))
 
-
-OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop")
-SCHEDULES = (
-    *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"),
-    *("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"),
-)
-GROUPED = "`sampler=morph.data.order.grouped(lengths, batch_size)` as another argument of morph.hf.job"
-_BATCH = "`batch_size` is `per_device_train_batch_size` times `gradient_accumulation_steps`, in every shape"
-_TRACKERS = "`trackers` in the job file, `morph status` and the run's page"
-_STEPS = "the length of the schedule; give the length of the run to `morph run`, as `--steps` or `--epochs`"
 
 ARGUMENTS: Mapping[str, Rule] = {
     "per_device_train_batch_size": _honoured(_BATCH),
@@ -196,17 +216,6 @@ METHODS: Mapping[str, Rule] = {
     **_no_effect("each worker moves its sections to its device", "is_local_process_zero", "is_world_process_zero"),
 }
 """Rules by the name of a method that a subclass overrides, or that is set on the Trainer itself."""
-OF_EVALUATIONS = ("evaluate", "evaluation_loop", "prediction_loop", "prediction_step", "_evaluate")
-"""Methods that may be overridden if the Trainer does not evaluate while it trains."""
-
-CALLBACKS = (
-    *("DefaultFlowCallback", "ProgressCallback", "NotebookProgressCallback", "PrinterCallback", "SpotCallback"),
-    *("AzureMLCallback", "ClearMLCallback", "CodeCarbonCallback", "CometCallback", "DVCLiveCallback"),
-    *("DagsHubCallback", "FlyteCallback", "KubeflowCallback", "MLflowCallback", "NeptuneCallback", "SwanLabCallback"),
-    *("TensorBoardCallback", "TrackioCallback", "WandbCallback"),
-)
-"""Callbacks of transformers and of Morph that do not change training; they are not run."""
-_CALLBACK_PACKAGES = ("transformers.", "morph.spot.")
 
 
 def check_methods(trainer: Any) -> None:
@@ -231,19 +240,6 @@ def check_methods(trainer: Any) -> None:
         name = type(callback).__name__
         if not known or name not in (*CALLBACKS, "EarlyStoppingCallback"):
             raise refusal("callbacks", type(callback), "EarlyStoppingCallback; for others, `callbacks` in the job file")
-
-
-COMPARED: tuple[Mapping[str, object], ...] = (
-    {"learning_rate": 3e-3, "weight_decay": 0.3, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-3},
-    {"optim": "sgd", "max_grad_norm": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2, "seed": 5},
-    {"optim": "rmsprop", "optim_args": "momentum=0.5", "max_grad_norm": 0, "data_seed": 3},
-    {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2.0}, "num_train_epochs": 2},
-    {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "label_smoothing_factor": 0.1},
-    {"optim": "adagrad", "train_sampling_strategy": "sequential", "dataloader_drop_last": True, "max_steps": 9},
-    {"optim": "adafactor", "lr_scheduler_type": "inverse_sqrt", "label_names": ["labels"]},
-    {"bf16": True, "remove_unused_columns": False},
-)
-"""Arguments with which losses and weights were compared by step with ``trainer.train()``: a test does so for each."""
 
 
 def check_arguments(args: Any) -> None:

@@ -18,14 +18,23 @@ from morph.trainers.arguments import Rule
 SOURCE = "morph.lightning.job"
 PACKAGES = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
 PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
+_STEPS = "the result of `morph.lightning.num_steps(trainer, loader)`: give it to `morph run` as `--steps`"
+_ONE_DEVICE = "a job has the batches of a Trainer with one device, in every shape"
+CALLBACKS = (
+    *("ModelCheckpoint", "OnExceptionCheckpoint", "LearningRateMonitor", "DeviceStatsMonitor", "ThroughputMonitor"),
+    *("ModelSummary", "RichModelSummary", "ProgressBar", "TQDMProgressBar", "RichProgressBar"),
+)
+"""Lightning's callbacks that do not change training: they are not run."""
+_INSTEAD = {
+    "EarlyStopping": "morph.lightning.job(..., best=morph.Best(patience=3))",
+    "Timer": "`morph run --steps`",
+    "GradientAccumulationScheduler": "a constant accumulate_grad_batches",
+}
 
 
 def _rules(how: Any, note: str, *names: str, allowed: tuple[object, ...] = ()) -> dict[str, Rule]:
     return dict.fromkeys(names, Rule(how, note, allowed))
 
-
-_STEPS = "the result of `morph.lightning.num_steps(trainer, loader)`: give it to `morph run` as `--steps`"
-_ONE_DEVICE = "a job has the batches of a Trainer with one device, in every shape"
 
 TRAINER: Mapping[str, Rule] = {
     **_rules("honoured", "`batch_size` is the loader's times `accumulate_grad_batches`", "accumulate_grad_batches"),
@@ -59,16 +68,6 @@ TRAINER: Mapping[str, Rule] = {
 }
 """Rules by argument; a refused argument must have its default value, or one of those allowed."""
 
-CALLBACKS = (
-    *("ModelCheckpoint", "OnExceptionCheckpoint", "LearningRateMonitor", "DeviceStatsMonitor", "ThroughputMonitor"),
-    *("ModelSummary", "RichModelSummary", "ProgressBar", "TQDMProgressBar", "RichProgressBar"),
-)
-"""Lightning's callbacks that do not change training: they are not run."""
-_INSTEAD = {
-    "EarlyStopping": "morph.lightning.job(..., best=morph.Best(patience=3))",
-    "Timer": "`morph run --steps`",
-    "GradientAccumulationScheduler": "a constant accumulate_grad_batches",
-}
 
 METHODS: Mapping[str, Rule] = {
     **_rules("honoured", "`loss`", "training_step", "forward", "automatic_optimization"),

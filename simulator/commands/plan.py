@@ -43,15 +43,6 @@ if TYPE_CHECKING:
     from simulator import PlanChoice, PlanRequest
     from simulator.inputs.request import ObjectiveName
 
-
-class AimName(StrEnum):
-    """Objectives of the planner."""
-
-    EXAMPLES = "examples"
-    DOLLARS = "dollars"
-    PROGRESS = "progress"
-
-
 _NO_ZONE_LINKS = (
     "links between zones were not measured: they are taken for links between nodes (--set zone_gbit_per_s, "
     "or `morph calibrate --between-zones`)"
@@ -62,6 +53,14 @@ _OBJECTIVES: dict[str, ObjectiveName] = {
     "dollars": "usd_per_example",
     "progress": "progress",
 }
+
+
+class AimName(StrEnum):
+    """Objectives of the planner."""
+
+    EXAMPLES = "examples"
+    DOLLARS = "dollars"
+    PROGRESS = "progress"
 
 
 @with_settings(PlanSettings)

@@ -22,6 +22,7 @@ from simulator.engine.stage_state import ACT, EARLY, GRAD, STAGE_PROGRESS, B, F,
 SEEKS, ROUNDS, LIMIT, LEFT_OUT, SHIFT = range(5)
 """Indices of how far skipping is: whether a period is still sought, rounds so far, in which round the state is kept
 next, micro-batches skipped, and ns skipped."""
+_NEVER = 2**62
 
 
 @loop
@@ -123,9 +124,6 @@ def play_orders(rules, lanes, arrivals, letters, starts, count, fixed):  # type:
         if begun == 0:
             return False
     return True
-
-
-_NEVER = 2**62
 
 
 @loop

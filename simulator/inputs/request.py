@@ -23,6 +23,8 @@ from simulator.inputs.conditions import (
 )
 from simulator.inputs.placement import node_sizes
 
+_NEEDS = {"examples_per_s": None, "usd_per_example": "usd_per_gpu_hour", "progress": "revocations_per_hour"}
+
 
 @dataclass(frozen=True)
 class MemoryRules:
@@ -49,7 +51,6 @@ ObjectiveName = Literal["examples_per_s", "usd_per_example", "progress"]
 RedundancyName = Literal["off", "state", "salvage", "auto"]
 NodeSizes = int | Sequence[int] | Mapping[str, int | Sequence[int]]
 Price = float | Mapping[int, float] | Mapping[str, float]
-_NEEDS = {"examples_per_s": None, "usd_per_example": "usd_per_gpu_hour", "progress": "revocations_per_hour"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,15 @@ from morph.contract.profile import (
 _MESSAGE_BYTES = (1_000, 100_000, 10_000_000)
 _REDUCE_BYTES = (1_000, 1_000_000, 100_000_000)
 _RING_SIZES = (2, 4, 8)
+_ENVIRONMENT = Environment(
+    python="3.11",
+    torch="none",
+    platform="synthetic",
+    device="synthetic",
+    num_cores=1,
+    threads_per_worker=1,
+    created="1970-01-01T00:00:00Z",
+)
 
 
 def synthetic_profile(  # noqa: PLR0913 (every argument has a default)
@@ -147,14 +156,3 @@ def _link(latency_s: float, bandwidth_bytes_per_s: float, jitter: float) -> Link
         for size in _MESSAGE_BYTES
     )
     return LinkProfile(activation=times, gradient=times)
-
-
-_ENVIRONMENT = Environment(
-    python="3.11",
-    torch="none",
-    platform="synthetic",
-    device="synthetic",
-    num_cores=1,
-    threads_per_worker=1,
-    created="1970-01-01T00:00:00Z",
-)

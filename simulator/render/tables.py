@@ -26,6 +26,22 @@ _LITTLE = 0.1
 """A roomier plan is named if it takes at most so much longer."""
 _MOST_PARTS = 6
 WIDTH = 110
+_STEPS = {
+    "work": "all work, evenly spread over the workers",
+    "imbalance": "the slowest stage, the replica with most micro-batches",
+    "fill_and_drain": "filling and draining the pipeline",
+    "latency": "network latency and in-flight windows",
+    "bandwidth": "messages that wait for their wire",
+    "schedule": "waiting that the schedule adds",
+    "shared_cores": "cores shared by the workers",
+    "messages": "messages, during which their workers compute nothing",
+    "shared_links": "node links shared by messages",
+    "slow_workers": "slow workers",
+    "redundant": "computing for the next stage too",
+    "all_reduce": "all-reduce over replicas and tied weights, as far as exposed",
+    "commit_and_optimizer": "commit barrier and optimizer step",
+    "jitter": "times that vary",
+}
 
 
 def shape_lines(profile: Profile, simulation: Simulation) -> list[str]:
@@ -294,24 +310,6 @@ def ranking(choice: PlanChoice, memory_bytes: int | None = None) -> Table:
     left = ["left"] if limited else []
     names = ("P x D", "workers", "examples/s", "of best", "mini-batch", "lower bound", "memory", *left, *column)
     return table(f"Best of {choice.num_shapes} shapes for {choice.num_gpus} GPUs", names, rows)
-
-
-_STEPS = {
-    "work": "all work, evenly spread over the workers",
-    "imbalance": "the slowest stage, the replica with most micro-batches",
-    "fill_and_drain": "filling and draining the pipeline",
-    "latency": "network latency and in-flight windows",
-    "bandwidth": "messages that wait for their wire",
-    "schedule": "waiting that the schedule adds",
-    "shared_cores": "cores shared by the workers",
-    "messages": "messages, during which their workers compute nothing",
-    "shared_links": "node links shared by messages",
-    "slow_workers": "slow workers",
-    "redundant": "computing for the next stage too",
-    "all_reduce": "all-reduce over replicas and tied weights, as far as exposed",
-    "commit_and_optimizer": "commit barrier and optimizer step",
-    "jitter": "times that vary",
-}
 
 
 def ladder_table(simulation: Simulation) -> Table:

@@ -29,6 +29,10 @@ from morph.contract.timeline import MicroBatchTimes
 
 # The clock of a run: the wall clock's seconds when the run began, advanced by the monotonic clock.
 
+_ANSWER: TypeAdapter[Answer | Probed] = TypeAdapter(Answer | Probed)
+MOST_KEPT = 32
+"""The number of micro-batches kept for one worker; older ones are dropped."""
+
 
 class RunClock:
     """A clock that neither a change of this machine's clock nor a manager's death moves. Wall time is only for people.
@@ -51,9 +55,6 @@ class RunClock:
     def now_s(self) -> float:
         """Seconds since 1970, as far as the wall clock was right when the session began."""
         return self.epoch_s + self._monotonic()
-
-
-_ANSWER: TypeAdapter[Answer | Probed] = TypeAdapter(Answer | Probed)
 
 
 @dataclass(frozen=True)
@@ -118,10 +119,6 @@ class EventQueue:
             return self._queue.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
             return None
-
-
-MOST_KEPT = 32
-"""The number of micro-batches kept for one worker; older ones are dropped."""
 
 
 class Paces:

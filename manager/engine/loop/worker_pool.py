@@ -30,6 +30,11 @@ from morph.contract.messages import (
 )
 from morph.link.encoding import ANSWER, BEAT, pack, parts
 
+ATTACH_TIMEOUT_S = 15.0
+CALL_TIMEOUT_S = 300.0
+"""A worker that has not called by then cannot: an ended process is known earlier, and Ray may start many slowly."""
+STUCK_TIMEOUT_S = 5.0
+
 
 class Line(Protocol):
     """A connection to one worker; all methods may be called from any thread."""
@@ -59,12 +64,6 @@ class Launcher(Protocol):
 
     def adopt(self) -> Collection[str]:
         """Return the workers that another manager started and that may be alive."""
-
-
-ATTACH_TIMEOUT_S = 15.0
-CALL_TIMEOUT_S = 300.0
-"""A worker that has not called by then cannot: an ended process is known earlier, and Ray may start many slowly."""
-STUCK_TIMEOUT_S = 5.0
 
 
 @dataclass(kw_only=True)

@@ -33,6 +33,14 @@ NUM_ATTEMPTS = 4
 MAX_PER_PAGE = 1000
 PRICES_REGION = "us-east-1"
 """The region whose endpoint has the prices of all regions."""
+NOT_LOGGED_IN = (
+    CredentialRetrievalError,
+    NoCredentialsError,
+    ParamValidationError,
+    PartialCredentialsError,
+    ProfileNotFound,
+    SSOError,
+)
 
 
 def aws_client(spec: AwsSpec, service: str = "ec2", attempts: int = NUM_ATTEMPTS) -> Any:
@@ -129,16 +137,6 @@ def _translated(error: ClientError, what: str) -> ProviderError:
     said = error.response.get("Error", {})
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") or 0)
     return provider_error(str(said.get("Code", "")), str(said.get("Message", "")), status, what)
-
-
-NOT_LOGGED_IN = (
-    CredentialRetrievalError,
-    NoCredentialsError,
-    ParamValidationError,
-    PartialCredentialsError,
-    ProfileNotFound,
-    SSOError,
-)
 
 
 def _unanswered(error: Exception, what: str) -> ProviderError:

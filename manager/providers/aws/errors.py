@@ -77,6 +77,7 @@ USERS = (
 MISMATCH = "IdempotentParameterMismatch"
 TEMPLATE_EXISTS = "InvalidLaunchTemplateName.AlreadyExistsException"
 DRY_RUN = "DryRunOperation"
+_ITS_OWN = ("InstanceInitiatedShutdown", "UserInitiatedShutdown", "UserInitiatedHibernate")
 
 
 def provider_error(code: str, message: str, status: int, begin: str = "") -> ProviderError:
@@ -101,9 +102,6 @@ def fleet_error(code: str, message: str, begin: str) -> ProviderError:
     """Return a provider's error for one of a fleet, which has no status: unknown ones count as transient."""
     internal = code.startswith(("Internal", "Unavailable", "ServiceUnavailable"))
     return provider_error(code, message, 500 if internal else 400, begin)
-
-
-_ITS_OWN = ("InstanceInitiatedShutdown", "UserInitiatedShutdown", "UserInitiatedHibernate")
 
 
 def state_error(code: str, message: str, begin: str) -> ProviderError:

@@ -43,6 +43,7 @@ from morph.contract.base import Value
 
 NUM_AT_ONCE = 8
 """The number of fleets that are requested at the same time: AWS takes seconds for each."""
+OF_A_FLEET = (Throttled, Transient, QuotaExceeded, CapacityShort, Misconfigured)
 
 
 class _Made(Value):
@@ -262,9 +263,6 @@ class AwsProvider:
 
     def capabilities(self) -> Capabilities:
         return Capabilities(spot=self._spec.spot, zones=self._spec.zones, notices="aws", ending=self._ending)
-
-
-OF_A_FLEET = (Throttled, Transient, QuotaExceeded, CapacityShort, Misconfigured)
 
 
 def _chief(errors: Sequence[ProviderError]) -> ProviderError:

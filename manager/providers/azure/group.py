@@ -31,6 +31,8 @@ from manager.providers.interface.cloud import (
 from manager.providers.interface.provider import Misconfigured, ProviderError, Transient, Vm, not_ended
 
 STOP_WITHIN_S = 0.5
+INTERFACE, DISK = "Microsoft.Network/networkInterfaces", "Microsoft.Compute/disks"
+PART_API_VERSIONS = {INTERFACE: "2022-07-01", DISK: "2023-04-02"}
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,6 @@ class Look:
     others: frozenset[str]
     guests: tuple[str, ...]
     runs: tuple[str, ...]
-
-
-INTERFACE, DISK = "Microsoft.Network/networkInterfaces", "Microsoft.Compute/disks"
-PART_API_VERSIONS = {INTERFACE: "2022-07-01", DISK: "2023-04-02"}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,10 @@ from manager.providers.interface.cloud import Remembered
 PRICES_URL = "https://prices.azure.com/api/retail/prices"
 TIMEOUT_S = 20.0
 MAX_PAGES = 10
+DISK_TIERS = {"Premium_LRS": "P", "StandardSSD_LRS": "E", "Standard_LRS": "S"}
+DISK_GIB = {4: 1, 8: 2, 16: 3, 32: 4, 64: 6, 128: 10, 256: 15, 512: 20, 1024: 30, 2048: 40, 4096: 50}
+"""Number of a disk's tier by its largest size (GiB): https://azure.microsoft.com/pricing/details/managed-disks/."""
+HOURS_OF_A_MONTH = 730.0
 
 
 def retail_prices(spec: AzureSpec) -> Remembered[AzureSize, float]:
@@ -44,12 +48,6 @@ def _highest(query: str, fits: Callable[[dict[str, object]], bool], url: str) ->
         if not page.startswith(url):
             break
     return max(figures, default=None)
-
-
-DISK_TIERS = {"Premium_LRS": "P", "StandardSSD_LRS": "E", "Standard_LRS": "S"}
-DISK_GIB = {4: 1, 8: 2, 16: 3, 32: 4, 64: 6, 128: 10, 256: 15, 512: 20, 1024: 30, 2048: 40, 4096: 50}
-"""Number of a disk's tier by its largest size (GiB): https://azure.microsoft.com/pricing/details/managed-disks/."""
-HOURS_OF_A_MONTH = 730.0
 
 
 def disk_price(location: str, sku: str, gib: int, url: str = PRICES_URL) -> float | None:

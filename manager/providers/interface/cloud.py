@@ -34,6 +34,11 @@ RUN_TAG, JOB_TAG, REQUEST_TAG, DEVICES_TAG = "morph-run", "morph-job", "morph-re
 
 TAG_CHARACTERS = 256
 """The number of characters that a tag's value may have on AWS and on Azure."""
+CHIEF = (Misconfigured, Throttled, Transient, QuotaExceeded, Refused, ProviderError)
+RETRY_S = 600.0
+"""Seconds after which a price that the list did not have is looked up again."""
+AGREE_S = 2.0
+"""Clocks that differ by fewer seconds count as equal: HTTP dates have whole seconds, and answers take time."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +155,6 @@ def missing(request: str, known: Mapping[str, int], count: int, most: int, num_d
     return list(itertools.islice(free, num_vms))
 
 
-CHIEF = (Misconfigured, Throttled, Transient, QuotaExceeded, Refused, ProviderError)
-
-
 def outcome(
     request: str, made: Iterable[Vm], errors: Mapping[str, ProviderError], decisions: Sequence[str] = ()
 ) -> Granted:
@@ -194,8 +196,6 @@ def priced(what: str, usd_per_h: float | None) -> str:
     return f"{what}, {cost}"
 
 
-RETRY_S = 600.0
-"""Seconds after which a price that the list did not have is looked up again."""
 KeyT = TypeVar("KeyT")
 FigureT = TypeVar("FigureT")
 
@@ -229,10 +229,6 @@ class Remembered(Generic[KeyT, FigureT]):
                 if found is not None:
                     self._known[key] = found
             return self._known.get(key)
-
-
-AGREE_S = 2.0
-"""Clocks that differ by fewer seconds count as equal: HTTP dates have whole seconds, and answers take time."""
 
 
 def paid_since_s(created: datetime | None, answered: str | None, now_s: float) -> float | None:

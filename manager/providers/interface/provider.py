@@ -35,6 +35,9 @@ MESSAGE_CHARACTERS = 300
 """The number of characters at the beginning of a message of a cloud that Morph's own message keeps."""
 BOOT_LOG_CHARACTERS = 2000
 """The number of characters at the end of a VM's boot log that a journal keeps."""
+PATIENCE_S = 900.0
+"""Seconds for attempts: longer than providers ask to wait. A forgotten VM ends itself after about this time."""
+RETRIES = Backoff(first_s=2.0, most_s=120.0)
 
 
 class ProviderError(MorphError):
@@ -233,11 +236,6 @@ def request_part(request: str) -> str:
         digest = hashlib.sha256(request.encode()).hexdigest()[:8]
         clean = f"{clean[: NAME_CHARACTERS - 9].rstrip('-')}-{digest}".lstrip("-")
     return clean
-
-
-PATIENCE_S = 900.0
-"""Seconds for attempts: longer than providers ask to wait. A forgotten VM ends itself after about this time."""
-RETRIES = Backoff(first_s=2.0, most_s=120.0)
 
 
 def end_all(

@@ -48,6 +48,20 @@ OVER = frozenset(
     }
 )  # fmt: skip
 """States of jobs that are over. A job in any other state, even an unknown one, exists."""
+_KINDS: Sequence[tuple[type[ProviderError], str]] = (
+    (QuotaExceeded, r"QOS\w*Limit|Assoc\w*Limit|policy \(job submit limit|violates accounting/QOS|MaxSubmit"),
+    (CapacityShort, r"partition not available|node not available|nodes are DOWN|Requested nodes are busy"),
+    (
+        Misconfigured,
+        r"[Ii]nvalid (partition|account|qos|generic resource|--?\w|time|wckey|constraint|feature|job array|user|"
+        r"qos specification)|[Pp]ermission denied|not permitted|unrecognized option|[Rr]equested node configuration"
+        r"|[Rr]equested time limit|[Ii]nvalid (node name|reservation)|can ?not be satisfied|More processors requested"
+        r"|[Mm]emory (specification|required)|Batch script|invalid option|not available to",
+    ),
+)
+"""The meaning of a refusal, by words in it. Any other refusal may be over the next time."""
+_UNCONFIGURED = re.compile(r"configuration source|fetch_config|DNS SRV lookup", re.IGNORECASE)
+"""Without a slurm.conf Slurm's programs ask the controller for it, so they also say this while it is down."""
 
 
 class Mark(Value):
@@ -203,22 +217,6 @@ def why_over(text: str) -> str:
     """Return how a job ended, from ``sacct --parsable2 --noheader --format=State,ExitCode``; empty: not known."""
     state, _, code = (text.strip().splitlines() or [""])[0].partition("|")
     return f"{state}, exit code {code}" if re.fullmatch(r"[A-Z_]+( by \d+)?", state) else ""
-
-
-_KINDS: Sequence[tuple[type[ProviderError], str]] = (
-    (QuotaExceeded, r"QOS\w*Limit|Assoc\w*Limit|policy \(job submit limit|violates accounting/QOS|MaxSubmit"),
-    (CapacityShort, r"partition not available|node not available|nodes are DOWN|Requested nodes are busy"),
-    (
-        Misconfigured,
-        r"[Ii]nvalid (partition|account|qos|generic resource|--?\w|time|wckey|constraint|feature|job array|user|"
-        r"qos specification)|[Pp]ermission denied|not permitted|unrecognized option|[Rr]equested node configuration"
-        r"|[Rr]equested time limit|[Ii]nvalid (node name|reservation)|can ?not be satisfied|More processors requested"
-        r"|[Mm]emory (specification|required)|Batch script|invalid option|not available to",
-    ),
-)
-"""The meaning of a refusal, by words in it. Any other refusal may be over the next time."""
-_UNCONFIGURED = re.compile(r"configuration source|fetch_config|DNS SRV lookup", re.IGNORECASE)
-"""Without a slurm.conf Slurm's programs ask the controller for it, so they also say this while it is down."""
 
 
 def error_of(program: str, said: str) -> ProviderError:

@@ -19,6 +19,7 @@ from morph.cutting.exporting.functional import is_view
 _FLOPS_PER_ELEMENT = 32.0
 Shape = Sequence[int]
 aten = torch.ops.aten
+RECURRENT = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
 
 
 def node_cost(node: Node, shape_of: Callable[[Any], list[Shape]]) -> float:
@@ -58,7 +59,6 @@ def _recurrent(node: Node, shape_of: Callable[[Any], list[Shape]], output: Shape
     return 2.0 * prod(output[:2]) * sum(prod(shape) for shape in weights if len(shape) > 1)
 
 
-RECURRENT = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
 _FORMULAS: dict[Any, Callable[[list[Shape], Shape], float]] = {
     aten.linear.default: _linear,
     aten.mm.default: _linear,

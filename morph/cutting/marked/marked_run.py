@@ -29,6 +29,7 @@ from morph.cutting.source.refusal import changes_requires_grad
 
 PlaceT = TypeVar("PlaceT")
 _SMALL = 16
+_PLAIN: Callable[..., Any] = nn.Module._call_impl
 
 
 class Choices(TorchDispatchMode, Generic[PlaceT]):  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -105,7 +106,6 @@ Call = tuple[str, int]
 """Name of a module, and the number of the call."""
 
 RunCall = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-_PLAIN: Callable[..., Any] = nn.Module._call_impl
 
 
 class _Reached(BaseException):

@@ -58,6 +58,8 @@ from morph.elastic.consensus.messages import (
     Stop,
 )
 
+NONE_YET = Ballot(-1, 0)
+
 
 def is_majority(left: Collection[int], of: Collection[int]) -> bool:
     """Whether more than half of the members are left, or exactly half including the lowest member."""
@@ -81,7 +83,6 @@ def outvoting(left: Collection[int], reports: Iterable[Report]) -> Ring | None:
     return next((ring for ring in voters(reports) if not is_majority(left, ring.members)), None)
 
 
-NONE_YET = Ballot(-1, 0)
 Outputs = tuple[Output, ...]
 
 

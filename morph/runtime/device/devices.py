@@ -17,6 +17,9 @@ from torch import Tensor
 
 from morph.contract.errors import ConfigError
 
+_HANDLE = struct.Struct("<QQQHH")
+"""Size and offset in bytes, the number of torch's reference counter, and the lengths of the two names that follow."""
+
 
 def usable_device(
     name: str, *, source: str | None = None, field: str = "vms.device", numbered: bool = False
@@ -252,7 +255,3 @@ class CudaDevice:
 def device_for(kind: torch.device) -> SharingDevice:
     """Return the CUDA device of this process that holds a tensor."""
     return CudaDevice(kind)
-
-
-_HANDLE = struct.Struct("<QQQHH")
-"""Size and offset in bytes, the number of torch's reference counter, and the lengths of the two names that follow."""

@@ -34,6 +34,9 @@ from morph.runtime.device.links import Arrival, Begun, TensorSpec, own_of
 from morph.runtime.groups.channels import Carrier, Transfer, as_bytes
 from morph.runtime.groups.interrupt import Interrupt
 
+_LEFT: list[object] = []
+"""Mailboxes that were opened on a device that has since been lost."""
+
 
 class Mailbox:
     """A ring of slots of one process, for the life of the process; one link at a time fills it."""
@@ -80,10 +83,6 @@ class MailRoom:
         while index >= len(self._boxes):
             self._boxes.append(Mailbox(self.device, *self._size))
         return self._boxes[index]
-
-
-_LEFT: list[object] = []
-"""Mailboxes that were opened on a device that has since been lost."""
 
 
 RequestT = TypeVar("RequestT", bound=Begun)

@@ -31,6 +31,9 @@ from morph.runtime.groups.interrupt import Interrupt
 
 # The choice of reductions from device to device, from facts about each worker's device. Pure.
 
+MEET_S = 0.01
+"""Seconds between two checks whether the members are present to form a communicator."""
+
 
 class DeviceFacts(Value):
     """Facts about a worker's device: its unique ``uuid``, and the version of its NCCL."""
@@ -67,8 +70,6 @@ def rings_over_nccl(
 FactsT = TypeVar("FactsT", bound=Value)
 Communicator = Any
 """A ``ProcessGroupNCCL`` or a substitute; torch ships no types for its collectives."""
-MEET_S = 0.01
-"""Seconds between two checks whether the members are present to form a communicator."""
 
 
 class Library(Protocol):

@@ -21,6 +21,7 @@ from morph.contract.emulation import Duration
 
 Seconds = npt.NDArray[np.float64]
 KINDS = ("forward", "recompute", "backward", "activation", "gradient")
+NEVER_S = float("-inf")
 
 
 class JitterDraw:
@@ -53,9 +54,6 @@ class JitterDraw:
                     at = np.linspace(0.0, 1.0, len(duration.quantiles_s))
                     row[:] = np.interp(numbers[section, list(micro_batches)], at, duration.quantiles_s)
         return times_s
-
-
-NEVER_S = float("-inf")
 
 
 class DeviceClock:

@@ -15,6 +15,12 @@ from torch import Tensor
 from morph.contract.emulation import HEADER_NUMBERS
 from morph.cutting.sections.section import BoundaryTensor
 
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+LOSS_GRADIENT = 0.5
+_KEEP = 0.75
+_GRADIENT_SIZE = 1e-2
+
 
 @dataclass(frozen=True)
 class Head:
@@ -57,13 +63,6 @@ def due_s(message: Tensor) -> float:
 def late_s(message: Tensor) -> float:
     """Return the delay of a message by busy hosts."""
     return float(message[1])
-
-
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
-LOSS_GRADIENT = 0.5
-_KEEP = 0.75
-_GRADIENT_SIZE = 1e-2
 
 
 def noise(*key: int) -> float:

@@ -18,6 +18,8 @@ from morph.runtime.state.unit_state import UnitState
 
 # Memory of an emulated device: it is counted, but not allocated.
 
+LEARNING_RATE = 1e-3
+
 
 class DeviceMemory:
     """Counts the memory of one stage against the device's memory.
@@ -52,9 +54,6 @@ class DeviceMemory:
                 f"the emulated device is out of memory: {needed_bytes} bytes are needed ({self._held_bytes} of state, "
                 f"{num_inputs} stored inputs, {num_activations} micro-batches' activations), {self._limit_bytes} there"
             )
-
-
-LEARNING_RATE = 1e-3
 
 
 class EmulatedUnitState(UnitState):

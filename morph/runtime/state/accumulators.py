@@ -31,6 +31,7 @@ IN_CACHE = 1 << 16
 
 _NOTHING = -1.0
 """The largest magnitude of a parameter whose sum is empty."""
+_EXACT_IN_FLOAT64 = 2**52
 
 
 @dataclass(frozen=True)
@@ -424,9 +425,6 @@ def _is_finite(values: Tensor) -> bool:
     if math.isfinite(values.sum()):  # the fastest pass; finite values may have an infinite sum
         return True
     return all(map(math.isfinite, torch.stack(torch.aminmax(values)).tolist()))
-
-
-_EXACT_IN_FLOAT64 = 2**52
 
 
 def change_of(old: Tensor, new: Tensor) -> Tensor:

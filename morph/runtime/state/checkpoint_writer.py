@@ -31,6 +31,10 @@ from morph.runtime.state.unit_state import StateCopy, UnitState, update_rules
 
 # Version 0 of a run, written from given parameters instead of the job's seed.
 
+KEPT_VERSIONS = 2
+PAUSES_S = (0.5, 1.5, 4.0)
+"""Seconds between attempts to write a file to network storage."""
+
 
 class Parameters(Protocol):
     """Parameters by name; each is made or read when it is requested."""
@@ -75,11 +79,6 @@ def write_initial_checkpoint(
 
 def _sorted(files: Iterable[UnitFile]) -> tuple[UnitFile, ...]:
     return tuple(sorted(files, key=lambda entry: entry.unit))
-
-
-KEPT_VERSIONS = 2
-PAUSES_S = (0.5, 1.5, 4.0)
-"""Seconds between attempts to write a file to network storage."""
 
 
 @dataclass(frozen=True)

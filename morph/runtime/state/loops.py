@@ -16,21 +16,6 @@ from typing import Any
 import llvmlite.binding as llvm
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class Loops:
-    """Both loops for one type.
-
-    ``add``: takes the addresses of sums and of gradients, their number, the scale, the address of the largest
-    magnitude, and whether to overwrite the sums. Without its sign bit, a float's bits are ordered as its magnitude:
-    infinity, then NaN last. ``mean``: takes the address of the first row of sums, the numbers of rows and of columns,
-    the distance of two rows in sums, the scale, and the address of the means.
-    """
-
-    add: Callable[..., None]
-    mean: Callable[..., None]
-
-
 _TEXT = """
 declare double @llvm.rint.f64(double)
 declare {bits} @llvm.umax.{bits}({bits}, {bits})
@@ -107,7 +92,6 @@ end:
   ret void
 }}
 """
-
 _WORDS = {
     torch.float32: {
         **{"real": "float", "bits": "i32", "no_sign": 2**31 - 1},
@@ -127,6 +111,20 @@ _MEAN = ctypes.CFUNCTYPE(None, _AT, *(_NUM,) * 3, ctypes.c_double, _AT)
 _COMPILED: list[Any] = []
 """The engines that own the compiled code."""
 _LOCK = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Loops:
+    """Both loops for one type.
+
+    ``add``: takes the addresses of sums and of gradients, their number, the scale, the address of the largest
+    magnitude, and whether to overwrite the sums. Without its sign bit, a float's bits are ordered as its magnitude:
+    infinity, then NaN last. ``mean``: takes the address of the first row of sums, the numbers of rows and of columns,
+    the distance of two rows in sums, the scale, and the address of the means.
+    """
+
+    add: Callable[..., None]
+    mean: Callable[..., None]
 
 
 def compile_loops(dtype: torch.dtype) -> Loops:

@@ -33,6 +33,9 @@ _SEVERAL = (
 )
 _HOST = torch.device("cpu")
 NOT_HYPERPARAMETERS = ("params", "param_names")
+_ELEMENTWISE = (SGD, Adam, AdamW, RMSprop)
+"""Optimizers that compute each element's step from that element, its gradient, its state and the group's settings."""
+_KIND = "~"
 
 
 def prepare_torch() -> None:
@@ -119,10 +122,6 @@ def _needs_argument(thing: Optimizer | LRScheduler) -> bool:
     arguments = inspect.signature(thing.step).parameters.values()
     required = [argument for argument in arguments if argument.default is inspect.Parameter.empty]
     return any(argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD) for argument in required)
-
-
-_ELEMENTWISE = (SGD, Adam, AdamW, RMSprop)
-"""Optimizers that compute each element's step from that element, its gradient, its state and the group's settings."""
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -325,9 +324,6 @@ def _plain(field: str, what: str, owner: object, value: Any) -> Any:
 
 def _wrong(field: str, message: str, value: object, allowed: str) -> JobError:
     return wrong_job(field, message, type(value).__name__, allowed)
-
-
-_KIND = "~"
 
 
 def to_plain(value: Any, tensors: list[Tensor] | None = None) -> Any:

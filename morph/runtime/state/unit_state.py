@@ -46,6 +46,16 @@ from morph.runtime.state.parts import Memory, reals
 
 # A copy of a unit's state, made during training and before the state changes.
 
+_HOST = torch.device("cpu")
+_NUMBERS = "numbers"
+_CLIP_EPSILON = 1e-6
+"""As in ``torch.nn.utils.clip_grad_norm_``."""
+STEP_NUMBER = "step_number"
+"""Key of a parameter group for the number of the step, if the job's optimizer uses it."""
+AT_ONCE = 1 << 24
+"""Least elements of a common step of optimizers, and elements folded at once, on a device: 128 MiB."""
+_CHUNK = 1 << 20
+
 
 class StateCopy:
     """Tensors to be copied to host memory by the first thread that requests them; other threads wait for it.
@@ -133,16 +143,6 @@ def update_rules(job: Job, device: torch.device, code: str = "", frozen: str = "
         code=code,
         frozen=frozen,
     )
-
-
-_HOST = torch.device("cpu")
-_NUMBERS = "numbers"
-_CLIP_EPSILON = 1e-6
-"""As in ``torch.nn.utils.clip_grad_norm_``."""
-
-
-STEP_NUMBER = "step_number"
-"""Key of a parameter group for the number of the step, if the job's optimizer uses it."""
 
 
 class UnitState:
@@ -488,10 +488,6 @@ def _take(parameter: Parameter, saved: Tensor, *, for_good: bool) -> None:
         fill(parameter, saved)
 
 
-AT_ONCE = 1 << 24
-"""Least elements of a common step of optimizers, and elements folded at once, on a device: 128 MiB."""
-
-
 def apply_all(states: Iterable[UnitState], decided: Decided | None) -> None:
     """Apply the gradients that the units of a worker hold: see ``UnitState.apply``.
 
@@ -539,9 +535,6 @@ def norms_sq(states: Mapping[str, UnitState]) -> dict[str, float]:
         if not math.isfinite(norm_sq):
             raise NonFiniteGradient(f"step {states[unit].version}: the gradient of unit {unit} has no finite norm")
     return found
-
-
-_CHUNK = 1 << 20
 
 
 def squared_norm(tensors: Iterable[Tensor]) -> float:

@@ -17,6 +17,9 @@ from morph.runtime.device.task_clock import CoreTimes, core_clock
 MOST_KEPT = 16
 """The number of micro-batches that are kept until a heartbeat takes them; older ones are dropped."""
 DIGITS = 7
+MICRO_BATCHES = 5
+LIMIT_S = 10.0
+"""Seconds. A probe ends after this time, with the micro-batches done so far."""
 
 
 class _Note(NamedTuple):
@@ -62,11 +65,6 @@ class Pace:
             processor_s=tuple(round(each.processor_s, DIGITS) for each in cores),
             queued_s=tuple(round(each.queued_s, DIGITS) for each in cores if each.queued_s is not None),
         )
-
-
-MICRO_BATCHES = 5
-LIMIT_S = 10.0
-"""Seconds. A probe ends after this time, with the micro-batches done so far."""
 
 
 class Prober:

@@ -31,6 +31,7 @@ from morph.runtime.step.kernels import kernels_refused
 _TORCHS_OWN = {"aten", "prims"}
 """Namespaces of torch's own operations."""
 AddGradient = Callable[[str, Tensor], None]
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class GradientSink(Protocol):
@@ -173,9 +174,6 @@ def _maybe(gradient: Tensor | None) -> Tensor | None:
 def _carried_out(tensor: Tensor) -> Tensor:
     """Carry out conjugation and negation that torch only marks: kernels that read such a mark may round differently."""
     return tensor.resolve_conj().resolve_neg()
-
-
-_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: Precision, device_type: str) -> AbstractContextManager[object]:

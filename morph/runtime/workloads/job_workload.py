@@ -72,6 +72,7 @@ _FIELDS = (
     ),
     *("optimizer_device", "eval_every_steps", "eval_every_epochs", "eval_samples", "best", "step_entry"),
 )
+_PROBE_SIZE = 0.01
 
 
 def check_training(job: Job, model: CutModel) -> dict[str, str]:
@@ -167,9 +168,6 @@ def _step(optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-
-
-_PROBE_SIZE = 0.01
 
 
 class JobWorkload:
