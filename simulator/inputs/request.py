@@ -37,8 +37,8 @@ class MemoryRules:
     keeps during its whole life.
     """
 
-    keeps_sums: bool = True
-    copies_sums: bool = True
+    keeps_sums: bool = False
+    copies_sums: bool = False
     follows: bool = False
     changes: bool = True
     saves: bool = True

@@ -250,6 +250,7 @@ class Splits:
         self.commit_ns = borders[0].settings[0].sections.commit_ns
         few, (alone, rounds) = self._paces_ns(1)[0], self._paces_ns(total)
         self.fits = np.any((few < NEVER) | (alone < NEVER), axis=0)
+        self.fits_alone = np.any(alone < NEVER, axis=0)
         through = np.maximum(self.fill_ns + (total - 1) * alone, total * rounds)
         self._alone_ns = np.where(alone < NEVER, self.commit_ns + through, math.inf).min(axis=0)
 
@@ -375,11 +376,11 @@ class TwoTypes:
         return min(self.fitting(gpus), key=lambda needed: (missing(needed), sum(needed), needed), default=None)
 
     def fitting(self, gpus: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """Yield the GPUs of each pipeline over two of these types that fits, even if some of its GPUs are missing."""
+        """Yield the GPUs of each pipeline over two of these types that fits alone, even if some of them are missing."""
         deepest = self.sweeps[0].num_sections
         for i, j in permutations(range(len(gpus)), 2):
             if gpus[i] and gpus[j]:
-                for a, b in np.argwhere(self.splits_of(i, j, (deepest, deepest)).fits).tolist():
+                for a, b in np.argwhere(self.splits_of(i, j, (deepest, deepest)).fits_alone).tolist():
                     yield self.gpus_of({Split(i, j, a, b): 1}, ())
 
     # ---- what there is to gain, by bounds ----

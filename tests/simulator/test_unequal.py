@@ -286,14 +286,14 @@ def test_a_second_type_of_gpus_trains_as_much_more_as_it_can() -> None:
 
 
 def test_memory_is_that_of_each_type() -> None:
-    profile = with_type(synthetic_profile(num_sections=4, parameter_bytes=40_000_000), "t4", 2.0, 2**30)
+    profile = with_type(synthetic_profile(num_sections=4, parameter_bytes=40_000_000), "t4", 2.0, 3 * 2**28)
     found = plan(profile, pool={"": 1, "t4": 4}).best
     depths = {found.stages[found.stages_of(d)[0]].node_type: len(found.stages_of(d)) for d in range(found.num_replicas)}
     assert depths[""] == 1
     assert depths["t4"] > 1, "a small device holds no whole model"
     with pytest.raises(PlanError, match=r"allowed: at least .*, or at least \d+ GPUs"):
         plan(profile, pool={"t4": 1})
-    small = with_type(profile, "k80", 3.0, 2**30)
+    small = with_type(profile, "k80", 3.0, 3 * 2**28)
     with pytest.raises(PlanError, match=r"fits on no type.*allowed: k80=\d, or t4=\d"):
         plan(small, pool={"t4": 1, "k80": 1})
     with pytest.raises(PlanError, match="is not a type of this profile"):

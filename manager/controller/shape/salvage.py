@@ -84,8 +84,10 @@ def note_prepared(transition: Transition) -> None:
     """Record the sums of workers that have prepared the abandoned step, also if the abort reached them after that."""
     state = transition.state
     step = state.step
+    if not step.reports or step.attempt:
+        return
     assert state.reshape is not None, "no generation was formed"
-    if not step.reports or step.attempt or not state.reshape.keep_sums:
+    if not state.reshape.keep_sums:
         return
     plan, kept = state.reshape.plan, dict(step.kept)
     num = state.num_micro_batches(plan)
