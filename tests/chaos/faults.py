@@ -214,7 +214,12 @@ def set_clock(world: World, draw: random.Random) -> str:
 
 
 def edit_job(world: World, draw: random.Random) -> str:
-    """Change data and seed while a worker is replaced, and restore them, because the command may be repeated."""
+    """Change data and seed while a worker is replaced, and restore them, because the command may be repeated.
+
+    A command that has not read the job yet would rightly refuse the change.
+    """
+    if not world.has_begun():
+        return ""
     text = world.job.read_text(encoding="utf-8")
     edited = text.replace("seed=0,", "seed=1,").replace("index // 3", "index // 2")
     assert edited != text

@@ -80,6 +80,7 @@ class World:
         self.steps, self._on_ray = setting.steps, setting.launcher == "ray"
         self._process: subprocess.Popen[bytes] | None = None
         self._version, self._ready = 0, set[int]()
+        self._before: int | None = None
         self._temporary = Path(tempfile.mkdtemp(prefix="c"))  # short, because Ray puts sockets into it
         self._clock = folder / "clock"
         self._clock.write_bytes(struct.pack("q", 0))
@@ -113,6 +114,7 @@ class World:
 
     def start(self) -> None:
         """Start the command, for the first time or again."""
+        self._before = self._last_line()
         with (self.folder / "output.log").open("ab") as output:
             self._process = subprocess.Popen(
                 [*COMMAND, *map(str, self._arguments)],
@@ -123,6 +125,18 @@ class World:
                 stderr=output,
                 start_new_session=True,
             )
+
+    def has_begun(self) -> bool:
+        """Return whether the command, as started last, has read the job and written to the journal."""
+        line = self._last_line()
+        return self._before is not None and line is not None and line > self._before
+
+    def _last_line(self) -> int | None:
+        """Return the number of the journal's last line, condensed or not, 0 before the first; None if unreadable."""
+        if not (self.run_dir / "journal.sqlite").exists():
+            return 0
+        rows = self._journal("SELECT max(seq) FROM sqlite_sequence WHERE name = 'entries'")
+        return (rows[0][0] or 0) if rows else None
 
     @property
     def manager(self) -> psutil.Process:

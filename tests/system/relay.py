@@ -65,5 +65,6 @@ class Relay:
             while content := source.recv(LENGTH):
                 self._passes.wait()
                 target.sendall(content)
-        with suppress(OSError):
-            target.shutdown(socket.SHUT_WR)
+        with self._lock, suppress(OSError):
+            if source in self._connections:  # otherwise it was reset, which must not look like an orderly end
+                target.shutdown(socket.SHUT_WR)

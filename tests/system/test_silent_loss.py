@@ -213,7 +213,7 @@ class Relayed:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, resets: set[int]) -> None:
         self.relays: dict[str, Relay] = {}
-        self.left, self.num_reset, self.reset_lost = resets, 0, list[str]()
+        self.left, self.num_reset, self.lost = resets, 0, list[str]()
         home = Entrance.home
 
         def through(entrance: Entrance, worker: str) -> Home:
@@ -226,8 +226,8 @@ class Relayed:
 
     def __call__(self, observed: Observed) -> None:
         state = observed.decision.state
-        if isinstance(observed.event, WorkerLost) and self.left:
-            self.reset_lost.append(observed.event.worker)
+        if isinstance(observed.event, WorkerLost):
+            self.lost.append(observed.event.worker)
         if state.phase is Phase.TRAINING and state.version in self.left:
             self.left.remove(state.version)
             self.num_reset += sum(relay.reset() for relay in self.relays.values())
@@ -256,7 +256,7 @@ def test_resets_lose_nobody_and_half_open_connections_one_worker_and_no_bit(
         relayed.close()
     assert not relayed.left
     assert relayed.num_reset >= 3 * 4
-    assert relayed.reset_lost == []
+    assert relayed.lost == [VICTIM]
     assert "silent for" in fault.cause
     assert fault.versions[-1] == STEPS
     assert weights == expected
