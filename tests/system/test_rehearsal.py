@@ -153,7 +153,7 @@ def test_losses_of_either_type_and_zone_re_shape_mixed_plans_and_change_no_bit(t
     assert [f"{shape} on {pool}" for _, shape, pool in changed.changes] == [
         f"2x1 + 4x1 on {SLOW}=3,{FAST}=3",
         f"2x1 + 3x1 on {SLOW}=3,{FAST}=2",
-        f"4x1 on {SLOW}=2,{FAST}=2",
+        f"2x2 on {SLOW}=2,{FAST}=2",
     ]
     assert changed.lost == (FAST, SLOW)
     assert weights_of(tmp_path / "changes") == weights
