@@ -194,7 +194,7 @@ class MeasuredJob:
         crew.train_steps(NUM_STEPS)
         simulation = self.plan(*second, recompute=True)
         peaks = crew.form_shape(simulation.plan)
-        rules = MemoryRules(copies_sums=False, saves=False)
+        rules = MemoryRules(keeps_sums=True, copies_sums=False, saves=False)
         spans = [self.plan(*shape, recompute=True).costs.spans for shape in (first, second)]
         singles = [shape[1] == 1 for shape in (first, second)]
         bounds = [
