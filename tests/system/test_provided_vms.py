@@ -186,7 +186,7 @@ def test_a_dead_host_is_replaced_and_one_without_a_manager_ends(hosts: Hosts, ca
     held = job_file(tmp_path, hosts, calibrated, TOO_SMALL_ALONE_BYTES, **told)
     path, leases = tmp_path / "job.yaml", hosts.directory / "leases.json"
     checked = CliRunner().invoke(app, ["config", "check", str(path)]).stdout
-    assert "with 2 workers in shape 2x1, at least 2 needed" in checked
+    assert "with 2 workers in shape 1x2, at least 2 needed" in checked
     made = tmp_path / "made"
     with RunningMorph("run", path, "--verbose", "--no-page", secrets_path=made) as run:
         assert "2x1 on 2 of 2 ready workers" in run.wait_for_line("generation 1 is formed")
