@@ -35,15 +35,12 @@ def newest_whole(
     Damaged ones are set aside once an older one is found whole: otherwise they would count as newer ones when the
     oldest are deleted. If no checkpoint is whole, nothing is changed.
 
-    Args:
-        every_byte: Whether to read every byte; otherwise it is enough that every file exists with its size, and other
-            damage is found by the worker that loads it.
-        limit_s: Returns the time limit in seconds for reading a file of this many bytes (0: a listing); None: no limit.
-        at_most: Newer versions than this are ignored.
+    Without ``every_byte`` it is enough that every file exists with its size; the worker that loads it finds other
+    damage. ``limit_s`` returns the time limit in seconds for reading a file of this many bytes (0: a listing); None: no
+    limit. Versions newer than ``at_most`` are ignored.
 
-    Raises:
-        CheckpointDamaged: there are checkpoints, and all of them are damaged.
-        CheckpointError: storage does not answer, or a damaged one cannot be set aside. The result is unknown then.
+    Raises CheckpointDamaged if all checkpoints are damaged. CheckpointError means that the result is unknown: storage
+    does not answer, or a damaged one cannot be set aside.
     """
     manifest, damaged = find_whole(url, every_byte=every_byte, limit_s=limit_s, at_most=at_most)
     for version in damaged:

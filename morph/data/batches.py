@@ -55,10 +55,8 @@ class HostText:
 class Form:
     """A nest without its tensors.
 
-    Attributes:
-        value: The constant (number, flag or None), the same in every batch.
-        make: The type of a nest, with its ``keys`` and ``parts``.
-        template: A nest of that type to copy, if it is a dataclass.
+    ``value``: the constant (number, flag or None), the same in every batch. ``make``: the type of a nest, with its
+    ``keys`` and ``parts``. ``template``: a nest of that type to copy, if it is a dataclass.
     """
 
     kind: Literal["entry", "text", "constant", "nest"]
@@ -243,10 +241,8 @@ class Recipe:
     ) -> Flat:
         """Return one batch of samples, taken apart; every entry is [len(samples), ...].
 
-        Args:
-            field: The name of the data set in errors.
-            keys: The requested entries, if entries can be made separately; None: all.
-            length: The length to which samples are padded; None: the smallest bucket that holds them, if there are any.
+        ``field`` names the data set in errors. ``keys``: the requested entries, if they can be made separately; None:
+        all. Samples are padded to ``length``; None: to the smallest bucket that holds them, if there are any.
         """
         if self.collate_fn is None:
             wheres = [f"{field}[{index}]" for _, index in places]

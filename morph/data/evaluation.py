@@ -22,12 +22,8 @@ EPOCH = -1
 class EvaluationLoader:
     """Loads micro-batch ``j``: samples ``j*m .. (j+1)*m - 1``; the last one may have fewer.
 
-    If lengths vary, samples of similar length share micro-batches.
-
-    Args:
-        training_sample: A training sample, whose entries and shapes the evaluation data must have.
-        num_samples: The largest number of samples to use; None: all.
-        recipe: How micro-batches are made of samples; None: by stacking.
+    If lengths vary, samples of similar length share micro-batches. The data must have the entries and shapes of
+    ``training_sample``. ``num_samples``: the most to use; None: all. ``recipe``: None makes micro-batches by stacking.
     """
 
     def __init__(

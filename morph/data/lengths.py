@@ -51,16 +51,11 @@ def divided(
 ) -> list[MicroBatch]:
     """Divide the samples of a mini-batch, or of an evaluation, among micro-batches, and return these.
 
-    With lengths, samples are sorted by length, and each micro-batch is as long as the smallest bucket that holds its
-    longest sample. Micro-batches are numbered so that any range of them, such as those that a replica runs, has short
-    and long ones in similar proportion. The result depends only on the samples and ``size``, so it is the same in every
-    shape.
-
-    Args:
-        places: The places of the samples, in the order of the data.
-        size: m, the number of samples per micro-batch; one has fewer, if m does not divide them.
-        buckets: The lengths to pad to, ascending.
-        by_length: Whether samples of similar length share micro-batches; otherwise samples keep their order.
+    ``places`` are in the order of the data, and ``buckets``, the lengths to pad to, ascending. ``size`` is m, samples
+    per micro-batch; one has fewer, if m does not divide them. With ``by_length``, samples are sorted by length, and
+    each micro-batch is as long as the smallest bucket that holds its longest sample; otherwise samples keep their
+    order. Micro-batches are numbered so that any range of them, such as those that a replica runs, has short and long
+    ones in similar proportion. The result depends only on the samples and ``size``, so it is the same in every shape.
     """
     starts = range(0, len(places), size)
     if lengths is None:

@@ -19,12 +19,8 @@ POSITIONS = "position_ids"
 def packs(lengths: Sequence[int], length: int) -> list[list[int]]:
     """Distribute documents among samples: the longest first, each to the fullest sample that has room for it.
 
-    Args:
-        lengths: The length of each document, at most ``length``.
-        length: The length of a sample.
-
-    Returns:
-        The numbers of each sample's documents, ascending; samples are in the order of their first documents.
+    ``lengths`` are of the documents, each at most ``length``, that of a sample. Returns the numbers of each sample's
+    documents, ascending; samples are in the order of their first documents.
     """
     found: list[list[int]] = []
     with_room: dict[int, list[int]] = {}
@@ -76,11 +72,8 @@ class Packed:
         return len(self.packs)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return a sample, every entry of which is [length].
-
-        Raises:
-            JobError: an entry of a document is not as long as the document.
-        """
+        """Return a sample, every entry of which is [length]; JobError if one of a document is not as long as the
+        document."""
         return self.sample(self.packs[index])
 
     def sample(self, documents: Sequence[int]) -> dict[str, Tensor]:

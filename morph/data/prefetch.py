@@ -52,10 +52,7 @@ _END_S = 2.0
 class DataWorkers:
     """The data workers of one worker; they start at once, and read as soon as ``begin`` has given the form of samples.
 
-    Args:
-        known: The facts that their data sets must match, by the job's fields.
-        clock: Returns monotonic seconds.
-
+    ``known``: the facts that their data sets must match, by the job's fields. ``clock`` returns monotonic seconds.
     ``notes``: sentences for the user, until they are fetched.
     """
 

@@ -19,17 +19,13 @@ def _words(seed: int, key: tuple[int, ...], first: int, last: int) -> NDArray[np
 
 
 class ShardOrder:
-    """Makes random orders in which shards are read mostly one after the other.
+    """Makes random orders in which shards, of these ``sizes`` in samples, are read mostly one after the other.
 
-    In each epoch the shards form a row, whose order is drawn. The sample at place i of the row gets the key
-    ``i + d``, where d is drawn from ``0 .. window - 1``, and samples come in the order of their keys. So a sample comes
-    less than ``window`` places before or after its place in the row, and only the shards of that stretch are in use at
-    once. Any part of the order is computed by itself: nothing is as long as the data set.
-
-    Args:
-        sizes: The number of samples in each shard.
-        window: The range of the drawn offsets; 1 leaves the samples of the row as they are.
-        shuffle_shards: Whether the order of shards is drawn; otherwise shards keep their order.
+    In each epoch the shards form a row, whose order is drawn if ``shuffle_shards``. The sample at place i of the row
+    gets the key ``i + d``, where d is drawn from ``0 .. window - 1``, and samples come in the order of their keys. So a
+    sample comes less than ``window`` places before or after its place in the row, and only the shards of that stretch
+    are in use at once; a window of 1 leaves them as they are. Any part of the order is computed by itself: nothing is
+    as long as the data set.
     """
 
     def __init__(self, sizes: Sequence[int], window: int, *, shuffle_shards: bool = True) -> None:

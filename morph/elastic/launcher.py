@@ -53,9 +53,8 @@ class Outcome:
 def launch(plan: Plan) -> Outcome:
     """Run the workers until the last has ended.
 
-    Raises:
-        OSError: the launcher cannot listen on the address, or cannot start the command.
-        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the workers have been ended.
+    Raises OSError if the launcher cannot listen on the address or start the command, and KeyboardInterrupt after
+    Ctrl-C, SIGTERM or SIGHUP; the workers have been ended then.
     """
     outcome = Outcome()
     workers: list[subprocess.Popen[bytes]] = []

@@ -76,11 +76,8 @@ class Door:
 class Membership:
     """One member of the rings of a job. All methods except ``found`` and ``begin`` may be called from any thread.
 
-    Args:
-        listening: A listening socket, which is closed with this object.
-        host: The address at which the others reach this member.
-        store_port: The port of this process's rendezvous store.
-        silence_s: A member that does not answer for this many seconds counts as lost.
+    The ``listening`` socket is closed with this object. The others reach this member at ``host``; ``store_port`` is of
+    this process's rendezvous store. A member that does not answer for ``silence_s`` seconds counts as lost.
     """
 
     def __init__(self, listening: socket.socket, host: str, store_port: int, credential: str, silence_s: float) -> None:

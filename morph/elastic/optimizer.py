@@ -178,8 +178,7 @@ class Optimizer:
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Continue from what ``state_dict`` returned; call this before the first step.
 
-        Raises:
-            InputError: it was saved by another loop, or a step was done before.
+        Raises InputError if another loop saved it, or a step was done before.
         """
         if self._state.num_steps:
             raise InputError("comes too late", field="load_state_dict", allowed="a call before the first step")
@@ -388,11 +387,7 @@ class Optimizer:
             self._participation.cross_boundary(place)
 
     def _compare(self, place: Place) -> None:
-        """End this worker if its settings are not the oldest worker's; the remaining workers begin the step again.
-
-        Raises:
-            InputError: the settings are not those of the oldest worker.
-        """
+        """End this worker with an InputError if its settings are not the oldest's; the others begin the step again."""
         try:
             oldest = exchanged(self._participation.ring, self._gradients.settings)[0]
         except (GenerationAborted, PeerLost):

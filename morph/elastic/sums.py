@@ -91,10 +91,8 @@ class Signals:
 class StepSums:
     """The sums of one member in one step.
 
-    Args:
-        exponents: Scales of exact sums; a missing one is the initial scale.
-        ring: Reduces the sums; None: this member is alone.
-        memory: Memory on the parameters' device; it may hold blocks of an earlier step whose gradients are applied.
+    ``exponents``: scales of exact sums; a missing one is the initial scale. Without ``ring``, this member is alone.
+    ``memory`` is on the parameters' device; it may hold blocks of an earlier step whose gradients are applied.
     """
 
     def __init__(

@@ -103,11 +103,9 @@ class Caller:
 class Listener:
     """Accepts connections in its own thread and serves each in another; continues after any error.
 
-    Args:
-        listening: A listening socket, which is closed with this object.
-        serve: Serves one connection, which is closed when it returns; calls ``Caller.known`` once the caller is
-            authenticated. An exception that it raises ends this connection only.
-        hello_timeout_s: A caller that is not authenticated within this time is dropped.
+    The ``listening`` socket is closed with this object, and a connection when ``serve`` returns; an exception that it
+    raises ends this connection only. It calls ``Caller.known`` once the caller is authenticated; a caller that is not
+    within ``hello_timeout_s`` is dropped.
     """
 
     def __init__(

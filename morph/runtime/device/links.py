@@ -44,12 +44,10 @@ class Link(Protocol):
     """One direction between two workers: messages of one or more tensors, in order."""
 
     def send(self, tensors: Sequence[Tensor], *, lent: bool = False, beside: Sequence[Tensor] = ()) -> Transfer:
-        """Start sending; returns at once.
+        """Start sending the tensors, which are on the link's device; returns at once.
 
-        Args:
-            tensors: On the link's device.
-            lent: Whether the caller leaves the tensors unchanged until they have left. Otherwise they are copied first.
-            beside: Small tensors in host memory that are sent with them and do not change.
+        They are copied first unless ``lent``: then the caller leaves them unchanged until they have left. ``beside``:
+        small tensors in host memory that are sent with them and do not change.
         """
 
     def receive(self, specs: Sequence[TensorSpec], *, beside: Sequence[Tensor] = ()) -> Arrival:

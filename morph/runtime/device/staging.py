@@ -96,12 +96,10 @@ class Staging:
     ) -> None:
         """Enqueue copies of device tensors after the work that the calling thread has enqueued so far; returns at once.
 
-        Args:
-            tensors: Contiguous tensors. They are kept, and may not change, until they are copied.
-            then: Called with the complete copies, in another thread.
-            failed: Called with the error if the device is lost before that, or if ``then`` fails.
-            beside: Only for sums, which are copied on a stream of their own so that no message waits for them: the
-                event after which they are copied.
+        The tensors are contiguous; they are kept, and may not change, until they are copied. ``then`` is called with
+        the complete copies, in another thread; ``failed`` with the error if the device is lost before that, or if
+        ``then`` fails. ``beside``: only for sums, which are copied after this event on a stream of their own, so that
+        no message waits for them.
         """
         stream, events = (self._out, self._events) if beside is None else (self._out_sums, self._events_beside)
         stream.wait(self.device.current.record() if beside is None else beside)

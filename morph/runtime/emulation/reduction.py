@@ -54,13 +54,9 @@ def run_rings(
 ) -> tuple[float, float]:
     """Run a worker's rings one after the other. Raises as ``Interrupt.wait_for``.
 
-    Args:
-        free_s: End of this worker's last task.
-        passed_s: End of its last backward through each section; missing for sections without one.
-        late_s: The delay of that task by busy hosts.
-
-    Returns:
-        When the last ring is done, and when it would be done if busy hosts had delayed no member's tasks.
+    ``free_s`` is the end of this worker's last task, ``late_s`` that task's delay by busy hosts, and ``passed_s`` the
+    end of its last backward through each section that has one. Returns when the last ring is done, and when it would be
+    done if busy hosts had delayed no member's tasks.
     """
     link_free_s, delays_s = [-math.inf, -math.inf], (0.0, late_s)
     for ring in rings:

@@ -48,11 +48,8 @@ class TaskTimes:
 class EmulatedStage:
     """Runs tasks of one stage in one step, as ``morph.runtime.step.stage.Stage`` does.
 
-    Args:
-        micro_batches: Global numbers of the replica's micro-batches.
-        key: (seed, step).
-        message: The message to the next stage; None on the last stage.
-        gradient: The message to the previous stage; None on the first stage.
+    ``micro_batches`` are the global numbers of the replica's, and ``key`` is (seed, step). The last stage has no
+    ``message``, and the first no ``gradient``.
     """
 
     def __init__(

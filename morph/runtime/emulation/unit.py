@@ -24,10 +24,8 @@ LEARNING_RATE = 1e-3
 class DeviceMemory:
     """Counts the memory of one stage against the device's memory.
 
-    Args:
-        held_bytes: Parameters, optimizer state and gradients.
-        input_bytes: A micro-batch of which only the stage's input is stored.
-        activation_bytes: A micro-batch whose activations are kept.
+    ``held_bytes``: parameters, optimizer state and gradients. ``input_bytes``: a micro-batch of which only the stage's
+    input is stored. ``activation_bytes``: one whose activations are kept.
     """
 
     def __init__(

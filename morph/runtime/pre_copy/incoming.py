@@ -30,12 +30,9 @@ log = logging.getLogger(__name__)
 class Incoming:
     """Receives units during training, in a thread that listens and one thread for each sender.
 
-    Args:
-        make_shadow: Makes a unit that will be kept in step.
-        arrive: On emulated links, blocks until this many bytes have arrived.
-        known: Units that are already here at their senders' present version.
-        take_sums: Called with the sender's name and a frame of partial sums, or a frame that says that no more will
-            come.
+    ``make_shadow`` makes a unit that will be kept in step. On emulated links, ``arrive`` blocks until this many bytes
+    have arrived. ``known``: units that are already here at their senders' present version. ``take_sums`` is called with
+    the sender's name and a frame of partial sums, or a frame that says that no more will come.
     """
 
     def __init__(

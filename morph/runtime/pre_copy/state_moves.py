@@ -143,9 +143,8 @@ def send_in_background(sources: Sequence[Source], context: MoveContext, interrup
 def take_units(sources: Sequence[Source], context: MoveContext) -> tuple[dict[str, UnitState], int]:
     """Collect this worker's units at the wanted version; returns them and the bytes received from peers.
 
-    Raises:
-        CheckpointError: when a checkpoint is incomplete or damaged, or storage does not answer. GenerationAborted,
-        PeerLost: the generation ended meanwhile.
+    Raises CheckpointError if a checkpoint is incomplete or damaged, or storage does not answer; GenerationAborted or
+    PeerLost if the generation ended meanwhile.
     """
     units: dict[str, UnitState] = {}
     received_bytes = 0

@@ -69,19 +69,11 @@ def run_single(
     checkpoint_url: str,
     on_step: Callable[[int, float], None] | None = None,
 ) -> Manifest:
-    """Train ``steps`` steps on one worker; return the manifest of the final checkpoint.
+    """Train ``steps`` steps, from the job's seed, on one worker; return the manifest of the final checkpoint.
 
-    Args:
-        job_path: ``path/to/file.py:name``.
-        steps: Optimizer steps from the job's seed.
-        num_sections: K; None for the job's own choice.
-        micro_batch_size: m, samples.
-        checkpoint_url: The URL for the final checkpoint.
-        on_step: Called with (step, loss) after each step.
-
-    Raises:
-        InputError: the job is wrong.
-        TrainingStopped: training failed.
+    ``job_path`` is ``path/to/file.py:name``. ``num_sections`` is K, or None for the job's own choice;
+    ``micro_batch_size`` is m, in samples. ``on_step`` is called with (step, loss) after each step. Raises InputError if
+    the job is wrong, and TrainingStopped if training failed.
     """
     with imported_once(job_path):
         return _run_single(job_path, steps, num_sections, micro_batch_size, checkpoint_url, on_step)

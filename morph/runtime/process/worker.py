@@ -80,14 +80,9 @@ _LOOK_S = 0.1
 def take_slot(slots: Sequence[str], wait_s: float = _WAIT_S) -> int | None:
     """Lock one of these files and let this process see only that device; the lock ends with the process.
 
-    The process must not have used CUDA before. A process that just died may still hold a lock, so this waits up to
-    ``wait_s``.
-
-    Args:
-        slots: Files, tried in this order; each is named after its device. Without files, nothing is taken.
-
-    Returns:
-        The descriptor of the locked file, which a worker never closes.
+    The files are tried in this order, and each is named after its device; without files, nothing is taken. The process
+    must not have used CUDA before. A process that just died may still hold a lock, so this waits up to ``wait_s``.
+    Returns the descriptor of the locked file, which a worker never closes.
     """
     deadline_s = time.monotonic() + wait_s
     while slots:
@@ -134,10 +129,8 @@ def set_up(setup: WorkerSetup) -> Worker | Failed:
 class Worker:
     """A worker that is set up; see the module's docstring.
 
-    Args:
-        setup: The worker's setup, without the parts that are used once: variables and the code's archive.
-        folders: The folder of the job's files here, and the user's folder.
-        start_s: The time at which its setup began, by ``time.perf_counter``.
+    ``setup`` comes without the parts that are used once: variables and the code's archive. ``folders``: the folder of
+    the job's files here, and the user's folder. ``start_s``: when its setup began, by ``time.perf_counter``.
     """
 
     def __init__(self, setup: WorkerSetup, folders: tuple[str, str], start_s: float) -> None:

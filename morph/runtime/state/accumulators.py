@@ -52,12 +52,9 @@ class Reduced:
 class Accumulator(ABC):
     """Sums gradients of one unit, part by part.
 
-    Args:
-        like: Shape, type and device of each mean, by name.
-        memory: Memory for the sums, on the gradients' device.
-        loss_scale: Factor in the gradients; it is removed from the means.
-        changes: Names of buffers' changes, which are not gradients: they have no loss scale, and are zero if nothing
-            was added.
+    ``like`` has the shape, type and device of each mean, by name; ``memory``, for the sums, is on the gradients'
+    device. ``loss_scale`` is a factor in the gradients that is removed from the means. ``changes`` names buffers'
+    changes, which are not gradients: they have no loss scale, and are zero if nothing was added.
     """
 
     bears_non_finite: bool

@@ -75,13 +75,10 @@ def fits(exponent: int, largest: float, num_contributions: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FixedSum:
-    """One tensor's fixed-point sums, and their addresses for the compiled loops.
+    """One tensor's fixed-point sums (``total``, flat int64), and their addresses on the host for the compiled loops.
 
-    Attributes:
-        total: Flat int64.
-        largest: A float64 of shape (1,), on the same device; grows to the largest magnitude, NaN if one is NaN. A
-            negative value means that nothing was added before.
-        addresses: Addresses of ``total`` and ``largest``, on the host; requested once, not for each gradient.
+    ``largest``, a float64 of shape (1,) on the same device, grows to the largest magnitude, NaN if one is NaN;
+    negative: nothing was added before. ``addresses`` of both are requested once, not for each gradient.
     """
 
     total: Tensor
@@ -143,11 +140,9 @@ def _add_by_torch(one: FixedSum, values: Tensor) -> None:
 def from_fixed(totals: Sequence[Tensor], exponents: Sequence[int], divisor: int, into: Sequence[Tensor]) -> None:
     """Turn fixed-point sums into mean gradients: total * 2**-e / divisor, in float64, then in the type of ``into``.
 
-    Args:
-        totals: For each tensor, int64 of shape (members, elements), to be added over the members. All on one device,
-            with contiguous elements.
-        divisor: N.
-        into: Flat, of as many elements, of one type, on the device of ``totals``.
+    ``totals`` are, for each tensor, int64 of shape (members, elements), to be added over the members; all are on one
+    device, with contiguous elements. ``divisor`` is N. ``into`` are flat, of as many elements, of one type, on that
+    device.
     """
     if into and into[0].dtype in _LOOPED:
         fused = _fused(into[0].device)

@@ -31,13 +31,10 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class ModelState:
-    """Names of a job's state_dict.
+    """Names of a job's state_dict, and initial ``values`` by kept name, made by the job's model.
 
-    Attributes:
-        model: The job's model, without memory for its weights where that is possible.
-        kept: The kept name by every name: the first name of the same tensor, under which tied parameters are kept.
-        trainable: Kept names of parameters that require a gradient.
-        values: Initial values by kept name, made by the job's model.
+    ``model`` has no memory for its weights where that is possible. ``kept`` has, by every name, the first name of the
+    same tensor, under which tied parameters are kept. ``trainable``: kept names of parameters that require a gradient.
     """
 
     model: nn.Module
@@ -143,10 +140,9 @@ def _trained(job: Job, state: ModelState, checkpoint_url: str, manifest: Manifes
 class ImportRules:
     """Rules that map a file's entries to those of a job's model; all patterns are regular expressions.
 
-    Attributes:
-        renames: Pattern and text: each rule in turn replaces every match in an entry's name with the text.
-        skip: Entries whose whole name, as it is in the file, matches one of these are left out.
-        fresh: Parameters whose whole name matches one of these may be missing: the job's model makes them.
+    Each of ``renames`` in turn replaces every match of its pattern in an entry's name with its text. ``skip`` and
+    ``fresh`` match whole names: of entries, as in the file, to leave out; of parameters that may be missing, as the
+    job's model makes them.
     """
 
     renames: tuple[tuple[re.Pattern[str], str], ...] = ()
@@ -217,12 +213,9 @@ class StoredRun:
 class ImportedParameters:
     """A file's parameters and buffers for a cut model, checked by names, shapes, types and tied names; read one by one.
 
-    Buffers that the forward writes may be absent; if so, the job's model initialises them.
-
-    Attributes:
-        unused: Parameters that are left out, because the loss does not depend on them.
-        fresh: Parameters that the job's model initialises.
-        frozen: Names of untrained entries that differ from the job's model.
+    The job's model initialises the ``fresh`` parameters, and buffers that the forward writes if they are absent.
+    ``unused`` parameters are left out, because the loss does not depend on them. ``frozen`` names untrained entries
+    that differ from the job's model.
     """
 
     def __init__(

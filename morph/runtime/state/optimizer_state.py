@@ -97,9 +97,8 @@ def build_both(
 ) -> tuple[Optimizer, LRScheduler | None, dict[str, Any], bool]:
     """Build an optimizer and its schedule.
 
-    Returns:
-        The optimizer and the schedule; the job's settings of both as plain values; and whether the optimizer may step
-            together with others.
+    Returned with them: the job's settings of both as plain values, and whether the optimizer may step together with
+    others.
     """
     optimizer = build_optimizer(make_optimizer, parameters)
     groups, joins = group_numbers(optimizer), is_elementwise(optimizer)
@@ -258,13 +257,9 @@ def load_settings(
 ) -> None:
     """Load the saved groups and schedule, except for settings that the job has changed since then.
 
-    A schedule of another job, or of changed code, is advanced as if it had been used from the beginning.
-
-    Args:
-        optimizer: The optimizer as the job built it.
-        scheduler: The scheduler as the job built it.
-        numbers: The saved ``groups`` and ``scheduler``, ``said`` of the job that saved them, and ``num_applied`` steps.
-        said: This job's settings, from ``build_both``, and everything else on which they depend.
+    A schedule of another job, or of changed code, is advanced as if it had been used from the beginning. ``numbers``
+    has the saved ``groups`` and ``scheduler``, ``said`` of the job that saved them, and ``num_applied`` steps; the
+    argument ``said`` has this job's settings, from ``build_both``, and everything else on which they depend.
     """
     before = numbers.get("said")
     if before is None or not says_otherwise(numbers, said):

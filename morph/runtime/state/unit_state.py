@@ -146,12 +146,10 @@ def update_rules(job: Job, device: torch.device, code: str = "", frozen: str = "
 
 
 class UnitState:
-    """A worker's state of one unit.
+    """A worker's state of one unit, with an optimizer of its own.
 
-    Args:
-        tensors: Its parameters and buffers by name; copied for this state, or used directly with ``for_good``.
-        make_optimizer: The job's optimizer factory; the unit gets an instance of its own.
-        num_micro_batches: N; with the number of sections that use the unit, it bounds the contributions.
+    ``tensors``, its parameters and buffers, are copied, or used directly with ``for_good``. ``num_micro_batches`` is N;
+    with the number of sections that use the unit, it bounds the contributions.
     """
 
     def __init__(

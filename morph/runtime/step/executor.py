@@ -38,11 +38,9 @@ class Neighbours:
 class StageWork:
     """The work of one stage in one step.
 
-    Attributes:
-        borders: Inputs and outputs of each micro-batch whose tensors differ in shape from ``inputs`` and
-            ``outputs``.
-        shares: The share of each micro-batch in means over samples, if they differ.
-        factor: The factor of each loss before its backward, besides its share and the loss scale.
+    ``borders``: inputs and outputs of each micro-batch whose tensors differ in shape from ``inputs`` and ``outputs``.
+    ``shares``: of each micro-batch in means over samples, if they differ. ``factor``: of each loss before its backward,
+    besides its share and the loss scale.
     """
 
     micro_batches: Sequence[int]

@@ -29,11 +29,9 @@ _NONE_DETERMINISTIC = re.compile(r"^(\S+) does not have a deterministic implemen
 class Kernels:
     """Settings of torch.
 
-    Attributes:
-        determinism: The mode of ``torch.set_deterministic_debug_mode``; 2: use deterministic kernels, and refuse
-            operations without one.
-        cudnn_benchmark: Whether cuDNN chooses its convolutions by speed; the choice may differ each time.
-        cudnn_attention: Whether attention may use cuDNN's kernels besides flash, memory-efficient and plain ones.
+    ``determinism`` is the mode of ``torch.set_deterministic_debug_mode``; 2: use deterministic kernels, and refuse
+    operations without one. With ``cudnn_benchmark``, cuDNN chooses its convolutions by speed, perhaps differently each
+    time. With ``cudnn_attention``, attention may use cuDNN's kernels besides flash, memory-efficient and plain ones.
     """
 
     determinism: int
@@ -84,13 +82,9 @@ def prepare_cublas() -> None:
 
 @contextmanager
 def kernels_refused(first_line: str | None) -> Iterator[None]:
-    """Raise a one-sentence error if an operation of a section has no deterministic kernel.
+    """Raise a one-sentence JobError, instead of torch's, if an operation of a section has no deterministic kernel.
 
-    Args:
-        first_line: ``file:line`` of the user's code at which the section begins, if it is known.
-
-    Raises:
-        JobError: there is none; this error replaces torch's.
+    ``first_line``: ``file:line`` of the user's code at which the section begins, if it is known.
     """
     try:
         yield

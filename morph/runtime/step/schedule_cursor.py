@@ -24,13 +24,11 @@ class Progress:
 
 
 class ScheduleCursor:
-    """Walks through one stage's order string.
+    """Walks through one stage's order string, over F, R and B (see ``Plan.orders``).
 
-    Args:
-        order: String over F, R, B (see ``Plan.orders``).
-        window: Most micro-batches in flight when deviating from the order.
-        opportunistic: Varuna's rules: prefer a backward whose gradient has arrived, and run a forward when
-            the due backward or recompute has no gradient yet. Otherwise the order is kept strictly.
+    ``opportunistic``: by Varuna's rules, prefer a backward whose gradient has arrived, and run a forward when the due
+    backward or recompute has no gradient yet, with at most ``window`` micro-batches in flight. Otherwise the order is
+    kept strictly.
     """
 
     def __init__(self, order: str, window: int, *, opportunistic: bool) -> None:

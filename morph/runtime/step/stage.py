@@ -52,13 +52,10 @@ class StageTasks(Protocol):
 class Stage:
     """Runs tasks of one stage in one step.
 
-    Args:
-        recompute: Whether to keep only the stage's input between forward and backward.
-        live_sections: With recompute, the number of sections whose graphs are held at once; None: all. The inputs of
-            each group of this many sections, counted from the end, are kept, and a group is recomputed before its
-            backward.
-        parameters: Parameters by name; read at every run.
-        load_batch: Returns the batch entries of a micro-batch, by global number and keys.
+    With ``recompute``, only the stage's input is kept between forward and backward. ``live_sections`` is then the
+    number of sections whose graphs are held at once (None: all): the inputs of each group of this many sections,
+    counted from the end, are kept, and a group is recomputed before its backward. ``parameters`` are read at every run.
+    ``load_batch`` returns the batch entries of a micro-batch, by global number and keys.
     """
 
     def __init__(

@@ -58,13 +58,9 @@ class Rings:
 class StepSums:
     """The sums of one worker's units in one step; each is reduced as soon as it is complete.
 
-    Args:
-        units: The held units, with all sections that use each.
-        num_micro_batches: N, over all replicas.
-        last_section: The model's last section, to which the losses belong.
-        salvage: The kept partial sums of the step from all workers.
-        held: This worker's kept partial sums.
-        keep: Whether ``partial_sums`` are needed if the step is abandoned.
+    ``units`` are the held ones, with all sections that use each; the losses belong to ``last_section`` of the model.
+    ``num_micro_batches`` is N, over all replicas. ``salvage`` has the kept partial sums of the step from all workers,
+    ``held`` this worker's. ``keep``: whether ``partial_sums`` are needed if the step is abandoned.
     """
 
     def __init__(  # noqa: PLR0913 (one call builds it)
