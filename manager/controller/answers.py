@@ -21,8 +21,9 @@ from manager.controller.state.nodes import NodeEvent
 from manager.controller.state.state import OutstandingOrder, Phase, StepReport, mean_of
 from manager.controller.state.transition import Transition
 from manager.controller.steps.bad_steps import gives_up, leap_if_due
+from manager.controller.steps.checkpoints import seal_if_complete
 from manager.controller.steps.failures import dissolve, settle
-from manager.controller.steps.training_loop import begin, decide_step, seal_if_complete
+from manager.controller.steps.training_loop import begin, decide_step
 from manager.controller.steps.worker_errors import failed
 from morph.contract.messages import (
     Aborted,
