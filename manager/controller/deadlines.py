@@ -8,8 +8,7 @@ from manager.controller.giving_up import idle_until_s, note_failed_setup
 from manager.controller.node_requests import look_after_requests, nothing_comes, resend_at_s, why_requests_ended
 from manager.controller.notices import spare
 from manager.controller.probing import probe_at_s, probe_if_due
-from manager.controller.shape.formation import form, form_or_hold
-from manager.controller.shape.start import start_if_due
+from manager.controller.shape.formation import form, form_or_hold, start_if_due
 from manager.controller.state.actions import EndWorker, ReasonCode
 from manager.controller.state.bounds import save_bound_s, setup_bound_s
 from manager.controller.state.events import NobodyHeard, Tick

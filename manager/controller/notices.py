@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from manager.controller.node_requests import forget_kept, gives_back, keeps
-from manager.controller.shape.flapping import hold_s, record_flap
-from manager.controller.shape.formation import form_or_hold
-from manager.controller.shape.start import start_if_due
+from manager.controller.shape.formation import form_or_hold, start_if_due
+from manager.controller.shape.selection import hold_s, record_flap
 from manager.controller.state.actions import AcknowledgeNotice, ReasonCode
 from manager.controller.state.bounds import setup_bound_s
 from manager.controller.state.events import NoticeGiven, NoticeWithdrawn

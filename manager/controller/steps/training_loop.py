@@ -11,8 +11,7 @@ from manager.controller.shape.planned_changes import starts_pre_copy
 from manager.controller.shape.pre_copy import drop_if_stale
 from manager.controller.state.actions import ReasonCode, SendCommit, SendStep
 from manager.controller.state.bounds import step_bound_s
-from manager.controller.state.judging import take_evaluation
-from manager.controller.state.loss_judging import judges_losses, take_losses
+from manager.controller.state.judging import judges_losses, take_evaluation, take_losses
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, WorkerState, mean_of
 from manager.controller.state.transition import Transition
 from manager.controller.steps.checkpoints import (
