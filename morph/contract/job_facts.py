@@ -49,6 +49,5 @@ class JobFacts(Value):
     epochs: Epochs | None = None
 
     def joined(self, began: JobFacts) -> JobFacts:
-        """See ``DataFacts.joined``."""
         data = {name: facts.joined(began.data.get(name, facts)) for name, facts in self.data.items()}
         return self.model_copy(update={"data": data})

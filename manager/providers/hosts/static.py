@@ -197,7 +197,6 @@ class StaticProvider:
         return outcome(request, granted, {request: short})
 
     def list(self) -> tuple[Vm, ...]:
-        """See ``Provider``."""
         return tuple(self._ours().values())
 
     def delete(self, names: Sequence[str]) -> None:
@@ -216,11 +215,9 @@ class StaticProvider:
             raise not_ended(left)
 
     def evict(self, _name: str) -> bool:
-        """See ``Provider``."""
         return False
 
     def boot_log(self, name: str) -> str:
-        """See ``Provider``."""
         for key, vm in self._ours().items():
             if vm.name == name and key in self._hosts:
                 with suppress(ProviderError):
@@ -237,13 +234,11 @@ class StaticProvider:
         return ()
 
     def price(self, node_type: str = "") -> Price | None:
-        """See ``Provider``."""
         of_type = tuple(host for host in self._spec.hosts if node_type in ("", host.node_type))
         usd_per_h = self._spec.model_copy(update={"hosts": of_type}).dearest_usd_per_h if of_type else None
         return None if usd_per_h is None else Price(usd_per_h=usd_per_h, source="the file of hosts")
 
     def capabilities(self) -> Capabilities:
-        """See ``Provider``."""
         return Capabilities(spot=False, max_vms=len(self._hosts), ending=self._ending)
 
     def _pass_over(self, key: str, error: ProviderError) -> None:

@@ -56,7 +56,6 @@ class LoadedJob:
 
     @cached_property
     def exported(self) -> ExportedJob:
-        """See ``export_job``."""
         from morph.cutting.exporting.export import export_job
 
         with self._reads:
