@@ -50,13 +50,12 @@ def demo_command(
     """
     doing("loading PyTorch and the simulator")
     from calibrate import calibrate
-    from manager.commands.job_check import check_job
     from manager.commands.run_view import run_view
     from manager.report.picture import draw_run
     from manager.report.summary import summarise
-    from manager.run.inputs import PreparedRun
+    from manager.run.controller_config import memory_of
     from manager.run.managed_run import managed_run
-    from manager.run.preparation import memory_of
+    from manager.run.prepared import PreparedRun
     from manager.run.request import RunRequest
     from manager.run_dir import read_facts
     from morph.contract.cluster import LocalVms
@@ -102,7 +101,7 @@ def demo_command(
     print(f"[3/5] run on {vms.num_vms} VMs through {_describe(trace)}", flush=True)
     request = RunRequest(job=job, steps=MANY_STEPS)
     run = PreparedRun(request, profile, known_cluster, out / "run", collect(job), trace=trace, stop_with_trace=True)
-    finish, report = managed_run(run, check_job, lambda live: run_view(live, plain=plain))
+    finish, report = managed_run(run, lambda live: run_view(live, plain=plain))
     if finish.outcome == "failed":
         raise typer.Exit(1)
 

@@ -178,7 +178,7 @@ def plan_command(
     if as_json:
         print(json.dumps(_as_json(choice)))
         return
-    from manager.run.preparation import redundancy_line
+    from manager.run.controller_config import redundancy_line
     from morph.tables import wide_console
     from simulator.render import tables
 
