@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from manager.engine.local_vms.control_socket import ControlSocket, hear, tell
 from manager.engine.local_vms.namespaces import enter, remove_all
+from manager.engine.on_processes.process_host import HOST
 from morph.jobs.snapshot import has_threads, imported_for_forks
 from morph.link.home import Home
 from morph.runtime.emulation.workload import EmulatedWorkload
@@ -27,7 +28,6 @@ from morph.runtime.state.fixed_point import prepare
 from morph.runtime.state.optimizer_state import prepare_torch
 from morph.runtime.workloads.job_workload import JobWorkload
 
-HOST = "manager.engine.on_processes.process_host"
 MAX_DESCRIPTORS = 1
 PRELOADED = (EmulatedWorkload, JobWorkload)
 """Modules that are imported here so that the children need not import them."""
