@@ -14,7 +14,6 @@ from morph.cli.reading.progress import doing, progress
 if TYPE_CHECKING:
     from manager.report.values import RunReport
     from morph.contract.checkpoint import Manifest
-    from morph.contract.cluster import ClusterConfig
     from morph.contract.plan import Plan
     from morph.contract.profile import Profile
     from morph.contract.trace import Trace
@@ -65,7 +64,9 @@ def demo_command(
     from morph.yaml_files import load_cluster
     from simulator import plan_table, spot_model
 
-    known_cluster = _ending_at_once(load_cluster(cluster))
+    known_cluster = load_cluster(cluster)
+    policy = known_cluster.policy.model_copy(update={"takeover_patience_s": 0.0})  # no demo is continued
+    known_cluster = known_cluster.model_copy(update={"policy": policy})
     vms = known_cluster.vms
     if not isinstance(vms, LocalVms):
         raise ConfigError(
@@ -115,11 +116,6 @@ def demo_command(
     print(f"picture: {out / 'run' / 'run.png'}   journal: {out / 'run' / 'journal.sqlite'}")
     print(f"whole demo: {time.monotonic() - started_s:.0f} s")
     raise typer.Exit(0 if ok else 1)
-
-
-def _ending_at_once(cluster: ClusterConfig) -> ClusterConfig:
-    """Return the same cluster without take-over: its VMs end if the demo is killed, because no demo is continued."""
-    return cluster.model_copy(update={"policy": cluster.policy.model_copy(update={"takeover_patience_s": 0.0})})
 
 
 def _print_plans(plans: Mapping[int, Plan]) -> None:
