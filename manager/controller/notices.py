@@ -11,9 +11,9 @@ from manager.controller.state.events import NoticeGiven, NoticeWithdrawn
 from manager.controller.state.nodes import NodeEvent, NodeState
 from manager.controller.state.state import ControllerState, Pace, Phase
 from manager.controller.state.transition import Transition
-from manager.controller.steps.emergency_saves import step_outlasts
 from manager.controller.steps.failures import dissolve
 from manager.controller.steps.recovery import save_before_waiting
+from manager.controller.steps.save_timing import step_outlasts
 from morph.contract.messages import WorkerId
 from morph.contract.vm_names import beside, vm_of
 

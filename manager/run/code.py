@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from manager.journal.records import Fact
 from manager.run.request import IfChanged
 from manager.run_dir import CODE, RunDir, is_run, not_writable, read_facts, write_in_run_dir
-from morph.contract.epochs import Epochs
 from morph.contract.errors import JobError, RunDirError
+from morph.contract.job_facts import Epochs
 from morph.contract.messages import HandedCut, JobCode
 from morph.contract.profile import Profile
 from morph.jobs.changes import changes, told

@@ -179,7 +179,7 @@ class AzureMarket(Market):
         self, described: AzureSpec, path: Path, run: str, job: str, told: Callable[[str], None]
     ) -> tuple[Vm, ...]:
         self.check(str(path))
-        from manager.providers.azure.termination import end_run
+        from manager.providers.azure.provider import end_run
 
         return end_run(described, run, job, told=told)
 

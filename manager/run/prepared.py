@@ -19,8 +19,8 @@ from manager.trackers.alerts import check_notify
 from manager.trackers.sinks import check_trackers
 from morph.contract.base import Value
 from morph.contract.cluster import ClusterConfig, JobFile, LocalVms
-from morph.contract.epochs import Epochs
 from morph.contract.errors import ConfigError
+from morph.contract.job_facts import Epochs
 from morph.contract.profile import Profile, load_profile
 from morph.contract.trace import Trace, load_trace
 from morph.jobs.files import JobFiles, split_job

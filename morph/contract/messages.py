@@ -17,10 +17,9 @@ from morph.contract.base import Shown, Value
 from morph.contract.cluster import LinkSetting, RingSetting
 from morph.contract.decided import Decided, LossScale
 from morph.contract.emulation import EmulatedDevice
-from morph.contract.epochs import Epochs
 from morph.contract.evaluation import Array, EvaluationSize, EvaluationTotals, FinishedMetrics
 from morph.contract.faults import Fault, SlowSpell
-from morph.contract.job_facts import JobFacts
+from morph.contract.job_facts import Epochs, JobFacts
 from morph.contract.plan import Plan
 from morph.contract.rules import CheckpointRules
 from morph.contract.salvage import Follow, KeptSums, Salvage

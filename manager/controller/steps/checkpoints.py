@@ -21,7 +21,6 @@ from manager.controller.state.judging import (
 from manager.controller.state.saves import PendingCheckpoint
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase
 from manager.controller.state.transition import Transition
-from manager.controller.steps.emergency_saves import emergency_due
 from manager.controller.steps.save_measuring import (
     record_save_begun,
     record_save_complete,
@@ -29,7 +28,7 @@ from manager.controller.steps.save_measuring import (
     record_units_complete,
     tell_next,
 )
-from manager.controller.steps.save_timing import goes_back_to, is_due
+from manager.controller.steps.save_timing import emergency_due, goes_back_to, is_due
 from morph.contract.checkpoint import Manifest, SaveKind, UnitFile
 from morph.contract.errors import TrainingStopped
 from morph.contract.messages import CommitOrder, UnitId, UnitWritten, WorkerId
