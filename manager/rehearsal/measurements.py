@@ -13,11 +13,11 @@ import psutil
 from manager.controller.state.events import WorkerAnswered
 from manager.engine.loop.driver import Observed
 from manager.rehearsal.planning import Planned
+from manager.rehearsal.spec import WARM_UP_STEPS
 from morph.contract.messages import Prepared
 from morph.contract.plan import Plan, StagePlan
 from morph.contract.pool import Pool
 
-WARM_UP_STEPS = 1
 _PARTS = ("forward", "recompute", "backward", "reduce", "wait")
 
 

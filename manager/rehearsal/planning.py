@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from manager.engine.local_vms.namespaces import check_permitted
 from manager.rehearsal.device import known_units, stretched
-from manager.rehearsal.measurements import WARM_UP_STEPS
-from manager.rehearsal.spec import RehearsalSpec
+from manager.rehearsal.spec import WARM_UP_STEPS, RehearsalSpec
 from manager.run.controller_config import most_of_types
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan, by_need, by_pool
