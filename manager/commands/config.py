@@ -93,11 +93,7 @@ def schema_command(
 
 
 def _check_job_file(path: Path, file: JobFile) -> str:
-    """Check everything that a run checks before it starts; return a sentence about what would run.
-
-    Raises:
-        InputError: something is wrong.
-    """
+    """Check everything that a run checks before it starts; return a sentence about what would run."""
     from manager.run.prepared import resolve
     from manager.run.request import RunRequest
     from morph.cli.reading.errors import places

@@ -80,10 +80,7 @@ class Market(ABC):
     """The number of characters that a job's name may have, because it is in tags or comments of VMs; None: any."""
 
     def check_job_name(self, job: str, source: str, field: str) -> None:
-        """Refuse the name of a job that the market would refuse in a request.
-
-        ConfigError: the name is too long.
-        """
+        """Refuse the name of a job that the market would refuse in a request; ConfigError: the name is too long."""
         most, size = self.job_name_characters, len(job)
         if most is not None and size > most:
             raise ConfigError(
