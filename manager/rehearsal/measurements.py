@@ -22,6 +22,7 @@ _PARTS = ("forward", "recompute", "backward", "reduce", "wait")
 
 
 Work = tuple[tuple[StagePlan, ...], tuple[int, ...]]
+LATE_SHARE_AT_MOST = 0.01
 
 
 def _work_of(plan: Plan) -> Work:
@@ -154,9 +155,6 @@ def _read() -> _Counters:
             used = process.cpu_times()
             own_s += used.user + used.system
     return _Counters(total_s - idle_s, total_s, own_s)
-
-
-LATE_SHARE_AT_MOST = 0.01
 
 
 @dataclass(frozen=True)

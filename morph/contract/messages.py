@@ -41,6 +41,7 @@ SUM = "/sum"
 SAMPLES = "/samples"
 """Suffix of the name of a value for each sample (``morph.PerSample``)."""
 MARKS = (WEIGHT, SUM, SAMPLES)
+FailureCause = Literal["device", "memory", "job", "checkpoint", "run"]
 
 
 class JobCode(Value):
@@ -402,9 +403,6 @@ class Aborted(Value):
     peer_lost: bool
     detail: Shown = ""
     kept: KeptSums | None = None
-
-
-FailureCause = Literal["device", "memory", "job", "checkpoint", "run"]
 
 
 class Failed(Value):
