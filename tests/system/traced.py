@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import inspect
 import json
+import re
 import sys
 import threading
 from pathlib import Path
@@ -22,6 +23,12 @@ WALKS = {
     "checkpoint": ("checkpoints.begin_checkpoint_if_due", "save_measuring.record_save_complete"),
 }
 """The functions with which walks begin and end; a walk may be gone several times."""
+WHOLE = {
+    "run": ("manager/commands/", "manager/run/", "manager/engine/"),
+    "loss": ("manager/controller/shape/", "manager/controller/steps/"),
+    "checkpoint": ("manager/controller/steps/", "manager/engine/loop/", "morph/checkpoint/"),
+}
+"""Folders of which a walk names every file on its way."""
 
 
 class Walks:
@@ -58,13 +65,25 @@ def _file_and_name(code: CodeType) -> tuple[str, str]:
     return (str(path.relative_to(ROOT)), f"{path.stem}.{code.co_name}") if is_ours else ("", "")
 
 
+def check_walks(traced: dict[str, list[str]]) -> None:
+    """Check that each walk of CONTRIBUTING.md names all entered files of ``WHOLE``, and no others as its steps."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for walk, entered in traced.items():
+        section = text.split(f"(walk: {walk})")[1].split("\n**")[0].split("\n## ")[0]
+        steps = re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.MULTILINE)
+        beside = re.findall(r"`([\w/]+\.py)`", section)
+        whole = [file for file in entered if file.startswith(WHOLE[walk])]
+        assert [file for file in steps if file.startswith(WHOLE[walk]) and file not in entered] == [], walk
+        assert [file for file in whole if file not in beside] == [], walk
+
+
 def main() -> None:
     """Run the command under the profile function."""
     path, arguments, walks = Path(sys.argv[1]), sys.argv[2:], Walks()
     atexit.register(lambda: path.write_text(json.dumps({walk: [*files] for walk, files in walks.files.items()})))
     from morph.cli.main import main as command
 
-    sys.argv[1:] = arguments
+    sys.argv = ["morph", *arguments]
     threading.setprofile(walks)
     sys.setprofile(walks)
     command()
