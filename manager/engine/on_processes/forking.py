@@ -19,7 +19,7 @@ import torch
 
 from manager.engine.local_vms.control_socket import ControlSocket, hear, tell
 from manager.engine.local_vms.namespaces import enter, remove_all
-from manager.engine.on_processes.process_host import HOST
+from manager.engine.on_processes import HOST
 from morph.contract.errors import JobError
 from morph.jobs.files import imported_once
 from morph.jobs.job import load_job

@@ -19,9 +19,6 @@ directories and the first manager's network namespaces are removed too.
 
 import gc
 
-HOST = "manager.engine.on_processes.process_host"
-"""The name of this module, also where it runs as a program."""
-
 if __name__ == "__main__":
     gc.disable()  # while importing: the imported objects stay in memory, and collecting takes a fifth of the time
     from manager.engine.on_processes.forking import main

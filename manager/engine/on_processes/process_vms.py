@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from manager.engine.local_vms.host_line import HostLine
-from manager.engine.on_processes.process_host import HOST
+from manager.engine.on_processes import HOST
 from manager.host.environment import handed_on
 from manager.host.folders import OWN_SOCKET, hold, make_folder
 from manager.host.processes import runs
