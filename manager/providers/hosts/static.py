@@ -119,7 +119,7 @@ class StaticProvider:
         run: str,
         leases_path: Path,
         secret: str = "",
-        shell: Callable[..., str | None] = run_ssh,
+        shell: Callable[..., str | None] | None = None,
         *,
         ending: str = "",
         job: str = "",
@@ -129,7 +129,7 @@ class StaticProvider:
         self._job = job
         self._path = leases_path
         self._secret = secret
-        self._shell = shell
+        self._shell = shell or run_ssh
         self._ending = ending
         self._stopped = threading.Event()
         self._passed_over: dict[str, str] = {}
