@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count as numbers
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
@@ -103,13 +103,6 @@ class Lease(Value):
     vm: Vm
 
 
-class Shell(Protocol):
-    """Runs a line on a host, with a secret on its standard input; returns its output, if any."""
-
-    def __call__(self, host: SshHost, remote: str, secret: str = "") -> str | None:
-        """See ``run_ssh``."""
-
-
 _LEASES: TypeAdapter[dict[str, Lease]] = TypeAdapter(dict[str, Lease])
 
 
@@ -117,7 +110,7 @@ class StaticProvider:
     """Leases hosts. The leases are in a file that several runs can share; it is locked while it is changed.
 
     ``run``: the name of the run that leases. ``secret``: given to a node on its standard input. ``shell``: runs a line
-    on a host. ``ending``: the command that ends the rest of the run.
+    on a host, as ``run_ssh`` does. ``ending``: the command that ends the rest of the run.
     """
 
     def __init__(
@@ -126,7 +119,7 @@ class StaticProvider:
         run: str,
         leases_path: Path,
         secret: str = "",
-        shell: Shell | None = None,
+        shell: Callable[..., str | None] | None = None,
         *,
         ending: str = "",
         job: str = "",
@@ -136,7 +129,7 @@ class StaticProvider:
         self._job = job
         self._path = leases_path
         self._secret = secret
-        self._shell: Shell = shell or run_ssh
+        self._shell = shell or run_ssh
         self._ending = ending
         self._stopped = threading.Event()
         self._passed_over: dict[str, str] = {}
