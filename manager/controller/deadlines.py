@@ -15,10 +15,10 @@ from manager.controller.state.events import NobodyHeard, Tick
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, WorkerState
 from manager.controller.state.transition import Transition
-from manager.controller.steps.checkpoints import SAVING, end_if_saved, save_if_due
+from manager.controller.steps.checkpoints import SAVING, end_if_saved, is_saved, save_if_due
 from manager.controller.steps.doubt import find_if_due, in_doubt, loading_workers, note_doubt
 from manager.controller.steps.failures import FORMED_PHASES, dissolve, lose
-from manager.controller.steps.recovery import is_saved, rest_over
+from manager.controller.steps.recovery import rest_over
 from morph.contract.messages import Failed, WorkerId
 from morph.words import counted
 
