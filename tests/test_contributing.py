@@ -69,7 +69,7 @@ def test_the_table_of_layers_is_that_of_import_linter() -> None:
 
 def test_every_file_of_the_walks_is_there_and_each_walk_is_whole() -> None:
     steps = [(int(number), file) for number, file in STEP.findall(TEXT)]
-    assert [number for number, _ in steps].count(1) == 3
+    assert [number for number, _ in steps].count(1) == 5
     for (before, _), (number, _) in zip([(0, ""), *steps], steps, strict=False):
         assert number in {1, before + 1}
     assert [file for _, file in steps if not (REPOSITORY / file).is_file()] == []

@@ -28,6 +28,8 @@ _SECONDS_PER_SIZE = 6.0
 _SECONDS_PER_UNIT = 1.0
 _SIZES_TO, _UNITS_TO = 0.45, 0.5
 _OUT_OF_MEMORY = ("OutOfMemoryError", "DefaultCPUAllocator")
+Progress = Callable[[str, float], None]
+"""Called with a description of what begins now and the share of the work that is done (0 to 1)."""
 
 
 def growing_sizes(batch_size: int) -> tuple[int, ...]:
@@ -60,10 +62,6 @@ def still_improves(seconds_per_sample: Sequence[float]) -> bool:
     if len(seconds_per_sample) < 2:
         return True
     return seconds_per_sample[-1] < (1 - MIN_GAIN) * min(seconds_per_sample[:-1])
-
-
-Progress = Callable[[str, float], None]
-"""Called with a description of what begins now and the share of the work that is done (0 to 1)."""
 
 
 @dataclass(frozen=True)

@@ -266,7 +266,6 @@ class _Timed:
     counts: _Counts
 
     def measure(self, model: CutModel, sampling: Sampling) -> Measured:
-        """See ``Meter``."""
         del sampling
         return {section.signature: self._section(model, section) for section in one_of_each(model)}
 

@@ -24,7 +24,7 @@ from calibrate.links.network import (
     num_peers,
     peer_message,
 )
-from calibrate.timing.two_clocks import on_one_clock
+from calibrate.links.two_clocks import on_one_clock
 from morph import __version__
 from morph.contract.base import Value
 from morph.contract.errors import ClusterError, ConfigError, WaitTimeout

@@ -12,7 +12,6 @@ from pathlib import Path
 import typer
 
 from manager.commands.forever import MOST_SAID, is_kept_up, leave_word
-from manager.commands.job_check import check_device, check_job
 from manager.commands.run_view import run_view
 from manager.controller.state.actions import Finish
 from manager.dashboard.server import serving
@@ -22,15 +21,13 @@ from manager.report.live import LiveRun
 from manager.report.summary import summarise
 from manager.report.timelines import read_timelines
 from manager.report.values import RunReport
-from manager.run.code import CheckedJob
 from manager.run.managed_run import managed_run
+from manager.run.prepared import prepare
 from manager.run.request import IfChanged, RunRequest
-from manager.run.resolution import prepare
 from manager.run_dir import as_its_folder
 from morph.cli.reading.errors import EXIT_GOES_ON, EXIT_INTERRUPTED, places
 from morph.cli.reading.progress import doing, doing_if_long
 from morph.contract.errors import TrainingStopped
-from morph.contract.profile import Profile
 from morph.runtime.step.timeline import write_trace
 
 
@@ -76,13 +73,13 @@ def carry_out(
     """Run the job, in ``run_dir`` if given, and raise ``typer.Exit`` with the command's exit code."""
     with doing_if_long("reading the job's files"):
         run = prepare(request, run_dir)
-        check_device(run.cluster, str(run.request.cluster))
+        run.check_device()
     directory = run.run_dir
     leave_word(run_dir=directory.resolve())
     try:
         with places(run.places):
             view = partial(shown.view, run_dir=directory)
-            finish, report = managed_run(run, _checked, view, if_changed, take_over=take_over, forever=is_kept_up())
+            finish, report = managed_run(run, view, if_changed, doing=doing, take_over=take_over, forever=is_kept_up())
     except KeyboardInterrupt:
         print(
             f"the same command continues from the newest checkpoint, and so does morph resume {directory}",
@@ -98,13 +95,6 @@ def carry_out(
         print(finish.traceback, end="", file=sys.stderr)
         raise TrainingStopped(finish.sentence)
     raise typer.Exit(_exit_code(finish))
-
-
-def _checked(job_path: str, profile: Profile) -> CheckedJob:
-    doing("checking the job: loading PyTorch, cutting the model, comparing it with the plain one")
-    checked = check_job(job_path, profile)
-    doing("planning shapes")
-    return checked
 
 
 def _exit_code(finish: Finish) -> int:

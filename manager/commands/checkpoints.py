@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 EXIT_DAMAGED = 1
 WIDTH = 120
+checkpoints_app = typer.Typer(
+    help="List, verify, keep, remove, copy and clean up.\n\n\b\nExample:\n  morph checkpoints ls runs/tiny",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+VersionArgument = Annotated[int, typer.Argument(metavar="VERSION", min=0, help="Steps applied.", show_default=False)]
+VersionsArgument = Annotated[
+    list[int], typer.Argument(metavar="VERSION...", min=0, help="Versions (steps applied).", show_default=False)
+]
 
 
 def checkpoint_table(url: str, inspect_versions: Sequence[VersionStatus], now_s: float) -> Table:
@@ -47,18 +56,6 @@ def age_text(saved_s: float | None, now_s: float) -> str:
     age_s = max(0.0, now_s - saved_s)
     length_s, name = next((unit for unit in _UNITS if age_s >= unit[0]), _UNITS[-1])
     return f"{age_s / length_s:.{1 if length_s > 1 else 0}f} {name}"
-
-
-checkpoints_app = typer.Typer(
-    help="List, verify, keep, remove, copy and clean up.\n\n\b\nExample:\n  morph checkpoints ls runs/tiny",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-
-VersionArgument = Annotated[int, typer.Argument(metavar="VERSION", min=0, help="Steps applied.", show_default=False)]
-VersionsArgument = Annotated[
-    list[int], typer.Argument(metavar="VERSION...", min=0, help="Versions (steps applied).", show_default=False)
-]
 
 
 @checkpoints_app.command("ls")

@@ -93,20 +93,16 @@ def schema_command(
 
 
 def _check_job_file(path: Path, file: JobFile) -> str:
-    """Check everything that a run checks before it starts; return a sentence about what would run.
-
-    Raises:
-        InputError: something is wrong.
-    """
-    from manager.commands.job_check import check_device, check_job
+    """Check everything that a run checks before it starts; return a sentence about what would run."""
+    from manager.run.prepared import resolve
     from manager.run.request import RunRequest
-    from manager.run.resolution import resolve
     from morph.cli.reading.errors import places
     from morph.contract.plan import by_pool
     from morph.contract.pool import Pool
+    from morph.preflight.job_check import check_job
 
     run = resolve(RunRequest(job=str(path), steps=1), path, file)
-    check_device(file, str(path))
+    run.check_device()
     with places(run.places):
         with run.job_files.in_use():
             check_job(run.request.job, run.profile)

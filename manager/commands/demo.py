@@ -14,7 +14,6 @@ from morph.cli.reading.progress import doing, progress
 if TYPE_CHECKING:
     from manager.report.values import RunReport
     from morph.contract.checkpoint import Manifest
-    from morph.contract.cluster import ClusterConfig
     from morph.contract.plan import Plan
     from morph.contract.profile import Profile
     from morph.contract.trace import Trace
@@ -50,13 +49,12 @@ def demo_command(
     """
     doing("loading PyTorch and the simulator")
     from calibrate import calibrate
-    from manager.commands.job_check import check_job
     from manager.commands.run_view import run_view
     from manager.report.picture import draw_run
     from manager.report.summary import summarise
-    from manager.run.inputs import PreparedRun
+    from manager.run.controller_config import memory_of
     from manager.run.managed_run import managed_run
-    from manager.run.preparation import memory_of
+    from manager.run.prepared import PreparedRun
     from manager.run.request import RunRequest
     from manager.run_dir import read_facts
     from morph.contract.cluster import LocalVms
@@ -66,7 +64,9 @@ def demo_command(
     from morph.yaml_files import load_cluster
     from simulator import plan_table, spot_model
 
-    known_cluster = _ending_at_once(load_cluster(cluster))
+    known_cluster = load_cluster(cluster)
+    policy = known_cluster.policy.model_copy(update={"takeover_patience_s": 0.0})  # no demo is continued
+    known_cluster = known_cluster.model_copy(update={"policy": policy})
     vms = known_cluster.vms
     if not isinstance(vms, LocalVms):
         raise ConfigError(
@@ -102,7 +102,7 @@ def demo_command(
     print(f"[3/5] run on {vms.num_vms} VMs through {_describe(trace)}", flush=True)
     request = RunRequest(job=job, steps=MANY_STEPS)
     run = PreparedRun(request, profile, known_cluster, out / "run", collect(job), trace=trace, stop_with_trace=True)
-    finish, report = managed_run(run, check_job, lambda live: run_view(live, plain=plain))
+    finish, report = managed_run(run, lambda live: run_view(live, plain=plain))
     if finish.outcome == "failed":
         raise typer.Exit(1)
 
@@ -116,11 +116,6 @@ def demo_command(
     print(f"picture: {out / 'run' / 'run.png'}   journal: {out / 'run' / 'journal.sqlite'}")
     print(f"whole demo: {time.monotonic() - started_s:.0f} s")
     raise typer.Exit(0 if ok else 1)
-
-
-def _ending_at_once(cluster: ClusterConfig) -> ClusterConfig:
-    """Return the same cluster without take-over: its VMs end if the demo is killed, because no demo is continued."""
-    return cluster.model_copy(update={"policy": cluster.policy.model_copy(update={"takeover_patience_s": 0.0})})
 
 
 def _print_plans(plans: Mapping[int, Plan]) -> None:

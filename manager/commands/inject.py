@@ -26,16 +26,7 @@ _WHOLE = re.compile(rf"(?:{_PART.pattern})+|\d+(?:\.\d+)?", re.ASCII)
 
 
 def seconds_of(option: str, text: str, allowed: Range) -> float:
-    """Return a duration in seconds.
-
-    Args:
-        option: The option's name, for the error.
-        text: The text of the option.
-        allowed: The range in seconds.
-
-    Raises:
-        InputError: the text is not a duration, or is out of range.
-    """
+    """Return the duration of an option (seconds); InputError: the text is not a duration, or is out of range."""
     if _WHOLE.fullmatch(text) is None:
         raise InputError("is not a duration", field=option, value=text, allowed="such as 30s, 10m, 3h or 1h30m")
     parts = _PART.findall(text)

@@ -112,7 +112,7 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
       morph replay profile.json --trace trace.csv --png replay.png
       morph replay profile.json --like p3.csv --set zones=3 --seeds 20 --jobs 4
     """
-    from manager.run.preparation import most_of_types
+    from manager.run.controller_config import most_of_types
     from manager.simulation.replay import Replay, advice, frame_of, policies_of, types_of
     from manager.simulation.spot.job import Durations, OneVmJob, SpotJob, job_from_profile, with_redundant_costs
     from manager.simulation.spot.run_end import SpotPrices, Until, most_vms

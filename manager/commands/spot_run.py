@@ -34,8 +34,8 @@ def spot_run_command(
     import shutil
 
     from manager.host.folders import make_folder, remove
-    from manager.run.cloud import check_storage, check_url
-    from manager.run.resolution import load_cloud
+    from manager.run.checkpoint_location import check_storage, check_url
+    from manager.run.markets import load_cloud
     from manager.spot.factory import open_local, open_provided
     from manager.spot.spec import SpotJob, lives_of
     from morph.elastic.launcher import interrupted_once

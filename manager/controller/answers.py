@@ -10,19 +10,19 @@ from typing import Any, TypeVar
 from manager.controller.giving_up import gives_up_at_start, note_failed_setup
 from manager.controller.node_requests import pause_requests
 from manager.controller.shape.change_reasons import worth_giving_up
-from manager.controller.shape.flapping import hold_s
-from manager.controller.shape.formation import form_or_hold
+from manager.controller.shape.formation import form_or_hold, start_if_due
 from manager.controller.shape.pre_copy import measure_speed
-from manager.controller.shape.start import start_if_due
+from manager.controller.shape.selection import hold_s
 from manager.controller.state.actions import EndWorker, ReasonCode
 from manager.controller.state.events import WorkerAnswered
-from manager.controller.state.loss_judging import judges_losses, why_bad
+from manager.controller.state.judging import judges_losses, why_bad
 from manager.controller.state.nodes import NodeEvent
 from manager.controller.state.state import OutstandingOrder, Phase, StepReport, mean_of
 from manager.controller.state.transition import Transition
 from manager.controller.steps.bad_steps import gives_up, leap_if_due
+from manager.controller.steps.checkpoints import seal_if_complete
 from manager.controller.steps.failures import dissolve, settle
-from manager.controller.steps.training_loop import begin, decide_step, seal_if_complete
+from manager.controller.steps.training_loop import begin, decide_step
 from manager.controller.steps.worker_errors import failed
 from morph.contract.messages import (
     Aborted,

@@ -8,19 +8,17 @@ from manager.controller.giving_up import idle_until_s, note_failed_setup
 from manager.controller.node_requests import look_after_requests, nothing_comes, resend_at_s, why_requests_ended
 from manager.controller.notices import spare
 from manager.controller.probing import probe_at_s, probe_if_due
-from manager.controller.shape.formation import form, form_or_hold
-from manager.controller.shape.start import start_if_due
+from manager.controller.shape.formation import form, form_or_hold, start_if_due
 from manager.controller.state.actions import EndWorker, ReasonCode
 from manager.controller.state.bounds import save_bound_s, setup_bound_s
 from manager.controller.state.events import NobodyHeard, Tick
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, WorkerState
 from manager.controller.state.transition import Transition
-from manager.controller.steps.checkpoints import SAVING, save_if_due
+from manager.controller.steps.checkpoints import SAVING, end_if_saved, is_saved, save_if_due
 from manager.controller.steps.doubt import find_if_due, in_doubt, loading_workers, note_doubt
 from manager.controller.steps.failures import FORMED_PHASES, dissolve, lose
-from manager.controller.steps.recovery import is_saved, rest_over
-from manager.controller.steps.training_loop import end_if_saved
+from manager.controller.steps.recovery import rest_over
 from morph.contract.messages import Failed, WorkerId
 from morph.words import counted
 

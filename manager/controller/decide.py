@@ -21,9 +21,8 @@ from manager.controller.node_requests import (
 )
 from manager.controller.notices import acknowledge, on_notice_given, on_notice_withdrawn
 from manager.controller.probing import on_worker_probed
-from manager.controller.shape.formation import form, record_partly_lost_vms
+from manager.controller.shape.formation import form, record_partly_lost_vms, start_if_due
 from manager.controller.shape.pre_copy import on_pre_copy_reported
-from manager.controller.shape.start import start_if_due
 from manager.controller.state.actions import ReasonCode, StartWorker
 from manager.controller.state.bounds import setup_bound_s
 from manager.controller.state.events import (

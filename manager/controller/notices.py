@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from manager.controller.node_requests import forget_kept, gives_back, keeps
-from manager.controller.shape.flapping import hold_s, record_flap
-from manager.controller.shape.formation import form_or_hold
-from manager.controller.shape.start import start_if_due
+from manager.controller.shape.formation import form_or_hold, start_if_due
+from manager.controller.shape.selection import hold_s, record_flap
 from manager.controller.state.actions import AcknowledgeNotice, ReasonCode
 from manager.controller.state.bounds import setup_bound_s
 from manager.controller.state.events import NoticeGiven, NoticeWithdrawn
 from manager.controller.state.nodes import NodeEvent, NodeState
 from manager.controller.state.state import ControllerState, Pace, Phase
 from manager.controller.state.transition import Transition
-from manager.controller.steps.emergency_saves import step_outlasts
 from manager.controller.steps.failures import dissolve
 from manager.controller.steps.recovery import save_before_waiting
+from manager.controller.steps.save_timing import step_outlasts
 from morph.contract.messages import WorkerId
 from morph.contract.vm_names import beside, vm_of
 

@@ -56,11 +56,7 @@ def work_of(stage: StagePlan) -> tuple[int, int, str]:
     return stage.first_section, stage.end_section, stage.node_type
 
 
-def _last_median_s(pace: Pace) -> float | None:
-    return pace.median_s
-
-
-def usual_now(state: ControllerState, of: Callable[[Pace], float | None] = _last_median_s) -> Usual | None:
+def usual_now(state: ControllerState, of: Callable[[Pace], float | None] = lambda pace: pace.median_s) -> Usual | None:
     """Return how all members compare with the profile by their last windows; None until each has filled one, without
     profiled times, or with too few members to tell. ``of``: the time (seconds) to compare.
     """

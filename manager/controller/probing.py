@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from manager.controller.paces import (
-    all_lack_cores,
-    members_by_stage,
-    usual_now,
-    usually_waited_s,
-    work_of,
-)
-from manager.controller.shape.flapping import hold_s
+from manager.controller.paces import all_lack_cores, members_by_stage, usual_now, usually_waited_s, work_of
+from manager.controller.shape.selection import hold_s
 from manager.controller.state.actions import EndWorker, ProbeWorker, ReasonCode
 from manager.controller.state.bounds import probe_bound_s
 from manager.controller.state.events import WorkerProbed

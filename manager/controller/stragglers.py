@@ -1,4 +1,4 @@
-"""Finds slow members by their compute times over several windows of micro-batches."""
+"""Finds slow members by their compute times over several windows of micro-batches, and corrects the profile by them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from manager.controller.paces import (
     usual_now,
     usually_waited_s,
 )
-from manager.controller.profile_learning import learn
-from manager.controller.shape.flapping import record_flap
-from manager.controller.state.actions import ReasonCode
+from manager.controller.shape.selection import record_flap
+from manager.controller.state.actions import NoteCorrection, ReasonCode
 from manager.controller.state.events import ComputeTimesSeen
 from manager.controller.state.nodes import NodeEvent, NodeState
+from manager.controller.state.profile_correction import correction_of, is_material, with_forecasts, with_times
 from manager.controller.state.state import ControllerState, Pace, WorkerState, Yardstick
 from manager.controller.state.transition import Transition
 from morph.contract.messages import WorkerId
@@ -47,7 +47,7 @@ def on_compute_times(transition: Transition, event: ComputeTimesSeen) -> None:
         workers[times.worker] = entry.model_copy(update={"pace": pace})
     transition.change(workers=workers)
     transition.say(ReasonCode.TIMES_NOTED, f"{num_samples} micro-batches were timed")
-    learn(transition, event)
+    _learn(transition, event)
     full = _close_windows(transition)
     state = transition.state
     usual = usual_now(state)
@@ -186,3 +186,30 @@ def _take_judgement(transition: Transition, worker: WorkerId, judgement: Judgeme
         pace = entry.pace.model_copy(update={"slowdown": 1.0})
         transition.change_node(worker, NodeEvent.WELL, pace=pace)
         transition.say(ReasonCode.WORKER_WELL, f"{worker} is as fast as it should be again")
+
+
+def _learn(transition: Transition, event: ComputeTimesSeen) -> None:
+    """Learn from compute times of healthy members with a device each; report corrections that changed materially."""
+    state, profiled_s = transition.state, transition.state.config.compute_s
+    measured = state.measured
+    if state.plan is None or state.config.shares_cores(state.plan):
+        return
+    if not all(times_s and all(times_s) for times_s in profiled_s.values()):
+        return
+    stage_of = {slot.worker: slot.stage for slot in state.slots}
+    samples_s: dict[int, list[float]] = {}
+    for times in event.times:
+        entry = state.workers.get(times.worker)
+        well = entry is not None and entry.node is NodeState.READY
+        if well and times.generation == state.generation and times.worker in stage_of:
+            samples_s.setdefault(stage_of[times.worker], []).extend(times.device_s or times.compute_s)
+    stages = {stage: state.plan.stages[stage] for stage in samples_s}
+    seen = with_times(measured.stage_ratios, stages, samples_s, profiled_s)
+    if seen is measured.stage_ratios:
+        return
+    forecasts = with_forecasts(measured.forecasts, measured.stage_ratios, seen, profiled_s)
+    transition.change_measured(stage_ratios=seen, forecasts=forecasts)
+    found = correction_of(() if forecasts.are_worse else seen, profiled_s)
+    if is_material(measured.correction, found, seen, profiled_s):
+        transition.change_measured(correction=found)
+        transition.add(found.sentence, NoteCorrection(correction=found))

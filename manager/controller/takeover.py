@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from manager.controller.probing import probe_of
+from manager.controller.shape.formation import start_if_due
 from manager.controller.shape.pre_copy import without_pre_copy
-from manager.controller.shape.start import start_if_due
 from manager.controller.state.actions import (
     Abort,
     Action,

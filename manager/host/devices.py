@@ -29,14 +29,10 @@ def _ask(command: Sequence[str] = _COMMAND) -> str:
     return subprocess.run(command, capture_output=True, check=True, text=True, timeout=_ASK_S).stdout
 
 
-def _ask_parts() -> str:
-    return _ask(_PARTS_COMMAND)
-
-
 def cuda_devices(
     ask: Callable[[], str] = _ask,
     environment: Mapping[str, str] = os.environ,
-    ask_parts: Callable[[], str] = _ask_parts,
+    ask_parts: Callable[[], str] = lambda: _ask(_PARTS_COMMAND),
 ) -> tuple[CudaDevice, ...]:
     """Return the devices for a process started here: all, or those of ``CUDA_VISIBLE_DEVICES``. Takes up to 30 s.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from manager.rehearsal.measurements import Rehearsal, Rehearsed
 from manager.rehearsal.planning import Planned, plan_rehearsal
-from manager.rehearsal.result import Rehearsal, Rehearsed
 from manager.rehearsal.run import digest_of, rehearse, rehearse_changes, run_facts
 from manager.rehearsal.spec import RehearsalSpec
 

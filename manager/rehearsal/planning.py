@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 
 from manager.engine.local_vms.namespaces import check_permitted
 from manager.rehearsal.device import known_units, stretched
-from manager.rehearsal.measurements import WARM_UP_STEPS
-from manager.rehearsal.spec import RehearsalSpec
-from manager.run.preparation import most_of_types
+from manager.rehearsal.spec import WARM_UP_STEPS, RehearsalSpec
+from manager.run.controller_config import most_of_types
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan, by_need, by_pool
 from morph.contract.pool import Pool

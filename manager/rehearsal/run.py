@@ -16,11 +16,10 @@ from manager.engine.machines.machines import Processes
 from manager.journal.journal import Journal
 from manager.journal.replay import trace_moment
 from manager.rehearsal.device import FORGIVEN_S, EmulationOptions, emulated_device, known_units
-from manager.rehearsal.measurements import WARM_UP_STEPS, Load, Measured
+from manager.rehearsal.measurements import Load, Measured, Rehearsal, Rehearsed
 from manager.rehearsal.planning import Planned, hosts_of, plan_shape
-from manager.rehearsal.result import Rehearsal, Rehearsed
-from manager.rehearsal.spec import worker_name
-from manager.run.preparation import section_compute_s
+from manager.rehearsal.spec import WARM_UP_STEPS, worker_name
+from manager.run.controller_config import section_compute_s
 from manager.run.session import TOO_FEW_LEFT, RunSpec, run_session
 from manager.run_dir import WORKERS_LOG, RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest

@@ -16,6 +16,7 @@ from simulator.inputs.node_types import of_pool_type
 Network = Literal["loopback", "namespaces"]
 
 MAX_WORKERS = 256
+WARM_UP_STEPS = 1
 _OF_ONE_SHAPE = (
     *("num_stages", "num_replicas", "boundaries", "plan", "window_slope"),
     *("slow", "jitter_seed", "workers_per_host", "network"),

@@ -1,4 +1,4 @@
-"""Finds checkpoints in the place that a user names: a run directory, a folder or a URL."""
+"""Finds checkpoints in the place that a user names, a run directory, a folder or a URL, and checks such a place."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
-from manager.run.cloud import check_url
+import fsspec
+
 from manager.run_dir import checkpoint_url, is_run, read_facts
 from morph.checkpoint.newest import find_whole, told_of
 from morph.contract.checkpoint import Manifest
+from morph.contract.cluster import CloudVms, ProvidedVms
 from morph.contract.errors import CheckpointDamaged, ConfigError, InputError
 
 Used = TypeVar("Used")
@@ -98,3 +101,42 @@ def unknown_version(stored: Stored, field: str, version: int, known: tuple[int, 
         return no_checkpoint(stored)
     allowed = ", ".join(map(str, known))
     return InputError("has no such checkpoint", source=stored.url, field=field, value=version, allowed=allowed)
+
+
+def check_url(checkpoint_url: str, source: str, field: str) -> None:
+    """Refuse a URL whose storage package is not installed, by a ConfigError that names the package."""
+    scheme = _scheme(checkpoint_url)
+    try:
+        fsspec.get_filesystem_class(scheme or "file")
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"cannot be used: {error}", source=source, field=field, value=checkpoint_url, allowed="a URL fsspec knows"
+        ) from error
+
+
+def check_storage(vms: ProvidedVms, checkpoint_url: str | None, source: str, field: str) -> None:
+    """Refuse a place for checkpoints that VMs cannot reach; ConfigError names the file and what is allowed."""
+    if vms.shared_storage:
+        return
+    if checkpoint_url is not None and _scheme(checkpoint_url) not in ("", "file", "local"):
+        if isinstance(vms, CloudVms) and vms.uid and not vms.metadata and not vms.pass_variables:
+            raise ConfigError(
+                "the VMs have no credentials for it",
+                source=source,
+                field=field,
+                value=checkpoint_url,
+                allowed="with vms.pass_variables, which name its credentials, or vms.metadata: true, for VMs whose "
+                "identity may write there",
+            )
+        return
+    raise ConfigError(
+        "is on this machine, where the VMs cannot reach it" if checkpoint_url else "is not given",
+        source=source,
+        field=field,
+        value=checkpoint_url,
+        allowed="a URL that every VM reaches (az://, s3://, gs://), or vms.shared_storage: true",
+    )
+
+
+def _scheme(url: str) -> str:
+    return urlsplit(url).scheme

@@ -6,47 +6,33 @@ import hashlib
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from manager.journal.records import Fact
 from manager.run.request import IfChanged
 from manager.run_dir import CODE, RunDir, is_run, not_writable, read_facts, write_in_run_dir
-from morph.contract.epochs import Epochs
 from morph.contract.errors import JobError, RunDirError
-from morph.contract.job_facts import JobFacts
+from morph.contract.job_facts import Epochs
 from morph.contract.messages import HandedCut, JobCode
 from morph.contract.profile import Profile
 from morph.jobs.changes import changes, told
 from morph.jobs.files import JobFiles, split_job
 from morph.jobs.snapshot import changed, digests, files_of, from_elsewhere, pack
 
+if TYPE_CHECKING:
+    from morph.preflight.job_check import CheckedJob
+
 _CUT = ".cut"
 SAME_JOB = "; for the same job under another name: --if-changed accept"
-
-
-@dataclass(frozen=True)
-class CheckedJob:
-    """The result of checking a job.
-
-    ``facts``: the facts that identify the job. ``cut``: makes the cut for workers, given a micro-batch size; None: each
-    worker has to export the model.
-    """
-
-    facts: JobFacts
-    cut: Callable[[int], HandedCut | None]
-
-
-CheckJob = Callable[[str, Profile], CheckedJob]
-"""Loads the job, path/to/file.py:name, and compares it with a profile. Raises InputError."""
 
 
 class RunCode:
     """The code of a run, from the files on disk now and the copy in the run directory.
 
     ``job_path``: path/to/file.py:name, a job that must fit ``profile``. ``files``: its files as they are now;
-    ``if_changed``: what to do if they differ from those with which the run began. ``check_job``: loads torch and the
-    job. ``unpack``: whether the run's workers do not see this machine's folders.
+    ``if_changed``: what to do if they differ from those with which the run began. ``doing``: tells the
+    user the next phase. ``unpack``: whether the run's workers do not see this machine's folders.
     """
 
     def __init__(
@@ -55,7 +41,7 @@ class RunCode:
         profile: Profile,
         files: JobFiles,
         if_changed: IfChanged,
-        check_job: CheckJob,
+        doing: Callable[[str], None],
         *,
         unpack: bool,
     ) -> None:
@@ -63,7 +49,7 @@ class RunCode:
         self._profile = profile
         self._files = files
         self._if_changed = if_changed
-        self._check_job = check_job
+        self._doing = doing
         self._unpack = unpack
         self._changed: list[str] = []
         self._checked: CheckedJob | None = None
@@ -75,9 +61,13 @@ class RunCode:
     def check(self) -> None:
         """Check the job, which loads torch, and name code that the snapshot lacks; InputError if it does not fit."""
         before = set(sys.modules)
+        self._doing("checking the job: loading PyTorch, cutting the model, comparing it with the plain one")
+        from morph.preflight.job_check import check_job
+
         with self._files.in_use():
-            self._checked = self._check_job(self._job_path, self._profile)
+            self._checked = check_job(self._job_path, self._profile)
             elsewhere = from_elsewhere(self._files, before)
+        self._doing("planning shapes")
         if elsewhere:
             print(
                 f"note: the run keeps a copy of the code in {self._files.folder}, but the job also imports "

@@ -26,12 +26,12 @@ from manager.report.journal_reader import read_ledger, read_report
 from manager.report.live import LiveRun
 from manager.report.values import RunReport
 from manager.run import session
-from manager.run.code import CheckJob, RunCode
-from manager.run.inputs import PreparedRun
-from manager.run.preparation import starting_from
+from manager.run.code import RunCode
+from manager.run.controller_config import starting_from
+from manager.run.prepared import PreparedRun
 from manager.run.recovery import recovery_of, write_recovery
 from manager.run.request import IfChanged, keep_request
-from manager.run.restarts import Restarts, run_until_it_ends
+from manager.run.session import Restarts, run_until_it_ends
 from manager.run_dir import RunDir, check_free, is_run
 from manager.trackers.alerts import webhook_variables
 from manager.trackers.process import Watching
@@ -52,30 +52,30 @@ Show = Callable[[LiveRun], AbstractContextManager[Observer]]
 
 def managed_run(
     run: PreparedRun,
-    check_job: CheckJob,
     show: Show,
     if_changed: IfChanged = IfChanged.REFUSE,
     *,
+    doing: Callable[[str], None] = lambda _phase: None,
     take_over: bool = False,
     forever: bool = False,
 ) -> tuple[Finish, RunReport]:
     """Check everything, then run a job on its VMs to its end; returns the end and the report.
 
     Before the job is loaded, a run whose VMs live is taken over, and a run that is in use is refused. The request is
-    stored in the run directory once it is certain that the run begins. ``check_job``: loads the job and compares it
-    with the profile. ``if_changed``: what to do if the job is not the one that the run began with. ``take_over``: take
-    the checkpoints' storage over from another manager, which may still run. ``forever``: another manager follows this
-    one, unless the user or a limit ends it.
+    stored in the run directory once it is certain that the run begins. ``if_changed``: what to do if the job is not the
+    one that the run began with. ``doing``: tells the user the next phase of the checks. ``take_over``: take the
+    checkpoints' storage over from another manager, which may still run. ``forever``: another manager follows this one,
+    unless the user or a limit ends it.
     InputError: the run cannot begin. CheckpointError: storage does not answer, and the run is new. In both cases
     nothing was started or written. TrainingStopped: the cluster or training failed.
     """
     with ExitStack() as ending:
-        managed = ManagedRun(run, check_job, show, if_changed, ending, take_over=take_over, forever=forever)
-        return managed.carry_out()
+        managed = ManagedRun(run, show, if_changed, doing, ending, take_over=take_over, forever=forever)
+        return managed.train()
 
 
 class ManagedRun:
-    """One run under this manager. It is checked and planned when it is made; ``carry_out`` trains.
+    """One run under this manager. It is checked and planned when it is made; ``train`` does the rest.
 
     Storage and the job are checked and shapes planned at once, unless it must first look for a run that may still live.
     A session is the work of one group of VMs and workers, from their start to their end; ``run_until_it_ends`` begins
@@ -86,9 +86,9 @@ class ManagedRun:
     def __init__(
         self,
         run: PreparedRun,
-        check_job: CheckJob,
         show: Show,
         if_changed: IfChanged,
+        doing: Callable[[str], None],
         ending: ExitStack,
         *,
         take_over: bool,
@@ -101,7 +101,7 @@ class ManagedRun:
         self._is_new = not is_run(run.run_dir)
         self._wait = partial(patiently, limit_s=0.0 if self._is_new else LIMIT_S)  # a resumed run waits for its disk
         unpack = run.cloud is not None
-        self._trained = RunCode(run.request.job, run.profile, run.job_files, if_changed, check_job, unpack=unpack)
+        self._trained = RunCode(run.request.job, run.profile, run.job_files, if_changed, doing, unpack=unpack)
         self._prices = run.prices()
         policy = run.cluster.policy
         self._restarts = Restarts(policy.give_up_after_s, rest_at_most_s=policy.rules.wait.vms_patience_s)
@@ -128,7 +128,7 @@ class ManagedRun:
                 _tell(f"warning: {sentence}")
         self._facts = run.facts(self._planned)
 
-    def carry_out(self) -> tuple[Finish, RunReport]:
+    def train(self) -> tuple[Finish, RunReport]:
         """Train to the run's end, in as many sessions as that takes."""
         cloud, name = self._run.cloud, self._run.profile.job.name
         with RunDir(self._run.run_dir, self._facts) as opened:
@@ -194,11 +194,6 @@ class ManagedRun:
         ]
         return tuple(Watching.model_validate(common | one) for one in (*kinds, *targets))
 
-    def _session(self, opened: RunDir, number: int) -> Finish:
-        """Run one session; the first takes over what still lives."""
-        finish = None if number else self._take_over(opened)
-        return self._begin(opened, number) if finish is None else finish
-
     def _take_over(self, opened: RunDir) -> Finish | None:
         """Take over a run whose manager was killed; None: no such run lives. A message says so if there was one."""
         began_with = self._trained.of(opened)
@@ -218,8 +213,10 @@ class ManagedRun:
             _tell(f"this run cannot be taken over: {error}; going on from its newest checkpoint")
             return None
 
-    def _begin(self, opened: RunDir, number: int) -> Finish:
-        """Begin a session from the newest checkpoint, or from the beginning."""
+    def _session(self, opened: RunDir, number: int) -> Finish:
+        """Run one session: the first one with what still lives, any other from the newest checkpoint."""
+        if not number and (finish := self._take_over(opened)) is not None:
+            return finish
         run = self._run
         if not number and not self._is_new:
             self._wait(partial(condense_all, opened.journal_path, _tell))

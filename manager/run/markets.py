@@ -1,4 +1,4 @@
-"""The sources of VMs: a registry with one ``Market`` for each kind that a cluster file can name.
+"""The sources of VMs: one ``Market`` for each kind that a cluster file can name, and the ``Cloud`` of one such file.
 
 Another package adds its own as an entry point of the group ``morph.markets``, whose name is the kind::
 
@@ -11,9 +11,12 @@ For such a kind, ``vms`` of a cluster file has the fields of all providers; the 
 
 from __future__ import annotations
 
+import ipaddress
 import shutil
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,8 +39,9 @@ from manager.providers.slurm import spec as slurm
 from manager.providers.slurm.provider import PROGRAMS, SlurmProvider
 from manager.providers.slurm.spec import SlurmSpec
 from morph.contract.base import Value
-from morph.contract.cluster import ProvidedVms, market_entry_points
+from morph.contract.cluster import ClusterConfig, LocalVms, ProvidedVms, market_entry_points
 from morph.contract.errors import ConfigError
+from morph.yaml_files import load_yaml
 
 LOCK_NAME = "requirements.lock"
 
@@ -76,10 +80,7 @@ class Market(ABC):
     """The number of characters that a job's name may have, because it is in tags or comments of VMs; None: any."""
 
     def check_job_name(self, job: str, source: str, field: str) -> None:
-        """Refuse the name of a job that the market would refuse in a request.
-
-        ConfigError: the name is too long.
-        """
+        """Refuse the name of a job that the market would refuse in a request; ConfigError: the name is too long."""
         most, size = self.job_name_characters, len(job)
         if most is not None and size > most:
             raise ConfigError(
@@ -175,7 +176,7 @@ class AzureMarket(Market):
         self, described: AzureSpec, path: Path, run: str, job: str, told: Callable[[str], None]
     ) -> tuple[Vm, ...]:
         self.check(str(path))
-        from manager.providers.azure.termination import end_run
+        from manager.providers.azure.provider import end_run
 
         return end_run(described, run, job, told=told)
 
@@ -410,3 +411,80 @@ def market_of_file(data: Any, kind: str | None) -> Market:
     """Return the market of a cloud file. ``kind``: the user's choice; None: recognised by fields, else Azure's."""
     fields = data if isinstance(data, dict) else {}
     return market_of(kind or next((known for known, market in _BUILT_IN.items() if market.mark in fields), "azure"))
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """The VMs of a cluster file, with the cloud file that describes them, as their market reads it."""
+
+    vms: ProvidedVms
+    path: Path
+    described: Value
+
+    @property
+    def market(self) -> Market:
+        """The market from which the VMs come."""
+        return market_of(self.vms.market)
+
+    @property
+    def most_devices(self) -> int:
+        """The largest number of devices of one VM."""
+        return self.market.most_devices(self.described)
+
+    @property
+    def vm_kind(self) -> NodeFacts:
+        """The description that all VMs of a run share."""
+        return self.market.vm_kind(self.described)
+
+    def offers(self) -> tuple[Offer, ...]:
+        """Return the possible GPUs, if the file names their types; empty if all are alike. May query a price list."""
+        return self.market.offers(self.described, self.vms)
+
+    def price(self) -> Price | None:
+        """Return the price of one VM; may query the provider's price list."""
+        if self.vms.usd_per_h is not None:
+            return Price(usd_per_h=self.vms.usd_per_h, source="the cluster file")
+        return self.market.price(self.described, self.path)
+
+    def providing(self, name: RunName, run_dir: Path) -> Providing:
+        """Return how to open the provider of a run."""
+        return self.market.providing(self.described, self.vms, self.path, name, run_dir)
+
+
+def check_loopback(cloud: Cloud, source: str) -> None:
+    """Refuse a loopback address if a host is another machine, by a ConfigError that names the cluster file."""
+    vms = cloud.vms
+    if ipaddress.IPv4Address(vms.address).is_loopback and (elsewhere := cloud.market.elsewhere(cloud.described)):
+        raise ConfigError(
+            f"is a loopback address, which {elsewhere} of {cloud.path} cannot reach",
+            source=source,
+            field="vms.address",
+            value=vms.address,
+            allowed="an address of this machine that the hosts reach",
+        )
+
+
+def check_listening(cloud: Cloud, source: str) -> None:
+    """Refuse an address that this machine does not have, by a ConfigError that names the cluster file."""
+    vms = cloud.vms
+    try:
+        socket.create_server((vms.address, 0)).close()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be listened on: {error.strerror}",
+            source=source,
+            field="vms.address",
+            value=vms.address,
+            allowed="an address of this machine that the VMs reach",
+        ) from error
+
+
+def load_cloud(cluster: ClusterConfig, source: Path) -> Cloud | None:
+    """Read the cloud file that a cluster file names; None: its VMs are local."""
+    vms = cluster.vms
+    if isinstance(vms, LocalVms):
+        return None
+    path = source.resolve().parent / vms.cloud
+    market = market_of(vms.market)
+    market.check(str(source))  # before anything starts
+    return Cloud(vms, path, load_yaml(path, market.described))

@@ -14,7 +14,7 @@ from manager.providers.boot.own_wheel import Lock, make_wheel
 from manager.providers.factory import ending_command
 from manager.providers.interface.provider import name_of
 from manager.providers.local import LocalProvider
-from manager.run.cloud import Cloud
+from manager.run.markets import Cloud
 from manager.spot.launcher import Launcher, Source, log
 from manager.spot.local import LocalVms
 from manager.spot.script_server import ScriptServer

@@ -18,8 +18,7 @@ _MAX_NAMES, _MANY_PLACES = 26, 300
 def draw_cuts(report: CutReport, title: str, path: Path) -> None:
     """Write a PNG: live bytes along the graph with the chosen cuts above, the sections between the cuts below.
 
-    Raises:
-        JobError: the file cannot be written; the error names it.
+    JobError: the file cannot be written; the error names it.
     """
     kinds = len({section.kind for section in report.sections})
     with picture(path, JobError, (15, 7.2), nrows=2, sharex=True, height_ratios=(5, 1.6)) as (figure, (above, below)):

@@ -17,10 +17,9 @@ from morph.contract.base import Shown, Value
 from morph.contract.cluster import LinkSetting, RingSetting
 from morph.contract.decided import Decided, LossScale
 from morph.contract.emulation import EmulatedDevice
-from morph.contract.epochs import Epochs
 from morph.contract.evaluation import Array, EvaluationSize, EvaluationTotals, FinishedMetrics
 from morph.contract.faults import Fault, SlowSpell
-from morph.contract.job_facts import JobFacts
+from morph.contract.job_facts import Epochs, JobFacts
 from morph.contract.plan import Plan
 from morph.contract.rules import CheckpointRules
 from morph.contract.salvage import Follow, KeptSums, Salvage
@@ -42,6 +41,7 @@ SUM = "/sum"
 SAMPLES = "/samples"
 """Suffix of the name of a value for each sample (``morph.PerSample``)."""
 MARKS = (WEIGHT, SUM, SAMPLES)
+FailureCause = Literal["device", "memory", "job", "checkpoint", "run"]
 
 
 class JobCode(Value):
@@ -403,9 +403,6 @@ class Aborted(Value):
     peer_lost: bool
     detail: Shown = ""
     kept: KeptSums | None = None
-
-
-FailureCause = Literal["device", "memory", "job", "checkpoint", "run"]
 
 
 class Failed(Value):

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from morph.contract.epochs import EpochEnd, Epochs
 from morph.contract.errors import wrong_job
+from morph.contract.job_facts import EpochEnd, Epochs
 from morph.data.seeding import own_generators, seed_of
 
 Place = tuple[int, int]

@@ -209,7 +209,6 @@ class Iterated:
         self._block = 0
 
     def open(self, shard: int) -> list[Any]:
-        """See ``Source``."""
         block, found = self._go_near(shard)
         while block != shard:
             block, found = self._read_block()

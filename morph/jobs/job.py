@@ -19,8 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from morph.contract.epochs import EpochEnd
 from morph.contract.errors import JobError, wrong_job
+from morph.contract.job_facts import EpochEnd
 from morph.jobs.files import JOB_PREFIX, held, split_job
 
 if TYPE_CHECKING:

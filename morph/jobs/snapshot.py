@@ -6,22 +6,19 @@ import ast
 import atexit
 import hashlib
 import io
-import os
 import shutil
 import stat
 import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
 from pathlib import Path, PurePosixPath
 
 from morph.contract.errors import ConfigError, JobError
 from morph.contract.files import packed
 from morph.contract.messages import JobCode
-from morph.jobs.files import OWN, JobFiles, file_of, imported_once, is_installed, split_job
-from morph.jobs.job import load_job
+from morph.jobs.files import OWN, JobFiles, file_of, is_installed, split_job
 
 MAX_BYTES = 32 * 1024 * 1024
 """The limit, in bytes, of all files together: they are sent to each worker with its setup."""
@@ -99,44 +96,6 @@ def use(code: JobCode) -> str:
             path.write_bytes(content)
     JobFiles(folder, files).install()
     return str(folder / code.job_path)
-
-
-def imported_for_forks(job_path: str) -> bool:
-    """Import the job; return whether this process can still be forked: it has no threads, and children may use CUDA.
-
-    An error is ignored: a worker that cannot load the job reports it.
-    """
-    import torch  # the manager only reads files, and needs no torch
-
-    # torch.cuda.is_available() then asks NVML, not the driver, so that children may still use CUDA
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    with imported_once(job_path), suppress(JobError, SystemExit):
-        load_job(job_path)
-    has_cuda = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call] # torch ships no types
-    return not has_threads() and (not has_cuda or _child_may_use_cuda())
-
-
-def _child_may_use_cuda() -> bool:
-    """Try CUDA in a child: even ``torch.cuda.device_count()`` may prevent it, which ``is_initialized()`` hides."""
-    import torch
-
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            torch.cuda.init()  # type: ignore[no-untyped-call] # torch ships no types
-            code = 0
-        except (RuntimeError, AssertionError) as error:
-            code = int("fork" in str(error))  # workers report a missing device or a broken driver themselves
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    return status == 0
-
-
-def has_threads() -> bool:
-    """Whether this process has more than one thread; Linux only."""
-    return len(os.listdir("/proc/self/task")) > 1  # noqa: PTH208
 
 
 def digests(files: Mapping[str, bytes]) -> dict[str, str]:

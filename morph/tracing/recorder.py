@@ -31,6 +31,7 @@ _FIXED = {
 }
 _SHOWN_SHAPES = 8
 _ORDER: dict[Status, int] = {"violation": 0, "allowed": 1, "handled": 2}
+Key = tuple[Kind, str, Place]
 
 
 def describe(record: Record) -> tuple[str, str]:
@@ -123,9 +124,6 @@ _DESCRIBE = {
     "differs": _differs,
     "refused": _refused,
 }
-
-
-Key = tuple[Kind, str, Place]
 
 
 @dataclass

@@ -178,7 +178,7 @@ def plan_command(
     if as_json:
         print(json.dumps(_as_json(choice)))
         return
-    from manager.run.preparation import redundancy_line
+    from manager.run.controller_config import redundancy_line
     from morph.tables import wide_console
     from simulator.render import tables
 
@@ -214,8 +214,7 @@ def _warnings(profile: Profile, request: PlanRequest, pool: Pool) -> list[str]:
 def _numbers(given: dict[str, Any], gpus: str | None, aim: AimName) -> range | None:
     """Return the numbers of GPUs to plan for, or None if ``--nodes`` or ``--pool`` gives the number.
 
-    Raises:
-        PlanError: if options are missing or contradict each other.
+    PlanError if options are missing or contradict each other.
     """
     if not {"--gpus", "--nodes", "--pool"} & given.keys():
         allowed = "a number, a range as 16..128, or --nodes or --pool instead"

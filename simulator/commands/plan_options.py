@@ -30,8 +30,7 @@ _MOST_NUMBERS = 4096
 def request_of(context: typer.Context, settings: Conditions) -> PlanRequest:
     """Return a request from the options and settings whose names are those of its fields.
 
-    Raises:
-        PlanError: if the text of an option cannot be read.
+    PlanError if the text of an option cannot be read.
     """
     from simulator import PlanRequest
 
@@ -98,14 +97,9 @@ def given_options(context: typer.Context, settings: Conditions) -> dict[str, Any
 def refuse_together(given: Mapping[str, object], option: str, others: Sequence[str], why: str) -> None:
     """Refuse options that contradict each other.
 
-    Args:
-        given: Every option that was given, with its value.
-        option: An option with which none of the others may be given.
-        others: The other options.
-        why: The contradiction in a few words.
-
-    Raises:
-        PlanError: if one of the others is given; the error names both.
+    ``given``: every option that was given, with its value. ``option``: an option with which none of the others may be
+    given. ``others``: the other options. ``why``: the contradiction in a few words. PlanError if one of the others is
+    given; the error names both.
     """
     clash = [name for name in others if name in given]
     if option in given and clash:
@@ -115,8 +109,7 @@ def refuse_together(given: Mapping[str, object], option: str, others: Sequence[s
 def require(given: Mapping[str, object], option: str, other: str) -> None:
     """Refuse an option without another option that it needs.
 
-    Raises:
-        PlanError: if the other option is missing; the error names both.
+    PlanError if the other option is missing; the error names both.
     """
     if option in given and other not in given:
         raise PlanError(f"needs {other}", field=option, value=_shown(given[option]))
@@ -127,11 +120,7 @@ def _shown(value: object) -> object:
 
 
 def gpu_range(text: str) -> range:
-    """Parse ``6`` or ``16..128``.
-
-    Raises:
-        PlanError: if the text is neither.
-    """
+    """Parse ``6`` or ``16..128``; PlanError if the text is neither."""
     found = re.fullmatch(r"(-?\d{1,9})(?:\.\.(-?\d{1,9}))?", text.strip())
     if not found:
         raise PlanError(
@@ -152,8 +141,7 @@ def gpu_range(text: str) -> range:
 def node_list(text: str) -> tuple[int, ...]:
     """Return the GPUs of each node: ``16x1,4x4`` are 16 nodes with 1 GPU and 4 nodes with 4.
 
-    Raises:
-        PlanError: if the text is anything else.
+    PlanError if the text is anything else.
     """
     sizes: list[int] = []
     for part in text.split(","):
@@ -169,8 +157,7 @@ def node_list(text: str) -> tuple[int, ...]:
 def gpus_per_node_of(text: str) -> int | dict[str, int]:
     """Parse ``4``, the GPUs of every node, or ``v100=4,t4=1``, the GPUs of each node by type.
 
-    Raises:
-        PlanError: if the text is neither.
+    PlanError if the text is neither.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -186,8 +173,7 @@ def gpus_per_node_of(text: str) -> int | dict[str, int]:
 def price_of(text: str) -> float | dict[int, float] | dict[str, float]:
     """Parse dollars per GPU-hour: ``0.9``, or by GPUs per node ``1:0.9,4:0.75``, or by type ``v100=0.9,t4=0.16``.
 
-    Raises:
-        PlanError: if the text is none of them.
+    PlanError if the text is none of them.
     """
     allowed = "dollars per GPU-hour, as 0.9, by GPUs per node, as 1:0.9,4:0.75, or by type, as v100=0.9,t4=0.16"
     if "=" in text:
@@ -228,8 +214,7 @@ def _prices_of_types(text: str, allowed: str) -> dict[str, float]:
 def slow_of(texts: Sequence[str]) -> dict[int | tuple[int, int], float]:
     """Parse ``2:1.3`` (stage 2 of every replica) and ``2/0:1.3`` (stage 2 of replica 0).
 
-    Raises:
-        PlanError: if a text is anything else.
+    PlanError if a text is anything else.
     """
     slow: dict[int | tuple[int, int], float] = {}
     for text in texts:
@@ -245,11 +230,7 @@ def slow_of(texts: Sequence[str]) -> dict[int | tuple[int, int], float]:
 
 
 def memory_bytes_of(memory_gib: float | None, option: str = "--memory-gib") -> int | None:
-    """Convert GiB to bytes.
-
-    Raises:
-        PlanError: if the value is not a size.
-    """
+    """Convert GiB to bytes; PlanError if the value is not a size."""
     if memory_gib is None:
         return None
     ranges.MEMORY_GIB.check(option, memory_gib)

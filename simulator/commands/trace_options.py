@@ -29,8 +29,7 @@ def read_traces(
 ) -> Trace:
     """Read traces of any format as one cluster, which begins at its first event.
 
-    Raises:
-        TraceError: if a file cannot be read; the error names file and line.
+    TraceError if a file cannot be read; the error names file and line.
     """
     from morph.contract.trace import UNKNOWN
     from simulator.traces.importers import Place, import_trace, merged, name_of
@@ -42,9 +41,8 @@ def read_traces(
 def model_of(vms: int | None, like: Path | None, model: Path | None, drawn: DrawnTrace) -> TraceModel:
     """Return the model to draw from.
 
-    Raises:
-        ConfigError: if not exactly one of ``vms``, ``like`` and ``model`` is given, or a setting needs another one.
-        TraceError: if the trace cannot be read.
+    ConfigError if not exactly one of ``vms``, ``like`` and ``model`` is given, or a setting needs another one.
+    TraceError if the trace cannot be read.
     """
     from simulator import spot_model
     from simulator.traces.fitting import fit

@@ -35,6 +35,7 @@ Decide = Callable[["Worker"], str]
 
 
 # --- rules ---------------------------------------------------------------------------------------------------
+Rules = tuple[Callable[["Worker"], str | None], ...]
 
 
 def backward_after_recompute(worker: Worker) -> str | None:
@@ -84,7 +85,6 @@ def recompute_that_is_due(worker: Worker) -> str | None:
     return "R" if worker.due == "R" else None
 
 
-Rules = tuple[Callable[["Worker"], str | None], ...]
 VARUNA: Rules = (backward_after_recompute, backward_first, forward_within_window, recompute_in_time)
 """The rules that make the order of a plan: Varuna's static schedule."""
 FOLLOWING: Rules = (

@@ -10,7 +10,6 @@ from azure.core.exceptions import ClientAuthenticationError
 from typer.testing import CliRunner
 
 from manager.providers.azure import provider as azure_provider
-from manager.providers.azure import termination as azure_ending
 from manager.providers.hosts.ssh import SshHost
 from morph.cli.main import app
 from tests.providers.azure_world import BOUNDS, SPEC, Credential, Line, azure_client, provider
@@ -33,7 +32,7 @@ def cloud_file(arm: FakeArm, directory: Path, monkeypatch: pytest.MonkeyPatch, *
         assert where == {"base_url": spec.resource_manager, "authority": None}
         return azure_client(subscription, open_credential=Credential, base_url=arm.url, policies=[Line()])
 
-    monkeypatch.setattr(azure_ending, "azure_client", client)
+    monkeypatch.setattr(azure_provider, "azure_client", client)
     monkeypatch.setattr(azure_provider, "Bounds", lambda: BOUNDS)
     path = directory / "azure.yaml"
     path.write_text(spec.model_dump_json(), encoding="utf-8")  # JSON is YAML

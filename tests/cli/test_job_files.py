@@ -9,8 +9,8 @@ import pytest
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
+from manager.run.prepared import prepare, resolve
 from manager.run.request import RunRequest, run_dir_of
-from manager.run.resolution import prepare, resolve
 from morph.cli.main import app
 from morph.contract.cluster import AwsVms, AzureVms, JobPart, LocalVms, Policy, StaticVms
 from morph.yaml_files import load_job_file

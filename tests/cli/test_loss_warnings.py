@@ -12,13 +12,13 @@ from calibrate.computing import compute
 from calibrate.links.network import NetworkMeasurement
 from calibrate.timing.samples import timing
 from calibrate.writing import measure
-from manager.commands import job_check as checks
-from manager.commands.job_check import check_job
 from morph.cli.main import app
 from morph.contract.errors import ProfileError
 from morph.contract.job_facts import JobFacts
 from morph.contract.profile import LinkProfile, Profile, SendTime, load_profile
 from morph.jobs.snapshot import collect
+from morph.preflight import job_check as checks
+from morph.preflight.job_check import check_job
 from tests.cli.given import JOBS, without_phases
 
 SUMMED = JOBS.replace("functional.mse_loss(model(", 'functional.mse_loss(reduction="sum", input=model(').replace(

@@ -22,11 +22,10 @@ from manager.providers.interface.provider import Price, RunName, Vm
 from manager.providers.local import LocalProvider
 from manager.providers.slurm.answers import Mark
 from manager.providers.slurm.spec import JOB_NAME_CHARACTERS, SlurmSpec
-from manager.run.cloud import Cloud, check_storage
-from manager.run.inputs import PreparedRun
-from manager.run.markets import Market, SlurmMarket
+from manager.run.checkpoint_location import check_storage
+from manager.run.markets import Cloud, Market, SlurmMarket
+from manager.run.prepared import PreparedRun, resolve
 from manager.run.request import RunRequest
-from manager.run.resolution import resolve
 from morph.cli.main import app
 from morph.contract.base import Value
 from morph.contract.cluster import JOB_UID, AzureVms, Environment, ProvidedVms, SlurmVms, StaticVms
@@ -286,7 +285,7 @@ def test_the_example_for_azure_is_a_file_that_would_run(tmp_path: Path, monkeypa
     place.write_text(text, encoding="utf-8")
     profile = synthetic_profile(num_sections=6, batch_size=12, micro_batch_sizes=(1, 2))
     (tmp_path / "profile.json").write_text(profile.model_dump_json(), encoding="utf-8")
-    monkeypatch.setattr("manager.run.resolution.check_url", lambda *_: None)  # the tests do not depend on adlfs
+    monkeypatch.setattr("manager.run.prepared.check_url", lambda *_: None)  # the tests do not depend on adlfs
     run = resolve(RunRequest(job=str(place), steps=1), place, load_job_file(place))
     assert isinstance(run.cluster.vms, AzureVms)
     assert run.cloud is not None
@@ -324,7 +323,7 @@ def test_the_example_for_slurm_is_one_and_its_check_asks_slurm_nothing(
     (tmp_path / "cloud.yaml").write_text((ROOT / "configs/clouds/slurm.yaml").read_text(encoding="utf-8"))
     vms = {**run["vms"], "cloud": "cloud.yaml"}
     described |= {"vms": vms}
-    monkeypatch.setattr("manager.run.cloud.socket.create_server", lambda _address: socket.socket())
+    monkeypatch.setattr("manager.run.markets.socket.create_server", lambda _address: socket.socket())
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert "vms.kind: needs Slurm's programs, and sbatch is not on the PATH" in refused(tmp_path, described)
     (tmp_path / "bin").mkdir()

@@ -11,13 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from manager.commands.job_check import check_job
 from manager.commands.run_view import run_view
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.state import initial_state
 from manager.run.code import RunCode
-from manager.run.inputs import PreparedRun
 from manager.run.managed_run import managed_run
+from manager.run.prepared import PreparedRun
 from manager.run.request import IfChanged, RunRequest, keep_request
 from manager.run.session import RunSpec
 from manager.run_dir import RunDir, RunFacts, read_facts
@@ -55,7 +54,7 @@ def facts(given: Given, job: str | None = None) -> RunFacts:
 
 def run_code(given: Given, if_changed: IfChanged = IfChanged.REFUSE, job: str | None = None) -> RunCode:
     path = job or given.job
-    return RunCode(path, given.profile, collect(path), if_changed, check_job, unpack=False)
+    return RunCode(path, given.profile, collect(path), if_changed, print, unpack=False)
 
 
 @pytest.fixture
@@ -249,7 +248,7 @@ def test_a_resumed_run_keeps_the_planned_micro_batch_size(
     vms = ClusterConfig(vms=LocalVms(num_vms=2))
     run = PreparedRun(RunRequest(job=given.job, steps=9), free, vms, given.run_dir, collect(given.job))
     with pytest.raises(Begun):
-        managed_run(run, check_job, lambda live: run_view(live, plain=True))
+        managed_run(run, lambda live: run_view(live, plain=True))
     (begun,) = sessions
     assert {begun.micro_batch_size, *(plan.micro_batch_size for plan in begun.config.plans.values())} == {m}
 
@@ -277,7 +276,7 @@ def test_shapes_are_planned_once_and_never_for_an_adopted_run(given: Given, monk
 
     def begin() -> None:
         with pytest.raises(Begun):
-            managed_run(run, check_job, lambda live: run_view(live, plain=True))
+            managed_run(run, lambda live: run_view(live, plain=True))
 
     begin()
     assert planned == [run]

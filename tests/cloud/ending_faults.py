@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from manager.providers.azure.termination import end_run
+from manager.providers.azure.provider import end_run
 from manager.providers.interface.provider import ProviderError
 from tests.cloud.fault_world import Cases, World, whole
 from tests.cloud.provider_faults import killed

@@ -13,8 +13,8 @@ import pytest
 
 from manager.controller.state.actions import Finish
 from manager.engine.loop.driver import Observed
-from manager.run import restarts as module
-from manager.run.restarts import Restarts, run_until_it_ends
+from manager.run import session as module
+from manager.run.session import Restarts, run_until_it_ends
 from morph.contract.errors import ClusterError, ClusterLost
 
 FINISHED = Finish(outcome="finished", sentence="done")

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from manager.host.confinement import Confined
+from manager.engine.on_ray.confinement import Confined
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it is Linux's")
 
@@ -29,7 +29,7 @@ OTHER_USER = 65534
 PROBE = """
 import ctypes, errno, encodings.ascii, encodings.idna, json, os, socket, stat, struct, subprocess, sys
 from pathlib import Path
-from manager.host.confinement import confine
+from manager.engine.on_ray.confinement import confine
 
 given = json.loads(sys.argv[1])
 libc = ctypes.CDLL(None, use_errno=True)

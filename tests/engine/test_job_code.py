@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from manager.engine.on_processes import forking
 from manager.run.code import keep, kept
 from morph.contract.errors import ConfigError, JobError, RunDirError
 from morph.contract.messages import Failed, JobCode, WorkerSetup
 from morph.jobs import snapshot
 from morph.jobs.files import JobFiles
-from morph.jobs.snapshot import changed, collect, digests, files_of, from_elsewhere, imported_for_forks, pack, use
+from morph.jobs.snapshot import changed, collect, digests, files_of, from_elsewhere, pack, use
 from tests.worker_setup import SETUP
 
 
@@ -82,9 +83,9 @@ def test_a_job_ends_forking_only_if_it_opens_a_device(
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
-    monkeypatch.setattr(snapshot, "has_threads", lambda: False)
+    monkeypatch.setattr(forking, "has_threads", lambda: False)
     (tmp_path / "train.py").write_text(f"import torch\n{asks}\njob = None\n")
-    assert imported_for_forks(f"{tmp_path / 'train.py'}:job") is not ends_it
+    assert forking.imported_for_forks(f"{tmp_path / 'train.py'}:job") is not ends_it
 
 
 def packed(folder: Path, *files: str, unpack: bool = False) -> JobCode:

@@ -22,7 +22,7 @@ from manager.journal.journal import Journal
 from manager.providers.azure.spec import AzureSpec
 from manager.providers.hosts.ssh import SshHost
 from manager.providers.hosts.static import Hosts
-from manager.run.cloud import Cloud
+from manager.run.markets import Cloud
 from morph.contract.cluster import AzureVms, StaticVms
 from morph.contract.errors import RunDirError
 from tests.providers.azure_world import SPEC

@@ -30,7 +30,7 @@ from manager.controller.state.events import (
 from manager.controller.state.state import ControllerState, Phase
 from manager.controller.state.transition import Transition
 from manager.controller.steps.training_loop import MAX_ATTEMPTS
-from manager.run.preparation import constant_trace, controller_config
+from manager.run.controller_config import constant_trace, controller_config
 from morph.contract.cluster import LocalVms, Policy
 from morph.contract.decided import Decided, LossScale
 from morph.contract.plan import Schedule

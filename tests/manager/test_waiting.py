@@ -9,7 +9,7 @@ from controller_script import Script, changed, receivers, script_in
 from pydantic import ValidationError
 from simulated_job import MIXED, PLANS, RULES, make_config, make_plan
 
-from manager.controller.shape.flapping import hold_s, record_flap
+from manager.controller.shape.selection import hold_s, record_flap
 from manager.controller.state.actions import Abort, EndWorker, Finish, SendReshape, SendStep
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import NobodyHeard, NodeAppeared, StopRequested, Tick, WorkerAnswered, WorkerLost

@@ -15,9 +15,8 @@ from manager.controller.state.events import WorkerAnswered
 from manager.controller.state.state import ControllerState, Decision, Phase
 from manager.engine.loop.driver import Observed
 from manager.rehearsal.device import EmulationOptions, emulated_device, known_units, stretched
-from manager.rehearsal.measurements import Measured
+from manager.rehearsal.measurements import Measured, Rehearsed
 from manager.rehearsal.planning import STATE_BYTES, choose_scales, hosts_of, plan_rehearsal
-from manager.rehearsal.result import Rehearsed
 from manager.rehearsal.run import controller_config_of
 from manager.rehearsal.spec import RehearsalSpec
 from morph.contract.emulation import EmulatedDevice

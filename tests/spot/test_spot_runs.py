@@ -23,7 +23,7 @@ from manager.engine.loop.event_queue import EventQueue
 from manager.engine.vms.budget import Spending
 from manager.providers.interface.provider import Misconfigured
 from manager.providers.local import LocalProvider
-from manager.run.resolution import load_cloud
+from manager.run.markets import load_cloud
 from manager.spot.factory import open_local, open_provided
 from manager.spot.launcher import TAKEN_CODE, Launcher, Outcome, Source
 from manager.spot.spec import SpotJob

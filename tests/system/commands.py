@@ -74,11 +74,14 @@ def environment_of_commands() -> dict[str, str]:
 class RunningMorph:
     """A command in a session of its own, as in a terminal; a context manager that leaves none of its processes.
 
-    ``secrets_path``: a file to which the command's own process writes every secret that it makes.
+    ``secrets_path``: a file to which the command's own process writes every secret that it makes. ``walks_path``: see
+    ``tests.system.traced``.
     """
 
-    def __init__(self, *arguments: object, secrets_path: Path | None = None) -> None:
+    def __init__(self, *arguments: object, secrets_path: Path | None = None, walks_path: Path | None = None) -> None:
         program = COMMAND if secrets_path is None else (sys.executable, "-c", RECORDED, str(secrets_path))
+        if walks_path is not None:
+            program = (sys.executable, "-m", "tests.system.traced", str(walks_path))
         assert NURSERY is not None
         reads, writes = os.pipe()
         with Path(os.devnull).open("rb") as nothing:

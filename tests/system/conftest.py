@@ -20,7 +20,7 @@ def nursery() -> Iterator[Nursery]:
     nursery = Nursery.with_modules(
         "manager.engine.on_processes.forking",
         "morph.cli.main",
-        "manager.commands.job_check",
+        "morph.preflight.job_check",
         "manager.commands.carry_out",
         "matplotlib.figure",
         "matplotlib.backends.backend_agg",

@@ -11,7 +11,7 @@ from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observed, Observer
 from manager.engine.machines.machines import OpenMachines, Processes
 from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
-from manager.run.preparation import section_compute_s
+from manager.run.controller_config import section_compute_s
 from manager.run.session import RunSpec, run_session
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest

@@ -24,8 +24,7 @@ from manager.engine.loop.event_queue import EventQueue
 from manager.engine.machines.attachment import find_living
 from manager.journal.records import Fact
 from manager.run import session
-from manager.run.restarts import Restarts, run_until_it_ends
-from manager.run.session import RunSpec
+from manager.run.session import Restarts, RunSpec, run_until_it_ends
 from manager.run_dir import RunDir
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.base import Value

@@ -27,6 +27,7 @@ from morph.contract.profile import load_profile
 from tests.system.commands import ROOT, RunningMorph, morph
 from tests.system.harness import JOB
 from tests.system.held import HeldJob
+from tests.system.traced import check_walks
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -59,6 +60,7 @@ def test_calibrate_plan_simulate_run_and_status_work_one_after_the_other(
     run_dir = tmp_path / "run"
     _run_along_the_trace(calibrated, tmp_path, run_dir)
     assert not list(run_dir.glob("*.png"))
+    check_walks(json.loads((tmp_path / "walks.json").read_text(encoding="utf-8")))
 
     report = RunReport.model_validate_json(morph("status", run_dir, "--json"))
     assert (report.outcome, report.version, report.checkpoint_version) == ("finished", STEPS, STEPS)
@@ -101,6 +103,7 @@ def _run_along_the_trace(profile: Path, folder: Path, run_dir: Path) -> None:
     with RunningMorph(
         *("run", job.path, "--profile", profile, "--cluster", cluster, "--trace", trace),
         *("--steps", STEPS, "--run-dir", run_dir, "--verbose"),
+        walks_path=folder / "walks.json",
     ) as command:
         command.wait_for_line("vm1 was lost")
         job.allow(HELD_AFTER + 4)  # a step that is given up must end

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from manager.commands.job_check import check_job
 from morph.cli.main import app
 from morph.contract.errors import JobError
 from morph.contract.profile import Profile, UnitProfile
 from morph.cutting import cut, export_job
 from morph.jobs.job import load_job
+from morph.preflight.job_check import check_job
 from simulator import synthetic_profile
 
 JOBS = """

@@ -25,7 +25,13 @@ from morph.contract.decided import Decided, LossScale
 from morph.contract.evaluation import Array, EvaluationTotals
 from morph.contract.messages import Committed, Evaluation, HandedCut, PreCopyMove, PreCopyOrder, Prepared
 from morph.contract.plan import Plan
+from morph.cutting import CutModel
+from morph.cutting.exporting.export import export_job
+from morph.data.loader import MicroBatchLoader
+from morph.jobs.job import Job, Precision
 from morph.runtime.process.single import run_single
+from morph.runtime.step.stage import Stage
+from morph.runtime.step.sums import MicroBatchSums
 from tests.crew import SETUP_S, Crew
 from tests.system.harness import TinyJob, load_tiny_job
 from tests.training.training_jobs import BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SECTIONS
@@ -253,3 +259,45 @@ def _num_needed(plans: Sequence[Plan], *, lose: bool) -> int:
         num_needed = max(num_needed, lost + plan.num_workers)
         lost += lose and plan.num_replicas > 1
     return num_needed
+
+
+def gradients_of_stages(
+    job: Job, model: CutModel, begins: list[int], *, recompute: bool, precision: Precision | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return loss and summed gradients of one micro-batch, by stages that begin at these sections.
+
+    ``precision``: None: the job's.
+    """
+    initial = export_job(job).initial_parameters
+    parameters = {name: value.clone().requires_grad_() for name, value in initial.items()}
+    loader = MicroBatchLoader(job.dataset(), job.seed, job.batch_size, MICRO_BATCH_SIZE)
+    stages = [
+        Stage(
+            model,
+            range(first, end),
+            recompute=recompute,
+            parameters=parameters,
+            load_batch=lambda micro_batch, keys: loader.load(0, micro_batch, keys),
+            seed=1,
+            step=2,
+            precision=precision or job.precision,
+        )
+        for first, end in zip(begins, [*begins[1:], len(model.sections)], strict=True)
+    ]
+    values: tuple[Tensor, ...] = ()
+    for stage in stages:
+        values = stage.forward(3, tuple(value.clone() for value in values))
+    found: dict[str, Tensor] = {}
+
+    def add(_section: int, name: str, gradient: Tensor) -> None:
+        found[name] = gradient + found.get(name, 0)
+
+    sink = MicroBatchSums(add, lambda _section: None)
+    arriving: tuple[Tensor | None, ...] = (torch.ones(()),)
+    for stage in reversed(stages):
+        if recompute:
+            stage.recompute(3)
+        arriving = stage.backward(3, arriving, sink)
+        if job.boundary != "same":
+            assert all(gradient is None or gradient.dtype == torch.bfloat16 for gradient in arriving)
+    return values[0], found

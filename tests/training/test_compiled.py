@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from morph.contract.errors import JobError
-from morph.cutting import CutModel, cut, export_job
+from morph.cutting import cut, export_job
 from morph.cutting.sections.cut_point import CutPoint
 from morph.data import MicroBatchLoader
 from morph.jobs.job import Accumulation, Job
 from morph.runtime.step.compilation import compile_all, compiled, refuse_marked
 from morph.runtime.step.kernels import kernels_for, kernels_now, set_kernels
-from morph.runtime.step.stage import Stage
-from morph.runtime.step.sums import MicroBatchSums
+from tests.training.shapes import gradients_of_stages
 from tests.training.training_jobs import MICRO_BATCH_SIZE, WIDTH, plain
 
 CPU = torch.device("cpu")
@@ -63,41 +62,6 @@ def inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     torch._dynamo.reset()
 
 
-def step(model: CutModel, begins: list[int], *, recompute: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss and summed gradients of one micro-batch, by stages that begin at these sections."""
-    initial = export_job(job).initial_parameters
-    parameters = {name: value.clone().requires_grad_() for name, value in initial.items()}
-    loader = MicroBatchLoader(job.dataset(), job.seed, job.batch_size, MICRO_BATCH_SIZE)
-    stages = [
-        Stage(
-            model,
-            range(first, end),
-            recompute=recompute,
-            parameters=parameters,
-            load_batch=lambda micro_batch, keys: loader.load(0, micro_batch, keys),
-            seed=1,
-            step=2,
-            precision=job.precision,
-        )
-        for first, end in zip(begins, [*begins[1:], len(model.sections)], strict=True)
-    ]
-    values: tuple[Tensor, ...] = ()
-    for stage in stages:
-        values = stage.forward(3, tuple(value.clone() for value in values))
-    found: dict[str, Tensor] = {}
-
-    def add(_section: int, name: str, gradient: Tensor) -> None:
-        found[name] = gradient + found.get(name, 0)
-
-    sink = MicroBatchSums(add, lambda _section: None)
-    arriving: tuple[Tensor | None, ...] = (torch.ones(()),)
-    for stage in reversed(stages):
-        if recompute:
-            stage.recompute(3)
-        arriving = stage.backward(3, arriving, sink)
-    return values[0], found
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch itself triggers it on import
 def test_each_kind_of_section_is_compiled_once_with_the_same_bits(inductor: Path) -> None:
@@ -109,12 +73,12 @@ def test_each_kind_of_section_is_compiled_once_with_the_same_bits(inductor: Path
     compile_all(fast, lambda keys: loader.load(0, 0, keys), job.precision, CPU)
     kinds = NUM_BLOCKS - 1  # one of the two in the middle
     assert counters["stats"]["unique_graphs"] == kinds
-    loss, gradients = step(fast, [0], recompute=False)
-    again_loss, again = step(fast, [0, 1, 3], recompute=True)
+    loss, gradients = gradients_of_stages(job, fast, [0], recompute=False)
+    again_loss, again = gradients_of_stages(job, fast, [0, 1, 3], recompute=True)
     assert counters["stats"]["unique_graphs"] == kinds, "a step compiled something"
     assert torch.equal(loss, again_loss)
     assert all(torch.equal(gradients[name], again[name]) for name in gradients)
-    plain_loss, expected = step(model, [0], recompute=False)
+    plain_loss, expected = gradients_of_stages(job, model, [0], recompute=False)
     torch.testing.assert_close((loss, gradients), (plain_loss, expected), rtol=0.03, atol=0.003)
     assert any((inductor / "compiled").rglob("*.so"))
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from morph.contract.epochs import EpochEnd, Epochs
 from morph.contract.errors import JobError
+from morph.contract.job_facts import EpochEnd, Epochs
 from morph.cutting import export_job
 from morph.data.loader import order_of, short_sizes
 from morph.data.order import EpochOrder

@@ -26,6 +26,7 @@ from morph.runtime.state.unit_state import UnitState, UpdateRules, update_rules
 from morph.runtime.step.section_run import run_section
 from morph.runtime.step.stage import Stage
 from morph.runtime.step.sums import MicroBatchSums
+from tests.training.shapes import gradients_of_stages
 from tests.training.training_jobs import BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SECTIONS, WIDTH, narrow, plain, sgd
 
 TIMES = ComputeTimes(forward_s=0, recompute_s=0, backward_s=0, reduce_s=0, wait_s=0, step_s=0)
@@ -263,40 +264,6 @@ def model() -> CutModel:
     return cut_of(narrow)
 
 
-def gradients(model: CutModel, begins: list[int], *, recompute: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss and summed gradients of one micro-batch, by stages that begin at these sections."""
-    initial = export_job(narrow).initial_parameters
-    parameters = {name: value.clone().requires_grad_() for name, value in initial.items()}
-    loader = MicroBatchLoader(narrow.dataset(), narrow.seed, BATCH_SIZE, MICRO_BATCH_SIZE)
-    stages = [
-        Stage(
-            model,
-            range(first, end),
-            recompute=recompute,
-            parameters=parameters,
-            load_batch=lambda micro_batch, keys: loader.load(0, micro_batch, keys),
-            seed=1,
-            step=2,
-            precision="fp32",
-        )
-        for first, end in zip(begins, [*begins[1:], NUM_SECTIONS], strict=True)
-    ]
-    values: tuple[Tensor, ...] = ()
-    for stage in stages:
-        values = stage.forward(3, tuple(value.clone() for value in values))
-    found: dict[str, Tensor] = {}
-    arriving: tuple[Tensor | None, ...] = (torch.ones(()),)
-    for stage in reversed(stages):
-        if recompute:
-            stage.recompute(3)
-        sink = MicroBatchSums(
-            lambda _, name, gradient: found.update({name: gradient + found.get(name, 0)}), lambda _: None
-        )
-        arriving = stage.backward(3, arriving, sink)
-        assert all(gradient is None or gradient.dtype == torch.bfloat16 for gradient in arriving)
-    return values[0], found
-
-
 def test_half_the_bytes_cross_each_cut_and_the_loss_stays_wide(model: CutModel) -> None:
     usual = cut_of(plain)
     for section, whole in zip(model.sections[:-1], usual.sections[:-1], strict=True):
@@ -321,12 +288,13 @@ def test_calibration_runs_a_section_on_narrow_tensors(model: CutModel) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("begins", [[0, 1, 2, 3], [0, 2]])
 def test_gradients_have_the_same_bits_wherever_stages_begin(model: CutModel, begins: list[int]) -> None:
-    loss, expected = gradients(model, [0], recompute=False)
-    found_loss, found = gradients(model, begins, recompute=True)
+    loss, expected = gradients_of_stages(narrow, model, [0], recompute=False, precision="fp32")
+    found_loss, found = gradients_of_stages(narrow, model, begins, recompute=True, precision="fp32")
     assert torch.equal(loss, found_loss)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert not torch.equal(loss, gradients(cut_of(replace(narrow, boundary="same")), [0], recompute=False)[0])
+    same = replace(narrow, boundary="same")
+    assert not torch.equal(loss, gradients_of_stages(same, cut_of(same), [0], recompute=False, precision="fp32")[0])
 
 
 def test_a_kept_cut_has_the_narrow_borders(model: CutModel) -> None:

@@ -35,6 +35,10 @@ MEASURED_FROM_BYTES = 1 << 24
 """Bytes. The time to move a smaller state measures threads and messages rather than the link."""
 PAYS_WITHIN_S = 3600.0
 """Seconds. A shape is re-formed only to change its followers if that saves more than it costs within this time."""
+_Kind = tuple[frozenset[UnitId], str | None]
+"""Units and zone: workers of one kind differ only in the workers that they follow already."""
+_Rank = tuple[int, int, int, WorkerId]
+"""Followed by the asking worker (0), by none (1), by another (2); bytes it keeps for others; its place; its name."""
 
 
 class Redundancy(NamedTuple):
@@ -195,12 +199,6 @@ def choose_followers(
             promised.update(units)
         found.append(Follow.model_construct(worker=slot.worker, follower=follower, units=units, known=known))
     return tuple(found)
-
-
-_Kind = tuple[frozenset[UnitId], str | None]
-"""Units and zone: workers of one kind differ only in the workers that they follow already."""
-_Rank = tuple[int, int, int, WorkerId]
-"""Followed by the asking worker (0), by none (1), by another (2); bytes it keeps for others; its place; its name."""
 
 
 class _Candidates:

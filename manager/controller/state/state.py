@@ -15,18 +15,9 @@ from manager.controller.state.profile_correction import Correction, Forecasts, S
 from manager.controller.state.saves import Saving
 from morph.contract.base import Value
 from morph.contract.decided import Decided, LossScale, LossTrend
-from morph.contract.epochs import Epochs
 from morph.contract.evaluation import EvaluationSize, EvaluationTotals, FinishedMetrics, Judged
-from morph.contract.messages import (
-    Evaluation,
-    FailureCause,
-    PreCopyMove,
-    ReshapeOrder,
-    Slot,
-    UnitId,
-    Version,
-    WorkerId,
-)
+from morph.contract.job_facts import Epochs
+from morph.contract.messages import Evaluation, FailureCause, PreCopyMove, ReshapeOrder, Slot, UnitId, Version, WorkerId
 from morph.contract.plan import Plan
 from morph.contract.salvage import PartialSum
 

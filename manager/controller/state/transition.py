@@ -29,8 +29,8 @@ from manager.controller.state.state import (
     WorkerState,
 )
 from morph.contract.decided import Decided, LossTrend
-from morph.contract.epochs import Epochs
 from morph.contract.evaluation import EvaluationSize, EvaluationTotals, Judged
+from morph.contract.job_facts import Epochs
 from morph.contract.messages import ReshapeOrder, UnitId, Version, WorkerId
 
 Answer = TypeVar("Answer")

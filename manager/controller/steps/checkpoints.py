@@ -1,22 +1,88 @@
-"""Follows checkpoints on their way to storage."""
+"""Checkpoints: begun with a step or a commit, followed on their way to storage, sealed by a manifest; the run's end."""
 
 from __future__ import annotations
 
-from manager.controller.state.actions import ReasonCode
+from collections.abc import Iterable
+from typing import Any
+
+from manager.controller.shape.placement import share_units
+from manager.controller.state.actions import ReasonCode, SendCommit
+from manager.controller.state.bounds import commit_bound_s, save_bound_s
 from manager.controller.state.events import MANIFEST_WRITER, CheckpointFailed, ManifestWritten, UnitsWritten
-from manager.controller.state.judging import awaits_metrics, manifest_order, note_complete
+from manager.controller.state.judging import (
+    awaits_metrics,
+    early_end,
+    finisher,
+    manifest_order,
+    marked_with,
+    note_complete,
+    take_evaluation,
+)
 from manager.controller.state.saves import PendingCheckpoint
-from manager.controller.state.state import ControllerState, Phase
+from manager.controller.state.state import ControllerState, OutstandingOrder, Phase
 from manager.controller.state.transition import Transition
-from manager.controller.steps.recovery import is_saved
-from manager.controller.steps.save_measuring import record_save_complete, record_save_refused, tell_next
-from manager.controller.steps.training_loop import commit_orders, end_if_saved, seal, seal_if_complete
-from morph.contract.messages import UnitId, UnitWritten
+from manager.controller.steps.save_measuring import (
+    record_save_begun,
+    record_save_complete,
+    record_save_refused,
+    record_units_complete,
+    tell_next,
+)
+from manager.controller.steps.save_timing import emergency_due, goes_back_to, is_due
+from morph.contract.checkpoint import Manifest, SaveKind, UnitFile
+from morph.contract.errors import TrainingStopped
+from morph.contract.messages import CommitOrder, UnitId, UnitWritten, WorkerId
+from morph.words import counted
 
 SAVING = (Phase.COMMITTING, Phase.SEALING)
 FIRST_PAUSE_S = 1.0
 MOST_PAUSE_S = 30.0
 """Seconds between two attempts to write the last checkpoint."""
+
+
+def begin_checkpoint_if_due(transition: Transition) -> tuple[dict[UnitId, WorkerId], str]:
+    """Begin a checkpoint if one is due and none is under way; return the writers of units, and the reason."""
+    state, now_s = transition.state, transition.now_s
+    saving = state.saving
+    pending = saving.pending
+    under_way = pending is not None and not pending.stale and now_s < pending.started_s + save_bound_s(state)
+    kind: SaveKind
+    if state.version == saving.checkpoint_base:
+        return {}, ""
+    if _may_be_best(state) and not (under_way and pending is not None and pending.version == state.version):
+        share = _shares(state)
+        record_save_begun(transition, share, "evaluated")
+        return share, "it is evaluated, and may be the best"
+    begins = goes_back_to(state, state.version) and not any(
+        goes_back_to(state, one.version) and not one.stale for one in saving.under_way
+    )
+    if (under_way or saving.sealing) and not begins:
+        return {}, ""
+    if emergency_due(transition):
+        kind, why = "emergency", "VMs that are the only holders of some state are about to be taken"
+    elif (due := is_due(state, now_s)) is not None:
+        kind, why = due
+    else:
+        return {}, ""
+    share = _shares(state)
+    record_save_begun(transition, share, kind)
+    return share, why
+
+
+def _may_be_best(state: ControllerState) -> bool:
+    """Whether the decided version is evaluated with the next step, to find the best one.
+
+    Its checkpoint replaces any other that is still under way, except those that may be the best.
+    """
+    size = state.evaluation
+    is_due = size is not None and size.best is not None and size.is_due(state.version)
+    return is_due and state.version > state.judged.last_version
+
+
+def _shares(state: ControllerState) -> dict[UnitId, WorkerId]:
+    assert state.plan is not None, "no generation was formed"
+    needed = state.config.units_of(state.plan)
+    return share_units(state.slots, needed, state.config.unit_bytes)
 
 
 def on_units_written(transition: Transition, event: UnitsWritten) -> None:
@@ -64,6 +130,48 @@ def _awaited(pending: PendingCheckpoint, event: UnitsWritten) -> dict[UnitId, Un
         and pending.writers.get(entry.unit) == entry.worker == event.worker
         and entry.unit not in pending.written
     }
+
+
+def seal_if_awaited(transition: Transition) -> None:
+    """Write the manifests of checkpoints that only waited for the result of an earlier evaluation."""
+    _seal_earlier(transition)
+    state = transition.state
+    pending = state.saving.pending
+    if pending is not None and pending.complete and not awaits_metrics(state, pending.version):
+        seal(transition, pending)
+
+
+def _seal_earlier(transition: Transition) -> None:
+    for one in transition.state.saving.earlier:
+        if one.complete and not awaits_metrics(transition.state, one.version):
+            seal(transition, one)
+
+
+def seal(transition: Transition, pending: PendingCheckpoint) -> None:
+    """Handle that every unit is in storage: write the manifest."""
+    state = transition.state
+    files = [pending.written[unit] for unit in state.config.units]
+    record_units_complete(transition, pending)
+    manifest = Manifest(
+        fingerprint=state.config.fingerprint,
+        version=pending.version,
+        kind=pending.kind,
+        shape=pending.shape,
+        saved_s=pending.started_s if pending.copied_s is None else pending.copied_s,
+        judged=pending.judged,
+        losses=pending.losses,
+        marked=marked_with(state, pending.version, *(before.version for before in state.saving.sealing)),
+        units=tuple(
+            UnitFile.model_construct(**{key: getattr(file, key) for key in UnitFile.model_fields}) for file in files
+        ),
+    )
+    transition.change_saving(sealing=(*state.saving.sealing, manifest), sealing_since_s=transition.now_s)
+    if state.saving.pending is not None and state.saving.pending.version == pending.version:
+        transition.change_saving(pending=None, unsaved_since_s=None, save_retry_s=None)
+    else:
+        transition.change_saving(earlier=tuple(one for one in state.saving.earlier if one.version != pending.version))
+    sentence = f"every unit of version {pending.version} is written: its manifest follows"
+    transition.say(ReasonCode.CHECKPOINT_SEALED, sentence, manifest_order(transition.state, manifest))
 
 
 def on_checkpoint_failed(transition: Transition, event: CheckpointFailed) -> None:
@@ -146,6 +254,134 @@ def _save_later(transition: Transition, sentence: str) -> None:
     transition.change_saving(pending=pending, sealing_since_s=sealing_since_s)
     transition.change_saving(unsaved_since_s=since_s, save_retry_s=retry_s)
     transition.say(code, f"{sentence}; it is tried again until it succeeds")
+
+
+def commit(transition: Transition) -> None:
+    """Order every member to apply the decided version, and to write it unless it is a complete checkpoint already."""
+    state, now_s = transition.state, transition.now_s
+    saved = state.saving.checkpoint is not None and state.saving.checkpoint.version == state.version
+    share = {} if saved else _shares(state)
+    transition.change(phase=Phase.COMMITTING)
+    transition.change_saving(unsaved_since_s=None, save_retry_s=None)
+    transition.change_step(kept={})
+    if saved:
+        transition.change_saving(pending=None)
+    else:
+        record_save_begun(transition, share, "final")
+    limit_s = commit_bound_s(state)
+    order = OutstandingOrder(
+        kind="commit", generation=state.generation, version=state.version, sent_s=now_s, limit_s=limit_s
+    )
+    transition.order(order, state.member_units)
+    sentence = f"version {state.version} must be committed: {state.stop_reason or early_end(state) or 'it is the last'}"
+    transition.say(ReasonCode.COMMIT_STARTED, sentence, *commit_orders(transition.state, share, state.member_units))
+
+
+def commit_orders(
+    state: ControllerState, share: dict[UnitId, WorkerId], receivers: Iterable[WorkerId]
+) -> tuple[SendCommit, ...]:
+    """Build the orders to write the decided version; while resting, each worker writes what it holds."""
+    units = units_by_writer(share)
+    plain = CommitOrder(
+        generation=state.generation,
+        version=state.version,
+        decided=state.decided,
+        earlier_checkpoints=tuple(one.version for one in state.saving.earlier),
+        held=state.phase is Phase.RESTING,
+    )
+    fields = finish_fields(state)
+    return tuple(
+        SendCommit(
+            worker=worker,
+            order=plain.model_copy(update={"checkpoint_units": units.get(worker, ()), **fields.get(worker, {})}),
+        )
+        for worker in receivers
+    )
+
+
+def units_by_writer(share: dict[UnitId, WorkerId]) -> dict[WorkerId, tuple[UnitId, ...]]:
+    """Return the units that each worker writes."""
+    units: dict[WorkerId, tuple[UnitId, ...]] = {}
+    for unit, writer in share.items():
+        units[writer] = (*units.get(writer, ()), unit)
+    return units
+
+
+def finish_fields(state: ControllerState) -> dict[WorkerId, dict[str, Any]]:
+    """Return the additional fields of the order for the worker that computes the metrics of an evaluation."""
+    found: dict[WorkerId, dict[str, Any]] = {}
+    worker = finisher(state) if state.unfinished is not None else None
+    if worker is not None:
+        found[worker] = {"evaluated": state.unfinished}
+    return found
+
+
+def seal_if_complete(transition: Transition) -> None:
+    """While committing: write the last manifest once every commit is answered and every unit written."""
+    state = transition.state
+    saving = state.saving
+    if state.step.awaited:
+        workers = counted(len(state.step.awaited), "worker has", "workers have")
+        return transition.say(ReasonCode.COMMIT_WAIT, f"{workers} still to commit")
+    try:
+        take_evaluation(transition)
+    except TrainingStopped as error:
+        return transition.end("failed", str(error))
+    transition.change_step(shares=(), finished=None)  # these were used, and answers of other kinds follow
+    _seal_earlier(transition)
+    state, saving = transition.state, transition.state.saving
+    if state.unfinished is not None and (worker := finisher(state)) is not None:
+        return _finish_evaluation(transition, worker)
+    if saving.pending is None:
+        return _end(transition)
+    missing = len(saving.pending.writers) - len(saving.pending.written)
+    if missing:
+        units = counted(missing, "unit is", "units are")
+        return transition.say(ReasonCode.COMMIT_WAIT, f"{units} of the last checkpoint still to be written")
+    transition.change(phase=Phase.SEALING)
+    return seal(transition, saving.pending)
+
+
+def _finish_evaluation(transition: Transition, worker: WorkerId) -> None:
+    """While committing: have the metrics of the last evaluation computed, once every member has committed."""
+    state = transition.state
+    order = OutstandingOrder(
+        kind="commit",
+        generation=state.generation,
+        version=state.version,
+        sent_s=transition.now_s,
+        limit_s=commit_bound_s(state),
+    )
+    transition.order(order, (worker,))
+    sentence = f"{worker} computes the metrics of the evaluation at version {state.version}"
+    transition.say(ReasonCode.COMMIT_WAIT, sentence, *commit_orders(transition.state, {}, (worker,)))
+
+
+def end_if_saved(transition: Transition) -> None:
+    """While sealing: end once the decided version and earlier ones that may be the best are complete, in any order."""
+    state = transition.state
+    if state.saving.checkpoint is not None and state.saving.checkpoint.version == state.version:
+        if not state.saving.sealing:
+            return _end(transition)
+        return transition.say(
+            ReasonCode.CHECKPOINT_COMPLETE, "the last checkpoint is complete; earlier ones are awaited"
+        )
+    return transition.say(ReasonCode.CHECKPOINT_COMPLETE, "an earlier checkpoint is complete; the last one is awaited")
+
+
+def is_saved(state: ControllerState) -> bool:
+    """Whether the decided version is a complete checkpoint."""
+    return (0 if state.saving.checkpoint is None else state.saving.checkpoint.version) == state.version
+
+
+def _end(transition: Transition) -> None:
+    state = transition.state
+    fails = state.failing is not None and state.failing.final
+    if state.version >= state.config.num_steps and not fails:
+        return transition.end("finished", f"all {state.config.num_steps} steps are done and saved")
+    if not fails and (why := early_end(state)):
+        return transition.end("finished", f"{why}; version {state.version} is saved")
+    return transition.end("stopped", f"{state.stop_reason}; version {state.version} is saved")
 
 
 def save_if_due(transition: Transition) -> None:

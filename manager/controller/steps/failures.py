@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from manager.controller.shape.flapping import record_flap
 from manager.controller.shape.formation import form_or_hold
 from manager.controller.shape.pre_copy import without_pre_copy
 from manager.controller.shape.salvage import note_prepared
+from manager.controller.shape.selection import record_flap
 from manager.controller.state.actions import Abort, ReasonCode
 from manager.controller.state.bounds import give_up_bound_s
 from manager.controller.state.state import ControllerState, Phase

@@ -8,8 +8,8 @@ from manager.controller.state.actions import ReasonCode
 from manager.controller.state.bounds import commit_bound_s, retry_bound_s, why_retried_no_longer
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase
 from manager.controller.state.transition import Transition
+from manager.controller.steps.checkpoints import commit_orders, is_saved
 from manager.controller.steps.save_measuring import record_save_begun
-from manager.controller.steps.training_loop import commit_orders
 from morph.contract.messages import UnitId, WorkerId
 from morph.contract.waits import Backoff
 from morph.words import counted
@@ -85,11 +85,6 @@ def stop_while_resting(transition: Transition) -> None:
         return transition.say(ReasonCode.STOP_NOTED, f"{state.stop_reason}: the run ends once its state is saved")
     transition.change_waits(rest_until_s=None)
     return form(transition)
-
-
-def is_saved(state: ControllerState) -> bool:
-    """Whether the decided version is a complete checkpoint."""
-    return (0 if state.saving.checkpoint is None else state.saving.checkpoint.version) == state.version
 
 
 def _save_held(transition: Transition) -> None:

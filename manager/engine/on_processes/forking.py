@@ -15,9 +15,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from manager.engine.local_vms.control_socket import ControlSocket, hear, tell
 from manager.engine.local_vms.namespaces import enter, remove_all
-from morph.jobs.snapshot import has_threads, imported_for_forks
+from manager.engine.on_processes import HOST
+from morph.contract.errors import JobError
+from morph.jobs.files import imported_once
+from morph.jobs.job import load_job
 from morph.link.home import Home
 from morph.runtime.emulation.workload import EmulatedWorkload
 from morph.runtime.groups.store import StoreHost
@@ -27,7 +32,6 @@ from morph.runtime.state.fixed_point import prepare
 from morph.runtime.state.optimizer_state import prepare_torch
 from morph.runtime.workloads.job_workload import JobWorkload
 
-HOST = "manager.engine.on_processes.process_host"
 MAX_DESCRIPTORS = 1
 PRELOADED = (EmulatedWorkload, JobWorkload)
 """Modules that are imported here so that the children need not import them."""
@@ -138,6 +142,40 @@ def _begin_anew(order: dict[str, str]) -> NoReturn:
     os.write(write, json.dumps(order).encode() + b"\n")
     os.dup2(read, 0)
     os.execv(sys.executable, [sys.executable, "-m", HOST, *sys.argv[1:]])
+
+
+def imported_for_forks(job_path: str) -> bool:
+    """Import the job; return whether this process can still be forked: it has no threads, and children may use CUDA.
+
+    An error is ignored: a worker that cannot load the job reports it.
+    """
+    # torch.cuda.is_available() then asks NVML, not the driver, so that children may still use CUDA
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    with imported_once(job_path), contextlib.suppress(JobError, SystemExit):
+        load_job(job_path)
+    has_cuda = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call] # torch ships no types
+    return not has_threads() and (not has_cuda or _child_may_use_cuda())
+
+
+def _child_may_use_cuda() -> bool:
+    """Try CUDA in a child: even ``torch.cuda.device_count()`` may prevent it, which ``is_initialized()`` hides."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call] # torch ships no types
+            code = 0
+        except (RuntimeError, AssertionError) as error:
+            code = int("fork" in str(error))  # workers report a missing device or a broken driver themselves
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    return status == 0
+
+
+def has_threads() -> bool:
+    """Whether this process has more than one thread; Linux only."""
+    return len(os.listdir("/proc/self/task")) > 1  # noqa: PTH208
 
 
 def main() -> None:

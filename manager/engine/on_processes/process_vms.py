@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from manager.engine.local_vms.host_line import HostLine
+from manager.engine.on_processes import HOST
 from manager.host.environment import handed_on
 from manager.host.folders import OWN_SOCKET, hold, make_folder
 from manager.host.processes import runs
@@ -24,7 +25,6 @@ from morph.link.home import Home
 
 log = logging.getLogger(__name__)
 
-HOST = "manager.engine.on_processes.process_host"
 START_TIMEOUT_S = 90.0
 FORK_TIMEOUT_S = 20.0
 STORE_TIMEOUT_S = 30.0

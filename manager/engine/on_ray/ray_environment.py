@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 
 from manager.engine.joining.certificates import Tls, certificates_of, make_certificates
-from manager.host.confinement import Confined, confine
+from manager.engine.on_ray.confinement import Confined, confine
 from manager.host.environment import handed_on
 from manager.host.folders import RAYS_SOCKET, hold, make_folder, remove_at_exit
 from manager.host.ports import RAY_SETTINGS

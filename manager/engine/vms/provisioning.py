@@ -13,8 +13,8 @@ from manager.controller.state.actions import ReleaseNodes, RequestId, RequestNod
 from manager.controller.state.events import NodeFacts, Paid, RequestRefused, WorkerLost
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.vms.budget import Spending
+from manager.engine.vms.serial_executor import ParallelExecutor, SerialExecutor
 from manager.engine.vms.vm_registry import End, VmRegistry, cause_of, facts_of, paid
-from manager.host.serial_executor import ParallelExecutor, SerialExecutor
 from manager.journal.records import VM_KILLED, Fact
 from manager.providers.interface.provider import (
     ENDED,

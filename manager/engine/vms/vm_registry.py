@@ -23,6 +23,8 @@ from manager.providers.interface.provider import (
 )
 from morph.contract.vm_names import vm_of
 
+Answer = NodesGranted | RequestRefused
+
 
 @dataclass(frozen=True)
 class Inherited:
@@ -55,9 +57,6 @@ def inherited(state: ControllerState, up: Collection[str]) -> Inherited:
 
 def _request(node: str, request_of: dict[str, str]) -> str | None:
     return request_of.get(node.rpartition("-")[0])
-
-
-Answer = NodesGranted | RequestRefused
 
 
 @dataclass(frozen=True)

@@ -94,10 +94,7 @@ class Group:
         self.set_name = scale_set_name(identity.run)
 
     def look(self) -> Look:
-        """List the group's VMs.
-
-        ProviderError: the answer is not reliable: VMs that it omits may exist.
-        """
+        """List the group's VMs; ProviderError: the answer is not reliable: VMs that it omits may exist."""
         answered: list[str | None] = [None]
 
         def check(response: Any) -> None:

@@ -39,6 +39,8 @@ RETRY_S = 600.0
 """Seconds after which a price that the list did not have is looked up again."""
 AGREE_S = 2.0
 """Clocks that differ by fewer seconds count as equal: HTTP dates have whole seconds, and answers take time."""
+KeyT = TypeVar("KeyT")
+FigureT = TypeVar("FigureT")
 
 
 @dataclass(frozen=True)
@@ -194,10 +196,6 @@ def priced(what: str, usd_per_h: float | None) -> str:
     """Return the name of a billed resource with its price."""
     cost = "its price is not known" if usd_per_h is None else f"{usd_per_h:.4f} dollars an hour"
     return f"{what}, {cost}"
-
-
-KeyT = TypeVar("KeyT")
-FigureT = TypeVar("FigureT")
 
 
 class Remembered(Generic[KeyT, FigureT]):

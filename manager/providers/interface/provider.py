@@ -304,8 +304,5 @@ def name_of(run_dir: Path, job: str) -> RunName:
 
 
 def write_name(run_dir: Path, name: RunName) -> None:
-    """Store the run's name.
-
-    RunDirError: the name cannot be written.
-    """
+    """Store the run's name; RunDirError: the name cannot be written."""
     write_in_run_dir(run_dir / VMS, name.model_dump_json(indent=2) + "\n")

@@ -24,6 +24,8 @@ from simulator.inputs.conditions import RedundantName
 from simulator.inputs.node_types import of_pool_type
 
 FINGERPRINT = "simulated"
+_Seconds = Annotated[float, Field(ge=0, le=1e7)]
+_Positive = Annotated[float, Field(gt=0, le=1e7)]
 
 
 class Durations(Value):
@@ -223,8 +225,6 @@ def _in_order(bounds: tuple[float, float]) -> tuple[float, float]:
     return bounds
 
 
-_Seconds = Annotated[float, Field(ge=0, le=1e7)]
-_Positive = Annotated[float, Field(gt=0, le=1e7)]
 Between = Annotated[tuple[_Seconds, _Seconds], BeforeValidator(_bounds), AfterValidator(_in_order)]
 PositiveBetween = Annotated[tuple[_Positive, _Positive], BeforeValidator(_bounds), AfterValidator(_in_order)]
 

@@ -41,8 +41,7 @@ def one_line(error: Exception) -> str:
 def places(known: Mapping[str, tuple[str, str]]) -> Iterator[None]:
     """Add the source to errors that name a field but no source, so that users know where a value is set.
 
-    Args:
-        known: (source, the user's name of the field) by the internal name of the field.
+    ``known``: (source, the user's name of the field) by the internal name of the field.
     """
     try:
         yield
@@ -70,11 +69,7 @@ class MorphGroup(HelpGroup):
     """The root command: turns Morph's errors and Ctrl-C, from any command, into one line and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that the context names.
-
-        Raises:
-            typer.Exit: with the code of the table above.
-        """
+        """Run the command that the context names; typer.Exit has the code of the table above."""
         try:
             return super().invoke(ctx)
         except InputError as error:

@@ -44,8 +44,7 @@ def doing_if_long(what: str) -> Iterator[None]:
 def progress(*, remaining: bool = False) -> Iterator[Told]:
     """Show the progress of the block.
 
-    Args:
-        remaining: Whether shares are shares of the block's time, from which the remaining time can be estimated.
+    ``remaining``: whether shares are shares of the block's time, from which the remaining time can be estimated.
     """
     file = sys.stderr  # the stream as it is now: while a job's code runs, its output is held back
     if not file.isatty():

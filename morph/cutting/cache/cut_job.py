@@ -56,7 +56,7 @@ class LoadedJob:
 
     @cached_property
     def exported(self) -> ExportedJob:
-        """See ``export_job``."""
+        """The exported job, which is exported once; see ``export_job``."""
         from morph.cutting.exporting.export import export_job
 
         with self._reads:

@@ -41,7 +41,7 @@ def cut_marked(exported: MarkedJob, *, num_sections: int | None, micro_batch_siz
     The model runs twice on real numbers, in one piece and in sections, so this process holds all weights. Raises
     ExportError if the sections fail, or do not give the loss and the gradients of the whole model.
     """
-    batch = _resized(exported.batch, micro_batch_size)
+    batch = {key: entry[torch.arange(micro_batch_size) % len(entry)] for key, entry in exported.batch.items()}
     parameters = {
         name: tensor.clone().requires_grad_() for name, tensor in exported.initial_parameters.all_at_once().items()
     }
@@ -62,10 +62,6 @@ def cut_marked(exported: MarkedJob, *, num_sections: int | None, micro_batch_siz
         unused_parameters=tuple(name for name in specs if name not in used),
         metric_names=tuple(exported.whole.metric_names),
     )
-
-
-def _resized(batch: Mapping[str, Tensor], num_samples: int) -> dict[str, Tensor]:
-    return {key: entry[torch.arange(num_samples) % len(entry)] for key, entry in batch.items()}
 
 
 def _run_in_one_piece(exported: MarkedJob, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> _Reference:

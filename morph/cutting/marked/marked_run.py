@@ -30,6 +30,9 @@ from morph.cutting.source.refusal import changes_requires_grad
 PlaceT = TypeVar("PlaceT")
 _SMALL = 16
 _PLAIN: Callable[..., Any] = nn.Module._call_impl
+Call = tuple[str, int]
+"""Name of a module, and the number of the call."""
+RunCall = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Choices(TorchDispatchMode, Generic[PlaceT]):  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -100,12 +103,6 @@ def fill(remembered: Any, args: tuple[Any, ...], device: torch.device) -> Any:
         return torch.zeros(value.shape, dtype=value.dtype, device=device) if isinstance(value, _Zeros) else value
 
     return tree_map(filled, remembered)
-
-
-Call = tuple[str, int]
-"""Name of a module, and the number of the call."""
-
-RunCall = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Reached(BaseException):

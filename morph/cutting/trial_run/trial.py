@@ -329,7 +329,8 @@ def _check_weight(line: str, what: str, weight: object) -> None:
 
 def blame_the_job(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None:
     """Run model and loss on real numbers, if they fit in memory, so that their own errors are reported as such."""
-    if built.tape is not None and _parameter_bytes(built.model) <= _MAX_REAL_BYTES:
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in built.model.parameters())
+    if built.tape is not None and num_bytes <= _MAX_REAL_BYTES:
         run_really(job, batch)
 
 
@@ -357,7 +358,3 @@ def rms(tensor: Tensor) -> float:
     """Return the root of the mean square of a tensor's elements."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return float(real.double().square().mean().sqrt())
-
-
-def _parameter_bytes(model: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

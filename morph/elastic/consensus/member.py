@@ -59,6 +59,7 @@ from morph.elastic.consensus.messages import (
 )
 
 NONE_YET = Ballot(-1, 0)
+Outputs = tuple[Output, ...]
 
 
 def is_majority(left: Collection[int], of: Collection[int]) -> bool:
@@ -81,9 +82,6 @@ def voters(reports: Iterable[Report]) -> list[Ring]:
 def outvoting(left: Collection[int], reports: Iterable[Report]) -> Ring | None:
     """Return a ring of which too few members are left; None if the remaining members may continue."""
     return next((ring for ring in voters(reports) if not is_majority(left, ring.members)), None)
-
-
-Outputs = tuple[Output, ...]
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,9 @@ from morph.runtime.groups.interrupt import Interrupt
 
 MEET_S = 0.01
 """Seconds between two checks whether the members are present to form a communicator."""
+FactsT = TypeVar("FactsT", bound=Value)
+Communicator = Any
+"""A ``ProcessGroupNCCL`` or a substitute; torch ships no types for its collectives."""
 
 
 class DeviceFacts(Value):
@@ -65,11 +68,6 @@ def rings_over_nccl(
         if setting == "nccl":
             raise ConfigError(f"cannot be used: {why}", field="vms.rings", value="nccl", allowed="auto or gloo")
     return tuple(chosen)
-
-
-FactsT = TypeVar("FactsT", bound=Value)
-Communicator = Any
-"""A ``ProcessGroupNCCL`` or a substitute; torch ships no types for its collectives."""
 
 
 class Library(Protocol):

@@ -318,23 +318,19 @@ class GlooRing:
 
     @property
     def size(self) -> int:
-        """See ``Ring.size``."""
         return int(self._group.size())
 
     @property
     def rank(self) -> int:
-        """See ``Ring.rank``."""
         return int(self._group.rank())
 
     def exchange(self, received: Tensor, sent: Tensor) -> Pending:
-        """See ``Ring.exchange``."""
         into, out = as_bytes(received), as_bytes(sent)
         options = AllToAllOptions()
         options.asyncOp = True
         return self._start(lambda: self._group.alltoall_base(into, out, [], [], options), (received, into, sent, out))
 
     def gather(self, gathered: Tensor, own: Tensor) -> Pending:
-        """See ``Ring.gather``."""
         into, out = as_bytes(gathered), as_bytes(own)
         if self.size == 2:
             return self._swap(into, out)
@@ -353,7 +349,6 @@ class GlooRing:
         return self._start(lambda: self._group.alltoall_base(theirs, out, lengths, lengths, options), (into, out))
 
     def reduce(self, tensor: Tensor, operation: Any) -> Pending:
-        """See ``Ring.reduce``."""
         options = dist.AllreduceOptions()
         options.reduceOp = operation
         options.asyncOp = True

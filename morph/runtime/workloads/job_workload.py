@@ -14,10 +14,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from morph.checkpoint.frozen_weights import FrozenWeights
-from morph.contract.epochs import Epochs
 from morph.contract.errors import ProfileError, wrong_job
 from morph.contract.evaluation import EvaluationSize, EvaluationTotals, FinishedMetrics
-from morph.contract.job_facts import JobFacts
+from morph.contract.job_facts import Epochs, JobFacts
 from morph.contract.messages import Evaluation, StepOrder, WorkerSetup
 from morph.cutting import CutModel
 from morph.cutting.cache.cut_job import load_and_cut

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from morph.contract.epochs import Epochs
 from morph.contract.evaluation import EvaluationSize, EvaluationTotals, FinishedMetrics
+from morph.contract.job_facts import Epochs
 from morph.contract.messages import Evaluation, StepOrder, WorkerSetup
 from morph.cutting.sections.section import ParameterUnit
 from morph.runtime.groups.channels import Carrier, Channel

@@ -4,7 +4,7 @@ import pytest
 
 from manager.controller.state.config import ControllerConfig, ExpectedLosses, Offer
 from manager.host.devices import CudaDevice
-from manager.run.preparation import (
+from manager.run.controller_config import (
     constant_trace,
     controller_config,
     memory_of,

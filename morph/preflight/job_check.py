@@ -1,60 +1,52 @@
-"""Checks that need the model itself, made before anything is started or written."""
+"""The check that a run makes of its job: cuts it, compares it with the profile, and keeps what was found."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from manager.run.code import CheckedJob
-    from morph.contract.cluster import ClusterConfig
-    from morph.contract.errors import ProfileError
-    from morph.contract.messages import HandedCut
-    from morph.contract.profile import Profile
-    from morph.cutting.cache.cut_job import LoadedJob
-    from morph.jobs.job import Job
+import torch
+
+from morph.contract.errors import JobError, ProfileError
+from morph.contract.job_facts import JobFacts
+from morph.contract.messages import HandedCut
+from morph.contract.profile import Profile
+from morph.cutting.cache.artefact import CannotKeep
+from morph.cutting.cache.cut_job import LoadedJob
+from morph.data.loader import ROWS_S, data_facts, order_of
+from morph.jobs.files import held, split_job
+from morph.jobs.job import Job
+from morph.jobs.snapshot import from_elsewhere
+from morph.machine_memory import available_bytes
+from morph.preflight.checks import TRIED_BEFORE_RUNS, CutJob, Effort, check, users_code
 
 
-def check_device(cluster: ClusterConfig, source: str) -> None:
-    """Refuse a device that this machine lacks, if the VMs use this machine's devices.
+@dataclass(frozen=True)
+class CheckedJob:
+    """The result of checking a job.
 
-    Raises:
-        ConfigError: the device is missing; the error names the cluster file.
+    ``facts``: the facts that identify the job. ``cut``: makes the cut for workers, given a micro-batch size; None: each
+    worker has to export the model.
     """
-    from morph.contract.cluster import LocalVms
 
-    if isinstance(cluster.vms, LocalVms) and cluster.vms.device == "cuda":
-        from morph.runtime.device.devices import usable_device
-
-        usable_device("cuda", source=source)
+    facts: JobFacts
+    cut: Callable[[int], HandedCut | None]
 
 
 def check_job(job_path: str, profile: Profile) -> CheckedJob:
     """Cut the job and compare it with the profile.
 
     The findings are kept: a job that is the same to the byte, with the same data and profile, is not tried again.
-
-    Raises:
-        JobError: the job file is wrong, or the job has an unhandled dependency between sections.
-        ExportError: torch.export refuses the model, or its sections do not compute the same as the plain model.
-        ProfileError: the profile is of another model or another batch size.
+    JobError: the job file is wrong, or a dependency between sections is not handled. ExportError: torch.export refuses
+    the model, or its sections do not compute the same as the plain model. ProfileError: the profile is of another model
+    or another batch size.
     """
-    import torch
-
-    from manager.run.code import CheckedJob
-    from morph.contract.job_facts import JobFacts
-    from morph.cutting.cache.cut_job import LoadedJob
-    from morph.data.loader import ROWS_S, data_facts, order_of
-    from morph.jobs.files import held, split_job
-    from morph.jobs.snapshot import from_elsewhere
-    from morph.preflight.checks import users_code
-
     before = set(sys.modules)
     torch.set_num_threads(1)
     with users_code(job_path):
@@ -80,9 +72,6 @@ def check_job(job_path: str, profile: Profile) -> CheckedJob:
 
 
 def _cut_for_workers(loaded: LoadedJob, job_path: str, num_sections: int, micro_batch_size: int) -> HandedCut | None:
-    from morph.cutting.cache.artefact import CannotKeep
-    from morph.preflight.checks import users_code
-
     try:
         with users_code(job_path):
             return loaded.handed(num_sections, micro_batch_size)
@@ -99,8 +88,6 @@ def _other_profile(
     job: Job, profile: Profile, job_path: str, what: str, value: object = None, allowed: str = ""
 ) -> ProfileError:
     """Return an error that says that a profile does not fit the job, and to which job it belongs."""
-    from morph.contract.errors import ProfileError
-
     if profile.job.name != job.name:
         what, value, allowed = f"the profile belongs to another job, {profile.job.name!r}", job.name, ""
     again = f"a profile of this job, as it is now: morph calibrate {job_path} -o FILE"
@@ -123,10 +110,6 @@ class _Findings:
 
 def _about(job: Job, profile: Profile) -> str | None:
     """Return the inputs of the findings besides the job's code; None if its data cannot be read."""
-    from morph.contract.errors import JobError
-    from morph.contract.job_facts import JobFacts
-    from morph.data.loader import data_facts
-
     try:
         data = JobFacts(data=data_facts(job))
     except JobError:
@@ -142,9 +125,6 @@ def _read_findings(content: bytes | None) -> _Findings | None:
 
 
 def _look_at(loaded: LoadedJob, profile: Profile, job_path: str) -> _Findings:
-    from morph.machine_memory import available_bytes
-    from morph.preflight.checks import TRIED_BEFORE_RUNS, CutJob, Effort, check
-
     job, exported = loaded.job, loaded.exported
     model = loaded.cut(profile.num_sections, profile.micro_batch_sizes[0]).model
     if model.fingerprint != profile.job.fingerprint:
