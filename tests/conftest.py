@@ -41,6 +41,7 @@ import typer.testing
 from hypothesis import HealthCheck, settings
 
 from tests import times
+from tests.waiting import PATIENCE
 
 # Each invocation makes Typer build all commands anew, which takes 0.1 s, and hundreds of tests invoke it.
 typer.testing._get_command = cache(typer.testing._get_command)
@@ -97,6 +98,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if PATIENCE != 1.0:
+        for item in items:
+            bound = item.get_closest_marker("timeout")
+            given_s = bound.args[0] if bound else float(config.getini("timeout"))
+            item.add_marker(pytest.mark.timeout(given_s * PATIENCE), append=False)
     if hasattr(config, "workerinput"):
         times.in_order(items, config.rootpath)
 

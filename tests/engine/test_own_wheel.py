@@ -49,12 +49,12 @@ from manager.providers.boot.own_wheel import (
 from morph.contract.errors import ClusterError
 from morph.link.authority import authority_of
 from tests.cloud.image import bare_python
+from tests.waiting import BOUND_S
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 SECRET, NODE = "n0de-secret-77aa", "tiny-1-0"
-BOUND_S = 120.0
 WHEEL = "from manager.providers.boot.own_wheel import make_wheel; import sys; sys.stdout.buffer.write(make_wheel())"
 
 

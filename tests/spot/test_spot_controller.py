@@ -48,6 +48,7 @@ from manager.spot.local import LocalMachines
 from manager.spot.spec import SpotJob
 from morph.cli.main import app
 from tests.engine.fake_cloud import FakeCloud
+from tests.waiting import BOUND_S
 
 
 def after(state: SpotState, *events: tuple[float, Event]) -> tuple[SpotState, list[object]]:
@@ -207,9 +208,6 @@ def test_a_script_ends_when_its_agent_is_killed(user: str, tmp_path: Path) -> No
                 script.kill()
 
 
-TIMEOUT_S = 100.0
-
-
 def told_of(text: str, tmp_path: Path) -> str:
     """Return what the command says about a job file before it starts anything."""
     path = tmp_path / "job.yaml"
@@ -252,8 +250,8 @@ def test_however_it_is_ended_it_leaves_neither_script_nor_folder(
         running = psutil.Process(int(process.stdout.readline()))
         try:
             process.send_signal(number)
-            assert process.wait(TIMEOUT_S) == (-number if number == signal.SIGKILL else 130)
-            assert wait_gone([running], TIMEOUT_S) == []
+            assert process.wait(BOUND_S) == (-number if number == signal.SIGKILL else 130)
+            assert wait_gone([running], BOUND_S) == []
         finally:
             if running.is_running():
                 running.kill()
