@@ -35,7 +35,9 @@ from morph.contract.rules import RequestRules, Rules
 from simulator import plan_table, synthetic_profile
 from tests.providers.azure_world import NODE_SECRET, Line, provider
 from tests.providers.fake_arm import FakeArm
-from tests.waiting import BOUND_S
+from tests.waiting import PATIENCE
+
+BOUND_S = 60.0 * PATIENCE
 
 KEEP = 2
 Case = Callable[[Any, Path], list[str]]
