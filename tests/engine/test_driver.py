@@ -17,9 +17,7 @@ from manager.journal.replay import replay
 from manager.report.journal_reader import report_of
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import Limits
-from morph.contract.messages import (
-    ProbeOrder,
-)
+from morph.contract.messages import ProbeOrder
 from tests.engine.driver_scene import Run
 from tests.waiting import BOUND_S
 

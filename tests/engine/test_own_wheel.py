@@ -38,14 +38,7 @@ from manager.providers.boot.first_boot import (
     run_setup,
     watch,
 )
-from manager.providers.boot.own_wheel import (
-    Lock,
-    kept_wheel,
-    make_lock,
-    make_wheel,
-    python_version,
-    requirements,
-)
+from manager.providers.boot.own_wheel import Lock, kept_wheel, make_lock, make_wheel, python_version, requirements
 from morph.contract.errors import ClusterError
 from morph.link.authority import authority_of
 from tests.cloud.image import bare_python
