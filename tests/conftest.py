@@ -41,14 +41,13 @@ import typer.testing
 from hypothesis import HealthCheck, settings
 
 from tests import times
+from tests.waiting import PATIENCE
 
 # Each invocation makes Typer build all commands anew, which takes 0.1 s, and hundreds of tests invoke it.
 typer.testing._get_command = cache(typer.testing._get_command)
 # A busy machine must not fail tests: examples have no deadline, and data may be slow to draw. pytest bounds each test.
 settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
-
-MOST_WORKERS = 4
 
 
 def hear_signals() -> None:
@@ -85,18 +84,16 @@ def heard_signals() -> None:
     hear_signals()
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """Return the processes for ``--numprocesses auto``: two more than usable cores, because many tests mostly wait."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores + 2, MOST_WORKERS)
-
-
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(times.Clock())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if PATIENCE != 1.0:
+        for item in items:
+            bound = item.get_closest_marker("timeout")
+            given_s = bound.args[0] if bound else float(config.getini("timeout"))
+            item.add_marker(pytest.mark.timeout(given_s * PATIENCE), append=False)
     if hasattr(config, "workerinput"):
         times.in_order(items, config.rootpath)
 

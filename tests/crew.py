@@ -63,14 +63,13 @@ from morph.runtime.pre_copy.lane import PreCopyLane
 from morph.runtime.pre_copy.wire import Frame
 from tests.device.worker_device import HERE, use_fake_device
 from tests.system.harness import JOB, TinyJob
-from tests.waiting import ANSWER_S, poll_until
+from tests.waiting import BOUND_S, PATIENCE, poll_until
 
 FORKS = multiprocessing.get_context("forkserver")
 """Imports a worker's modules once, so that members start without delay; separate processes would import for seconds."""
 FORKS.set_forkserver_preload(["tests.runtime.ready_to_fork"])
 LOOPBACK = "127.0.0.1"
-SETUP_S = 300.0
-END_S = 60.0
+SETUP_S = 300.0 * PATIENCE
 BEATS_EVERY_S = 0.05
 
 
@@ -100,7 +99,7 @@ def _arm(worker: Any, faults: tuple[Fault, ...], slow_s: float) -> None:
         elif not slow_s and stream is not None and threading.current_thread() is computes:
             if stream._connection is not None:  # when this has arrived, everything before it has been handled
                 stream._put(Frame({"kind": "follows"}, {}))
-            deadline_s = time.monotonic() + END_S
+            deadline_s = time.monotonic() + BOUND_S
             while stream.error is None and (stream._queue or stream._sending) and time.monotonic() < deadline_s:
                 time.sleep(0.001)
         type(plan).reach(plan, phase, step)
@@ -220,7 +219,7 @@ class Member:
         """Send an order; ``answer`` returns the result."""
         self.orders.send((method, arguments))
 
-    def answer(self, timeout_s: float = ANSWER_S) -> Any:
+    def answer(self, timeout_s: float = BOUND_S) -> Any:
         """Return the answer to the last order, within ``timeout_s``."""
         return _receive(self.orders, f"an answer of {self.name}", timeout_s)
 
@@ -232,7 +231,7 @@ class Member:
         """Run a command on the control lane."""
         with self._in_use:
             self._control.send((command, arguments))
-            return _receive(self._control, f"{self.name}'s control lane", ANSWER_S)
+            return _receive(self._control, f"{self.name}'s control lane", BOUND_S)
 
     def stop(self) -> None:
         """Stop the process as if its machine hung: its connections stay open."""
@@ -245,7 +244,7 @@ class Member:
 
     def end(self) -> None:
         self.process.kill()
-        self.process.join(END_S)
+        self.process.join(BOUND_S)
         self.process.close()
         self.orders.close()
         self._control.close()
@@ -274,7 +273,7 @@ class ThreadMember:
             self.worker: Any = made
         return getattr(self.worker, method)(*arguments)
 
-    def answer(self, timeout_s: float = ANSWER_S) -> Any:
+    def answer(self, timeout_s: float = BOUND_S) -> Any:
         return self._answer.result(timeout_s)
 
     def control(self, command: str, *arguments: object) -> Any:
@@ -482,7 +481,7 @@ class Crew:
         self.commits = [self.members[name].answer() for name in self.present]
         assert all(isinstance(answer, Committed) for answer in self.commits), self.commits
         written: dict[str, UnitWritten] = {}
-        deadline_s = time.monotonic() + ANSWER_S
+        deadline_s = time.monotonic() + BOUND_S
         while len(written) < len(writers):
             assert time.monotonic() < deadline_s, "the checkpoint was not written"
             for name in self.present:

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from tests.crew import FORKS
 from tests.forked_scripts import begin
-from tests.waiting import ANSWER_S
+from tests.waiting import BOUND_S
 
 
 class Descriptors:
@@ -96,7 +96,7 @@ class ForkedModule:
         return code
 
 
-def run_python(*arguments: str, cwd: Path | None = None, timeout: float = ANSWER_S) -> tuple[int, str, str]:
+def run_python(*arguments: str, cwd: Path | None = None, timeout: float = BOUND_S) -> tuple[int, str, str]:
     """Run ``python ARGUMENTS``, ``-m`` or ``-c``, to its end; return its exit code, and its output on both streams."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         command = [sys.executable, *arguments]

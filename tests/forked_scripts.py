@@ -33,7 +33,7 @@ from typing import IO, Any
 
 from manager.engine.local_vms import host_line
 from tests.crew import FORKS
-from tests.waiting import ANSWER_S
+from tests.waiting import BOUND_S
 
 HOST = "manager.engine.on_processes.process_host"
 LOOK_EVERY_S = 0.01
@@ -258,7 +258,7 @@ class Nursery:
             self._orders.send((order, list(files)))
             for file in files.values():
                 reduction.send_handle(self._orders, file, None)
-            assert self._orders.poll(ANSWER_S), order
+            assert self._orders.poll(BOUND_S), order
             return self._orders.recv()
 
 
@@ -329,7 +329,7 @@ def _fork(orders: Connection, modules: Sequence[str]) -> None:
         for script in scripts.values():
             if script.poll() is None:
                 os.killpg(script.pid, signal.SIGKILL)
-                script.wait(ANSWER_S)
+                script.wait(BOUND_S)
 
 
 def _serve(orders: Connection, scripts: dict[int, ForkedScript]) -> None:

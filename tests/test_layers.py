@@ -12,6 +12,8 @@ from pathlib import Path
 import grimp
 import pytest
 
+from tests.waiting import BOUND_S
+
 REPOSITORY = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -19,7 +21,7 @@ PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="ut
 def test_the_layers_are_kept() -> None:
     code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(cache_dir=None))"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=BOUND_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -61,7 +63,7 @@ def test_every_package_is_under_the_layer_table() -> None:
 @pytest.mark.parametrize("module", ["morph.contract.plan", "morph.contract.trace", "morph.contract.messages"])
 def test_the_contract_loads_neither_torch_nor_ray(module: str) -> None:
     code = f"import sys, {module}; print([n for n in ('torch', 'ray', 'numpy') if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=BOUND_S, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -71,7 +73,7 @@ def test_a_manager_that_takes_over_a_run_on_rays_nodes_loads_no_torch() -> None:
     code = "import sys, manager.run.managed_run, manager.engine.on_ray.ray_cluster, manager.engine.on_ray.launcher; "
     done = subprocess.run(
         [sys.executable, "-c", f"{code}print([name for name in ('torch', 'ray') if name in sys.modules])"],
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=BOUND_S, check=True,
     )  # fmt: skip
     assert done.stdout.strip() == "[]"
 

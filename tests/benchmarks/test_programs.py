@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.__main__ import HERE, load_program, programs
 from benchmarks.device_speed.__main__ import communicators, copies, kernels
+from tests.waiting import BOUND_S
 
 ROOT = Path(__file__).resolve().parents[2]
 HOW = re.compile(r"^\|.*\| (`[^|]*`) \|$", re.MULTILINE)
@@ -57,10 +58,12 @@ def test_each_documented_option_exists_in_its_benchmark() -> None:
 
 
 def test_the_list_names_every_benchmark_and_refuses_unknown_ones() -> None:
-    listed = subprocess.run([sys.executable, "-m", "benchmarks"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    listed = subprocess.run(
+        [sys.executable, "-m", "benchmarks"], cwd=ROOT, capture_output=True, text=True, timeout=BOUND_S
+    )
     assert [line.split()[0] for line in listed.stdout.splitlines()] == list(programs())
     refused = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "no_such"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "benchmarks", "no_such"], cwd=ROOT, capture_output=True, text=True, timeout=BOUND_S
     )
     assert refused.returncode == 1
     assert refused.stderr == "error: no benchmark is named 'no_such'; python -m benchmarks prints which there are\n"

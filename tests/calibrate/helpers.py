@@ -6,15 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
 from manager.host.processes import lives
-
-BOUND_S = 120.0
+from tests.waiting import BOUND_S, poll_until
 
 
 def helpers_of(pid: int, module: str) -> list[psutil.Process]:
@@ -43,10 +40,10 @@ def check_that_none_outlives(script: str, num_helpers: int, module: str, ending:
         return len(helpers) == num_helpers + 1  # the helpers, and the process that forked them
 
     try:
-        _wait_until(are_there)
+        poll_until(are_there, "the helpers", every_s=0.1)  # listing all processes takes time from those that start
         parent.send_signal(ending)
         parent.wait(timeout=BOUND_S)
-        _wait_until(lambda: not any(map(lives, helpers)))
+        poll_until(lambda: not any(map(lives, helpers)), "the end of the helpers", every_s=0.1)
         assert list(temporary.iterdir()) == []
     finally:
         parent.kill()
@@ -54,11 +51,3 @@ def check_that_none_outlives(script: str, num_helpers: int, module: str, ending:
         for helper in helpers:
             if lives(helper):
                 helper.kill()
-
-
-def _wait_until(reached: Callable[[], bool]) -> None:
-    """Poll rarely, because listing all processes takes processor time from those that start."""
-    end_s = time.monotonic() + BOUND_S
-    while not reached():
-        assert time.monotonic() < end_s, f"not within {BOUND_S:g} s"
-        time.sleep(0.1)

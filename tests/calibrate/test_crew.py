@@ -12,8 +12,8 @@ from calibrate.helpers.token import find_token
 from manager.host.processes import runs
 from morph.contract.errors import ClusterError, ConfigError, WaitTimeout
 from tests.calibrate.helpers import check_that_none_outlives
+from tests.waiting import BOUND_S
 
-BOUND_S = 150.0
 HELPER = """
 import os
 import sys
@@ -139,7 +139,7 @@ def test_a_process_that_exchanges_messages_loads_nothing_that_exports_or_cuts() 
     told = "import sys, calibrate.links.peer; print(*(name for name in sys.argv[1:] if name in sys.modules))"
     heavy = ("sympy", "morph.cutting.exporting.export", "calibrate.writing.measure", "ray")
     command = [sys.executable, "-c", told, *heavy, "morph.runtime.step.links"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=BOUND_S, check=True)
     assert done.stdout.split() == ["morph.runtime.step.links"]
 
 

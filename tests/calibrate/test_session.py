@@ -11,9 +11,9 @@ from calibrate.helpers import proven_connection as session_module
 from calibrate.helpers.proven_connection import answer, call
 from morph.contract.errors import ClusterError, ConfigError, MorphError, WaitTimeout
 from tests.link.pair import Tamper, man_in_the_middle
+from tests.waiting import BOUND_S
 
 TOKEN = "a secret of both nodes"
-BOUND_S = 100.0
 
 
 @contextmanager

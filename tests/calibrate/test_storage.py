@@ -22,7 +22,7 @@ from calibrate.writing.storage import (
 )
 from morph.contract.errors import ConfigError
 from tests.crew import FORKS
-from tests.waiting import ANSWER_S, poll_until
+from tests.waiting import BOUND_S, poll_until
 
 
 def test_writing_and_copying_have_a_speed() -> None:
@@ -84,12 +84,12 @@ def test_a_folder_goes_with_its_process(ending: signal.Signals) -> None:
     with line, theirs:
         process = FORKS.Process(target=hold, args=(theirs,), daemon=True)
         process.start()
-        assert line.poll(ANSWER_S)
+        assert line.poll(BOUND_S)
         folder = line.recv()
         assert (folder / "state").is_file()
         assert process.pid is not None
         os.kill(process.pid, ending)
-        process.join(ANSWER_S)
+        process.join(BOUND_S)
         poll_until(lambda: not folder.exists(), "the folder to go")
 
 

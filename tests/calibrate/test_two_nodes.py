@@ -19,10 +19,10 @@ from calibrate.links.network import NetworkSpec
 from calibrate.links.peer_node import PeerNode
 from calibrate.links.two_nodes import Hello, OtherNode, PeerAddress, own_hello, parse_address
 from morph.contract.errors import ClusterError, ConfigError, MorphError, WaitTimeout
+from tests.waiting import BOUND_S
 
 pytestmark = pytest.mark.timeout(300)
 TOKEN = "a secret of both nodes"
-BOUND_S = 120.0
 SPEC = NetworkSpec(
     message_sizes=(1000, 200_000),
     reduced_sizes=(4096,),

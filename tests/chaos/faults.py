@@ -21,6 +21,7 @@ import psutil
 from tests.chaos.processes import end_all, send
 from tests.chaos.world import World
 from tests.small_disk import may_mount, read_only
+from tests.waiting import BOUND_S
 
 HOUR_S = 3600
 
@@ -170,7 +171,7 @@ def kill_head(world: World, draw: random.Random) -> str:
 
 def lock_journal(world: World, draw: random.Random) -> str:
     seconds = draw.choice([1.0, 8.0])
-    connection = sqlite3.connect(world.run_dir / "journal.sqlite", isolation_level=None, timeout=10.0)
+    connection = sqlite3.connect(world.run_dir / "journal.sqlite", isolation_level=None, timeout=BOUND_S)
     try:
         connection.execute("BEGIN IMMEDIATE")
         _wait(world, seconds)

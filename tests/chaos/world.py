@@ -26,14 +26,14 @@ from morph.contract.errors import MorphError
 from tests.chaos.processes import MARK, Family, end_all, line_of, own_mark
 from tests.small_disk import may_mount, small_disk
 from tests.system.commands import COMMAND, ROOT, environment_of_commands
+from tests.waiting import BOUND_S, PATIENCE
 
 JOB = ROOT / "configs/jobs/tiny_gpt.py"
 NUM_VMS = 3
-POLICY = "{{checkpoint_every_steps: {0.checkpoint_every}, heartbeat_timeout_s: 4, takeover_patience_s: 120}}"
+POLICY = "{{checkpoint_every_steps: {0.checkpoint_every}, heartbeat_timeout_s: {1}, takeover_patience_s: 120}}"
 CLUSTER = f"vms: {{{{keep: {NUM_VMS}, launcher: {{0.launcher}}}}}}\npolicy: {POLICY}\n"
 READING = '        """Return ``tokens`` and ``targets``, each [length]."""\n'
 OWNERS = ("manager.engine.on_ray.vm_host", "manager.engine.on_processes.process_host")
-END_S = 150.0
 DISK = "256m"
 MIB = 1 << 20
 
@@ -92,7 +92,7 @@ class World:
             text = text.replace(READING, f"{READING}        time.sleep({setting.read_s})\n")
             text = text.replace("import torch\n", "import time\n\nimport torch\n", 1)
         self.job.write_text(text, encoding="utf-8")
-        (folder / "cluster.yaml").write_text(CLUSTER.format(setting), encoding="utf-8")
+        (folder / "cluster.yaml").write_text(CLUSTER.format(setting, 4 * PATIENCE), encoding="utf-8")
         self._arguments = (
             *("run", f"{self.job}:job", "--profile", setting.profile, "--cluster", folder / "cluster.yaml"),
             *("--steps", setting.steps, "--run-dir", self.run_dir, "--plain"),
@@ -108,7 +108,7 @@ class World:
     ) -> None:
         left = self.family.look()
         end_all(left)
-        wait_gone(left, END_S)
+        wait_gone(left, BOUND_S)
         self._rest.close()
         shutil.rmtree(self._temporary, ignore_errors=True)
 
@@ -173,13 +173,13 @@ class World:
         """Send SIGKILL to the command alone; return whether this ended it."""
         assert self._process is not None
         self._process.send_signal(signal.SIGKILL)
-        return self._process.wait(END_S) == -signal.SIGKILL
+        return self._process.wait(BOUND_S) == -signal.SIGKILL
 
     def stop(self) -> int:
         """Stop the run as Ctrl-C does; return the exit code once it is saved."""
         assert self._process is not None
         self._process.send_signal(signal.SIGINT)
-        return self._process.wait(END_S)
+        return self._process.wait(BOUND_S)
 
     def set_clock(self, moved_s: int) -> None:
         """Set the wall clock of every process of the run this far ahead of the machine's clock."""
@@ -210,7 +210,11 @@ class World:
 
     def _status(self) -> None:
         subprocess.run(
-            [*COMMAND, "status", str(self.run_dir)], cwd=ROOT, env=self._environment, capture_output=True, timeout=END_S
+            [*COMMAND, "status", str(self.run_dir)],
+            cwd=ROOT,
+            env=self._environment,
+            capture_output=True,
+            timeout=BOUND_S,
         )
 
     def checkpoints(self) -> Path:
@@ -240,7 +244,7 @@ class World:
     def left(self) -> list[str]:
         """Return processes and folders of the run that still exist a moment after the run and the next command."""
         self._status()
-        until_s = time.monotonic() + END_S
+        until_s = time.monotonic() + BOUND_S
         while found := self._left():
             if time.monotonic() > until_s:
                 break

@@ -21,12 +21,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+from tests.waiting import BOUND_S
+
 ACCOUNT, CONTAINER = "morphtest", "checkpoints"
 SIGNED_HEADERS = (
     "content-encoding", "content-language", "content-length", "content-md5", "content-type", "date",
     "if-modified-since", "if-match", "if-none-match", "if-unmodified-since", "range",
 )  # fmt: skip
-CLOSE_TIMEOUT_S = 10.0
 
 
 @dataclass
@@ -62,7 +63,7 @@ def blob_service() -> Iterator[BlobService]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(CLOSE_TIMEOUT_S)
+        thread.join(BOUND_S)
 
 
 class _Handler(BaseHTTPRequestHandler):

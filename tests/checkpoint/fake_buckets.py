@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-CLOSE_TIMEOUT_S = 10.0
+from tests.waiting import BOUND_S
+
 REGION = "us-east-1"
 
 
@@ -78,4 +79,4 @@ def bucket_service() -> Iterator[BucketService]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(CLOSE_TIMEOUT_S)
+        thread.join(BOUND_S)

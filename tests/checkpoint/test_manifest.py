@@ -29,6 +29,7 @@ from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.errors import CheckpointDamaged, CheckpointError
 from morph.contract.rules import CheckpointRules
 from tests.checkpoint.fake_blobs import CONTAINER, BlobService
+from tests.waiting import BOUND_S
 
 
 def make_manifest(version: int = 3) -> Manifest:
@@ -330,7 +331,7 @@ def test_storage_that_does_not_answer_damages_nothing(local: str, monkeypatch: p
 def test_storage_that_hangs_damages_nothing(local: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save(local, 2, 4)
     answer = threading.Event()
-    monkeypatch.setattr("morph.checkpoint.newest.read_file", lambda *_, **__: answer.wait(60))
+    monkeypatch.setattr("morph.checkpoint.newest.read_file", lambda *_, **__: answer.wait(BOUND_S))
     with pytest.raises(CheckpointError, match=r"v00000004.*storage took longer than 0.05 s") as caught:
         newest_whole(local, every_byte=True, limit_s=lambda num_bytes: 0.05 if num_bytes else 60.0)
     answer.set()

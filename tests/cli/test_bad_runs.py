@@ -27,6 +27,7 @@ from morph.contract.errors import ConfigError, InputError
 from morph.contract.profile import Profile
 from simulator import synthetic_profile
 from tests.cli.given import Given, without_phases
+from tests.waiting import BOUND_S
 
 HEADER = "time_s,event,node_id\n"
 
@@ -267,7 +268,7 @@ def test_repeated_messages_of_a_library_are_shown_once() -> None:
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
         "for word in ('wrong', 'wrong', 'other', 'wrong'):\n    logging.getLogger('azure').warning('the key: %s', word)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=BOUND_S, check=True)
     assert done.stderr == "the key: wrong\nthe key: other\n"
 
 
@@ -300,7 +301,7 @@ def test_a_run_directory_is_refused_while_another_process_holds_it(given: Given)
         assert holder.stdout.readline() == "held\n"
         assert given.run_refused() == f"{given.run_dir}: is in use by process {holder.pid}"
         holder.stdin.close()
-        assert holder.wait(timeout=30) == 0
+        assert holder.wait(timeout=BOUND_S) == 0
     with RunDir(given.run_dir, known):
         pass
 

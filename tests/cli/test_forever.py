@@ -23,7 +23,7 @@ from manager.run_dir import GOES_ON, LOCK, SILENT_S, GoesOn, RunDir, RunFacts, o
 from morph.cli.main import app
 from morph.cli.reading.errors import EXIT_GOES_ON, EXIT_INPUT, EXIT_INTERRUPTED
 from simulator import plan_table, synthetic_profile
-from tests.waiting import ANSWER_S, poll_until
+from tests.waiting import BOUND_S, poll_until
 
 FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=12, num_sections=5)
 PROFILE = synthetic_profile(num_sections=3)
@@ -79,7 +79,7 @@ def lives(folder: Path, then: str) -> subprocess.Popen[str]:
 
 def test_a_run_forever_continues_and_says_each_time_why(tmp_path: Path) -> None:
     with lives(tmp_path, "ends") as parent:
-        _, told = parent.communicate(timeout=ANSWER_S)
+        _, told = parent.communicate(timeout=BOUND_S)
     assert parent.returncode == 0
     assert told.splitlines() == [
         "its manager was killed by SIGKILL; the run continues in 0.01 s (--forever)",
@@ -93,7 +93,7 @@ def test_a_run_forever_continues_and_says_each_time_why(tmp_path: Path) -> None:
 
 def test_a_finished_run_that_is_started_again_has_ended_well(tmp_path: Path) -> None:
     with lives(tmp_path, "was finished") as parent:
-        _, told = parent.communicate(timeout=ANSWER_S)
+        _, told = parent.communicate(timeout=BOUND_S)
     assert parent.returncode == 0
     assert told.splitlines()[-1] == "the run is finished: run has 9 steps"
 
@@ -106,7 +106,7 @@ def test_a_signal_reaches_the_manager_and_is_the_end_even_if_the_manager_dies_of
         assert parent.stdout is not None
         assert parent.stdout.readline() == "waits\n"
         parent.send_signal(number)
-        parent.communicate(timeout=ANSWER_S)
+        parent.communicate(timeout=BOUND_S)
     assert parent.returncode == EXIT_INTERRUPTED
     assert not (tmp_path / "life4").exists()
 
@@ -212,7 +212,7 @@ def test_a_job_of_slurm_that_fails_is_queued_again_after_growing_pauses_up_to_a_
         for path in (found := [tmp_path / name for name in ("requeued", "paused")]):
             path.unlink(missing_ok=True)
         for _ in range(STARTS):
-            assert subprocess.run(["bash", str(script)], env=known, check=False, timeout=ANSWER_S).returncode == 1
+            assert subprocess.run(["bash", str(script)], env=known, check=False, timeout=BOUND_S).returncode == 1
         assert found[0].read_text() == "requeue 12\n" * (STARTS - 1)
         return [int(line) for line in found[1].read_text().splitlines()]
 
@@ -244,6 +244,6 @@ def test_a_job_of_slurm_stops_before_its_time_and_is_queued_again(
             poll_until(lambda: (tmp_path / "ready").exists(), "the manager's start")
         for name in signals:
             job.send_signal(getattr(signal, f"SIG{name}"))
-        assert job.wait(ANSWER_S) == code
+        assert job.wait(BOUND_S) == code
     assert (tmp_path / "requeued").exists() is requeued
     assert not requeued or (tmp_path / "requeued").read_text() == "requeue 12\n"

@@ -17,6 +17,7 @@ from morph.cli.reading.errors import MorphGroup
 from morph.cli.reading.help import MAX_COLUMNS, MAX_LINES
 from morph.contract.errors import ClusterError, InputError, PeerLost, PlanError, WaitTimeout
 from tests.cli.given import Given
+from tests.waiting import BOUND_S
 
 COMMANDS = ("calibrate", "plan", "simulate", "run", "resume", "status", "demo", "trace-deps", "elastic")
 HEAVY = (
@@ -35,7 +36,7 @@ HEAVY = (
 
 
 def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=BOUND_S, check=True)
     return done.stdout
 
 
@@ -73,7 +74,7 @@ def test_ctrl_c_while_the_process_ends_shows_no_traceback() -> None:
         "sys.argv = ['morph', '--version']\n"
         "main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=BOUND_S, check=False)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
@@ -167,7 +168,7 @@ main()
 def test_a_command_says_what_it_does_before_it_loads_what_is_slow(given: Given, command: list[str], said: str) -> None:
     slow = "numba" if command[0] == "rehearse" else "torch"
     code = [sys.executable, "-c", UP_TO_AN_IMPORT, slow]
-    done = subprocess.run([*code, *command], cwd=given.folder, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*code, *command], cwd=given.folder, capture_output=True, text=True, timeout=BOUND_S)
     assert done.returncode == 42, done.stderr
     lines = [line for line in done.stderr.splitlines(keepends=True) if not line.startswith("reading")]  # if it was long
     assert ("".join(lines), done.stdout) == (said, "")

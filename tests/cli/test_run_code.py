@@ -25,6 +25,7 @@ from morph.contract.errors import JobError, RunDirError
 from morph.contract.profile import load_profile
 from morph.jobs.snapshot import collect
 from tests.cli.given import JOBS, Given, without_phases
+from tests.waiting import BOUND_S
 
 pytestmark = pytest.mark.slow
 
@@ -213,7 +214,7 @@ def test_reasons_to_refuse_a_run_are_reported_before_torch_is_loaded(begun: Give
         env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=BOUND_S,
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

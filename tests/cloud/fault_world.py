@@ -35,9 +35,11 @@ from morph.contract.rules import RequestRules, Rules
 from simulator import plan_table, synthetic_profile
 from tests.providers.azure_world import NODE_SECRET, Line, provider
 from tests.providers.fake_arm import FakeArm
+from tests.waiting import PATIENCE
+
+BOUND_S = 60.0 * PATIENCE
 
 KEEP = 2
-BOUND_S = 100.0
 Case = Callable[[Any, Path], list[str]]
 
 

@@ -24,9 +24,9 @@ from manager.engine.local_vms.namespaces import HostNetwork, check_permitted
 from morph.contract.errors import ConfigError
 from tests.cloud.guest import GuestSpec
 from tests.cloud.metadata import ADDRESS
+from tests.waiting import BOUND_S
 
 ROOT = Path(__file__).resolve().parents[2]
-BOUND_S = 100.0
 PREFIX = "morph-hosts-"
 CODE = {"PYTHONPATH": str(ROOT)}
 """The address of the fake cloud and of the manager, from which VMs get Morph."""

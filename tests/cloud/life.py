@@ -27,10 +27,11 @@ from tests.cloud.image import bare_python
 from tests.cloud.virtual_azure import CLOUD_FILE, VirtualAzure
 from tests.system.exposure import RECORDED
 from tests.system.held import HeldJob
+from tests.waiting import PATIENCE
 
 JOB = ROOT / "configs" / "jobs" / "tiny_gpt.py"
-LINE_BOUND_S = 400.0
-END_BOUND_S = 400.0
+LINE_BOUND_S = 400.0 * PATIENCE
+END_BOUND_S = 400.0 * PATIENCE
 STOPPED = 130
 READY, ALL_READY = re.compile(r"(\S+) is ready"), re.compile(r"(all \d+ workers are|the one worker is) ready")
 GONE = re.compile(r"(?<=is left on )\S+(?=: it may go)|\S+(?= was lost)")

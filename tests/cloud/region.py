@@ -20,9 +20,9 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any, Literal, Protocol
 
 from tests.providers.fake_arm import Answer, FakeArm, error
+from tests.waiting import BOUND_S
 
 EVERY_S = 0.05
-BOUND_S = 150.0
 NEVER = 10**9
 Role = Literal["manager", "node"]
 

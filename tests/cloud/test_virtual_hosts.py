@@ -47,7 +47,7 @@ from tests.cloud.image import bare_python
 from tests.cloud.metadata import ADDRESS
 from tests.cloud.units import read_unit
 from tests.cloud.virtual_azure import VirtualAzure, in_namespace
-from tests.cloud.waiting import until
+from tests.waiting import poll_until
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(not_permitted()), reason=not_permitted() or "-")]
 
@@ -93,7 +93,7 @@ def test_a_real_cloud_config_is_carried_out_inside_the_host(hosts: Hosts, tmp_pa
     document = json.loads(config.removeprefix("#cloud-config\n"))
     document["runcmd"] = [look]
     booted(hosts, "#cloud-config\n" + json.dumps(document))
-    until(lambda: (tmp_path / "seen").exists() and "python" in (tmp_path / "seen").read_text(), "the first boot")
+    poll_until(lambda: (tmp_path / "seen").exists() and "python" in (tmp_path / "seen").read_text(), "the first boot")
     assert (tmp_path / "seen").read_text().split() == ["600", START.node_secret.get_secret_value(), "vm", "python"]
     assert not Path(SECRET_PATH).exists()
 
@@ -141,7 +141,7 @@ def test_a_vm_whose_first_boot_dies_is_ended_by_its_watchdog(tmp_path: Path) -> 
     with VirtualAzure(tmp_path) as azure:
         start = START.model_copy(update={"python": sys.executable, "setup": ("kill -s KILL $PPID",), "lonely_s": 3.0})
         azure.region.put_by_hand(machine_of("tiny-1-0"), cloud_init(start, "tiny-1-0", "azure"))
-        until(lambda: "tiny-1-0" in azure.logs and azure.region.bill[0].until_s, "the VM to delete itself")
+        poll_until(lambda: "tiny-1-0" in azure.logs and azure.region.bill[0].until_s, "the VM to delete itself")
         assert set(azure.region.calls) == {"DELETE virtualMachines/tiny-1-0"}  # or by its watchdog, if that is late
         assert "Killed" in azure.logs["tiny-1-0"]
 
@@ -156,9 +156,9 @@ def test_a_lonely_vm_deletes_itself_by_its_identity(tmp_path: Path, booted: bool
         config = cloud_init(start, "tiny-1-0", "azure").replace(" morph-node.service", "")  # there is no Ray
         azure.region.put_by_hand(machine_of("tiny-1-0"), config)
         if booted:
-            until(lambda: agents_of(azure.hosts.living.get("tiny-1-0")), "the agent")
+            poll_until(lambda: agents_of(azure.hosts.living.get("tiny-1-0")), "the agent")
             manager.close()
-        until(lambda: "tiny-1-0" in azure.logs and azure.region.bill[0].until_s, "the VM to delete itself")
+        poll_until(lambda: "tiny-1-0" in azure.logs and azure.region.bill[0].until_s, "the VM to delete itself")
         assert set(azure.region.calls) == {"DELETE virtualMachines/tiny-1-0"}  # or by its watchdog, if that is late
         assert azure.region.left()["VMs"] == []
         assert set(azure.region.tokens.values()) == {"node"}
@@ -174,7 +174,7 @@ def test_a_vm_runs_the_managers_wheel_after_the_users_lines(hosts: Hosts, tmp_pa
         host = booted(
             hosts, cloud_init(start, "vm-0", "azure").replace("manager.engine.on_ray.node", "manager.first_look")
         )
-        until(lambda: "No module named manager.first_look" in host.log("morph-node"), "what stands for the node")
+        poll_until(lambda: "No module named manager.first_look" in host.log("morph-node"), "what stands for the node")
         assert [agent.environ()["PYTHONPATH"] for agent in agents_of(host)] == [CODE_DIRECTORY]
     code = host.directory / CODE_DIRECTORY.lstrip("/")
     with zipfile.ZipFile(io.BytesIO(WHEEL)) as archive:
@@ -188,7 +188,7 @@ def test_a_vm_with_an_unfit_python_says_so_in_one_sentence(hosts: Hosts) -> None
         event_queue,
     ):
         host = booted(hosts, cloud_init(start, "vm-0", "azure", 2))
-        until(lambda: len(event_queue) == 3, "the manager to hear of it")
+        poll_until(lambda: len(event_queue) == 3, "the manager to hear of it")
         fact, *lost = told_to(event_queue)
         assert isinstance(fact, Fact)
         assert (fact.name, fact.worker) == ("vm_unfit", "vm-0")
@@ -206,7 +206,7 @@ def test_a_vm_gets_its_certificate_before_its_node_starts(hosts: Hosts, tmp_path
     ):
         host = booted(hosts, cloud_init(start, "vm-0", "azure").replace("manager.engine.on_ray.node", "json.tool"))
         found = Certificates.below(host.directory / TLS_DIRECTORY.lstrip("/"))
-        until(lambda: "json.tool: error" in host.log("morph-node"), "what stands for the node")
+        poll_until(lambda: "json.tool: error" in host.log("morph-node"), "what stands for the node")
     key = load_pem_private_key(found.key.read_bytes(), None)
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     address = hosts.network.address(0)
@@ -248,7 +248,7 @@ def azure_and_image(tmp_path: Path) -> Iterator[tuple[VirtualAzure, str]]:
 def boot_as_user(azure: VirtualAzure, start: NodeStart, folder: Path) -> Host:
     config = cloud_init(start, "tiny-1-0", "azure").replace("-m manager.engine.on_ray.node", str(folder / "probe.py"))
     azure.region.put_by_hand(machine_of("tiny-1-0"), config)
-    host = until(lambda: azure.hosts.living.get("tiny-1-0"), "the VM")
+    host = poll_until(lambda: azure.hosts.living.get("tiny-1-0"), "the VM")
     assert isinstance(host, Host)
     return host
 
@@ -261,13 +261,13 @@ def test_the_job_has_neither_root_nor_secret_nor_the_vms_identity(
     asked = START.model_copy(update={"python": python, "lonely_s": 60.0, "uid": JOB_UID, "metadata": metadata})
     with managed(azure.hosts, asked) as (start, event_queue):
         host = boot_as_user(azure, start, tmp_path)
-        until(lambda: host.log("morph-node").endswith("}\n"), "what stands for the node")
+        poll_until(lambda: host.log("morph-node").endswith("}\n"), "what stands for the node")
         assert ast.literal_eval(host.log("morph-node")) == {
             **{"uid": JOB_UID, "groups": [JOB_UID], "home": "/home/morph", "root": "PermissionError"},
             **{"token": "yes", "secret": "PermissionError", "code": "PermissionError"},
             "metadata": "yes" if metadata else "PermissionError",
         }
-        until(lambda: azure.services["tiny-1-0"].num_asked, "the agent, which is root, to ask it")
+        poll_until(lambda: azure.services["tiny-1-0"].num_asked, "the agent, which is root, to ask it")
         assert told_to(event_queue) == []
 
 
@@ -279,7 +279,7 @@ def test_a_vm_whose_metadata_service_stays_open_to_the_job_is_unfit(
     asked = {"python": python, "lonely_s": 60.0, "uid": JOB_UID, "metadata": False, "setup": first}
     with managed(azure.hosts, START.model_copy(update=asked)) as (start, event_queue):
         host = boot_as_user(azure, start, tmp_path)
-        until(lambda: len(event_queue), "the manager to hear of it")
+        poll_until(lambda: len(event_queue), "the manager to hear of it")
         fact = told_to(event_queue)[0]
         assert isinstance(fact, Fact)
         assert (fact.name, fact.worker) == ("vm_unfit", "tiny-1-0")

@@ -18,13 +18,13 @@ from tests.cloud.certificates import server_context
 from tests.cloud.hosts import Host, Hosts
 from tests.cloud.metadata import Facts, MetadataService
 from tests.cloud.region import Region, Role
+from tests.waiting import BOUND_S
 
 MANAGEMENT = "management.azure.com"
 MANAGEMENT_ADDRESS = "10.201.0.2"
 SUBSCRIPTION = "00000000-0000-0000-0000-000000000001"
 GROUP = f"/subscriptions/{SUBSCRIPTION}/resourceGroups/train"
 USD_PER_H = {"Standard_NC6": 0.3, "Standard_NC24": 1.4}
-BOUND_S = 100.0
 
 SIZES = [{"name": name, "num_gpus": 0, "usd_per_h": price} for name, price in USD_PER_H.items()]
 CLOUD_FILE: dict[str, Any] = {

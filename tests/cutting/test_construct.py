@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from morph.cutting import cut, export_job
 from morph.cutting.deferred_init.construct import BuiltModel, LazyTensors, build_model
 from morph.jobs.job import load_job
+from tests.waiting import BOUND_S
 
 MIB = 1 << 20
 JOBS = Path(__file__).parents[2] / "configs/jobs"
@@ -188,7 +189,7 @@ def other_process() -> dict[str, Any]:
     """Run a process that only builds and cuts the model; return its output: the memory beyond that of imports."""
     big = str(JOBS / "gpt2_big.py:gpt2_2_5b")
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(Path(__file__).parent), big, TINY_GPT]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280).stdout
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=2 * BOUND_S).stdout
     found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
 

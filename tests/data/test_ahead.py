@@ -24,7 +24,7 @@ from tests.crew import FORKS
 from tests.data import read_jobs
 from tests.data.read_jobs import BROKEN
 from tests.data.readings import KEYS, M, Reading, is_ready, reading, spec_of, step_of
-from tests.waiting import ANSWER_S, poll_until
+from tests.waiting import BOUND_S, poll_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -265,7 +265,7 @@ def test_data_workers_end_with_a_worker_that_is_killed_while_they_read() -> None
     with line, theirs:
         worker = FORKS.Process(target=read_for_ever, args=(theirs,), daemon=True)
         worker.start()
-        assert line.poll(ANSWER_S)
+        assert line.poll(BOUND_S)
         (pid,) = line.recv()
         assert is_there(pid)
         worker.kill()

@@ -29,6 +29,7 @@ from morph.elastic.mini_batches import Batch, batches
 from morph.preflight.data_check import check_data, reading_warnings
 from morph.preflight.mean_loss import loss_warnings
 from tests.data.jobs import job_with
+from tests.waiting import BOUND_S
 
 NUM_FILES, NUM_SAMPLES = 3, 60
 SIZES = [11, 29, 20]
@@ -248,7 +249,7 @@ def test_the_next_shard_is_fetched_during_computation() -> None:
     for place in (2, 2, 1, 3):
         stream.expect_samples(1, [(0, 10 * row[place])])
         if stream._preparing is not None:
-            stream._preparing.join(60)
+            stream._preparing.join(BOUND_S)
     assert source.fetched == [row[3], row[4], row[2], row[5]]
 
 

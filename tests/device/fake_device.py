@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from tests.device.device_tensors import copies_allowed, gpu, is_on_device, live_bytes, memory_of, on_device
+from tests.waiting import BOUND_S
 
-BOUND_S = 100.0
 POISON = 0xFF
 """The value of every byte: NaN in floating point, -1 in integers."""
 

@@ -27,9 +27,9 @@ from morph.runtime.state import reduction as reducing
 from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator, Reduced
 from morph.runtime.state.parts import Memory
 from morph.runtime.state.reduction import Reduction
+from tests.waiting import BOUND_S
 
 LOOPBACK = "127.0.0.1"
-BOUND_S = 100.0
 _GENERATIONS = count(1)
 _KINDS = [
     torch.arange(12, dtype=torch.float32).view(3, 4),

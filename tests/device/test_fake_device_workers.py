@@ -20,6 +20,7 @@ from tests.device.fake_mailboxes import FakeMailRoom
 from tests.grids import cells
 from tests.runtime.test_salvage import await_copies, follow, give_up, in_step, keeping, train_followed
 from tests.system.harness import JOB, TinyJob
+from tests.waiting import PATIENCE
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -27,7 +28,7 @@ NAMES = ("w0", "w1", "w2", "w3")
 LOST, REST = NAMES[-1], NAMES[:-1]
 NUM_STEPS = 3
 NUM_FOLLOWED, GIVEN_UP = 8, 6
-END_S = 100.0
+END_S = 100.0 * PATIENCE
 
 
 @pytest.fixture(scope="module")

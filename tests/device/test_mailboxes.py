@@ -28,6 +28,7 @@ from morph.runtime.groups.store import StoreHost
 from tests.device.device_tensors import placed, read
 from tests.device.fake_device import BOUND_S, DeviceLost, FakeDevice, Ticking
 from tests.device.link_contract import LOOPBACK, Ends, LinkContract, Pair, Spec
+from tests.waiting import poll_until
 from tests.worker_setup import SETUP
 
 Setting = Literal["auto", "ipc", "staged"]
@@ -60,13 +61,6 @@ class Neighbours:
             begun = {name: pool.submit(form, name) for name in "ab"}
             found = {name: one.result(BOUND_S) for name, one in begun.items()}
         return {name: links[pair.names[0]] for name, links in found.items() if links}
-
-
-def poll(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + BOUND_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"waited {BOUND_S:g} s for {what}"
-        time.sleep(0.001)
 
 
 class TestMailboxesOnAFakeDevice(LinkContract):
@@ -107,8 +101,8 @@ def neighbours(store: StoreHost, pair: Pair) -> Iterator[Neighbours]:
 
 def tick(device: FakeDevice, until: Callable[[], bool], what: str) -> None:
     """Let one device work until a condition holds."""
-    poll(lambda: device.tick() or until(), what)
-    poll(lambda: not device.tick() and until(), what)
+    poll_until(lambda: device.tick() or until(), what)
+    poll_until(lambda: not device.tick() and until(), what)
 
 
 def test_no_more_slots_are_filled_than_there_are(neighbours: Neighbours, pair: Pair) -> None:
@@ -143,7 +137,7 @@ def test_sending_ignores_a_hanging_device_and_an_abort_ends_every_wait(neighbour
     arriving = links["b"].receive([Spec((4,))])
     leaving = links["a"].send([placed(torch.ones(4))])
     filling = neighbours.rooms["a"].box(0)._stream.entries  # type: ignore[attr-defined]
-    poll(lambda: len(filling) == 3, "its end to wait for the device")
+    poll_until(lambda: len(filling) == 3, "its end to wait for the device")
     for name, transfer in (("a", leaving), ("b", arriving)):
         pair.interrupts[name].abort()
         with pytest.raises(GenerationAborted):
@@ -203,7 +197,7 @@ def test_morphs_share_no_new_memory_and_leave_no_thread(neighbours: Neighbours, 
             for interrupt in pair.interrupts.values():
                 interrupt.abort()
         pair.close()
-        poll(lambda: not [one for one in threading.enumerate() if one.name == "morph-mailbox"], "the ends to end")
+        poll_until(lambda: not [one for one in threading.enumerate() if one.name == "morph-mailbox"], "the ends to end")
         num_threads = num_threads or threading.active_count()
         assert threading.active_count() <= num_threads
     assert [len(device._shared) for device in neighbours.devices.values()] == [1, 0]

@@ -24,12 +24,12 @@ from morph.runtime.state import reduction as reducing
 from morph.runtime.state.accumulators import ExactAccumulator, Reduced
 from morph.runtime.state.parts import Memory
 from morph.runtime.state.reduction import Reduction
-from tests.cloud.waiting import until
 from tests.device.device_tensors import placed, read
 from tests.device.fake_device import BOUND_S, FakeDevice, Ticking
 from tests.device.fake_nccl import FakeNccl
 from tests.device.link_contract import LOOPBACK, Ends, LinkContract, Pair
 from tests.device.test_links import staged_ends
+from tests.waiting import poll_until
 
 
 class Members:
@@ -136,7 +136,7 @@ def test_no_host_waits_between_the_operations_of_a_piece(members: Members, monke
         whole = pool.submit(reduced, members.pair, (1000,))
         for name, launched in zip("ab", launches, strict=True):
             enough = partial(lambda launched: len(launched) >= 6, launched)
-            until(enough, f"two gathers of {name}", BOUND_S)
+            poll_until(enough, f"two gathers of {name}")
         kinds = [kind for _, kind in launches[0]]
         assert kinds == ["reduce", "exchange", "exchange", "gather", "exchange", "gather"]
         ticking = Ticking(*members.devices.values())
@@ -167,7 +167,7 @@ def test_at_most_two_pieces_of_sums_are_received_at_a_time(ticked: Members, monk
 
 def test_an_operation_ends_with_its_event_and_not_with_its_future(members: Members) -> None:
     for name in "ab":
-        until(lambda name=name: len(members.libraries[name].formed) == 2, "forming", BOUND_S)  # type: ignore[misc]
+        poll_until(lambda name=name: len(members.libraries[name].formed) == 2, "forming")  # type: ignore[misc]
     into = {name: placed(torch.zeros(4)) for name in "ab"}
     pending = {
         name: members.ring(name).gather(into[name], placed(torch.full((2,), 1.0 if name == "a" else 2.0)))

@@ -18,11 +18,12 @@ import pytest
 from manager.host.processes import runs
 from tests.elastic.forked import ForkedJob
 from tests.grids import IS_LONG
+from tests.waiting import PATIENCE
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 SCRIPT = Path(__file__).with_name("training_script.py")
-TIMEOUT_S = 280.0
+TIMEOUT_S = 280.0 * PATIENCE
 INIT_SEED = "5"
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from manager.host.processes import runs
+from tests.waiting import BOUND_S
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT_S = 100.0
 STUBBORN = """
 import pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: pathlib.Path(sys.argv[1], f"told-{time.monotonic_ns()}").touch())
@@ -69,14 +69,14 @@ class Started:
         return [pid for pid in map(int, re.findall(r"worker process (\d+) started", self.log)) if runs(pid)]
 
     def until(self, holds: Callable[[], Any], what: str) -> None:
-        until_s = time.monotonic() + TIMEOUT_S
+        until_s = time.monotonic() + BOUND_S
         while not holds():
             assert time.monotonic() < until_s, f"{what}: {self.log}"
             time.sleep(0.05)
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait(TIMEOUT_S)
+        self.process.wait(BOUND_S)
         for pid in self.left:
             os.kill(pid, signal.SIGKILL)
 
@@ -103,7 +103,7 @@ def test_a_second_signal_ends_workers_that_take_their_time_and_leaves_none(
     job.until(lambda: len(list(job.folder.glob("told-*"))) == 2, "both were asked to end")
     assert len(job.left) == 2
     job.process.send_signal(number)
-    assert job.process.wait(TIMEOUT_S) == 130, job.log
+    assert job.process.wait(BOUND_S) == 130, job.log
     assert job.left == []
     assert job.log.endswith("interrupted\n")
 

@@ -27,6 +27,7 @@ from morph.elastic.state import TrainingState
 from morph.elastic.sums import BUCKET_BYTES, Accumulation, Kind, StepSums, buckets_of
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.parts import Memory
+from tests.waiting import BOUND_S
 
 
 def trained(seed: int, num_steps: int) -> TrainingState:
@@ -286,7 +287,7 @@ def test_a_command_that_cannot_be_carried_out_says_why(options: list[str], said:
 def test_importing_it_loads_no_torch() -> None:
     imports = "import sys, morph; morph.elastic; import morph.elastic.launcher"
     code = f"{imports}; print([name for name in ('torch', 'numpy') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=2 * BOUND_S, check=True)
     assert done.stdout.strip() == "[]"
 
 

@@ -37,7 +37,7 @@ from morph.elastic.strategy import (
 from morph.link.listener import Caller, Listener
 from morph.runtime.groups.interrupt import Interrupt
 from tests.link.pair import own
-from tests.waiting import poll_until
+from tests.waiting import BOUND_S, poll_until
 
 
 def after(pace: Pace, rate: float, num_workers: int = 4, times: int = 1) -> tuple[Pace, list[str]]:
@@ -235,7 +235,7 @@ def address() -> Iterator[tuple[Address, Shelf, list[str]]]:
             if faults:
                 whole(data[: len(data) // 2])
                 if faults.pop() == "hang":
-                    over.wait(60)
+                    over.wait(BOUND_S)
                 raise ConnectionError("gone")
             whole(data)
 

@@ -7,13 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from manager.controller.state.config import ControllerConfig
-from manager.controller.state.events import (
-    NodeAppeared,
-    Tick,
-    UnitsWritten,
-    WorkerAnswered,
-    WorkerLost,
-)
+from manager.controller.state.events import NodeAppeared, Tick, UnitsWritten, WorkerAnswered, WorkerLost
 from manager.controller.state.state import initial_state
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Driver, Observed

@@ -15,8 +15,7 @@ from manager.engine.vms.provisioning import Provisioning
 from manager.journal.records import Fact
 from manager.providers.interface.provider import Capabilities, CapacityShort, Price, Vm, vm_name
 from morph.contract.cluster import Limits
-
-BOUND_S = 100.0
+from tests.waiting import BOUND_S
 
 
 def know(shell: Provisioning, nodes: Collection[str]) -> None:

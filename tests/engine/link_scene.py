@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -13,8 +12,7 @@ from manager.engine.loop.worker_pool import Line
 from morph.link import caller as link
 from morph.link.home import Home
 from morph.link.proof import new_secret
-
-BOUND_S = 100.0
+from tests.waiting import BOUND_S
 
 
 class Told:
@@ -85,10 +83,3 @@ class LinkScene:
 
     def home(self, worker: str) -> Home:
         return self.entrance.home(worker)
-
-
-def wait_until(holds: Callable[[], object]) -> None:
-    until_s = time.monotonic() + BOUND_S
-    while not holds():
-        assert time.monotonic() < until_s, "it did not come to that"
-        time.sleep(0.01)

@@ -21,6 +21,7 @@ from manager.journal.records import DIED_WITH_MANAGER, Fact
 from manager.run_dir import ATTACHMENT, RunDir, RunFacts
 from morph.contract.errors import RunDirError
 from tests.engine.driver_scene import PROFILE, config_of
+from tests.waiting import BOUND_S
 
 FACTS = RunFacts(job="j", fingerprint=PROFILE.job.fingerprint, micro_batch_size=2, batch_size=8, num_sections=2)
 COMMAND = {"--steps": "10", "--trace": "abc"}
@@ -48,14 +49,14 @@ class Host:
             self.ended.append(request == {"end": True})
 
     def join(self) -> bool:
-        self._thread.join(30)
+        self._thread.join(BOUND_S)
         return self.ended[-1]
 
     def close(self) -> None:
         if self._thread.is_alive():
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as last:
                 last.connect(str(self.control_socket))
-            self._thread.join(30)
+            self._thread.join(BOUND_S)
         self._listener.close()
 
 

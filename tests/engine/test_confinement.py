@@ -22,6 +22,7 @@ import psutil
 import pytest
 
 from manager.engine.on_ray.confinement import Confined
+from tests.waiting import BOUND_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it is Linux's")
 
@@ -289,7 +290,7 @@ def test_a_confined_process_reaches_what_is_listed_and_nothing_else(
 def _reached(outside: dict[str, Any], **parts: bool) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-c", PROBE, json.dumps({**outside, **parts})],
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=2 * BOUND_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

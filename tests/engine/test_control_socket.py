@@ -18,9 +18,7 @@ from manager.engine.local_vms import host_line
 from manager.engine.local_vms.control_socket import ControlSocket, hear, tell
 from manager.engine.local_vms.host_line import HostLine
 from morph.contract.errors import ClusterError
-from tests.waiting import poll_until
-
-BOUND_S = 100.0
+from tests.waiting import BOUND_S, poll_until
 
 
 @pytest.fixture

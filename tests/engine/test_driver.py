@@ -17,10 +17,9 @@ from manager.journal.replay import replay
 from manager.report.journal_reader import report_of
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import Limits
-from morph.contract.messages import (
-    ProbeOrder,
-)
+from morph.contract.messages import ProbeOrder
 from tests.engine.driver_scene import Run
+from tests.waiting import BOUND_S
 
 
 def test_a_run_goes_from_its_first_vm_to_its_last_checkpoint(make_run: Callable[..., Run]) -> None:
@@ -65,7 +64,7 @@ def test_a_run_requests_the_vms_that_it_keeps_and_replaces_losses(
     assert run.host.up == ["job-1-0", "job-1-1", "job-2-0"]
     ended = threading.Event()  # VMs are ended in the background, for which the run does not wait
     run.provisioning._ends.put(ended.set)
-    assert ended.wait(100)
+    assert ended.wait(BOUND_S)
     assert run.host.ended == ["job-1-1"]
     run.provisioning.close()
     assert set(run.host.ended) == set(run.host.up)

@@ -19,8 +19,7 @@ from morph.contract.checkpoint import Manifest
 from morph.contract.rules import CheckpointRules
 from tests.checkpoint.fake_blobs import CONTAINER, blob_service
 from tests.engine.driver_scene import Run
-
-BOUND_S = 100.0
+from tests.waiting import BOUND_S
 
 
 def test_only_the_newest_checkpoints_are_kept(make_run: Callable[..., Run]) -> None:

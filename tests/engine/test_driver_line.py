@@ -6,8 +6,7 @@ import os
 import queue
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -18,8 +17,7 @@ from manager.engine.on_ray.driver_messages import Hello, Kill, Nodes, Start, Tol
 from manager.engine.on_ray.launcher import RayLauncher
 from morph.contract.errors import ClusterError
 from morph.link.home import Home
-
-BOUND_S = 30.0
+from tests.waiting import BOUND_S, poll_until
 
 
 class Drivers:
@@ -77,13 +75,6 @@ def launched(drivers: Drivers, *living: str) -> Iterator[tuple[RayLauncher, list
     yield RayLauncher(drivers.line, home, lambda: living, lambda *told: failed.append(told)), failed
 
 
-def wait_until(reached: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + BOUND_S
-    while not reached():
-        assert time.monotonic() < until_s
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize(
     "line",
     [b"garbage\n", b"\x80\x04.\n", b'{"kind":"nodes"}\n', b'{"kind":"told","worker":"vm0"}\n', b'{"kind":"nodes",\n'],
@@ -113,7 +104,7 @@ def test_the_next_driver_gets_the_starts_and_kills_that_are_unconfirmed(
         for worker in ("vm0", "vm2"):
             drivers.say(Told(kind="started", worker=worker))
         drivers.say(Told(kind="ended", worker="vm2", cause="its VM is gone"))
-        wait_until(lambda: failed == [("vm2", "its VM is gone")])
+        poll_until(lambda: failed == [("vm2", "its VM is gone")], "the VM to be known as gone")
         drivers.end()
         launcher.kill("vm0")
         launcher.start_worker("vm3", "vm3")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import sqlite3
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -40,8 +42,12 @@ class Pauses:
 
     def __init__(self, run: Run, trouble: ExitStack) -> None:
         self._run, self._trouble, self.num = run, trouble, 0
+        self._thread, self._sleep = threading.current_thread(), time.sleep
 
-    def __call__(self, _pause_s: float) -> None:
+    def __call__(self, pause_s: float) -> None:
+        if threading.current_thread() is not self._thread:  # one that an earlier test left
+            self._sleep(pause_s)
+            return
         self.num += 1
         clock = self._run.event_queue.now_s
         self._run.event_queue.now_s = lambda: clock() + 3600.0

@@ -6,10 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from manager.controller.state.events import (
-    ComputeTimesSeen,
-    WorkerAnswered,
-)
+from manager.controller.state.events import ComputeTimesSeen, WorkerAnswered
 from manager.engine.loop import driver as driver_module
 from manager.engine.loop.driver import Observed
 from manager.journal.replay import replay

@@ -21,6 +21,7 @@ from manager.host.folders import LOCK, OWN_SOCKET, RAYS_SOCKET, make_folder, rem
 from manager.host.processes import wait_gone
 from morph.contract.errors import ConfigError
 from tests.system.commands import COMMAND, ROOT
+from tests.waiting import BOUND_S
 
 MANAGER = """
 import subprocess, sys
@@ -54,7 +55,7 @@ class Run:
         processes = [psutil.Process(pid) for pid in pids]
         for process in processes:
             process.send_signal(signal.SIGKILL)
-        self.manager.wait(20)
+        self.manager.wait(BOUND_S)
         assert wait_gone(processes, 20) == []
 
 
@@ -112,7 +113,9 @@ def test_a_folder_stays_while_the_manager_or_its_vms_owner_lives(run: Run) -> No
 def test_the_next_command_removes_what_processes_killed_together_left(run: Run) -> None:
     run.kill(run.owner, run.manager.pid)
     environment = {**os.environ, "TMPDIR": str(run.folder.parent), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*COMMAND, "status", "nowhere"], env=environment, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(
+        [*COMMAND, "status", "nowhere"], env=environment, capture_output=True, text=True, timeout=BOUND_S
+    )
     assert "nowhere" in done.stderr
     assert not run.folder.exists()
 
@@ -157,7 +160,7 @@ def test_agents_of_ray_that_outlive_a_dead_run_s_nodes_are_ended(run: Run) -> No
         agent = subprocess.Popen(["ray::DashboardAgent", "1000"], executable=shutil.which("sleep"), stdout=log)
     try:
         sweep()
-        assert agent.wait(20) == -signal.SIGKILL
+        assert agent.wait(BOUND_S) == -signal.SIGKILL
         assert not run.folder.exists()
     finally:
         agent.kill()
@@ -172,7 +175,7 @@ def test_agents_of_a_run_whose_manager_may_return_live_on(run: Run) -> None:
         assert agent.poll() is None
     finally:
         agent.kill()
-        agent.wait(20)
+        agent.wait(BOUND_S)
 
 
 def test_folders_that_may_belong_to_a_living_run_are_left_alone(

@@ -9,6 +9,7 @@ import time
 import psutil
 
 from manager.host.processes import lives, session_of, wait_gone
+from tests.waiting import BOUND_S
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -50,7 +51,7 @@ def test_orphans_of_a_session_with_a_killed_leader_are_found() -> None:
         try:
             assert session_of(known) == [known, orphan]
             leader.kill()
-            leader.wait(20)
+            leader.wait(BOUND_S)
             assert session_of(known) == [orphan]
         finally:
             orphan.kill()

@@ -33,8 +33,7 @@ from morph.runtime.state.unit_state import StateCopy
 from tests.checkpoint.fake_blobs import CONTAINER, blob_service
 from tests.checkpoint.fake_buckets import bucket_service
 from tests.engine.driver_scene import Run
-
-BOUND_S = 100.0
+from tests.waiting import BOUND_S
 
 
 @pytest.fixture(params=["a folder", "memory", "S3", "Azure"])

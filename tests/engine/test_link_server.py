@@ -17,10 +17,11 @@ from morph.link.caller import LIVENESS, TALK, Call, Talk, keep_liveness
 from morph.link.home import Home
 from morph.link.session import Session
 from morph.link.wire import Wire
-from tests.engine.link_scene import BOUND_S, LinkScene, wait_until
+from tests.engine.link_scene import LinkScene
 from tests.link.pair import of_caller, own
+from tests.waiting import BOUND_S, PATIENCE, poll_until
 
-KILLED_WITHIN_S = 20.0
+KILLED_WITHIN_S = 20.0 * PATIENCE
 """Seconds, for a machine under load; a kill is detected within milliseconds."""
 
 
@@ -55,10 +56,10 @@ def test_a_slow_reader_delays_no_other_and_is_detected(scene: LinkScene) -> None
     scene.told.lines["vm1"].send(b"at once")
     assert quick.receive() == b"at once"
     assert time.monotonic() - begin_s < BOUND_S / 2
-    wait_until(lambda: line.stuck_s > 0.3)
+    poll_until(lambda: line.stuck_s > 0.3, "the line to be stuck")
     assert scene.told.lines["vm1"].stuck_s == 0
     assert [len(slow.receive()) for _ in range(20)] == [1_000_000] * 20
-    wait_until(lambda: line.stuck_s == 0)
+    poll_until(lambda: line.stuck_s == 0, "the line to move")
     slow.reset()
     quick.reset()
 
@@ -171,7 +172,7 @@ def test_broken_connections_are_not_deaths_and_are_made_anew(scene: LinkScene) -
 
 def reset(server: LinkServer, worker: str, role: str) -> None:
     """Act like a firewall or a switch that has forgotten a connection: reset both ends."""
-    wait_until(lambda: (worker, role) in server._known)
+    poll_until(lambda: (worker, role) in server._known, f"{role} of {worker}")
     caller = server._known.pop((worker, role))
     with caller.lock:
         caller.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")

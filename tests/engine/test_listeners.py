@@ -40,10 +40,10 @@ from morph.runtime.pre_copy.incoming import Incoming
 from morph.runtime.pre_copy.rendezvous import StreamContext
 from morph.runtime.pre_copy.wire import Frame, send_frame
 from tests.engine.link_scene import LinkScene
+from tests.waiting import BOUND_S
 
 SECRET = "s3cret-of-this-run"
 CREDENTIAL = authority_of(SECRET).credential("node")
-BOUND_S = 150.0
 NUM_PENDING = 1024
 FEW = 8
 """File descriptors of a listener itself, and of connections that it is about to close."""

@@ -38,23 +38,16 @@ from manager.providers.boot.first_boot import (
     run_setup,
     watch,
 )
-from manager.providers.boot.own_wheel import (
-    Lock,
-    kept_wheel,
-    make_lock,
-    make_wheel,
-    python_version,
-    requirements,
-)
+from manager.providers.boot.own_wheel import Lock, kept_wheel, make_lock, make_wheel, python_version, requirements
 from morph.contract.errors import ClusterError
 from morph.link.authority import authority_of
 from tests.cloud.image import bare_python
+from tests.waiting import BOUND_S
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 SECRET, NODE = "n0de-secret-77aa", "tiny-1-0"
-BOUND_S = 120.0
 WHEEL = "from manager.providers.boot.own_wheel import make_wheel; import sys; sys.stdout.buffer.write(make_wheel())"
 
 

@@ -28,8 +28,8 @@ from morph.cli.main import app
 from morph.contract.errors import RunDirError
 from morph.contract.lives import Change, Lifetimes, Removals, by_name
 from morph.contract.trace import parse_trace
+from tests.waiting import BOUND_S
 
-BOUND_S = 100.0
 FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=8, num_sections=6)
 WORKERS = {"vm0": 1.0, "vm1": 2.0, "vm2.d0": 3.5, "vm2.d1": 3.0}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,11 +20,10 @@ from morph.link.encoding import ANSWER, pack, parts
 from morph.link.proof import new_secret
 from tests.engine.link_scene import Told
 from tests.forked_modules import SUBPROCESS
+from tests.waiting import BOUND_S, poll_until
 from tests.worker_setup import SETUP
 
 pytestmark = pytest.mark.slow
-
-BOUND_S = 150.0
 
 
 class Manager:
@@ -76,10 +74,7 @@ def first(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def wait_until_gone(pid: int, directory: Path) -> None:
-    until_s = time.monotonic() + BOUND_S
-    while runs(pid) or directory.exists():
-        assert time.monotonic() < until_s, (pid, directory)
-        time.sleep(0.01)
+    poll_until(lambda: not runs(pid) and not directory.exists(), f"the end of {pid} and {directory}")
 
 
 def test_a_worker_outlives_its_manager_and_serves_the_next_one(first: Manager, tmp_path: Path) -> None:
@@ -154,9 +149,6 @@ def test_that_a_process_ended_is_known_whether_it_called_or_not(first: Manager) 
     first.vms.add_vm("vm1")
     (pid,) = first.vms.vm_pids("vm1")
     os.kill(pid, signal.SIGKILL)
-    until_s = time.monotonic() + BOUND_S
-    while not first.vms.has_ended("vm1"):
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+    poll_until(lambda: first.vms.has_ended("vm1"), "the end of vm1")
     first.vms.kill("vm0")
     assert first.vms.has_ended("vm0")

@@ -23,8 +23,7 @@ from manager.providers.interface.provider import (
 )
 from morph.contract.cluster import Limits
 from tests.engine.fake_cloud import ProvisioningWorld, know
-
-BOUND_S = 100.0
+from tests.waiting import BOUND_S
 
 
 class Clock:

@@ -13,12 +13,7 @@ from manager.engine.loop.event_queue import EventQueue
 from manager.engine.vms.budget import Spending
 from manager.engine.vms.provisioning import Provisioning
 from manager.journal.records import Fact
-from manager.providers.interface.provider import (
-    CapacityShort,
-    QuotaExceeded,
-    Transient,
-    Vm,
-)
+from manager.providers.interface.provider import CapacityShort, QuotaExceeded, Transient, Vm
 from morph.contract.cluster import Limits
 from tests.engine.fake_cloud import BOUND_S, FakeCloud, ProvisioningWorld, know
 

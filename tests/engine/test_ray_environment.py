@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from manager.engine.on_ray.ray_environment import environment
+from tests.waiting import BOUND_S
 
 PREPARED = """
 import json, os, stat, sys
@@ -54,7 +55,7 @@ print("RAY_USE_TLS" in found)
 
 def run(code: str, *arguments: str) -> str:
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=BOUND_S, check=True
     ).stdout
 
 

@@ -14,6 +14,7 @@ from manager.journal.journal import Journal
 from manager.run_dir import RunDir, RunFacts, as_its_folder, read_facts, write_in_run_dir
 from morph.contract.errors import RunDirError, RunDirStuck
 from tests.small_disk import small_disk
+from tests.waiting import BOUND_S
 
 FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=12, num_sections=5)
 
@@ -88,12 +89,12 @@ def test_a_directory_that_another_process_holds_is_refused_with_its_number(tmp_p
         with pytest.raises(RunDirError, match=f"is in use by process {holder.pid}"), RunDir(tmp_path / "run", FACTS):
             pass
         holder.kill()  # a killed manager leaves no lock
-        holder.wait(30)
+        holder.wait(BOUND_S)
         with RunDir(tmp_path / "run", FACTS):
             pass
     finally:
         holder.kill()
-        holder.communicate(timeout=30)
+        holder.communicate(timeout=BOUND_S)
 
 
 def test_a_directory_is_refused_to_a_second_opener_of_the_same_process(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from manager.host.signals import STOP_SIGNAL, STOPPED_BY_COMMAND, STOPPING, signals_blocked, stopping_on_signals
 from tests.conftest import hear_signals
+from tests.waiting import BOUND_S
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +93,7 @@ def test_outside_the_main_thread_nothing_is_changed() -> None:
 
     thread = threading.Thread(target=look)
     thread.start()
-    thread.join(20)
+    thread.join(BOUND_S)
     assert seen == [signal.getsignal(number) for number in STOPPING]
 
 
@@ -105,7 +106,9 @@ def test_processes_of_tests_receive_signals_that_the_tests_ignore() -> None:
         script = (
             f"import signal; print([signal.getsignal(number) is signal.SIG_IGN for number in {[*map(int, ignored)]}])"
         )
-        told = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60)
+        told = subprocess.run(
+            [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=BOUND_S
+        )
         assert told.stdout == "[False, False, False]\n"
     finally:
         for number, handler in before.items():

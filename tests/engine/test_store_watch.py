@@ -13,8 +13,7 @@ from manager.engine.machines import store_watch
 from manager.engine.machines.store_watch import StoreWatch
 from manager.journal.records import Fact
 from morph.contract.errors import ClusterError, ClusterLost
-
-BOUND_S = 100.0
+from tests.waiting import BOUND_S
 
 
 class FakeStore:

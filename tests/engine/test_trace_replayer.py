@@ -13,8 +13,8 @@ from manager.engine.loop.event_queue import EventQueue
 from manager.journal.records import TRACE_PLAYED, VM_KILLED, VM_UP, Fact, TraceMoment
 from morph.contract.errors import ClusterError
 from morph.contract.trace import parse_trace
+from tests.waiting import BOUND_S
 
-BOUND_S = 100.0
 TRACE_NOTE = Fact(name=TRACE_PLAYED)
 
 

@@ -9,8 +9,7 @@ from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.event_queue import EventQueue
 from morph.contract.errors import ClusterError
 from tests.engine.driver_scene import FakeHost
-
-BOUND_S = 100.0
+from tests.waiting import BOUND_S
 
 
 def test_requested_vms_continue_boot_or_end_as_the_controller_needs_them() -> None:

@@ -26,9 +26,9 @@ from manager.enrolment.authority import (
     signing_request,
 )
 from morph.link.authority import Authority, authority_of, key_pem, new_key
+from tests.waiting import BOUND_S
 
 NODE, ADDRESS, LIFE = "tiny-1-0", "127.0.0.2", datetime.timedelta(days=30)
-BOUND_S = 100.0
 
 
 @pytest.fixture(scope="module")

@@ -30,9 +30,9 @@ from manager.notices.call import ERRAND, called
 from morph.contract.errors import ClusterError
 from morph.link.authority import Authority, authority_of, new_key
 from tests.link.pair import Tamper, man_in_the_middle
+from tests.waiting import BOUND_S
 
 SECRET, NODE, ADDRESS = "s3cret-of-this-run", "tiny-1-0", "127.0.0.2"
-BOUND_S = 100.0
 MAX_REQUEST_CHARACTERS = 4096
 
 

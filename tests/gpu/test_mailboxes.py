@@ -15,8 +15,7 @@ from morph.runtime.device.mailboxes import Mailbox, MailRoom, ReceivingEnd, Send
 from morph.runtime.device.staging import Staging
 from tests.device.link_contract import Ends, Pair
 from tests.gpu.test_links import CUDA, CudaContract, from_device
-
-BOUND_S = 100.0
+from tests.waiting import BOUND_S
 
 
 @pytest.mark.parametrize(("num_slots", "slot_bytes"), [(4, 8 << 20), (1, 65536)])

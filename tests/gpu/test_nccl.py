@@ -11,8 +11,7 @@ from morph.runtime.device.nccl import library_for
 from morph.runtime.device.rings import CommunicatorSet
 from morph.runtime.groups.channels import GroupSpec
 from morph.runtime.groups.interrupt import Interrupt
-
-BOUND_S = 60.0
+from tests.waiting import BOUND_S
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch was built without NCCL")

@@ -27,6 +27,7 @@ from morph.contract.cluster import AzureVms, StaticVms
 from morph.contract.errors import RunDirError
 from tests.providers.azure_world import SPEC
 from tests.small_disk import read_only, small_disk
+from tests.waiting import BOUND_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -106,7 +107,7 @@ def test_several_managers_write_at_once_and_nothing_is_lost(tmp_path: Path) -> N
         for number in range(3)
     ]
     for writer in writers:
-        _, told = writer.communicate(timeout=120)
+        _, told = writer.communicate(timeout=BOUND_S)
         assert writer.returncode == 0, told.decode()
     assert len(kept_lives(path, {})) == 3 * 16
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 from morph.link.authority import authority_of, credential_of
 from morph.link.wire import Wire
+from tests.waiting import BOUND_S
 
 SECRET = "s3cret-of-this-run"
-BOUND_S = 100.0
 Change = Callable[[bytes], bytes]
 
 

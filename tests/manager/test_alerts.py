@@ -23,8 +23,8 @@ from morph.contract.cluster import ClusterConfig, Notify
 from morph.contract.errors import ConfigError
 from morph.contract.happenings import Happening, RunEnded, StepDone, Trouble
 from tests.notices.metadata_server import Reply, served
+from tests.waiting import BOUND_S
 
-END_S = 120.0
 BEGAN_S = 1_800_000_000.0
 
 
@@ -295,7 +295,7 @@ def test_the_alert_process_reports_how_the_manager_ended_or_died(tmp_path: Path)
         notify=Notify(command=writes_down(tmp_path)),
     )
     said: list[str] = []
-    with Watchers((watching,), said.append, END_S):
+    with Watchers((watching,), said.append, BOUND_S):
         pass
     assert (said, told(tmp_path)) == ([], ["ended"])
     with sqlite3.connect(tmp_path / JOURNAL) as journal:
@@ -304,7 +304,7 @@ def test_the_alert_process_reports_how_the_manager_ended_or_died(tmp_path: Path)
     (tmp_path / "trackers" / "notify.json").unlink()
     command = [sys.executable, "-m", "manager.trackers.process"]
     left = subprocess.run(
-        command, input=watching.model_dump_json() + "\n", text=True, capture_output=True, timeout=END_S
+        command, input=watching.model_dump_json() + "\n", text=True, capture_output=True, timeout=BOUND_S
     )
     assert left.returncode == 0, left.stderr
     assert told(tmp_path) == ["ended", "manager_gone"]

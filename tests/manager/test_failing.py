@@ -32,11 +32,7 @@ from manager.controller.state.events import (
 from manager.controller.state.state import Phase
 from manager.controller.state.transition import Transition
 from manager.controller.steps.recovery import PAUSES
-from morph.contract.messages import (
-    Failed,
-    FailureCause,
-    ReshapeOrder,
-)
+from morph.contract.messages import Failed, FailureCause, ReshapeOrder
 
 TRACE = 'Traceback (most recent call last):\n  File "job.py", line 7, in __getitem__\nValueError: bad sample\n'
 

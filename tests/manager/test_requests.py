@@ -36,9 +36,7 @@ from manager.controller.state.events import (
 )
 from manager.controller.state.nodes import NODE_TRANSITIONS, ImpossibleNodeChange, NodeEvent, NodeState, after
 from manager.controller.state.state import Phase
-from morph.contract.messages import (
-    Failed,
-)
+from morph.contract.messages import Failed
 
 REQUESTS = RULES.requests
 

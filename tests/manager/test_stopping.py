@@ -13,6 +13,7 @@ import pytest
 
 from manager.run_dir import RunDir, RunFacts, ask_to_stop, holder_of, wait_for_end
 from morph.contract.errors import RunDirError, WaitTimeout
+from tests.waiting import BOUND_S
 
 FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=8, num_sections=6)
 MANAGER = """
@@ -37,7 +38,7 @@ def managed(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
     assert manager.stdout.readline() == "held\n"
     yield run_dir, manager
     manager.kill()
-    manager.wait(10)
+    manager.wait(BOUND_S)
     manager.stdout.close()
 
 
@@ -62,7 +63,7 @@ def test_a_run_without_a_manager_gets_no_request(
 ) -> None:
     run_dir, manager = managed
     manager.send_signal(signal.SIGKILL)  # the manager's lock goes with it; the content of the file stays
-    manager.wait(10)
+    manager.wait(BOUND_S)
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a process was sent a signal"))
     with pytest.raises(RunDirError, match="is not running"):
         ask_to_stop(run_dir)

@@ -38,9 +38,9 @@ from morph.contract.happenings import (
     StepDone,
     Trouble,
 )
+from tests.waiting import BOUND_S
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
-END_S = 120.0
 PRICES = Prices(paid_usd_per_h=3.6, for_all=True)
 
 
@@ -112,7 +112,7 @@ def watching(kind: str, run_dir: Path, **fields: object) -> Watching:
     )
 
 
-def watch(*watched: Watching, end_s: float = END_S) -> list[str]:
+def watch(*watched: Watching, end_s: float = BOUND_S) -> list[str]:
     """Send the journal to some trackers; return the messages about them."""
     said: list[str] = []
     with Watchers(watched, said.append, end_s):
@@ -348,7 +348,7 @@ def test_a_call_that_hangs_ends_whether_its_manager_listens_or_not(hang: str, ma
     try:
         done = subprocess.run(
             [sys.executable, "-c", BY_ITSELF.format(hang=hang)],
-            stdin=subprocess.PIPE, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+            stdin=subprocess.PIPE, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=BOUND_S, check=False,
         )  # fmt: skip
     finally:
         os.close(writing)
@@ -368,7 +368,7 @@ def test_the_rest_after_a_managers_end_has_a_limit(run: Path, folder: Path) -> N
     watched = watching("callback", folder, target=f"{folder / 'slow.py'}:Slow")
     done = subprocess.run(
         [sys.executable, "-c", code], input=watched.model_dump_json() + "\n",
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=BOUND_S, check=False,
     )  # fmt: skip
     assert done.returncode == HANGS
     assert "reporting the rest took more than 1 s, and was given up" in done.stdout

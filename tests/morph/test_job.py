@@ -12,6 +12,7 @@ from morph.contract.errors import JobError
 from morph.jobs.files import split_job
 from morph.jobs.job import Job, load_job
 from tests.forked_modules import run_python
+from tests.waiting import BOUND_S
 
 ROOT = Path(__file__).parents[2]
 HEADER = "from morph import Job\nnothing = lambda *_: None\n"
@@ -174,7 +175,7 @@ def test_a_spec_that_names_no_file_is_refused(spec: str, message: str) -> None:
 
 def test_importing_morph_and_its_job_module_loads_no_torch() -> None:
     script = "import sys, morph, morph.jobs.job; morph.Job; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=BOUND_S).returncode == 0
 
 
 @pytest.mark.slow
@@ -188,7 +189,7 @@ import morph.{name}
 from morph.{name} import job
 assert sys.modules["morph.{name}"] is morph.{name} and morph.{name}.job is job
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=BOUND_S)
 
 
 @pytest.mark.parametrize("name", ["tiny_gpt"])

@@ -13,10 +13,11 @@ from nbclient import NotebookClient
 from traitlets.config import Config
 
 from tests.grids import IS_LONG
+from tests.waiting import PATIENCE
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 PLAN, SPOT, ELASTIC = "plan_a_job.ipynb", "spot_job.ipynb", "elastic_loop.ipynb"
-CELL_TIMEOUT_S = 300
+CELL_TIMEOUT_S = 300 * PATIENCE
 SMALLER = {
     PLAN: {"MAX_GPUS = 128": "MAX_GPUS = 36"},
     SPOT: {

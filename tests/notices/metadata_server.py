@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.waiting import BOUND_S
+
 HANG_BOUND_S = 30.0
 
 
@@ -127,5 +129,5 @@ def served() -> Iterator[MetadataServer]:
                     if reply.wait is not None:
                         reply.wait.set()
         server.http.shutdown()
-        thread.join(10)
+        thread.join(BOUND_S)
         server.http.server_close()

@@ -31,9 +31,9 @@ from morph.link.authority import authority_of
 from morph.link.session import Session
 from morph.link.wire import SIZE, Wire
 from tests.notices.metadata_server import MetadataServer, Reply, json_reply
+from tests.waiting import BOUND_S
 
 SECRET = "s3cret-of-this-run"
-BOUND_S = 100.0
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -16,6 +16,7 @@ from manager.notices.source import NoticeUnavailable
 from manager.notices.watch import NoticeWatch
 from tests.notices.metadata_server import HANG_BOUND_S, MetadataServer, Reply, json_reply
 from tests.notices.test_contract import preempt
+from tests.waiting import BOUND_S
 
 TOKEN = "/latest/api/token"
 
@@ -86,9 +87,6 @@ def test_gcp_is_asked_outright_first_and_waited_for_after_that(metadata: Metadat
     assert first.path == PREEMPTED_PATH
     assert second.path.endswith("?wait_for_change=true&timeout_sec=3&last_etag=a1")
     assert {asked.headers["metadata-flavor"] for asked in metadata.asked} == {"Google"}
-
-
-BOUND_S = 100.0
 
 
 def source(server: MetadataServer) -> AzureNotices:

@@ -21,6 +21,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from tests.waiting import BOUND_S
+
 PAGE = 2
 ROOT = re.compile(
     r"^/subscriptions/(?P<sub>[^/]+)/resourceGroups/(?P<group>[^/]+)/providers/Microsoft\.Compute/"
@@ -434,5 +436,5 @@ def served() -> Iterator[FakeArm]:
         yield arm
     finally:
         arm.http.shutdown()
-        thread.join(10)
+        thread.join(BOUND_S)
         arm.http.server_close()

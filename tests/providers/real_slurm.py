@@ -17,13 +17,12 @@ from pathlib import Path
 import psutil
 
 from manager.host.processes import wait_gone
-from tests.cloud.waiting import until
+from tests.waiting import BOUND_S, poll_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scontrol")
 NODE = socket.gethostname().partition(".")[0]
 CPUS = 16
 GRACE_S = 12
-END_S = 100.0
 CONF = """\
 ClusterName=morph
 SlurmctldHost={node}(127.0.0.1)
@@ -93,7 +92,7 @@ class RealSlurm:
         self.call("munged", "--force", *munge)
         self.start_controller()
         self.call("slurmd", "-N", NODE)
-        until(lambda: self.answers("idle"), f"an idle node of the Slurm in {self.folder}")
+        poll_until(lambda: self.answers("idle"), f"an idle node of the Slurm in {self.folder}")
 
     def answers(self, state: str) -> bool:
         try:
@@ -110,7 +109,7 @@ class RealSlurm:
     def call(self, *command: str, given: str = "") -> str:
         with tempfile.TemporaryFile("w+") as out:  # a daemon keeps its output open, so that a pipe would never end
             known = {**os.environ, **self.environment}
-            done = subprocess.run(command, env=known, input=given, stdout=out, stderr=out, text=True, timeout=END_S)
+            done = subprocess.run(command, env=known, input=given, stdout=out, stderr=out, text=True, timeout=BOUND_S)
             out.seek(0)
             said = out.read()
         assert done.returncode == 0, (command, said)
@@ -129,7 +128,7 @@ class RealSlurm:
     def clear(self) -> None:
         """Cancel every job, and wait until none is left."""
         self.call("scancel", "--user=root")
-        until(lambda: not self.states(), "an empty queue")
+        poll_until(lambda: not self.states(), "an empty queue")
 
     def close(self) -> None:
         with suppress(Exception):
@@ -140,7 +139,7 @@ class RealSlurm:
         for step in steps:
             with suppress(psutil.NoSuchProcess):
                 step.kill()
-        wait_gone(steps, END_S)
+        wait_gone(steps, BOUND_S)
 
     def _processes(self) -> Iterator[psutil.Process]:
         conf = f"SLURM_CONF={self.environment['SLURM_CONF']}".encode()
@@ -157,5 +156,5 @@ class RealSlurm:
             return
         with suppress(psutil.NoSuchProcess):
             process.terminate()
-        for left in wait_gone([process], END_S):
+        for left in wait_gone([process], BOUND_S):
             left.kill()

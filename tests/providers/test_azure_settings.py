@@ -23,6 +23,7 @@ from manager.providers.interface.provider import Price
 from tests.notices.metadata_server import MetadataServer, Reply, json_reply, served
 from tests.providers.azure_world import SPEC
 from tests.providers.fake_arm import FakeArm
+from tests.waiting import BOUND_S
 
 
 class Identity(ThreadingHTTPServer):
@@ -63,7 +64,7 @@ def identity(monkeypatch: pytest.MonkeyPatch) -> Iterator[Identity]:
         thread.start()
         yield server
         server.shutdown()
-        thread.join(10)
+        thread.join(BOUND_S)
 
 
 @pytest.mark.parametrize("name", ["root", "admin", "support_388945a0", "Me", "m" * 32])
@@ -235,5 +236,5 @@ def test_no_cloud_sdk_is_loaded_before_its_provider() -> None:
         "manager.providers.boot.cloud_init, manager.notices.azure, morph.cli.main; "
         "print({'azure.core', 'azure.mgmt.compute', 'boto3', 'botocore', 'ray', 'torch'} & {*sys.modules})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=BOUND_S, check=True)
     assert done.stdout.strip() == "set()"

@@ -32,6 +32,7 @@ from manager.providers.boot.own_wheel import requirements
 from manager.providers.hosts.static_node import secret_of, static_node
 from manager.providers.interface.provider import Misconfigured
 from tests.providers.azure_world import NODE_SECRET, RAY_TOKEN, SPEC, START
+from tests.waiting import BOUND_S
 
 
 def written(start: NodeStart = START) -> dict[str, dict[str, str]]:
@@ -67,9 +68,11 @@ def test_a_watchdog_comes_first_at_each_boot_and_needs_no_disk(tmp_path: Path) -
     lines = tmp_path / "lines"
     lines.write_text(text.replace("/run/", f"{tmp_path}/run/"))
     path = f"{tool.parent}:{os.environ['PATH']}"
-    subprocess.run(["sh", lines], env={"PATH": path}, check=True, timeout=100)
+    subprocess.run(["sh", lines], env={"PATH": path}, check=True, timeout=BOUND_S)
     brought = tmp_path / "run/morph"
-    done = subprocess.run(["python3", "-I", brought / "boot", "--help"], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        ["python3", "-I", brought / "boot", "--help"], capture_output=True, text=True, timeout=BOUND_S
+    )
     assert "--only" in done.stdout, done.stderr
     assert {path: (brought / "boot" / path).read_text().rstrip() for path in program()} == {
         path: text.rstrip() for path, text in program().items()

@@ -17,13 +17,13 @@ from manager.providers.interface.provider import RETRYABLE, Provider, ProviderEr
 from manager.providers.local import LocalProvider
 from manager.providers.slurm.provider import SlurmProvider
 from morph.contract.trace import UNKNOWN
-from tests.cloud.waiting import until
 from tests.providers import fake_slurm
 from tests.providers.azure_world import SPEC, provider
 from tests.providers.fake_arm import FakeArm
 from tests.providers.fake_arm import Fault as ArmFault
 from tests.providers.fake_ec2 import REGION, FakeEc2, Fault
 from tests.providers.real_slurm import NODE, RealSlurm, why_none
+from tests.waiting import poll_until
 
 ROOM = 4
 TYPES = ("t4", "v100")
@@ -153,7 +153,7 @@ class Settled(SlurmProvider):
 
     def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
         names = [vm.name for vm in super().request(request, count, max_vms)]
-        until(lambda: not any(vm.waits for vm in self.list()), "jobs that run")
+        poll_until(lambda: not any(vm.waits for vm in self.list()), "jobs that run")
         return tuple(next(vm for vm in self.list() if vm.name == name) for name in names)
 
 

@@ -36,8 +36,8 @@ from manager.providers.slurm.answers import (
 )
 from manager.providers.slurm.provider import run_program
 from manager.providers.slurm.spec import LOGIN_S, SlurmSpec, job_script
-from tests.cloud.waiting import until
 from tests.providers.fake_slurm import NOW_S, SPEC, FakeSlurm, provider
+from tests.waiting import BOUND_S, poll_until
 
 MARK = Mark(run="r", job="tiny | 'one\"", request="r-1", devices=4)
 # What 22.05.8 wrote (SLURM_TIME_FORMAT=%s): a running job, a waiting one, and a cancelled one.
@@ -413,7 +413,7 @@ class Step:
         assert self.process.stdin is not None
         self.process.stdin.write(self.script.encode())
         self.process.stdin.close()
-        until(lambda: self.calls.exists() and "node " in self.calls.read_text(), "a node")
+        poll_until(lambda: self.calls.exists() and "node " in self.calls.read_text(), "a node")
         if login:
             return
         self.node_pid = int(self.calls.read_text().partition("node ")[2].split()[0])
@@ -424,8 +424,8 @@ class Step:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait(60)
-        until(lambda: not self.place.exists(), "the guard")
+        self.process.wait(BOUND_S)
+        poll_until(lambda: not self.place.exists(), "the guard")
 
 
 @pytest.fixture
@@ -441,22 +441,22 @@ def test_a_step_notes_the_signal_and_its_node_lives_on(step: Step) -> None:
     assert "--source=slurm" in step.calls.read_text()
     assert "s3cr3t" not in step.script.partition("<<'END-OF-SECRET'")[0], "no command line has it"
     os.killpg(step.process.pid, signal.SIGTERM)  # as Slurm does when it signals all descendants of a step
-    until(lambda: (step.place / "notice").exists(), "the note")
+    poll_until(lambda: (step.place / "notice").exists(), "the note")
     assert step.node_lives()
     assert step.process.poll() is None
     os.utime(step.place / "notice", (995, 995))
     os.killpg(step.process.pid, signal.SIGTERM)  # again at the end of the grace time, when none is left
     (step.place / "left").touch()
-    assert step.process.wait(60) == 0
+    assert step.process.wait(BOUND_S) == 0
     assert not step.node_lives()
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGKILL"])
 def test_a_step_that_is_ended_leaves_nothing(step: Step, name: str) -> None:
     step.process.send_signal(getattr(signal, name))
-    step.process.wait(60)
-    until(lambda: not step.node_lives(), "the end of the node")
-    until(lambda: not step.place.exists(), "the end of its folder")
+    step.process.wait(BOUND_S)
+    poll_until(lambda: not step.node_lives(), "the end of the node")
+    poll_until(lambda: not step.place.exists(), "the end of its folder")
     assert "signalled" in step.calls.read_text(), "it was asked to end, not killed"
 
 
@@ -466,13 +466,13 @@ def test_a_login_shell_that_hangs_ends_with_its_step(tmp_path: Path, is_told: bo
     step = Step(tmp_path, hangs, LOGIN_S if is_told else 0)
     if is_told:
         step.process.send_signal(signal.SIGUSR1)
-    assert step.process.wait(60) == 1
+    assert step.process.wait(BOUND_S) == 1
     shell = int(step.calls.read_text().split()[1])
-    until(lambda: not Path(f"/proc/{shell}/exe").exists(), "the end of the login shell")
+    poll_until(lambda: not Path(f"/proc/{shell}/exe").exists(), "the end of the login shell")
     assert not list(tmp_path.glob("morph-a-0-*"))
 
 
 def test_a_node_that_ends_by_itself_ends_its_step(step: Step) -> None:
     os.kill(step.node_pid, signal.SIGKILL)
-    step.process.wait(60)
+    step.process.wait(BOUND_S)
     assert not step.place.exists()

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -27,11 +26,11 @@ from manager.providers.hosts.static import LOOK_AGAIN_S, Hosts, StaticProvider, 
 from manager.providers.hosts.static_node import secret_of, static_node
 from manager.providers.interface.provider import CapacityShort, Misconfigured, ProviderError, Transient
 from morph.link.authority import authority_of
+from tests.waiting import BOUND_S, poll_until
 
 pytestmark = pytest.mark.slow
 
 SECRET = "s3cr3t-8810"
-BOUND_S = 100.0
 FAKE_SSH = """#!/bin/sh
 # arguments: options, --, host, remote line
 while [ "$1" != -- ]; do shift; done
@@ -87,9 +86,7 @@ def test_the_secret_reaches_the_node_and_no_command_line(world: Path) -> None:
     static = provider(world, "h1", command=("python3", "-c", show, "{node}.seen"))
     (vm,) = static.request("a", 1)
     seen = world / "h1" / f"{vm.name}.seen"
-    until_s = time.monotonic() + BOUND_S
-    while not (seen.exists() and seen.read_text()) and time.monotonic() < until_s:
-        time.sleep(0.02)
+    poll_until(lambda: seen.exists() and seen.read_text(), "the node to write")
     assert seen.read_text() == SECRET
     assert ((world / "h1/.morph/nodes" / vm.name / "secret").stat().st_mode & 0o077) == 0
     assert SECRET not in (world / "calls").read_text()
@@ -106,9 +103,7 @@ def test_hosts_are_chosen_by_need_and_nodes_know_their_devices(world: Path) -> N
     assert [vm.num_devices for vm in vms] == [2, 1]
     assert static.request("b", 1)[0].num_devices == 4  # there is no smaller one
     told = [world / host / node for host, node in (("h2", "a-0"), ("h1", "a-1"), ("h4", "b-0"))]
-    until_s = time.monotonic() + BOUND_S
-    while not all(path.exists() and path.read_text() for path in told) and time.monotonic() < until_s:
-        time.sleep(0.02)
+    poll_until(lambda: all(path.exists() and path.read_text() for path in told), "the nodes to write")
     assert [path.read_text() for path in told] == ["2\n", "1\n", "4\n"]
 
 
@@ -258,10 +253,7 @@ def test_a_node_that_ends_by_itself_leaves_its_log_alone(world: Path) -> None:
     static = StaticProvider(spec, "tiny", world / "leases.json", secret_of(start), shell)
     (vm,) = static.request("a", 1)
     folder = world / "h1" / ".morph/nodes" / vm.name
-    until_s = time.monotonic() + BOUND_S
-    while (left := [file.name for file in folder.iterdir()]) != ["log"] and time.monotonic() < until_s:
-        time.sleep(0.02)
-    assert left == ["log"]
+    poll_until(lambda: [file.name for file in folder.iterdir()] == ["log"], "the node to leave its log alone")
 
 
 def test_a_node_whose_ray_fails_is_lost_with_its_last_words(world: Path) -> None:

@@ -28,6 +28,7 @@ from morph.runtime.pre_copy.wire import Frame, send_frame
 from morph.runtime.state.unit_state import MakeOptimizer, UnitState, UpdateRules
 from tests.crew import poll_until, wait_for_updates
 from tests.manager.simulated_job import make_plan
+from tests.waiting import BOUND_S
 from tests.worker_setup import SETUP
 
 UNITS = {
@@ -36,7 +37,6 @@ UNITS = {
     "s0+s5": ParameterUnit("s0+s5", (0, 5), ("tied",)),
 }
 NUM_MICRO_BATCHES = 4
-BOUND_S = 100.0
 MOST_BEHIND = 2
 SECRET = "of the run"
 

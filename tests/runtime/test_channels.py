@@ -18,10 +18,9 @@ from morph.runtime.groups.channels import Channel, GlooRing, GroupSet, GroupSpec
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.reaper import Reaper
 from morph.runtime.groups.store import StoreHost
-from tests.waiting import poll_until
+from tests.waiting import BOUND_S, poll_until
 
 LOOPBACK = "127.0.0.1"
-BOUND_S = 100.0
 PAIR = GroupSpec("pair", ("a", "b"))
 ALONE = GroupSpec("alone", ("a",))
 

@@ -18,14 +18,13 @@ from morph.runtime.state import checkpoint_writer
 from morph.runtime.state.checkpoint_writer import CheckpointWriter
 from morph.runtime.state.unit_state import StateCopy
 from tests.small_disk import read_only, small_disk
-
-WAIT_S = 100.0
+from tests.waiting import BOUND_S
 
 
 def collect(writer: CheckpointWriter, count: int) -> list[UnitWritten]:
     written: list[UnitWritten] = []
     while len(written) < count:
-        beat = writer.collect(WAIT_S)
+        beat = writer.collect(BOUND_S)
         assert beat.written, beat.checkpoint_error
         written += beat.written
     return written
@@ -39,7 +38,7 @@ def held_back(monkeypatch: pytest.MonkeyPatch, unit: str | None = None) -> tuple
     def write_when_allowed(url: str, version: int, of: str, *more: Any) -> UnitWritten:
         if unit in (None, of):
             begun.set()
-            assert go_on.wait(WAIT_S)
+            assert go_on.wait(BOUND_S)
         return write(url, version, of, *more)
 
     monkeypatch.setattr(checkpoint_writer, "write_unit", write_when_allowed)
@@ -64,7 +63,7 @@ def test_a_failed_write_is_reported_and_the_next_one_is_tried(tmp_path: Path) ->
     (tmp_path / "v00000001").write_text("a file where a directory should be")
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
     writer.hand_over(1, "s0", StateCopy({"x": torch.ones(1)}))
-    beat = writer.collect(WAIT_S)
+    beat = writer.collect(BOUND_S)
     assert beat.checkpoint_error is not None
     assert "unit s0, version 1" in beat.checkpoint_error
     writer.hand_over(2, "s0", StateCopy({"x": torch.ones(1)}))
@@ -86,7 +85,7 @@ def test_a_disk_failure_costs_only_the_writes_during_it(tmp_path: Path, trouble:
             else:
                 stack.enter_context(read_only(url))
             writer.hand_over(2, "s0", StateCopy({"x": torch.ones(9000)}))
-            error = writer.collect(WAIT_S).checkpoint_error
+            error = writer.collect(BOUND_S).checkpoint_error
             assert error is not None
             assert {"full": "No space left on device", "read-only": "Read-only file system"}[trouble] in error
         disk.free()
@@ -121,7 +120,7 @@ def test_a_unit_that_could_not_be_written_may_be_handed_over_again(tmp_path: Pat
     (tmp_path / "v00000001").write_text("a file where a directory should be")
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
     writer.hand_over(1, "s0", StateCopy({"x": torch.ones(1)}))
-    assert writer.collect(WAIT_S).checkpoint_error is not None
+    assert writer.collect(BOUND_S).checkpoint_error is not None
     assert not writer.has(1, "s0")
 
 
@@ -156,7 +155,7 @@ def test_files_written_before_going_back_belong_to_another_history(
     writer.hand_over(40, "not told of", StateCopy(old))
     writer.hand_over(40, "under way", StateCopy(old))
     writer.hand_over(40, "waiting", StateCopy(old))
-    assert begun.wait(WAIT_S)
+    assert begun.wait(BOUND_S)
     writer.forget_after(20)  # with one write under way, and another behind it
     names = ("told of", "not told of", "under way", "waiting")
     assert not any(writer.has(40, unit) for unit in names)
@@ -177,7 +176,7 @@ def test_a_possibly_best_version_is_written_before_a_newer_one(tmp_path: Path, m
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
     for version, earlier in ((1, ()), (2, (1,)), (3, (1, 2)), (4, (1, 3))):
         writer.hand_over(version, "s0", StateCopy({"x": torch.full((1,), float(version))}), earlier)
-    assert begun.wait(WAIT_S)
+    assert begun.wait(BOUND_S)
     go_on.set()
     assert [entry.version for entry in collect(writer, 3)] == [1, 3, 4]
 
@@ -187,7 +186,7 @@ def test_one_version_waits_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
     for unit in ("s0", "s1", "s2"):
         writer.hand_over(1, unit, StateCopy({"x": torch.ones(1)}))
-    assert begun.wait(WAIT_S)
+    assert begun.wait(BOUND_S)
     writer.hand_over(2, "s0", StateCopy({"x": torch.ones(1)}))  # version 1 is no longer awaited
     go_on.set()
     assert [(entry.version, entry.unit) for entry in collect(writer, 1)] == [(2, "s0")]
@@ -199,7 +198,7 @@ class OneHasty(CheckpointRules):
     """Gives up a file of one number soon; other files have enough time for a busy machine."""
 
     def file_limit_s(self, num_bytes: int) -> float:
-        return 0.2 if num_bytes == torch.ones(1).nbytes else WAIT_S
+        return 0.2 if num_bytes == torch.ones(1).nbytes else BOUND_S
 
 
 def test_storage_that_hangs_is_given_up_and_the_next_file_is_tried(
@@ -216,7 +215,7 @@ def test_storage_that_hangs_is_given_up_and_the_next_file_is_tried(
     monkeypatch.setattr(checkpoint_writer, "write_unit", hang_once)
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]), OneHasty())
     writer.hand_over(1, "s0", StateCopy({"x": torch.ones(1)}))
-    beat = writer.collect(WAIT_S)
+    beat = writer.collect(BOUND_S)
     assert beat.checkpoint_error == "unit s0, version 1: TimeoutError: storage took longer than 0.2 s"
     writer.hand_over(2, "s0", StateCopy({"x": torch.ones(2)}))
     assert collect(writer, 1)[0].version == 2
@@ -239,7 +238,7 @@ def test_a_network_that_fails_for_a_moment_costs_no_checkpoint(monkeypatch: pyte
     assert collect(writer, 1)[0].version == 1
     failures += [ConnectionError("reset")] * 3
     writer.hand_over(2, "s0", StateCopy({"x": torch.ones(1)}))
-    assert writer.collect(WAIT_S).checkpoint_error == "unit s0, version 2: ConnectionError: reset"
+    assert writer.collect(BOUND_S).checkpoint_error == "unit s0, version 2: ConnectionError: reset"
 
 
 def test_a_saves_cost_is_its_wait_and_the_processor_time_of_writing(
@@ -265,7 +264,7 @@ def test_a_state_is_copied_before_it_changes_and_never_after(tmp_path: Path, mon
     copies = {unit: StateCopy({"x": tensor}) for unit, tensor in state.items()}
     for unit, copy in copies.items():
         writer.hand_over(1, unit, copy)
-    assert begun.wait(WAIT_S)  # the first is being written, the others are copied, are being copied, or wait
+    assert begun.wait(BOUND_S)  # the first is being written, the others are copied, are being copied, or wait
     for unit, copy in copies.items():
         copy.finish()
         state[unit] += 100
@@ -299,7 +298,7 @@ def test_a_failed_copy_is_reported_and_the_next_state_written(tmp_path: Path) ->
 
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
     writer.hand_over(1, "s0", Lost({"x": torch.ones(1)}))
-    assert "unit s0, version 1: TypeError: can't convert" in (writer.collect(WAIT_S).checkpoint_error or "")
+    assert "unit s0, version 1: TypeError: can't convert" in (writer.collect(BOUND_S).checkpoint_error or "")
     assert not writer.has(1, "s0")
     writer.hand_over(2, "s0", StateCopy({"x": torch.ones(1)}))
     assert [entry.version for entry in collect(writer, 1)] == [2]

@@ -30,6 +30,7 @@ from morph.runtime.state.fixed_point import (
 from morph.runtime.state.fixed_point import (
     to_fixed as to_sums,
 )
+from tests.waiting import BOUND_S
 
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 COUNTS = st.integers(1, 5000)
@@ -302,4 +303,6 @@ def test_the_fused_kernels_find_the_same_bits() -> None:
 
 def run(command: list[str], environment: dict[str, str]) -> str:
     environment = {**os.environ, **environment}
-    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=280, check=True).stdout
+    return subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, timeout=2 * BOUND_S, check=True
+    ).stdout

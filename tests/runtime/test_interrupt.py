@@ -7,8 +7,7 @@ import pytest
 
 from morph.contract.errors import GenerationAborted, PeerLost, WaitTimeout
 from morph.runtime.groups.interrupt import Interrupt
-
-LONG_S = 30.0
+from tests.waiting import BOUND_S
 
 
 def never() -> bool:
@@ -26,13 +25,13 @@ def wait_in_thread(interrupt: Interrupt, ready: threading.Event | None = None) -
 
     def run() -> None:
         try:
-            outcome.append(interrupt.wait_for(look, "something", LONG_S))
+            outcome.append(interrupt.wait_for(look, "something", BOUND_S))
         except Exception as error:
             outcome.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert looked.wait(LONG_S)
+    assert looked.wait(BOUND_S)
     return thread, outcome
 
 
@@ -40,7 +39,7 @@ def test_an_abort_ends_a_wait() -> None:
     interrupt = Interrupt(3)
     thread, outcome = wait_in_thread(interrupt)
     interrupt.abort()
-    thread.join(LONG_S)
+    thread.join(BOUND_S)
     assert isinstance(outcome[0], GenerationAborted)
     assert "generation 3" in str(outcome[0])
 
@@ -50,7 +49,7 @@ def test_a_lost_peer_ends_a_wait_and_says_what_was_lost_first() -> None:
     thread, outcome = wait_in_thread(interrupt)
     interrupt.lose("connection reset")
     interrupt.lose("another one")
-    thread.join(LONG_S)
+    thread.join(BOUND_S)
     assert isinstance(outcome[0], PeerLost)
     assert "generation 4" in str(outcome[0])
     assert "connection reset" in str(outcome[0])
@@ -61,9 +60,9 @@ def test_a_notification_makes_the_waiter_look_again() -> None:
     thread, outcome = wait_in_thread(interrupt, ready)
     ready.set()
     interrupt.notify()
-    thread.join(LONG_S)
+    thread.join(BOUND_S)
     assert isinstance(outcome[0], float)
-    assert 0 <= outcome[0] < LONG_S
+    assert 0 <= outcome[0] < BOUND_S
 
 
 def test_every_waiter_is_woken() -> None:
@@ -71,7 +70,7 @@ def test_every_waiter_is_woken() -> None:
     waiters = [wait_in_thread(interrupt) for _ in range(4)]
     interrupt.abort()
     for thread, outcome in waiters:
-        thread.join(LONG_S)
+        thread.join(BOUND_S)
         assert isinstance(outcome[0], GenerationAborted)
 
 
@@ -84,7 +83,7 @@ def test_an_ended_generation_stays_ended() -> None:
     assert lost.over
     assert not lost.aborted
     with pytest.raises(GenerationAborted):
-        aborted.wait_for(lambda: True, "nothing", LONG_S)
+        aborted.wait_for(lambda: True, "nothing", BOUND_S)
     with pytest.raises(PeerLost):
         lost.check()
     lost.abort()  # an abort has precedence, because the manager knows it already
@@ -103,16 +102,16 @@ def test_a_wait_without_a_bound_has_its_generations() -> None:
 
 
 def test_a_condition_that_holds_is_not_waited_for() -> None:
-    assert Interrupt(1).wait_for(lambda: True, "nothing", 0.0) < LONG_S
+    assert Interrupt(1).wait_for(lambda: True, "nothing", 0.0) < BOUND_S
 
 
 def test_a_call_returns_its_result_and_raises_its_error() -> None:
     def fail() -> int:
         raise KeyError("gone")
 
-    assert Interrupt(1).call(lambda: 7, "seven", LONG_S) == 7
+    assert Interrupt(1).call(lambda: 7, "seven", BOUND_S) == 7
     with pytest.raises(KeyError, match="gone"):
-        Interrupt(1).call(fail, "failing", LONG_S)
+        Interrupt(1).call(fail, "failing", BOUND_S)
 
 
 def test_an_abort_leaves_a_blocked_call_behind() -> None:
@@ -120,29 +119,29 @@ def test_an_abort_leaves_a_blocked_call_behind() -> None:
 
     def block() -> int:
         entered.set()
-        release.wait(LONG_S)
+        release.wait(BOUND_S)
         return 1
 
     def abort() -> None:
-        entered.wait(LONG_S)
+        entered.wait(BOUND_S)
         interrupt.abort()
 
     helper = threading.Thread(target=abort)
     helper.start()
     start_s = time.monotonic()
     with pytest.raises(GenerationAborted):
-        interrupt.call(block, "blocked", LONG_S)
-    assert time.monotonic() - start_s < LONG_S / 2
-    helper.join(LONG_S)
+        interrupt.call(block, "blocked", BOUND_S)
+    assert time.monotonic() - start_s < BOUND_S / 2
+    helper.join(BOUND_S)
     release.set()
     for thread in threading.enumerate():
         if thread.name == "morph-blocked":
-            thread.join(LONG_S)
+            thread.join(BOUND_S)
             assert not thread.is_alive()
 
 
 def test_a_call_is_bounded() -> None:
     release = threading.Event()
     with pytest.raises(WaitTimeout, match="slowness"):
-        Interrupt(1).call(lambda: release.wait(LONG_S), "slowness", 0.01)
+        Interrupt(1).call(lambda: release.wait(BOUND_S), "slowness", 0.01)
     release.set()

@@ -23,6 +23,7 @@ from morph.runtime.step.kernels import (
     prepare_cublas,
     set_kernels,
 )
+from tests.waiting import BOUND_S
 
 USUAL = Kernels(determinism=0, cudnn_benchmark=True, cudnn_attention=True)
 STEADY = Kernels(determinism=2, cudnn_benchmark=False, cudnn_attention=False)
@@ -108,7 +109,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, subpro
     given = [job, "--steps", "2", "--sections", "2", "--micro-batch", "2", "--checkpoints", str(out)]
     command = [sys.executable, "-m", "morph.runtime.process.single", *given]
     variables = {name: value for name, value in os.environ.items() if name != CUBLAS_VARIABLE}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, env=variables)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * BOUND_S, check=False, env=variables)
     assert done.returncode == 0, done.stderr
     return job, out, done
 

@@ -30,8 +30,9 @@ from morph.runtime.state.fixed_point import first_exponent
 from morph.runtime.state.reduction import Reduction
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.step.sums import Rings, StepSums
+from tests.waiting import PATIENCE
 
-WAIT_S = 100.0
+WAIT_S = 100.0 * PATIENCE
 
 
 @dataclass

@@ -24,6 +24,7 @@ from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.pre_copy.state_moves import MoveContext, send_in_background, start_sending, take_units
 from morph.runtime.state.unit_state import UnitState
+from tests.waiting import BOUND_S
 
 UNITS = {f"s{index}": ParameterUnit(f"s{index}", (index,), (f"w{index}",)) for index in range(4)}
 
@@ -226,7 +227,7 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     answer = threading.Event()
 
     def hang(*_: object) -> Any:
-        answer.wait(60)
+        answer.wait(BOUND_S)
         raise TimeoutError("too late")
 
     monkeypatch.setattr("morph.runtime.pre_copy.state_moves.read_unit", hang)

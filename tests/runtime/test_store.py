@@ -20,7 +20,7 @@ from morph.runtime.groups import channels
 from morph.runtime.groups.channels import GroupSet, GroupSpec, KeptConnections, connect_store
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.store import StoreHost
-from tests.waiting import poll_until
+from tests.waiting import BOUND_S, poll_until
 
 
 def test_the_store_serves_on_its_own_address_and_on_no_other() -> None:
@@ -70,7 +70,7 @@ def test_an_older_generations_worker_is_in_no_newer_group() -> None:
     spec = GroupSpec("g2/ring", ("a", "b"))
     with ThreadPoolExecutor(2) as threads:
         for done in [threads.submit(groups[me].form, [spec], me, "127.0.0.1", store) for me in groups]:
-            done.result(timeout=60)
+            done.result(timeout=BOUND_S)
     sums = {me: torch.full((1,), number + 1, dtype=torch.int64) for number, me in enumerate(groups)}
     rings = {me: groups[me].ring("g2/ring") for me in groups}
     for pending in [ring.reduce(sums[me], dist.ReduceOp.SUM) for me, ring in rings.items() if ring is not None]:
@@ -102,7 +102,7 @@ def test_one_generation_after_the_other_meets_over_the_same_connections(opened: 
         with ThreadPoolExecutor(3) as threads:
             forming = [threads.submit(groups[me].form, [spec], me, "127.0.0.1", lent[me].open) for me in workers]
             for done in forming:
-                done.result(timeout=60)
+                done.result(timeout=BOUND_S)
         for each in lent.values():
             each.give_back()
     assert len(opened) == len(workers)
@@ -139,7 +139,7 @@ def test_a_connection_of_an_aborted_generation_is_left_behind(opened: list[objec
     kept.lend(60.0).open()
     assert len(opened) == 2
     kept.lend(60.0).open().set("never written", b"now")
-    blocked.join(60)
+    blocked.join(BOUND_S)
 
 
 class Odd:
@@ -161,7 +161,7 @@ def test_a_connection_that_does_not_answer_any_more_is_replaced(
     over = threading.Event()
     host = StoreHost("127.0.0.1")
     kept = KeptConnections("127.0.0.1", host.port())
-    kept.give_back([Odd((lambda _: over.wait(60)) if is_silent else broken)])  # type: ignore[list-item]
+    kept.give_back([Odd((lambda _: over.wait(BOUND_S)) if is_silent else broken)])  # type: ignore[list-item]
     kept.lend(60.0).open().set("key", b"value")
     over.set()
     assert len(opened) == 1

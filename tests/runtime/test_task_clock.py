@@ -24,6 +24,7 @@ from morph.runtime.step.stage import StageTasks
 from morph.runtime.step.stopwatch import Stopwatch
 from tests.runtime.queued_device import QueuedDevice, QueuedEvent
 from tests.runtime.test_executor import COUNT, FakeStage, Wire, first_stage, run
+from tests.waiting import BOUND_S
 
 FORWARD, RECOMPUTE, BACKWARD = 40.0, 40.0, 80.0
 TICKS = {"F": FORWARD, "R": RECOMPUTE, "B": BACKWARD}
@@ -222,7 +223,7 @@ def test_a_device_that_hangs_is_not_waited_for_without_a_bound() -> None:
             return False
 
         def synchronize(self) -> None:
-            released.wait(30.0)
+            released.wait(BOUND_S)
 
     device = QueuedDevice()
     watch = Stopwatch(EventClock(lambda: Hanging(device, 1.0)))

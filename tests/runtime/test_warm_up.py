@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.system.harness import JOB, cut_for_workers, load_tiny_job, setup_of_tiny_job
+from tests.waiting import BOUND_S
 
 EXPORTERS = ("torch.export._trace", "torch._dynamo", "sympy")
 WORKER = f"""
@@ -37,6 +38,6 @@ def test_a_worker_with_a_handed_cut_imports_nothing_for_its_first_shape() -> Non
     setup = setup_of_tiny_job(load_tiny_job().fingerprint, cut=cut_for_workers(JOB))
     command, environment = [sys.executable, "-c", WORKER], {**os.environ, "MORPH_CACHE_DIR": "/dev/null"}
     given = setup.model_dump_json()
-    run = subprocess.run(command, env=environment, input=given, capture_output=True, text=True, timeout=200)
+    run = subprocess.run(command, env=environment, input=given, capture_output=True, text=True, timeout=2 * BOUND_S)
     assert run.returncode == 0, run
     assert json.loads(run.stdout.splitlines()[-1]) == [[], False, []]

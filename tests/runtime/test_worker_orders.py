@@ -18,6 +18,7 @@ from simulator import synthetic_profile
 from tests.forked_modules import run_python
 from tests.runtime.conftest import CutJob
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS
+from tests.waiting import BOUND_S
 
 PROFILE = synthetic_profile(num_sections=2, forward_s=0.0002, batch_size=8, micro_batch_size=4)
 EMULATED = {
@@ -145,17 +146,17 @@ def test_a_heartbeat_waits_beside_a_running_order(worker: Worker) -> None:
 
     def work() -> str:
         begun.set()
-        assert release.wait(30)
+        assert release.wait(BOUND_S)
         return "done"
 
     results: list[object] = []
     lane = threading.Thread(target=lambda: results.append(worker._carry_out(1, work)))
     lane.start()
-    assert begun.wait(30)
+    assert begun.wait(BOUND_S)
     assert worker.heartbeat(0.001) is not None
     worker.abort(0)
     release.set()
-    lane.join(30)
+    lane.join(BOUND_S)
     assert results == ["done"]
 
 

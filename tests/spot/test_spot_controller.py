@@ -50,6 +50,7 @@ from manager.spot.local import LocalVms
 from manager.spot.script_server import ScriptServer
 from manager.spot.spec import SpotJob
 from tests.engine.fake_cloud import FakeCloud
+from tests.waiting import BOUND_S
 
 
 def after(state: SpotState, *events: tuple[float, Event]) -> tuple[SpotState, list[object]]:
@@ -209,9 +210,6 @@ def test_a_script_ends_when_its_agent_is_killed(user: str, tmp_path: Path) -> No
                 script.kill()
 
 
-TIMEOUT_S = 100.0
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other kernels tell no process of its parent's end")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
@@ -231,8 +229,8 @@ def test_however_it_is_ended_it_leaves_neither_script_nor_folder(
         running = psutil.Process(int(process.stdout.readline()))
         try:
             process.send_signal(number)
-            assert process.wait(TIMEOUT_S) == (-number if number == signal.SIGKILL else 130)
-            assert wait_gone([running], TIMEOUT_S) == []
+            assert process.wait(BOUND_S) == (-number if number == signal.SIGKILL else 130)
+            assert wait_gone([running], BOUND_S) == []
         finally:
             if running.is_running():
                 running.kill()

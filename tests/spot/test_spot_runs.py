@@ -37,6 +37,7 @@ from morph.yaml_files import load_cluster
 from tests.forked_scripts import Nursery
 from tests.grids import IS_LONG
 from tests.system.hosts import Hosts
+from tests.waiting import BOUND_S
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -308,7 +309,7 @@ def test_the_command_ends_with_the_script_s_code_and_leaves_nothing(tmp_path: Pa
     (tmp_path / "job.yaml").write_text("storage: backups\n")
     (tmp_path / "fails.py").write_text("import sys; sys.exit(3)")
     command = [sys.executable, "-m", "morph.cli.main", "spot-run", str(tmp_path / "job.yaml"), "--"]
-    done = subprocess.run([*command, sys.executable, "fails.py"], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, sys.executable, "fails.py"], capture_output=True, text=True, timeout=2 * BOUND_S)
     assert done.returncode == 3
     assert "the script ended with code 3" in done.stderr
 
@@ -347,7 +348,7 @@ def test_without_a_launcher_a_script_trains_as_it_is(tmp_path: Path) -> None:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=2 * BOUND_S,
         check=True,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path.cwd())},

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import psutil
 
-TIMEOUT_S = 20.0
+from tests.waiting import BOUND_S
 
 
 def permitted() -> bool:
@@ -39,4 +39,4 @@ def break_connections(pid: int) -> int:
 
 def _break(port: int, peer_port: int) -> None:
     which = ["sport", "=", f":{port}", "and", "dport", "=", f":{peer_port}"]
-    subprocess.run(["ss", "--kill", "--tcp", *which], capture_output=True, timeout=TIMEOUT_S, check=False)
+    subprocess.run(["ss", "--kill", "--tcp", *which], capture_output=True, timeout=BOUND_S, check=False)

@@ -22,14 +22,14 @@ from manager.host.folders import PREFIX
 from manager.host.processes import lives, wait_gone
 from tests.forked_scripts import Nursery
 from tests.system.exposure import RECORDED
+from tests.waiting import BOUND_S, PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "morph.cli.main")
 KEPT = ("RAY_USAGE_STATS_ENABLED",)
-COMMAND_TIMEOUT_S = 500.0
-LINE_TIMEOUT_S = 500.0
+COMMAND_TIMEOUT_S = 500.0 * PATIENCE
+LINE_TIMEOUT_S = 500.0 * PATIENCE
 PROCESS_HOST = "manager.engine.on_processes.process_host"
-END_TIMEOUT_S = 150.0
 NURSERY: Nursery | None = None
 """Forks the commands that tests observe while they run; set during a test."""
 
@@ -110,8 +110,8 @@ class RunningMorph:
         self._process.kill()
         for process in self._family.values():
             _kill_with_children(process)
-        self._process.wait(END_TIMEOUT_S)
-        wait_gone(self._family.values(), END_TIMEOUT_S)
+        self._process.wait(BOUND_S)
+        wait_gone(self._family.values(), BOUND_S)
         if self._directory is not None:  # it is there only if the test failed, because its owner was killed
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -149,7 +149,7 @@ class RunningMorph:
 
     def wait_for_exit(self) -> int:
         """Return the exit code, without checking for processes that are left."""
-        return self._process.wait(END_TIMEOUT_S)
+        return self._process.wait(BOUND_S)
 
     def processes(self, name: str) -> list[int]:
         self._record()
@@ -167,8 +167,8 @@ class RunningMorph:
 
     def wait_for_end(self) -> int:
         """Return the exit code; check that no process, directory or listening port of the command is left."""
-        until_s = time.monotonic() + END_TIMEOUT_S
-        code = self._process.wait(END_TIMEOUT_S)
+        until_s = time.monotonic() + BOUND_S
+        code = self._process.wait(BOUND_S)
         left = wait_gone(self._family.values(), until_s - time.monotonic())
         assert left == [], f"left behind: {left}\n{self.output}"
         while self._next(until_s, "the end of its output") is not None:

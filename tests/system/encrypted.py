@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from manager.enrolment.files import Certificates
+from tests.waiting import BOUND_S
 
-BOUND_S = 100.0
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """Every connection of HTTP/2, and so of gRPC, begins with this; a server answers with a frame of its own."""
 PRIVATE = b"-----BEGIN PRIVATE KEY-----"

@@ -28,6 +28,7 @@ from morph.jobs.files import imported_once
 from morph.jobs.snapshot import collect, pack
 from morph.runtime.process.single import run_single
 from simulator import plan, synthetic_profile
+from tests.waiting import PATIENCE
 from tests.worker_setup import SETUP
 
 JOB = f"{Path(__file__).resolve().parents[2] / 'configs/jobs/tiny_gpt.py'}:job"
@@ -171,14 +172,16 @@ def managed(
     vms: LocalVms | None = None,
     slow_spells: tuple[SlowSpell, ...] = (),
     stutter: StutterRules = StutterRules(),  # noqa: B008 (frozen)
-    heartbeat_timeout_s: float = 5.0,
+    heartbeat_timeout_s: float = 5.0 * PATIENCE,
     job_path: str = JOB,
     machines: OpenMachines | None = None,
     redundancy: str = "auto",
 ) -> Outcome:
     """Run the tiny job; ``shapes[G]`` is the shape for G workers."""
     vms = vms or LocalVms()
-    policy = Policy(checkpoint_every_steps=checkpoint_every, start_patience_s=200, rules=Rules(stutter=stutter))
+    policy = Policy(
+        checkpoint_every_steps=checkpoint_every, start_patience_s=200 * PATIENCE, rules=Rules(stutter=stutter)
+    )
     policy = policy.model_copy(update={"heartbeat_timeout_s": heartbeat_timeout_s, "redundancy": redundancy})
     config = ControllerConfig(
         fingerprint=job.fingerprint,

@@ -14,9 +14,10 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from tests.system.harness import JOB
+from tests.waiting import PATIENCE
 
 CODE = """
-import json, sys
+import json, os, sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,11 +25,13 @@ from time import monotonic, sleep
 
 from neighbour import CountingText, TinyGPT, job, loss, optimizer
 
-IS_WORKER = Path(sys.argv[0]).stem not in ("main", "morph")  # the command reads samples too, where it cuts the job anew
-
 @cache
 def held():
     return json.loads(Path({held!r}).read_text())
+
+@cache
+def is_worker():  # a command reads samples too, where it cuts the job anew, also one within the test's process
+    return Path(sys.argv[0]).stem not in ("main", "morph") and os.getpid() != held()["test"]
 
 def most_read():
     try:
@@ -45,15 +48,15 @@ class HeldText(CountingText):
     def __getitem__(self, index):
         HeldText.num_read += 1
         until_s = monotonic() + {bound_s}
-        while IS_WORKER and is_held() and monotonic() < until_s:
+        while is_worker() and is_held() and monotonic() < until_s:
             sleep(0.02)
-        if IS_WORKER:
+        if is_worker():
             sleep(held()["pause_s"])
         return super().__getitem__(index)
 
 job = replace(job, dataset=HeldText)
 """
-BOUND_S = 500
+BOUND_S = 500 * PATIENCE
 """Also the bound of orders in runs of such a job (``policy.order_timeout_s``), which may be held for long."""
 
 
@@ -83,7 +86,7 @@ class HeldJob:
         self.path = f"{self.file}:job"
         for made in (directory, folder):
             made.mkdir(exist_ok=True)
-        numbers = {"most_read": most_steps * batch_size, "pause_s": step_s / batch_size}
+        numbers = {"most_read": most_steps * batch_size, "pause_s": step_s / batch_size, "test": os.getpid()}
         held.write_text(json.dumps({"gate": str(gate), "allowed": str(self._allowed), **numbers}), encoding="utf-8")
         link = folder / held.name
         if link != held:

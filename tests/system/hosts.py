@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from manager.host.processes import lives
+from tests.waiting import BOUND_S
 
 SSH = """#!/bin/sh
 # arguments: options, --, host, remote line
@@ -20,7 +21,6 @@ HOME="$MORPH_TEST_HOSTS/$2"; export HOME; mkdir -p "$HOME"; cd "$HOME"
 unset RAY_TMPDIR RAY_AUTH_MODE RAY_AUTH_TOKEN_PATH
 exec sh -c "$3"
 """
-END_S = 100.0
 TEMPORARY = "--temp-dir=/tmp/morph-"
 
 
@@ -91,8 +91,8 @@ class Hosts:
                 process.send_signal(signal.SIGKILL)
 
     def wait_until_empty(self) -> list[psutil.Process]:
-        """Wait until no process of a node is left; return those that are left after ``END_S``."""
-        until_s = time.monotonic() + END_S
+        """Wait until no process of a node is left; return those that are left after ``BOUND_S``."""
+        until_s = time.monotonic() + BOUND_S
         while left := [process for process in self._seen.values() if lives(process)]:
             if time.monotonic() > until_s:
                 break

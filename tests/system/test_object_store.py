@@ -22,12 +22,12 @@ from tests.system.commands import COMMAND, ROOT, RunningMorph, environment_of_co
 from tests.system.exposure import files_below, files_with, shown_by
 from tests.system.harness import uninterrupted
 from tests.system.held import HeldJob
+from tests.waiting import BOUND_S
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
 STEPS, MANY = 60, 10_000  # a worker that reads half of the samples is held at 44
 CONNECTION = "AZURE_STORAGE_CONNECTION_STRING"
-BOUND_S = 100.0
 
 
 @dataclass(frozen=True)

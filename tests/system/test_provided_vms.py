@@ -22,13 +22,13 @@ from manager.notices.source import Standing
 from manager.report.journal_reader import read_report
 from manager.run_dir import JOURNAL
 from morph.checkpoint.manifest import complete_versions, read_manifest
-from tests.cloud.waiting import until
 from tests.system.commands import RunningMorph, morph
 from tests.system.encrypted import answered, keys_in, visitors
 from tests.system.exposure import files_below, files_with, holds, recorded, shown_by, with_secrets
 from tests.system.harness import uninterrupted
 from tests.system.held import HeldJob
 from tests.system.hosts import Hosts
+from tests.waiting import BOUND_S, poll_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
@@ -213,8 +213,8 @@ def test_a_dead_host_is_replaced_and_one_without_a_manager_ends(hosts: Hosts, ca
     assert second in leases.read_text()
     with RunningMorph("resume", tmp_path / "run", "--verbose", "--no-page") as again:
         again.wait_for_line("going on from its newest checkpoint")
-        until(lambda: hosts.note().keys() - {first, second}, "a node on the host")
-        until(lambda: second not in leases.read_text(), "the lease of the node before to end")
+        poll_until(lambda: hosts.note().keys() - {first, second}, "a node on the host")
+        poll_until(lambda: second not in leases.read_text(), "the lease of the node before to end")
         assert again.family()
         again.press_ctrl_c()
         assert again.wait_for_end() == 130, again.output
@@ -260,7 +260,7 @@ def noticed(hosts: Hosts, node: str, directory: Path) -> Iterator[OneNotice]:
         yield notice
     finally:
         agent.close()
-        thread.join(20)
+        thread.join(BOUND_S)
 
 
 @pytest.mark.parametrize("hosts", [(3, 1)], ids=["3 hosts"], indirect=True)
@@ -286,7 +286,7 @@ def test_another_manager_adopts_a_killed_ones_hosts_and_drains_a_noticed_one(
             with noticed(hosts, node, tmp_path) as notice:
                 assert f"{node} will be taken in" in second.wait_for_line("will be taken in")
                 assert f"nothing of value is left on {node}" in second.wait_for_line("nothing of value is left")
-                assert notice.acknowledged.wait(20), second.output
+                assert notice.acknowledged.wait(BOUND_S), second.output
             hosts.kill(node)  # as a cloud does then
             second.wait_for_line(f"all {STEPS} steps are done and saved")
             hosts.note()

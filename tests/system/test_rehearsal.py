@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from simulator import simulate_plan, synthetic_profile
 from simulator.inputs.synthetic import with_type
 from tests.system.commands import COMMAND, ROOT
 from tests.system.harness import together
+from tests.waiting import BOUND_S, poll_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -47,7 +47,6 @@ JITTERY = PROFILE.model_copy(
         )
     }
 )
-END_S = 100.0
 
 
 def spec_of(stages: int, replicas: int, **fields: Any) -> RehearsalSpec:
@@ -202,12 +201,9 @@ class Command:
         raise AssertionError("".join(seen))
 
     def check_that_nothing_is_left(self) -> int:
-        output, _ = self.process.communicate(timeout=END_S)
-        assert wait_gone(self.family, END_S) == [], output
-        until_s = time.monotonic() + END_S
-        while list(self.temporary.glob("morph-*")):
-            assert time.monotonic() < until_s, list(self.temporary.iterdir())
-            time.sleep(0.05)
+        output, _ = self.process.communicate(timeout=BOUND_S)
+        assert wait_gone(self.family, BOUND_S) == [], output
+        poll_until(lambda: not list(self.temporary.glob("morph-*")), f"the end of folders in {self.temporary}")
         return self.process.returncode
 
 

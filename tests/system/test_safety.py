@@ -24,6 +24,7 @@ from tests.system.commands import COMMAND, ROOT, environment_of_commands
 from tests.system.exposure import Shown, files_below, files_with, holds, shown_by, with_secrets
 from tests.system.held import HeldJob
 from tests.system.watched import WatchedMorph
+from tests.waiting import BOUND_S
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -125,7 +126,7 @@ def _stranger(address: str, **token: str) -> str:
     """Return the answer of Ray's head node to a process with this token, or without one."""
     environment = {**environment_of_commands(), "RAY_AUTH_MODE": "token" if token else "disabled", **token}
     done = subprocess.run(
-        [sys.executable, "-c", STRANGER, address], capture_output=True, text=True, timeout=100, env=environment
+        [sys.executable, "-c", STRANGER, address], capture_output=True, text=True, timeout=BOUND_S, env=environment
     )
     return done.stdout + done.stderr
 
@@ -133,7 +134,7 @@ def _stranger(address: str, **token: str) -> str:
 def _told_again(*arguments: object) -> str:
     done = subprocess.run(
         [*COMMAND, *map(str, arguments)],
-        cwd=ROOT, env=environment_of_commands(), capture_output=True, text=True, timeout=100,
+        cwd=ROOT, env=environment_of_commands(), capture_output=True, text=True, timeout=BOUND_S,
     )  # fmt: skip
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert "is in use by process" in done.stderr

@@ -30,6 +30,7 @@ from tests.system.broken_connections import permitted as may_break
 from tests.system.emulated import Emulated, M, shape
 from tests.system.relay import Relay
 from tests.system.test_rehearsal import permitted
+from tests.waiting import PATIENCE
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -43,7 +44,7 @@ STEPS, FAULT_AT = 12, 3
 VICTIM = "vm1"
 # The step in which the victim stops cannot end without it, however late the test stops it.
 STUCK = (SlowSpell(worker=VICTIM, factor=10_000, first_step=FAULT_AT),)
-HEARTBEAT_TIMEOUT_S = 5.0
+HEARTBEAT_TIMEOUT_S = 5.0 * PATIENCE
 """Longer than a busy machine keeps a process waiting."""
 
 

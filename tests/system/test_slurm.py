@@ -17,12 +17,12 @@ import pytest
 from manager.report.journal_reader import read_report
 from morph.checkpoint.manifest import complete_versions
 from morph.cli.reading.errors import EXIT_GOES_ON
-from tests.cloud.waiting import until
 from tests.providers.real_slurm import CPUS, GRACE_S, RealSlurm, why_none
 from tests.system.commands import RunningMorph, morph
 from tests.system.harness import uninterrupted
 from tests.system.held import HeldJob
 from tests.system.test_provided_vms import NUM_SECTIONS, digests
+from tests.waiting import poll_until
 
 KEPT = 4
 STEP_S = 0.2
@@ -100,14 +100,14 @@ def test_preempting_half_of_the_nodes_twice_changes_no_bit(
                 taken.add(found[1])
             assert not taken & noticed
             noticed |= taken
-            until(lambda taken=taken: not taken & cluster.states().keys(), "the end of the jobs that were taken")
+            poll_until(lambda taken=taken: not taken & cluster.states().keys(), "the end of the jobs that were taken")
             cluster.call("scancel", owner)
             for _ in taken:  # fewer workers than are ready may train, where that is as fast
                 run.wait_for_line(" is ready")
         told, before = run.output, read_report(run_dir).version
         cluster.stop_controller()
         run.wait_for_line("the provider gives no answer; no VM counts as lost, and training goes on: squeue: ")
-        until(lambda: read_report(run_dir).version > before + 1, "training while Slurm's controller is down")
+        poll_until(lambda: read_report(run_dir).version > before + 1, "training while Slurm's controller is down")
         cluster.start_controller()
         run.wait_for_line("the provider answers again")
         assert list(cluster.states().values()).count("RUNNING") == KEPT
@@ -120,5 +120,7 @@ def test_preempting_half_of_the_nodes_twice_changes_no_bit(
     assert (report.outcome, report.version) == ("stopped", version)
     assert report.account.total_ns == sum(report.account.parts_ns.values())
     assert digests(run_dir) == uninterrupted(version, tmp_path / "undisturbed", NUM_SECTIONS)
-    until(lambda: cluster.states() == {f"{strange}-x": "PENDING"}, "an end of all jobs but the one that is not ours")
+    poll_until(
+        lambda: cluster.states() == {f"{strange}-x": "PENDING"}, "an end of all jobs but the one that is not ours"
+    )
     assert list(Path("/tmp").glob(f"morph-{name}-*")) == []

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -28,12 +27,12 @@ from tests.system.conftest import REFERENCE_STEPS
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, constant_vms, cut_for_workers
 from tests.system.held import HeldJob
 from tests.system.one_manager import Death, Orders
+from tests.waiting import PATIENCE, poll_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
 SHAPES = {4: "2x2", 3: "3x1", 2: "2x1", 1: "1x1"}
-MANAGER_S = 300.0
-GONE_S = 60.0
+MANAGER_S = 300.0 * PATIENCE
 HELD_AFTER = 7
 """Steps that are held until a checkpoint is complete or a killed process is known to be dead."""
 
@@ -164,10 +163,7 @@ class Managed:
 
 
 def wait_until_gone(pids: list[int], directory: Path) -> None:
-    until_s = time.monotonic() + GONE_S
-    while any(map(runs, pids)) or directory.exists():
-        assert time.monotonic() < until_s, f"left: {[pid for pid in pids if runs(pid)]}, {directory}"
-        time.sleep(0.05)
+    poll_until(lambda: not any(map(runs, pids)) and not directory.exists(), f"the end of {pids} and {directory}")
 
 
 HISTORIES = {

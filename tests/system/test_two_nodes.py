@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from morph.contract.profile import load_profile
+from tests.waiting import PATIENCE
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 JOB = f"{ROOT}/configs/jobs/tiny_gpt.py:job"
 COMMAND = (sys.executable, "-m", "morph.cli.main")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
-BOUND_S = 240.0
+BOUND_S = 240.0 * PATIENCE
 
 
 @contextmanager

@@ -11,8 +11,7 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,10 +28,10 @@ from manager.host.ports import VM_RESOURCE
 from manager.host.processes import lives
 from morph.contract.errors import ClusterError, ClusterLost
 from morph.link.home import Home
+from tests.waiting import BOUND_S, poll_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-GONE_S = 120.0
 STORE_BYTES = 80 * 1024 * 1024
 OF_THE_CONFINED = {
     "write": "ENOENT",
@@ -148,7 +147,7 @@ def owned() -> Iterator[Owned]:
 
     def slowly(host: psutil.Process) -> list[psutil.Process]:
         found = session_of(host)
-        host.wait(GONE_S)  # by itself, before this process ends it
+        host.wait(BOUND_S)  # by itself, before this process ends it
         return found
 
     patched = pytest.MonkeyPatch()
@@ -162,9 +161,9 @@ def owned() -> Iterator[Owned]:
                 owned.first_head.extend(_raylets(owned.cluster))
                 return bool(owned.first_head)
 
-            _wait_until(found, "no head node was started")
+            poll_until(found, "a head node")
             owned.first_head[0].kill()
-            starting.join(2 * GONE_S)
+            starting.join(2 * BOUND_S)
         patched.undo()
         yield owned
     finally:
@@ -208,20 +207,20 @@ def test_vms_boot_together_and_deaths_while_booting_or_up_are_reported_immediate
             raylets[name] = raylet
         return {"vm1", "vm2"} <= raylets.keys()
 
-    _wait_until(found, "no raylets were started")
+    poll_until(found, "raylets")
     assert len({*sockets.values()}) == len(sockets), "a raylet that finds its socket taken dies"
     raylets["vm1"].kill()
     raylets["vm2"].resume()  # Ray itself may detect the other one's death only after 30 s
     for thread in boots:
-        thread.join(2 * GONE_S)
+        thread.join(2 * BOUND_S)
     assert outcomes.get("vm1", "").startswith("VM vm1 did not come up: "), "whoever saw it first: its owner, or Ray"
     assert (outcomes["vm0"], outcomes["vm2"]) == ("up", "up")
     assert set(cluster.joined()) >= {"vm0", "vm2"}
     psutil.Process(cluster.vm_pids("vm0")[0]).kill()
-    _wait_until(lambda: owned.gone == ["vm0"], "nobody told of its end")
+    poll_until(lambda: owned.gone == ["vm0"], "its end to be told")
     (raylet, *_) = cluster.vm_pids("vm2")
     cluster.prepare_kill(["vm2"])()
-    _wait_until(lambda: not psutil.pid_exists(raylet), "it was not killed")
+    poll_until(lambda: not psutil.pid_exists(raylet), "it to be killed")
     for name in ("vm3", "vm4"):
         cluster.add_vm(name)
     zombies = [child.pid for child in owned.host.children() if child.status() == psutil.STATUS_ZOMBIE]
@@ -244,9 +243,9 @@ def test_a_head_node_dies_with_its_agent_or_owner(
             return False
         return True
 
-    _wait_until(is_gone, "nobody saw its end")
+    poll_until(is_gone, "its end to be seen")
     owned.host.kill()
-    _wait_until(lambda: not any(map(lives, nodes)), "nodes outlive their owner")
+    poll_until(lambda: not any(map(lives, nodes)), "the end of the nodes")
 
 
 def test_code_run_with_rays_token_reaches_neither_manager_nor_machine(
@@ -268,11 +267,11 @@ def test_code_run_with_rays_token_reaches_neither_manager_nor_machine(
         node = (sys.executable, "-m", "manager.engine.on_ray.node", "start", "--block", f"--address={cluster.address}")
         options = (f'--resources={{"{VM_RESOURCE}vm9": 1}}', "--num-cpus=1", f"--object-store-memory={STORE_BYTES}")
         vm = subprocess.Popen([*node, *options], env=environment, start_new_session=True)
-        assert cluster.driver.wait_for_nodes(lambda nodes: "vm9" in (nodes or {}), GONE_S)
+        assert cluster.driver.wait_for_nodes(lambda nodes: "vm9" in (nodes or {}), BOUND_S)
         given = (cluster.address, tmp_path, secret, SECRET, cluster.control_socket, os.getpid())
         done = subprocess.run(
             [sys.executable, "-c", ATTACK, *map(str, given)],
-            capture_output=True, text=True, timeout=400, check=False, env=environment,
+            capture_output=True, text=True, timeout=3 * BOUND_S, check=False, env=environment,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
@@ -284,11 +283,11 @@ def test_code_run_with_rays_token_reaches_neither_manager_nor_machine(
         namespace = str(Path(f"/proc/{driver.pid}/ns/pid").readlink())
         assert not any(_shares_mounts(process) or not _has_no_privileges(process) for process in own)
         launcher.start_worker("bomb", "vm9")
-        _wait_until(lambda: ended == ["bomb"], "nobody said that the worker ended")
+        poll_until(lambda: ended == ["bomb"], "the worker's end to be told")
         launcher.start_worker("crash", "vm9")
-        _wait_until(lambda: not lives(driver), "the driver did not read what the VM sent")
-        assert cluster.driver.wait_for_nodes(lambda nodes: nodes is None, GONE_S)
-        assert cluster.driver.wait_for_nodes(lambda nodes: "vm9" in (nodes or {}), GONE_S)
+        poll_until(lambda: not lives(driver), "the driver to read what the VM sent")
+        assert cluster.driver.wait_for_nodes(lambda nodes: nodes is None, BOUND_S)
+        assert cluster.driver.wait_for_nodes(lambda nodes: "vm9" in (nodes or {}), BOUND_S)
         assert _driver(cluster) != driver
         assert (directory / "tmp" / "read").read_text().split() == [namespace] * 2
         assert {path.name for path in tmp_path.iterdir()} == {secret.name}
@@ -349,10 +348,3 @@ def _booting(cluster: RayCluster, names: Iterable[str]) -> Iterator[tuple[str, p
         with suppress(psutil.NoSuchProcess):
             line = " ".join(raylet.cmdline())
             yield from ((name, raylet) for name in names if f"{VM_RESOURCE}{name}," in f"{line},")
-
-
-def _wait_until(reached: Callable[[], bool], otherwise: str) -> None:
-    until_s = time.monotonic() + GONE_S
-    while not reached():
-        assert time.monotonic() < until_s, otherwise
-        time.sleep(0.01)

@@ -18,7 +18,7 @@ from types import TracebackType
 import psutil
 
 from manager.host.processes import wait_gone
-from tests.system.commands import END_TIMEOUT_S, LINE_TIMEOUT_S, ROOT, environment_of_commands
+from tests.system.commands import BOUND_S, LINE_TIMEOUT_S, ROOT, environment_of_commands
 from tests.system.exposure import RECORDED, Listening, recorded, shown_by
 
 
@@ -65,7 +65,7 @@ class WatchedMorph:
         for process in self.family():
             if process.is_running():
                 process.kill()
-        self._process.wait(END_TIMEOUT_S)
+        self._process.wait(BOUND_S)
         self.close_terminal()
 
     @property
@@ -100,7 +100,7 @@ class WatchedMorph:
         """Send SIGHUP to the processes of the session, as when the window is closed."""
         if self._reader.is_alive() and self._wake >= 0:
             os.write(self._wake, b"x")  # a terminal that somebody reads stays open
-            self._reader.join(END_TIMEOUT_S)
+            self._reader.join(BOUND_S)
         for descriptor in (self._terminal, self._wake, self._woken):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -109,8 +109,8 @@ class WatchedMorph:
     def wait_for_end(self) -> int:
         """Return the exit code once nothing of the command is left."""
         family = self.family()
-        until_s = time.monotonic() + 2 * END_TIMEOUT_S
-        code = self._process.wait(2 * END_TIMEOUT_S)
+        until_s = time.monotonic() + 2 * BOUND_S
+        code = self._process.wait(2 * BOUND_S)
         assert wait_gone(family[1:], until_s - time.monotonic()) == [], self.output
         return code
 

@@ -15,6 +15,7 @@ from morph.cutting import cut, export_job
 from morph.jobs.job import load_job
 from morph.preflight.job_check import check_job
 from simulator import synthetic_profile
+from tests.waiting import BOUND_S
 
 JOBS = """
 import torch
@@ -112,6 +113,6 @@ def test_its_help_loads_no_torch() -> None:
         "import sys\nsys.argv = ['morph', 'trace-deps', '--help']\nfrom morph.cli.main import main\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\nprint('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=BOUND_S, check=True)
     assert "Example:" in done.stdout
     assert done.stdout.splitlines()[-1] == "False"

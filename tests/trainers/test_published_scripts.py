@@ -18,12 +18,13 @@ from safetensors.torch import load_file
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from tests.trainers.published_scripts import ROOT, RUNS, Run, options, write_data, write_model
 from tests.training.shapes import parameters_of
+from tests.waiting import PATIENCE
 
 SCRIPTS = Path(os.environ.get("MORPH_PUBLISHED_SCRIPTS", ROOT / ".venv" / "scripts"))
 """Made by ``make test-scripts``: the scripts, and the packages that they import."""
 GUIDE = ROOT / "docs" / "guides" / "trainer.md"
 MICRO_BATCH_SIZE, NUM_SECTIONS = 2, 2
-RUN_S = 900
+RUN_S = 900 * PATIENCE
 
 
 def changed(script: str) -> str:

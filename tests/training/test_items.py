@@ -20,14 +20,7 @@ from morph.preflight.data_check import check_data
 from morph.runtime.workloads.evaluation import Evaluator
 from tests.system.harness import cut_for_workers
 from tests.training.shapes import ShapesCrew, parameters_of, spec_of, trained_alone
-from tests.training.training_jobs import (
-    MICRO_BATCH_SIZE,
-    NUM_SECTIONS,
-    Texts,
-    lengths,
-    next_token_loss,
-    padded_by_hand,
-)
+from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, Texts, lengths, next_token_loss, padded_by_hand
 
 NUM_STEPS = 5
 

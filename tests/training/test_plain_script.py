@@ -14,6 +14,7 @@ import safetensors.torch
 from tests.system.harness import cut_for_workers
 from tests.training.shapes import ShapesCrew, parameters_of
 from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS
+from tests.waiting import BOUND_S
 
 PAGE = Path(__file__).parents[2] / "docs/start/plain-script.md"
 FILES = re.compile(r"^`(\w+\.py)`[^`]*\n\n```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -27,7 +28,7 @@ def test_the_documented_script_ends_within_1e_6_of_its_job_in_every_shape(crew: 
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     subprocess.run(
-        [sys.executable, "plain.py"], cwd=tmp_path, check=True, timeout=300, env=os.environ | {"PYTHONPATH": ""}
+        [sys.executable, "plain.py"], cwd=tmp_path, check=True, timeout=2 * BOUND_S, env=os.environ | {"PYTHONPATH": ""}
     )
     plain = safetensors.torch.load_file(tmp_path / "plain.safetensors")
     job = f"{tmp_path / 'same.py'}:job"

@@ -13,14 +13,7 @@ import torch
 from morph.runtime.state.model_state import export_state
 from tests.grids import cells
 from tests.training.shapes import ShapesCrew, Trained
-from tests.training.training_jobs import (
-    Net,
-    Points,
-    evaluated,
-    loss_with_metrics,
-    masters,
-    narrow_net,
-)
+from tests.training.training_jobs import Net, Points, evaluated, loss_with_metrics, masters, narrow_net
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
