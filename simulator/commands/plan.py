@@ -184,8 +184,9 @@ def plan_command(
 
     console = wide_console(tables.WIDTH)
     chosen_for = tables.preference_line(choice, errors, request.memory_bytes)
+    proved = tables.gap_line(choice)
     lines = [*tables.shape_lines(measured, choice.best_simulation), tables.leftover_line(choice)]
-    for line in [*lines, *tables.price_lines(choice), *([chosen_for] if chosen_for else [])]:
+    for line in [*lines, *tables.price_lines(choice), *filter(None, (chosen_for, proved))]:
         console.print(line)
     console.print(tables.stage_table(measured, choice.best_simulation))
     room = tables.room_line(choice, request.memory_bytes, errors.memory)
@@ -258,6 +259,7 @@ def _as_json(choice: PlanChoice) -> dict[str, object]:
         "zone_usd_per_h": choice.zone_usd_per_h,
         "objective": choice.objective,
         "value": choice.values[0],
+        "gap": choice.gap,
         "best": choice.best.model_dump(mode="json"),
         "explanation": choice.best_simulation.explanation,
         "breakdown_s": choice.best_simulation.breakdown_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby, pairwise
@@ -225,6 +226,13 @@ def memory_lines(simulation: Simulation) -> list[str]:
         whole = size_text(int(costs.host_bytes[stage]), binary=True)
         lines.append(f"host memory: up to {whole} at stage {first + stage}: {_parts_text(costs.host_parts(stage))}")
     return lines
+
+
+def gap_line(choice: PlanChoice) -> str:
+    """Return the line about how much faster any plan can be; "" if nothing is proved."""
+    if choice.gap is None:
+        return ""
+    return f"no plan trains more than {math.ceil(choice.gap * 1000) / 1000:.1%} faster"
 
 
 def room_line(choice: PlanChoice, memory_bytes: int | None = None, margin: float = MEMORY_ERROR) -> str:

@@ -38,6 +38,7 @@ def test_plan_prints_the_best_shape_and_runners_up_and_writes_the_plan(profile: 
     best = plan(synthetic_profile(tied=True), num_gpus=6).best
     assert f"{best.pipeline_depth} x {best.num_replicas}" in output
     assert "2 x 3" in output
+    assert re.search(r"no plan trains more than \d+\.\d% faster", output)
     assert load_plan(tmp_path / "plan.json") == best
     assert list(tmp_path.glob("*.partial")) == []
 
@@ -62,7 +63,8 @@ def test_plan_and_simulate_say_where_the_stages_of_a_pipeline_over_two_types_are
 
 def test_plan_prints_json_for_programs(profile: Path) -> None:
     answer = json.loads(_run("plan", profile, "--gpus", 6, "--json"))
-    assert Plan.model_validate(answer["best"]) == plan(synthetic_profile(tied=True), num_gpus=6).best
+    choice = plan(synthetic_profile(tied=True), num_gpus=6)
+    assert (Plan.model_validate(answer["best"]), answer["gap"]) == (choice.best, choice.gap)
     assert len(answer["runners_up"]) == 5
 
 
