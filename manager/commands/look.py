@@ -148,7 +148,8 @@ def report_command(
     reports = {name: read_report(run_dir) for name, run_dir in runs.items()}
     if prices is not None and any(report.account.bill(prices) is None for report in reports.values()):
         raise no_price()
-    page = comparison_page(reports, prices) if len(reports) > 1 else report_page(*reports.values(), prices)
+    first = next(iter(reports.values()))
+    page = comparison_page(reports, prices) if len(reports) > 1 else report_page(first, prices)
     try:
         with as_its_folder(path):
             write_whole(path, page)

@@ -48,6 +48,7 @@ MOST_METRICS = 12
 RUNS = (BLUE, ORANGE, VIOLET, RED, BROWN, GREY)
 """The colours of several runs, in order."""
 Curves = dict[str, list[float | None]]
+Point = tuple[float, float, float, float | None, float | None]
 LABEL_WIDTH_PX = 66
 
 
@@ -168,7 +169,7 @@ def _make_plain(panels: Iterable[Axes]) -> None:
         panel.set_axisbelow(True)
 
 
-def _of_steps(report: RunReport, prices: Prices | None) -> list[tuple[float, float, float, float | None, float | None]]:
+def _of_steps(report: RunReport, prices: Prices | None) -> Sequence[Point]:
     """Return of steps that count: their number, seconds, dollars (NaN: unknown) so far, loss, and examples/s."""
     kept = np.flatnonzero(~report.steps.redone)
     rows = kept[np.unique(np.linspace(0, len(kept) - 1, min(len(kept), MOST_STEPS)).round().astype(int))]
