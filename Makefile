@@ -19,6 +19,7 @@
 #                    SOAK_STEPS=1000000: one run of so many cheap steps, with faults far apart; with SOAK_FOLDER
 #                    in pieces of SOAK_MINUTES, each of which continues the one before
 #   make check       lint, format, types, layers, lines by room, documentation: what CI runs first
+#   make tutorial-output  the outputs in the tutorial and in README, written anew from one run of its commands
 #   make docs        the documentation as a site in out/site, with every link and anchor checked
 #
 # TEST_WORKERS is how many tests run at once; 0: one after the other in one process, as plain `pytest` does.
@@ -44,7 +45,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 OMP_NUM_THREADS=1 RAY_USAGE_
 TEST_ENV += PYTHONDONTWRITEBYTECODE=
 PYTEST := $(TEST_ENV) $(BIN)/python -m tests.warm $(TEST_WORKERS)
 
-.PHONY: help setup demo test test-fast test-long test-times test-trackers test-slurm test-oldest-ray test-oldest-transformers test-oldest-lightning test-scripts test-gpu bench-gpu gpu-kit soak check lint types layers lines docs format clean
+.PHONY: help setup demo tutorial-output test test-fast test-long test-times test-trackers test-slurm test-oldest-ray test-oldest-transformers test-oldest-lightning test-scripts test-gpu bench-gpu gpu-kit soak check lint types layers lines docs format clean
 .PHONY: .packages .byte-code .first-plan
 .DELETE_ON_ERROR:
 
@@ -176,6 +177,9 @@ layers: $(READY)
 # A lid on growth: see tests/lines.py.
 lines: $(READY)
 	@$(BIN)/python -m tests.lines
+
+tutorial-output: $(READY)
+	$(TEST_ENV) $(BIN)/python -m tests.system.test_tutorial
 
 # A warning, as of a link to a page or a heading that is not there, is an error. `.venv/bin/mkdocs serve` shows changes at once.
 docs: $(READY)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from morph.jobs.job import Best, Job, OwnProgram, OwnSteps, ShortStep
@@ -80,7 +79,7 @@ def _job(trainer: Trainer, **replaced: Any) -> Job:
     if args.gradient_accumulation_steps == 1:  # one batch may hold the whole data set
         batch_size = min(batch_size, len(loader.dataset))
     fields: dict[str, Any] = {
-        "name": _name(args),
+        "name": _name(trainer),
         "model": WholeModel(trainer.model),
         "loss": loss,
         "dataset": lambda: loader.dataset,
@@ -267,9 +266,9 @@ def _has_loss_by_token(trainer: Any, loader: DataLoader[Any], fields: Mapping[st
     return any(label.dim() > 1 and label.shape[1] == length for label in labels)
 
 
-def _name(args: Any) -> str:
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", args.run_name or Path(args.output_dir).name).lstrip("._-")
-    return name or "trainer"
+def _name(trainer: Trainer) -> str:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", trainer.args.run_name or "").lstrip("._-")
+    return name or type(trainer.model).__name__
 
 
 def _evaluation_of(trainer: Trainer) -> dict[str, Any]:

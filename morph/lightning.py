@@ -297,12 +297,16 @@ def _step_with_closure(optimizer: Optimizer, accumulates: bool) -> None:
 
 
 def _loss(length: _Length, model: Any, batch: Any) -> Any:
-    """Return the loss of ``training_step``; the tensors that it logs become metrics."""
+    """Return the loss of ``training_step``; the tensors that it logs become metrics.
+
+    Evaluations log the same ones, so that a prefix "train" would be wrong there.
+    """
     metrics: dict[str, Tensor] = {}
 
     def log(name: str, value: Any, *_: Any, **__: Any) -> None:
         if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point():
-            metrics[name] = value.detach().reshape(())
+            own = name.removeprefix("train").lstrip("_/") if name.startswith(("train_", "train/")) else name
+            metrics[own or name] = value.detach().reshape(())
 
     def log_dict(values: Mapping[str, Any], *_: Any, **__: Any) -> None:
         for name, value in values.items():

@@ -74,7 +74,7 @@ def calibrate_command(
         ),
     ] = None,
     samples: Annotated[
-        int, typer.Option(min=5, help="Most samples of each time. Fewer are taken once the median is stable.")
+        int, typer.Option(min=5, help="Most samples of each time, from 5. Fewer are taken once the median is stable.")
     ] = 100,
     device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
     checkpoint_url: Annotated[

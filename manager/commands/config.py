@@ -13,6 +13,7 @@ from morph.cli.reading.progress import doing
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from morph.contract.epochs import Epochs
     from pydantic import BaseModel
     from pydantic.fields import FieldInfo
 
@@ -105,7 +106,7 @@ def _check_job_file(path: Path, file: JobFile) -> str:
     run.check_device()
     with places(run.places):
         with run.job_files.in_use():
-            check_job(run.request.job, run.profile)
+            epochs = check_job(run.request.job, run.profile).facts.epochs
         config = run.config()
     pool = Pool.of(config.target_nodes) if config.target_nodes else by_pool(config.plans)[-1][0]
     if config.offers:
@@ -113,8 +114,8 @@ def _check_job_file(path: Path, file: JobFile) -> str:
     plan = config.best_plan(pool)
     assert plan is not None, "the run would not begin"
     return (
-        f"{run.profile.job.name} fits its profile; {_length(file.job)}, with {pool} workers in shape {plan.shape}, "
-        f"at least {config.fewest_workers} needed"
+        f"{run.profile.job.name} fits its profile; {length_text(file.job, epochs)}, with {pool} workers in shape "
+        f"{plan.shape}, at least {config.fewest_workers} needed"
     )
 
 
@@ -146,7 +147,20 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _length(job: JobPart) -> str:
+def length_text(job: JobPart, epochs: Epochs | None) -> str:
+    """Return the length of a run; of epochs, also how they divide into steps."""
     from morph.words import counted
 
-    return counted(job.steps, "step") if job.epochs is None else counted(job.epochs, "epoch")
+    if job.epochs is None or epochs is None:
+        return counted(job.steps, "step")
+    ends = {
+        "fill": "; the last samples of an epoch share a step with the first of the next",
+        "short": "; the last step of an epoch is shorter",
+        "drop": "; the last samples of an epoch are left out",
+    }
+    why = ends[epochs.end] if epochs.num_left else ""
+    steps = counted(epochs.steps_of(job.epochs), "step")
+    return (
+        f"{counted(job.epochs, 'epoch')} of {counted(epochs.num_samples, 'sample')} at {epochs.batch_size} are "
+        f"{steps}{why}"
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +13,6 @@ from morph.cli.reading.progress import doing, progress
 if TYPE_CHECKING:
     from manager.report.values import RunReport
     from morph.contract.checkpoint import Manifest
-    from morph.contract.plan import Plan
     from morph.contract.profile import Profile
     from morph.contract.trace import Trace
 
@@ -62,7 +60,8 @@ def demo_command(
     from morph.contract.trace import write_trace
     from morph.jobs.snapshot import collect
     from morph.yaml_files import load_cluster
-    from simulator import plan_table, spot_model
+    from simulator import PlanRequest, spot_model
+    from simulator.render.curve import show_curve
 
     known_cluster = load_cluster(cluster)
     policy = known_cluster.policy.model_copy(update={"takeover_patience_s": 0.0})  # no demo is continued
@@ -91,17 +90,12 @@ def demo_command(
     model = spot_model(vms.num_vms, losses_per_vm_h=900.0 / vms.num_vms, replacement_s=6.0, num_zones=1, least=2)
     trace = model.draw(seed, seconds)
     write_trace(trace, out / "trace.csv")
-    plans = plan_table(
-        profile,
-        trace.max_nodes,
-        memory_bytes=memory.device_bytes,
-        host_memory_bytes=memory.host_bytes,
-    )
-    _print_plans(plans)
+    request = PlanRequest(memory_bytes=memory.device_bytes, host_memory_bytes=memory.host_bytes)
+    show_curve(profile, range(1, trace.max_nodes + 1), request, csv=None, png=None, as_json=False)
 
     print(f"[3/5] run on {vms.num_vms} VMs through {_describe(trace)}", flush=True)
-    request = RunRequest(job=job, steps=MANY_STEPS)
-    run = PreparedRun(request, profile, known_cluster, out / "run", collect(job), trace=trace, stop_with_trace=True)
+    asked = RunRequest(job=job, steps=MANY_STEPS)
+    run = PreparedRun(asked, profile, known_cluster, out / "run", collect(job), trace=trace, stop_with_trace=True)
     finish, report = managed_run(run, lambda live: run_view(live, plain=plain))
     if finish.outcome == "failed":
         raise typer.Exit(1)
@@ -116,20 +110,6 @@ def demo_command(
     print(f"picture: {out / 'run' / 'run.png'}   journal: {out / 'run' / 'journal.sqlite'}")
     print(f"whole demo: {time.monotonic() - started_s:.0f} s")
     raise typer.Exit(0 if ok else 1)
-
-
-def _print_plans(plans: Mapping[int, Plan]) -> None:
-    """Print the best shape for every number of VMs, as if each had its own device."""
-    from morph.tables import table, wide_console
-
-    rows = []
-    for count, plan in plans.items():
-        stages = " ".join(f"{stage.first_section}-{stage.end_section - 1}" for stage in plan.stages)
-        speed, ms = f"{plan.expected.examples_per_s:.1f}", f"{plan.expected.mini_batch_s * 1e3:.0f}"
-        rows.append((count, plan.shape, plan.micro_batch_size, stages, ms, speed))
-    columns = ("VMs", "P x D", "m", "stages (sections)", "expected ms", "examples/s")
-    title = "best shape by number of VMs (each with a device of its own)"
-    wide_console(132).print(table(title, columns, rows))
 
 
 def _clear(out: Path) -> None:

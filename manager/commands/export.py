@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from morph.cli.reading.options import StoredArgument
-from morph.cli.reading.progress import doing
+from morph.cli.reading.progress import progress
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -61,45 +61,48 @@ def export_command(
     stored = stored_at(source)
     if output.exists() and not overwrite:
         raise InputError("exists already", source=str(output), allowed="a new file, or --overwrite")
-    doing(f"loading PyTorch and the checkpoint in {source}")
-    from morph.checkpoint.manifest import complete_versions, read_manifest
-    from morph.checkpoint.plain_file import check_plain_name, write_folder, write_plain_file
-    from morph.checkpoint.retention import best_version
-    from morph.runtime.state.model_state import export_pretrained, export_state
+    with progress() as told:
+        told(f"loading PyTorch and the checkpoint in {source}", 0.0)
+        from morph.checkpoint.manifest import complete_versions, read_manifest
+        from morph.checkpoint.plain_file import check_plain_name, write_folder, write_plain_file
+        from morph.checkpoint.retention import best_version
+        from morph.runtime.state.model_state import export_pretrained, export_state
 
-    as_folder = not output.suffix or output.is_dir()
-    if not as_folder:
-        check_plain_name(output)
-    if best:
-        version = best_version(stored.url)
+        as_folder = not output.suffix or output.is_dir()
+        if not as_folder:
+            check_plain_name(output)
+        if best:
+            version = best_version(stored.url)
+            if version is None:
+                allowed = "the checkpoints of a job with Job.best, once an evaluation has found one"
+                raise InputError("has no checkpoint that is marked as the best", source=source, allowed=allowed)
+        known = complete_versions(stored.url)
+        if not known:
+            raise no_checkpoint(stored)
+        if version is not None and version not in known:
+            raise unknown_version(stored, "--version", version, known)
+        told("tracing the model", 0.2)
+        loaded = loaded_job(context, stored, job)
+
+        def exported(manifest: Manifest) -> tuple[nn.Module | None, dict[str, Tensor]]:
+            if as_folder:
+                return export_pretrained(loaded, stored.url, manifest)
+            return None, export_state(loaded, stored.url, manifest)
+
+        told("reading the weights", 0.5)
         if version is None:
-            allowed = "the checkpoints of a job with Job.best, once an evaluation has found one"
-            raise InputError("has no checkpoint that is marked as the best", source=source, allowed=allowed)
-    known = complete_versions(stored.url)
-    if not known:
-        raise no_checkpoint(stored)
-    if version is not None and version not in known:
-        raise unknown_version(stored, "--version", version, known)
-    doing("tracing the model")
-    loaded = loaded_job(context, stored, job)
-
-    def exported(manifest: Manifest) -> tuple[nn.Module | None, dict[str, Tensor]]:
-        if as_folder:
-            return export_pretrained(loaded, stored.url, manifest)
-        return None, export_state(loaded, stored.url, manifest)
-
-    if version is None:
-        manifest, (model, tensors) = with_newest(stored, exported)
-    else:
-        manifest = read_manifest(stored.url, version)
-        model, tensors = exported(manifest)
-    num_tensors, size_bytes = len(tensors), sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    if model is None:
-        write_plain_file(output, tensors)
-    else:
-        save: Any = model.save_pretrained
-        write_folder(output, lambda folder: _save_folder(save, folder, tensors))
-    print(f"wrote version {manifest.version} to {output}: {num_tensors} tensors, {size_bytes / 2**20:.1f} MiB")
+            manifest, (model, tensors) = with_newest(stored, exported)
+        else:
+            manifest = read_manifest(stored.url, version)
+            model, tensors = exported(manifest)
+        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        told(f"writing {output}", 0.8)
+        if model is None:
+            write_plain_file(output, tensors)
+        else:
+            save: Any = model.save_pretrained
+            write_folder(output, lambda folder: _save_folder(save, folder, tensors))
+    print(f"wrote version {manifest.version} to {output}: {len(tensors)} tensors, {size_bytes / 2**20:.1f} MiB")
 
 
 def _save_folder(save: Any, folder: Path, tensors: dict[str, Tensor]) -> None:

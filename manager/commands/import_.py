@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from morph.cli.reading.options import JobArgument, MicroBatchOption
-from morph.cli.reading.progress import doing
+from morph.cli.reading.progress import progress
 
 if TYPE_CHECKING:
     from morph.jobs.job import Job
@@ -56,59 +56,61 @@ def import_command(
       morph import deeper_job.py:job runs/tuned runs/deeper --optimizer-state \\
           --fresh 'layers\\.12\\..*'
     """
-    doing(f"loading PyTorch and {job}")
-    from manager.run_dir import RunDir, RunFacts, is_run
-    from morph.checkpoint.frozen_weights import write_frozen_weights
-    from morph.checkpoint.plain_file import PlainFile
-    from morph.contract.errors import InputError, JobError, RunDirError
-    from morph.cutting import cut, export_job
-    from morph.jobs.files import imported_once
-    from morph.jobs.job import load_job
-    from morph.runtime.state.checkpoint_writer import write_initial_checkpoint
-    from morph.runtime.state.model_state import ImportedParameters, ImportRules
+    with progress() as told:
+        told(f"loading PyTorch and {job}", 0.0)
+        from manager.run_dir import RunDir, RunFacts, is_run
+        from morph.checkpoint.frozen_weights import write_frozen_weights
+        from morph.checkpoint.plain_file import PlainFile
+        from morph.contract.errors import InputError, JobError, RunDirError
+        from morph.cutting import cut, export_job
+        from morph.jobs.files import imported_once
+        from morph.jobs.job import load_job
+        from morph.runtime.state.checkpoint_writer import write_initial_checkpoint
+        from morph.runtime.state.model_state import ImportedParameters, ImportRules
 
-    target = run_dir.resolve()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise RunDirError("is not a new or empty directory", source=str(run_dir))
-    rules = ImportRules(
-        tuple(_rename(text) for text in rename or ()),
-        tuple(_pattern("--skip", text) for text in skip or ()),
-        tuple(_pattern("--fresh", text) for text in fresh or ()),
-    )
-    if optimizer_state and not is_run(weights):
-        allowed = "a run directory: files of weights hold no optimizer state"
-        raise InputError("has none", source=str(weights), field="--optimizer-state", allowed=allowed)
-    file = _stored_run(weights) if is_run(weights) else PlainFile(weights)
-    context.with_resource(imported_once(job))
-    loaded = load_job(job)
-    micro_batch_size = loaded.micro_batch_size if m is None else m
-    if micro_batch_size is None or micro_batch_size not in _possible(loaded):
-        allowed = ", ".join(map(str, _possible(loaded)))
-        raise JobError("the run needs a micro-batch size", source=job, field="--m", value=m, allowed=allowed)
-    doing("tracing the model")
-    exported = export_job(loaded)
-    model = cut(exported, num_sections=loaded.num_sections, micro_batch_size=micro_batch_size)
-    parameters = ImportedParameters(loaded, model, file, exported.initial_buffers, rules)
-    facts = RunFacts(
-        job=job,
-        fingerprint=model.fingerprint,
-        micro_batch_size=micro_batch_size,
-        batch_size=loaded.batch_size,
-        num_sections=len(model.sections),
-    )
-    prepare = parameters.give_optimizer_state if optimizer_state else None
-    # written beside its place and then moved: an unfinished import never looks like a run
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
-    try:
-        with RunDir(partial, facts) as opened:
-            url, names = opened.checkpoint_url, parameters.frozen
-            digest = write_frozen_weights(url, names, parameters.__getitem__) if names else ""
-            write_initial_checkpoint(loaded, model, parameters, url, frozen=digest, prepare=prepare)
-        partial.replace(target)
-    except OSError as error:
-        raise RunDirError(f"cannot be written: {error}", source=str(run_dir)) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        target = run_dir.resolve()
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise RunDirError("is not a new or empty directory", source=str(run_dir))
+        rules = ImportRules(
+            tuple(_rename(text) for text in rename or ()),
+            tuple(_pattern("--skip", text) for text in skip or ()),
+            tuple(_pattern("--fresh", text) for text in fresh or ()),
+        )
+        if optimizer_state and not is_run(weights):
+            allowed = "a run directory: files of weights hold no optimizer state"
+            raise InputError("has none", source=str(weights), field="--optimizer-state", allowed=allowed)
+        file = _stored_run(weights) if is_run(weights) else PlainFile(weights)
+        context.with_resource(imported_once(job))
+        loaded = load_job(job)
+        micro_batch_size = loaded.micro_batch_size if m is None else m
+        if micro_batch_size is None or micro_batch_size not in _possible(loaded):
+            allowed = ", ".join(map(str, _possible(loaded)))
+            raise JobError("the run needs a micro-batch size", source=job, field="--m", value=m, allowed=allowed)
+        told("tracing the model", 0.2)
+        exported = export_job(loaded)
+        model = cut(exported, num_sections=loaded.num_sections, micro_batch_size=micro_batch_size)
+        parameters = ImportedParameters(loaded, model, file, exported.initial_buffers, rules)
+        facts = RunFacts(
+            job=job,
+            fingerprint=model.fingerprint,
+            micro_batch_size=micro_batch_size,
+            batch_size=loaded.batch_size,
+            num_sections=len(model.sections),
+        )
+        prepare = parameters.give_optimizer_state if optimizer_state else None
+        # written beside its place and then moved: an unfinished import never looks like a run
+        partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+        try:
+            told("writing the first checkpoint", 0.5)
+            with RunDir(partial, facts) as opened:
+                url, names = opened.checkpoint_url, parameters.frozen
+                digest = write_frozen_weights(url, names, parameters.__getitem__) if names else ""
+                write_initial_checkpoint(loaded, model, parameters, url, frozen=digest, prepare=prepare)
+            partial.replace(target)
+        except OSError as error:
+            raise RunDirError(f"cannot be written: {error}", source=str(run_dir)) from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     print(f"{run_dir} begins with the weights of {weights}: {len(model.parameter_specs)} parameters")
     if parameters.fresh:
         print(f"missing in these weights, so the job initialises them: {', '.join(parameters.fresh)}")

@@ -15,6 +15,7 @@ from morph.contract.errors import RunDirError
 from morph.contract.files import check_output, write_whole
 
 if TYPE_CHECKING:
+    from manager.accounting.spent import Prices
     from manager.report.events import Told
 
 POLL_S = 0.5
@@ -104,41 +105,78 @@ def events_command(
 
 
 def report_command(
-    run_dir: RunDirArgument,
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="One run, or several to compare.")],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Default: report.html in the run's directory.")
+        Path | None,
+        typer.Option("-o", "--output", help="Default: report.html in the run's directory; of several runs, here."),
     ] = None,
     price: PriceOption = None,
     on_demand_price: OnDemandOption = None,
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option(help="Write no page, but event files for TensorBoard, in DIR/NAME of each run.", metavar="DIR"),
+    ] = None,
 ) -> None:
-    """Write one self-contained HTML page about a run: where its time and money went, its shapes, its morphs.
+    """Write one self-contained HTML page about a run: where its time and money went, its shapes and their changes.
+
+    Of several runs, the page shows loss, throughput and dollars side by side.
 
     \b
     Example:
       morph report runs/tiny --price 0.9 --on-demand-price 3.06
+      morph report runs/a runs/b -o compared.html
+      morph report runs/a runs/b --tensorboard logs
     """
     from manager.accounting.spent import no_price, prices_of
     from manager.report.journal_reader import read_report
-    from manager.report.page import report_page
+    from manager.report.page import comparison_page, report_page
     from manager.run_dir import as_its_folder, read_facts
 
     for option, given in (("--price", price), ("--on-demand-price", on_demand_price)):
         if given is not None:
             ranges.USD_PER_HOUR.check(option, given)
     prices = prices_of(price, on_demand_price)
-    read_facts(run_dir)
-    path = output or run_dir / "report.html"
+    for run_dir in run_dirs:
+        read_facts(run_dir)
+    names = [run_dir.resolve().name for run_dir in run_dirs]
+    runs = dict(zip(names if len({*names}) == len(names) else map(str, run_dirs), run_dirs, strict=True))
+    if tensorboard is not None:
+        _write_events(runs, tensorboard, prices)
+        return
+    path = output or (run_dirs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     check_output(path, RunDirError)
-    report = read_report(run_dir)
-    if prices is not None and report.account.bill(prices) is None:
+    reports = {name: read_report(run_dir) for name, run_dir in runs.items()}
+    if prices is not None and any(report.account.bill(prices) is None for report in reports.values()):
         raise no_price()
-    page = report_page(report, prices)
+    first = next(iter(reports.values()))
+    page = comparison_page(reports, prices) if len(reports) > 1 else report_page(first, prices)
     try:
         with as_its_folder(path):
             write_whole(path, page)
     except OSError as error:
         raise RunDirError(f"cannot be written: {error.strerror}", source=str(path)) from error
     print(f"report: {path}")
+
+
+def _write_events(runs: dict[str, Path], folder: Path, prices: Prices | None) -> None:
+    """Write what a run's own tracker would have written; a second call adds what is new."""
+    from manager.journal.journal import Journal
+    from manager.run_dir import JOURNAL, read_facts
+    from manager.trackers.reading import HappeningsReader
+    from manager.trackers.sinks import TensorBoard, check_trackers
+
+    check_trackers(("tensorboard",), (), "--tensorboard", folder)
+    for name, run_dir in runs.items():
+        sink = TensorBoard(run_dir, read_facts(run_dir).job, folder / name)
+        known, num_written = sink.open(), 0
+        with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
+            for _, happenings in HappeningsReader(str(run_dir / "checkpoints"), prices).new(journal):
+                for happening in happenings:
+                    if not known.has(happening):
+                        sink.tell(happening)
+                        num_written += 1
+        sink.close()
+        print(f"{folder / name}: {num_written} events; to look at them: tensorboard --logdir {folder}")
 
 
 def page_command(run_dir: RunDirArgument) -> None:

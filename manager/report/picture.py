@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import io
+import itertools
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from manager.accounting.account import Part
 from morph.contract.files import write_whole
 from morph.pictures import BLUE, BROWN, GREY, INK, ORANGE, QUIET, RED, SKY, SOFT, VIOLET
+from morph.words import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from manager.accounting.spent import Prices
     from manager.report.steps import StepRecord
     from manager.report.values import MorphRecord, RunReport
 
@@ -39,7 +45,10 @@ MOST_STEPS = 4000
 """The number of steps, evenly chosen, that are drawn of a longer run."""
 LABEL_ROWS = 3
 MOST_METRICS = 12
+RUNS = (BLUE, ORANGE, VIOLET, RED, BROWN, GREY)
+"""The colours of several runs, in order."""
 Curves = dict[str, list[float | None]]
+Point = tuple[float, float, float, float | None, float | None]
 LABEL_WIDTH_PX = 66
 
 
@@ -70,10 +79,7 @@ def run_figure(report: RunReport) -> Figure:
         figure = Figure(figsize=(WIDTH_PX / DOTS_PER_INCH, HEIGHT_PX / DOTS_PER_INCH), dpi=DOTS_PER_INCH)
         panels = figure.subplots(4, 1, sharex=True, gridspec_kw={"height_ratios": [2.4, 0.9, 3, 3], "hspace": 0.2})
         figure.subplots_adjust(left=0.065, right=0.985, top=0.855, bottom=0.06)
-        for panel in panels:
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.grid(axis="y", color="#e4e8ec", linewidth=0.8)
-            panel.set_axisbelow(True)
+        _make_plain(panels)
         duration_s = max(report.end_s - report.start_s, 1e-3)
         panels[0].set_xlim(0, duration_s)
         panels[3].set_xlabel("seconds since the start")
@@ -109,10 +115,9 @@ def training_figure(report: RunReport) -> Figure | None:
         rows[-1][0].set_xlabel("seconds since the start")
         rows[-1][1].set_xlabel("steps")
         rows[-1][1].xaxis.set_major_locator(MaxNLocator(integer=True))
+        _make_plain(rows.flat)
         for row, (name, (of_steps, of_versions)) in zip(rows, curves.items(), strict=True):
             for panel, by_step in zip(row, (False, True), strict=True):
-                panel.spines[["top", "right"]].set_visible(False)
-                panel.grid(axis="y", color="#e4e8ec", linewidth=0.8)
                 panel.margins(y=0.08)
                 for number, (label, values) in enumerate(of_steps.items()):
                     points = [
@@ -128,6 +133,54 @@ def training_figure(report: RunReport) -> Figure | None:
             if len(row[0].get_legend_handles_labels()[0]) > 1:
                 _legend_or_note(row[1], "", handles_of=row[0])
     return figure
+
+
+def comparison_figure(reports: Mapping[str, RunReport], prices: Prices | None = None) -> Figure:
+    """Return loss (top) and throughput of runs: by step, by seconds, and by dollars if all their prices are known."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    curves = {name: _of_steps(report, prices) for name, report in reports.items()}
+    priced = all(known == known for points in curves.values() for *_, known, _, _ in points)
+    axes = ("steps", "seconds since the start", "dollars")[: 3 if priced else 2]
+    with rc_context({"font.size": 11, "axes.edgecolor": QUIET, "xtick.color": INK, "ytick.color": INK}):
+        figure = Figure(figsize=(WIDTH_PX / DOTS_PER_INCH, 7.2), dpi=DOTS_PER_INCH)
+        rows = figure.subplots(2, len(axes), sharex="col", sharey="row", gridspec_kw={"hspace": 0.12, "wspace": 0.06})
+        figure.subplots_adjust(left=0.065, right=0.985, top=0.93, bottom=0.08)
+        _make_plain(rows.flat)
+        for panels, what, label in zip(rows, (3, 4), ("loss", "examples / s"), strict=True):
+            panels[0].set_ylabel(label)
+            for by, panel in enumerate(panels):
+                for (name, points), colour in zip(curves.items(), itertools.cycle(RUNS), strict=False):
+                    drawn = [(point[by], point[what]) for point in points if point[what] is not None]
+                    if drawn:
+                        panel.plot(*zip(*drawn, strict=True), color=colour, linewidth=1.6, label=name)
+        for panel, name in zip(rows[1], axes, strict=True):
+            panel.set_xlabel(name)
+        rows[1][0].set_ylim(bottom=0)
+        _legend_or_note(rows[0][-1], "no step was decided", handles_of=rows[1][0])
+    return figure
+
+
+def _make_plain(panels: Iterable[Axes]) -> None:
+    for panel in panels:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", color="#e4e8ec", linewidth=0.8)
+        panel.set_axisbelow(True)
+
+
+def _of_steps(report: RunReport, prices: Prices | None) -> Sequence[Point]:
+    """Return of steps that count: their number, seconds, dollars (NaN: unknown) so far, loss, and examples/s."""
+    kept = np.flatnonzero(~report.steps.redone)
+    rows = kept[np.unique(np.linspace(0, len(kept) - 1, min(len(kept), MOST_STEPS)).round().astype(int))]
+    sizes = [span.batch_size for span in report.shapes if span.num_steps] or [0]
+    found = []
+    for row, record in zip(rows.tolist(), report.steps.rows(rows), strict=True):
+        dollars = report.steps.cost(row).dollars(prices)
+        speed = sizes[0] / record.duration_s if record.duration_s > 0 else None
+        seconds = record.decided_at_s - report.start_s
+        found.append((record.step + 1, seconds, math.nan if dollars is None else dollars, record.loss, speed))
+    return found
 
 
 def _curves(report: RunReport, steps: Sequence[StepRecord]) -> dict[str, tuple[Curves, dict[int, float | None]]]:
@@ -172,21 +225,17 @@ def _draw_evaluations(
 def _title(report: RunReport) -> str:
     shapes = [span.shape for span in report.shapes if span.num_steps]
     again = f", formed {len(shapes)} times" if len(shapes) > len(set(shapes)) else ""
-    return f"{report.job}: {_count(report.version, 'step')} in {_count(len(set(shapes)), 'shape')}{again}"
+    return f"{report.job}: {counted(report.version, 'step')} in {counted(len(set(shapes)), 'shape')}{again}"
 
 
 def _subtitle(report: RunReport) -> str:
     forced = sum(not morph.planned for morph in report.morphs)
     planned = len(report.morphs) - forced
-    text = f"{_count(forced, 'change')} of shape after a loss (red) and {planned} planned (grey), each with its pause"
+    text = f"{counted(forced, 'change')} of shape after a loss (red) and {planned} planned (grey), each with its pause"
     pauses_ms = [morph.pause_ms for morph in report.morphs if morph.pause_ms is not None and not morph.planned]
     if pauses_ms:
         text += f"; after a loss: median {statistics.median(pauses_ms):.0f} ms, worst {max(pauses_ms):.0f} ms"
-    return f"{text}; {_count(report.steps_redone, 'step')} run again"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{text}; {counted(report.steps_redone, 'step')} run again"
 
 
 def _draw_vms(panel: Axes, report: RunReport) -> None:

@@ -104,10 +104,13 @@ def numbers_of(happening: Happening) -> dict[str, float]:
 
 
 class TensorBoard(Sink):
-    """Event files in ``RUN_DIR/tensorboard``; each process adds one, and continues after their content."""
+    """Event files in ``RUN_DIR/tensorboard``; each process adds one, and continues after their content.
 
-    def __init__(self, run_dir: Path, job: str) -> None:  # noqa: ARG002 (as every tracker)
-        self._folder = run_dir / "tensorboard"
+    ``folder``: instead of that.
+    """
+
+    def __init__(self, run_dir: Path, job: str, folder: Path | None = None) -> None:  # noqa: ARG002 (as every tracker)
+        self._folder = folder or run_dir / "tensorboard"
 
     def open(self) -> Told:
         """See ``Sink.open``: this reads its own files."""

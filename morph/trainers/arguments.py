@@ -109,8 +109,8 @@ ARGUMENTS: Mapping[str, Rule] = {
     "load_best_model_at_end": _honoured("`best`; `morph export --best` writes it"),
     "metric_for_best_model": _honoured("`best`"),
     "greater_is_better": _honoured("`best`"),
-    "run_name": _honoured("`name`, or else the last part of `output_dir`"),
-    "output_dir": _honoured("`name`, if there is no `run_name`; nothing is written there"),
+    "run_name": _honoured("`name`; without it, the class of the model"),
+    **_no_effect("nothing is written there", "output_dir"),
     **_no_effect("the plan decides what is recomputed", "activation_checkpointing", "gradient_checkpointing"),
     **_no_effect(
         "the plan decides what is recomputed",

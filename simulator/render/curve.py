@@ -45,6 +45,8 @@ def show_curve(
         f"all with micro-batches of {frame['micro_batch_size'].iloc[0]}, the same for a whole run; for one number of "
         "GPUs alone (--gpus N) another size may be faster"
     )
+    if sums := [shape for shape in _shapes(frame) if "+" in shape]:
+        console.print(f"{sums[0]}: pipelines of unequal depth, which share each mini-batch by their speed")
     absent = sorted(set(numbers) - set(frame["num_gpus"].tolist()))
     if absent:
         console.print(f"{absent[0]} to {absent[-1]} GPUs are too few: the job does not fit in their memory.")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from morph.contract.epochs import Epochs
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
+from manager.commands.config import length_text
 from manager.run.prepared import prepare, resolve
 from manager.run.request import RunRequest, run_dir_of
 from morph.cli.main import app
@@ -379,3 +382,19 @@ def test_a_model_that_branches_on_its_data_is_refused_with_the_branch(given: Giv
         assert f"jobs.py:{number}: Branching cannot be exported" in line
     assert not given.run_dir.exists()
     assert not (given.folder / "new.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("end", "size", "said"),
+    [
+        ("fill", 705, "89 steps; the last samples of an epoch share a step with the first of the next"),
+        ("short", 705, "90 steps; the last step of an epoch is shorter"),
+        ("drop", 705, "88 steps; the last samples of an epoch are left out"),
+        ("fill", 704, "88 steps"),
+    ],
+)
+def test_the_check_of_a_job_file_says_how_many_steps_its_epochs_are(end: Any, size: int, said: str) -> None:
+    part = JobPart(code="job.py:job", profile="profile.json", epochs=2)
+    told = length_text(part, Epochs(num_samples=size, batch_size=16, end=end))
+    assert told == f"2 epochs of {size} samples at 16 are {said}"
+    assert length_text(JobPart(code="job.py:job", profile="profile.json", steps=1), None) == "1 step"

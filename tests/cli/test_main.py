@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import signal
 import subprocess
 import sys
@@ -13,11 +14,12 @@ from typer.testing import CliRunner
 
 from morph import __version__
 from morph.cli.main import app
+from morph.cli.reading import progress
 from morph.cli.reading.errors import MorphGroup
 from morph.cli.reading.help import MAX_COLUMNS, MAX_LINES
 from morph.contract.errors import ClusterError, InputError, PeerLost, PlanError, WaitTimeout
 from tests.cli.given import Given
-from tests.waiting import BOUND_S
+from tests.waiting import BOUND_S, poll_until
 
 COMMANDS = ("calibrate", "plan", "simulate", "run", "resume", "status", "demo", "trace-deps", "elastic")
 HEAVY = (
@@ -227,3 +229,17 @@ def test_an_unexpected_error_keeps_its_traceback(make: Callable[[], Exception]) 
     result = CliRunner().invoke(app_raising(error), ["work"])
     assert result.exception is error
     assert result.stderr == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_long_phase_has_a_bar_on_a_terminal_and_a_line_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LONG_S", 0.0)
+    for shown, said in ((Terminal(), "0:00:00"), (io.StringIO(), "simulating ...\n")):
+        monkeypatch.setattr(sys, "stderr", shown)
+        with progress.doing_if_long("simulating"):
+            poll_until(lambda shown=shown, said=said: said in shown.getvalue(), said)  # type: ignore[misc]
+        assert "simulating" in shown.getvalue()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from manager.accounting.spent import NOTHING, Prices
 from manager.dashboard.server import PageAddress
 from manager.report.journal_reader import read_report
 from manager.report.page import report_page
-from manager.report.picture import training_figure
+from manager.report.picture import comparison_figure, training_figure
 from manager.report.steps import Steps
 from manager.report.summary import summarise
 from manager.run_dir import JOURNAL, PAGE, RunFacts
@@ -151,6 +152,39 @@ def test_names_from_the_job_are_text_and_never_markup(run_dir: Path) -> None:
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert "3.33 times as much" in page
+
+
+def test_several_runs_are_shown_side_by_side(run_dir: Path, tmp_path: Path) -> None:
+    other, output = tmp_path / "other", tmp_path / "page.html"
+    shutil.copytree(run_dir, other)
+    done = CliRunner().invoke(app, ["report", str(run_dir), str(other), "-o", str(output), "--price", "3.6"])
+    assert done.exit_code == 0, done.output
+    page, report = Page(output.read_text()), read_report(run_dir)
+    names, first, second = page.rows[:3]
+    assert [first[0], second[0]] == [run_dir.name, "other"]
+    told = dict(zip(names, first, strict=True))
+    assert (told["steps"], told["loss"]) == ("12 of 12", f"{report.last_loss[1]:.4f}" if report.last_loss else "")
+    assert float(told["dollars"]) == pytest.approx(report.account.total_s / 1000, abs=1e-3)
+    figure = comparison_figure({"a": report, "b": report}, Prices(paid_usd_per_h=3.6, for_all=True))
+    by_step, _, by_dollars = figure.axes[:3]
+    for line in by_step.get_lines():
+        assert list(line.get_xdata()) == list(range(1, 13))
+        assert list(line.get_ydata()) == [1 / (1 + step) for step in range(12)]
+    spent = list(by_dollars.get_lines()[0].get_xdata())
+    assert spent == sorted(spent)
+    assert 0 < spent[-1] <= float(told["dollars"]) + 1e-3
+    assert len(comparison_figure({"a": report}).axes) == 4, "no dollars are drawn without a price"
+
+
+def test_events_for_tensorboard_without_tensorboard_name_the_extra(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    done = CliRunner().invoke(app, ["report", str(run_dir), "--tensorboard", str(tmp_path / "logs")])
+    assert done.exit_code == 2
+    assert "--tensorboard" in done.output
+    assert "pip install -e '.[tensorboard]'" in done.output
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_that_did_nothing_yet_has_a_page(run_dir: Path) -> None:

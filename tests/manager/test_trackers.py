@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import sqlite3
 import struct
@@ -16,16 +17,18 @@ from pathlib import Path
 
 import pytest
 from simulated_cluster import Faults, JournalledCluster
+from typer.testing import CliRunner
 
 from manager.accounting.spent import Prices
 from manager.journal.journal import Journal
 from manager.report.journal_reader import read_report
-from manager.run_dir import JOURNAL
+from manager.run_dir import JOURNAL, RunFacts
 from manager.trackers import reading, sinks
 from manager.trackers.process import HANGS, Watching, reader_of
 from manager.trackers.reading import HappeningsReader
 from manager.trackers.sinks import check_trackers, numbers_of
 from manager.trackers.supervisor import Watchers, environment_of
+from morph.cli.main import app
 from morph.contract.cluster import Notify
 from morph.contract.errors import ConfigError, WaitTimeout
 from morph.contract.files import locked
@@ -204,7 +207,25 @@ def test_a_resumed_run_continues_the_curve_without_repeated_steps(
     for share in (0.4, 0.4, 1.0):
         cut_off(run / JOURNAL, tmp_path / JOURNAL, share)
         assert watch(watching(kind, tmp_path)) == []
-    found = read(tmp_path)
+    require_all(read(tmp_path), happenings)
+
+
+def test_a_report_writes_the_same_curve_for_tensorboard_after_the_fact(
+    run: Path, happenings: list[Happening], tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorboard")
+    copy = tmp_path / "tensorboard"
+    shutil.copytree(run, copy)
+    facts = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=8, num_sections=6)
+    (copy / "run.json").write_text(facts.model_dump_json())
+    for again in (False, True):
+        done = CliRunner().invoke(app, ["report", str(copy), "--price", "3.6", "--tensorboard", str(tmp_path / "logs")])
+        assert done.exit_code == 0, done.output
+        assert (": 0 events" in done.output) is again
+    require_all(read_tensorboard(tmp_path / "logs"), happenings)
+
+
+def require_all(found: dict[str, list[tuple[int, float]]], happenings: list[Happening]) -> None:
     expected: dict[str, list[tuple[int, float]]] = {}
     for happening in happenings:
         for name, value in numbers_of(happening).items():

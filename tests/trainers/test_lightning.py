@@ -204,6 +204,18 @@ def test_what_a_step_logs_are_metrics() -> None:
     assert (job.batch_size, job.clip_grad_norm, job.eval_every_steps) == (2 * BATCH_SIZE, CLIP, 2)
 
 
+def test_a_metric_of_evaluations_is_not_named_after_training() -> None:
+    class Named(Classifier):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log_dict({"train_acc": loss * 2, "train/right": loss, "training": loss, "train_loss": loss})
+            return loss
+
+    job = morph.lightning.job(Named(), text_loader(), trainer=lightning.Trainer(**QUIET), lengths=None)
+    _, metrics = job.loss(job.model(), (torch.randn(4, 5), torch.tensor([0, 1, 2, 0])))
+    assert metrics.keys() == {"accuracy", "acc", "right", "training"}
+
+
 def test_lengths_follow_from_a_collate_fn_that_pads() -> None:
     job, data = lightning_job.case("texts"), text_loader().dataset
     assert (job.buckets, dict(job.padding)) == ((8, 16, 20), {"0": PADDING})

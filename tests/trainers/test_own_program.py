@@ -74,7 +74,7 @@ def test_a_job_that_trains_what_its_trainer_does_is_equal(given: dict[str, Any],
 HONOURED_ELSEWHERE = {
     *("warmup_ratio", "fp16", "torch_compile", "torch_compile_backend", "torch_compile_mode", "length_column_name"),
     *("dataloader_num_workers", "eval_strategy", "eval_steps", "load_best_model_at_end", "metric_for_best_model"),
-    *("greater_is_better", "run_name", "output_dir"),
+    *("greater_is_better", "run_name"),
 }
 """Arguments that change no step, or need lengths or a GPU."""
 

@@ -45,7 +45,6 @@ PADDED = {
 }
 CLASSIFICATION = {**PADDED, "pad_to_max_length": True, "early_stopping_patience": 0, "eval_strategy": "no"}
 CLASSIFICATION |= {"load_best_model_at_end": False}
-DYNAMIC = {**CLASSIFICATION, "pad_to_max_length": False}
 SMOOTHED = (
     "run_clm",
     {**CLM, "label_smoothing_factor": 0.1, "weight_decay": 0.1, "model_type": "llama", "config_overrides": ""},
@@ -99,7 +98,6 @@ def trained_by_morph(script: str, folder: Path, given: dict[str, Any]) -> tuple[
         ("run_clm", CLM),
         pytest.param(*SMOOTHED, marks=pytest.mark.long),
         pytest.param("run_classification", CLASSIFICATION, marks=pytest.mark.long),
-        ("run_classification", {**DYNAMIC, "optim": "sgd", "lr_scheduler_type": "cosine", "warmup_steps": 2}),
     ],
 )
 def test_losses_and_weights_are_those_of_the_trainer(
@@ -546,6 +544,8 @@ def test_settings_become_fields_of_the_job(tmp_path: Path) -> None:
     assert (job.seed, job.compile, job.data_workers, job.num_sections) == (7, True, 2, 1)
     assert (job.eval_every_epochs, job.best) == (1, morph.Best(metric="loss", patience=3, min_delta=0.1))
     assert morph.hf.num_steps(trainer) == 6
+    trainer.args.run_name = None
+    assert morph.hf.job(trainer, num_sections=1).name == type(trainer.model).__name__
 
 
 def test_an_optimizer_and_a_schedule_of_ones_own_are_built_for_each_unit(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import peft
@@ -28,48 +26,16 @@ from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 NUM_STEPS = 6
-JOBS = """
-import warnings
-from pathlib import Path
-import torch
-from peft import LoraConfig, get_peft_model
-from torch.nn import functional
-from transformers import AutoModelForCausalLM
-from morph import Job
-
-BASE = Path(__file__).parent / "base"
-
-class Text:
-    def __len__(self):
-        return 40
-    def __getitem__(self, index):
-        return {"tokens": (torch.arange(9) * (index + 3) + index * index) % 50}
-
-def loss(model, batch):
-    logits = model(input_ids=batch["tokens"], use_cache=False).logits
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["tokens"][:, 1:].flatten())
-
-def adam(named):
-    return torch.optim.AdamW([parameter for _, parameter in named], lr=1e-2)
-
-def model(**settings):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for what it is about to rename
-        base = AutoModelForCausalLM.from_pretrained(BASE)
-        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **settings)
-        return get_peft_model(base, config)
-
-def job_of(name, **settings):
-    make = lambda: model(**settings)
-    return Job(name=name, model=make, loss=loss, dataset=Text, optimizer=adam, batch_size=8, seed=2)
-
-lora, dora = job_of("lora", modules_to_save=["lm_head"]), job_of("dora", use_dora=True, lora_dropout=0.0)
-"""
+LOOP = Path(__file__).parents[2] / "configs/loops/lora.py"
+SETTINGS: dict[str, dict[str, object]] = {
+    "lora": {"modules_to_save": ["lm_head"]},
+    "dora": {"use_dora": True, "lora_dropout": 0.0},
+}
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("adapters")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters") / "base"
     torch.manual_seed(1)
     LlamaForCausalLM(
         LlamaConfig(
@@ -81,10 +47,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             vocab_size=50,
             max_position_embeddings=32,
         )
-    ).save_pretrained(folder / "base", max_shard_size="8KB")
-    (folder / "adapter_jobs.py").write_text(JOBS)
-    yield folder
-    sys.path[:] = [entry for entry in sys.path if entry != str(folder)]
+    ).save_pretrained(folder, max_shard_size="8KB")
+    return folder
 
 
 def plain_loop(job_path: str) -> nn.Module:
@@ -111,9 +75,10 @@ def state_of(trained: Trained) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ["lora", pytest.param("dora", marks=pytest.mark.long)])
 def test_adapters_end_where_peft_brings_them_in_every_shape_and_after_losses(
-    name: str, jobs: Path, crew: ShapesCrew, tmp_path: Path
+    name: str, base: Path, crew: ShapesCrew, tmp_path: Path
 ) -> None:
-    job_path, run, out = f"{jobs / 'adapter_jobs.py'}:{name}", tmp_path / "run", tmp_path / "adapter"
+    given = ", ".join(f"{key}={value!r}" for key, value in {"base": str(base), **SETTINGS[name]}.items())
+    job_path, run, out = f"{LOOP}:job({given})", tmp_path / "run", tmp_path / "adapter"
     plain = plain_loop(job_path)
     with imported_once(job_path):
         cut = LoadedJob(job_path).handed(NUM_SECTIONS, MICRO_BATCH_SIZE)
@@ -133,15 +98,14 @@ def test_adapters_end_where_peft_brings_them_in_every_shape_and_after_losses(
     assert (code, f"wrote version {NUM_STEPS} to {out}: {len(expected)} tensors" in said) == (0, True)
     assert json.loads((out / "adapter_config.json").read_text())["r"] == 4
     assert len(safetensors.torch.load_file(out / "adapter_model.safetensors")) == len(expected)
-    require_same_outputs(jobs, out, plain)
+    require_same_outputs(base, out, plain)
     code, said = morph("export", run, out)
     assert (code, "exists already" in said) == (2, True)
 
 
-def require_same_outputs(jobs: Path, adapter: Path, plain: nn.Module) -> None:
+def require_same_outputs(base: Path, adapter: Path, plain: nn.Module) -> None:
     """Check that peft loads the exported adapter over the base, and computes what the plain loop's model does."""
-    base = AutoModelForCausalLM.from_pretrained(jobs / "base")
-    found = peft.PeftModel.from_pretrained(base, adapter).eval()
+    found = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).eval()
     tokens = torch.arange(18).reshape(2, 9)
     with torch.no_grad():
         given, wanted = found(input_ids=tokens).logits, plain.eval()(input_ids=tokens).logits

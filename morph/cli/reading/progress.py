@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from rich.progress import ProgressColumn, Task
+    from rich.progress import Progress, ProgressColumn, Task
 
 FIRST_TOLD_AFTER_S = 3.0
 """Seconds after which enough of the work is done to estimate the rest."""
@@ -30,14 +30,20 @@ def doing(what: str, file: TextIO | None = None) -> None:
 
 @contextmanager
 def doing_if_long(what: str) -> Iterator[None]:
-    """Print the phase if the block takes longer than ``LONG_S``."""
-    timer = threading.Timer(LONG_S, doing, (what, sys.stderr))
+    """Show the phase if the block takes longer than ``LONG_S``."""
+    bar = _bar(sys.stderr, remaining=False) if sys.stderr.isatty() else None
+    if bar is not None:
+        bar.add_task(what, total=None)
+    timer = threading.Timer(LONG_S, doing if bar is None else bar.start, (what, sys.stderr) if bar is None else ())
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+        timer.join()
+        if bar is not None:
+            bar.stop()
 
 
 @contextmanager
@@ -50,16 +56,18 @@ def progress(*, remaining: bool = False) -> Iterator[Told]:
     if not file.isatty():
         yield Lines(file, remaining)
         return
+    with _bar(file, remaining=remaining) as bar:
+        task = bar.add_task("starting", total=1.0)
+        yield lambda what, share: bar.update(task, description=what, completed=share)
+
+
+def _bar(file: TextIO, *, remaining: bool) -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (BarColumn(), TimeElapsedColumn(), *([rest_column()] if remaining else []))
-    console = Console(file=file)
-    with Progress(
-        *columns, TextColumn("{task.description}"), console=console, transient=True, redirect_stderr=False
-    ) as bar:
-        task = bar.add_task("starting", total=1.0)
-        yield lambda what, share: bar.update(task, description=what, completed=share)
+    text, console = TextColumn("{task.description}"), Console(file=file)
+    return Progress(*columns, text, console=console, transient=True, redirect_stderr=False)
 
 
 class Lines:
