@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 from manager.accounting.account import Part
 from morph.contract.files import write_whole
 from morph.pictures import BLUE, BROWN, GREY, INK, ORANGE, QUIET, RED, SKY, SOFT, VIOLET
+from morph.words import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from manager.report.steps import StepRecord
-    from manager.report.values import MorphRecord, RunReport
+    from manager.report.values import RunReport
 
 
 WIDTH_PX, HEIGHT_PX, DOTS_PER_INCH = 1600, 1000, 100
@@ -172,21 +173,17 @@ def _draw_evaluations(
 def _title(report: RunReport) -> str:
     shapes = [span.shape for span in report.shapes if span.num_steps]
     again = f", formed {len(shapes)} times" if len(shapes) > len(set(shapes)) else ""
-    return f"{report.job}: {_count(report.version, 'step')} in {_count(len(set(shapes)), 'shape')}{again}"
+    return f"{report.job}: {counted(report.version, 'step')} in {counted(len(set(shapes)), 'shape')}{again}"
 
 
 def _subtitle(report: RunReport) -> str:
     forced = sum(not morph.planned for morph in report.morphs)
     planned = len(report.morphs) - forced
-    text = f"{_count(forced, 'change')} of shape after a loss (red) and {planned} planned (grey), each with its pause"
+    text = f"{counted(forced, 'change')} of shape after a loss (red) and {planned} planned (grey), each with its pause"
     pauses_ms = [morph.pause_ms for morph in report.morphs if morph.pause_ms is not None and not morph.planned]
     if pauses_ms:
         text += f"; after a loss: median {statistics.median(pauses_ms):.0f} ms, worst {max(pauses_ms):.0f} ms"
-    return f"{text}; {_count(report.steps_redone, 'step')} run again"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{text}; {counted(report.steps_redone, 'step')} run again"
 
 
 def _draw_vms(panel: Axes, report: RunReport) -> None:
@@ -303,7 +300,7 @@ def _legend_or_note(panel: Axes, note: str, handles_of: Axes | None = None) -> N
 
 
 def _mark_morphs(panels: Sequence[Axes], report: RunReport) -> None:
-    begins_s = [_began_s(morph) - report.start_s for morph in report.morphs]
+    begins_s = [morph.began_s - report.start_s for morph in report.morphs]
     width_px = WIDTH_PX * 0.92
     rows = label_rows([begin_s / max(report.end_s - report.start_s, 1e-3) * width_px for begin_s in begins_s])
     for morph, begin_s, row in zip(report.morphs, begins_s, rows, strict=True):
@@ -318,10 +315,6 @@ def _mark_morphs(panels: Sequence[Axes], report: RunReport) -> None:
             textcoords="offset points", ha="center", va="bottom", color=colour, fontsize=10.5, fontweight="bold",
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0},
         )  # fmt: skip
-
-
-def _began_s(morph: MorphRecord) -> float:
-    return morph.detected_at_s if morph.killed_at_s is None else morph.killed_at_s
 
 
 def label_rows(centres_px: Sequence[float]) -> list[int]:
