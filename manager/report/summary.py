@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from manager.accounting.account import Account, Part
-from manager.report.milestones import morph_line
+from manager.report.events import morph_line
 from manager.report.values import RunReport, numbers_text, rates_text
 from manager.run_dir import GOES_ON, SILENT_S, GoesOn, holder_of, of_manager
 from morph.contract.base import read_json
