@@ -70,7 +70,7 @@ RECORDS: dict[str, type[Value]] = {
     "event": Told,
 }
 """The types of records, besides decided steps, into which lines are condensed, by the name in the journal."""
-NAMES = {kind: name for name, kind in RECORDS.items()}
+NAMES: dict[type, str] = {kind: name for name, kind in RECORDS.items()}
 FOLD = "fold"
 """The key of the fold's state in a cut."""
 
@@ -150,7 +150,7 @@ class Fold:
                 self.ledger.advance(time_s)
                 if self.config is not None:
                     milestones = self._decided(self.config, says, line)
-        self.lives.take_line(line)
+        self.lives.step(line)
         events = [told] if told.inner or not isinstance(says, Decided) else []
         outer = {"inner": False, "routine": False}
         events += [told.model_copy(update={"code": code, "sentence": text, **outer}) for code, text in milestones]
@@ -217,7 +217,7 @@ class Follower:
 
         ``most``: the number of lines read at once. RunDirError: the journal cannot be read.
         """
-        names = [NAMES[kind] for kind in self._kinds if kind is not Step]
+        names = [NAMES[kind] for kind in self._kinds if kind in NAMES]
         while True:
             tail, num = journal.tail(self._after, names, rows=Step in self._kinds, most=most), 0
             if tail.head is not None:

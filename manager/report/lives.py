@@ -157,7 +157,7 @@ class Lives:
     last_s: float = 0.0
     gone_s: float | None = None
 
-    def take_line(self, line: Line) -> None:
+    def step(self, line: Line) -> None:
         time_s = max(line.time_s, self.last_s)
         match line.says:
             case ControllerConfig() as config:
