@@ -162,7 +162,7 @@ class Recorded(Condenser):
 
 def repeat(journal: Journal, keeper: Recorded, few: Writer, num_steps: int) -> None:
     """Repeat the condensed steps so far as so many later steps, which are not decided."""
-    run, cuts = keeper.run, keeper.cuts
+    fold, cuts = keeper.fold, keeper.cuts
     journal.append_config(few.now_s, begun_at(few.state.config, few, few.state.version))  # dissolves its shape
     journal._condense(keeper.cut(), few.state)
     keeper.forget()
@@ -170,9 +170,9 @@ def repeat(journal: Journal, keeper: Recorded, few: Writer, num_steps: int) -> N
     first, last = cuts[0], cuts[-1]
     with sqlite3.connect(journal._path) as other:
         packs = other.execute("SELECT first, last, data, digest FROM kept").fetchall()
-    rounds = max(0, num_steps - run.version) // run.version
+    rounds = max(0, num_steps - fold.version) // fold.version
     for number in range(1, rounds + 1):
-        moved: dict[str, Any] = {"sequence": number * last.sequence, "step": number * run.version}
+        moved: dict[str, Any] = {"sequence": number * last.sequence, "step": number * fold.version}
         moved |= {"decided_at_s": number * (few.now_s - first.time_s)}
         for cut in cuts:
             at, at_s = cut.sequence + moved["sequence"], cut.time_s + moved["decided_at_s"]
@@ -189,8 +189,8 @@ def repeat(journal: Journal, keeper: Recorded, few: Writer, num_steps: int) -> N
                 [(begin + moved["sequence"], end + moved["sequence"], *pack) for begin, end, *pack in packs],
             )
             connection.execute("UPDATE sqlite_sequence SET seq = ?", (moved["sequence"] + last.sequence,))
-    run.num_decided += rounds * num_decided
-    run.version *= rounds + 1
+    fold.figures.num_decided += rounds * num_decided
+    fold.morphs.version *= rounds + 1
     few.now_s += rounds * (few.now_s - first.time_s)
 
 
@@ -218,7 +218,7 @@ def write(run_dir: Path, steps: int, workers: int, last: int, few_steps: int, *,
         if keeper is not None:
             begin_s = time.process_time()
             repeat(journal, keeper, few, steps - last)
-            version = keeper.run.version
+            version = keeper.fold.version
             _told("the same again", version - decided, time.process_time() - begin_s, run_dir)
         begin_s, size = time.process_time(), _size(run_dir)
         many = Writer(journal, begun_at(make_config(workers), few, version), names, few.now_s)
@@ -242,10 +242,10 @@ def _size(run_dir: Path) -> int:
 def reading(name: str, run_dir: Path) -> Callable[[], object]:
     """Return the function of a reader, with everything that it needs imported."""
     from manager.dashboard.snapshot import snapshot
-    from manager.history.lives import lives_in
     from manager.journal.replay import nodes_up, replay, trace_moment
-    from manager.report.events import EventReader
-    from manager.report.journal_reader import read_ledger
+    from manager.report.events import Told
+    from manager.report.fold import Follower
+    from manager.report.journal_reader import lives_in, read_ledger
     from manager.report.live import LiveRun
     from manager.report.page import report_page
     from manager.report.summary import summarise
@@ -254,7 +254,7 @@ def reading(name: str, run_dir: Path) -> Callable[[], object]:
 
     def page() -> object:
         live = LiveRun("job", None, 8)
-        live.ledger = read_ledger(run_dir)
+        live.fold.ledger = read_ledger(run_dir)
         return snapshot(live)
 
     def resume() -> object:
@@ -269,7 +269,7 @@ def reading(name: str, run_dir: Path) -> Callable[[], object]:
 
     def events() -> object:
         with Journal.open(path, read_only=True) as journal:
-            return list(EventReader().new(journal))
+            return list(Follower(Told).new(journal))
 
     ways: dict[str, Callable[[], object]] = {
         "status": lambda: summarise(read_report(run_dir)),

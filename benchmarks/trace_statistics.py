@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 from manager.history.estimate import seen
-from manager.history.lives import Ending, Life, together
+from manager.report.lives import Ending, Life, together
 from morph.contract.trace import Trace, load_trace
 
 

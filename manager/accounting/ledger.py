@@ -285,22 +285,21 @@ class Ledger:
             for answer in decided:
                 rate = self.rates.get(answer.worker) or rate_of(Paid())
                 compute += rate * min(longest_ns, _compute_ns(answer))
-        compute = compute.at_most(self.open)
-        bubble = self.open - compute
-        self.parts[Part.COMPUTE] += compute
-        self.parts[Part.BUBBLE] += bubble
-        self._settled(step, compute + self.kept, bubble)
-        self.open = self.kept = self.given_up = NOTHING
+        self._settled(step, *self._book(compute))
 
     def settle_all(self, first: int, end: int, compute_ns: int) -> None:
         """Record that many steps are decided of which only the sum of the slowest members' times is known."""
-        compute = (self._members * compute_ns).at_most(self.open)
-        bubble = self.open - compute
+        self.settled.append(Stretch(first, end, *self._book(self._members * compute_ns)))
+        self.version = end
+
+    def _book(self, compute: Spent) -> tuple[Spent, Spent]:
+        """Divide the time since the last step into computing and bubble; return both, with the work that was kept."""
+        compute = compute.at_most(self.open)
+        bubble, compute_and_kept = self.open - compute, compute + self.kept
         self.parts[Part.COMPUTE] += compute
         self.parts[Part.BUBBLE] += bubble
-        self.settled.append(Stretch(first, end, compute + self.kept, bubble))
         self.open = self.kept = self.given_up = NOTHING
-        self.version = end
+        return compute_and_kept, bubble
 
     def rebook(self, account: Account) -> None:
         """Replace the bookings so far by a known account; nodes and their rates stay."""

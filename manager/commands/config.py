@@ -13,11 +13,11 @@ from morph.cli.reading.progress import doing
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from morph.contract.epochs import Epochs
     from pydantic import BaseModel
     from pydantic.fields import FieldInfo
 
     from morph.contract.cluster import JobFile, JobPart
+    from morph.contract.job_facts import Epochs
 
 config_app = typer.Typer(
     help="Check, explain and describe cluster and job files.\n\n\b\nExample:\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,7 +16,6 @@ from morph.contract.files import check_output, write_whole
 
 if TYPE_CHECKING:
     from manager.accounting.spent import Prices
-    from manager.report.events import Told
 
 POLL_S = 0.5
 
@@ -81,7 +80,8 @@ def events_command(
       morph events runs/tiny --follow --json | jq .sentence
     """
     from manager.journal.journal import Journal
-    from manager.report.events import EventReader
+    from manager.report.events import Told
+    from manager.report.fold import Follower
     from manager.run_dir import JOURNAL, holder_of, read_facts
 
     def show(told: list[Told]) -> None:
@@ -90,14 +90,15 @@ def events_command(
 
     read_facts(run_dir)
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
-        reader = EventReader()
+        follower = Follower(Told)
 
         def new() -> list[Told]:
-            return [told for told in reader.new(journal) if every or not (told.routine or (told.inner and not verbose))]
+            told = (one.record for _, noted in follower.new(journal) for one in noted if isinstance(one.record, Told))
+            return [one for one in told if every or not (one.routine or (one.inner and not verbose))]
 
         show(new()[-last if last else None :])
         managed = True
-        while follow and managed and not reader.over:  # until the run ends or has no manager
+        while follow and managed and not follower.fold.is_over:  # until the run ends or has no manager
             managed = holder_of(run_dir) is not None
             if managed:
                 time.sleep(POLL_S)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from manager.engine.loop.driver import Observed, Observer
-    from manager.report.live import Happened, LiveRun
+    from manager.report.events import Told
+    from manager.report.live import LiveRun
 
 PLAIN_EVERY_S = 5.0
 RECENT = 6
@@ -49,7 +50,7 @@ def run_view(run: LiveRun, *, plain: bool, as_json: bool = False, verbose: bool 
         yield observe
 
 
-def _line(run: LiveRun, happened: Happened) -> str:
+def _line(run: LiveRun, happened: Told) -> str:
     return f"{happened.time_s - run.start_s:7.1f} s  {happened.sentence}"
 
 

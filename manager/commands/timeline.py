@@ -40,7 +40,7 @@ def timeline_command(
     """
     from rich.console import Console
 
-    from manager.report.timelines import read_timelines
+    from manager.report.timelines import draw_measured, read_timelines
     from manager.run_dir import read_facts
     from morph.runtime.step.timeline import write_trace
     from morph.tables import table
@@ -76,8 +76,6 @@ def timeline_command(
     title = f"Step {first.step}: {first.shape.replace('x', ' x ')}, {first.schedule} schedule"
     console.print(table(title, columns, rows, light=True))
     if png is not None:
-        from manager.report.step_picture import draw_measured
-
         draw_measured(timelines, replica, png)
         console.print(f"Drew {png}.")
     if perfetto is not None:

@@ -13,8 +13,8 @@ MOST_EVALUATIONS = 20
 def snapshot(run: LiveRun) -> dict[str, Any]:
     """Return a run as plain JSON values. Times are seconds since the epoch; ``grid``: by replica, then by stage."""
     with run.lock:
-        account = run.ledger.account()
-        bill, left = account.bill(run.prices), run.remaining
+        account = run.fold.ledger.account()
+        bill, left, next_save = account.bill(run.prices), run.remaining, run.fold.figures.next_save
         return {
             "job": run.job,
             "phase": run.phase,
@@ -27,7 +27,7 @@ def snapshot(run: LiveRun) -> dict[str, Any]:
             "loss": run.loss,
             "metrics": dict(run.metrics),
             "learning_rates": run.learning_rates,
-            "evaluations": [one.model_dump() for one in run.milestones.evaluations.all()[-MOST_EVALUATIONS:]],
+            "evaluations": [one.model_dump() for one in run.fold.evaluations.all()[-MOST_EVALUATIONS:]],
             "examples_per_s": run.examples_per_s,
             "start_s": run.start_s,
             "time_s": run.time_s,
@@ -40,7 +40,7 @@ def snapshot(run: LiveRun) -> dict[str, Any]:
             "rates": [list(point) for point in run.rates.points],
             "metric_points": {name: [list(p) for p in series.points] for name, series in run.metric_series.items()},
             "events": [{"time_s": e.time_s, "code": e.code, "sentence": e.sentence} for e in run.recent],
-            "next_save": None if run.next_save is None else run.next_save.model_dump(),
+            "next_save": None if next_save is None else next_save.model_dump(),
             "node_seconds": {part.value: account.part_s(part) for part in Part},
             "dollars": None if bill is None else bill.total_usd,
             "part_dollars": None if bill is None else {part.value: bill.part_usd(part) for part in Part},

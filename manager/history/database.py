@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from manager.history.lives import Life
+from manager.report.lives import Life
 from morph.contract.errors import InputError
 from morph.user_cache import data_folder
 

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from manager.controller.state.config import ExpectedLosses
 from manager.controller.state.events import NodeFacts
-from manager.history.lives import Life
+from manager.report.lives import Life
 from morph.contract.base import Value
 
 PRIOR = ExpectedLosses()

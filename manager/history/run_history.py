@@ -12,8 +12,8 @@ from manager.controller.state.config import ExpectedLosses
 from manager.controller.state.events import NodeFacts
 from manager.history.database import HistoryError, history_path, keep_lives, kept_lives
 from manager.history.estimate import estimate
-from manager.history.lives import lives_in
 from manager.journal.journal import Journal
+from manager.report.journal_reader import lives_in
 from manager.run_dir import JOURNAL
 from morph.contract.errors import RunDirError
 

@@ -18,8 +18,8 @@ from morph.contract.errors import RunDirError
 Column = np.ndarray[Any, np.dtype[Any]]
 WHOLE = frozenset({"sequence", "step", "generation", "num_attempts", "skipped"})
 """Columns of whole numbers; the others are floats, with NaN for unknown values."""
-VERSION = 4
-"""The version of the readers' states; raise it whenever these change. A cut of another version is condensed again."""
+VERSION = 5
+"""The version of the stored state; raise it whenever that changes. A cut of another version is condensed again."""
 ACCOUNT = "account"
 """The key, in a cut, of the cost so far, which could otherwise be computed only from the lines."""
 SEQUENCE = "sequence"

@@ -373,19 +373,16 @@ class Journal:
         ``kinds``, ``rows``: the records, and the rows of the columns, to return. ``most``: the largest number of
         uncondensed lines to return; these are the first ones.
         """
+        query = f"{self._provable} WHERE sequence > ? ORDER BY sequence LIMIT ?"
         with self._at_one_moment():
             head = self.head()
             if head is None or head.sequence <= after:
-                entries = self._one_by_one(
-                    f"{self._provable} WHERE sequence > ? ORDER BY sequence LIMIT ?", after, most
-                )
-                return Tail(None, (), range(0), entries)
+                return Tail(None, (), range(0), self._one_by_one(query, after, most))
             records = self._records(f"kind IN ({_marks(kinds)}) AND sequence > ?", *kinds, after)
             first, num = 0, 0
             if rows:
                 sequences = self.column(SEQUENCE)
                 first, num = int(np.searchsorted(sequences, after, side="right")), len(sequences)
-            query = f"{self._provable} WHERE sequence > ? ORDER BY sequence LIMIT ?"
             return Tail(head, records, range(first, num), self._one_by_one(query, head.sequence, most))
 
     def head(self) -> Head | None:

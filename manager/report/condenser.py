@@ -22,12 +22,11 @@ from manager.controller.state.events import (
     WorkerAnswered,
 )
 from manager.controller.state.state import Phase
-from manager.history.lives import OF_LIVES, LivesReader
-from manager.journal.condensed import ACCOUNT, Cut, Kept
+from manager.journal.condensed import Cut, Kept
 from manager.journal.journal import Journal
 from manager.journal.records import VM_KILLED, Decided, DecisionRecord, Fact, Line
-from manager.report.events import OF_EVENTS, ROUTINE, EventReader, Told
-from manager.report.journal_reader import NAMES, OF_RUN, RunReader
+from manager.report.events import ROUTINE, Told
+from manager.report.fold import NAMES, Fold, Noted
 from manager.report.steps import Step, columns_of
 from morph.contract.messages import Committed, Prepared
 
@@ -38,15 +37,12 @@ _OF_STEPS = (SendStep, SendCommit, NoteNextSave, NoteCorrection, WriteManifest)
 
 
 class Condenser:
-    """The keeper of a journal: its readers, and their results until written; ``take`` gets later lines."""
+    """The keeper of a journal: its fold, and what the lines added until that is written."""
 
     def __init__(self, journal: Journal) -> None:
         head = journal.head()
-        self.run, self.lives = RunReader.at(journal, head), LivesReader.at(journal, head)
-        self.events = EventReader() if head is None else EventReader.at(journal, head)
-        self.num_taken = 0
-        self._told: list[Told] = []
-        self._over: list[Kept] = []
+        self.fold, self.num_taken = Fold.at(journal, head), 0
+        self.noted: list[Noted] = []
         self._kept: set[int] = set()
         self._last = (0, 0.0) if head is None else (head.sequence, head.time_s)
         self._trains, self._killed = True, False
@@ -54,55 +50,41 @@ class Condenser:
     @property
     def may_cut(self) -> bool:
         """Whether every answer to a step has its decision, so that a reader that starts here misses no answer."""
-        return not self.run.prepared or not self._trains
+        return not self.fold.prepared or not self._trains
 
     def take(self, line: Line) -> None:
-        was_open, num_decided = self.run.morphs.open is not None, self.run.num_decided
-        self.run.take_line(line)
-        self.lives.take_line(line)
-        over = (life.model_dump_json() for life in self.lives.over)
-        self._over += [Kept(line.sequence, line.time_s, OF_LIVES, life) for life in over]
-        self.lives.over.clear()
-        self._told += [told for told in self.events.take_line(line) if not told.routine]
-        self._last = (line.sequence, line.time_s)
+        fold, self._last = self.fold, (line.sequence, line.time_s)
+        was_open, num_decided = fold.morphs.open is not None, fold.figures.num_decided
+        self.noted += [one for one in fold.step(line) if not (isinstance(one.record, Told) and one.record.routine)]
         if isinstance(line.says, Fact) and line.says.name == VM_KILLED:
             self._killed = True  # the change of shape begins with the next lines
         if isinstance(line.says, Decided):
             self.num_taken += 1
             event, record = line.says.event, line.says.record
             self._trains = record.phase in (Phase.TRAINING, Phase.COMMITTING)
-            changes = was_open or self.run.morphs.open is not None or self._killed
-            self._killed = self._killed and self.run.num_decided == num_decided
+            changes = was_open or fold.morphs.open is not None or self._killed
+            self._killed = self._killed and fold.figures.num_decided == num_decided
             if is_kept(event, record, changes=changes):
                 self._kept |= {line.sequence - 1, line.sequence}
 
     def cut(self) -> Cut:
         sequence, time_s = self._last
-        self.run.prepared.clear()
-        records = [
-            Kept(at, at_s, NAMES[type(one)], one.model_dump_json())
-            for at, at_s, one in self.run.told
-            if not isinstance(one, Step)
-        ]
-        records += self._over
-        records += [Kept(told.sequence, told.time_s, OF_EVENTS, told.model_dump_json()) for told in self._told]
+        self.fold.prepared.clear()
         return Cut(
             sequence=sequence,
             time_s=time_s,
-            states={
-                OF_RUN: self.run.state_json,
-                OF_LIVES: self.lives.state_json,
-                OF_EVENTS: self.events.state_json,
-                ACCOUNT: self.run.ledger.account().model_dump_json(),
-            },
-            columns=columns_of(self.run.steps),
-            records=records,
+            states=self.fold.states,
+            columns=columns_of([one.record for one in self.noted if isinstance(one.record, Step)]),
+            records=[
+                Kept(at, at_s, NAMES[type(one)], one.model_dump_json())
+                for at, at_s, one in self.noted
+                if not isinstance(one, Step)
+            ],
             kept=frozenset(self._kept),
         )
 
     def forget(self) -> None:
-        for told in (self.run.told, self._over, self._told):
-            told.clear()
+        self.noted.clear()
         self._kept.clear()
         self.num_taken = 0
 

@@ -7,23 +7,20 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from manager.accounting.ledger import Ledger
 from manager.accounting.spent import Prices
-from manager.controller.state.actions import NoteNextSave, ReasonCode, SendStep
-from manager.controller.state.evaluations import mean_loss, mean_metrics
-from manager.controller.state.events import Event, WorkerAnswered
-from manager.controller.state.saves import NextSave
+from manager.controller.state.actions import ReasonCode
+from manager.controller.state.events import Event
 from manager.controller.state.state import ControllerState, Decision, Phase
-from manager.journal.records import DecisionRecord, Fact
-from manager.report.means import Series, extreme_rates
-from manager.report.milestones import Milestones
+from manager.journal.records import Decided, DecisionRecord, Fact, Line
+from manager.report.events import Told
+from manager.report.fold import Fold
 from manager.report.remaining import Remaining, remaining
-from manager.report.steps import Cost
-from morph.contract.messages import Prepared
+from manager.report.steps import Cost, Step
 
 RECENT = 40
 SPEED_WINDOW = 10
 MOST_SHAPES = 200
+MOST_POINTS = 512
 TOLD = frozenset(
     {
         ReasonCode.NODE_REGISTERED,
@@ -44,14 +41,31 @@ TOLD = frozenset(
 """Decisions that get a line with ``--verbose``, in addition to those that every user sees."""
 
 
-@dataclass(frozen=True)
-class Happened:
-    """One thing worth reporting. ``inner``: about the manager's work, not the run's outcome."""
+@dataclass
+class Series:
+    """Points (time in s, value), evenly thinned: if there are too many, every other one goes, but never the newest."""
 
-    time_s: float
-    code: str
-    sentence: str
-    inner: bool = False
+    _kept: list[tuple[float, float]] = field(default_factory=list)
+    _newest: tuple[float, float] | None = None
+    _stride: int = 1
+    _seen: int = 0
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """The points that are kept, oldest first."""
+        if self._newest is None or self._kept[-1] == self._newest:
+            return list(self._kept)
+        return [*self._kept, self._newest]
+
+    def add(self, time_s: float, value: float) -> None:
+        """Append a point."""
+        self._newest = (time_s, value)
+        if self._seen % self._stride == 0:
+            self._kept.append(self._newest)
+        self._seen += 1
+        if len(self._kept) == MOST_POINTS:
+            self._kept = self._kept[::2]
+            self._stride *= 2
 
 
 @dataclass
@@ -60,10 +74,10 @@ class LiveRun:
 
     ``num_steps``: None if open-ended. ``start_s``: the time of the first decision. ``version``: the version from which
     the run continues; ``trouble``: why workers cannot be set up now; ``saved_version``: the newest complete checkpoint.
-    ``metrics``, ``learning_rates``: those of the last decided step. ``ledger``: the account of earlier sessions;
-    ``takes_over``: whether the nodes of the last of these live on. ``shapes``: each shape (None: no shape) with the
-    time of its beginning. ``counts``: the number of nodes, at each change. ``progress``: the version after each decided
-    step; ``first_cost``: the cost until the first of them.
+    ``metrics``, ``learning_rates``: those of the last decided step. ``fold``: its ledger begins with the
+    account of earlier sessions; ``takes_over``: whether the nodes of the last of these live on. ``shapes``: each shape
+    (None: no shape) with the time of its beginning. ``counts``: the number of nodes, at each change. ``progress``: the
+    version after each decided step; ``first_cost``: the cost until the first of them.
     """
 
     job: str
@@ -85,7 +99,7 @@ class LiveRun:
     nodes: dict[str, str] = field(default_factory=dict)
     types: dict[str, str] = field(default_factory=dict)
     decided_s: deque[float] = field(default_factory=lambda: deque(maxlen=SPEED_WINDOW + 1))
-    recent: deque[Happened] = field(default_factory=lambda: deque(maxlen=RECENT))
+    recent: deque[Told] = field(default_factory=lambda: deque(maxlen=RECENT))
     shapes: deque[tuple[float, str | None]] = field(default_factory=lambda: deque(maxlen=MOST_SHAPES))
     counts: Series = field(default_factory=Series)
     progress: Series = field(default_factory=Series)
@@ -94,67 +108,43 @@ class LiveRun:
     speeds: Series = field(default_factory=Series)
     rates: Series = field(default_factory=Series)
     metric_series: dict[str, Series] = field(default_factory=dict)
-    ledger: Ledger = field(default_factory=Ledger)
-    milestones: Milestones = field(default_factory=Milestones)
+    fold: Fold = field(default_factory=Fold)
     takes_over: bool = False
-    next_save: NextSave | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
-    _answers: dict[tuple[int, int, int], dict[str, Prepared]] = field(default_factory=dict)
 
     def take(
         self, time_s: float, event: Event, decision: Decision, facts: Iterable[tuple[float, Fact]] = ()
-    ) -> tuple[Happened, ...]:
+    ) -> tuple[Told, ...]:
         """Process one decision; return the reports worth making. Other threads read while they hold ``lock``.
 
         ``facts``: the shell's facts since the previous decision, with their times: a pause begins with the kill of a
         VM.
         """
         with self.lock:
+            if not self.time_s:
+                self._begin(time_s, decision.state)
+            self.time_s, self.fold.config = time_s, decision.state.config
             for at_s, fact in facts:
-                self.milestones.morphs.take_fact(fact, at_s)
-            return self._take(time_s, event, decision)
+                self.fold.step(Line(0, at_s, fact))
+            told = []
+            for _, _, one in self.fold.step(Line(0, time_s, Decided(event, DecisionRecord.of(decision)))):
+                if isinstance(one, Step):
+                    self._decided(one, decision.state.version)
+                elif isinstance(one, Told) and (not one.inner or one.code in TOLD):
+                    told.append(one)
+            self._stand(decision.state)
+            self.recent.extend(one for one in told if not one.inner)
+            return tuple(told)
 
-    def _take(self, time_s: float, event: Event, decision: Decision) -> tuple[Happened, ...]:
-        if not self.time_s:
-            self.start_s = time_s
-            if self.takes_over:
-                self.ledger.unmanaged(time_s)
-                self.milestones.take_over(decision.state)
-            else:
-                self.ledger.begin_session(time_s)
-                self.milestones.begin_session(self.version)
-        state, self.time_s = decision.state, time_s
-        self.ledger.advance(time_s)
-        record = DecisionRecord.of(decision)
-        if isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared):
-            answer = event.answer
-            attempts = self._answers.setdefault((answer.generation, answer.step, answer.attempt), {})
-            attempts.setdefault(event.worker, answer)  # a late answer of an earlier attempt does not count
-        answers = self._decisive(event) if state.version > self.version else ()
-        if answers:
-            self.ledger.take(event, record, answers)
-            self._decided(answers, state.version, time_s)
-        else:
-            self.ledger.take(event, record)
-        for action in decision.actions:
-            if isinstance(action, SendStep):
-                self._answers.clear()
-            elif isinstance(action, NoteNextSave):
-                self.next_save = action.next_save
-        self._stand(state)
-        told = [Happened(time_s, *milestone) for milestone in self.milestones.take(state.config, event, record, time_s)]
-        self.recent.extend(told)
-        reason = decision.reason
-        if reason.code in TOLD:
-            told.insert(0, Happened(time_s, reason.code.value, reason.sentence, inner=True))
-        return tuple(told)
-
-    def _decisive(self, event: Event) -> tuple[Prepared, ...]:
-        """Return all workers' answers to the order whose last answer this is."""
-        if not isinstance(event, WorkerAnswered) or not isinstance(event.answer, Prepared):
-            return ()
-        last = event.answer
-        return tuple(self._answers[last.generation, last.step, last.attempt].values())
+    def _begin(self, time_s: float, state: ControllerState) -> None:
+        self.start_s, morphs = time_s, self.fold.morphs
+        if not self.takes_over:
+            self.fold.step(Line(0, time_s, state.config))
+            return
+        self.fold.ledger.unmanaged(time_s)
+        morphs.end_session(state.version)
+        if state.plan is not None and state.slots:
+            morphs.go_on(state.plan.shape, [slot.worker for slot in state.slots])
 
     @property
     def examples_per_s(self) -> float | None:
@@ -166,13 +156,13 @@ class LiveRun:
     @property
     def dollars(self) -> float | None:
         """The dollars spent so far; None if no price is known."""
-        bill = self.ledger.account().bill(self.prices)
+        bill = self.fold.ledger.account().bill(self.prices)
         return None if bill is None else bill.total_usd
 
     @property
     def dollars_on_demand(self) -> float | None:
         """The price of the same VMs on demand; None without that price."""
-        return self.ledger.account().on_demand_usd(self.prices)
+        return self.fold.ledger.account().on_demand_usd(self.prices)
 
     @property
     def remaining(self) -> Remaining | None:
@@ -209,12 +199,12 @@ class LiveRun:
             role = "warming up" if self.nodes[node] == "warming" else "spare"
         return f"{role}, {self.types[node]}" if node in self.types else role
 
-    def _decided(self, answers: tuple[Prepared, ...], version: int, time_s: float) -> None:
+    def _decided(self, step: Step, version: int) -> None:
+        record, time_s = step.record, step.record.decided_at_s
         self.decided_s.append(time_s)
         self.progress.add(time_s, version)
-        self.first_cost = self.first_cost or Cost.of(self.ledger)
-        losses = [loss for answer in answers for loss in answer.losses]
-        self.loss, self.metrics, self.learning_rates = mean_loss(losses), mean_metrics(losses), extreme_rates(answers)
+        self.first_cost = self.first_cost or step.cost
+        self.loss, self.metrics, self.learning_rates = record.loss, record.metrics, record.learning_rates
         if self.loss is not None:
             self.losses.add(time_s, self.loss)
         if self.learning_rates is not None:

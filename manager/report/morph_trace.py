@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from typing import Any
 
 from pydantic import Field
 
 from manager.controller.state.actions import Abort, EndWorker, SendStep
-from manager.controller.state.events import EVENT, Event, WorkerAnswered, WorkerLost
-from manager.journal.records import VM_KILLED, DecisionRecord, Entry, Fact
+from manager.controller.state.events import Event, WorkerAnswered, WorkerLost
+from manager.journal.records import VM_KILLED, Decided, DecisionRecord, Entry, Fact, Line, lines
 from manager.report.values import MorphRecord
 from morph.contract.base import Value
 from morph.contract.messages import Aborted, Prepared, Reshaped, WorkerId
@@ -45,18 +46,17 @@ class MorphTrace(Value):
 
 def morph_trace(entries: Iterable[Entry], morph: MorphRecord) -> MorphTrace:
     """Read the lines of a whole journal from the beginning of a change in its report to the next decided step."""
-    began_s = morph.detected_at_s if morph.killed_at_s is None else min(morph.killed_at_s, morph.detected_at_s)
-    collected, begins, ends = _Spans(began_s), False, False
-    for entry in entries:  # by place, not by time: if a clock is set back, earlier lines have the same times
-        begins = begins or entry.time_s == began_s
-        if ends and entry.time_s != morph.resumed_at_s:
+    collected, ends = _Spans(morph.began_s), False
+    # by place, not by time: if a clock is set back, earlier lines have the same times
+    for line in lines(dropwhile(lambda entry: entry.time_s != morph.began_s, entries)):
+        if ends and line.time_s != morph.resumed_at_s:
             break
-        if begins:
-            collected.take(entry)
-            ends = entry.time_s == morph.resumed_at_s
+        collected.take(line)
+        ends = line.time_s == morph.resumed_at_s
     spans = sorted(collected.spans, key=lambda span: (span.start_s, span.end_s, span.who))
+    before, after = morph.from_shape, morph.to_shape
     return MorphTrace(
-        began_at_s=began_s, from_shape=morph.from_shape, to_shape=morph.to_shape, cause=morph.cause, spans=tuple(spans)
+        began_at_s=morph.began_s, from_shape=before, to_shape=after, cause=morph.cause, spans=tuple(spans)
     )
 
 
@@ -85,19 +85,15 @@ class _Spans:
     began_s: float
     spans: list[MorphSpan] = field(default_factory=list)
     since_s: dict[WorkerId, tuple[str, float]] = field(default_factory=dict)
-    event: Event | None = None
 
-    def take(self, entry: Entry) -> None:
-        now_s = entry.time_s - self.began_s
-        if entry.kind == "fact":
-            fact = Fact.model_validate_json(entry.payload_json)
-            if fact.name == VM_KILLED:
-                self._instant(now_s, f"{fact.worker} killed")
-        elif entry.kind == "event":
-            self.event = EVENT.validate_json(entry.payload_json)
-            self._event(self.event, now_s)
-        elif entry.kind == "decision":
-            self._decision(DecisionRecord.model_validate_json(entry.payload_json), now_s)
+    def take(self, line: Line) -> None:
+        now_s = line.time_s - self.began_s
+        match line.says:
+            case Fact(name=name, worker=worker) if name == VM_KILLED:
+                self._instant(now_s, f"{worker} killed")
+            case Decided(event=event, record=record):
+                self._event(event, now_s)
+                self._decision(record, now_s)
 
     def _event(self, event: Event, now_s: float) -> None:
         match event:

@@ -167,20 +167,9 @@ def _opened(record: DecisionRecord, version: int, time_s: float, shape: str, pla
     return MorphRecord(
         planned=planned,
         cause=_cause(record.reason.sentence, planned),
-        lost_workers=(),
-        killed_at_s=None,
         detected_at_s=time_s,
-        reformed_at_s=None,
-        resumed_at_s=None,
-        num_generations=0,
         from_shape=shape,
-        to_shape=None,
         version=version,
-        steps_redone=0,
-        sources={},
-        groups_s=0.0,
-        state_s=0.0,
-        received_bytes=0,
     )
 
 

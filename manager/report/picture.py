@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from manager.accounting.spent import Prices
     from manager.report.steps import StepRecord
-    from manager.report.values import MorphRecord, RunReport
+    from manager.report.values import RunReport
 
 
 WIDTH_PX, HEIGHT_PX, DOTS_PER_INCH = 1600, 1000, 100
@@ -352,7 +352,7 @@ def _legend_or_note(panel: Axes, note: str, handles_of: Axes | None = None) -> N
 
 
 def _mark_morphs(panels: Sequence[Axes], report: RunReport) -> None:
-    begins_s = [_began_s(morph) - report.start_s for morph in report.morphs]
+    begins_s = [morph.began_s - report.start_s for morph in report.morphs]
     width_px = WIDTH_PX * 0.92
     rows = label_rows([begin_s / max(report.end_s - report.start_s, 1e-3) * width_px for begin_s in begins_s])
     for morph, begin_s, row in zip(report.morphs, begins_s, rows, strict=True):
@@ -367,10 +367,6 @@ def _mark_morphs(panels: Sequence[Axes], report: RunReport) -> None:
             textcoords="offset points", ha="center", va="bottom", color=colour, fontsize=10.5, fontweight="bold",
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0},
         )  # fmt: skip
-
-
-def _began_s(morph: MorphRecord) -> float:
-    return morph.detected_at_s if morph.killed_at_s is None else morph.killed_at_s
 
 
 def label_rows(centres_px: Sequence[float]) -> list[int]:

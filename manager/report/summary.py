@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from manager.accounting.account import Account, Part
-from manager.report.milestones import morph_line
+from manager.report.events import morph_line
 from manager.report.values import RunReport, numbers_text, rates_text
 from manager.run_dir import GOES_ON, SILENT_S, GoesOn, holder_of, of_manager
 from morph.contract.base import read_json
@@ -77,14 +77,9 @@ def summarise(report: RunReport, *, verbose: bool = False) -> str:
     if report.correction is not None:
         lines.append(f"{report.correction.sentence} (`morph profile refine` keeps these times for other runs)")
     pauses = [morph.pause_ms for morph in report.morphs if morph.pause_ms is not None]
-    unplanned = sum(not morph.planned for morph in report.morphs)
     if report.morphs:
-        line = f"changes of shape: {len(report.morphs)}, {unplanned} of them forced"
-        if injected := sum(bool(morph.injected) for morph in report.morphs):
-            line += f", {injected} by injected preemptions"
-        if pauses:
-            line += f"; pause median {statistics.median(pauses):.0f} ms, worst {max(pauses):.0f} ms"
-        lines.append(line)
+        pause = f"; pause median {statistics.median(pauses):.0f} ms, worst {max(pauses):.0f} ms" if pauses else ""
+        lines.append(f"changes of shape: {report.changes_text}{pause}")
     for morph in report.morphs:
         lines.append(f"  {morph.detected_at_s - report.start_s:7.1f} s  {morph_line(morph)}")
         if verbose:

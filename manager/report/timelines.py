@@ -1,22 +1,20 @@
-"""Reads the timelines that the workers of a run recorded from its journal."""
+"""Reads the timelines that the workers of a run recorded from its journal, and draws one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from manager.controller.state.events import (
-    EVENT,
-    WorkerAnswered,
-)
+from manager.controller.state.events import EVENT, WorkerAnswered
 from manager.journal.journal import Journal
-from manager.journal.records import (
-    Entry,
-)
+from manager.journal.records import Entry
 from manager.run_dir import JOURNAL
+from morph.contract.errors import RunDirError
 from morph.contract.messages import Prepared
 from morph.contract.plan import kinds_in
 from morph.contract.timeline import StepTimeline
+from morph.runtime.step.timeline import lay_out
+from morph.words import time_text
 
 _MARK = '"timeline":{'
 
@@ -45,3 +43,33 @@ def timelines_of(entries: Iterable[Entry]) -> dict[int, tuple[StepTimeline, ...]
         if len(together) == sum(stages * replicas for stages, replicas in kinds_in(timeline.shape)):
             found[answer.step] = tuple(together[place] for place in sorted(together))
     return found
+
+
+def draw_measured(timelines: Sequence[StepTimeline], replica: int, path: Path) -> None:
+    """Write a PNG of one replica's measured step, as figure 7 of the Varuna paper; RunDirError if that fails."""
+    import pandas as pd
+
+    from simulator.render.timeline import draw_boxes
+
+    laid = [one for one in lay_out(timelines) if one.timeline.replica == replica]
+    first_stage = min((one.timeline.stage for one in laid), default=0)
+    first = min((one.span.micro_batch for one in laid if one.span.micro_batch is not None), default=0)
+    rows = [
+        {
+            "replica": replica,
+            "stage": one.timeline.stage - first_stage,
+            "task": "all_reduce" if one.span.kind == "reduce" else one.span.kind,
+            "micro_batch": -1 if one.span.micro_batch is None else one.span.micro_batch - first,
+            "start_s": one.start_s,
+            "end_s": one.end_s,
+        }
+        for one in laid
+        if one.span.kind in ("forward", "recompute", "backward", "reduce")
+    ]
+    frame, facts = pd.DataFrame(rows), timelines[0]
+    which = "" if sum(replicas for _, replicas in kinds_in(facts.shape)) == 1 else f", replica {replica}"
+    title = (
+        f"{facts.shape.replace('x', ' x ')}, {facts.schedule}, step {facts.step}{which}: measured, "
+        f"{time_text(frame['end_s'].max())} until every gradient was reduced"
+    )
+    draw_boxes(frame, False, title, path, RunDirError)

@@ -89,31 +89,31 @@ class MorphRecord(Value):
 
     planned: bool = Field(description="at a step boundary, for newcomers")
     cause: str
-    lost_workers: tuple[WorkerId, ...]
+    lost_workers: tuple[WorkerId, ...] = ()
     joined: tuple[WorkerId, ...] = Field(default=(), description="members of the new generation, not of the old one")
     left: tuple[WorkerId, ...] = Field(default=(), description="not lost, but not in the new generation")
     injected: tuple[WorkerId, ...] = Field(default=(), description="workers lost or left because of `morph inject`")
-    killed_at_s: float | None = Field(description="first kill of its VMs, if the shell recorded it")
+    killed_at_s: float | None = Field(default=None, description="first kill of its VMs, if the shell recorded it")
     detected_at_s: float
-    reformed_at_s: float | None = Field(description="first order of the new generation")
-    resumed_at_s: float | None = Field(description="next decided step; None: the run ended before")
-    num_generations: int = Field(description="generations formed until one trained")
+    reformed_at_s: float | None = Field(default=None, description="first order of the new generation")
+    resumed_at_s: float | None = Field(default=None, description="next decided step; None: the run ended before")
+    num_generations: int = Field(default=0, description="generations formed until one trained")
     from_shape: str
-    to_shape: str | None
+    to_shape: str | None = None
     version: int = Field(description="the decided version at its beginning")
-    steps_redone: int
-    sources: dict[SourceKind, SourceSum] = Field(description="sources of the new generation")
-    groups_s: float = Field(description="longest of its members")
-    state_s: float = Field(description="longest of its members")
-    received_bytes: int
+    steps_redone: int = 0
+    sources: dict[SourceKind, SourceSum] = Field(default={}, description="sources of the new generation")
+    groups_s: float = Field(default=0.0, description="longest of its members")
+    state_s: float = Field(default=0.0, description="longest of its members")
+    received_bytes: int = 0
 
     @property
     def pause_ms(self) -> float | None:
         """The time from the kill (else the detection) to the end of the next decided step."""
-        return None if self.resumed_at_s is None else (self.resumed_at_s - self._began_s) * 1e3
+        return None if self.resumed_at_s is None else (self.resumed_at_s - self.began_s) * 1e3
 
     @property
-    def _began_s(self) -> float:
+    def began_s(self) -> float:
         """The time of the kill, unless training had stopped before because of newcomers or another loss."""
         return self.detected_at_s if self.killed_at_s is None else min(self.killed_at_s, self.detected_at_s)
 
@@ -203,6 +203,13 @@ class RunReport(Value):
         chosen = rows[np.unique(np.linspace(0, len(rows) - 1, min(len(rows), MOST_POINTS)).round().astype(np.int64))]
         points = list(zip(decided_s[chosen].tolist(), (self.steps.column("step")[chosen] + 1).tolist(), strict=True))
         return remaining(points, self.end_s, self.num_steps, (begun_usd, None if bill is None else bill.total_usd))
+
+    @property
+    def changes_text(self) -> str:
+        """The number of changes of shape, of forced ones, and of those by injected preemptions."""
+        text = f"{len(self.morphs)}, {sum(not morph.planned for morph in self.morphs)} of them forced"
+        injected = sum(bool(morph.injected) for morph in self.morphs)
+        return text + (f", {injected} by injected preemptions" if injected else "")
 
     @property
     def first_step(self) -> StepRecord | None:

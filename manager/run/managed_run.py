@@ -291,7 +291,7 @@ class ManagedRun:
         run = self._run
         num_steps = None if run.stop_with_trace else run.request.steps
         live = LiveRun(run.profile.job.name, num_steps, run.profile.job.batch_size, self._prices)
-        live.version, live.ledger, live.takes_over = version, read_ledger(opened.path), takes_over
+        live.version, live.fold.ledger, live.takes_over = version, read_ledger(opened.path), takes_over
         with self._show(live) as shown:
 
             def observe(observed: Observed) -> None:

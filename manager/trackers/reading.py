@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 from manager.accounting.spent import Prices
 from manager.journal.journal import Journal
 from manager.journal.records import Entry
-from manager.report.journal_reader import RunReader, Told, told_in
-from manager.report.milestones import morph_line
-from manager.report.steps import Step, steps_in
+from manager.report.events import morph_line
+from manager.report.fold import Follower, Noted
+from manager.report.steps import Step
 from manager.report.values import (
     EvaluationRecord,
     MorphRecord,
@@ -30,7 +28,7 @@ from morph.contract.happenings import (
     Trouble,
 )
 
-_KINDS = ("session", "shape", "morph", "evaluation", "saved", "trouble", "over")
+_KINDS = (SessionBegun, ShapeSpan, MorphRecord, EvaluationRecord, Saved, Trouble, RunOver, Step)
 _SHORTEST_S = 60.0
 """Seconds. A shorter interval between checkpoints counts as this, so that a slightly late save is not called missed."""
 
@@ -44,8 +42,8 @@ class HappeningsReader:
     def __init__(self, checkpoint_url: str, prices: Prices | None = None, missed_saves: int = 3) -> None:
         self._checkpoint_url, self._prices, self._missed_saves = checkpoint_url, prices, missed_saves
         self._unsaved_s, self._is_missed = 0.0, False
-        self._reader = RunReader()
-        self._after = self._version = self._step = self._evaluated = self._saved = 0
+        self._follower = Follower(*_KINDS)
+        self._version = self._step = self._evaluated = self._saved = 0
         self._span: ShapeSpan | None = None
         self._pause_s = 0.0
         self._begun = self._over = False
@@ -55,29 +53,14 @@ class HappeningsReader:
 
         ``most``: the number of lines read at once.
         """
-        while True:
-            tail = journal.tail(self._after, _KINDS, rows=True, most=most)
-            if tail.head is not None:
-                steps = ((step.sequence, step.record.decided_at_s, step) for step in steps_in(journal, tail.rows))
-                told = heapq.merge(told_in(tail.records), steps, key=lambda one: one[0])
-                for sequence, of_line in groupby(told, key=lambda one: one[0]):
-                    yield sequence, list(self._happened(list(of_line)))
-                self._reader, self._after = RunReader.at(journal, tail.head), tail.head.sequence
-            entries = tuple(tail.entries)
-            for entry in entries:
-                yield entry.sequence, list(self.take(entry))
-            if not entries or len(entries) < most or most < 0:
-                return
+        for sequence, noted in self._follower.new(journal, most):
+            yield sequence, list(self._happened(noted))
 
     def take(self, entry: Entry) -> Iterator[Happening]:
         """Process one line; yield its events."""
-        self._reader.take(entry)
-        self._after = entry.sequence
-        told = list(self._reader.told)
-        self._reader.told.clear()
-        return self._happened(told)
+        return self._happened(self._follower.take(entry))
 
-    def _happened(self, told: Sequence[Told]) -> Iterator[Happening]:
+    def _happened(self, told: Sequence[Noted]) -> Iterator[Happening]:
         """Yield a line's events: the pause before its steps, the steps, and then other events."""
         morphs = [one for _, _, one in told if isinstance(one, MorphRecord) and one.pause_ms is not None]
         self._pause_s += sum((morph.pause_ms or 0.0) / 1e3 for morph in morphs)
@@ -121,7 +104,7 @@ class HappeningsReader:
             yield self._step_done(step, pause_s)
 
     def _missed(self, time_s: float) -> Iterator[Trouble]:
-        due, unsaved_s = self._reader.next_save, self._unsaved_s
+        due, unsaved_s = self._follower.fold.figures.next_save, self._unsaved_s
         if due is None or self._is_missed or unsaved_s <= self._missed_saves * max(due.interval_s, _SHORTEST_S):
             return
         self._is_missed = True  # reported once, until a save is complete

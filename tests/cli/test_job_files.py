@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from morph.contract.epochs import Epochs
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
@@ -16,6 +15,7 @@ from manager.run.prepared import prepare, resolve
 from manager.run.request import RunRequest, run_dir_of
 from morph.cli.main import app
 from morph.contract.cluster import AwsVms, AzureVms, JobPart, LocalVms, Policy, StaticVms
+from morph.contract.job_facts import Epochs
 from morph.yaml_files import load_job_file
 from tests.cli.given import JOBS, Given, without_phases
 from tests.forked_modules import run_python

@@ -10,8 +10,8 @@ from manager.accounting.spent import NS_PER_S
 from manager.controller.state.actions import RequestNodes
 from manager.controller.state.events import EVENT, ManifestWritten, WorkerLost
 from manager.journal.journal import Journal
-from manager.journal.records import DecisionRecord, Fact
-from manager.report.journal_reader import RunReader
+from manager.journal.records import DecisionRecord, Fact, lines
+from manager.report.fold import Fold
 from manager.run_dir import JOURNAL
 from tests.cloud.region import Life
 
@@ -64,16 +64,16 @@ class Asked:
 def booked(run_dir: Path) -> dict[str, Booked]:
     """Return each VM's life as the run's ledger counts it."""
     lives: dict[str, Booked] = {}
-    reader, last_s = RunReader(), 0.0
+    fold, last_s = Fold(), 0.0
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
-        for entry in journal.read():
-            reader.take(entry)
-            known, last_s = reader.ledger.since_ns, max(last_s, entry.time_s)
+        for line in lines(journal.read()):
+            fold.step(line)
+            known, last_s = fold.ledger.since_ns, max(last_s, line.time_s)
             for vm in known.keys() - set(lives):
                 lives[vm] = Booked(known[vm] / NS_PER_S)
             for vm, life in lives.items():
                 if vm not in known and life.gone_s is None:
-                    life.gone_s = entry.time_s
+                    life.gone_s = line.time_s
     for life in lives.values():
         life.gone_s = last_s if life.gone_s is None else life.gone_s
     return lives

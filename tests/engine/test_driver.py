@@ -14,7 +14,7 @@ from manager.controller.state.validate import INVARIANTS, BrokenState
 from manager.engine.loop.driver import Observed
 from manager.journal.records import Fact
 from manager.journal.replay import replay
-from manager.report.journal_reader import report_of
+from manager.report.fold import Fold
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import Limits
 from morph.contract.messages import ProbeOrder
@@ -206,5 +206,6 @@ def test_a_clock_set_during_a_step_loses_no_worker(
     monkeypatch.setattr(run.pool, "watch", jump_then_answer)
     assert run.driver.run().outcome == "finished"
     assert set(run.driver.state.workers) == {"vm0", "vm1"}, [seen.decision.reason.sentence for seen in run.observed]
-    account = report_of(run.journal.read()).account
-    assert account.total_s < 60, "and nobody is billed for the hour"
+    fold = Fold()
+    fold.steps(run.journal.read())
+    assert fold.ledger.account().total_s < 60, "and nobody is billed for the hour"

@@ -16,12 +16,12 @@ from manager.controller.state.config import ControllerConfig, ExpectedLosses, Of
 from manager.controller.state.events import NodeFacts
 from manager.history import database
 from manager.history.database import FILE_NAME, HistoryError, forget_lives, history_path, keep_lives, kept_lives
-from manager.history.lives import Ending, Life
 from manager.history.run_history import RunHistory
 from manager.journal.journal import Journal
 from manager.providers.azure.spec import AzureSpec
 from manager.providers.hosts.ssh import SshHost
 from manager.providers.hosts.static import Hosts
+from manager.report.lives import Ending, Life
 from manager.run.markets import Cloud
 from morph.contract.cluster import AzureVms, StaticVms
 from morph.contract.errors import RunDirError
@@ -88,7 +88,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from manager.history import database
-from manager.history.lives import Ending, Life
+from manager.report.lives import Ending, Life
 database.BUSY_S = 60.0
 path, run = Path(sys.argv[1]), sys.argv[2]
 for number in range(15):

@@ -22,7 +22,7 @@ from manager.history.estimate import (
     kinds,
     seen,
 )
-from manager.history.lives import Ending, Life, together
+from manager.report.lives import Ending, Life, together
 from morph.contract.trace import parse_trace, write_trace
 from simulator import spot_model
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from manager.controller.state.events import NodeFacts
 from manager.history.database import history_path, keep_lives, kept_lives
-from manager.history.lives import Ending, Life
+from manager.report.lives import Ending, Life
 from morph.cli.main import app
 
 H = 3600.0

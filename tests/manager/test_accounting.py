@@ -34,16 +34,28 @@ from manager.journal.records import (
     OUTLIVES,
     SESSION_OVER,
     TOOK_OVER,
+    Decided,
     DecisionRecord,
-    Entry,
-    EntryKind,
     Fact,
+    Line,
+    lines,
 )
-from manager.report.journal_reader import RunReader, read_report, report_of
-from morph.contract.base import Value
+from manager.report.fold import Fold
+from manager.report.journal_reader import read_report
 from morph.contract.messages import WorkerReady
 
 COMPUTE_S = TIMES.forward_s + TIMES.recompute_s + TIMES.backward_s
+
+
+def booked(timed: list[tuple[float, Event]], **fields: object) -> Ledger:
+    """Decide these events, given as seconds and event, and book them."""
+    ledger, state = Ledger(), initial_state(make_config(**fields))
+    for now_s, event in timed:
+        ledger.advance(now_s)
+        decision = decide(state, event, now_s)
+        state = decision.state
+        ledger.take(event, DecisionRecord.of(decision))
+    return ledger
 
 
 def account_of(run_dir: Path, faults: Faults, num_nodes: int, seed: int = 0, **fields: object) -> Account:
@@ -90,33 +102,23 @@ def test_the_parts_add_up_to_the_nodes_lives_in_any_history(tmp_path: Path, seed
 
 
 def test_a_worker_lost_while_no_manager_ran_costs_nothing_more() -> None:
-    ledger, state = Ledger(), initial_state(make_config(expected_nodes=9))
     events: list[Event] = [NodeAppeared(node=node) for node in ("a", "b", "warms up")]
-    events += [WorkerAnswered(worker=node, answer=WorkerReady(worker=node, pid=1, setup_s=0)) for node in ("a", "b")]
-    for event in (*events, ManagerResumed(living=("a",))):
-        ledger.advance(100.0)
-        decision = decide(state, event, 100.0)
-        state = decision.state
-        ledger.take(event, DecisionRecord.of(decision))
+    events += [ready("a"), ready("b"), ManagerResumed(living=("a",))]
+    ledger = booked([(100.0, event) for event in events], expected_nodes=9)
     ledger.advance(103.0)
-    assert set(ledger.since_ns) == set(state.workers) == {"a", "warms up"}
+    assert set(ledger.since_ns) == {"a", "warms up"}
     account = ledger.account()
     assert (account.total_s, sum(account.parts_ns.values())) == (6.0, account.total_ns)
 
 
 def test_a_booting_vm_costs_from_grant_to_release() -> None:
-    ledger, state = Ledger(), initial_state(make_config(target_nodes=3))
-    boot_s = state.config.policy.rules.requests.boot_s
+    boot_s = make_config().policy.rules.requests.boot_s
     granted = NodesGranted(request="job-1", nodes=("a", "b", "c"))
     late = NodesGranted(request="job-1", nodes=("a", "b", "c"))
     taken = WorkerLost(worker="c", cause="the provider no longer has its VM")
     timed: list[tuple[float, Event]] = [(0.0, Tick()), (10.0, granted), (12.0, late), (13.0, taken)]
     timed += [(14.0, NodeAppeared(node="a")), (10.0 + boot_s, Tick())]
-    for now_s, event in timed:
-        ledger.advance(now_s)
-        decision = decide(state, event, now_s)
-        state = decision.state
-        ledger.take(event, DecisionRecord.of(decision))
+    ledger = booked(timed, target_nodes=3)
     assert set(ledger.since_ns) == {"a"}, "b did not appear in time"
     account = ledger.account()
     assert account.total_s == 2 * boot_s + 3.0
@@ -124,7 +126,6 @@ def test_a_booting_vm_costs_from_grant_to_release() -> None:
 
 
 def test_a_vm_in_a_queue_costs_nothing_until_it_begins() -> None:
-    ledger, state = Ledger(), initial_state(make_config(target_nodes=4))
     priced = Paid(usd_per_h=3600.0)
     names = ("seen", "joins", "cancelled", "for ever")
     queued = NodesGranted(request="job-1", nodes=names, waiting=names, paid={"joins": priced})
@@ -139,11 +140,7 @@ def test_a_vm_in_a_queue_costs_nothing_until_it_begins() -> None:
         (103.0, NodeAppeared(node="joins", request="job-1")),
         (105.0, NodeAppeared(node="seen", request="job-1")),
     ]
-    for now_s, event in timed:
-        ledger.advance(now_s)
-        decision = decide(state, event, now_s)
-        state = decision.state
-        ledger.take(event, DecisionRecord.of(decision))
+    ledger = booked(timed, target_nodes=4)
     ledger.advance(110.0)
     account = ledger.account()
     assert account.total_s == (2.0 + 10.0) + 7.0
@@ -153,27 +150,20 @@ def test_a_vm_in_a_queue_costs_nothing_until_it_begins() -> None:
     assert ledger.waiting == {}
 
 
-def journalled(*lines: tuple[float, Event | Fact | ControllerConfig]) -> Account:
+def journalled(*items: tuple[float, Event | Fact | ControllerConfig]) -> Account:
     """Return the account of a journal with these lines; each event's decision follows it."""
-    entries: list[Entry] = []
-    state = initial_state(make_config())
-
-    def add(time_s: float, kind: EntryKind, value: Value) -> None:
-        line = Entry(sequence=len(entries), time_s=time_s, kind=kind, payload_json=value.model_dump_json())
-        entries.append(line)
-
-    for time_s, item in lines:
-        if isinstance(item, Fact):
-            add(time_s, "fact", item)
-        elif isinstance(item, ControllerConfig):
-            state = initial_state(item)
-            add(time_s, "config", item)
+    fold, state = Fold(), initial_state(make_config())
+    for time_s, item in items:
+        says: ControllerConfig | Fact | Decided
+        if isinstance(item, ControllerConfig):
+            says, state = item, initial_state(item)
+        elif isinstance(item, Fact):
+            says = item
         else:
             decision = decide(state, item, time_s)
-            state = decision.state
-            add(time_s, "event", item)
-            add(time_s, "decision", DecisionRecord.of(decision))
-    account = report_of(tuple(entries)).account
+            says, state = Decided(item, DecisionRecord.of(decision)), decision.state
+        fold.step(Line(0, time_s, says))
+    account = fold.ledger.account()
     assert sum(account.parts.values(), NOTHING) == account.total
     return account
 
@@ -217,17 +207,6 @@ def test_node_time_until_a_takeover_is_a_separate_part() -> None:
 def test_nothing_is_paid_between_a_proper_end_and_the_next_session() -> None:
     account = journalled(*BEGUN, (7.0, Fact(name=SESSION_OVER)), (91.0, CONFIG), (92.0, Tick()))
     assert (account.part_s(Part.UNMANAGED), account.total_s) == (0.0, 14.0)
-
-
-def booked(timed: list[tuple[float, Event]], **fields: object) -> Ledger:
-    """Decide these events, given as seconds and event, and book them."""
-    ledger, state = Ledger(), initial_state(make_config(**fields))
-    for now_s, event in timed:
-        ledger.advance(now_s)
-        decision = decide(state, event, now_s)
-        state = decision.state
-        ledger.take(event, DecisionRecord.of(decision))
-    return ledger
 
 
 def ready(node: str) -> WorkerAnswered:
@@ -343,16 +322,15 @@ def test_steps_are_booked_alike_summed_up_and_one_by_one(seed: int, tmp_path: Pa
     faults = Faults(deaths_after_s=((8.0, 20), (21.0, 20)), joins_after_s=(9.0, 9.1, 9.2, 9.3, 22.0, 22.1, 22.2, 22.3))
     cluster = JournalledCluster(seed, tmp_path, faults, expected_nodes=6, num_steps=40)
     cluster.run(6)
-    readers = RunReader(), RunReader(ledger=EachStep())
-    most = 0
-    for entry in cluster.journal.read():
-        for reader in readers:
-            reader.take(entry)
-        most = max(most, len(readers[1].ledger.settled) - len(readers[0].ledger.settled))
-        assert readers[0].ledger.account() == readers[1].ledger.account()
-        assert len(readers[0].ledger.settled) <= 3, "one since each save under way, not one a step"
+    folds, most = (Fold(), Fold(ledger=EachStep())), 0
+    for line in lines(cluster.journal.read()):
+        for fold in folds:
+            fold.step(line)
+        most = max(most, len(folds[1].ledger.settled) - len(folds[0].ledger.settled))
+        assert folds[0].ledger.account() == folds[1].ledger.account()
+        assert len(folds[0].ledger.settled) <= 3, "one since each save under way, not one a step"
     cluster.journal.close()
-    assert readers[0].ledger.parts[Part.LOST].node_ns
+    assert folds[0].ledger.parts[Part.LOST].node_ns
     assert most > 2
 
 

@@ -23,7 +23,6 @@ from manager.accounting.spent import Prices
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import Event
 from manager.controller.state.state import ControllerState, Decision
-from manager.history.lives import LivesReader, lives_in
 from manager.journal import journal as journal_module
 from manager.journal.condensed import VERSION, Cut, digest_of
 from manager.journal.journal import Journal
@@ -31,9 +30,11 @@ from manager.journal.records import Fact
 from manager.journal.replay import replay
 from manager.report import condenser as condenser_module
 from manager.report.condenser import Condenser, condense_all
-from manager.report.events import EventReader
-from manager.report.journal_reader import RunReader, read_ledger, read_report
+from manager.report.events import Told
+from manager.report.fold import Fold, Follower
+from manager.report.journal_reader import lives_in, read_ledger, read_report
 from manager.report.morph_trace import morph_trace
+from manager.report.steps import Step
 from manager.run_dir import JOURNAL
 from manager.trackers.reading import HappeningsReader
 from morph.contract.errors import RunDirError, RunDirStuck
@@ -102,13 +103,24 @@ def told(path: Path, *, state: bool = True) -> dict[str, object]:
             "report": report.model_dump(),
             "ledger": read_ledger(path),
             "lives": lives_in(journal),
-            "events": [one for one in EventReader().new(journal) if not one.routine],
+            "events": events_in(journal, Follower(Told)),
             "happenings": [one for _, found in happenings.new(journal, 7) for one in found],
             "morphs": [morph_trace(journal.read(), morph) for morph in report.morphs if morph.resumed_at_s],
             "state": replay(journal) if state else None,
             "moment": journal.last_moment(),
             "first": journal.first_line(),
         }
+
+
+def events_in(journal: Journal, follower: Follower) -> list[Told]:
+    found = [one.record for _, noted in follower.new(journal) for one in noted]
+    return [one for one in found if isinstance(one, Told) and not one.routine]
+
+
+def rows_of(path: Path) -> list[str]:
+    """Return all that another process reads in a journal."""
+    with closing(sqlite3.connect(path)) as file:
+        return list(file.iterdump())
 
 
 def check_alike(path: Path) -> None:
@@ -164,7 +176,7 @@ def test_a_follower_of_a_journal_misses_and_repeats_nothing_while_condensing(
 ) -> None:
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 10)
     found: list[list[object]] = [[], []]
-    told_so_far = HappeningsReader("mem://checkpoints", PRICES), EventReader()
+    happenings, events = HappeningsReader("mem://checkpoints", PRICES), Follower(Told)
 
     def follow(cluster: SimulatedCluster, *_: object) -> None:
         assert isinstance(cluster, Both)
@@ -172,8 +184,8 @@ def test_a_follower_of_a_journal_misses_and_repeats_nothing_while_condensing(
             take(cluster.short)
 
     def take(journal: Journal) -> None:
-        found[0] += [one for _, happenings in told_so_far[0].new(journal, 3) for one in happenings]
-        found[1] += [one for one in told_so_far[1].new(journal) if not one.routine]
+        found[0] += [one for _, of_line in happenings.new(journal, 3) for one in of_line]
+        found[1] += events_in(journal, events)
 
     cluster = Both(0, tmp_path, LOSES_ALL, expected_nodes=6, num_steps=40)
     cluster.observers = (*cluster.observers, follow)
@@ -188,7 +200,7 @@ def test_a_kill_while_condensing_leaves_the_journal_readable(tmp_path: Path, mon
     """The manager is killed, or the file is full, at statements of the transaction; readers always see the same."""
     cluster = Both(0, tmp_path, LOSES_ALL, expected_nodes=6, num_steps=20)
     cluster.run(6)
-    expected, keeper, num = told(tmp_path / "plain"), cluster.short.keeper, 0
+    expected, keeper, num = rows_of(cluster.path), cluster.short.keeper, 0
     assert isinstance(keeper, Condenser)
     monkeypatch.setattr(journal_module, "NUM_AT_LEVEL", (6, 18))
     real, whole = cluster.short._connection, cluster.short.last_moment()
@@ -217,7 +229,7 @@ def test_a_kill_while_condensing_leaves_the_journal_readable(tmp_path: Path, mon
             cluster.short._condense(keeper.cut(), cluster.state)
         except (SystemExit, RunDirStuck):
             cluster.short._connection = real
-            assert told(tmp_path) == expected, f"after {num} statements"
+            assert rows_of(cluster.path) == expected, f"after {num} statements"
             assert cluster.short.head() is None
         else:
             break
@@ -322,7 +334,7 @@ def test_many_uncondensed_lines_are_condensed_a_few_at_a_time(
     held, said, largest = [], [], Condenser.cut
 
     def cut(keeper: Condenser) -> Cut:
-        held.append(len(keeper.run.told))
+        held.append(len([one for one in keeper.noted if isinstance(one.record, Step)]))
         return largest(keeper)
 
     def tell(line: int, last: int) -> None:
@@ -385,7 +397,7 @@ def forget_states(path: Path, version: int | None) -> None:
     """Replace readers' stored progress as if another version had written it, which this version does not read."""
     with closing(sqlite3.connect(path)) as file, file:
         for (data,) in file.execute("SELECT data FROM heads").fetchall() if has_heads(file) else ():
-            states = {"run": "?", "life": "{}", "event": "[]", "account": json.loads(data)["account"]}
+            states = {"fold": "?", "account": json.loads(data)["account"]}
             changed = json.dumps(states if version is None else states | {"version": version}).encode()
             file.execute("UPDATE heads SET data = ?, digest = ?", (changed, digest_of(changed)))
 
@@ -396,12 +408,12 @@ def has_heads(file: sqlite3.Connection) -> bool:
 
 def test_states_have_the_fields_of_their_version() -> None:
     """If this fails, raise ``VERSION`` in manager/journal/condensed.py, and add the new digest here."""
-    assert (VERSION, digest_of(json.dumps(fields_of()).encode()).hex()) == (4, "1c61a7db3348b980a2c5cdfa0f471663")
+    assert (VERSION, digest_of(json.dumps(fields_of()).encode()).hex()) == (5, "37dedb1bf3363c4c30b83f9fead553f6")
 
 
 def fields_of() -> dict[str, list[str]]:
     """Return the fields and types of all classes in which readers keep their progress."""
-    left: list[object] = [RunReader, LivesReader, EventReader, Account]
+    left: list[object] = [Fold, Account]
     found: dict[str, list[str]] = {}
     while left:
         kind = left.pop()
@@ -448,7 +460,7 @@ def test_neither_readers_nor_blocks_grow_with_the_steps(tmp_path: Path, monkeypa
             assert head is not None
             (num_lines,) = journal._connection.execute("SELECT count(*) FROM entries").fetchone()
             blocks = journal._connection.execute("SELECT count(*) FROM steps WHERE name = 'step'").fetchone()[0]
-            sizes.append((len(head.states["run"]), num_lines, blocks))
+            sizes.append((len(head.states["fold"]), num_lines, blocks))
         assert max(size for size, _, _ in sizes) < 1.2 * sizes[0][0]
         assert max(num for _, num, _ in sizes) < 80
         assert max(num for _, _, num in sizes) <= 600 // 64 + 4 + 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from simulated_cluster import JournalledCluster
 from simulated_job import RULES
 
 from manager.controller.state.actions import Action
+from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import (
     Event,
     ManagerResumed,
@@ -27,7 +29,6 @@ from manager.controller.state.events import (
     WorkerAnswered,
     WorkerLost,
 )
-from manager.history.lives import Ending, Life, lives_of
 from manager.journal.records import (
     OUTLIVES,
     PREEMPTION_FAILED,
@@ -35,12 +36,14 @@ from manager.journal.records import (
     SESSION_OVER,
     TOOK_OVER,
     VM_KILLED,
+    Decided,
     DecisionRecord,
-    Entry,
-    EntryKind,
     Fact,
+    Line,
 )
-from morph.contract.base import Value
+from manager.report.fold import Fold, Noted
+from manager.report.journal_reader import lives_in, lives_of
+from manager.report.lives import Ending, Life
 from morph.contract.messages import Failed, WorkerReady
 from morph.contract.vm_names import vm_of
 
@@ -53,24 +56,21 @@ class Told(Script):
 
     def __init__(self, **fields: object) -> None:
         super().__init__(**fields)
-        self.entries: list[Entry] = []
-        self.write(0.0, "config", self.state.config)
+        self.fold, self.noted = Fold(), list[Noted]()
+        self.write(0.0, self.state.config)
 
-    def write(self, time_s: float, kind: EntryKind, payload: Value) -> None:
-        self.entries.append(
-            Entry(sequence=len(self.entries) + 1, time_s=time_s, kind=kind, payload_json=payload.model_dump_json())
-        )
+    def write(self, time_s: float, says: ControllerConfig | Fact | Decided) -> None:
+        self.noted += self.fold.step(Line(0, time_s, says))
 
     def fact(self, name: str, at_s: float, worker: str | None = None, detail: str = "") -> None:
-        self.write(at_s, "fact", Fact(name=name, worker=worker, detail=detail))
+        self.write(at_s, Fact(name=name, worker=worker, detail=detail))
         self.now_s = at_s
 
     def tell(self, event: Event, at_s: float | None = None) -> tuple[Action, ...]:
         """Give the controller one event, and record it with the decision."""
         actions = super().tell(event, at_s)
         assert self.last is not None
-        self.write(self.now_s, "event", event)
-        self.write(self.now_s, "decision", DecisionRecord.of(self.last))
+        self.write(self.now_s, Decided(event, DecisionRecord.of(self.last)))
         return actions
 
     def set_up(self, *workers: str, at_s: float) -> None:
@@ -78,7 +78,7 @@ class Told(Script):
             self.tell(WorkerAnswered(worker=worker, answer=WorkerReady(worker=worker, pid=1, setup_s=1)), at_s)
 
     def lives(self) -> dict[str, Life]:
-        found = lives_of(self.entries)
+        found = lives_of(deepcopy(self.fold), self.noted)
         assert len({life.vm for life in found}) == len(found)
         return {life.vm: life for life in found}
 
@@ -238,13 +238,13 @@ def test_losses_due_close_together_are_one_event() -> None:
 def test_a_session_ends_its_vms_whether_it_says_so_or_was_killed() -> None:
     told = ready("a", "b")
     told.fact("anything", 500.0)
-    told.write(9000.0, "config", told.state.config)  # the first manager was killed, and its VMs are gone
+    told.write(9000.0, told.state.config)  # the first manager was killed, and its VMs are gone
     told.now_s = 9000.0
     told.state = Told(target_nodes=1).state
     told.tell(NodeAppeared(node="c"), 9100.0)
     told.fact(SESSION_OVER, 9200.0)
     told.fact("more", 9300.0)
-    assert [(life.vm, life.ended_s, life.ending) for life in lives_of(told.entries)] == [
+    assert [(life.vm, life.ended_s, life.ending) for life in told.lives().values()] == [
         ("a", 500.0, Ending.RUN_OVER),
         ("b", 500.0, Ending.RUN_OVER),
         ("c", 9200.0, Ending.RUN_OVER),
@@ -273,8 +273,7 @@ def test_in_any_history_each_vm_has_its_lives_one_after_the_other(seed: int, tmp
     cluster = JournalledCluster(seed, tmp_path, faults, expected_nodes=num_nodes, **fields)
     cluster.run(num_nodes)
     with cluster.journal as journal:
-        entries = journal.read()
-    lives = lives_of(entries)
+        lives = lives_in(journal)
     events = [event for _, event, _ in cluster.history]
     known = {vm_of(event.node) for event in events if isinstance(event, NodeAppeared)}
     known |= {vm_of(node) for event in events if isinstance(event, NodesGranted) for node in event.nodes}

@@ -17,7 +17,7 @@ from manager.controller.state.evaluations import mean_loss
 from manager.controller.state.state import Phase
 from manager.journal.journal import Journal
 from manager.journal.records import PREEMPTION_INJECTED, Fact
-from manager.report.journal_reader import read_report, report_of
+from manager.report.journal_reader import read_report
 from manager.report.morph_trace import MANAGER, chrome_trace, morph_trace
 from manager.report.page import report_page
 from manager.report.steps import Cost, Step, StepRecord, Steps
@@ -285,7 +285,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_forced_change_spans_kill_groups_state_and_next_step(run_dir: Path) -> None:
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         entries = journal.read()
-    morph = report_of(entries).morphs[0]
+    morph = read_report(run_dir).morphs[0]
     trace = morph_trace(entries, morph)
     assert trace.spans[0].what == f"{morph.lost_workers[0]} killed"
     workers = {span.who for span in trace.spans} - {MANAGER}
@@ -315,7 +315,7 @@ def test_the_trace_is_what_perfetto_reads(run_dir: Path, tmp_path: Path) -> None
     assert all(event["dur"] > 0 for event in written["traceEvents"] if event["ph"] == "X")
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         entries = journal.read()
-    assert written == json.loads(json.dumps(chrome_trace(morph_trace(entries, report_of(entries).morphs[1]))))
+    assert written == json.loads(json.dumps(chrome_trace(morph_trace(entries, read_report(run_dir).morphs[1]))))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 
 from manager.controller.state.events import WorkerAnswered
 from manager.journal.records import Entry
-from manager.report.step_picture import draw_measured
-from manager.report.timelines import timelines_of
+from manager.report.timelines import draw_measured, timelines_of
 from morph.contract.errors import RunDirError
 from morph.contract.messages import Prepared
 from morph.contract.timeline import ComputeTimes, Peaks, Span, SpanKind, StepTimeline

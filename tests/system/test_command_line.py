@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from manager.controller.state.events import NodeAppeared, NodeFacts
-from manager.history.lives import Ending, lives_of
 from manager.journal.journal import Journal
 from manager.journal.records import VM_KILLED, Fact
 from manager.journal.replay import replay
+from manager.report.journal_reader import lives_in
+from manager.report.lives import Ending
 from manager.report.summary import summarise
 from manager.report.values import RunReport
 from manager.run_dir import JOURNAL
@@ -72,7 +73,7 @@ def test_calibrate_plan_simulate_run_and_status_work_one_after_the_other(
 
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         assert replay(journal).version == report.version
-        entries = journal.read()
+        entries, lives = journal.read(), {life.vm: life for life in lives_in(journal)}
     facts = [Fact.model_validate_json(entry.payload_json) for entry in entries if entry.kind == "fact"]
     assert [fact.worker for fact in facts if fact.name == VM_KILLED] == ["vm1"]
     appeared = NodeAppeared(node="vm2", facts=NodeFacts(provider="local")).model_dump_json()
@@ -82,7 +83,6 @@ def test_calibrate_plan_simulate_run_and_status_work_one_after_the_other(
     (kind,) = json.loads(morph("history", "--json"))
     assert kind["facts"] == {"provider": "local", "size": "", "region": "", "zone": "", "node_type": ""}
     assert (kind["seen"]["num_vms"], kind["seen"]["num_lost"], kind["estimate"]["num_preparations"]) == (3, 1, 0)
-    lives = {life.vm: life for life in lives_of(entries)}
     assert {vm: life.ending for vm, life in lives.items()} == {
         "vm0": Ending.RUN_OVER,
         "vm1": Ending.REVOKED,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from manager.controller.state.evaluations import totals_of
-from manager.report.means import EvaluationReader, extreme_rates
+from manager.report.figures import EvaluationReader, extreme_rates
 from morph.checkpoint.manifest import write_manifest
 from morph.checkpoint.unit_files import from_payload
 from morph.contract.checkpoint import Manifest

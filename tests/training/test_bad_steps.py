@@ -13,7 +13,8 @@ from manager.controller.state.actions import NoteBadStep
 from manager.controller.state.events import WorkerAnswered
 from manager.engine.loop.driver import Observed
 from manager.journal.journal import Journal
-from manager.report.events import EventReader
+from manager.report.events import Told
+from manager.report.fold import Fold
 from manager.report.values import RunReport
 from manager.run_dir import JOURNAL
 from manager.trackers.reading import HappeningsReader
@@ -90,12 +91,13 @@ def test_bad_steps_give_the_same_bytes_whatever_is_lost(
         if step not in not_finite
     )
 
-    reader, events = HappeningsReader(url), EventReader()
+    reader = HappeningsReader(url)
     with Journal.open(tmp_path / "alone" / JOURNAL, read_only=True) as journal:
         entries = journal.read()
     told = [one for entry in entries for one in reader.take(entry) if isinstance(one, Trouble)]
     assert [one.sentence for one in told] == list(alone.sentences.values())
-    codes = [one.code for one in events.take(entries) if not one.inner]
+    events = [one.record for one in Fold().steps(entries) if isinstance(one.record, Told)]
+    codes = [one.code for one in events if not one.inner]
     assert [codes.count(code) for code in ("bad_step", "samples")] == [len(alone.sentences), len(alone.samples)]
 
     kill = crew.kill_at(2, 8, 13)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from manager.controller.state.evaluations import mean_loss, mean_metrics
-from manager.report.means import EvaluationReader
+from manager.report.figures import EvaluationReader
 from morph.contract.errors import JobError
 from morph.contract.messages import Committed, Evaluation, MicroBatchLoss
 from morph.contract.plan import shares

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from manager.controller.state.actions import EndWorker, Finish, ReasonCode, ReleaseNodes, RequestNodes
 from manager.controller.state.config import ControllerConfig
@@ -24,8 +24,6 @@ from manager.controller.state.events import (
     WorkerAnswered,
     WorkerLost,
 )
-from manager.journal.condensed import VERSION, Head
-from manager.journal.journal import Journal
 from manager.journal.records import (
     DIED_WITH_MANAGER,
     OUTLIVES,
@@ -36,10 +34,8 @@ from manager.journal.records import (
     VM_KILLED,
     Decided,
     DecisionRecord,
-    Entry,
     Fact,
     Line,
-    lines,
 )
 from morph.contract.base import Value
 from morph.contract.messages import WorkerReady
@@ -47,8 +43,6 @@ from morph.contract.vm_names import vm_of
 
 TOGETHER_S = 10.0
 """Seconds. Losses within this time are one event: some are noticed by a closed connection, others by silence."""
-OF_LIVES = "life"
-"""The key of this reader's state in a cut, and the kind of the records of finished lives."""
 
 
 class Ending(StrEnum):
@@ -112,26 +106,6 @@ class Life(Value):
         return _between(self.appeared_s, self.ready_s)
 
 
-def lives_of(entries: Iterable[Entry]) -> tuple[Life, ...]:
-    """Return the lives of all VMs in a journal's lines, in order of their ends; open ones end with the last line."""
-    reader = LivesReader()
-    for line in lines(entries):
-        reader.take_line(line)
-    reader.end_all(reader.last_s)
-    return together(reader.over)
-
-
-def lives_in(journal: Journal) -> tuple[Life, ...]:
-    """Return the lives of all VMs in a journal; RunDirError if it cannot be read."""
-    tail = journal.tail(0, (OF_LIVES,))
-    over = [Life.model_validate_json(payload) for _, _, _, payload in tail.records]
-    reader = LivesReader.at(journal, tail.head)
-    for line in lines(tail.entries):
-        reader.take_line(line)
-    reader.end_all(reader.last_s)
-    return together((*over, *reader.over))
-
-
 def together(lives: Sequence[Life]) -> tuple[Life, ...]:
     """Mark how many of a run's VMs were lost together; 1 for a VM that was lost alone."""
     marked = {(life.vm, life.begun_s): life for life in lives}
@@ -166,8 +140,8 @@ class _Open:
 
 
 @dataclass
-class LivesReader:
-    """The state of a reader. ``over``: lives that ended since this list was last emptied.
+class Lives:
+    """``over``: lives that ended since this list was last emptied.
 
     ``gone_s``: during a take-over, the end of VMs that did not outlive the manager's absence.
     """
@@ -183,7 +157,7 @@ class LivesReader:
     last_s: float = 0.0
     gone_s: float | None = None
 
-    def take_line(self, line: Line) -> None:
+    def step(self, line: Line) -> None:
         time_s = max(line.time_s, self.last_s)
         match line.says:
             case ControllerConfig() as config:
@@ -194,23 +168,6 @@ class LivesReader:
                 self._event(event, time_s, record.reason.code)
                 self._decided(record, time_s)
         self.last_s = time_s
-
-    @classmethod
-    def at(cls, journal: Journal, head: Head | None) -> LivesReader:
-        """Return the reader in its state after the last condensed line, or at the beginning if there is none."""
-        if head is not None and head.version == VERSION:
-            return _STATE.validate_json(head.states[OF_LIVES])
-        reader = cls()
-        if head is not None:  # every line about a VM is kept
-            for line in lines(journal.each(until=head.sequence)):
-                reader.take_line(line)
-            reader.over.clear()
-            reader.last_s = max(reader.last_s, head.time_s)
-        return reader
-
-    @property
-    def state_json(self) -> str:
-        return _STATE.dump_json(self, exclude={"over"}).decode()
 
     def _begin_session(self, config: ControllerConfig) -> None:
         self.end_all(self.last_s)
@@ -339,9 +296,6 @@ class LivesReader:
                 ending=ending,
             )
         )
-
-
-_STATE = TypeAdapter(LivesReader)
 
 
 def _taken_s(life: Life) -> float:
