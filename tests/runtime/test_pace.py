@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from morph.contract.timeline import MicroBatchTimes
-from morph.runtime.step.pace import MOST_KEPT, Pace
+from morph.runtime.step.stopwatch import MOST_KEPT, Pace
 
 
 def test_noted_times_are_collected_once_with_their_parts() -> None:

@@ -14,14 +14,11 @@ import torch
 
 from morph.contract.errors import WaitTimeout
 from morph.contract.timeline import MicroBatchTimes
-from morph.runtime.device.task_clock import CoreTimes, EventClock, HostClock, TaskClock, clock_of, core_clock
+from morph.runtime.device.task_clock import CoreTimes, EventClock, HostClock, TaskClock, clock_of, core_clock, linger
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.step.executor import Executor
-from morph.runtime.step.pace import Pace
 from morph.runtime.step.schedule_cursor import Task
-from morph.runtime.step.slow_stage import slowed
-from morph.runtime.step.stage import StageTasks
-from morph.runtime.step.stopwatch import Stopwatch
+from morph.runtime.step.stopwatch import Pace, Stopwatch
 from tests.runtime.queued_device import QueuedDevice, QueuedEvent
 from tests.runtime.test_executor import COUNT, FakeStage, Wire, first_stage, run
 
@@ -157,17 +154,15 @@ def test_a_micro_batch_is_reported_only_when_the_device_has_finished_it() -> Non
     assert device.synced == 0
 
 
-def test_a_slowed_stage_pauses_for_its_own_work_not_earlier_queued_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slow_task_lingers_for_its_own_work_not_earlier_queued_work(monkeypatch: pytest.MonkeyPatch) -> None:
     device, slept_s = QueuedDevice(), []
-    monkeypatch.setattr("morph.runtime.step.slow_stage.time", SimpleNamespace(sleep=slept_s.append))  # others may sleep
-    stage = FakeStage(lambda task: device.launch(TICKS[task], host_ticks=0.0), recompute=False)
-    tasks: StageTasks = slowed(stage, 1.5, EventClock(device.recorded))
+    monkeypatch.setattr("morph.runtime.device.task_clock.time", SimpleNamespace(sleep=slept_s.append))
+    clock = EventClock(device.recorded)
     device.launch(500.0)
-    tasks.forward(0, ())
+    start = clock.mark()
+    device.launch(FORWARD, host_ticks=0.0)
+    linger(clock, start, 1.5)
     assert slept_s == [pytest.approx(0.5 * FORWARD / 1e3)]
-    assert slowed(stage, 1.0, HostClock()) is stage
 
 
 def test_a_processor_is_timed_by_the_host_and_another_device_by_its_events() -> None:

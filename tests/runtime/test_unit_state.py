@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from morph.checkpoint.unit_files import from_payload, to_payload
 from morph.contract.decided import Decided
 from morph.cutting.cuts.cut_model import ParameterUnit
-from morph.runtime.pre_copy.wire import apply_update, copy_of_update
+from morph.runtime.attendants.wire import apply_update, copy_of_update
 from morph.runtime.state import unit_state
 from morph.runtime.state.accumulators import Reduced
 from morph.runtime.state.fixed_point import first_exponent
