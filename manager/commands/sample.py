@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import select
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,11 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from manager.run.checkpoint_location import Stored
+    from morph.contract.errors import InputError
     from morph.jobs.job import Job
 
 POLL_S = 2.0
-LAST_S, HANGS = 120.0, 75
-"""The time that a sample may still take once its run is over or its manager dead, and the exit code after that."""
 
 
 def sample_command(
@@ -55,7 +50,6 @@ def sample_command(
       morph sample az://container/run --job my_job.py:job --device cuda --follow
     """
     from manager.run.checkpoint_location import no_checkpoint, stored_at
-    from morph.contract.errors import wrong_job
 
     stored = stored_at(source)
     doing(f"loading PyTorch and the job of {source}")
@@ -64,15 +58,13 @@ def sample_command(
 
     usable_device(device, source="morph sample", field="--device", numbered=True)
     found = loaded_job(context, stored, job)
-    if found.sample is None:
-        missing = wrong_job("sample", "is not given", allowed="lambda model, step: text")
-        if not while_open:
-            raise missing
-        print(missing)
-        return
+    if found.sample is None and not while_open:
+        raise _missing()
     folder = output or (Path("samples") if stored.run_dir is None else stored.run_dir / "samples")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not (follow or while_open):
+    if while_open:
+        raise typer.Exit(beside_a_run(lambda: sample_newest(stored, found, folder, device)))
+    if not follow:
         if _newest(stored) is None:
             raise no_checkpoint(stored)
         print(
@@ -80,45 +72,54 @@ def sample_command(
             or f"the sample of the newest checkpoint is already in {folder}"
         )
         return
-    if while_open:
-        os.nice(10)
-        end_with_the_run(LAST_S)
     failed: set[str] = set()
-    is_over = False
     while True:
-        wrote, sentence = _tried(lambda: sample_newest(stored, found, folder, device), failed)
-        if sentence and not (wrote and while_open):  # the manager hears only of failures
+        if sentence := _tried(lambda: sample_newest(stored, found, folder, device), failed):
             print(sentence, flush=True)
-        if is_over:
-            return
-        if while_open:
-            is_over = bool(select.select([sys.stdin], [], [], POLL_S)[0])
-        else:
-            time.sleep(POLL_S)
+        time.sleep(POLL_S)
 
 
-def end_with_the_run(limit_s: float) -> None:
-    """End this process this long after standard input has ended, whatever the job's function does then."""
+def beside_a_run(sample: Callable[[], object]) -> int:
+    """Call the job's function with each new checkpoint, as a helper of the run's manager; return the exit code."""
+    from manager.trackers.process import main
+    from manager.trackers.sinks import CallbackFailed, Sink
+    from morph.contract.happenings import CheckpointDone, Happening
 
-    def watch() -> None:
-        select.select([sys.stdin], [], [])
-        time.sleep(limit_s)
-        print(f"the run is over, and Job.sample did not return within {limit_s:g} s", file=sys.stderr, flush=True)
-        os._exit(HANGS)
+    class Samples(Sink):
+        is_due = True  # a checkpoint may have been completed before
 
-    threading.Thread(target=watch, name="end-with-the-run", daemon=True).start()
+        def tell(self, happening: Happening) -> None:
+            self.is_due = self.is_due or isinstance(happening, CheckpointDone)
+
+        def flush(self) -> None:
+            if self.is_due:
+                self.is_due = False
+                self.close()
+
+        def close(self) -> None:
+            try:
+                sample()
+            except Exception as error:  # from storage or the user's function: the next checkpoint is tried
+                raise CallbackFailed(f"{type(error).__name__}: {error}") from error
+
+    return main(lambda _: Samples())
 
 
-def _tried(sample: Callable[[], str], failed: set[str]) -> tuple[bool, str]:
-    """Return whether sampling worked, and a sentence to print: the failure, the first time, or the written file."""
+def _tried(sample: Callable[[], str], failed: set[str]) -> str:
+    """Return a sentence to print: the written file, or the failure, the first time."""
     try:
-        return True, sample()
+        return sample()
     except Exception as error:  # from storage or the user's function: the next checkpoint is tried
         sentence = f"{type(error).__name__}: {error}"
-        if sentence in failed:
-            return False, ""
+        is_new = sentence not in failed
         failed.add(sentence)
-        return False, sentence
+        return sentence if is_new else ""
+
+
+def _missing() -> InputError:
+    from morph.contract.errors import wrong_job
+
+    return wrong_job("sample", "is not given", allowed="lambda model, step: text")
 
 
 def _newest(stored: Stored) -> int | None:
@@ -133,6 +134,8 @@ def sample_newest(stored: Stored, job: Job, folder: Path, device: str) -> str:
     The function's random numbers from global generators depend on the seed and the version. The file appears only
     once it is complete.
     """
+    if job.sample is None:
+        raise _missing()
     version = _newest(stored)
     path = folder / f"v{version or 0:08d}.json"
     if version is None or path.exists():
@@ -149,7 +152,6 @@ def sample_newest(stored: Stored, job: Job, folder: Path, device: str) -> str:
     model = build_really(job.model, job.seed)
     model.load_state_dict(state)
     model.to(device).eval()
-    assert job.sample is not None
     with own_generators() as seed_all, torch.no_grad():
         seed_all(seed_of(job.seed, "generation", version))
         result = job.sample(model, version)

@@ -31,6 +31,7 @@ def spot_run_command(
       morph spot-run job.yaml -- python train.py
     """
     import logging
+    import shutil
 
     from manager.host.folders import make_folder, remove
     from manager.run.cloud import check_storage, check_url
@@ -62,6 +63,10 @@ def spot_run_command(
         check_storage(cloud.vms, job.storage, source, "storage")
     if job.num_vms > 1 and job.vms != "local":
         raise InputError("is for local VMs", source=source, field="num_vms", value=job.num_vms, allowed="vms.keep")
+    program = command[0] if job.vms == "here" or "/" not in command[0] else str(code / command[0])
+    if cloud is None and shutil.which(program) is None:
+        allowed = "a program: -- python train.py"
+        raise InputError("cannot be started", field="COMMAND", value=command[0], allowed=allowed)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("morph.spot").setLevel(logging.INFO)
     root = make_folder()
@@ -72,15 +77,7 @@ def spot_run_command(
                 launcher = open_local(job, command, root, None if job.vms == "here" else code, lives)
             else:
                 launcher = open_provided(job, command, cloud, root, code, lives)
-            try:
-                outcome = launcher.run()
-            except FileNotFoundError as error:
-                raise InputError(
-                    "cannot be started",
-                    field="COMMAND",
-                    value=command[0],
-                    allowed="a program: -- python train.py",
-                ) from error
+            outcome = launcher.run()
         finally:
             remove(root)
     raise typer.Exit(outcome.code)

@@ -21,20 +21,8 @@ NAMES = frozenset({
 })  # fmt: skip
 PREFIXES = (
     *("LC_", "XDG_", "PYTHON", "MORPH_", "RAY_", "TORCH", "PYTORCH_", "TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_"),
-    *(
-        "CUDA",
-        "NVIDIA_",
-        "NCCL_",
-        "GLOO_",
-        "OMP_",
-        "MKL_",
-        "OPENBLAS_",
-        "KMP_",
-        "GOMP_",
-        "NUMBA_",
-        "NUMEXPR_",
-        "MALLOC_",
-    ),
+    *("CUDA", "NVIDIA_", "NCCL_", "GLOO_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "NUMBA_", "NUMEXPR_"),
+    "MALLOC_",
 )
 _SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|(^|_)(KEY|PWD|PASS|SAS)($|_)")
 _WITH_LOGIN = re.compile(r"//[^/@]*@")

@@ -40,7 +40,6 @@ class SlurmNotices:
         self._folder, self._clock = folder, clock
 
     def standing(self) -> tuple[Standing, ...]:
-        """See ``NoticeSource``."""
         try:
             limits = SlurmLimits.model_validate_json((self._folder / "limits").read_bytes())
             noted = self._folder / "notice"

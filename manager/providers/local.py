@@ -55,19 +55,16 @@ class LocalProvider:
             return vms
 
     def list(self) -> tuple[Vm, ...]:
-        """See ``Provider``."""
         with self._lock:
             return tuple(self._living.values())
 
     def delete(self, names: Sequence[str]) -> None:
-        """See ``Provider``."""
         with self._lock:
             ours = [name for name in names if self._living.pop(name, None) is not None]
         if ours:
             self._fleet.release(*ours)
 
     def evict(self, _name: str) -> bool:
-        """See ``Provider``."""
         return False
 
     def boot_log(self, _name: str) -> str:
@@ -83,11 +80,9 @@ class LocalProvider:
         return ()
 
     def price(self, node_type: str = "") -> Price | None:  # noqa: ARG002 (each costs the same)
-        """See ``Provider``."""
         return None if self._usd_per_h is None else Price(usd_per_h=self._usd_per_h, source="the cluster file")
 
     def capabilities(self) -> Capabilities:
-        """See ``Provider``."""
         return Capabilities(spot=False, max_vms=self._max_vms)
 
     def _new_vm(self, name: str, request: str, node_type: str) -> Vm:

@@ -35,7 +35,7 @@ from manager.run.restarts import Restarts, run_until_it_ends
 from manager.run_dir import RunDir, check_free, is_run
 from manager.trackers.alerts import webhook_variables
 from manager.trackers.process import Watching
-from manager.trackers.supervisor import LIMIT_OF_A_CALL_S, Watchers
+from manager.trackers.supervisor import LIMIT_OF_A_CALL_S, LIMIT_OF_A_SAMPLE_S, Watchers
 from morph.checkpoint.newest import find_whole, newest_whole
 from morph.checkpoint.storage import bounded
 from morph.contract.checkpoint import Manifest
@@ -174,7 +174,8 @@ class ManagedRun:
         }
         kinds: list[dict[str, object]] = [{"kind": tracker} for tracker in run.cluster.trackers]
         if run.cluster.samples:  # it reads checkpoints, as workers do
-            kinds.append({"kind": "samples", "variables": variables(run.cluster.vms.pass_variables)})
+            known = variables(run.cluster.vms.pass_variables)
+            kinds.append({"kind": "samples", "limit_s": LIMIT_OF_A_SAMPLE_S, "variables": known})
         if run.cluster.notify is not None:
             known = webhook_variables(run.cluster.notify)
             budget_usd = run.cluster.vms.limits.budget_usd

@@ -148,11 +148,9 @@ class AzureMarket(Market):
     job_name_characters = TAG_CHARACTERS
 
     def most_devices(self, described: AzureSpec) -> int:
-        """See ``Market``."""
         return max(size.num_devices for size in described.sizes)
 
     def vm_kind(self, described: AzureSpec) -> NodeFacts:
-        """See ``Market``."""
         (size, *more_sizes), zones = described.sizes, described.zones
         return NodeFacts(
             provider=described.provider,
@@ -162,16 +160,13 @@ class AzureMarket(Market):
         )
 
     def offers(self, described: AzureSpec, vms: ProvidedVms) -> tuple[Offer, ...]:
-        """See ``Market``."""
         spec = azure_spec(described, None, vms.usd_per_h)
         return _offers(spec.sizes, retail_prices(spec))
 
     def price(self, described: AzureSpec, _path: Path) -> Price | None:
-        """See ``Market``."""
         return described.price(retail_prices(described))
 
     def providing(self, described: AzureSpec, vms: ProvidedVms, path: Path, name: RunName, run_dir: Path) -> Providing:
-        """See ``Market``."""
         spec = azure_spec(described, vms.environment.image, vms.usd_per_h)
         elsewhere = "" if spec.resource_manager == PUBLIC_AZURE else spec.resource_manager
         return Providing(partial(open_azure, spec, path, name, run_dir), elsewhere, run_dir / LOCK_NAME)
@@ -179,14 +174,12 @@ class AzureMarket(Market):
     def end_run(
         self, described: AzureSpec, path: Path, run: str, job: str, told: Callable[[str], None]
     ) -> tuple[Vm, ...]:
-        """See ``Market``."""
         self.check(str(path))
         from manager.providers.azure.termination import end_run
 
         return end_run(described, run, job, told=told)
 
     def findings(self, described: AzureSpec, count: int) -> Iterator[Finding]:
-        """See ``Market``."""
         self.check("the cloud file")
         from manager.providers.azure.checks import Checks
         from manager.providers.azure.client import azure_client
@@ -196,7 +189,6 @@ class AzureMarket(Market):
         return Checks(described, client, count, retail_prices(described)).run()
 
     def planned(self, described: AzureSpec, _path: Path, *names: Any) -> list[dict[str, Any]]:
-        """See ``Market``."""
         return azure.planned(described, *names)
 
 
@@ -270,15 +262,12 @@ class StaticMarket(Market):
     mark = "hosts"
 
     def most_devices(self, described: Hosts) -> int:
-        """See ``Market``."""
         return max(host.num_devices for host in described.hosts)
 
     def vm_kind(self, _described: Hosts) -> NodeFacts:
-        """See ``Market``."""
         return NodeFacts(provider="static")
 
     def offers(self, described: Hosts, vms: ProvidedVms) -> tuple[Offer, ...]:
-        """See ``Market``."""
         hosts = described if vms.usd_per_h is None else described.at(vms.usd_per_h)
         by_type: dict[str, list[SshHost]] = {}
         for host in hosts.hosts:
@@ -294,21 +283,17 @@ class StaticMarket(Market):
         )
 
     def price(self, described: Hosts, path: Path) -> Price | None:
-        """See ``Market``."""
         known = described.dearest_usd_per_h
         return None if known is None else Price(usd_per_h=known, source=str(path))
 
     def elsewhere(self, described: Hosts) -> str:
-        """See ``Market``."""
         return next((host.shown for host in described.hosts if not host.is_here), "")
 
     def providing(self, described: Hosts, vms: ProvidedVms, path: Path, name: RunName, run_dir: Path) -> Providing:
-        """See ``Market``."""
         hosts = described if vms.usd_per_h is None else described.at(vms.usd_per_h)
         return Providing(partial(open_static, hosts, path, name), lock_path=run_dir / LOCK_NAME)
 
     def end_run(self, described: Hosts, path: Path, run: str, job: str, told: Callable[[str], None]) -> tuple[Vm, ...]:
-        """See ``Market``."""
         spec = StaticSpec(command=("false",), **dict(described))  # nothing is started
         leases = path.resolve().parent / spec.leases
         provider = StaticProvider(spec, run, leases, job=job)
@@ -356,35 +341,28 @@ class SlurmMarket(Market):
             )
 
     def most_devices(self, described: SlurmSpec) -> int:
-        """See ``Market``."""
         return described.num_devices
 
     def vm_kind(self, described: SlurmSpec) -> NodeFacts:
-        """See ``Market``."""
         return NodeFacts(provider="slurm", size=described.size)
 
     def price(self, described: SlurmSpec, path: Path) -> Price | None:
-        """See ``Market``."""
         known = described.usd_per_h
         return None if known is None else Price(usd_per_h=known, source=str(path))
 
     def elsewhere(self, described: SlurmSpec) -> str:
-        """See ``Market``."""
         return f"a node of partition {described.partition}"
 
     def providing(self, described: SlurmSpec, vms: ProvidedVms, path: Path, name: RunName, run_dir: Path) -> Providing:
-        """See ``Market``."""
         priced = described if vms.usd_per_h is None else described.model_copy(update={"usd_per_h": vms.usd_per_h})
         return Providing(partial(open_slurm, priced, path, name), lock_path=run_dir / LOCK_NAME)
 
     def planned(self, described: SlurmSpec, path: Path, *names: Any) -> list[dict[str, Any]]:
-        """See ``Market``."""
         return slurm.planned(described, slurm_logs(described, path), *names)
 
     def end_run(
         self, described: SlurmSpec, path: Path, run: str, job: str, told: Callable[[str], None]
     ) -> tuple[Vm, ...]:
-        """See ``Market``."""
         self.check(str(path))
         provider = SlurmProvider(described, RunName(run=run, job=job), lambda _node, _grace_s: "", path.parent)
         left = provider.list()

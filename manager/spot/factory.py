@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from manager.engine.loop.event_queue import EventQueue
 from manager.engine.vms.budget import Spending
 from manager.host.environment import variables
 from manager.host.ports import Ports
@@ -15,8 +16,8 @@ from manager.providers.interface.provider import name_of
 from manager.providers.local import LocalProvider
 from manager.run.cloud import Cloud
 from manager.spot.launcher import Launcher, Source, log
-from manager.spot.local import LocalMachines
-from manager.spot.provider_vms import ProvidedMachines
+from manager.spot.local import LocalVms
+from manager.spot.script_server import ScriptServer
 from manager.spot.spec import SpotJob
 from morph.contract.errors import ConfigError
 from morph.contract.files import code_files, packed
@@ -27,10 +28,12 @@ from morph.link.proof import new_secret
 
 def open_local(job: SpotJob, command: Sequence[str], root: Path, code: Path | None, lives: Lives | None) -> Launcher:
     """Return the launcher of a job on local VMs, or on this machine itself (without ``code``)."""
-    machines = LocalMachines(root, code)
+    events, secret = EventQueue(), new_secret()
+    machines = ScriptServer(events, secret)
     num_vms = job.num_vms if code is not None else 1
-    provider = LocalProvider(machines, max_vms=2 * num_vms if code is not None else 1)
-    return Launcher(job, command, Source(provider, num_vms), machines, lives)
+    fleet = LocalVms(machines, secret, root, code)
+    provider = LocalProvider(fleet, max_vms=2 * num_vms if code is not None else 1)
+    return Launcher(job, command, Source(provider, num_vms), machines, lives, events)
 
 
 def open_provided(
@@ -44,11 +47,13 @@ def open_provided(
     vms, name, wheel = cloud.vms, name_of(root, job.name), make_wheel()
     providing, secret = cloud.providing(name, root), new_secret()
     port = vms.notice_port or Ports(vms.first_port or 0).notices
-    archive = packed_code(code)
+    archive, events = packed_code(code), EventQueue()
     try:
         lock = Lock(providing.lock_path, wanted_on(vms), log.warning)
-        files: dict[str, bytes | Callable[[], bytes]] = {"wheel": wheel, "lock": lock}
-        machines = ProvidedMachines(secret, vms.address, port, files, archive, variables(vms.pass_variables))
+        handed_on = variables(vms.pass_variables)
+        machines = ScriptServer(
+            events, secret, vms.address, port, wheel=wheel, lock=lock, code=archive, handed_on=handed_on
+        )
     except OSError as error:
         raise ConfigError(
             f"cannot be listened on: {error.strerror}", source=str(cloud.path), field="vms.address", value=vms.address
@@ -58,9 +63,7 @@ def open_provided(
     named = job.model_copy(update={"name": name.requests})
     least_vms = -(-vms.keep // cloud.most_devices)
     source = Source(providing.make_provider(start), vms.keep, least_vms, Spending(vms.limits))
-    launcher = Launcher(named, command, source, machines, lives)
-    machines.noticed = launcher.noticed
-    return launcher
+    return Launcher(named, command, source, machines, lives, events)
 
 
 def packed_code(folder: Path) -> bytes:

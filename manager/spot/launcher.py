@@ -6,15 +6,13 @@ import json
 import logging
 import math
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from manager.controller.state.actions import ReleaseNodes, RequestNodes
 from manager.controller.state.events import Event as VmEvent
-from manager.controller.state.events import NodesGranted, NodesStarted, RequestRefused, WorkerLost
+from manager.controller.state.events import NodesGranted, NodesStarted, NoticeGiven, RequestRefused, WorkerLost
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.vms.budget import Spending
 from manager.engine.vms.provisioning import Provisioning
@@ -22,7 +20,7 @@ from manager.host.signals import signals_blocked
 from manager.journal.records import Fact
 from manager.notices.agent import sources_of
 from manager.notices.watch import Given, NoticeWatch, Told
-from manager.providers.interface.provider import Misconfigured, Provider, end_all
+from manager.providers.interface.provider import Misconfigured, Provider
 from manager.spot.controller import (
     Action,
     Ask,
@@ -43,6 +41,7 @@ from manager.spot.controller import (
     Uploaded,
     decide,
 )
+from manager.spot.script_server import ScriptServer
 from manager.spot.spec import SpotJob
 from morph.contract.cluster import Limits
 from morph.contract.lives import Lives
@@ -53,41 +52,16 @@ log = logging.getLogger("morph.spot")
 LOOK_EVERY_S = 0.05
 LOOK_FOR_VMS_S = 5.0
 CLOSE_TIMEOUT_S = 120.0
-TOLD = ("provider_failed", "provider_retried", "provider_silent", "request_reduced", "vms_left")
+TOLD = ("provider_failed", "provider_retried", "provider_silent", "request_reduced", "vms_left", "notice_trouble")
 """The facts about VMs that the user sees."""
 TAKEN_CODE = 75
 """The VM of this command is about to be taken; the same command resumes the script on the next VM."""
 _EVENTS: dict[str, Callable[..., Event]] = {"step": Stepped, "saved": Saved, "uploaded": Uploaded, "refused": Refused}
 
 
-class Machines(Protocol):
-    """Runs scripts on VMs, by their names. All methods but ``start`` and ``close`` need a ``start`` before."""
-
-    def start(self, vms: Sequence[str], command: Sequence[str], storage: str) -> None:
-        """Start the script on each VM of a group; OSError if it cannot be started."""
-
-    def save(self, vm: str, number: int) -> None:
-        """Order the script to save."""
-
-    def said(self, vm: str) -> bytes:
-        """Return the script's messages since the last call; ProviderError if no VM of this kind can be used."""
-
-    def ended(self, vm: str) -> int | None:
-        """Return the script's exit code; None: it runs, or some of its messages have not come yet."""
-
-    def is_lost(self, vm: str) -> bool:
-        """Return whether the VM is silent for too long."""
-
-    def end(self, vms: Sequence[str]) -> None:
-        """Ask VMs that the provider is about to end to end the script; does not wait."""
-
-    def close(self) -> None:
-        """Close all connections."""
-
-
 @dataclass(frozen=True)
 class Source:
-    """The source of VMs for ``Machines``. ``num_devices``: in a group of VMs; ``least_vms``: the fewest with them."""
+    """The source of VMs for scripts. ``num_devices``: in a group of VMs; ``least_vms``: the fewest with them."""
 
     provider: Provider
     num_devices: int
@@ -108,23 +82,28 @@ class Launcher:
     """Runs one job to its end; ``run`` closes ``machines``.
 
     ``lives``: determines when VMs are taken on purpose; each life begins at the script's start on the VM.
+    ``vm_events``: what is known of VMs, also by ``machines``.
     """
 
     def __init__(
-        self, job: SpotJob, command: Sequence[str], source: Source, machines: Machines, lives: Lives | None
+        self,
+        job: SpotJob,
+        command: Sequence[str],
+        source: Source,
+        machines: ScriptServer,
+        lives: Lives | None,
+        vm_events: EventQueue,
     ) -> None:
         self._job, self._command, self._machines, self._lives = job, command, machines, lives
-        self._source, self._vm_events = source, EventQueue()
+        self._source, self._vm_events = source, vm_events
         self._provisioning = Provisioning(
             source.provider,
             self._vm_events,
             source.spending,
             look_every_s=LOOK_FOR_VMS_S,
             close_timeout_s=CLOSE_TIMEOUT_S,
-            end_all=self._end_all,
             least_vms=source.least_vms,
         )
-        self._left: Exception | None = None
         self._state = SpotState()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._begin_s = time.monotonic()
@@ -139,7 +118,7 @@ class Launcher:
         self._reasons: list[tuple[float, str]] = []
 
     def run(self) -> Outcome:
-        """Block until the script ends; no VM outlives this call. OSError if the script cannot be started.
+        """Block until the script ends; no VM outlives this call.
 
         ProviderError: further requests are useless, or a VM could not be ended.
         """
@@ -168,20 +147,8 @@ class Launcher:
         self._machines.close()
         if (price := self._source.provider.price()) is not None:
             log.info("VMs cost about %.2f dollars", self._source.spending.spent_usd(price))
-        if self._left is not None:
-            raise self._left
-
-    def _end_all(self, provider: Provider, *, told: Callable[[str], None], hurry: threading.Event) -> Sequence[str]:
-        try:
-            return end_all(provider, told=told, hurry=hurry)
-        except Exception as error:  # the provisioning logs it, and the command ends with this error
-            self._left = error
-            raise
-
-    def noticed(self, vm: str, lead_s: float) -> None:
-        """Handle a VM's notice; from any thread."""
-        if vm in self._vms:
-            self._events.put(Noticed(lead_s))
+        if self._provisioning.left is not None:
+            raise self._provisioning.left
 
     def _happened(self, event: Event) -> None:
         self._state, actions, reason = decide(self._state, event, time.monotonic() - self._begin_s)
@@ -221,18 +188,16 @@ class Launcher:
         """Return the controller's events for the provider's VMs; ProviderError if further requests are useless."""
         match item:
             case NodesGranted(request=name, nodes=nodes) if len(nodes) >= self._source.num_devices:
-                self._nodes[name] = nodes
-                self._in_queue[name] = set(item.waiting)
-                if not item.waiting:
-                    yield Came(name)
-            case NodesStarted(request=name, nodes=nodes) if self._in_queue.get(name):
-                self._in_queue[name] -= set(nodes)
-                if not self._in_queue[name]:
-                    yield Came(name)
+                self._nodes[name], self._in_queue[name] = nodes, set(item.waiting)
+                yield from self._began(name, ())
+            case NodesStarted(request=name, nodes=nodes) if name in self._in_queue:
+                yield from self._began(name, nodes)
             case NodesGranted(short="input", detail=detail):
                 raise Misconfigured(detail)
-            case WorkerLost(cause=cause, unfit=True):
-                raise Misconfigured(cause)
+            case WorkerLost(worker=node, cause=cause, unfit=True):
+                raise Misconfigured(f"{vm_of(node)} cannot be used: {cause}")
+            case NoticeGiven(worker=node, lead_s=lead_s) if vm_of(node) in self._vms:
+                yield Noticed(lead_s)
             case NodesGranted(nodes=nodes):
                 self._provisioning.release(ReleaseNodes(nodes=nodes))
                 yield Denied(f"there are VMs for {len(_vms_of(nodes))} of a group alone")
@@ -248,8 +213,15 @@ class Launcher:
                     del self._in_queue[name]
                     self._provisioning.release(ReleaseNodes(nodes=self._nodes[name]))
                     yield Denied(f"{vm_of(node)} left the queue and never began")
-            case Fact(name=name, detail=detail) if name in TOLD:
-                log.info("%s", detail)
+            case Fact(name=name, worker=node, detail=detail) if name in TOLD:
+                log.info("%s%s", "" if node is None else f"{node}: ", detail)
+
+    def _began(self, request: str, nodes: Sequence[str]) -> Iterator[Event]:
+        """Record that nodes wait in no queue; a group has come once none of its nodes does."""
+        self._in_queue[request].difference_update(nodes)
+        if not self._in_queue[request]:
+            del self._in_queue[request]
+            yield Came(request)
 
     def _told(self, told: Told) -> None:
         if isinstance(told, Given) and told.certain and told.lead_s is not None:
@@ -271,7 +243,7 @@ class Launcher:
         if failed is not None or None not in codes:
             yield Ended(failed or 0)
             return
-        if any(vm in self._gone or self._machines.is_lost(vm) for vm in self._vms):
+        if self._gone.intersection(self._vms) or self._machines.are_silent(self._vms):
             self._take()
             return
         yield Tick()

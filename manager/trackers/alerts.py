@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from manager.host.plain_http import HttpFailed, fetch
 from manager.host.signals import BY_USER
-from manager.trackers.sinks import Noted, Told
+from manager.trackers.sinks import Noted, Sink, Told
 from morph.contract.cluster import Notify
 from morph.contract.errors import ConfigError
 from morph.contract.happenings import Happening, RunEnded, StepDone, Trouble
@@ -45,8 +45,8 @@ AT_MOST = 20
 """The largest number of alerts in ``AGAIN_S``."""
 
 
-class Alerts:
-    """A ``Sink`` that reports trouble; what it has reported is stored in ``RUN_DIR/trackers/notify.json``.
+class Alerts(Sink):
+    """Reports trouble; what it has reported is stored in ``RUN_DIR/trackers/notify.json``.
 
     ``notify``: where and when to send alerts. ``budget_usd``: the limit of the run's cost; None: no limit. ``say``:
     reports a failed alert to the manager, without secrets. ``clock``: returns seconds since 1970. ``forever``: another
@@ -129,9 +129,6 @@ class Alerts:
             self._stopped = True
             sentence = "the run's manager is gone; another one goes on by itself (--forever)"
             self._alert("manager_gone", sentence, stopped=True, down=True)
-
-    def close(self) -> None:
-        """See ``Sink.close``."""
 
     def _look_at_budget(self, step: StepDone) -> None:
         most, share = self._budget_usd, self._notify.budget_share

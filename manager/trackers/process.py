@@ -1,4 +1,7 @@
-"""The process of one tracker or callback: ``python -m manager.trackers.process``, as ``supervisor`` starts it.
+"""The process of one helper: ``python -m manager.trackers.process``, as ``supervisor`` starts it, or ``morph sample``.
+
+Each helper has a process of its own: a call that hangs is then ended without the others, and none gets credentials of
+another. A tracker, a callback, the sender of alerts and ``Job.sample`` differ in their ``Sink`` alone.
 
 It follows the journal of a run from its first line and reports new events, until its standard input ends; then it
 reports the rest and ends. It writes each error as a line to standard output, and to its log. If one call takes too
@@ -14,8 +17,8 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -81,11 +84,15 @@ class _Watchdog:
         self._over_s: float | None = None
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def begin(self, what: str) -> None:
+    @contextmanager
+    def bounds(self, what: str) -> Iterator[None]:
+        """Bound a call, and report its CallbackFailed; any other error ends the process."""
         self._since_s, self._what = time.monotonic(), what
         faulthandler.dump_traceback_later(self._limit_s + GRACE_S, exit=True, file=2)
-
-    def end(self) -> None:
+        try:
+            yield
+        except CallbackFailed as error:
+            say(str(error))
         self._what = ""
         faulthandler.cancel_dump_traceback_later()
 
@@ -140,35 +147,27 @@ def follow(watching: Watching, sink: Sink) -> None:
     """Report the journal's events, until standard input ends."""
     watchdog, is_over = _Watchdog(watching.limit_s), False
     reader = reader_of(watching)
-    watchdog.begin("its start")
-    told = sink.open()
-    watchdog.end()
+    with watchdog.bounds("its start"):
+        told = sink.open()
     journal: Journal | None = None
     try:
         while True:
             journal = journal or _opened(watching.journal)
             for sequence, happenings in () if journal is None else reader.new(journal, LINES_AT_ONCE):
-                if happenings and isinstance(sink, Callback | Alerts) and not sink.begin(sequence):
-                    continue
-                for happening in happenings:
-                    if not told.has(happening):
-                        watchdog.begin(f"{type(happening).__name__} of step {happening.step}")
-                        try:
-                            sink.tell(happening)
-                        except CallbackFailed as error:
-                            say(str(error))
-                        watchdog.end()
-            watchdog.begin("writing")
-            sink.flush()
-            watchdog.end()
+                if happenings and sink.begin(sequence):
+                    for happening in happenings:
+                        if not told.has(happening):
+                            with watchdog.bounds(f"{type(happening).__name__} of step {happening.step}"):
+                                sink.tell(happening)
+            with watchdog.bounds("writing"):
+                sink.flush()
             if is_over:
                 break
             is_over = bool(select.select([sys.stdin], [], [], POLL_S)[0])  # only its end can come
-        watchdog.begin("its end")
-        if isinstance(sink, Alerts) and not sys.stdin.readline():
-            sink.manager_gone()
-        sink.close()
-        watchdog.end()
+        with watchdog.bounds("its end"):
+            if not sys.stdin.readline():
+                sink.manager_gone()
+            sink.close()
     finally:
         if journal is not None:
             journal.close()
@@ -181,7 +180,7 @@ def _opened(path: Path) -> Journal | None:
         return None
 
 
-def main() -> int:
+def main(make: Callable[[Watching], Sink] = sink_of) -> int:
     """Run as the first line of standard input says."""
     watching = Watching.model_validate_json(sys.stdin.readline())
     os.dup2(2, 1)
@@ -190,7 +189,7 @@ def main() -> int:
     try:
         # a killed manager's process may still be reporting the rest
         with locked(watching.run_dir / "trackers" / f"{name}.lock", REST_S + watching.limit_s + GRACE_S, say):
-            follow(watching, sink_of(watching))
+            follow(watching, make(watching))
     except Exception as error:
         say(f"{type(error).__name__}: {error}")
         raise

@@ -9,9 +9,10 @@ import os
 import re
 import secrets
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from morph.contract.base import Value
 from morph.contract.errors import ConfigError
@@ -51,20 +52,29 @@ class Told(NamedTuple):
         return happening.step <= self.step - (not isinstance(happening, StepDone))
 
 
-class Sink(Protocol):
-    """A receiver of events, in their order."""
+class Sink(ABC):
+    """A receiver of events, in their order. Each call has a limit, after which another process continues after it."""
 
     def open(self) -> Told:
         """Get ready; return what an earlier process has received."""
+        return Told()
 
+    def begin(self, sequence: int) -> bool:  # noqa: ARG002
+        """Return whether the events of this line of the journal are still to be received."""
+        return True
+
+    @abstractmethod
     def tell(self, happening: Happening) -> None:
-        """Receive one event."""
+        """Receive one event; CallbackFailed reports an error after which the next event is received."""
 
-    def flush(self) -> None:
-        """Handle that no more events come for now."""
+    def flush(self) -> None:  # noqa: B027
+        """Handle that no more events come for now; errors as of ``tell``."""
 
-    def close(self) -> None:
-        """Handle that the session is over."""
+    def manager_gone(self) -> None:  # noqa: B027
+        """Handle that the manager vanished without an end."""
+
+    def close(self) -> None:  # noqa: B027
+        """Handle that the session is over, after the last ``flush``; errors as of ``tell``."""
 
 
 def numbers_of(happening: Happening) -> dict[str, float]:
@@ -93,7 +103,7 @@ def numbers_of(happening: Happening) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """Event files in ``RUN_DIR/tensorboard``; each process adds one, and continues after their content."""
 
     def __init__(self, run_dir: Path, job: str) -> None:  # noqa: ARG002 (as every tracker)
@@ -156,7 +166,7 @@ class Noted:
         write_whole(self._path, json.dumps(self.known), PRIVATE)
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Sink):
     """A run of W&B, the same one after a resume; ``WANDB_*`` in the environment set its place and name."""
 
     def __init__(self, run_dir: Path, job: str) -> None:
@@ -199,11 +209,10 @@ class WeightsAndBiases:
             self._noted.note(step_done=self._told.step, evaluated=self._told.evaluated)
 
     def close(self) -> None:
-        self.flush()
         self._run.finish()
 
 
-class MlFlow:
+class MlFlow(Sink):
     """A run of MLflow, the same one after a resume, at the place set by ``MLFLOW_*``, or else in the run directory."""
 
     def __init__(self, run_dir: Path, job: str) -> None:
@@ -253,11 +262,8 @@ class MlFlow:
             self._client.log_batch(self._id, metrics=self._waiting[first : first + 1000])
         self._waiting.clear()
 
-    def close(self) -> None:
-        self.flush()
 
-
-class Callback:
+class Callback(Sink):
     """A user's object whose methods are called. A method that fails is reported once, and the next one is called.
 
     A record that is written before each call prevents the same call in a later process.
@@ -301,12 +307,6 @@ class Callback:
             if method not in self._failed:
                 self._failed.add(method)
                 raise CallbackFailed(f"{method} failed at step {happening.step}: {_text(error)}") from error
-
-    def flush(self) -> None:
-        """See ``Sink.flush``."""
-
-    def close(self) -> None:
-        """See ``Sink.close``."""
 
 
 class CallbackFailed(Exception):

@@ -21,7 +21,7 @@ from manager.trackers.process import Watching
 
 END_S, SAMPLES_END_S = 20.0, 120.0
 MOST_STARTS = 5
-LIMIT_OF_A_CALL_S = 60.0
+LIMIT_OF_A_CALL_S, LIMIT_OF_A_SAMPLE_S = 60.0, 3600.0
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 OWN_VARIABLES = {"wandb": ("WANDB_", "NETRC", *PROXIES), "mlflow": ("MLFLOW_", *PROXIES), "notify": PROXIES}
 """The prefixes of a process's own variables, credentials included, which it gets in addition to harmless ones."""
@@ -126,8 +126,7 @@ class _Watcher(threading.Thread):
                 )
             if self._given_up:
                 process.kill()
-            if self.watching.kind != "samples":
-                self._write(process, self.watching.model_dump_json())
+            self._write(process, self.watching.model_dump_json())
             if self._ending.is_set():
                 self._tell_end(process)
             return process

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map
 NAME = "gpu"
 aten = torch.ops.aten
 _SET = aten.set_.source_Storage_storage_offset
+_COPIES_OF = aten._copy_from.default, aten._copy_from_and_resize.default
 _VIEWS = {
     aten.as_strided.default,
     aten.view.default,
@@ -204,7 +205,7 @@ def _run(operation: Any, *args: Any, **kwargs: Any) -> Any:
         return _alike(operation, *args, **kwargs)
     given = [one for one in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
     hosts = [one for one in given if not is_on_device(one) and one.dim()]
-    if operation in (aten._copy_from.default, aten._copy_from_and_resize.default):
+    if operation in _COPIES_OF:
         return _copied(*args[:2])
     if hosts and len(hosts) < len(given):
         raise RuntimeError(f"{operation}: expected all tensors to be on the same device")

@@ -18,7 +18,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-import manager.notices.server as vm_server
+from manager.engine.joining import notice_server
 from manager.engine.joining.certificates import Tls, certificates_of, load_authority, make_certificates
 from manager.engine.joining.enrolment_desk import LIFE, EnrolmentDesk
 from manager.engine.joining.notice_server import NoticeServer
@@ -189,7 +189,7 @@ def test_malformed_requests_are_rejected_even_with_the_secret(
 
 
 def test_a_slow_client_is_rejected_however_steadily_it_sends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vm_server, "HELLO_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(notice_server, "HELLO_TIMEOUT_S", 0.3)
     connection = socket.create_connection(("127.0.0.1", world.server.port), BOUND_S)
     connection.settimeout(0.05)
     with connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -200,7 +200,7 @@ def test_a_slow_client_is_rejected_however_steadily_it_sends(world: World, monke
             with contextlib.suppress(TimeoutError):
                 received = connection.recv(1000)
         assert not received, "it was listened to for ever"
-    monkeypatch.setattr(vm_server, "HELLO_TIMEOUT_S", BOUND_S)  # a node may be slow too
+    monkeypatch.setattr(notice_server, "HELLO_TIMEOUT_S", BOUND_S)  # a node may be slow too
     assert world.enrol() == ADDRESS
 
 

@@ -328,9 +328,8 @@ BY_ITSELF = """
 import ctypes, os, sys, time
 import manager.trackers.process as process
 process.GRACE_S = 0.5
-watchdog = process._Watchdog(1.0)
-watchdog.begin("StepDone of step 1")
-{hang}
+with process._Watchdog(1.0).bounds("StepDone of step 1"):
+    {hang}
 """
 
 

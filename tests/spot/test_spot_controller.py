@@ -10,12 +10,14 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
-from typer.testing import CliRunner
 
 from manager.controller.state.events import NodesGranted, NodesStarted, WorkerLost
+from manager.engine.loop.event_queue import EventQueue
+from manager.engine.loop.silence import Signs
 from manager.host.folders import sweep
 from manager.host.processes import wait_gone
 from manager.providers.local import LocalProvider
@@ -44,9 +46,9 @@ from manager.spot.controller import (
     interval_s,
 )
 from manager.spot.launcher import Launcher, Source
-from manager.spot.local import LocalMachines
+from manager.spot.local import LocalVms
+from manager.spot.script_server import ScriptServer
 from manager.spot.spec import SpotJob
-from morph.cli.main import app
 from tests.engine.fake_cloud import FakeCloud
 
 
@@ -181,7 +183,7 @@ def test_when_the_script_ends_all_is_over(before: tuple[tuple[float, Event], ...
 WATCHER = """
 import sys, time
 from pathlib import Path
-from manager.spot.script_process import ScriptProcess
+from manager.spot.agent import ScriptProcess
 
 options = {"user": 65534, "group": 65534, "extra_groups": []} if sys.argv[2] == "another user" else {}
 script = ScriptProcess(Path(sys.argv[1]), ["sleep", "600"], "", None, {}, **options)
@@ -208,29 +210,6 @@ def test_a_script_ends_when_its_agent_is_killed(user: str, tmp_path: Path) -> No
 
 
 TIMEOUT_S = 100.0
-
-
-def told_of(text: str, tmp_path: Path) -> str:
-    """Return what the command says about a job file before it starts anything."""
-    path = tmp_path / "job.yaml"
-    path.write_text(text)
-    done = CliRunner().invoke(app, ["spot-run", str(path), "--", "touch", str(tmp_path / "started")])
-    assert done.exit_code == 2, done.output
-    assert not (tmp_path / "started").exists()
-    return done.stderr.replace(str(path), "job.yaml").rstrip("\n")
-
-
-def test_storage_without_its_driver_is_refused_before_any_vm(tmp_path: Path) -> None:
-    told = told_of("storage: nowhere://bucket/job\n", tmp_path)
-    assert told == (
-        "error: job.yaml: storage: cannot be used: Protocol not known: nowhere (got 'nowhere://bucket/job'); "
-        "allowed: a URL fsspec knows"
-    )
-
-
-def test_a_wrong_source_of_notices_is_refused_with_the_valid_names(tmp_path: Path) -> None:
-    told = told_of("storage: backups\nnotices: azur\n", tmp_path)
-    assert told.endswith("(got 'azur'); allowed: '' or azure or aws or gcp")
 
 
 @pytest.mark.slow
@@ -277,9 +256,10 @@ class Interrupting(LocalProvider):
 def test_ctrl_c_while_vms_are_ended_leaves_none_of_them(tmp_path: Path) -> None:
     code = tmp_path / "code"
     code.mkdir()
-    machines = LocalMachines(tmp_path / "vms", code)
-    provider = Interrupting(machines, max_vms=2)
-    launcher = Launcher(SpotJob(storage=str(tmp_path / "backups")), ["true"], Source(provider, 1), machines, None)
+    job, events = SpotJob(storage=str(tmp_path / "backups")), EventQueue()
+    machines = ScriptServer(events, "secret")
+    provider = Interrupting(LocalVms(machines, "secret", tmp_path / "vms", code), max_vms=2)
+    launcher = Launcher(job, ["true"], Source(provider, 1), machines, None, events)
     try:
         assert launcher.run().code == 0
     except KeyboardInterrupt:
@@ -290,7 +270,7 @@ def test_ctrl_c_while_vms_are_ended_leaves_none_of_them(tmp_path: Path) -> None:
 
 def test_a_group_has_come_once_its_last_vm_has_left_the_queue() -> None:
     job = SpotJob(name="job", storage="memory://job")
-    launcher = Launcher(job, ["true"], Source(FakeCloud(), 2), None, None)  # type: ignore[arg-type]
+    launcher = Launcher(job, ["true"], Source(FakeCloud(), 2), None, None, EventQueue())  # type: ignore[arg-type]
     nodes = ("job-1-0", "job-1-1")
 
     def told(item: NodesGranted | NodesStarted | WorkerLost) -> list[Event]:
@@ -305,3 +285,25 @@ def test_a_group_has_come_once_its_last_vm_has_left_the_queue() -> None:
     assert told(WorkerLost(worker="job-1-0", cause="cancelled")) == []
     assert told(NodesGranted(request="job-3", nodes=nodes)) == [Came("job-3")]
     launcher._provisioning.close()
+
+
+def test_a_launcher_that_was_paused_takes_no_vm_for_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now_s[0])
+    for module in ("manager.engine.loop.silence", "manager.spot.script_server"):
+        monkeypatch.setattr(f"{module}.time", clock)
+    server = ScriptServer(EventQueue(), "secret")
+    server.start(["a"], ["true"], "storage")
+    server._vms["a"].signs = Signs(ready=True, beat_sent_s=0.0)
+
+    def is_silent_after(seconds: float, every_s: float) -> bool:
+        until_s, found = now_s[0] + seconds, []
+        while now_s[0] < until_s:
+            now_s[0] += every_s
+            found.append(server.are_silent(["a"]))
+        return found[-1]
+
+    assert not is_silent_after(3600, every_s=3600)
+    assert not is_silent_after(60, every_s=0.5)
+    assert is_silent_after(2, every_s=0.5)
+    server.close()

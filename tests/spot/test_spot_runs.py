@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+from manager.engine.loop.event_queue import EventQueue
 from manager.engine.vms.budget import Spending
 from manager.providers.interface.provider import Misconfigured
 from manager.providers.local import LocalProvider
@@ -94,7 +95,7 @@ def run(
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(code)  # for "here"
     popen = subprocess.Popen if nursery is None else nursery.popen
-    monkeypatch.setattr("manager.spot.script_process.subprocess", SimpleNamespace(Popen=popen))
+    monkeypatch.setattr("manager.spot.agent.subprocess", SimpleNamespace(Popen=popen))
     job = SpotJob(storage=str(folder / "backups"), vms=vms, num_vms=num_vms)
     lives = Takings(takings, folder) if takings else None
     where = None if vms == "here" else code
@@ -216,7 +217,7 @@ def test_hosts_over_ssh_run_the_code_and_are_left_clean(
 
 
 class Played:
-    """``Machines`` without any VMs: the script does a step at once, and ends on the second VM."""
+    """A ``ScriptServer`` without any VMs: the script does a step at once, and ends on the second VM."""
 
     def __init__(self) -> None:
         self.started: list[str] = []
@@ -233,7 +234,7 @@ class Played:
 
     def save(self, vm: str, number: int) -> None: ...
 
-    def is_lost(self, vm: str) -> bool:
+    def are_silent(self, vms: Sequence[str]) -> bool:
         return False
 
     def end(self, vms: Sequence[str]) -> None: ...
@@ -272,7 +273,7 @@ def test_the_next_vm_is_requested_at_the_notice_where_limits_allow(max_vms: int,
             return (Change(until_s, "taken", (vm,)),) if until_s - since_s > 0.3 and fleet.most == most else ()
 
     source = Source(LocalProvider(fleet, 2), 1, 1, Spending(Limits(max_vms=max_vms)))
-    outcome = Launcher(SpotJob(storage="x"), ["true"], source, machines, Taken()).run()
+    outcome = Launcher(SpotJob(storage="x"), ["true"], source, machines, Taken(), EventQueue()).run()
     assert (outcome.code, outcome.num_vms, fleet.most, fleet.living) == (0, 2, most, 0)
 
 
@@ -286,7 +287,7 @@ def test_the_next_vm_is_requested_at_the_notice_where_limits_allow(max_vms: int,
 def test_where_limits_allow_no_group_at_all_the_command_ends(limits: dict[str, float], said: str) -> None:
     source = Source(LocalProvider(Counted(), 2), 2, 2, Spending(Limits.model_validate(limits)))
     with pytest.raises(Misconfigured, match=f"no VM may be requested: .*{said}"):
-        Launcher(SpotJob(storage="x"), ["true"], source, Played(), None).run()
+        Launcher(SpotJob(storage="x"), ["true"], source, Played(), None, EventQueue()).run()
 
 
 @pytest.mark.system
@@ -320,11 +321,18 @@ def test_the_command_ends_with_the_script_s_code_and_leaves_nothing(tmp_path: Pa
         ("storage: x\ncode: nowhere\n", "code: is not a folder (got 'nowhere')"),
         ("storage: x\npreemptions: {mttp_s: 0}\n", "preemptions.mttp_s"),
         ("vms: local\n", "storage"),
+        ("storage: x\nnotices: azur\n", "(got 'azur'); allowed: '' or azure or aws or gcp"),
+        (
+            "storage: nowhere://bucket/job\n",
+            "storage: cannot be used: Protocol not known: nowhere (got 'nowhere://bucket/job'); "
+            "allowed: a URL fsspec knows",
+        ),
+        ("storage: x\n", "COMMAND: cannot be started (got './train'); allowed: a program: -- python train.py"),
     ],
 )
 def test_a_job_that_cannot_be_run_is_refused_in_a_sentence(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "job.yaml").write_text(text)
-    result = CliRunner().invoke(app, ["spot-run", str(tmp_path / "job.yaml"), "--", "true"])
+    result = CliRunner().invoke(app, ["spot-run", str(tmp_path / "job.yaml"), "--", "./train"])
     assert result.exit_code == 2
     assert said in result.output
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -522,11 +520,3 @@ def test_a_jobs_function_is_called_with_the_model_of_the_newest_checkpoint(tmp_p
 
     code, said = morph("sample", trained_run(spec_of("plain"), tmp_path / "plain"))
     assert (code, "Job: sample: is not given; allowed: lambda model, step: text" in said) == (2, True)
-
-
-@pytest.mark.parametrize("said", [b"", b"end\n"], ids=["a dead manager", "a finished run"])
-def test_a_jobs_function_that_hangs_ends_with_the_run(said: bytes) -> None:
-    code = "import threading, manager.commands.sample as s; s.end_with_the_run(0.05); threading.Event().wait()"
-    done = subprocess.run([sys.executable, "-c", code], input=said, capture_output=True, timeout=60, check=False)
-    assert done.returncode == 75
-    assert b"the run is over, and Job.sample did not return within 0.05 s" in done.stderr

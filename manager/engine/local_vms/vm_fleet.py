@@ -27,6 +27,9 @@ class VmHost(Protocol):
     def prepare_kill(self, names: Sequence[str]) -> Callable[[], None]:
         """Prepare to kill VMs without warning, all at once; calling the result kills them."""
 
+    def settle(self) -> None:
+        """Record that another manager could find the VMs from now on."""
+
 
 class VmFleet:
     """Boots VMs from its own threads; ``request`` and ``revoke`` return at once, from any thread.

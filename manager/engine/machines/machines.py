@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from manager.engine.joining.link_server import Entrance, LinkServer, listen
 from manager.engine.joining.notice_server import NoticeServer
@@ -28,13 +28,6 @@ if TYPE_CHECKING:
 MakeSetup = Callable[[str], WorkerSetup]
 
 
-class KeptVms(VmHost, Protocol):
-    """VMs that outlive a killed manager."""
-
-    def settle(self) -> None:
-        """Record that another manager could find the VMs from now on."""
-
-
 @dataclass(frozen=True)
 class Provided:
     """The parts added if a provider brings the VMs. ``joined``: the workers in the cluster, with addresses."""
@@ -52,7 +45,7 @@ class Machines:
     that have joined since then. ``provided``: None if the VMs are on this machine.
     """
 
-    vms: KeptVms
+    vms: VmHost
     pool: WorkerPool
     address_of: Callable[[str], str]
     attachment: Attachment

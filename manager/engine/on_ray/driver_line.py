@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from manager.engine.on_ray.driver_messages import MAX_LINE_BYTES, Hello, Kill, Nodes, Start, Told, read_told, write
 from morph.contract.errors import ClusterError
@@ -17,16 +16,6 @@ log = logging.getLogger(__name__)
 SEND_TIMEOUT_S = 10.0
 SHORT_LIFE_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
-
-
-class Attendant(Protocol):
-    """Receives a driver's reports, in the thread of a ``DriverLine``."""
-
-    def told(self, told: Told) -> None:
-        """Handle the driver's report about a worker."""
-
-    def connected(self) -> None:
-        """Handle the connection of a new driver, which knows no workers yet."""
 
 
 class DriverLine:
@@ -42,7 +31,8 @@ class DriverLine:
         self._changed = threading.Condition()
         self._connection: socket.socket | None = None
         self._nodes: dict[str, str] | None = None
-        self._attendant: Attendant | None = None
+        self._told: Callable[[Told], object] = bool
+        self._connected: Callable[[], object] = bool
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="morph-ray-driver", daemon=True)
 
@@ -50,9 +40,9 @@ class DriverLine:
         """Start the driver; ``wait_for_nodes`` returns whether it came up."""
         self._thread.start()
 
-    def attend(self, attendant: Attendant) -> None:
-        """Set the receiver of reports. Called once, after the driver is connected."""
-        self._attendant = attendant
+    def attend(self, told: Callable[[Told], object], connected: Callable[[], object]) -> None:
+        """Set what the line's thread calls with each report, and for each new driver; once one is connected."""
+        self._told, self._connected = told, connected
 
     @property
     def nodes(self) -> dict[str, str]:
@@ -136,12 +126,11 @@ class DriverLine:
             self.lacks = told.lacks
             return
         if isinstance(told, Told):
-            if self._attendant is not None:
-                self._attendant.told(told)
+            self._told(told)
             return
         with self._changed:
             is_first = self._nodes is None
             self._nodes = told.workers
             self._changed.notify_all()
-        if is_first and self._attendant is not None:
-            self._attendant.connected()
+        if is_first:
+            self._connected()

@@ -49,7 +49,7 @@ class RayLauncher:
         self._workers: dict[str, _Started] = {}
         self._unsent_kills: set[str] = set()
         self._changed = threading.Condition()
-        driver.attend(self)
+        driver.attend(self.told, self.connected)
 
     def start_worker(self, worker: str, vm: str) -> None:
         with self._changed:
@@ -77,6 +77,7 @@ class RayLauncher:
             return [worker for worker, found in self._workers.items() if found.is_known]
 
     def told(self, told: Told) -> None:
+        """Handle the driver's report about a worker."""
         with self._changed:
             found = self._workers.get(told.worker)
             if found is None:
@@ -95,6 +96,7 @@ class RayLauncher:
             self._failed(told.worker, told.cause)
 
     def connected(self) -> None:
+        """Handle the connection of a new driver, which knows no workers yet."""
         with self._changed:
             kills, self._unsent_kills = self._unsent_kills, set()
             workers = [worker for worker, found in self._workers.items() if not found.is_known]

@@ -88,6 +88,8 @@ class Provisioning:
         self._waits_for: dict[str, str] = {}
         self.failure: Exception | None = None
         """The reason why the last failed request was refused, if repeating the request does not help."""
+        self.left: Exception | None = None
+        """The reason why ``close`` may have left VMs."""
         self._inherited: tuple[frozenset[str], frozenset[RequestId]] | None = None
         self._has_begun = False
         self._nodes = frozenset(nodes)
@@ -176,6 +178,7 @@ class Provisioning:
             for left in self._end_all(self._provider, told=told, hurry=self._hurry):
                 self._fact("orphan_ended", left)
         except Exception as error:  # any error: the user must be told, and the rest closed
+            self.left = error
             granted = self._registry.granted()
             named = any(vm in str(error) for vm in granted)  # otherwise it is unknown which VMs are left
             perhaps = f"; {', '.join(granted)} may exist" if granted and not named else ""

@@ -182,7 +182,8 @@ class AwsProvider:
         self._drop_version(version)
         if not errors:
             raise Transient(f"VM {name}: its fleet has neither an instance nor an error")
-        raise _chief([fleet_error(code, message, f"VM {name}") for code, message in errors])
+        found = [fleet_error(code, message, f"VM {name}") for code, message in errors]  # each type and zone has its own
+        raise min(found, key=lambda error: OF_A_FLEET.index(type(error)))
 
     def _drop_version(self, version: str) -> None:
         """Delete a version whose instance is listed, ended or refused: it holds secrets, and 10,000 are allowed."""
@@ -263,11 +264,6 @@ class AwsProvider:
 
     def capabilities(self) -> Capabilities:
         return Capabilities(spot=self._spec.spot, zones=self._spec.zones, notices="aws", ending=self._ending)
-
-
-def _chief(errors: Sequence[ProviderError]) -> ProviderError:
-    """Return the most important error of a fleet: each type and zone has its own."""
-    return min(errors, key=lambda error: OF_A_FLEET.index(type(error)))
 
 
 def open_aws(

@@ -131,7 +131,6 @@ class AzureProvider:
         return granted
 
     def list(self) -> tuple[Vm, ...]:
-        """See ``Provider``."""
         return tuple(vm for vm, _ in self.group.look().vms)
 
     def delete(self, names: Sequence[str]) -> None:
@@ -180,7 +179,6 @@ class AzureProvider:
         return found
 
     def capabilities(self) -> Capabilities:
-        """See ``Provider``."""
         return Capabilities(spot=self._spec.spot, zones=self._spec.zones, notices="azure", ending=self._ending)
 
     def _usd_per_h(self, size: AzureSize) -> float | None:

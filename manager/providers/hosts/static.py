@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count as numbers
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
@@ -103,13 +103,6 @@ class Lease(Value):
     vm: Vm
 
 
-class Shell(Protocol):
-    """Runs a line on a host, with a secret on its standard input; returns its output, if any."""
-
-    def __call__(self, host: SshHost, remote: str, secret: str = "") -> str | None:
-        """See ``run_ssh``."""
-
-
 _LEASES: TypeAdapter[dict[str, Lease]] = TypeAdapter(dict[str, Lease])
 
 
@@ -117,7 +110,7 @@ class StaticProvider:
     """Leases hosts. The leases are in a file that several runs can share; it is locked while it is changed.
 
     ``run``: the name of the run that leases. ``secret``: given to a node on its standard input. ``shell``: runs a line
-    on a host. ``ending``: the command that ends the rest of the run.
+    on a host, as ``run_ssh`` does. ``ending``: the command that ends the rest of the run.
     """
 
     def __init__(
@@ -126,7 +119,7 @@ class StaticProvider:
         run: str,
         leases_path: Path,
         secret: str = "",
-        shell: Shell | None = None,
+        shell: Callable[..., str | None] | None = None,
         *,
         ending: str = "",
         job: str = "",
@@ -136,7 +129,7 @@ class StaticProvider:
         self._job = job
         self._path = leases_path
         self._secret = secret
-        self._shell: Shell = shell or run_ssh
+        self._shell = shell or run_ssh
         self._ending = ending
         self._stopped = threading.Event()
         self._passed_over: dict[str, str] = {}
@@ -197,7 +190,6 @@ class StaticProvider:
         return outcome(request, granted, {request: short})
 
     def list(self) -> tuple[Vm, ...]:
-        """See ``Provider``."""
         return tuple(self._ours().values())
 
     def delete(self, names: Sequence[str]) -> None:
@@ -216,11 +208,9 @@ class StaticProvider:
             raise not_ended(left)
 
     def evict(self, _name: str) -> bool:
-        """See ``Provider``."""
         return False
 
     def boot_log(self, name: str) -> str:
-        """See ``Provider``."""
         for key, vm in self._ours().items():
             if vm.name == name and key in self._hosts:
                 with suppress(ProviderError):
@@ -237,13 +227,11 @@ class StaticProvider:
         return ()
 
     def price(self, node_type: str = "") -> Price | None:
-        """See ``Provider``."""
         of_type = tuple(host for host in self._spec.hosts if node_type in ("", host.node_type))
         usd_per_h = self._spec.model_copy(update={"hosts": of_type}).dearest_usd_per_h if of_type else None
         return None if usd_per_h is None else Price(usd_per_h=usd_per_h, source="the file of hosts")
 
     def capabilities(self) -> Capabilities:
-        """See ``Provider``."""
         return Capabilities(spot=False, max_vms=len(self._hosts), ending=self._ending)
 
     def _pass_over(self, key: str, error: ProviderError) -> None:

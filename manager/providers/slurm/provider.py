@@ -164,7 +164,6 @@ class SlurmProvider:
         return outcome(request, vms, {} if refused is None else {request: refused})
 
     def list(self) -> tuple[Vm, ...]:
-        """See ``Provider``."""
         return tuple(self._vm(job) for job in self._one_each(self._jobs()) if job.phase != "over")
 
     def delete(self, names: Sequence[str]) -> None:
@@ -218,12 +217,10 @@ class SlurmProvider:
         return ()
 
     def price(self, node_type: str = "") -> Price | None:  # noqa: ARG002 (each costs the same)
-        """See ``Provider``."""
         usd_per_h = self._spec.usd_per_h
         return None if usd_per_h is None else Price(usd_per_h=usd_per_h, source="the cloud file")
 
     def capabilities(self) -> Capabilities:
-        """See ``Provider``."""
         return Capabilities(spot=True, max_vms=self._spec.max_jobs, notices="slurm", ending=self._ending)
 
     def runs(self) -> Mapping[str, str]:
