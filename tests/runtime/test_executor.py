@@ -246,23 +246,15 @@ def test_sends_in_progress_do_not_hold_up_the_next_forward() -> None:
     assert executor.peaks.unsent_activations == COUNT
 
 
-def test_gradients_on_their_way_do_not_hold_up_the_next_backward() -> None:
+def test_gradients_on_their_way_hold_up_neither_the_next_backward_nor_the_reductions() -> None:
     into, back = Wire(instant=True), Wire()
-    stage = FakeStage(recompute=False)
-    executor = run("1f1b", DEPTH - 1, stage, last_stage(into, back), lambda: pytest.fail("nothing is late"))
-    assert "".join(stage.ran) == "FB" * COUNT
-    assert executor.peaks.unsent_gradients == COUNT
-
-
-def test_the_reductions_need_not_wait_until_the_last_gradients_have_left() -> None:
-    into, back = Wire(instant=True), Wire()
-    best = planned("1f1b", False)
-    work = StageWork(range(COUNT), best.orders[COUNT][-1], 1, False, BORDER, BORDER, last_stage(into, back))
+    stage, links = FakeStage(recompute=False), last_stage(into, back)
+    work = StageWork(range(COUNT), planned("1f1b", False).orders[COUNT][-1], 1, False, BORDER, BORDER, links)
     interrupt = Script(lambda: pytest.fail("nothing is late"))
-    stage = FakeStage(recompute=False)
     executor = Executor(stage, work, interrupt, FaultPlan([]), torch.device("cpu"))
     executor.run(no_sums())
-    assert len(back.under_way) == COUNT
+    assert "".join(stage.ran) == "FB" * COUNT
+    assert executor.peaks.unsent_gradients == len(back.under_way) == COUNT
     assert not any(transfer.done for transfer in back.under_way)
     executor.finish()
     assert all(transfer.done for transfer in back.under_way)

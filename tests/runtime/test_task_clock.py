@@ -18,7 +18,7 @@ from morph.runtime.device.task_clock import CoreTimes, EventClock, HostClock, Ta
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.step.executor import Executor
 from morph.runtime.step.schedule_cursor import Task
-from morph.runtime.step.stopwatch import Pace, Stopwatch
+from morph.runtime.step.stopwatch import MOST_KEPT, Pace, Stopwatch
 from tests.runtime.queued_device import QueuedDevice, QueuedEvent
 from tests.runtime.test_executor import COUNT, FakeStage, Wire, first_stage, run
 
@@ -69,23 +69,6 @@ def test_forwards_that_a_backward_runs_again_do_not_make_a_device_look_slow() ->
     run("varuna", 0, stage, first_stage(Wire(instant=True), Wire(instant=True)), lambda: None, begin)
     assert median_s(pace) == pytest.approx(0.12)
     assert watch.times().backward_s == pytest.approx(COUNT * ticks["B"] / 1e3)
-
-
-def test_launches_alone_would_not_show_it() -> None:
-    class LaunchClock(HostClock):
-        """The host's clock in ticks, which was used before."""
-
-        def __init__(self, device: QueuedDevice) -> None:
-            self._device = device
-
-        def mark(self) -> float:
-            return self._device.now / 1e3
-
-    found_s = []
-    for slowness in (1.0, 1.5):
-        device = QueuedDevice()
-        found_s.append(median_s(step_of(device, LaunchClock(device), slowness)[0]))
-    assert found_s[0] == pytest.approx(found_s[1])
 
 
 def test_the_host_waits_once_per_step_and_every_task_is_counted() -> None:
@@ -224,3 +207,23 @@ def test_a_device_that_hangs_is_not_waited_for_without_a_bound() -> None:
     with pytest.raises(WaitTimeout, match="the device to finish its work"):
         watch.settle(Interrupt(1, limit_s=0.01))
     released.set()
+
+
+def test_noted_times_of_the_newest_generation_are_collected_once() -> None:
+    pace = Pace()
+    pace.note(2, 9.0, 9.0, 9.0)
+    pace.note(3, 1.0, 0.5, 2.0)
+    pace.note(3, 1.1, 0.0, 2.1)
+    assert pace.collect() == MicroBatchTimes(
+        generation=3, forward_s=(1.0, 1.1), recompute_s=(0.5, 0.0), backward_s=(2.0, 2.1)
+    )
+    assert pace.collect() is None
+
+
+def test_without_collection_only_the_newest_micro_batches_are_kept() -> None:
+    pace = Pace()
+    for number in range(10 * MOST_KEPT):
+        pace.note(1, float(number), 0.0, 0.0)
+    found = pace.collect()
+    assert found is not None
+    assert found.forward_s == tuple(map(float, range(9 * MOST_KEPT, 10 * MOST_KEPT)))

@@ -102,16 +102,13 @@ class Stage:
 
     @property
     def num_stored(self) -> int:
-        """Micro-batches for which only the stage's input is kept."""
         return len(self._stored)
 
     @property
     def num_live(self) -> int:
-        """Micro-batches whose graphs are kept for the backward."""
         return len(self._runs)
 
     def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the forward of one micro-batch; returns the stage's outputs, detached."""
         if not self._recompute:
             runs = self._runs[micro_batch] = self._run(self._sections, micro_batch, inputs)
             return _detached(runs[-1])
@@ -132,7 +129,6 @@ class Stage:
     def backward(
         self, micro_batch: int, output_gradients: Sequence[Tensor | None], sink: GradientSink
     ) -> tuple[Tensor | None, ...]:
-        """Run the backward of one micro-batch; returns the gradients of the stage's inputs."""
         gradients = tuple(output_gradients)
         runs, behind = self._runs.pop(micro_batch), self._behind.pop(micro_batch, [])
         for group in reversed(self._groups):

@@ -282,20 +282,14 @@ class KnownSums:
             if running is not None and keep and every and left and left % every == 0:
                 self._offer(order.step, running.copies)
 
+        of = current.topology
         running = StepSums(
             current.units,
             current.plan.stages[current.slot.stage].sections,
             micro_batches,
             current.num_micro_batches(order),
             current.plan.num_sections - 1,
-            Rings(
-                current.topology.unit_rings,
-                current.topology.split_units,
-                current.topology.rounds,
-                current.ring_of,
-                current.interrupt,
-                self._faults,
-            ),
+            Rings(of.unit_rings, of.split_units, of.rounds, current.ring_of, current.interrupt, self._faults),
             salvage=salvage,
             held=[held_sum(entry.sum, self.parts) for entry in mine],
             keep=keep,
