@@ -15,6 +15,7 @@ ESTIMATED = {
     "llama-3-8b": ("llama_8b", _LARGE),
     "llama-3-8b-small": ("llama_8b_small", _SMALL),
     "llama-3-70b": ("llama_70b", _LARGE),
+    "mixtral-8x7b": ("mixtral_8x7b", _LARGE),
 }
 """Files, each with its job and types of GPU."""
 MICRO_BATCH_SIZES = (1, 2, 4)
