@@ -30,7 +30,7 @@ from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.messages import Source
 from morph.cutting import ParameterUnit
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.pre_copy.state_moves import NUM_PREFETCHED, MoveContext, take_units
+from morph.runtime.reshape.moves import NUM_PREFETCHED, MoveContext, take_units
 from morph.runtime.state.unit_state import UnitState
 
 NUM_UNITS = 24

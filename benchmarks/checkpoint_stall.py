@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from benchmarks.harness import head, in_turns, machine, numbers, row, spread
 from morph.cutting import ParameterUnit
+from morph.runtime.attendants.checkpoint_writer import CheckpointWriter
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.state.accumulators import Reduced
-from morph.runtime.state.checkpoint_writer import CheckpointWriter
 from morph.runtime.state.optimizer_state import optimizer_state
 from morph.runtime.state.unit_state import UnitState
 

@@ -58,9 +58,9 @@ from morph.contract.plan import Plan
 from morph.contract.rules import Rules
 from morph.contract.salvage import counted_in
 from morph.jobs.snapshot import collect, pack
+from morph.runtime.attendants.pre_copies import PreCopyLane
+from morph.runtime.attendants.wire import Frame
 from morph.runtime.groups.store import StoreHost
-from morph.runtime.pre_copy.lane import PreCopyLane
-from morph.runtime.pre_copy.wire import Frame
 from tests.device.worker_device import HERE, use_fake_device
 from tests.system.harness import JOB, TinyJob
 from tests.waiting import BOUND_S, PATIENCE, poll_until
@@ -158,7 +158,7 @@ def _serve(orders: Connection, control: Connection) -> None:
             "ahead": lambda order: workers[-1].ahead(order),
             "footprint": footprint,
             "arm": lambda faults, slow_s: _arm(workers[-1], faults, slow_s),
-            "counted": lambda: getattr(workers[-1]._sums._running, "_num_counted", 0),
+            "counted": lambda: getattr(workers[-1]._training.sums._running, "_num_counted", 0),
             "copied": lambda sender, step: _num_copied(workers[-1], sender, step),
             "ends": lambda: [type(one).__name__ for one in workers[-1]._generation.mailboxes.values()],  # type: ignore[union-attr]
             "staged_bytes": lambda: 0 if HERE.device is None else HERE.device.copied_bytes,

@@ -15,7 +15,7 @@ from morph.cutting.deferred_init.construct import build_really
 from morph.data import MicroBatchLoader
 from morph.jobs.job import load_job
 from morph.runtime.step.kernels import kernels_for, kernels_now, prepare_cublas, set_kernels
-from morph.runtime.step.section_run import autocast
+from morph.runtime.step.stage import autocast
 
 
 def synchronize(device: str) -> None:

@@ -29,7 +29,7 @@ from calibrate.timing.samples import ROUGHLY_WITHIN, Sampling
 from morph.contract.cluster import RingSetting
 from morph.cutting.sections.section import BoundaryTensor
 from morph.runtime.device.link_choice import Forming, room_for
-from morph.runtime.device.links import Link, link_over
+from morph.runtime.device.links import Link, Receiver, Sender, link_over
 from morph.runtime.device.nccl import communicators
 from morph.runtime.device.rings import CommunicatorSet
 from morph.runtime.groups.channels import Channel, GroupSet, GroupSpec, Ring, connect_store
@@ -38,7 +38,6 @@ from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, Fast
 from morph.runtime.state.fixed_point import prepare
 from morph.runtime.state.parts import Memory
 from morph.runtime.state.reduction import Reduction
-from morph.runtime.step.links import Receiver, Sender
 
 _WARM_UP = 2
 _TIMEOUT_S = 60.0

@@ -14,8 +14,7 @@ from morph.jobs.job import Job, Precision
 from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator, change_like
 from morph.runtime.state.fixed_point import first_exponent
 from morph.runtime.state.parts import Memory
-from morph.runtime.step.section_run import SectionRun, run_section, section_backward
-from morph.runtime.step.stage import seed_section
+from morph.runtime.step.stage import SectionRun, run_section, section_backward, seed_section
 
 _MOCK_GRADIENT = 1e-4
 LoadEntries = Callable[[Sequence[str]], Mapping[str, Tensor]]

@@ -65,7 +65,7 @@ def import_command(
         from morph.cutting import cut, export_job
         from morph.jobs.files import imported_once
         from morph.jobs.job import load_job
-        from morph.runtime.state.checkpoint_writer import write_initial_checkpoint
+        from morph.runtime.attendants.checkpoint_writer import write_initial_checkpoint
         from morph.runtime.state.model_state import ImportedParameters, ImportRules
 
         target = run_dir.resolve()

@@ -7,7 +7,7 @@ import inspect
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -192,6 +192,12 @@ class MicroBatchLoader:
         if self._first is None:
             self._first = self._recipe.like(self._dataset)
         return self._first
+
+
+def with_step(batch: Mapping[str, Tensor], job: Job, step: int) -> Mapping[str, Tensor]:
+    """Put the number of a step into the job's entry for it."""
+    name = job.step_entry
+    return {**batch, name: torch.full_like(batch[name], step)} if name is not None and name in batch else batch
 
 
 def data_of(job: Job, field: DataField = "dataset") -> MapDataset:

@@ -25,7 +25,7 @@ from morph.cutting.deferred_init.construct import build_really
 from morph.cutting.source.refusal import first_line
 from morph.cutting.trial_run.trial import rms
 from morph.data import MicroBatchLoader
-from morph.data.loader import data_of, lengths_of, recipe_of, short_sizes
+from morph.data.loader import data_of, lengths_of, recipe_of, short_sizes, with_step
 from morph.jobs.job import Job, OwnProgram, OwnSteps
 from morph.losses import Loss
 from morph.preflight.mean_loss import loss_warnings
@@ -33,9 +33,9 @@ from morph.preflight.plain_model import plain_model
 from morph.preflight.step_comparison import StepTrial
 from morph.runtime.state.accumulators import Accumulator, Reduced, finish_all
 from morph.runtime.state.unit_state import UnitState, apply_all, norms_sq
-from morph.runtime.step.section_run import run_step
+from morph.runtime.step.stage import run_step
 from morph.runtime.step.sums import told_losses
-from morph.runtime.workloads.evaluation import batch_keys, with_step
+from morph.runtime.workloads.evaluation import batch_keys
 
 NUM_STEPS = 3
 """A schedule that warms up begins with a step of length 0, and only the third loss shows the second's schedule."""

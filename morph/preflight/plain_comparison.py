@@ -37,7 +37,7 @@ from morph.preflight.own_program import NUM_STEPS as PROGRAM_STEPS
 from morph.preflight.own_program import check_padding, compare_with_program
 from morph.preflight.plain_model import plain_model, shortened
 from morph.preflight.step_comparison import NUM_STEPS, StepTrial
-from morph.runtime.step.section_run import AddGradient, run_step
+from morph.runtime.step.stage import AddGradient, run_step
 
 NUM_SEEDS = 3
 NUM_SAMPLES = 2

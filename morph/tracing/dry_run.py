@@ -17,8 +17,7 @@ from morph.cutting import CutModel, Section
 from morph.cutting.source.locate import definition_line
 from morph.jobs.job import Job
 from morph.runtime.state.optimizer_state import build_optimizer
-from morph.runtime.step.section_run import run_step
-from morph.runtime.step.stage import seed_section
+from morph.runtime.step.stage import run_step, seed_section
 from morph.tracing.findings import Place
 from morph.tracing.model_mode import ModelMode
 from morph.tracing.optimizer_mode import OptimizerMode

@@ -138,9 +138,9 @@ ROOT = Path(__file__).parents[2]
 def test_a_process_that_exchanges_messages_loads_nothing_that_exports_or_cuts() -> None:
     told = "import sys, calibrate.links.peer; print(*(name for name in sys.argv[1:] if name in sys.modules))"
     heavy = ("sympy", "morph.cutting.exporting.export", "calibrate.writing.measure", "ray")
-    command = [sys.executable, "-c", told, *heavy, "morph.runtime.step.links"]
+    command = [sys.executable, "-c", told, *heavy, "morph.runtime.device.links"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=BOUND_S, check=True)
-    assert done.stdout.split() == ["morph.runtime.step.links"]
+    assert done.stdout.split() == ["morph.runtime.device.links"]
 
 
 def test_a_secret_is_made_once_and_then_read(tmp_path: Path) -> None:

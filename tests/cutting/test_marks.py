@@ -15,7 +15,7 @@ from morph.contract.errors import ExportError, JobError
 from morph.cutting import CutModel, cut, export_job
 from morph.cutting.cuts.report import report_cuts
 from morph.cutting.exporting.exported_job import GraphJob, MarkedJob
-from morph.runtime.step.section_run import run_section
+from morph.runtime.step.stage import run_section
 from tests.cutting.zoo import ZOO
 
 pytestmark = pytest.mark.slow

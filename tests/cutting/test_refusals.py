@@ -301,7 +301,7 @@ class Words(nn.Module):
 def test_gradients_of_a_sparse_embedding_come_out_dense(
     tools: Any, decides: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from morph.runtime.step.section_run import run_section, section_backward
+    from morph.runtime.step.stage import run_section, section_backward
 
     items = [{"x": torch.tensor([index, (index + 1) % 8])} for index in range(8)]
     job = tools.make_job(lambda: Words(decides), mean_loss, items)

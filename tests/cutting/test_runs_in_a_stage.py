@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from morph.cutting import cut, export_job
 from morph.jobs.job import load_job
-from morph.runtime.step.section_run import run_section, section_backward
+from morph.runtime.step.stage import run_section, section_backward
 
 TINY_GPT = f"{Path(__file__).parents[2]}/configs/jobs/tiny_gpt.py:job"
 

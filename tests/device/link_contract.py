@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from morph.contract.errors import GenerationAborted, PeerLost
+from morph.runtime.attendants.wire import acknowledge, receive_frame
 from morph.runtime.device.links import Link, TensorSpec
 from morph.runtime.device.staging import Staging
 from morph.runtime.groups.channels import Channel, GroupSet, GroupSpec, Ring, Transfer, connect_store
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.store import StoreHost
-from morph.runtime.pre_copy.wire import acknowledge, receive_frame
 from morph.runtime.state import reduction as reducing
 from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator, Reduced
 from morph.runtime.state.parts import Memory

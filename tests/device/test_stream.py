@@ -13,8 +13,8 @@ from torch import Tensor
 
 from morph.contract.errors import GenerationAborted, PeerLost
 from morph.runtime.groups.channels import Pending
-from morph.runtime.pre_copy import stream
-from morph.runtime.pre_copy.stream import chunks, receive_tensors, send_tensors
+from morph.runtime.reshape import stream
+from morph.runtime.reshape.stream import chunks, receive_tensors, send_tensors
 from tests.device.device_tensors import placed, read
 from tests.device.fake_device import FakeDevice, only_device
 from tests.device.link_contract import BOUND_S, Pair

@@ -27,8 +27,8 @@ from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, version_folders
 from morph.contract.errors import CheckpointError, CheckpointsTaken, RunDirError
 from morph.contract.messages import Heartbeat
+from morph.runtime.attendants.checkpoint_writer import CheckpointWriter
 from morph.runtime.groups.faults import FaultPlan
-from morph.runtime.state.checkpoint_writer import CheckpointWriter
 from morph.runtime.state.unit_state import StateCopy
 from tests.checkpoint.fake_blobs import CONTAINER, blob_service
 from tests.checkpoint.fake_buckets import bucket_service

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from morph.checkpoint.manifest import DEVICE_ALIGNMENT
+from morph.runtime.attendants.wire import Frame, send_frame
 from morph.runtime.device.devices import device_for
 from morph.runtime.device.staging import PIECE_BYTES, Ready, moved, to_host
-from morph.runtime.pre_copy.wire import Frame, send_frame
 from tests.device.link_contract import BOUND_S, arrived
 
 CUDA = torch.device("cuda", 0)

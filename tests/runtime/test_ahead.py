@@ -17,14 +17,14 @@ from torch.nn import Parameter
 from morph.checkpoint.unit_files import to_payload
 from morph.contract.decided import Decided, LossScale
 from morph.contract.errors import GenerationAborted, PeerLost
-from morph.contract.messages import PreCopyMove, PreCopyOrder, ReshapeOrder, Slot, Source
+from morph.contract.messages import PreCopyMove, PreCopyOrder, ReshapeOrder, Slot, Source, StepOrder
 from morph.cutting.sections.section import ParameterUnit
+from morph.runtime.attendants import outgoing
+from morph.runtime.attendants.pre_copies import PreCopyLane
+from morph.runtime.attendants.rendezvous import Rendezvous
+from morph.runtime.attendants.wire import Frame, send_frame
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.pre_copy import outgoing
-from morph.runtime.pre_copy.lane import PreCopyLane
-from morph.runtime.pre_copy.rendezvous import Rendezvous
-from morph.runtime.pre_copy.wire import Frame, send_frame
 from morph.runtime.state.unit_state import MakeOptimizer, UnitState, UpdateRules
 from tests.crew import poll_until, wait_for_updates
 from tests.manager.simulated_job import make_plan
@@ -110,7 +110,11 @@ class Party:
         self.units = {unit: workload.trained(unit, index) for index, unit in enumerate(units)}
 
     def begin_step(self) -> None:
-        self.lane.begin_step(self.units)
+        current: Any = None
+        self.lane.at_version(current, StepOrder(generation=1, step=0), self.units)
+
+    def flush(self, interrupt: Interrupt) -> None:
+        self.lane.after_reshape(reshape_of(0, None), {}, interrupt)
 
     def decide(self, step: int, decided: Decided | None = None, attempts: int = 1) -> None:
         """Run a step on made-up gradients, repeat it as often as it overflows, and apply it."""
@@ -120,7 +124,7 @@ class Party:
                     assert state.reduced is not None
                     state.rescale(state.reduced)
                 state.reduced = reduced_of(state, step, unit)
-        self.lane.pass_on(self.units, decided)
+        self.lane.before_apply(self.units, decided)
         for state in self.units.values():
             state.apply(decided)
 
@@ -185,7 +189,7 @@ def parties() -> Iterator[Callable[..., tuple[Party, Party]]]:
 
     yield make
     for party in made:
-        party.lane.end()
+        party.lane.end_reshape()
 
 
 def hand_over(sender: Party, receiver: Party, version: int, number: int = 1) -> dict[str, UnitState]:
@@ -193,10 +197,10 @@ def hand_over(sender: Party, receiver: Party, version: int, number: int = 1) -> 
     order = reshape_of(version, number, *(ahead("b", unit, "a") for unit in UNITS))
     interrupt = Interrupt(2)
     for party in (sender, receiver):
-        party.lane.keep(order)
+        party.lane.before_reshape(order)
     sender.decide(version - 1)
     units = {unit: receiver.lane.adopt(unit, version, interrupt) for unit in UNITS}
-    sender.lane.flush(interrupt)
+    sender.flush(interrupt)
     return units
 
 
@@ -282,7 +286,7 @@ def test_a_lost_sender_costs_the_receiver_only_the_units_it_sent(
     for party in (sender, receiver):
         party.lane.take(order_of(1, *moves("a", "b", *UNITS)))
     version = train_until_all_follow(sender, receiver, *UNITS)
-    sender.lane.end()
+    sender.lane.end_reshape()
     poll_until(lambda: (report := receiver.lane.report()) is not None and report.error is not None, "the news")
     with pytest.raises(PeerLost, match=r"a hung up|the sender hung up within a frame"):
         receiver.lane.adopt("s0", version + 1, Interrupt(2))
@@ -295,14 +299,14 @@ def test_a_receiver_that_goes_does_not_disturb_the_training_of_its_sender(
     for party in (sender, receiver):
         party.lane.take(order_of(1, *moves("a", "b", *UNITS)))
     version = train_until_all_follow(sender, receiver, *UNITS)
-    receiver.lane.end()
+    receiver.lane.end_reshape()
     for step in range(version, version + 5):
         sender.begin_step()
         sender.decide(step)
     (stream,) = sender.lane._outgoing
     poll_until(lambda: stream.error is not None, "the sender to see it")
     with pytest.raises(PeerLost, match="broke off"):
-        sender.lane.flush(Interrupt(2))
+        sender.flush(Interrupt(2))
 
 
 def test_a_stream_that_cannot_keep_up_is_given_up_early(
@@ -364,8 +368,8 @@ def test_a_change_that_does_not_use_what_was_sent_drops_it(parties: Callable[...
         party.lane.take(order_of(1, *moves("a", "b", *UNITS)))
     version = train_until_all_follow(sender, receiver, *UNITS)
     for party in (sender, receiver):
-        party.lane.keep(reshape_of(version, None, Source(worker="b", unit="s0", kind="peer", peer="a")))
-    sender.lane.flush(Interrupt(2))  # there is nothing to wait for
+        party.lane.before_reshape(reshape_of(version, None, Source(worker="b", unit="s0", kind="peer", peer="a")))
+    sender.flush(Interrupt(2))  # there is nothing to wait for
     with pytest.raises(PeerLost, match="dropped"):
         receiver.lane.adopt("s0", version, Interrupt(2))
 
@@ -413,6 +417,6 @@ def test_the_end_of_a_stream_is_reported_at_once_at_both_ends(parties: Callable[
     stream._put(Frame({"kind": "update", "of": object()}, {}))  # not an error that a connection or the store raises
     interrupt = Interrupt(2, BOUND_S)
     with pytest.raises(PeerLost, match="broke off: TypeError"):
-        sender.lane.flush(interrupt)
+        sender.flush(interrupt)
     with pytest.raises(PeerLost, match="a hung up"):
         receiver.lane.adopt(next(iter(UNITS)), version + 1, interrupt)

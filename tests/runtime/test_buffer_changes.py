@@ -14,7 +14,7 @@ from morph.checkpoint.unit_files import from_payload, to_payload
 from morph.contract.decided import Decided, LossScale
 from morph.contract.errors import JobError, NonFiniteGradient
 from morph.cutting.cuts.cut_model import ParameterUnit
-from morph.runtime.pre_copy.wire import apply_update, copy_of_update
+from morph.runtime.attendants.wire import apply_update, copy_of_update
 from morph.runtime.state.accumulators import change_of
 from morph.runtime.state.unit_state import UnitState, UpdateRules, norms_sq
 

@@ -13,9 +13,9 @@ from morph.checkpoint.unit_files import read_unit
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.messages import Heartbeat, UnitWritten
 from morph.contract.rules import CheckpointRules
+from morph.runtime.attendants import checkpoint_writer
+from morph.runtime.attendants.checkpoint_writer import CheckpointWriter
 from morph.runtime.groups.faults import FaultPlan
-from morph.runtime.state import checkpoint_writer
-from morph.runtime.state.checkpoint_writer import CheckpointWriter
 from morph.runtime.state.unit_state import StateCopy
 from tests.small_disk import read_only, small_disk
 from tests.waiting import BOUND_S

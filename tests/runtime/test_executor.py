@@ -17,7 +17,8 @@ from morph.runtime.device.links import HostLink
 from morph.runtime.groups.channels import Channel, Pending
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.step.executor import Executor, Neighbours, StageWork
+from morph.runtime.step.executor import Executor
+from morph.runtime.step.generation import Links, StageWork
 from morph.runtime.step.stage import Stage
 from morph.runtime.step.sums import Rings, StepSums
 from simulator import plan, synthetic_profile
@@ -135,7 +136,7 @@ def run(
     schedule: Schedule,
     stage_index: int,
     stage: FakeStage,
-    wires: Neighbours,
+    links: Links,
     act: Callable[[], None],
     begin: Callable[[Executor], None] = lambda executor: None,
 ) -> Executor:
@@ -145,10 +146,11 @@ def run(
         order=best.orders[COUNT][stage_index],
         window=best.stages[stage_index].window,
         opportunistic=schedule == "varuna",
-        inputs=BORDER if wires.activations_in else (),
+        inputs=BORDER if links[0] else (),
         outputs=BORDER,
+        links=links,
     )
-    executor = Executor(stage, work, wires, Script(act), FaultPlan([]), torch.device("cpu"))
+    executor = Executor(stage, work, Script(act), FaultPlan([]), torch.device("cpu"))
     begin(executor)
     executor.run(no_sums())
     executor.finish()
@@ -158,12 +160,12 @@ def run(
     return executor
 
 
-def first_stage(out: Wire, back: Wire) -> Neighbours:
-    return Neighbours(None, None, activations_out=HostLink(out), gradients_in=HostLink(back))
+def first_stage(out: Wire, back: Wire) -> Links:
+    return None, None, HostLink(out), HostLink(back)
 
 
-def last_stage(into: Wire, back: Wire) -> Neighbours:
-    return Neighbours(HostLink(into), HostLink(back), activations_out=None, gradients_in=None)
+def last_stage(into: Wire, back: Wire) -> Links:
+    return HostLink(into), HostLink(back), None, None
 
 
 @pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "stored"])
@@ -244,23 +246,15 @@ def test_sends_in_progress_do_not_hold_up_the_next_forward() -> None:
     assert executor.peaks.unsent_activations == COUNT
 
 
-def test_gradients_on_their_way_do_not_hold_up_the_next_backward() -> None:
+def test_gradients_on_their_way_hold_up_neither_the_next_backward_nor_the_reductions() -> None:
     into, back = Wire(instant=True), Wire()
-    stage = FakeStage(recompute=False)
-    executor = run("1f1b", DEPTH - 1, stage, last_stage(into, back), lambda: pytest.fail("nothing is late"))
-    assert "".join(stage.ran) == "FB" * COUNT
-    assert executor.peaks.unsent_gradients == COUNT
-
-
-def test_the_reductions_need_not_wait_until_the_last_gradients_have_left() -> None:
-    into, back = Wire(instant=True), Wire()
-    best = planned("1f1b", False)
-    work = StageWork(range(COUNT), best.orders[COUNT][-1], 1, False, BORDER, BORDER)
+    stage, links = FakeStage(recompute=False), last_stage(into, back)
+    work = StageWork(range(COUNT), planned("1f1b", False).orders[COUNT][-1], 1, False, BORDER, BORDER, links)
     interrupt = Script(lambda: pytest.fail("nothing is late"))
-    stage = FakeStage(recompute=False)
-    executor = Executor(stage, work, last_stage(into, back), interrupt, FaultPlan([]), torch.device("cpu"))
+    executor = Executor(stage, work, interrupt, FaultPlan([]), torch.device("cpu"))
     executor.run(no_sums())
-    assert len(back.under_way) == COUNT
+    assert "".join(stage.ran) == "FB" * COUNT
+    assert executor.peaks.unsent_gradients == len(back.under_way) == COUNT
     assert not any(transfer.done for transfer in back.under_way)
     executor.finish()
     assert all(transfer.done for transfer in back.under_way)

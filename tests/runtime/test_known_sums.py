@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from morph.runtime.followers.known_sums import KnownSums
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
-from tests.worker_setup import SETUP
+from morph.runtime.step.sums import KnownSums
 
 STEP = SimpleNamespace(step=3, attempt=0)
 PLAN = SimpleNamespace(
@@ -37,8 +37,7 @@ def _current(every: int = 1) -> Any:
 
 def test_the_sums_of_a_decided_step_are_freed_at_once() -> None:
     offered: list[int] = []
-    following: Any = SimpleNamespace(offer_sums=lambda step, _copies: offered.append(step), copies=lambda _step: [])
-    known = KnownSums(SETUP.worker, following, FaultPlan(()))
+    known = KnownSums("w0", FaultPlan(()), lambda step, _copies: offered.append(step), lambda _step: [])
     gc.disable()
     try:
         running = known.begin(_current(), STEP)  # type: ignore[arg-type]
@@ -56,8 +55,8 @@ def test_the_sums_of_a_decided_step_are_freed_at_once() -> None:
 def test_at_most_the_sums_between_two_copies_are_run_again(every: int, copied_after: list[int]) -> None:
     counted = 0
     copied: list[int] = []
-    following: Any = SimpleNamespace(offer_sums=lambda _step, _copies: copied.append(counted), copies=lambda _step: [])
-    running = KnownSums(SETUP.worker, following, FaultPlan(())).begin(_current(every), STEP)  # type: ignore[arg-type]
+    known = KnownSums("w0", FaultPlan(()), lambda _step, _copies: copied.append(counted), lambda _step: [])
+    running = known.begin(_current(every), STEP)  # type: ignore[arg-type]
     for micro_batch in range(4):
         counted = micro_batch + 1
         running.count(micro_batch)
@@ -66,8 +65,8 @@ def test_at_most_the_sums_between_two_copies_are_run_again(every: int, copied_af
 
 
 def test_sums_of_a_decided_step_are_dropped_when_the_shape_changes() -> None:
-    following: Any = SimpleNamespace(copies=lambda _step: pytest.fail("copies of a decided step are wanted"))
-    known = KnownSums(SETUP.worker, following, FaultPlan(()))
+    unwanted = partial(pytest.fail, "copies of a decided step are wanted")
+    known = KnownSums("w0", FaultPlan(()), lambda _step, _copies: None, lambda _step: unwanted())
     running = known.begin(_current(), STEP)  # type: ignore[arg-type]
     running.partial_sums = lambda: pytest.fail("sums of a decided step are wanted")  # type: ignore[method-assign]
     known.keep(4)

@@ -21,10 +21,10 @@ from morph.contract.messages import (
     StepOrder,
 )
 from morph.runtime.device.task_clock import CoreTimes
+from morph.runtime.process import prober
+from morph.runtime.process.prober import MICRO_BATCHES, Prober
 from morph.runtime.process.single import single_plan
 from morph.runtime.process.worker import Worker, set_up
-from morph.runtime.step import pace
-from morph.runtime.step.pace import MICRO_BATCHES, Prober
 from tests.system.harness import MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, load_tiny_job, setup_of_tiny_job
 
 ORDER = ProbeOrder(probe=2, step=0, first_section=0, end_section=1, healthy_s=2.0)
@@ -58,10 +58,10 @@ def test_a_worker_that_was_slow_by_its_sums_is_probed_by_its_mean() -> None:
 def test_where_all_lack_cores_a_probe_leaves_out_its_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     queued_s = itertools.chain.from_iterable((10.0 * number, 10.0 * number + 1.0) for number in itertools.count())
     clock = nullcontext(lambda: CoreTimes(0.0, next(queued_s)))
-    monkeypatch.setattr(pace, "core_clock", lambda: clock)
+    monkeypatch.setattr(prober, "core_clock", lambda: clock)
     order = ORDER.model_copy(update={"waited_s": 2.0, "healthy_s": 4.0})
     assert Prober("w").run(order, Work()).slowdown == 1.0
-    monkeypatch.setattr(pace, "core_clock", lambda: nullcontext(lambda: CoreTimes(0.0, None)))
+    monkeypatch.setattr(prober, "core_clock", lambda: nullcontext(lambda: CoreTimes(0.0, None)))
     assert Prober("w").run(order, Work()).slowdown == 0.75
 
 
@@ -83,10 +83,10 @@ def test_a_probe_cancelled_before_it_began_measures_nothing() -> None:
 
 def test_a_probe_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(pace.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(prober.time, "monotonic", lambda: clock[0])
 
     def pass_time(_: int) -> None:
-        clock[0] += pace.LIMIT_S
+        clock[0] += prober.LIMIT_S
 
     work = Work(pass_time)
     assert Prober("w").run(ORDER, work).slowdown == 1.5
@@ -167,9 +167,7 @@ def test_a_probe_finds_a_slow_spell_and_its_end(
     """Compare the worker's own compute and waits, because other load on these cores varies from probe to probe."""
     slept_s: list[float] = []
     ours = {"perf_counter": lambda: time.thread_time() + sum(slept_s), "thread_time": time.thread_time}
-    clock = SimpleNamespace(**ours)
-    monkeypatch.setattr("morph.runtime.device.task_clock.time", clock)
-    monkeypatch.setattr("morph.runtime.step.slow_stage.time", SimpleNamespace(sleep=slept_s.append))
+    monkeypatch.setattr("morph.runtime.device.task_clock.time", SimpleNamespace(**ours, sleep=slept_s.append))
     alone = Alone(tiny_job, tmp_path, (SlowSpell(worker="w", factor=12.0, first_step=3, end_step=5),))
     numbers = itertools.count(1)
 

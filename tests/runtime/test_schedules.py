@@ -8,7 +8,7 @@ import pytest
 
 from morph.contract.plan import Plan, Schedule
 from morph.contract.timeline import SpanKind, StepTimeline
-from morph.runtime.step.links import NUM_POSTED
+from morph.runtime.device.links import NUM_POSTED
 from morph.runtime.step.timeline import trace
 from tests.crew import Crew, workers_of
 from tests.grids import cells

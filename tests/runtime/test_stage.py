@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 from morph.cutting.cuts.cut_model import BoundaryTensor, Section
 from morph.data import MicroBatchLoader
 from morph.jobs.job import MapDataset
-from morph.runtime.step.section_run import run_section, section_backward
-from morph.runtime.step.stage import LoadBatch, Stage
+from morph.runtime.step.stage import LoadBatch, Stage, run_section, section_backward
 from morph.runtime.step.sums import MicroBatchSums
 from tests.runtime.conftest import CutJob
 from tests.system.harness import MICRO_BATCH_SIZE, NUM_SECTIONS

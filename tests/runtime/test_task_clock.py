@@ -14,14 +14,11 @@ import torch
 
 from morph.contract.errors import WaitTimeout
 from morph.contract.timeline import MicroBatchTimes
-from morph.runtime.device.task_clock import CoreTimes, EventClock, HostClock, TaskClock, clock_of, core_clock
+from morph.runtime.device.task_clock import CoreTimes, EventClock, HostClock, TaskClock, clock_of, core_clock, linger
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.step.executor import Executor
-from morph.runtime.step.pace import Pace
 from morph.runtime.step.schedule_cursor import Task
-from morph.runtime.step.slow_stage import slowed
-from morph.runtime.step.stage import StageTasks
-from morph.runtime.step.stopwatch import Stopwatch
+from morph.runtime.step.stopwatch import MOST_KEPT, Pace, Stopwatch
 from tests.runtime.queued_device import QueuedDevice, QueuedEvent
 from tests.runtime.test_executor import COUNT, FakeStage, Wire, first_stage, run
 from tests.waiting import BOUND_S
@@ -73,23 +70,6 @@ def test_forwards_that_a_backward_runs_again_do_not_make_a_device_look_slow() ->
     run("varuna", 0, stage, first_stage(Wire(instant=True), Wire(instant=True)), lambda: None, begin)
     assert median_s(pace) == pytest.approx(0.12)
     assert watch.times().backward_s == pytest.approx(COUNT * ticks["B"] / 1e3)
-
-
-def test_launches_alone_would_not_show_it() -> None:
-    class LaunchClock(HostClock):
-        """The host's clock in ticks, which was used before."""
-
-        def __init__(self, device: QueuedDevice) -> None:
-            self._device = device
-
-        def mark(self) -> float:
-            return self._device.now / 1e3
-
-    found_s = []
-    for slowness in (1.0, 1.5):
-        device = QueuedDevice()
-        found_s.append(median_s(step_of(device, LaunchClock(device), slowness)[0]))
-    assert found_s[0] == pytest.approx(found_s[1])
 
 
 def test_the_host_waits_once_per_step_and_every_task_is_counted() -> None:
@@ -158,17 +138,15 @@ def test_a_micro_batch_is_reported_only_when_the_device_has_finished_it() -> Non
     assert device.synced == 0
 
 
-def test_a_slowed_stage_pauses_for_its_own_work_not_earlier_queued_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slow_task_lingers_for_its_own_work_not_earlier_queued_work(monkeypatch: pytest.MonkeyPatch) -> None:
     device, slept_s = QueuedDevice(), []
-    monkeypatch.setattr("morph.runtime.step.slow_stage.time", SimpleNamespace(sleep=slept_s.append))  # others may sleep
-    stage = FakeStage(lambda task: device.launch(TICKS[task], host_ticks=0.0), recompute=False)
-    tasks: StageTasks = slowed(stage, 1.5, EventClock(device.recorded))
+    monkeypatch.setattr("morph.runtime.device.task_clock.time", SimpleNamespace(sleep=slept_s.append))
+    clock = EventClock(device.recorded)
     device.launch(500.0)
-    tasks.forward(0, ())
+    start = clock.mark()
+    device.launch(FORWARD, host_ticks=0.0)
+    linger(clock, start, 1.5)
     assert slept_s == [pytest.approx(0.5 * FORWARD / 1e3)]
-    assert slowed(stage, 1.0, HostClock()) is stage
 
 
 def test_a_processor_is_timed_by_the_host_and_another_device_by_its_events() -> None:
@@ -230,3 +208,23 @@ def test_a_device_that_hangs_is_not_waited_for_without_a_bound() -> None:
     with pytest.raises(WaitTimeout, match="the device to finish its work"):
         watch.settle(Interrupt(1, limit_s=0.01))
     released.set()
+
+
+def test_noted_times_of_the_newest_generation_are_collected_once() -> None:
+    pace = Pace()
+    pace.note(2, 9.0, 9.0, 9.0)
+    pace.note(3, 1.0, 0.5, 2.0)
+    pace.note(3, 1.1, 0.0, 2.1)
+    assert pace.collect() == MicroBatchTimes(
+        generation=3, forward_s=(1.0, 1.1), recompute_s=(0.5, 0.0), backward_s=(2.0, 2.1)
+    )
+    assert pace.collect() is None
+
+
+def test_without_collection_only_the_newest_micro_batches_are_kept() -> None:
+    pace = Pace()
+    for number in range(10 * MOST_KEPT):
+        pace.note(1, float(number), 0.0, 0.0)
+    found = pace.collect()
+    assert found is not None
+    assert found.forward_s == tuple(map(float, range(9 * MOST_KEPT, 10 * MOST_KEPT)))

@@ -49,9 +49,9 @@ import os, runpy
 from pathlib import Path
 
 from morph.contract.errors import CheckpointError
-from morph.runtime.pre_copy import state_moves
+from morph.runtime.reshape import moves
 
-read, first = state_moves.read_unit, Path({first!r})
+read, first = moves.read_unit, Path({first!r})
 
 def read_unit(*given):
     try:
@@ -64,7 +64,7 @@ def read_unit(*given):
     return read(*given)
 
 if os.getpid() != {manager}:
-    state_moves.read_unit = read_unit
+    moves.read_unit = read_unit
 job = runpy.run_path({tiny!r})["job"]
 """
 """The tiny job, but the first worker that reads a checkpoint never can."""

@@ -23,8 +23,7 @@ from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.data import MicroBatchLoader
 from morph.jobs.job import Job, LossScaling, Precision
 from morph.runtime.state.unit_state import UnitState, UpdateRules, update_rules
-from morph.runtime.step.section_run import run_section
-from morph.runtime.step.stage import Stage
+from morph.runtime.step.stage import Stage, run_section
 from morph.runtime.step.sums import MicroBatchSums
 from tests.training.shapes import gradients_of_stages
 from tests.training.training_jobs import BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SECTIONS, WIDTH, narrow, plain, sgd

@@ -14,8 +14,8 @@ from morph.cutting import cut, export_job
 from morph.cutting.deferred_init.construct import training_mode
 from morph.data import MicroBatchLoader
 from morph.jobs.job import Job, load_job
+from morph.runtime.attendants.checkpoint_writer import write_initial_checkpoint
 from morph.runtime.process.single import run_single
-from morph.runtime.state.checkpoint_writer import write_initial_checkpoint
 from morph.runtime.state.model_state import ImportedParameters, export_state, model_state
 from morph.runtime.workloads.evaluation import evaluation_sections
 from tests.training.shapes import ShapesCrew, make_plan, spec_of

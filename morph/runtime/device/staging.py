@@ -25,6 +25,7 @@ from torch import Tensor
 
 from morph.runtime.device.devices import Device, Event, device_for
 from morph.runtime.groups.channels import as_bytes
+from morph.runtime.groups.interrupt import Interrupt
 
 PIECE_BYTES = 1 << 24
 """Bytes of a piece: enough to keep the bus busy, but so few that a message waits at most a millisecond for one."""
@@ -219,6 +220,13 @@ def _staging(kind: torch.device) -> Staging:
 def staging_for(device: torch.device) -> Staging | None:
     """Return the staging of a device whose memory the network cannot read; None on the CPU and the meta device."""
     return None if device.type in ("cpu", "meta") else staging_of(device)
+
+
+def release_unused(device: torch.device, interrupt: Interrupt) -> None:
+    """Return unused device and pinned memory of this process to other processes. Raises as ``Interrupt.call``."""
+    staging = staging_for(device)
+    if staging is not None:
+        interrupt.call(staging.device.release, "the device to return memory")
 
 
 # Copies for which no step waits. Each blocks only the calling thread.

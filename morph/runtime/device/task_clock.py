@@ -124,6 +124,13 @@ def core_clock() -> Iterator[Callable[[], CoreTimes]]:
         os.close(file)
 
 
+def linger(clock: TaskClock, start: Mark, slowness: float) -> None:
+    """Wait after a task that began at ``start``, so that it takes ``slowness`` (at least 1) times as long."""
+    end = clock.mark()
+    clock.wait(end)
+    time.sleep((slowness - 1) * clock.seconds(start, end))
+
+
 def clock_of(device: torch.device) -> TaskClock:
     """Return the clock of a device: by events if it works through a queue."""
     return HostClock() if device.type == "cpu" else EventClock(partial(_recorded, device))

@@ -20,8 +20,13 @@ import torch.distributed as dist
 
 from morph.contract.emulation import Curve, EmulatedDevice
 from morph.contract.pool import type_and_zone
+from morph.runtime.emulation.clock import NEVER_S, DeviceClock
+from morph.runtime.emulation.stage import EmulatedStage
 from morph.runtime.groups.channels import Ring
-from morph.runtime.step.generation import Generation
+from morph.runtime.groups.faults import FaultPlan
+from morph.runtime.step.executor import Executor
+from morph.runtime.step.generation import Generation, StageWork
+from morph.runtime.step.sums import StepSums
 
 Curves = Mapping[int, Curve]
 
@@ -47,6 +52,36 @@ class EmulatedRing:
         rows: list[list[float]] = begin.tolist()
         parts_s = self.left_s.values()
         return [max(start_s + after_s for start_s, after_s in zip(row, parts_s, strict=True)) for row in rows]
+
+
+class EmulatedExecutor(Executor):
+    """See ``Executor``: its reductions take at least the time of the profile of ``emulated``."""
+
+    def __init__(
+        self,
+        stage: EmulatedStage,
+        work: StageWork,
+        current: Generation,
+        faults: FaultPlan,
+        emulated: EmulatedDevice,
+        clock: DeviceClock,
+    ) -> None:
+        super().__init__(stage, work, current.interrupt, faults, torch.device("cpu"))
+        self._ends_s, self._current, self._emulated, self._device_clock = stage.ends_s, current, emulated, clock
+        self.stopwatch.device_took_s = lambda: clock.took_s
+
+    def reduce(self, sums: StepSums) -> None:
+        clock = self._device_clock
+        free_s = clock.free_s
+        super().reduce(sums)
+        start = self.stopwatch.mark()
+        rings = rings_of(self._current, self._emulated)
+        free_s, undelayed_s = run_rings(rings, free_s, self._ends_s, clock.late_s)
+        clock.wait_until(free_s)
+        self.stopwatch.stood("reduce", start)
+        if undelayed_s > NEVER_S:  # this worker had a task, or a ring
+            self.stopwatch.late_s = max(0.0, clock.now() - undelayed_s)
+        clock.rest()
 
 
 def run_rings(

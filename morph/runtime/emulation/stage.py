@@ -20,7 +20,7 @@ from morph.runtime.emulation.message import (
     write_head,
 )
 from morph.runtime.emulation.unit import DeviceMemory
-from morph.runtime.step.section_run import GradientSink
+from morph.runtime.step.stage import GradientSink
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from itertools import accumulate
 import torch
 
 from morph.contract.emulation import EmulatedDevice
-from morph.contract.evaluation import EvaluationTotals, FinishedMetrics
-from morph.contract.messages import Evaluation, Slot, StepOrder, WorkerSetup
+from morph.contract.messages import Slot, StepOrder, WorkerSetup
 from morph.contract.plan import Plan
 from morph.contract.pool import type_and_zone
 from morph.cutting.sections.section import BoundaryTensor, ParameterUnit
@@ -20,7 +19,7 @@ from morph.runtime.device.links import HostLink
 from morph.runtime.emulation.clock import NEVER_S, Alarm, DeviceClock, JitterDraw
 from morph.runtime.emulation.links import IncomingLink, IncomingState, OutgoingLink
 from morph.runtime.emulation.message import border
-from morph.runtime.emulation.reduction import rings_of, run_rings
+from morph.runtime.emulation.reduction import EmulatedExecutor
 from morph.runtime.emulation.stage import EmulatedStage, SectionUnits, TaskTimes
 from morph.runtime.emulation.unit import DeviceMemory, EmulatedUnitState, gradient_patterns, make_unit, parameter_unit
 from morph.runtime.groups.channels import Carrier, Channel
@@ -28,12 +27,10 @@ from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.fixed_point import prepare
 from morph.runtime.state.unit_state import UnitState
-from morph.runtime.step.executor import Executor, Neighbours, finish_reduction
-from morph.runtime.step.generation import Generation
-from morph.runtime.step.sums import StepSums
+from morph.runtime.step.executor import Executor
+from morph.runtime.step.generation import Generation, Links
 
 _LOSS = BoundaryTensor("loss", (), torch.float32, True)
-_CPU = torch.device("cpu")
 
 
 class EmulatedWorkload:
@@ -50,7 +47,6 @@ class EmulatedWorkload:
         self._alarm = Alarm()
         self._arrivals = threading.Lock()
         self._arrived_s = NEVER_S
-        self._ends_s: Mapping[int, float] = {}
 
     @property
     def units(self) -> tuple[ParameterUnit, ...]:
@@ -59,6 +55,10 @@ class EmulatedWorkload:
     @property
     def evaluation(self) -> None:
         """See ``Workload.evaluation``: an emulated device evaluates nothing."""
+
+    @property
+    def attendants(self) -> tuple[()]:
+        return ()
 
     @property
     def epochs(self) -> None:
@@ -109,12 +109,14 @@ class EmulatedWorkload:
         inputs = (self._border(plan.first_section - 1),) if plan.first_section else ()
         is_last = plan.end_section == len(self._device.sections)
         outputs = (_LOSS,) if is_last else (self._border(plan.end_section - 1),)
-        work = current.work_between(current.micro_batches_in(order), inputs, outputs)
+        micro_batches = current.micro_batches_in(order)
+        links = self._links(current, jitter, micro_batches)
+        work = current.work_between(micro_batches, inputs, outputs, links)
         work = replace(work, record_timeline=order.record_timeline)
         stage = EmulatedStage(
             self._sections(current, plan.sections),
-            task_times(self._device, plan.groups, jitter, work.micro_batches),
-            work.micro_batches,
+            task_times(self._device, plan.groups, jitter, micro_batches),
+            micro_batches,
             recompute=plan.recompute,
             clock=self._clock,
             memory=stage_memory(self._device, plan.groups),
@@ -122,25 +124,9 @@ class EmulatedWorkload:
             message=None if is_last else torch.zeros(outputs[0].shape, dtype=torch.float64),
             gradient=torch.zeros(inputs[0].shape, dtype=torch.float64) if inputs else None,
         )
-        self._ends_s = stage.ends_s
-        neighbours = self._neighbours(current, jitter, work.micro_batches)
-        executor = Executor(stage, work, neighbours, current.interrupt, faults, _CPU)
-        executor.stopwatch.device_took_s = lambda: self._clock.took_s
+        executor = EmulatedExecutor(stage, work, current, faults, self._device, self._clock)
         executor.stopwatch.in_groups = len(plan.groups) > 1
         return executor
-
-    def reduce(self, current: Generation, sums: StepSums, executor: Executor) -> None:
-        free_s = self._clock.free_s
-        stopwatch = executor.stopwatch
-        finish_reduction(sums, stopwatch)
-        start = stopwatch.mark()
-        rings = rings_of(current, self._device)
-        free_s, undelayed_s = run_rings(rings, free_s, self._ends_s, self._clock.late_s)
-        self._clock.wait_until(free_s)
-        stopwatch.stood("reduce", start)
-        if undelayed_s > NEVER_S:  # this worker had a task, or a ring
-            stopwatch.late_s = max(0.0, self._clock.now() - undelayed_s)
-        self._clock.rest()
 
     def probe(
         self,
@@ -165,15 +151,9 @@ class EmulatedWorkload:
 
         return run
 
-    def evaluate(self, current: Generation, version: int) -> Evaluation | None:  # noqa: ARG002
-        return None
-
     def collect_notes(self) -> tuple[str, ...]:
         """See ``Workload.collect_notes``: it has no data workers."""
         return ()
-
-    def finish(self, totals: EvaluationTotals) -> FinishedMetrics | None:  # noqa: ARG002
-        return None
 
     def samples_of(self, step: int) -> tuple[int, ...]:  # noqa: ARG002
         return ()
@@ -190,14 +170,14 @@ class EmulatedWorkload:
             found.append(SectionUnits(section, sum(first[unit] for unit in units), patterns))
         return found
 
-    def _neighbours(self, current: Generation, jitter: JitterDraw, micro_batches: Sequence[int]) -> Neighbours:
-        (activations_in, gradients_out, activations_out, gradients_in), slot = current.edges(), current.slot
+    def _links(self, current: Generation, jitter: JitterDraw, micro_batches: Sequence[int]) -> Links:
+        (activations_in, gradients_out, activations_out, gradients_in), slot = current.edges, current.slot
         assert slot is not None
-        return Neighbours(
-            activations_in=self._incoming(activations_in, current),
-            gradients_out=self._outgoing(gradients_out, current, jitter, slot.stage - 1, micro_batches),
-            activations_out=self._outgoing(activations_out, current, jitter, slot.stage, micro_batches),
-            gradients_in=self._incoming(gradients_in, current),
+        return (
+            self._incoming(activations_in, current),
+            self._outgoing(gradients_out, current, jitter, slot.stage - 1, micro_batches),
+            self._outgoing(activations_out, current, jitter, slot.stage, micro_batches),
+            self._incoming(gradients_in, current),
         )
 
     def _incoming(self, channel: Carrier | None, current: Generation) -> HostLink | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 from morph.contract.errors import GenerationAborted, PeerLost, WaitTimeout
@@ -113,20 +114,22 @@ class Interrupt:
                     raise WaitTimeout(f"waited {timeout_s:g} s for {what}")
                 self._condition.wait(left_s)
 
-    def call(self, work: Callable[[], T], what: str, timeout_s: float | None = None) -> T:
-        """Run a blocking call that cannot be interrupted, in a thread that is left behind on abort."""
-        result: list[T] = []
-        failure: list[BaseException] = []
+    def start(self, work: Callable[[], T], name: str) -> Future[T]:
+        """Run a blocking call in a thread, which is left behind if it hangs; its end wakes the waiting thread."""
+        future: Future[T] = Future()
 
         def run() -> None:
             try:
-                result.append(work())
-            except BaseException as error:  # handed to the waiting thread below
-                failure.append(error)
+                future.set_result(work())
+            except BaseException as error:  # raised in the thread that asks for the result
+                future.set_exception(error)
             self.notify()
 
-        threading.Thread(target=run, name=f"morph-{what}", daemon=True).start()
-        self.wait_for(lambda: bool(result or failure), what, timeout_s)
-        if failure:
-            raise failure[0]
-        return result[0]
+        threading.Thread(target=run, name=f"morph-{name}", daemon=True).start()
+        return future
+
+    def call(self, work: Callable[[], T], what: str, timeout_s: float | None = None) -> T:
+        """Run a blocking call that cannot be interrupted, in a thread that is left behind on abort."""
+        future = self.start(work, what)
+        self.wait_for(future.done, what, timeout_s)
+        return future.result()

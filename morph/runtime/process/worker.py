@@ -16,19 +16,16 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Store
 
-from morph.contract.decided import Decided
 from morph.contract.errors import (
     ClusterError,
     GenerationAborted,
     JobError,
-    NonFiniteGradient,
     PeerLost,
     WaitTimeout,
 )
@@ -38,7 +35,6 @@ from morph.contract.messages import (
     Committed,
     Failed,
     Heartbeat,
-    NamedSamples,
     PreCopyOrder,
     Prepared,
     Probed,
@@ -51,28 +47,26 @@ from morph.contract.messages import (
 )
 from morph.jobs.files import split_job
 from morph.jobs.snapshot import use
+from morph.runtime.attendants.checkpoint_writer import CheckpointWriter
+from morph.runtime.attendants.followers import FollowerLane
+from morph.runtime.attendants.pre_copies import PreCopyLane
 from morph.runtime.device.devices import check_kernels
 from morph.runtime.device.link_choice import form_on_devices
-from morph.runtime.device.staging import staging_for
-from morph.runtime.followers.known_sums import KnownSums
-from morph.runtime.followers.lane import FollowerLane
+from morph.runtime.device.staging import release_unused
 from morph.runtime.groups.channels import Carrier, GroupSet, KeptConnections, connect_store
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.reaper import Reaper
 from morph.runtime.groups.topology import Topology, move_name, slot_of, topology
-from morph.runtime.pre_copy.lane import PreCopyLane
-from morph.runtime.pre_copy.state_moves import MoveContext, send_in_background, take_sums, take_units
 from morph.runtime.process.blame import failed
-from morph.runtime.process.order_memory import OrderMemory, order_key
-from morph.runtime.state.accumulators import finish_all
-from morph.runtime.state.checkpoint_writer import CheckpointWriter
-from morph.runtime.state.unit_state import UnitState, apply_all, norms_sq
+from morph.runtime.process.prober import Prober
+from morph.runtime.reshape.moves import MoveContext, send_in_background, take_sums, take_units
 from morph.runtime.step.generation import Generation
-from morph.runtime.step.pace import Pace, Prober
+from morph.runtime.step.training_step import Training
 from morph.runtime.workloads.workload import load_workload
-from morph.words import numbers_told
 
+log = logging.getLogger(__name__)
+AnswerT = TypeVar("AnswerT")
 _WAIT_S = 30.0
 _LOOK_S = 0.1
 
@@ -102,8 +96,52 @@ def take_slot(slots: Sequence[str], wait_s: float = _WAIT_S) -> int | None:
     return None
 
 
-log = logging.getLogger(__name__)
-AnswerT = TypeVar("AnswerT")
+class OrderKey(NamedTuple):
+    """The identity of an order, which a repeated order shares; it grows from one order of a worker to the next."""
+
+    generation: int
+    version: int
+    rank: int
+    attempt: int
+
+
+def order_key(order: ReshapeOrder | StepOrder | CommitOrder) -> OrderKey:
+    """Return the identity of an order. A generation is formed at a version, which may be committed before the step from
+    it.
+    """
+    match order:
+        case ReshapeOrder():
+            return OrderKey(order.generation, order.version, 0, 0)
+        case CommitOrder():
+            return OrderKey(order.generation, order.version, 1, order.evaluated.version if order.evaluated else 0)
+        case StepOrder():
+            return OrderKey(order.generation, order.step, 2, order.attempt)
+
+
+class OrderMemory:
+    """A worker's last order and answer: a repeated order is not carried out twice.
+
+    A manager that takes over repeats every order whose answer its predecessor did not record. Orders come one at a
+    time, so a repeated order waits until the first is done, and finds its answer here.
+    """
+
+    def __init__(self) -> None:
+        self._newest: OrderKey | None = None
+        self._answer: object = None
+
+    def is_late(self, key: OrderKey) -> bool:
+        """Return whether a later order came earlier; if so, nothing waits for the answer to this one."""
+        return self._newest is not None and key < self._newest
+
+    def is_known(self, key: OrderKey) -> bool:
+        """Return whether exactly this order was carried out."""
+        return key == self._newest
+
+    def carried_out(self, key: OrderKey, work: Callable[[], AnswerT]) -> AnswerT:
+        """Return the answer to an order: the remembered one, or the result of carrying it out now."""
+        if key != self._newest:
+            self._answer, self._newest = work(), key
+        return self._answer  # type: ignore[return-value]  # of the same kind of order
 
 
 def set_up(setup: WorkerSetup) -> Worker | Failed:
@@ -138,9 +176,7 @@ class Worker:
         self._interrupt = Interrupt(0)
         self._aborted_generation = 0
         self._generation: Generation | None = None
-        self._held: dict[str, UnitState] = {}
         self._reaper = Reaper()
-        self._pace = Pace()
         self._prober = Prober(setup.worker)
         self._orders = OrderMemory()
         self._faults = FaultPlan(
@@ -156,8 +192,11 @@ class Worker:
         if setup.store_port:
             self._connections.prepare()
         self._followers = FollowerLane(setup, self._workload, self._faults, self._borrow_store)
-        self._sums = KnownSums(setup.worker, self._followers, self._faults)
         self._pre_copy = PreCopyLane(setup, self._workload, self._faults, self._borrow_store, self._writer.wake)
+        self._attendants = (self._writer, self._pre_copy, self._followers, *self._workload.attendants)
+        self._training = Training(
+            setup.worker, torch.device(setup.device), self._workload, self._attendants, self._faults
+        )
         took_s = time.perf_counter() - start_s
         evaluation, epochs = self._workload.evaluation, self._workload.epochs
         self.ready = WorkerReady(
@@ -180,7 +219,7 @@ class Worker:
 
     def step(self, order: StepOrder) -> Prepared | Aborted | Failed:
         """Apply the decided step, then run one step up to its reduced gradients."""
-        return self._once(order, lambda: self._step(order))
+        return self._once(order, lambda: self._training.step(self._current(order.generation), order))
 
     def commit(self, order: CommitOrder) -> Committed | Aborted | Failed:
         """Apply the decided step and hand the requested units to the checkpoint writer."""
@@ -191,7 +230,7 @@ class Worker:
         try:
             self._faults.begin(order.step)
             sections = range(order.first_section, order.end_section)
-            return self._prober.run(order, self._workload.probe(sections, self._held, self._faults))
+            return self._prober.run(order, self._workload.probe(sections, self._training.held, self._faults))
         except Exception as error:
             error_text = f"{type(error).__name__}: {error}"
             return Probed(worker=self._setup.worker, probe=order.probe, error=error_text)
@@ -212,7 +251,7 @@ class Worker:
         """Return a proof of life; blocks up to ``wait_s``, but returns early when a checkpoint unit was written."""
         return self._writer.collect(wait_s).model_copy(
             update={
-                "times": self._pace.collect(),
+                "times": self._training.pace.collect(),
                 "ahead": self._pre_copy.report(),
                 "notes": self._workload.collect_notes(),
             }
@@ -252,7 +291,7 @@ class Worker:
         if is_known and current is not None and not isinstance(order, ReshapeOrder):
             at_version = (unit for unit in order.checkpoint_units if current.units[unit].version == key.version)
             missing = tuple(unit for unit in at_version if not self._writer.has(key.version, unit))
-            self._hand_over(current.units, missing, order.earlier_checkpoints)
+            self._writer.hand_over_units(current.units, missing, order.earlier_checkpoints)
         return self._orders.carried_out(key, lambda: self._carry_out(order.generation, work))
 
     def _carry_out(self, generation: int, work: Callable[[], AnswerT]) -> AnswerT | Aborted | Failed:
@@ -267,7 +306,7 @@ class Worker:
             return self._aborted(generation, str(error), peer_lost=True)
         except Exception as error:
             self._interrupt.lose(str(error))  # operations with peers are still under way
-            self._sums.drop()  # a micro-batch may be in some of the sums but not in others
+            self._training.sums.drop()  # a micro-batch may be in some of the sums but not in others
             return self._failed(generation, error)
 
     def _aborted(self, generation: int, detail: str, *, peer_lost: bool) -> Aborted:
@@ -276,29 +315,34 @@ class Worker:
             generation=generation,
             peer_lost=peer_lost,
             detail=detail,
-            kept=self._sums.told(),
+            kept=self._training.sums.told(),
         )
 
     def _failed(self, generation: int, error: Exception) -> Failed:
         return _failed(self._setup.worker, generation, error, self._folders)
 
+    def _current(self, generation: int) -> Generation:
+        assert self._generation is not None
+        assert self._generation.order.generation == generation
+        return self._generation
+
     def _reshape(self, order: ReshapeOrder) -> Reshaped:
         start_s = time.perf_counter()
+        training = self._training
         self._faults.begin(order.version)
         if self._generation is not None:
             self._reaper.reap(self._generation.groups)
             self._generation = None
         if order.keep_sums:
-            self._sums.keep(order.version)
+            training.sums.keep(order.version)
         else:  # the new shape has no room for them
-            self._sums.drop()
+            training.sums.drop()
         like = order.version if order.decided is None or order.decided.state_of is None else order.decided.state_of
-        self._held = {**self._followers.in_step(like), **self._held}
-        self._followers.end()
-        self._pre_copy.keep(order)
-        self._writer.forget_after(order.version)
-        self._roll_forward(self._held, order.version, order.decided)
-        for state in self._held.values():
+        training.hand_in(like)
+        for attendant in self._attendants:
+            attendant.before_reshape(order)
+        training.roll_forward(order.version, order.decided)
+        for state in training.held.values():
             state.drop_step()  # it was not decided
             if state.version == like:
                 state.version = order.version
@@ -306,7 +350,8 @@ class Worker:
         if order.generation <= self._aborted_generation:
             interrupt.abort()  # the abort came between the check and the new interrupt
         self._faults.reach("reshape")
-        self._release()  # memory of the previous shape, which another process may need for its part of this one
+        # memory of the previous shape, which another process may need for its part of this one
+        release_unused(torch.device(self._setup.device), interrupt)
         layout = topology(order, self._workload.units)
         groups = GroupSet(interrupt)
         try:
@@ -315,10 +360,11 @@ class Worker:
             self._reaper.reap(groups)
             raise
         finally:
-            self._pre_copy.end()
+            for attendant in self._attendants:
+                attendant.end_reshape()
 
     def _join(self, order: ReshapeOrder, layout: Topology, groups: GroupSet, start_s: float) -> Reshaped:
-        setup, interrupt = self._setup, self._interrupt
+        setup, interrupt, training = self._setup, self._interrupt, self._training
         connections = self._connections.lend(interrupt.limit_s)
         groups.form(layout.groups, setup.worker, setup.listen_host, connections.open)
         connections.give_back()
@@ -329,25 +375,25 @@ class Worker:
             worker=setup.worker,
             version=order.version,
             checkpoint_url=setup.checkpoint_url,
-            held={name: self._workload.adopt(state) for name, state in self._held.items()},
+            held={name: self._workload.adopt(state) for name, state in training.held.items()},
             make_unit=lambda unit, empty: self._workload.make_unit(unit, order.plan.num_micro_batches, empty=empty),
             channel=lambda sender, receiver: self._move_channel(groups, order.generation, sender, receiver),
             adopt=lambda unit: self._pre_copy.adopt(unit, order.version, interrupt),
             interrupt=interrupt,
             host_copy=self._writer.copy,
             salvage=order.salvage,
-            sums=self._sums.parts,
+            sums=training.sums.parts,
             rules=setup.checkpoints,
         )
         sent = send_in_background(order.sources, context, interrupt)
         units, received_bytes = take_units(order.sources, context)
         received, sums_bytes = take_sums(context)
         sent()
-        self._sums.add(received)
-        self._pre_copy.flush(interrupt)
-        at_version = {name: state for name, state in self._held.items() if state.version == order.version}
-        self._held = {**at_version, **units}
-        self._followers.begin(order, at_version)
+        training.sums.add(received)
+        at_version = {name: state for name, state in training.held.items() if state.version == order.version}
+        for attendant in self._attendants:
+            attendant.after_reshape(order, at_version, interrupt)
+        training.held = {**at_version, **units}
         self._generation = Generation(
             order, slot_of(order.slots, setup.worker), layout, groups, interrupt, units, links
         )
@@ -361,135 +407,28 @@ class Worker:
             loss_scale=next((state.loss_scale for state in units.values()), None),
         )
 
-    def _release(self) -> None:
-        """Return unused device and pinned memory of this process to other processes."""
-        staging = staging_for(torch.device(self._setup.device))
-        if staging is not None:
-            self._interrupt.call(staging.device.release, "the device to return memory")
-
     def _move_channel(self, groups: GroupSet, generation: int, sender: str, receiver: str) -> Carrier:
         channel = groups.channel(move_name(generation, sender, receiver), sender)
         return self._workload.incoming_state(channel, self._interrupt) if receiver == self._setup.worker else channel
-
-    def _roll_forward(self, units: dict[str, UnitState], version: int, decided: Decided | None) -> None:
-        """Apply the held gradients of the step before ``version`` as decided, if that step was decided."""
-        assert decided is None or decided.version == version
-        due = {
-            name: state for name, state in units.items() if state.version == version - 1 and state.reduced is not None
-        }
-        self._pre_copy.pass_on(due, decided)
-        self._followers.pass_on(due, decided)
-        apply_all(due.values(), decided)
-
-    def _enter(self, generation: int, version: int, decided: Decided | None) -> Generation:
-        """Return the current generation with every unit at ``version``; release state that it does not use."""
-        current = self._generation
-        assert current is not None
-        assert current.order.generation == generation
-        self._sums.forget_before(version)
-        before, self._held = set(self._held), {**self._followers.in_step(version), **current.units}
-        if before - self._held.keys():  # other workers have these units now
-            self._release()
-        self._roll_forward(self._held, version, decided)
-        for name, state in current.units.items():
-            assert state.version == version, f"unit {name} is at version {state.version}, not {version}"
-        return current
-
-    def _step(self, order: StepOrder) -> Prepared:
-        self._faults.begin(order.step)
-        self._faults.reach("after_commit")
-        current = self._enter(order.generation, order.step, order.decided)
-        self._faults.reach("applied")
-        self._hand_over(current.units, order.checkpoint_units, order.earlier_checkpoints)
-        self._pre_copy.begin_step(self._held)
-        self._followers.begin_step(current.units)
-        for state in current.units.values():
-            if state.reduced is not None and state.reduced.overflowed:
-                state.rescale(state.reduced)
-            state.reduced = None
-        if order.attempt:
-            for name in self._held.keys() - current.units.keys():
-                self._held[name].reduced = None  # the previous attempt's gradients, even if the next attempt has none
-        finished = None if order.evaluated is None else self._workload.finish(order.evaluated)
-        evaluation = self._workload.evaluate(current, order.step)
-        beside: dict[str, object] = {"evaluation": evaluation, "finished": finished}
-        if order.samples_of is not None:
-            samples = self._workload.samples_of(order.samples_of)
-            beside["named"] = NamedSamples(step=order.samples_of, samples=samples)
-        return self._run_step(current, order).model_copy(update=beside)
-
-    def _run_step(self, current: Generation, order: StepOrder) -> Prepared:
-        assert current.slot is not None
-        units = current.units
-        sums = self._sums.begin(current, order)
-        executor = self._workload.executor(current, order, self._faults)
-        assert all(state.loss_scale == order.loss_scale for state in units.values()), "another loss scale is ordered"
-        executor.stopwatch.finished = partial(self._pace.note, order.generation)
-        executor.run(sums, 1.0 if order.loss_scale is None else order.loss_scale.factor)
-        self._workload.reduce(current, sums, executor)
-        executor.finish()
-        try:
-            means = finish_all(sums.accumulators, current.num_micro_batches(order), order.step)
-        except NonFiniteGradient as error:
-            raise NonFiniteGradient(f"{error}{_of_samples(self._workload.samples_of(order.step))}") from error
-        for name, reduced in means.items():
-            units[name].reduced = reduced
-        norms = norms_sq(units)
-        rates = [rate for state in units.values() for rate in state.learning_rates]
-        followed = self._followers.share(units, current.interrupt)
-        self._faults.reach("before_commit")
-        answer = Prepared(
-            worker=self._setup.worker,
-            generation=order.generation,
-            step=order.step,
-            attempt=order.attempt,
-            overflowed=any(state.reduced.overflowed for state in units.values() if state.reduced),
-            unit_norms_sq=norms,
-            non_finite=any(state.reduced.non_finite for state in units.values() if state.reduced),
-            followed=followed,
-            losses=tuple(sums.losses.values()),
-            learning_rates=(min(rates), max(rates)) if rates else None,
-            times=executor.stopwatch.times(),
-            timeline=current.timeline(order.step, executor) if order.record_timeline else None,
-        )
-        self._followers.settle(order.step, current.interrupt)
-        return answer
 
     def _commit(self, order: CommitOrder) -> Committed:
         self._faults.begin(order.version)
         if order.held:
             return self._commit_held(order)
-        current = self._enter(order.generation, order.version, order.decided)
-        self._hand_over(current.units, order.checkpoint_units, order.earlier_checkpoints)
-        evaluated = order.evaluated
-        again = evaluated is not None and evaluated.version == order.version
-        return Committed(
-            worker=self._setup.worker,
-            generation=order.generation,
-            version=order.version,
-            evaluation=None if again else self._workload.evaluate(current, order.version),
-            finished=None if evaluated is None else self._workload.finish(evaluated),
-        )
+        return self._training.commit(self._current(order.generation), order)
 
     def _commit_held(self, order: CommitOrder) -> Committed:
         """Write the state that this worker holds, even if the generation in which it got that state has ended."""
-        self._held = {**self._followers.in_step(order.version), **self._held}
-        self._followers.end()
-        self._roll_forward(self._held, order.version, order.decided)
-        for state in self._held.values():
+        training = self._training
+        training.hand_in(order.version)
+        training.roll_forward(order.version, order.decided)
+        for state in training.held.values():
             state.drop_step()  # it was not decided
         for name in order.checkpoint_units:
-            assert self._held[name].version == order.version, f"unit {name} is at version {self._held[name].version}"
-        self._hand_over(self._held, order.checkpoint_units, order.earlier_checkpoints)
+            version = training.held[name].version
+            assert version == order.version, f"unit {name} is at version {version}"
+        self._writer.hand_over_units(training.held, order.checkpoint_units, order.earlier_checkpoints)
         return Committed(worker=self._setup.worker, generation=order.generation, version=order.version)
-
-    def _hand_over(self, units: dict[str, UnitState], names: tuple[str, ...], earlier: tuple[int, ...]) -> None:
-        for name in names:
-            self._writer.hand_over(units[name].version, name, units[name].copy_later(), earlier)
-
-
-def _of_samples(samples: Sequence[int]) -> str:
-    return f"; the samples of the step: {numbers_told(samples)}" if samples else ""
 
 
 def _failed(worker: str, generation: int, error: Exception, folders: tuple[str, str]) -> Failed:

@@ -20,7 +20,7 @@ from morph.contract.errors import MorphError, wrong_job
 from morph.cutting.exporting.user_functions import UserFunction
 from morph.cutting.sections.section import BoundaryTensor, CutModel, Section, SectionCode
 from morph.jobs.job import Precision
-from morph.runtime.step.section_run import run_section, section_backward
+from morph.runtime.step.stage import run_section, section_backward
 from morph.user_cache import cache_folder
 
 _FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"

@@ -2,121 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from morph.contract.messages import WEIGHT
-from morph.contract.timeline import Peaks, SpanKind
-from morph.cutting.sections.section import BoundaryTensor
-from morph.runtime.device.links import Link
-from morph.runtime.device.task_clock import TaskClock, clock_of, core_clock
+from morph.contract.timeline import Peaks, SpanKind, StepTimeline
+from morph.runtime.device.links import Interval, Receiver, Sender
+from morph.runtime.device.task_clock import TaskClock, clock_of, core_clock, linger
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.step.links import Interval, Receiver, Sender
+from morph.runtime.step.generation import Borders, Generation, StageWork
 from morph.runtime.step.schedule_cursor import ScheduleCursor, Task
 from morph.runtime.step.stage import StageTasks
 from morph.runtime.step.stopwatch import Stopwatch
 from morph.runtime.step.sums import StepSums
 
-Borders = tuple[BoundaryTensor, ...]
-
-
-@dataclass(frozen=True)
-class Neighbours:
-    """Links to the previous and next stages; None at the pipeline's ends."""
-
-    activations_in: Link | None
-    gradients_out: Link | None
-    activations_out: Link | None
-    gradients_in: Link | None
-
-
-@dataclass(frozen=True)
-class StageWork:
-    """The work of one stage in one step.
-
-    ``borders``: inputs and outputs of each micro-batch whose tensors differ in shape from ``inputs`` and ``outputs``.
-    ``shares``: of each micro-batch in means over samples, if they differ. ``factor``: of each loss before its backward,
-    besides its share and the loss scale.
-    """
-
-    micro_batches: Sequence[int]
-    order: str
-    window: int
-    opportunistic: bool
-    inputs: tuple[BoundaryTensor, ...]
-    outputs: tuple[BoundaryTensor, ...]
-    metric_names: tuple[str, ...] = ()
-    gradients_may_lack: bool = False
-    record_timeline: bool = False
-    borders: Mapping[int, tuple[Borders, Borders]] = field(default_factory=dict)
-    shares: Sequence[float] = ()
-    factor: float = 1.0
-
-    def inputs_of(self, micro_batch: int) -> Borders:
-        """Return the inputs of a micro-batch."""
-        return self.borders[micro_batch][0] if micro_batch in self.borders else self.inputs
-
-    def share_of(self, micro_batch: int) -> float | None:
-        """Return the share of a micro-batch; None: all are alike."""
-        return self.shares[micro_batch] if self.shares else None
-
-    def factor_of(self, micro_batch: int) -> float:
-        """Return the factor of a micro-batch's loss; one with a weight of its own has no share."""
-        share = None if WEIGHT in self.metric_names else self.share_of(micro_batch)
-        return self.factor if share is None else self.factor * share
-
-    def outputs_of(self, micro_batch: int) -> Borders:
-        """Return the outputs of a micro-batch."""
-        return self.borders[micro_batch][1] if micro_batch in self.borders else self.outputs
+ResultT = TypeVar("ResultT")
 
 
 class Executor:
-    """One stage's run of one step. ``clock``: the device's clock, if it is not the default one."""
+    """One stage's run of one step.
+
+    ``clock``: the device's clock, if it is not the default one. ``slowness``: for tests and demonstrations, how many
+    times as long each task takes on the device.
+    """
 
     def __init__(
         self,
         stage: StageTasks,
         work: StageWork,
-        neighbours: Neighbours,
         interrupt: Interrupt,
         faults: FaultPlan,
         device: torch.device,
+        *,
         clock: TaskClock | None = None,
+        slowness: float = 1.0,
     ) -> None:
         self._stage = stage
         self._work = work
         self._interrupt = interrupt
         self._faults = faults
         self._device = device
-        count = len(work.micro_batches)
-        self._first, self._last = neighbours.activations_in is None, neighbours.activations_out is None
+        self._clock, self._slowness = clock or clock_of(device), slowness
         self._cursor = ScheduleCursor(work.order, work.window, opportunistic=work.opportunistic)
+        activations_in, gradients_out, activations_out, gradients_in = work.links
+        count, lack = len(work.micro_batches), work.gradients_may_lack
         self._activations_in = self._gradients_in = None
-        lack = work.gradients_may_lack
-        if neighbours.activations_in:
+        if activations_in:
             self._activations_in = Receiver(
-                neighbours.activations_in,
-                work.inputs,
-                count,
-                specs_of=lambda place: work.inputs_of(work.micro_batches[place]),
+                activations_in, work.inputs, count, specs_of=lambda place: work.inputs_of(work.micro_batches[place])
             )
-        if neighbours.gradients_in:
+        if gradients_in:
             self._gradients_in = Receiver(
-                neighbours.gradients_in,
+                gradients_in,
                 _with_gradients(work.outputs),
                 count,
                 may_lack=lack,
                 specs_of=lambda place: _with_gradients(work.outputs_of(work.micro_batches[place])),
             )
-        self._activations_out = Sender(neighbours.activations_out) if neighbours.activations_out else None
+        self._activations_out = Sender(activations_out) if activations_out else None
         lacking = _with_gradients(work.inputs) if lack else ()
-        self._gradients_out = Sender(neighbours.gradients_out, lacking, device) if neighbours.gradients_out else None
+        self._gradients_out = Sender(gradients_out, lacking, device) if gradients_out else None
         self._loss_scale = 1.0
-        self.stopwatch = Stopwatch(clock or clock_of(device), recording=work.record_timeline)
+        self.stopwatch = Stopwatch(self._clock, recording=work.record_timeline)
         self._peak_in_flight = self._peak_live = 0
 
     def run(self, sums: StepSums, loss_scale: float = 1.0) -> None:
@@ -139,6 +89,12 @@ class Executor:
                 self.stopwatch.task_given(task, micro_batch, start, spent)
                 self._count_stored()
 
+    def reduce(self, sums: StepSums) -> None:
+        """Wait until every unit is reduced over its ring; most were while this worker computed. Raises as ``run``."""
+        start = self.stopwatch.mark()
+        sums.finish_reduction()
+        self.stopwatch.stood("reduce", start)
+
     def finish(self) -> None:
         """Block until all messages have left; called after the reductions, which need not wait for them."""
         for sender in (self._activations_out, self._gradients_out):
@@ -160,6 +116,22 @@ class Executor:
             in_flight=self._peak_in_flight,
             live_graphs=self._peak_live,
             **{name: link.peak if link else 0 for name, link in links.items()},
+        )
+
+    def timeline(self, current: Generation, step: int) -> StepTimeline:
+        """Return the recorded timeline of this step."""
+        assert current.slot is not None
+        return StepTimeline(
+            worker=current.slot.worker,
+            stage=current.slot.stage,
+            replica=current.slot.replica,
+            shape=current.plan.shape,
+            schedule=current.plan.schedule,
+            window=self._work.window,
+            step=step,
+            start_ns=self.stopwatch.start_ns,
+            peaks=self.peaks,
+            spans=tuple(self.stopwatch.spans),
         )
 
     def _count_stored(self) -> None:
@@ -201,16 +173,25 @@ class Executor:
             self._forward(micro_batch, sums)
         elif task is Task.RECOMPUTE:
             micro_batch = self._work.micro_batches[progress.recomputes]
-            self._stage.recompute(micro_batch)
+            self._timed(lambda: self._stage.recompute(micro_batch))
         else:
             micro_batch = self._work.micro_batches[progress.backwards]
             self._faults.reach("backward")
             self._backward(micro_batch, sums)
         return micro_batch
 
+    def _timed(self, task: Callable[[], ResultT]) -> ResultT:
+        """Run a task of the stage, and linger after it on a slow device."""
+        if self._slowness == 1.0:
+            return task()
+        start = self._clock.mark()
+        result = task()
+        linger(self._clock, start, self._slowness)
+        return result
+
     def _forward(self, micro_batch: int, sums: StepSums) -> None:
         inputs = self._activations_in.take() if self._activations_in else ()
-        outputs = self._stage.forward(micro_batch, inputs)
+        outputs = self._timed(lambda: self._stage.forward(micro_batch, inputs))
         if self._activations_out:
             self._activations_out.send(outputs)
         else:
@@ -225,7 +206,7 @@ class Executor:
         else:
             arrived = iter(self._gradients_in.take_there())
             gradients = tuple(next(arrived) if spec.requires_grad else None for spec in self._work.outputs)
-        found = self._stage.backward(micro_batch, gradients, sums.of(micro_batch))
+        found = self._timed(lambda: self._stage.backward(micro_batch, gradients, sums.of(micro_batch)))
         sums.count(micro_batch)
         if self._gradients_out:
             pairs = zip(found, self._work.inputs, strict=True)
@@ -236,10 +217,3 @@ class Executor:
 
 def _with_gradients(specs: Borders) -> Borders:
     return tuple(spec for spec in specs if spec.requires_grad)
-
-
-def finish_reduction(sums: StepSums, stopwatch: Stopwatch) -> None:
-    """Wait until every unit is reduced over its ring."""
-    start = stopwatch.mark()
-    sums.finish_reduction()
-    stopwatch.stood("reduce", start)

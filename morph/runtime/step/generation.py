@@ -1,16 +1,16 @@
-"""A worker's part of one generation: its slot, its groups and its units at the reshape's version."""
+"""A worker's part of one generation: its slot, groups and units, and the work of its stage in each step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
-from morph.contract.messages import ReshapeOrder, Slot, StepOrder
+from morph.contract.messages import WEIGHT, ReshapeOrder, Slot, StepOrder
 from morph.contract.plan import Plan
 from morph.contract.salvage import Salvage, share_in
-from morph.contract.timeline import StepTimeline
 from morph.cutting.sections.section import BoundaryTensor, CutModel
 from morph.data.lengths import Size
 from morph.runtime.device.links import Link, link_over
@@ -18,8 +18,54 @@ from morph.runtime.groups.channels import Channel, GroupSet, Ring
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.topology import Topology, edge_name, worker_at
 from morph.runtime.state.unit_state import UnitState
-from morph.runtime.step.executor import Executor, Neighbours, StageWork
-from morph.runtime.step.section_run import borders_may_lack_gradients
+from morph.runtime.step.stage import borders_may_lack_gradients
+
+Borders = tuple[BoundaryTensor, ...]
+Edges = tuple[Channel | None, Channel | None, Channel | None, Channel | None]
+Links = tuple[Link | None, Link | None, Link | None, Link | None]
+"""To and from the neighbours, None at the pipeline's ends: activations in, gradients out, activations out, gradients
+in."""
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """The work of one stage in one step, with the links to its neighbours.
+
+    ``borders``: inputs and outputs of each micro-batch whose tensors differ in shape from ``inputs`` and ``outputs``.
+    ``shares``: of each micro-batch in means over samples, if they differ. ``factor``: of each loss before its backward,
+    besides its share and the loss scale.
+    """
+
+    micro_batches: Sequence[int]
+    order: str
+    window: int
+    opportunistic: bool
+    inputs: Borders
+    outputs: Borders
+    links: Links = (None, None, None, None)
+    metric_names: tuple[str, ...] = ()
+    gradients_may_lack: bool = False
+    record_timeline: bool = False
+    borders: Mapping[int, tuple[Borders, Borders]] = field(default_factory=dict)
+    shares: Sequence[float] = ()
+    factor: float = 1.0
+
+    def inputs_of(self, micro_batch: int) -> Borders:
+        """Return the inputs of a micro-batch."""
+        return self.borders[micro_batch][0] if micro_batch in self.borders else self.inputs
+
+    def outputs_of(self, micro_batch: int) -> Borders:
+        """Return the outputs of a micro-batch."""
+        return self.borders[micro_batch][1] if micro_batch in self.borders else self.outputs
+
+    def share_of(self, micro_batch: int) -> float | None:
+        """Return the share of a micro-batch; None: all are alike."""
+        return self.shares[micro_batch] if self.shares else None
+
+    def factor_of(self, micro_batch: int) -> float:
+        """Return the factor of a micro-batch's loss; one with a weight of its own has no share."""
+        share = None if WEIGHT in self.metric_names else self.share_of(micro_batch)
+        return self.factor if share is None else self.factor * share
 
 
 @dataclass(frozen=True)
@@ -44,16 +90,9 @@ class Generation:
         """Return the reduction group of a unit."""
         return self.groups.ring(self.topology.unit_rings[unit])
 
-    def neighbours(self, device: torch.device) -> Neighbours:
-        """Return the links that carry a device's tensors to and from the previous and next stages."""
-        activations_in, gradients_out, activations_out, gradients_in = (
-            None if channel is None else self.mailboxes.get(channel.name) or link_over(channel, device, self.interrupt)
-            for channel in self.edges()
-        )
-        return Neighbours(activations_in, gradients_out, activations_out, gradients_in)
-
-    def edges(self) -> tuple[Channel | None, Channel | None, Channel | None, Channel | None]:
-        """Return channels to the previous and next stages, in the order of ``Neighbours``."""
+    @cached_property
+    def edges(self) -> Edges:
+        """The channels to the previous and next stages, in the order of ``Links``."""
         assert self.slot is not None
         stage = self.slot.stage
         before = None if self.plan.is_first(stage) else stage - 1
@@ -87,25 +126,34 @@ class Generation:
         """Return the number of a step's micro-batches, over all replicas."""
         return order.num_micro_batches or self.plan.num_micro_batches
 
-    def stage_work(self, model: CutModel, micro_batches: Sequence[int], size_of: Callable[[int], Size]) -> StageWork:
-        """Return the tasks of this worker's stage for these micro-batches, given their lengths and sizes."""
+    def stage_work(
+        self, model: CutModel, micro_batches: Sequence[int], size_of: Callable[[int], Size], device: torch.device
+    ) -> StageWork:
+        """Return the work of this worker's stage on a device for these micro-batches, given their lengths and sizes."""
         assert self.slot is not None
         stage = self.plan.stages[self.slot.stage]
-        work = self.work_between(
-            micro_batches, model.sections[stage.first_section].inputs, model.sections[stage.end_section - 1].outputs
-        )
-        names = model.metric_names if stage.end_section == len(model.sections) else ()
         borders = {}
         for micro_batch in micro_batches if model.by_length or model.by_samples else ():
             sections = model.at(*size_of(micro_batch)).sections
             borders[micro_batch] = sections[stage.first_section].inputs, sections[stage.end_section - 1].outputs
-        may_lack = borders_may_lack_gradients(model)
-        return replace(work, metric_names=names, gradients_may_lack=may_lack, borders=borders)
+        activations_in, gradients_out, activations_out, gradients_in = (
+            None if edge is None else self.mailboxes.get(edge.name) or link_over(edge, device, self.interrupt)
+            for edge in self.edges
+        )
+        return replace(
+            self.work_between(
+                micro_batches,
+                model.sections[stage.first_section].inputs,
+                model.sections[stage.end_section - 1].outputs,
+                (activations_in, gradients_out, activations_out, gradients_in),
+            ),
+            metric_names=model.metric_names if stage.end_section == len(model.sections) else (),
+            gradients_may_lack=borders_may_lack_gradients(model),
+            borders=borders,
+        )
 
-    def work_between(
-        self, micro_batches: Sequence[int], inputs: tuple[BoundaryTensor, ...], outputs: tuple[BoundaryTensor, ...]
-    ) -> StageWork:
-        """Return the tasks of this worker's stage, given the tensors at its borders."""
+    def work_between(self, micro_batches: Sequence[int], inputs: Borders, outputs: Borders, links: Links) -> StageWork:
+        """Return the work of this worker's stage, given the tensors at its borders and the links that carry them."""
         assert self.slot is not None
         stage = self.plan.stages[self.slot.stage]
         return StageWork(
@@ -115,20 +163,5 @@ class Generation:
             opportunistic=self.plan.schedule == "varuna",
             inputs=inputs,
             outputs=outputs,
-        )
-
-    def timeline(self, step: int, executor: Executor) -> StepTimeline:
-        """Return the recorded timeline of a step's executor."""
-        assert self.slot is not None
-        return StepTimeline(
-            worker=self.slot.worker,
-            stage=self.slot.stage,
-            replica=self.slot.replica,
-            shape=self.plan.shape,
-            schedule=self.plan.schedule,
-            window=self.plan.stages[self.slot.stage].window,
-            step=step,
-            start_ns=executor.stopwatch.start_ns,
-            peaks=executor.peaks,
-            spans=tuple(executor.stopwatch.spans),
+            links=links,
         )

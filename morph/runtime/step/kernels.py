@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -80,18 +78,13 @@ def prepare_cublas() -> None:
         )
 
 
-@contextmanager
-def kernels_refused(first_line: str | None) -> Iterator[None]:
-    """Raise a one-sentence JobError, instead of torch's, if an operation of a section has no deterministic kernel.
+def raise_if_refused(error: RuntimeError, first_line: str | None) -> None:
+    """Raise a one-sentence JobError in place of torch's, if an operation of a section has no deterministic kernel.
 
     ``first_line``: ``file:line`` of the user's code at which the section begins, if it is known.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        found = _NONE_DETERMINISTIC.match(str(error))
-        if found is None:
-            raise
+    found = _NONE_DETERMINISTIC.match(str(error))
+    if found is not None:
         where = f", in the section that begins at {first_line}" if first_line else ""
         raise wrong_job(
             "accumulation",

@@ -1,4 +1,7 @@
-"""Seconds by kind of work in one step, on the device's clock, and a timeline on request."""
+"""Seconds by kind of work in one step, on the device's clock, and a timeline on request.
+
+``Pace`` keeps the times of the newest micro-batches over steps, for the heartbeats.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from morph.contract.timeline import ComputeTimes, Span, SpanKind
+from morph.contract.timeline import ComputeTimes, MicroBatchTimes, Span, SpanKind
 from morph.runtime.device.task_clock import CoreTimes, Mark, TaskClock
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.step.schedule_cursor import Task
 
+MOST_KEPT = 16
+"""The number of micro-batches that are kept until a heartbeat takes them; older ones are dropped."""
+DIGITS = 7
 Standing = Literal["wait", "reduce"]
 """The reasons for which the device is idle."""
 _SPAN_KINDS: dict[Task | Standing, SpanKind] = {
@@ -148,3 +154,48 @@ class Stopwatch:
     def _keep(self, kind: SpanKind, micro_batch: int | None, start_s: float, end_s: float) -> None:
         if self._recording:
             self.spans.append(Span(kind=kind, micro_batch=micro_batch, start_s=start_s, end_s=end_s))
+
+
+class _Note(NamedTuple):
+    generation: int
+    forward_s: float
+    recompute_s: float
+    backward_s: float
+    cores: CoreTimes | None
+
+
+class Pace:
+    """Times of the newest micro-batches. One thread records and one collects; neither waits for the other."""
+
+    def __init__(self) -> None:
+        self._notes: deque[_Note] = deque(maxlen=MOST_KEPT)
+
+    def note(
+        self,
+        generation: int,
+        forward_s: float,
+        recompute_s: float,
+        backward_s: float,
+        cores: CoreTimes | None = None,
+    ) -> None:
+        """Record the times (seconds) of a finished micro-batch; this takes about a microsecond."""
+        self._notes.append(_Note(generation, forward_s, recompute_s, backward_s, cores))
+
+    def collect(self) -> MicroBatchTimes | None:
+        """Return the times since the last call, of the newest generation; None: there are none."""
+        notes: list[_Note] = []
+        while self._notes:
+            notes.append(self._notes.popleft())
+        if not notes:
+            return None
+        generation = notes[-1].generation
+        notes = [entry for entry in notes if entry.generation == generation]
+        cores = [entry.cores for entry in notes if entry.cores is not None]
+        return MicroBatchTimes(
+            generation=generation,
+            forward_s=tuple(round(entry.forward_s, DIGITS) for entry in notes),
+            recompute_s=tuple(round(entry.recompute_s, DIGITS) for entry in notes),
+            backward_s=tuple(round(entry.backward_s, DIGITS) for entry in notes),
+            processor_s=tuple(round(each.processor_s, DIGITS) for each in cores),
+            queued_s=tuple(round(each.queued_s, DIGITS) for each in cores if each.queued_s is not None),
+        )

@@ -1,4 +1,7 @@
-"""A worker's sums in one step: the gradients of its units, with the micro-batches in each sum (decision 0019)."""
+"""A worker's sums of a step: the gradients of its units, with the micro-batches in each sum (decision 0019).
+
+``StepSums`` are the sums of one step. ``KnownSums`` begins them, and has all sums of the current or an abandoned step.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,15 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from morph.contract.messages import MARKS, SAMPLES, WEIGHT, MicroBatchLoss
-from morph.contract.salvage import LOSSES, PartialSum, Salvage, counted_in, partial_sum
+from morph.contract.messages import MARKS, SAMPLES, WEIGHT, MicroBatchLoss, StepOrder
+from morph.contract.salvage import LOSSES, KeptSums, PartialSum, Salvage, counted_in, partial_sum
 from morph.runtime.groups.channels import Ring
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.accumulators import Accumulator
 from morph.runtime.state.reduction import Reduction
 from morph.runtime.state.unit_state import UnitState
+from morph.runtime.step.generation import Generation
 
 
 @dataclass(frozen=True)
@@ -237,3 +241,95 @@ def _count(places: dict[tuple[str, int], int], total: PartialSum) -> None:
         place = total.unit, section
         assert not places.get(place, 0) & mask, f"micro-batches of section {section} are in two sums of {total.unit}"
         places[place] = places.get(place, 0) | mask
+
+
+def held_sum(total: PartialSum, sums: Sequence[HeldSum]) -> HeldSum:
+    """Find the sum that an order names among those that a worker has."""
+    return next(held for held in sums if held.total == total)
+
+
+class KnownSums:
+    """The partial sums of a worker for its current step or an abandoned one, whose sums are ``parts``.
+
+    ``offer``: called with the step, and a function that copies this worker's sums, when a copy of them is due
+    elsewhere. ``copies``: returns the copies of other workers' sums of a step that are here.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        faults: FaultPlan,
+        offer: Callable[[int, Callable[[], Sequence[HeldSum]]], None],
+        copies: Callable[[int], Sequence[HeldSum]],
+    ) -> None:
+        self._worker, self._faults, self._offer, self._copies = worker, faults, offer, copies
+        self.parts: list[HeldSum] = []
+        self._step: int | None = None
+        self._running: StepSums | None = None
+
+    def begin(self, current: Generation, order: StepOrder) -> StepSums:
+        """Return the sums of a step that begins, or that begins again in another shape with its kept sums."""
+        assert current.slot is not None
+        salvage = current.salvage_in(order)
+        mine = [] if salvage is None else [entry for entry in salvage.sums if entry.receiver == self._worker]
+        every, micro_batches = current.order.copy_sums_every, current.micro_batches_in(order)
+        keep = current.order.keep_sums and order.attempt == 0  # no other worker has the scales of a later attempt
+
+        def counted(num: int) -> None:
+            # counted from the end: the last copy has the time of ``every`` micro-batches to travel before the reduction
+            left = len(micro_batches) - num
+            running = self._running  # no reference to this frame: sums in a cycle would outlive their step
+            if running is not None and keep and every and left and left % every == 0:
+                self._offer(order.step, running.copies)
+
+        of = current.topology
+        running = StepSums(
+            current.units,
+            current.plan.stages[current.slot.stage].sections,
+            micro_batches,
+            current.num_micro_batches(order),
+            current.plan.num_sections - 1,
+            Rings(of.unit_rings, of.split_units, of.rounds, current.ring_of, current.interrupt, self._faults),
+            salvage=salvage,
+            held=[held_sum(entry.sum, self.parts) for entry in mine],
+            keep=keep,
+            counted=counted,
+        )
+        for accumulator in running.accumulators.values():
+            accumulator.bears_non_finite |= order.bears_non_finite
+        self._step, self._running, self.parts = order.step, running, []
+        return running
+
+    def keep(self, step: int) -> None:
+        """Prepare for a new shape, in which this step begins again if it was begun."""
+        if self._step == step:
+            self._settle()
+        else:  # it is decided: its sums need not be read first
+            self.drop()
+            self._step = step
+
+    def add(self, received: Sequence[HeldSum]) -> None:
+        """Keep the partial sums of other workers."""
+        self.parts += received
+
+    def told(self) -> KeptSums | None:
+        """Return the report to the manager when an order is given up."""
+        self._settle()
+        if self._step is None or not self.parts:
+            return None
+        return KeptSums(step=self._step, sums=tuple(part.total for part in self.parts))
+
+    def forget_before(self, version: int) -> None:
+        """Release the sums of decided steps."""
+        if self._step is not None and self._step < version:
+            self.drop()
+
+    def _settle(self) -> None:
+        """Abandon the current step: its sums keep their present contents, whatever arrives later."""
+        if self._running is not None and self._step is not None:
+            self.parts = [*self._running.partial_sums(), *self._copies(self._step)]
+            self._running = None
+
+    def drop(self) -> None:
+        """Release everything."""
+        self.parts, self._step, self._running = [], None, None

@@ -29,7 +29,7 @@ from morph.contract.evaluation import (
     EvaluationTotals,
     FinishedMetrics,
 )
-from morph.contract.messages import SAMPLES, Evaluation, MicroBatchLoss
+from morph.contract.messages import SAMPLES, CommitOrder, Evaluation, MicroBatchLoss, StepOrder
 from morph.cutting import CutModel, Section
 from morph.cutting.exporting.functional import WRITTEN
 from morph.cutting.marked.marked_run import MarkedCode
@@ -38,17 +38,16 @@ from morph.cutting.sections.statistics import PLAIN, use_statistics
 from morph.data import DataWorkers
 from morph.data.evaluation import EvaluationLoader
 from morph.data.lengths import IGNORED
-from morph.data.loader import data_of, lengths_of, order_of, recipe_of
+from morph.data.loader import data_of, lengths_of, order_of, recipe_of, with_step
 from morph.data.seeding import own_generators, seed_of
 from morph.jobs.job import Job, Precision
+from morph.runtime.device.links import Receiver, Sender
 from morph.runtime.device.staging import placed
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.step.executor import Neighbours, StageWork
-from morph.runtime.step.generation import Generation
-from morph.runtime.step.links import Receiver, Sender
-from morph.runtime.step.section_run import run_section
-from morph.runtime.step.stage import seed_section
+from morph.runtime.step.generation import Generation, StageWork
+from morph.runtime.step.stage import run_section, seed_section
 from morph.runtime.step.sums import told_losses
+from morph.runtime.step.training_step import Attendant, Units
 
 MAX_SENDING = 4
 """The largest number of micro-batches on their way to the next stage."""
@@ -160,26 +159,18 @@ class EvaluationStage:
         return values
 
 
-def run_evaluation(
-    stage: EvaluationStage,
-    work: StageWork,
-    neighbours: Neighbours,
-    interrupt: Interrupt,
-) -> tuple[MicroBatchLoss, ...]:
+def run_evaluation(stage: EvaluationStage, work: StageWork, interrupt: Interrupt) -> tuple[MicroBatchLoss, ...]:
     """Run this stage's part of an evaluation; only last stages return losses and metrics.
 
     Raises GenerationAborted, PeerLost or WaitTimeout as ``Interrupt.wait_for``.
     """
-    count = len(work.micro_batches)
-    arriving = None
-    if neighbours.activations_in:
+    activations_in, _, activations_out, _ = work.links
+    arriving, count = None, len(work.micro_batches)
+    if activations_in:
         arriving = Receiver(
-            neighbours.activations_in,
-            work.inputs,
-            count,
-            specs_of=lambda place: work.inputs_of(work.micro_batches[place]),
+            activations_in, work.inputs, count, specs_of=lambda place: work.inputs_of(work.micro_batches[place])
         )
-    leaving = Sender(neighbours.activations_out) if neighbours.activations_out else None
+    leaving = Sender(activations_out) if activations_out else None
     told: dict[int, Sequence[Tensor]] = {}
     for done, micro_batch in enumerate(work.micro_batches):
         interrupt.check()
@@ -239,18 +230,12 @@ def batch_keys(sections: Iterable[Section]) -> set[str]:
     return {key for section in sections for key in section.batch_keys}
 
 
-def with_step(batch: Mapping[str, Tensor], job: Job, step: int) -> Mapping[str, Tensor]:
-    """Put the number of a step into the job's entry for it."""
-    name = job.step_entry
-    return {**batch, name: torch.full_like(batch[name], step)} if name is not None and name in batch else batch
-
-
-class Evaluator:
+class Evaluator(Attendant):
     """One worker's part in a job's evaluations."""
 
     def __init__(self, job: Job, model: CutModel, device: torch.device, prefetcher: DataWorkers | None = None) -> None:
         assert job.eval_data is not None
-        self._job, self._device = job, device
+        self._job, self._model, self._device = job, model, device
         self._sections = {size: evaluation_sections(one) for size, one in model.every().items()}
         recipe, data = recipe_of(job), data_of(job, "eval_data")
         sample, m, lengths = recipe.like(data_of(job)), model.micro_batch_size, lengths_of(job, "eval_data")
@@ -271,7 +256,18 @@ class Evaluator:
             finishes=job.eval_metrics is not None,
         )
 
-    def run_if_due(self, current: Generation, version: int, model: CutModel) -> Evaluation | None:
+    def at_version(self, current: Generation, order: StepOrder | CommitOrder, held: Units) -> dict[str, Any]:  # noqa: ARG002
+        """Evaluate this version if that is due, and compute the job's metrics of the evaluation that the order has."""
+        totals = order.evaluated
+        version = order.step if isinstance(order, StepOrder) else order.version
+        again = isinstance(order, CommitOrder) and totals is not None and totals.version == version
+        finishes = totals is not None and self._job.eval_metrics is not None
+        return {
+            "finished": self.finish(totals) if finishes and totals is not None else None,
+            "evaluation": None if again else self.run_if_due(current, version),
+        }
+
+    def run_if_due(self, current: Generation, version: int) -> Evaluation | None:
         """Evaluate this version, which all units have; returns None if no evaluation is due, or not on a last stage.
 
         Raises GenerationAborted, PeerLost or WaitTimeout as ``Interrupt.wait_for``.
@@ -280,7 +276,8 @@ class Evaluator:
             return None
         total = self._loader.num_micro_batches
         share = current.plan.share_of(current.slot.replica, range(total))
-        work = replace(current.stage_work(model, share, self._loader.size), shares=self._loader.shares)
+        work = current.stage_work(self._model, share, self._loader.size, self._device)
+        work = replace(work, shares=self._loader.shares)
         indices = current.plan.stages[current.slot.stage].sections
         stage = EvaluationStage(
             sections_of=lambda number: [self._sections[self._loader.size(number)][index] for index in indices],
@@ -290,10 +287,9 @@ class Evaluator:
             seed=self._job.seed,
             version=version,
         )
-        self._loader.expect(
-            work.micro_batches, batch_keys(model.sections[index] for index in indices), lambda: current.interrupt.over
-        )
-        losses = run_evaluation(stage, work, current.neighbours(self._device), current.interrupt)
+        keys = batch_keys(self._model.sections[index] for index in indices)
+        self._loader.expect(work.micro_batches, keys, lambda: current.interrupt.over)
+        losses = run_evaluation(stage, work, current.interrupt)
         if not current.plan.is_last(current.slot.stage):
             return None
         self._check_size(losses, total)

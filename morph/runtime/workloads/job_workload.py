@@ -15,21 +15,21 @@ from torch.optim import Optimizer
 
 from morph.checkpoint.frozen_weights import FrozenWeights
 from morph.contract.errors import ProfileError, wrong_job
-from morph.contract.evaluation import EvaluationSize, EvaluationTotals, FinishedMetrics
+from morph.contract.evaluation import EvaluationSize
 from morph.contract.job_facts import Epochs, JobFacts
-from morph.contract.messages import Evaluation, StepOrder, WorkerSetup
+from morph.contract.messages import StepOrder, WorkerSetup
 from morph.cutting import CutModel
 from morph.cutting.cache.cut_job import load_and_cut
 from morph.cutting.sections.section import BoundaryTensor, ParameterUnit
 from morph.cutting.trial_run.trial import run_users_code
 from morph.data import DataWorkers, MicroBatchLoader
-from morph.data.loader import data_facts, data_of, order_of, recipe_of
+from morph.data.loader import data_facts, data_of, order_of, recipe_of, with_step
 from morph.jobs.changes import require_same
 from morph.jobs.existing import WholeModel
 from morph.jobs.job import Job
 from morph.optimizers import kind_of
 from morph.runtime.device.staging import moved, placed
-from morph.runtime.device.task_clock import clock_of
+from morph.runtime.device.task_clock import clock_of, linger
 from morph.runtime.groups.channels import Carrier, Channel
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
@@ -43,13 +43,13 @@ from morph.runtime.state.optimizer_state import (
 )
 from morph.runtime.state.unit_state import UnitState, update_rules
 from morph.runtime.step.compilation import compile_all, compiled, refuse_marked
-from morph.runtime.step.executor import Executor, finish_reduction
+from morph.runtime.step.executor import Executor
 from morph.runtime.step.generation import Generation
 from morph.runtime.step.kernels import kernels_for, kernels_now, prepare_cublas, set_kernels
-from morph.runtime.step.slow_stage import slowed
 from morph.runtime.step.stage import Stage
-from morph.runtime.step.sums import MicroBatchSums, StepSums
-from morph.runtime.workloads.evaluation import Evaluator, batch_keys, with_step
+from morph.runtime.step.sums import MicroBatchSums
+from morph.runtime.step.training_step import Attendant
+from morph.runtime.workloads.evaluation import Evaluator, batch_keys
 
 _SMALL = 4
 _FIELDS = (
@@ -222,6 +222,10 @@ class JobWorkload:
         return None if self._evaluator is None else self._evaluator.size
 
     @property
+    def attendants(self) -> tuple[Attendant, ...]:
+        return () if self._evaluator is None else (self._evaluator,)
+
+    @property
     def epochs(self) -> Epochs | None:
         found = order_of(self._job).epochs
         return None if found.end == "fill" else found
@@ -280,7 +284,7 @@ class JobWorkload:
             precision=self._job.precision,
         )
         stage.size_of = size_of
-        work = current.stage_work(self._model, current.micro_batches_in(order), size_of)
+        work = current.stage_work(self._model, current.micro_batches_in(order), size_of, self._device)
         short, num = self._job.short_step, current.num_micro_batches(order)
         work = replace(
             work,
@@ -288,21 +292,18 @@ class JobWorkload:
             shares=self._loader.shares(order.step) if short is None else (),
             factor=num / current.plan.num_micro_batches if short is not None and short.of_whole else 1.0,
         )
-        tasks = slowed(stage, faults.slowness, self._clock)
-        neighbours, interrupt = current.neighbours(self._device), current.interrupt
-        executor = Executor(tasks, work, neighbours, interrupt, faults, self._device, self._clock)
+        executor = Executor(
+            stage, work, current.interrupt, faults, self._device, clock=self._clock, slowness=faults.slowness
+        )
         executor.stopwatch.in_groups = len(plan.groups) > 1
         return executor
-
-    def reduce(self, current: Generation, sums: StepSums, executor: Executor) -> None:  # noqa: ARG002
-        finish_reduction(sums, executor.stopwatch)
 
     def probe(self, sections: range, held: Mapping[str, UnitState], faults: FaultPlan) -> Callable[[], float]:
         """See ``Workload.probe``. The gradients are summed as in a step, into unused sums."""
         used = [unit for unit in self._model.units if set(unit.sections) & set(sections)]
         units = [held.get(unit.id) or self.make_unit(unit.id, 1) for unit in used]
         sums = {name: total for unit in units for total in (unit.new_accumulator(),) for name in unit.values}
-        inner = Stage(
+        stage = Stage(
             self._run_model,
             sections,
             recompute=False,
@@ -312,8 +313,7 @@ class JobWorkload:
             step=0,
             precision=self._job.precision,
         )
-        inner.size_of = partial(self._loader.size, 0)
-        stage = slowed(inner, faults.slowness, self._clock)
+        stage.size_of = partial(self._loader.size, 0)
         sink = MicroBatchSums(lambda _, name, gradient: sums[name].add(name, gradient), lambda _: None)
         typical = self._loader.typical()
         model = self._model.at(*self._loader.size(0, typical))
@@ -325,22 +325,16 @@ class JobWorkload:
             start = self._clock.mark()
             stage.forward(typical, inputs)
             stage.backward(typical, gradients, sink)
+            linger(self._clock, start, faults.slowness)
             end = self._clock.mark()
             self._clock.wait(end)
             return self._clock.seconds(start, end)
 
         return run
 
-    def evaluate(self, current: Generation, version: int) -> Evaluation | None:
-        return self._evaluator.run_if_due(current, version, self._model) if self._evaluator is not None else None
-
     def collect_notes(self) -> tuple[str, ...]:
         notes = () if self._data_workers is None else self._data_workers.notes
         return tuple(notes.popleft() for _ in range(len(notes))) if notes else ()
-
-    def finish(self, totals: EvaluationTotals) -> FinishedMetrics | None:
-        finishes = self._evaluator is not None and self._job.eval_metrics is not None
-        return self._evaluator.finish(totals) if finishes and self._evaluator is not None else None
 
     def samples_of(self, step: int) -> tuple[int, ...]:
         return self._loader.samples_of(step)

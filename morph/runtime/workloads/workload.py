@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from morph.contract.evaluation import EvaluationSize, EvaluationTotals, FinishedMetrics
+from morph.contract.evaluation import EvaluationSize
 from morph.contract.job_facts import Epochs
-from morph.contract.messages import Evaluation, StepOrder, WorkerSetup
+from morph.contract.messages import WorkerSetup
 from morph.cutting.sections.section import ParameterUnit
 from morph.runtime.groups.channels import Carrier, Channel
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.unit_state import UnitState
-from morph.runtime.step.executor import Executor
 from morph.runtime.step.generation import Generation
-from morph.runtime.step.sums import StepSums
+from morph.runtime.step.training_step import Attendant, StepSource
 
 
-class Workload(Protocol):
+class Workload(StepSource, Protocol):
     """Everything that a worker needs from a loaded job. Used only in the order lane."""
 
     @property
@@ -28,6 +27,10 @@ class Workload(Protocol):
     @property
     def evaluation(self) -> EvaluationSize | None:
         """Interval and size of evaluations; None: never."""
+
+    @property
+    def attendants(self) -> tuple[Attendant, ...]:
+        """What it does beside its steps: evaluations."""
 
     @property
     def epochs(self) -> Epochs | None:
@@ -51,29 +54,14 @@ class Workload(Protocol):
     def take_place(self, current: Generation) -> None:
         """Read the data besides units that a generation's stage needs, and release those of an earlier stage."""
 
-    def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
-        """Return one step up to its reductions, ready to be run on this worker's stage."""
-
-    def reduce(self, current: Generation, sums: StepSums, executor: Executor) -> None:
-        """Finish the reduction of every unit that this worker holds. Raises as ``Interrupt.wait_for``."""
-
     def probe(self, sections: range, held: Mapping[str, UnitState], faults: FaultPlan) -> Callable[[], float]:
         """Return a function that runs a micro-batch's forward and backward for a probe and returns its seconds.
 
         ``held`` units are read and never changed; missing ones are made. No peer is needed.
         """
 
-    def evaluate(self, current: Generation, version: int) -> Evaluation | None:
-        """Evaluate the present version of every unit; None if no evaluation is due, or not on a last stage."""
-
-    def samples_of(self, step: int) -> tuple[int, ...]:
-        """Return the indices of a step's samples in the data set, in the order of the step; empty: no data set."""
-
     def collect_notes(self) -> tuple[str, ...]:
         """Return news about its data workers since the last call, for the user; from any thread; never blocks."""
-
-    def finish(self, totals: EvaluationTotals) -> FinishedMetrics | None:
-        """Compute the job's own metrics of a whole evaluation; None: it has none. Raises as the user's function."""
 
 
 def load_workload(setup: WorkerSetup) -> Workload:

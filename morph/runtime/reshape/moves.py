@@ -6,7 +6,6 @@ Partial sums of an abandoned step follow the units, on the same channels, to the
 from __future__ import annotations
 
 import json
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,12 +21,12 @@ from morph.checkpoint.unit_files import read_unit
 from morph.contract.errors import CheckpointError, WaitTimeout
 from morph.contract.messages import MicroBatchLoss, Source
 from morph.contract.rules import CheckpointRules
-from morph.contract.salvage import PartialSum, Salvage, SalvagedSum
+from morph.contract.salvage import Salvage, SalvagedSum
 from morph.runtime.groups.channels import Carrier, Transfer
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.pre_copy.stream import receive_tensors, send_tensors
+from morph.runtime.reshape.stream import receive_tensors, send_tensors
 from morph.runtime.state.unit_state import UnitState
-from morph.runtime.step.sums import HeldSum
+from morph.runtime.step.sums import HeldSum, held_sum
 
 NUM_PREFETCHED = 4
 """Number of checkpoint units that one worker reads at a time."""
@@ -96,11 +95,6 @@ def _send(tensors: Mapping[str, Tensor], context: MoveContext, receiver: str) ->
     return send_tensors(tensors, context.channel(context.worker, receiver), context.interrupt)
 
 
-def held_sum(total: PartialSum, sums: Sequence[HeldSum]) -> HeldSum:
-    """Find the sum that an order names among those that a worker has."""
-    return next(held for held in sums if held.total == total)
-
-
 def take_sums(context: MoveContext) -> tuple[list[HeldSum], int]:
     """Receive the partial sums of others that this worker continues, after its units; return them and their bytes."""
     received, num_bytes = [], 0
@@ -119,24 +113,13 @@ def send_in_background(sources: Sequence[Source], context: MoveContext, interrup
 
     So a worker sends and receives at the same time. The result raises as ``Interrupt.wait_for``.
     """
-    pending: list[Sequence[Transfer]] = []
-    failure: list[Exception] = []
-
-    def send() -> None:
-        try:
-            pending.append(start_sending(sources, context))
-        except Exception as error:  # handed to the waiting thread below
-            failure.append(error)
-        interrupt.notify()
+    started = interrupt.start(partial(start_sending, sources, context), "send")
 
     def wait() -> None:
-        interrupt.wait_for(lambda: bool(pending or failure), "units to be made ready for peers")
-        if failure:
-            raise failure[0]
-        for transfer in pending[0]:
+        interrupt.wait_for(started.done, "units to be made ready for peers")
+        for transfer in started.result():
             transfer.wait("a unit's state to leave for a peer")
 
-    threading.Thread(target=send, name="morph-send", daemon=True).start()
     return wait
 
 
@@ -183,20 +166,6 @@ def _from_checkpoint(units: Sequence[str], context: MoveContext) -> Iterator[tup
     if not units:
         return
 
-    def start(work: Callable[[], T]) -> Future[T]:
-        """Call in a thread that is left behind if storage hangs."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-            context.interrupt.notify()
-
-        threading.Thread(target=run, name="morph-restore", daemon=True).start()
-        return future
-
     def wait(future: Future[T], what: str, num_bytes: int = 0) -> T:
         try:
             context.interrupt.wait_for(future.done, what, context.rules.file_limit_s(num_bytes))
@@ -204,7 +173,8 @@ def _from_checkpoint(units: Sequence[str], context: MoveContext) -> Iterator[tup
             raise CheckpointError(f"{version_url(context.checkpoint_url, context.version)}: {error}") from error
         return future.result()
 
-    manifest = wait(start(partial(read_manifest, context.checkpoint_url, context.version)), "the manifest")
+    started = context.interrupt.start(partial(read_manifest, context.checkpoint_url, context.version), "restore")
+    manifest = wait(started, "the manifest")
     digests = {entry.unit: entry.sha256 for entry in manifest.units}
     sizes = {entry.unit: entry.size_bytes for entry in manifest.units}
 
@@ -215,7 +185,7 @@ def _from_checkpoint(units: Sequence[str], context: MoveContext) -> Iterator[tup
     reading: deque[Future[tuple[Mapping[str, Tensor], bool]]] = deque()
     for index, unit in enumerate(units):
         while len(reading) < NUM_PREFETCHED and index + len(reading) < len(units):
-            reading.append(start(partial(read, units[index + len(reading)])))
+            reading.append(context.interrupt.start(partial(read, units[index + len(reading)]), "restore"))
         together = sum(sizes.get(other, 0) for other in units[index : index + NUM_PREFETCHED])
         yield wait(reading.popleft(), f"unit {unit} to be read", together)
 

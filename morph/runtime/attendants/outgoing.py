@@ -18,9 +18,8 @@ from torch import Tensor
 
 from morph.contract.decided import Decided
 from morph.contract.errors import PeerLost, WaitTimeout
-from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.pre_copy.rendezvous import StreamContext
-from morph.runtime.pre_copy.wire import (
+from morph.runtime.attendants.rendezvous import StreamContext
+from morph.runtime.attendants.wire import (
     CONNECT_TIMEOUT_S,
     Frame,
     close,
@@ -30,6 +29,7 @@ from morph.runtime.pre_copy.wire import (
     level_of,
     send_frame,
 )
+from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.unit_state import StateCopy, UnitState
 
 log = logging.getLogger(__name__)

@@ -22,12 +22,14 @@ from morph.checkpoint.storage import bounded, is_local
 from morph.checkpoint.unit_files import write_unit
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.errors import CheckpointError
-from morph.contract.messages import Heartbeat, UnitWritten
+from morph.contract.messages import CommitOrder, Heartbeat, ReshapeOrder, StepOrder, UnitWritten
 from morph.contract.rules import CheckpointRules
 from morph.cutting import CutModel
 from morph.jobs.job import Job
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.state.unit_state import StateCopy, UnitState, update_rules
+from morph.runtime.step.generation import Generation
+from morph.runtime.step.training_step import Attendant, Units
 
 # Version 0 of a run, written from given parameters instead of the job's seed.
 
@@ -91,7 +93,7 @@ class Handed:
     num_returns: int
 
 
-class CheckpointWriter:
+class CheckpointWriter(Attendant):
     """One background thread copies the units that are handed over and another writes them, both in order.
 
     A file that storage does not accept within ``rules.file_limit_s``, all tries together, is given up. Remaining units
@@ -129,6 +131,18 @@ class CheckpointWriter:
         self._copies: dict[tuple[int, str], Mapping[str, Tensor]] = {}
         threading.Thread(target=self._copy_all, name="morph-copies", daemon=True).start()
         threading.Thread(target=self._write_all, name="morph-checkpoint", daemon=True).start()
+
+    def at_version(self, current: Generation, order: StepOrder | CommitOrder, held: Units) -> None:  # noqa: ARG002
+        """Write the units that the order names."""
+        self.hand_over_units(current.units, order.checkpoint_units, order.earlier_checkpoints)
+
+    def before_reshape(self, order: ReshapeOrder) -> None:
+        self.forget_after(order.version)
+
+    def hand_over_units(self, units: Units, names: Iterable[str], earlier: Collection[int]) -> None:
+        """Queue units at their present version: see ``hand_over``."""
+        for name in names:
+            self.hand_over(units[name].version, name, units[name].copy_later(), earlier)
 
     def hand_over(self, version: int, unit: str, copy: StateCopy, earlier: Collection[int] = ()) -> None:
         """Queue one unit for copying and writing; drop waiting units of older versions, except ``earlier``."""

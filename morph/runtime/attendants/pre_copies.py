@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from torch._C._distributed_c10d import Store
 
 from morph.contract.decided import Decided
 from morph.contract.errors import PeerLost
-from morph.contract.messages import PreCopyOrder, PreCopyReport, ReshapeOrder, WorkerSetup
+from morph.contract.messages import CommitOrder, PreCopyOrder, PreCopyReport, ReshapeOrder, StepOrder, WorkerSetup
+from morph.runtime.attendants.incoming import Incoming
+from morph.runtime.attendants.outgoing import Outgoing
+from morph.runtime.attendants.rendezvous import StreamContext
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.pre_copy.incoming import Incoming
-from morph.runtime.pre_copy.outgoing import Outgoing
-from morph.runtime.pre_copy.rendezvous import StreamContext
 from morph.runtime.state.unit_state import UnitState
+from morph.runtime.step.generation import Generation
+from morph.runtime.step.training_step import Attendant, Units
 from morph.runtime.workloads.workload import Workload
 
 
-class PreCopyLane:
+class PreCopyLane(Attendant):
     """Carries out ``PreCopyOrder``; its failures do not disturb orders.
 
     ``workload``: makes the units that are received. ``news``: called when ``report`` has something new.
@@ -101,8 +103,8 @@ class PreCopyLane:
 
     # ---- order lane ----
 
-    def keep(self, order: ReshapeOrder) -> None:
-        """Begin a change of shape: drop units that it does not use."""
+    def before_reshape(self, order: ReshapeOrder) -> None:
+        """Drop units that the new shape does not use."""
         with self._lock:
             me = self._setup.worker
             used = [source for source in order.sources if source.kind == "ahead"] if order.ahead == self._number else []
@@ -115,15 +117,15 @@ class PreCopyLane:
                 self._incoming.end()
                 self._incoming = None
 
-    def begin_step(self, units: Mapping[str, UnitState]) -> None:
-        """Start to send further units at the beginning of a step, while all units are at the step's version."""
-        for stream in self._outgoing:
-            stream.begin(units)
+    def at_version(self, current: Generation, order: StepOrder | CommitOrder, held: Units) -> None:  # noqa: ARG002
+        """Start to send further units before a step, while all units are at its version."""
+        for stream in self._outgoing if isinstance(order, StepOrder) else ():
+            stream.begin(held)
 
-    def pass_on(self, states: Mapping[str, UnitState], decided: Decided | None) -> None:
-        """Send a decided step before it is applied."""
+    def before_apply(self, units: Units, decided: Decided | None) -> None:
+        """Send a decided step."""
         for stream in self._outgoing:
-            stream.pass_on(states, decided)
+            stream.pass_on(units, decided)
 
     def adopt(self, unit: str, version: int, interrupt: Interrupt) -> UnitState:
         """Wait for a unit that was pre-copied. Raises as ``Incoming.take``."""
@@ -132,12 +134,12 @@ class PreCopyLane:
             raise PeerLost(f"unit {unit} was pre-copied, and dropped")
         return self._workload.adopt(incoming.take(unit, version, interrupt, interrupt.limit_s))
 
-    def flush(self, interrupt: Interrupt) -> None:
+    def after_reshape(self, order: ReshapeOrder, held: Units, interrupt: Interrupt) -> None:  # noqa: ARG002
         """Wait until everything pre-copied to others has arrived. Raises as ``Outgoing.flush``."""
         for stream in self._outgoing:
             stream.flush(interrupt, interrupt.limit_s)
 
-    def end(self) -> None:
+    def end_reshape(self) -> None:
         """Drop everything."""
         with self._lock:
             self._drop()

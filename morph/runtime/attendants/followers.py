@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from torch import Tensor
@@ -12,22 +12,24 @@ from torch._C._distributed_c10d import Store
 
 from morph.contract.decided import Decided
 from morph.contract.errors import PeerLost
-from morph.contract.messages import MicroBatchLoss, ReshapeOrder, WorkerSetup
+from morph.contract.messages import CommitOrder, MicroBatchLoss, ReshapeOrder, StepOrder, WorkerSetup
 from morph.contract.salvage import PartialSum
+from morph.runtime.attendants.incoming import Incoming
+from morph.runtime.attendants.outgoing import Outgoing
+from morph.runtime.attendants.rendezvous import StreamContext
+from morph.runtime.attendants.wire import Frame
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.pre_copy.incoming import Incoming
-from morph.runtime.pre_copy.outgoing import Outgoing
-from morph.runtime.pre_copy.rendezvous import StreamContext
-from morph.runtime.pre_copy.wire import Frame
 from morph.runtime.state.unit_state import UnitState
+from morph.runtime.step.generation import Generation
 from morph.runtime.step.sums import HeldSum
+from morph.runtime.step.training_step import Attendant, Units
 from morph.runtime.workloads.workload import Workload
 
 log = logging.getLogger(__name__)
 
 
-class FollowerLane:
+class FollowerLane(Attendant):
     """Follows and is followed, for one worker. It begins anew with each generation; its failures do not disturb orders.
 
     ``workload``: makes the units that are followed. ``open_store``: lends a connection to the rendezvous store while a
@@ -52,12 +54,12 @@ class FollowerLane:
         self._formed: ReshapeOrder | None = None
         self._known: dict[str, UnitState] = {}
 
-    def begin(self, order: ReshapeOrder, held: Mapping[str, UnitState]) -> None:
-        """Start a generation with its followers. ``held``: units of this version that are here.
+    def after_reshape(self, order: ReshapeOrder, held: Units, interrupt: Interrupt) -> None:  # noqa: ARG002
+        """Start a generation with its followers.
 
         Connections are made with the first step, which all workers begin at the same time.
         """
-        self.end()
+        self._end()
         me = self._setup.worker
         known = [unit for follow in order.follows if follow.follower == me for unit in follow.known]
         self._formed, self._known = order, {unit: held[unit] for unit in known}
@@ -108,26 +110,30 @@ class FollowerLane:
             shadow.offload()
         return shadow
 
-    def begin_step(self, units: Mapping[str, UnitState]) -> None:
-        """Start to send further units at the beginning of a step, while all units are at the step's version."""
+    def at_version(self, current: Generation, order: StepOrder | CommitOrder, held: Units) -> None:  # noqa: ARG002
+        """Connect before a generation's first step; before each, start to send further units."""
+        if isinstance(order, CommitOrder):
+            return
         if self._formed is not None:
             self._connect(self._formed)
             self._formed = None
         if self._outgoing is not None:
-            self._outgoing.begin(units)
+            self._outgoing.begin(current.units)
 
-    def pass_on(self, states: Mapping[str, UnitState], decided: Decided | None) -> None:
-        """Send a decided step, before it is applied, to a follower that has not caught up."""
+    def before_apply(self, units: Units, decided: Decided | None) -> None:
+        """Send a decided step to a follower that has not caught up."""
         if self._outgoing is not None:
-            self._outgoing.pass_on(states, decided)
+            self._outgoing.pass_on(units, decided)
 
-    def share(self, units: Mapping[str, UnitState], interrupt: Interrupt) -> bool:
-        """Send the reduced gradients of an undecided step; return whether the follower holds them.
+    def after_reduction(self, current: Generation) -> dict[str, bool]:
+        """Send the reduced gradients of an undecided step, and wait for them; answer whether the follower holds them.
 
-        Blocks until they have arrived. Raises GenerationAborted, PeerLost.
+        Raises GenerationAborted, PeerLost.
         """
-        outgoing = self._outgoing
-        return outgoing is not None and outgoing.share(units) and outgoing.settled(interrupt, interrupt.limit_s)
+        outgoing, interrupt = self._outgoing, current.interrupt
+        if outgoing is None or not outgoing.share(current.units):
+            return {}
+        return {"followed": outgoing.settled(interrupt, interrupt.limit_s)}
 
     def in_step(self, version: int) -> dict[str, UnitState]:
         """Return others' units that are here at this version, or with the gradients that lead to it."""
@@ -135,14 +141,14 @@ class FollowerLane:
             return self._incoming.in_step(version)
         return {unit: state for unit, state in self._known.items() if state.version == version}
 
-    def offer_sums(self, step: int, parts: Callable[[], Sequence[HeldSum]]) -> None:
+    def offer_sums(self, step: int, copies: Callable[[], Sequence[HeldSum]]) -> None:
         """Send a copy of this worker's partial sums to its follower, unless the previous copy is still on its way."""
         if self._outgoing is not None:
             self._offered = step
-            self._outgoing.offer(lambda: frame_of(step, parts()))
+            self._outgoing.offer(lambda: frame_of(step, copies()))
 
-    def settle(self, step: int, interrupt: Interrupt) -> None:
-        """Wait, after a step is prepared, until the workers whose sums are copied here have prepared it too.
+    def before_answer(self, step: int, interrupt: Interrupt) -> None:
+        """Wait until the workers whose sums of a step are copied here have prepared it too.
 
         A worker that has prepared a step is no longer asked for its sums. Raises GenerationAborted; also PeerLost if
         such a worker is cut off before: it may be lost, and the abandoned step then needs these copies.
@@ -168,13 +174,18 @@ class FollowerLane:
         if cut_off := sorted(late() & incoming.broken):
             raise PeerLost(f"{', '.join(cut_off)}, whose sums are copied here, did not prepare step {step}")
 
-    def copies(self, step: int) -> list[HeldSum]:
+    def sums_of_others(self, step: int) -> list[HeldSum]:
         """Return the copies of others' partial sums of a step."""
         with self._lock:
             return [part for of_step, parts in self._copies.values() if of_step == step for part in parts]
 
-    def end(self) -> None:
+    def hand_in(self, version: int) -> Units:
         """End all following; received state stays as it is."""
+        units = self.in_step(version)
+        self._end()
+        return units
+
+    def _end(self) -> None:
         if self._outgoing is not None:
             self._outgoing.end()
         if self._incoming is not None:

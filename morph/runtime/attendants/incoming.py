@@ -11,9 +11,8 @@ from torch import Tensor
 
 from morph.contract.errors import PeerLost
 from morph.link.listener import HELLO_TIMEOUT_S, Caller, Listener
-from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.pre_copy.rendezvous import StreamContext
-from morph.runtime.pre_copy.wire import (
+from morph.runtime.attendants.rendezvous import StreamContext
+from morph.runtime.attendants.wire import (
     GREETING_BYTES,
     Frame,
     acknowledge,
@@ -22,6 +21,7 @@ from morph.runtime.pre_copy.wire import (
     level_of,
     receive_frame,
 )
+from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.unit_state import UnitState
 
 log = logging.getLogger(__name__)

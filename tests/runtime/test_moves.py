@@ -22,7 +22,7 @@ from morph.contract.messages import Source
 from morph.contract.rules import CheckpointRules
 from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.pre_copy.state_moves import MoveContext, send_in_background, start_sending, take_units
+from morph.runtime.reshape.moves import MoveContext, send_in_background, start_sending, take_units
 from morph.runtime.state.unit_state import UnitState
 from tests.waiting import BOUND_S
 
@@ -230,7 +230,7 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         answer.wait(BOUND_S)
         raise TimeoutError("too late")
 
-    monkeypatch.setattr("morph.runtime.pre_copy.state_moves.read_unit", hang)
+    monkeypatch.setattr("morph.runtime.reshape.moves.read_unit", hang)
     yield answer
     answer.set()
 
