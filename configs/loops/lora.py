@@ -26,9 +26,8 @@ def model(base, **settings):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for what it is about to rename
         config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **settings)
-        frozen = AutoModelForCausalLM.from_pretrained(base)
         set_seed(0)
-        return get_peft_model(frozen, config)
+        return get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
 
 
 def loss(model, batch):

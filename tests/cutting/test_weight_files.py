@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -76,6 +77,16 @@ def opened(path: Path) -> nn.Module:
     return model
 
 
+def with_a_new_head(path: Path) -> nn.Module:
+    """Draw after a seed what the files lack: to make the rest, on ``meta``, moves no generator on."""
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        nn.init.trunc_normal_(nn.Linear(16, 16).weight)
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=5)
+    model.adapter = nn.Linear(16, 4)
+    return model
+
+
 MAKES: dict[str, Callable[[Path], nn.Module]] = {
     "load_file": lambda folder: loaded(folder / "plain.safetensors"),
     "load_file, assigned": lambda folder: loaded(folder / "plain.safetensors", assign=True),
@@ -84,6 +95,7 @@ MAKES: dict[str, Callable[[Path], nn.Module]] = {
     "in shards": lambda folder: AutoModelForCausalLM.from_pretrained(folder / "llama"),
     "in bf16": lambda folder: AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.bfloat16),
     "experts stacked": lambda folder: AutoModelForCausalLM.from_pretrained(folder / "mixtral"),
+    "a new head, seeded": lambda folder: with_a_new_head(folder / "llama"),
 }
 
 

@@ -144,9 +144,19 @@ class Tape:
             is_seeded = not torch.equal(torch.default_generator.get_state(), self.untouched)
         return torch.default_generator if is_seeded else None
 
-    def drawn_with(self, function: Callable[..., Any], args: Any, kwargs: Any, given: torch.Generator | None) -> Any:
-        """Return ``Operation.draw`` for an operation that is about to be recorded, and move its generator on."""
-        generator = self.seeded_generator(given)
+    def drawn_with(
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        into: Sequence[Tensor],
+        given: torch.Generator | None,
+    ) -> Any:
+        """Return ``Operation.draw`` for an operation that is about to be recorded, and move its generator on.
+
+        Without memory (device ``meta``, on which ``from_pretrained`` makes a model) torch draws nothing.
+        """
+        generator = None if any(tensor.is_meta for tensor in into) else self.seeded_generator(given)
         if generator is None:
             return self.next_draw()
         references = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TensorRef)]
@@ -179,7 +189,7 @@ class Tape:
                 overwrites=reference.storage if _is_whole(target) else None,
                 results=(),
                 creates=frozenset(),
-                draw=self.drawn_with(function, (reference, *numbers), {}, generator),
+                draw=self.drawn_with(function, (reference, *numbers), {}, [target], generator),
             )
         )
 
@@ -279,7 +289,8 @@ class RecordTape(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
         references = [leaf for leaf in tree_leaves((packed_args, packed_kwargs)) if isinstance(leaf, TensorRef)]
         draw = None
         if torch.Tag.nondeterministic_seeded in func.tags:
-            draw = tape.drawn_with(func, packed_args, packed_kwargs, _given_generator(args, kwargs))
+            given = _given_generator(args, kwargs)
+            draw = tape.drawn_with(func, packed_args, packed_kwargs, written or new, given)
         creates = frozenset(tape.add_storage(tensor) for tensor in new)
         writes = frozenset(tape.reference(tensor).storage for tensor in written)
         tape.operations.append(
