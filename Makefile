@@ -43,7 +43,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 TEST_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 OMP_NUM_THREADS=1 RAY_USAGE_STATS_ENABLED=0 MPLBACKEND=Agg
 # Hundreds of processes import the same files: byte code is kept, whatever the environment says.
 TEST_ENV += PYTHONDONTWRITEBYTECODE=
-PYTEST := $(TEST_ENV) $(BIN)/python -m tests.warm $(TEST_WORKERS)
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo tutorial-output test test-fast test-long test-times test-trackers test-slurm test-oldest-ray test-oldest-transformers test-oldest-lightning test-scripts test-gpu bench-gpu gpu-kit soak check lint types layers lines docs format clean
 .PHONY: .packages .byte-code .first-plan
@@ -83,14 +83,18 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(TEST_ENV) $(BIN)/morph demo
 
-test: $(READY)
+# Each process of pytest would rewrite the assertions of every test for itself where nobody has before.
+tests/__pycache__: | $(READY)
+	@$(TEST_ENV) $(BIN)/python -m pytest --collect-only --quiet > /dev/null || true
+
+test: $(READY) tests/__pycache__
 	$(PYTEST) -m "not long" --junitxml=out/tests.xml $(PYTEST_ARGS)
 
-test-fast: $(READY)
+test-fast: $(READY) tests/__pycache__
 	$(PYTEST) -m "not system and not slow and not long" $(PYTEST_ARGS)
 
 # Without a network, the tests of the published scripts are skipped with a reason.
-test-long: $(READY) test-oldest-ray test-oldest-transformers test-oldest-lightning
+test-long: $(READY) tests/__pycache__ test-oldest-ray test-oldest-transformers test-oldest-lightning
 	-@$(MAKE) --no-print-directory $(SCRIPTS)/packages
 	MORPH_HISTORIES=10000 MORPH_EXPLORE=long $(PYTEST) $(PYTEST_ARGS)
 

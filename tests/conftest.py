@@ -49,6 +49,8 @@ typer.testing._get_command = cache(typer.testing._get_command)
 settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
 
+MOST_WORKERS = 4
+
 
 def hear_signals() -> None:
     """Let programs started from now on receive signals that are ignored here because of nohup or a shell's ``&``.
@@ -82,6 +84,13 @@ def crew() -> Iterator[ShapesCrew]:
 def heard_signals() -> None:
     """Only processes that run tests need this; others of pytest-xdist must survive a SIGHUP as their parent does."""
     hear_signals()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the processes for ``--numprocesses auto``: two more than usable cores, because many tests mostly wait."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores + 2, MOST_WORKERS)
 
 
 def pytest_configure(config: pytest.Config) -> None:
