@@ -37,7 +37,7 @@ def loss(model, batch):
 
 def train(batches, base="base", **settings):
     net = model(base, **settings).train()
-    optim = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+    optim = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-3)
     for batch in batches:
         optim.zero_grad()
         loss(net, batch).backward()
@@ -52,7 +52,7 @@ def job(base="base", **settings):
         loss=loss,
         dataset=Text,
         batch_size=8,
-        optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2),
+        optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
     )
 
 
