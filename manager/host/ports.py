@@ -37,9 +37,10 @@ RAY_SETTINGS = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # Ray's default of 15 lets anything else on the machine stop training
-    # Morph's own bounds give up a boot; Ray's, of 15 to 60 s, would give up what is merely slow
+    # Morph's own bounds give up a boot; Ray's, of 5 to 60 s, would give up what is merely slow
     "RAY_agent_register_timeout_ms": "600000",
     "RAY_worker_register_timeout_seconds": "600",
+    "RAY_gcs_rpc_server_connect_timeout_s": "60",
     "RAY_automatic_object_spilling_enabled": "0",  # spilling needs workers, which the head node does not have
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # a dead raylet refuses five checks within seconds; an unreachable one gets almost a minute, because Morph's own

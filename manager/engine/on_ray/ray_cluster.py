@@ -219,18 +219,18 @@ class RayCluster:
             if packet["name"] in self._given_up:
                 self.prepare_kill([packet["name"]])()
         if "gone" in packet:
-            self._take_end(packet["gone"])
+            self._take_end(packet["gone"], packet.get("why", ""))
         elif not packet:
             with self._lock:
                 self._boots = dict.fromkeys(self._boots, "the process that owns the VMs ended")
             self.driver.notify()
 
-    def _take_end(self, name: str) -> None:
+    def _take_end(self, name: str, why: str) -> None:
         with self._lock:
             was_wanted = self._vms.pop(name, None) is not None and name in self._up
             self._up.discard(name)
             if name in self._boots:
-                self._boots[name] = "its raylet ended while it booted"
+                self._boots[name] = f"its raylet ended while it booted {why}".rstrip()
         self.driver.notify()
         if was_wanted:
             self._gone(name)

@@ -16,8 +16,8 @@ Every manager is greeted with that socket and ``{"host": pid, "address": .., "he
 raylet. Requests: ``{"add": "vm0"}``, answered with ``{"name": "vm0", "pid": ..}`` once it boots, or with ``{"name":
 "vm0", "error": ".."}``; ``{"driver": true}`` with a connection, for which a new process of ``driver`` starts on that
 connection and an earlier one ends; ``{"store": host, "port": 0}``, for which an earlier store ends, answered with
-``{"store": pid, "port": 4711}`` or ``{"store": 0, "error": ".."}``; and ``{"settled": true}``. ``{"gone": "vm0"}``
-reports a VM that ended.
+``{"store": pid, "port": 4711}`` or ``{"store": 0, "error": ".."}``; and ``{"settled": true}``. ``{"gone": "vm0",
+"why": ".."}`` reports a VM that ended.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import re
 import shutil
 import signal
 import socket
@@ -47,7 +48,8 @@ OBJECT_STORE_BYTES = 80 * 1024 * 1024
 END_TIMEOUT_S = 10.0
 LOOK_EVERY_S = 0.05
 LOG = "vm_host.log"
-NODE_ID = "--node_id="
+NODE_ID, LOG_OF_RAYLET = "--node_id=", "--stdout_filepath="
+LONGEST_ERROR = 300
 HEAD_PROCESSES = ("gcs_server", "raylet")
 _SET_REAPER_OF_ORPHANS = 36
 END_SESSION = """
@@ -264,11 +266,12 @@ class _Nodes:
             self._asked.remove(name)
             self._vms[name] = raylet.pid
             self._say(name=name, pid=raylet.pid)
+        log, ended = _log_of(raylet), None
         with suppress(ChildProcessError):
-            os.waitid(os.P_PID, raylet.pid, os.WEXITED | os.WNOWAIT)
+            ended = os.waitid(os.P_PID, raylet.pid, os.WEXITED | os.WNOWAIT)
         with self._lock:
             del self._vms[name]
-            self._say(gone=name)
+            self._say(gone=name, why=_why(ended, log))
         with suppress(ChildProcessError):
             os.waitpid(raylet.pid, 0)
 
@@ -287,6 +290,26 @@ def _raylet_of(name: str) -> psutil.Process | None:
             if is_raylet and (f"{VM_RESOURCE}{name}," in line if name else VM_RESOURCE not in line):
                 return child
     return None
+
+
+def _log_of(raylet: psutil.Process) -> Path | None:
+    with suppress(psutil.NoSuchProcess):
+        named = [word for word in raylet.cmdline() if word.startswith(LOG_OF_RAYLET)]
+        return Path(named[0].removeprefix(LOG_OF_RAYLET)) if named else None
+    return None
+
+
+def _why(ended: os.waitid_result | None, log: Path | None) -> str:
+    """Return how a raylet ended, with the last error in its log."""
+    errors: list[str] = []
+    if log is not None:
+        with suppress(OSError):
+            errors = re.findall(r"^\[[^]]* [ECF] [^]]*\] (.*)", log.read_text("utf-8", "replace"), re.MULTILINE)
+    if ended is None or ended.si_code == os.CLD_EXITED:
+        how = "" if ended is None else f"with status {ended.si_status}"
+    else:
+        how = f"by signal {ended.si_status}"
+    return ": ".join(filter(None, (how, *(error[:LONGEST_ERROR] for error in errors[-1:]))))
 
 
 def _tell_node_id(driver: subprocess.Popen[bytes]) -> None:
