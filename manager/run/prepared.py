@@ -11,7 +11,7 @@ from manager.accounting.spent import Prices, no_price, prices_of
 from manager.controller.state.config import ControllerConfig, Offer
 from manager.controller.state.events import NodeFacts
 from manager.run.checkpoint_location import check_storage, check_url
-from manager.run.controller_config import constant_trace, controller_config, mixed_config
+from manager.run.controller_config import constant_trace, controller_config
 from manager.run.markets import Cloud, check_listening, check_loopback, load_cloud
 from manager.run.request import SHORT_OPTIONS, RunRequest, absolute_job, absolute_url, folder_of, short_path
 from manager.run_dir import RunFacts, is_run, read_facts
@@ -27,7 +27,6 @@ from morph.jobs.files import JobFiles, split_job
 from morph.jobs.snapshot import collect
 from morph.yaml_files import load_cluster, load_job_file
 from simulator import PlanRequest
-from simulator.inputs.node_types import of_pool_type
 
 
 @dataclass(frozen=True)
@@ -119,18 +118,11 @@ class PreparedRun:
         requested = given.model_dump(include={"schedule", "recompute", "pipeline_depth", "num_replicas"})
         request = PlanRequest(**requested, micro_batch_size=self._kept_micro_batch_size())
         beyond = 0 if self.cloud is None else self.cloud.most_devices - 1
-        vms, policy, step = self.cluster.vms, self.cluster.policy, given.timeline_step
-        offers, profile = self.offers(), self.profile
-        if len(offers) > 1:
-            return mixed_config(
-                profile, vms, policy, self.events, given.steps, request, offers, timeline_step=step, num_beyond=beyond
-            )
-        node_type = offers[0].node_type if offers else ""
-        if node_type:
-            profile = of_pool_type(profile, node_type)
-        return controller_config(
-            profile, vms, policy, self.events, given.steps, request, timeline_step=step, num_beyond=beyond
-        ).model_copy(update={"node_type": node_type})
+        vms, policy = self.cluster.vms, self.cluster.policy
+        config = controller_config(
+            self.profile, vms, policy, self.events, given.steps, request, offers=self.offers(), num_beyond=beyond
+        )
+        return config.model_copy(update={"timeline_step": given.timeline_step})
 
     def offers(self) -> tuple[Offer, ...]:
         """Return the GPU types that the cluster file, or a file that it names, gives to VMs; empty if all are alike."""

@@ -29,7 +29,7 @@ from manager.engine.machines.machines import Machines, Opening, OpenMachines
 from manager.engine.machines.preemption import PreemptionServer
 from manager.engine.machines.provider_machines import Providing
 from manager.engine.machines.vm_sources import machines_of, provisioning_of, watch_joining, write_last_facts
-from manager.engine.vms.budget import Spending, before_now
+from manager.engine.vms.budget import Before, Spending
 from manager.engine.vms.provisioning import Provisioning
 from manager.engine.vms.vm_registry import inherited
 from manager.host.devices import cuda_devices, device_slots
@@ -38,6 +38,7 @@ from manager.journal.journal import Journal, patiently
 from manager.journal.records import CLUSTER_LOST, OUTLIVES, TOOK_OVER, Fact, TraceMoment
 from manager.journal.replay import trace_moment
 from manager.report.condenser import Condenser
+from manager.report.journal_reader import ledger_now
 from manager.run_dir import DEVICES, RunDir
 from morph.contract.cluster import ClusterConfig, LocalVms, ProvidedVms
 from morph.contract.emulation import EmulatedDevice
@@ -261,7 +262,9 @@ class Session:
         vms, found = self._spec.cluster.vms, self._found
         before = None
         if vms.limits.budget_usd is not None:
-            before = before_now(self._run_dir.path, self._clock.now_s(), lives_on=found is not None)
+            lives_on = found is not None
+            ledger = ledger_now(self._run_dir.path, self._clock.now_s(), lives_on=lives_on)
+            before = Before.of(ledger, lives_on=lives_on)
         spending = Spending(vms.limits, before=before)
         opened = provisioning_of(vms, self.machines, self.replayer.fleet, self._event_queue, spending, found)
         self._ending.callback(opened.close)

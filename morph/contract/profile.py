@@ -295,6 +295,11 @@ class Profile(Value):
         """All measured values of m, ascending."""
         return tuple(sorted(self.sections[0].forward))
 
+    def section_compute_s(self, micro_batch_size: int) -> tuple[float, ...]:
+        """Return the seconds of forward and backward of one micro-batch on each section."""
+        m = micro_batch_size
+        return tuple(section.forward[m].median_s + section.backward[m].median_s for section in self.sections)
+
     def corrected(
         self, factors: tuple[float, ...], types: Mapping[str, tuple[float, ...]] = MappingProxyType({})
     ) -> Profile:
