@@ -35,7 +35,7 @@ from manager.engine.vms.vm_registry import inherited
 from manager.host.devices import cuda_devices, device_slots
 from manager.host.signals import signals_blocked, stopping_on_signals
 from manager.journal.journal import Journal, patiently
-from manager.journal.records import CLUSTER_LOST, OUTLIVES, TOOK_OVER, Fact, TraceMoment
+from manager.journal.records import OUTLIVES, TOOK_OVER, Fact, TraceMoment
 from manager.journal.replay import trace_moment
 from manager.report.condenser import Condenser
 from manager.report.journal_reader import ledger_now
@@ -141,7 +141,7 @@ def run_session(
             else:
                 take_over(found, session.machines, session.replayer, session.driver)
             session.start_vms()
-            return session.drive()
+            return session.driver.run()
     finally:
         with signals_blocked(session.hurry if session else lambda: None):
             ending.close()
@@ -229,14 +229,6 @@ class Session:
         """While the session closes, stop waiting for VMs and processes that do not end; for a signal handler."""
         if self._provisioning is not None:
             self._provisioning.hurry()
-
-    def drive(self) -> Finish:
-        """Decide and act until the job ends."""
-        try:
-            return self.driver.run()
-        except ClusterLost as error:
-            self._event_queue.put(Fact(name=CLUSTER_LOST, detail=str(error)))
-            raise
 
     # ---- opening ----
 
