@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from manager.accounting.account import Account, Part
+from manager.accounting.account import Account, TimeUse
 from manager.accounting.spent import NOTHING, NS_PER_S, Spent, nano_usd, rate_of
 from manager.controller.state.actions import Action, EndWorker, Finish, ReasonCode, ReleaseNodes, SendCommit, SendStep
 from manager.controller.state.events import (
@@ -28,10 +28,10 @@ from morph.contract.messages import Prepared, ReshapeOrder, WorkerId, WorkerRead
 from morph.contract.vm_names import vm_of
 
 _OF_MEMBERS = {
-    Phase.RESHAPING: Part.MORPH,
-    Phase.ABORTING: Part.MORPH,
-    Phase.COMMITTING: Part.CHECKPOINT,
-    Phase.SEALING: Part.CHECKPOINT,
+    Phase.RESHAPING: TimeUse.MORPH,
+    Phase.ABORTING: TimeUse.MORPH,
+    Phase.COMMITTING: TimeUse.CHECKPOINT,
+    Phase.SEALING: TimeUse.CHECKPOINT,
 }
 _UNFORMED = (Phase.STARTING, Phase.WAITING, Phase.HOLDING, Phase.RESTING)
 
@@ -69,7 +69,7 @@ class Ledger:
     warming: set[WorkerId] = field(default_factory=set)
     idle: set[WorkerId] = field(default_factory=set)
     waiting: dict[WorkerId, Paid] = field(default_factory=dict)
-    parts: dict[Part, Spent] = field(default_factory=lambda: dict.fromkeys(Part, NOTHING))
+    parts: dict[TimeUse, Spent] = field(default_factory=lambda: dict.fromkeys(TimeUse, NOTHING))
     lives: Spent = NOTHING
     open: Spent = NOTHING
     given_up: Spent = NOTHING
@@ -86,7 +86,7 @@ class Ledger:
 
     def account(self) -> Account:
         """Return the account so far; the running step counts as bubble until it is decided."""
-        parts = {**self.parts, Part.BUBBLE: self.parts[Part.BUBBLE] + self.open}
+        parts = {**self.parts, TimeUse.BUBBLE: self.parts[TimeUse.BUBBLE] + self.open}
         return Account(parts=parts, total=self.total(), dearest=self.dearest)
 
     def total(self) -> Spent:
@@ -119,7 +119,7 @@ class Ledger:
         """Book the time since the last line for nodes that had no manager."""
         passed_ns = max(0, _ns(time_s) - self.now_ns)
         self.now_ns += passed_ns
-        self.parts[Part.UNMANAGED] += self._all * passed_ns
+        self.parts[TimeUse.UNMANAGED] += self._all * passed_ns
 
     def advance(self, time_s: float) -> None:
         """Book the time since the last line."""
@@ -129,10 +129,10 @@ class Ledger:
         self.now_ns += passed_ns
         formed = self.phase not in _UNFORMED
         members = self._members if formed else NOTHING
-        self.parts[Part.WARMING] += self._warming * passed_ns
-        self.parts[Part.SPARE] += self._idle * passed_ns
+        self.parts[TimeUse.WARMING] += self._warming * passed_ns
+        self.parts[TimeUse.SPARE] += self._idle * passed_ns
         ready = self._all - self._warming - self._idle
-        self.parts[Part.SPARE if formed else Part.WAITING] += (ready - members) * passed_ns
+        self.parts[TimeUse.SPARE if formed else TimeUse.WAITING] += (ready - members) * passed_ns
         if self.phase is Phase.TRAINING:
             self.open += members * passed_ns
         elif members.node_ns:
@@ -214,7 +214,7 @@ class Ledger:
         before_ns, rate = _ns(paid.before_s), rate_of(paid)
         self.since_ns[node], self.rates[node] = self.now_ns - before_ns, rate
         self.warming.add(node)
-        self.parts[Part.WARMING] += rate * before_ns
+        self.parts[TimeUse.WARMING] += rate * before_ns
         self._all += rate
         self._warming += rate
 
@@ -226,9 +226,9 @@ class Ledger:
         self.unheard.discard(node)
         appeared_ns, old, new = self.since_ns[node], self.rates[node], rate_of(paid)
         earlier_ns = max(0, appeared_ns - (self.now_ns - _ns(paid.before_s)))
-        self.parts[Part.WARMING] += new * earlier_ns
+        self.parts[TimeUse.WARMING] += new * earlier_ns
         if node in self.warming:
-            self.parts[Part.WARMING] += (new - old) * (self.now_ns - appeared_ns)
+            self.parts[TimeUse.WARMING] += (new - old) * (self.now_ns - appeared_ns)
             self.since_ns[node] = appeared_ns - earlier_ns
             self._warming += new - old
         else:
@@ -296,14 +296,14 @@ class Ledger:
         """Divide the time since the last step into computing and bubble; return both, with the work that was kept."""
         compute = compute.at_most(self.open)
         bubble, compute_and_kept = self.open - compute, compute + self.kept
-        self.parts[Part.COMPUTE] += compute
-        self.parts[Part.BUBBLE] += bubble
+        self.parts[TimeUse.COMPUTE] += compute
+        self.parts[TimeUse.BUBBLE] += bubble
         self.open = self.kept = self.given_up = NOTHING
         return compute_and_kept, bubble
 
     def rebook(self, account: Account) -> None:
         """Replace the bookings so far by a known account; nodes and their rates stay."""
-        self.parts = {**account.parts, Part.BUBBLE: account.parts[Part.BUBBLE] - self.open}
+        self.parts = {**account.parts, TimeUse.BUBBLE: account.parts[TimeUse.BUBBLE] - self.open}
         self.lives += account.total - self.total()
         self.dearest = account.dearest
 
@@ -330,25 +330,25 @@ class Ledger:
             num, done = order.plan.num_micro_batches, order.salvage.num_spared
             made_ns = _ns(order.plan.expected.mini_batch_s) * order.plan.num_workers * done // num
             kept = self.given_up.part(min(made_ns, self.given_up.node_ns), self.given_up.node_ns)
-        self.parts[Part.COMPUTE] += kept - self.kept
-        self.parts[Part.LOST] += self.kept - kept
+        self.parts[TimeUse.COMPUTE] += kept - self.kept
+        self.parts[TimeUse.LOST] += self.kept - kept
         self.kept = kept
 
     def _keep_nothing(self) -> None:
-        self.parts[Part.COMPUTE] -= self.kept
-        self.parts[Part.LOST] += self.kept
+        self.parts[TimeUse.COMPUTE] -= self.kept
+        self.parts[TimeUse.LOST] += self.kept
         self.kept = self.given_up = NOTHING
 
     def _set_back(self, version: int) -> None:
         self._part_at(version)
         for lost in [stretch for stretch in self.settled if stretch.first >= version]:
-            self.parts[Part.COMPUTE] -= lost.compute
-            self.parts[Part.BUBBLE] -= lost.bubble
-            self.parts[Part.LOST] += lost.compute + lost.bubble
+            self.parts[TimeUse.COMPUTE] -= lost.compute
+            self.parts[TimeUse.BUBBLE] -= lost.bubble
+            self.parts[TimeUse.LOST] += lost.compute + lost.bubble
         self.settled = [stretch for stretch in self.settled if stretch.first < version]
 
     def _give_up_step(self) -> None:
-        self.parts[Part.LOST] += self.open
+        self.parts[TimeUse.LOST] += self.open
         self.given_up += self.open
         self.open = NOTHING
 

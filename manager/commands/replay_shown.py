@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from manager.accounting.account import Part
+from manager.accounting.account import TimeUse
 from manager.report.picture import PARTS
 from manager.simulation.replay import interval
-from manager.simulation.spot.outcome import Outcome
+from manager.simulation.spot.outcome import PolicyOutcome
 from morph.contract.errors import ConfigError
 from morph.pictures import INK, LINES, picture, plain_axes
 from morph.tables import table, wide_console
@@ -18,21 +18,21 @@ WIDTH = 118
 STYLES = ("-", "--", ":", "-.")
 
 
-def by_policy(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+def by_policy(outcomes: Sequence[PolicyOutcome]) -> dict[str, list[PolicyOutcome]]:
     """Return outcomes by policy, in the order in which the policies were requested."""
-    found: dict[str, list[Outcome]] = {}
+    found: dict[str, list[PolicyOutcome]] = {}
     for one in outcomes:
         found.setdefault(one.policy, []).append(one)
     return found
 
 
-def show(name: str, outcomes: Sequence[Outcome]) -> None:
+def show(name: str, outcomes: Sequence[PolicyOutcome]) -> None:
     """Print a row of means for each policy, with 95 % intervals of the speeds if there are several traces."""
     num = len({(one.trace, one.seed) for one in outcomes})
     rows = []
     for policy, ones in by_policy(outcomes).items():
         vm_s = sum(one.vm_s for one in ones)
-        lost = sum(one.parts_s[Part.LOST] + one.parts_s[Part.MORPH] for one in ones) / vm_s if vm_s else 0.0
+        lost = sum(one.parts_s[TimeUse.LOST] + one.parts_s[TimeUse.MORPH] for one in ones) / vm_s if vm_s else 0.0
         rows.append(
             [
                 policy,
@@ -67,7 +67,7 @@ def _spread(values: Sequence[float], form: str) -> str:
     return shown if low == high else f"{shown} ({format(low, form)}-{format(high, form)})"
 
 
-def draw(name: str, outcomes: Sequence[Outcome], path: Path) -> None:
+def draw(name: str, outcomes: Sequence[PolicyOutcome], path: Path) -> None:
     """Draw each policy's use of the VMs' time; below, the VMs and each policy's examples on the first trace."""
     policies = by_policy(outcomes)
     size = (10.0, 7.0 + 0.25 * len(policies))
@@ -108,7 +108,7 @@ def draw(name: str, outcomes: Sequence[Outcome], path: Path) -> None:
         plain_axes(below, grid="y")
 
 
-def _curves(outcomes: Sequence[Outcome]) -> dict[str, tuple[list[float], list[float]]]:
+def _curves(outcomes: Sequence[PolicyOutcome]) -> dict[str, tuple[list[float], list[float]]]:
     """Return the progress of policies. Those with equal progress share a curve, because one would hide the others."""
     found: list[tuple[list[str], tuple[list[float], list[float]]]] = []
     for one in outcomes:
@@ -121,7 +121,7 @@ def _curves(outcomes: Sequence[Outcome]) -> dict[str, tuple[list[float], list[fl
     return {",\n".join(names): curve for names, curve in found}
 
 
-def _progress(one: Outcome) -> tuple[list[float], list[float]]:
+def _progress(one: PolicyOutcome) -> tuple[list[float], list[float]]:
     """Return hours and examples: the speed of each shape, scaled so that the curve ends at the examples that count."""
     ends = [*(moment.time_s for moment in one.moments[1:]), one.hours * 3600]
     hours, done = [0.0], [0.0]

@@ -40,7 +40,7 @@ from manager.journal.condensed import (
     unpacked,
     unpacked_lines,
 )
-from manager.journal.records import Decided, DecisionRecord, Entry, EntryKind, Fact, Line, LineReader
+from manager.journal.records import Decided, DecisionRecord, Entry, EntryKind, Fact, JournalLine, LineReader
 from morph.contract.errors import RunDirError, RunDirStuck
 from morph.contract.waits import Backoff
 
@@ -254,12 +254,12 @@ class Journal:
     def append_config(self, time_s: float, config: ControllerConfig) -> None:
         """Append the configuration that begins a run, or resumes one in the same directory."""
         with self._lock:
-            self._tell(Line(self._write([(time_s, "config", config.model_dump_json())]), time_s, config))
+            self._tell(JournalLine(self._write([(time_s, "config", config.model_dump_json())]), time_s, config))
 
     def append_fact(self, time_s: float, fact: Fact) -> None:
         """Append a fact that is not an event for the controller."""
         with self._lock:
-            self._tell(Line(self._write([(time_s, "fact", fact.model_dump_json())]), time_s, fact))
+            self._tell(JournalLine(self._write([(time_s, "fact", fact.model_dump_json())]), time_s, fact))
 
     def append_decision(self, time_s: float, event: Event, decision: Decision) -> None:
         """Append an event and its decision, both or neither; call it before the actions are carried out."""
@@ -275,7 +275,7 @@ class Journal:
                 raise KeyboardInterrupt from error
             raise
         with self._lock:
-            self._tell(Line(self._write(rows, saved), time_s, Decided(event, record)))
+            self._tell(JournalLine(self._write(rows, saved), time_s, Decided(event, record)))
             self._num_unsaved = 0 if saved is not None else self._num_unsaved + 1
             if self.keeper is not None and self.keeper.num_taken >= SNAPSHOT_EVERY and self.keeper.may_cut:
                 try:
@@ -288,7 +288,7 @@ class Journal:
                     self.keeper.forget()
                     self._num_unsaved = 0
 
-    def _tell(self, line: Line) -> None:
+    def _tell(self, line: JournalLine) -> None:
         if self.keeper is not None:
             try:
                 self.keeper.take(line)

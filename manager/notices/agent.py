@@ -28,7 +28,7 @@ from manager.notices.gcp import GcpNotices
 from manager.notices.slurm import SlurmNotices
 from manager.notices.source import NoticeSource
 from manager.notices.watch import Given, NoticeWatch, Told, Trouble, Withdrawn
-from morph.link.session import Session
+from morph.link.session import LinkSession
 
 BEAT_S = 5.0
 RETRY_S = 2.0
@@ -103,7 +103,7 @@ class Agent:
         for watch in self._watches:
             watch.close()
 
-    def _talk(self, session: Session) -> float:
+    def _talk(self, session: LinkSession) -> float:
         """Report everything to the manager until it is gone; return when it last answered, on the monotonic clock."""
         heard_s = time.monotonic()
         told: Told | None = None
@@ -131,7 +131,7 @@ class Agent:
             reader.join(2 * BEAT_S)
         return heard_s
 
-    def _listen(self, session: Session) -> None:
+    def _listen(self, session: LinkSession) -> None:
         """Handle the manager's messages. It answers each beat, so that its silence is noticed."""
         try:
             while True:

@@ -24,7 +24,7 @@ from manager.controller.state.events import (
 from manager.controller.state.state import Phase
 from manager.journal.condensed import Cut, Kept
 from manager.journal.journal import Journal
-from manager.journal.records import VM_KILLED, Decided, DecisionRecord, Fact, Line
+from manager.journal.records import VM_KILLED, Decided, DecisionRecord, Fact, JournalLine
 from manager.report.events import ROUTINE, Told
 from manager.report.fold import NAMES, Fold, Noted
 from manager.report.steps import Step, columns_of
@@ -52,7 +52,7 @@ class Condenser:
         """Whether every answer to a step has its decision, so that a reader that starts here misses no answer."""
         return not self.fold.prepared or not self._trains
 
-    def take(self, line: Line) -> None:
+    def take(self, line: JournalLine) -> None:
         fold, self._last = self.fold, (line.sequence, line.time_s)
         was_open, num_decided = fold.morphs.open is not None, fold.figures.num_decided
         self.noted += [one for one in fold.step(line) if not (isinstance(one.record, Told) and one.record.routine)]

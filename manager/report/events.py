@@ -19,7 +19,7 @@ from manager.journal.records import (
     VM_KILLED,
     VM_UP,
     Fact,
-    Line,
+    JournalLine,
 )
 from manager.report.figures import Seen
 from manager.report.morphs import MorphReader, lost_by
@@ -112,7 +112,7 @@ class Told(Value):
         return f"{clock}  {at:>6}  {self.code:<20}  {' | '.join(self.sentence.splitlines())}"
 
 
-def told_of(line: Line) -> Told:
+def told_of(line: JournalLine) -> Told:
     """Return a line as an event, with its reason's or fact's own sentence."""
     match line.says:
         case ControllerConfig():

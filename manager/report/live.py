@@ -11,7 +11,7 @@ from manager.accounting.spent import Prices
 from manager.controller.state.actions import ReasonCode
 from manager.controller.state.events import Event
 from manager.controller.state.state import ControllerState, Decision, Phase
-from manager.journal.records import Decided, DecisionRecord, Fact, Line
+from manager.journal.records import Decided, DecisionRecord, Fact, JournalLine
 from manager.report.events import Told
 from manager.report.fold import Fold
 from manager.report.remaining import Remaining, remaining
@@ -125,9 +125,9 @@ class LiveRun:
                 self._begin(time_s, decision.state)
             self.time_s, self.fold.config = time_s, decision.state.config
             for at_s, fact in facts:
-                self.fold.step(Line(0, at_s, fact))
+                self.fold.step(JournalLine(0, at_s, fact))
             told = []
-            for _, _, one in self.fold.step(Line(0, time_s, Decided(event, DecisionRecord.of(decision)))):
+            for _, _, one in self.fold.step(JournalLine(0, time_s, Decided(event, DecisionRecord.of(decision)))):
                 if isinstance(one, Step):
                     self._decided(one, decision.state.version)
                 elif isinstance(one, Told) and (not one.inner or one.code in TOLD):
@@ -139,7 +139,7 @@ class LiveRun:
     def _begin(self, time_s: float, state: ControllerState) -> None:
         self.start_s, morphs = time_s, self.fold.morphs
         if not self.takes_over:
-            self.fold.step(Line(0, time_s, state.config))
+            self.fold.step(JournalLine(0, time_s, state.config))
             return
         self.fold.ledger.unmanaged(time_s)
         morphs.end_session(state.version)

@@ -35,7 +35,7 @@ from manager.journal.records import (
     Decided,
     DecisionRecord,
     Fact,
-    Line,
+    JournalLine,
 )
 from morph.contract.base import Value
 from morph.contract.messages import WorkerReady
@@ -157,7 +157,7 @@ class Lives:
     last_s: float = 0.0
     gone_s: float | None = None
 
-    def step(self, line: Line) -> None:
+    def step(self, line: JournalLine) -> None:
         time_s = max(line.time_s, self.last_s)
         match line.says:
             case ControllerConfig() as config:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from manager.accounting.account import Part
+from manager.accounting.account import TimeUse
 from morph.contract.files import write_whole
 from morph.pictures import BLUE, BROWN, GREY, INK, ORANGE, QUIET, RED, SKY, SOFT, VIOLET
 from morph.words import counted
@@ -30,15 +30,15 @@ WIDTH_PX, HEIGHT_PX, DOTS_PER_INCH = 1600, 1000, 100
 UNPLANNED, PLANNED = RED, GREY
 MEASURED, EXPECTED, LOSS, VMS = BLUE, ORANGE, VIOLET, SKY
 PARTS = {
-    Part.COMPUTE: (BLUE, "forward, recompute and backward of steps that count"),
-    Part.BUBBLE: (SKY, "the rest of those steps: messages, reductions, the manager's round"),
-    Part.LOST: (RED, "steps given up or lost, attempts that overflowed"),
-    Part.MORPH: (ORANGE, "forming another shape"),
-    Part.CHECKPOINT: (VIOLET, "the last commit and its files"),
-    Part.WAITING: (SOFT[7], "ready while no shape is formed"),
-    Part.WARMING: (SOFT[1], "until the worker is ready"),
-    Part.SPARE: (GREY, "ready without a place"),
-    Part.UNMANAGED: (BROWN, "after their manager was killed"),
+    TimeUse.COMPUTE: (BLUE, "forward, recompute and backward of steps that count"),
+    TimeUse.BUBBLE: (SKY, "the rest of those steps: messages, reductions, the manager's round"),
+    TimeUse.LOST: (RED, "steps given up or lost, attempts that overflowed"),
+    TimeUse.MORPH: (ORANGE, "forming another shape"),
+    TimeUse.CHECKPOINT: (VIOLET, "the last commit and its files"),
+    TimeUse.WAITING: (SOFT[7], "ready while no shape is formed"),
+    TimeUse.WARMING: (SOFT[1], "until the worker is ready"),
+    TimeUse.SPARE: (GREY, "ready without a place"),
+    TimeUse.UNMANAGED: (BROWN, "after their manager was killed"),
 }
 """The colour and meaning of each use of VMs' time."""
 MOST_STEPS = 4000

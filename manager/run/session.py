@@ -30,7 +30,7 @@ from manager.engine.machines.preemption import PreemptionServer
 from manager.engine.machines.provider_machines import Providing
 from manager.engine.machines.vm_sources import machines_of, provisioning_of, watch_joining, write_last_facts
 from manager.engine.vms.budget import Before, Spending
-from manager.engine.vms.provisioning import Provisioning
+from manager.engine.vms.provisioning import Provisioner
 from manager.engine.vms.vm_registry import inherited
 from manager.host.devices import cuda_devices, device_slots
 from manager.host.signals import signals_blocked, stopping_on_signals
@@ -250,7 +250,7 @@ class Session:
                 raise
             raise TakeoverFailed(str(error)) from error
 
-    def _open_provisioning(self) -> Provisioning:
+    def _open_provisioning(self) -> Provisioner:
         vms, found = self._spec.cluster.vms, self._found
         before = None
         if vms.limits.budget_usd is not None:

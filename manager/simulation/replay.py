@@ -16,7 +16,7 @@ from manager.simulation.policies.morph import play_mix, play_morph
 from manager.simulation.policies.pipelines import play_pipelines
 from manager.simulation.policies.restart import play_restart
 from manager.simulation.spot.job import OneVmJob, SpotJob
-from manager.simulation.spot.outcome import Outcome
+from manager.simulation.spot.outcome import PolicyOutcome
 from manager.simulation.spot.run_end import SpotPrices, Until
 from morph.contract.errors import ConfigError
 from morph.contract.trace import Trace
@@ -39,7 +39,7 @@ class Play(Protocol):
 
     def __call__(
         self, job: SpotJob, trace: Trace, *, until: Until, seed: int, prices: SpotPrices | None, name: str
-    ) -> Outcome:
+    ) -> PolicyOutcome:
         """Return the outcome."""
 
 
@@ -93,14 +93,14 @@ class Replay:
     until: Until
     prices: SpotPrices | None
 
-    def run(self, num_processes: int, told: Callable[[float], None] = lambda _share: None) -> list[Outcome]:
+    def run(self, num_processes: int, told: Callable[[float], None] = lambda _share: None) -> list[PolicyOutcome]:
         """Play everything; ``told`` is called with the growing share of the work that is done.
 
         All policies are played on one trace after another. Outcomes are ordered by policy, then by trace.
         """
         cases = [(policy, case) for case in self.traces for policy in self.policies]
         weights = [1.0 if by_controller(policy) else _QUICK for policy, _ in cases]
-        found: dict[int, Outcome] = {}
+        found: dict[int, PolicyOutcome] = {}
         if num_processes == 1:
             whole = sum(weights)
             for place, (policy, case) in enumerate(cases):
@@ -118,7 +118,7 @@ class Replay:
 
     def play(
         self, policy: str, name: str, seed: int, trace: Trace, told: Callable[[float], None] | None = None
-    ) -> Outcome:
+    ) -> PolicyOutcome:
         """Play one policy on one trace; ``told``: called with the share of the trace that is played."""
         job = self.job if isinstance(self.job, SpotJob) else self.job.drawn(seed)
         more: dict[str, Any] = {"told": told} if told is not None and by_controller(policy) else {}
@@ -180,7 +180,7 @@ def types_of(text: str, gpus_per_vm: int, policies: Sequence[str]) -> dict[str, 
     return found
 
 
-def frame_of(outcomes: Sequence[Outcome]) -> pd.DataFrame:
+def frame_of(outcomes: Sequence[PolicyOutcome]) -> pd.DataFrame:
     """Return a table with one row for each outcome; columns ``share_*`` are the uses of the VMs' time, 0 to 1."""
     import pandas as pd  # its import is slow
 
@@ -220,7 +220,7 @@ def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float, floa
     return float(array.mean()), float(low), float(high)
 
 
-def advice(outcomes: Sequence[Outcome], aim: Aim | None = None) -> str:
+def advice(outcomes: Sequence[PolicyOutcome], aim: Aim | None = None) -> str:
     """Return a sentence on which policy to take, and why; only policies that train with the requested batch count.
 
     ``aim``: the measure, examples per second or per dollar; None: per dollar if everything has a price.

@@ -8,7 +8,7 @@ from manager.accounting.spent import Prices
 from manager.journal.journal import Journal
 from manager.journal.records import Entry
 from manager.report.events import morph_line
-from manager.report.fold import Follower, Noted
+from manager.report.fold import FoldReader, Noted
 from manager.report.steps import Step
 from manager.report.values import (
     EvaluationRecord,
@@ -42,7 +42,7 @@ class HappeningsReader:
     def __init__(self, checkpoint_url: str, prices: Prices | None = None, missed_saves: int = 3) -> None:
         self._checkpoint_url, self._prices, self._missed_saves = checkpoint_url, prices, missed_saves
         self._unsaved_s, self._is_missed = 0.0, False
-        self._follower = Follower(*_KINDS)
+        self._follower = FoldReader(*_KINDS)
         self._version = self._step = self._evaluated = self._saved = 0
         self._span: ShapeSpan | None = None
         self._pause_s = 0.0

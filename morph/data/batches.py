@@ -19,7 +19,7 @@ from torch import Tensor
 
 from morph.contract.errors import JobError, wrong_job
 from morph.data.lengths import Shape, pad, padding_of
-from morph.data.order import Place
+from morph.data.order import EpochPlace
 from morph.data.seeding import own_generators, seed_of
 
 Collate = Callable[[list[Any]], Any]
@@ -186,7 +186,7 @@ class Recipe:
     padding: Mapping[str, float] = field(default_factory=dict)
     shapes: Mapping[str, Shape] = field(default_factory=dict)
 
-    def read(self, dataset: Any, places: Iterable[Place]) -> list[Any]:
+    def read(self, dataset: Any, places: Iterable[EpochPlace]) -> list[Any]:
         """Return samples; the draws of each from the global generators depend only on (seed, epoch, index)."""
         samples, places = [], list(places)
         expect = getattr(dataset, "expect_samples", None)
@@ -215,7 +215,7 @@ class Recipe:
         sizes = {name: (shape.at(self.buckets[-1]), shape.dtype) for name, shape in self.shapes.items()}
         return {name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in sizes.items()}
 
-    def nest(self, samples: Sequence[Any], places: Sequence[Place], field: str, length: int | None = None) -> Any:
+    def nest(self, samples: Sequence[Any], places: Sequence[EpochPlace], field: str, length: int | None = None) -> Any:
         """Return one batch of samples, made as a ``DataLoader`` does; dataclasses are stacked too.
 
         The draws of ``collate_fn`` from the global generators depend only on the seed and the samples' places.
@@ -225,7 +225,7 @@ class Recipe:
             return made.form.build(made.entries, made.texts)
         return self._collated(samples, places)
 
-    def _collated(self, samples: Sequence[Any], places: Sequence[Place]) -> Any:
+    def _collated(self, samples: Sequence[Any], places: Sequence[EpochPlace]) -> Any:
         assert self.collate_fn is not None
         with own_generators() as seed_all:
             seed_all(seed_of(self.seed, "collate", *(number for place in places for number in place)))
@@ -234,7 +234,7 @@ class Recipe:
     def batch(
         self,
         samples: Sequence[Any],
-        places: Sequence[Place],
+        places: Sequence[EpochPlace],
         field: str,
         keys: Iterable[str] | None = None,
         length: int | None = None,
@@ -284,7 +284,7 @@ class Recipe:
     def alike(
         self,
         samples: Sequence[Any],
-        places: Sequence[Place],
+        places: Sequence[EpochPlace],
         like: Mapping[str, Tensor],
         field: str,
         allowed: str,

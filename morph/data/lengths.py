@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from morph.contract.errors import wrong_job
-from morph.data.order import Place
+from morph.data.order import EpochPlace
 
 LABELS, IGNORED = "labels", -100
 """Entries of this name are padded with this value, which losses ignore, as in transformers."""
@@ -26,7 +26,7 @@ Size = tuple[int | None, int]
 class MicroBatch:
     """The samples of one micro-batch, in order; ``length``: their padded length, None if lengths do not vary."""
 
-    places: tuple[Place, ...]
+    places: tuple[EpochPlace, ...]
     length: int | None = None
 
     @property
@@ -42,7 +42,7 @@ def shares(micro_batches: Sequence[MicroBatch], size: int) -> tuple[float, ...]:
 
 
 def divided(
-    places: Sequence[Place],
+    places: Sequence[EpochPlace],
     size: int,
     lengths: NDArray[np.int64] | None = None,
     buckets: Sequence[int] = (),

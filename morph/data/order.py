@@ -21,7 +21,7 @@ from morph.contract.errors import wrong_job
 from morph.contract.job_facts import EpochEnd, Epochs
 from morph.data.seeding import own_generators, seed_of
 
-Place = tuple[int, int]
+EpochPlace = tuple[int, int]
 """Epoch and index of a sample. What the sample draws from global generators depends on both; each time a sample comes
 again within an epoch, ``AGAIN`` is added to its epoch, so that it draws anew."""
 AGAIN = 1 << 32
@@ -33,7 +33,7 @@ OfDataSet = ArrayLike | Callable[[Any], ArrayLike]
 class Order(Protocol):
     """Returns the samples of a step; loading needs no other method."""
 
-    def mini_batch(self, step: int) -> Sequence[Place]:
+    def mini_batch(self, step: int) -> Sequence[EpochPlace]:
         """Return the places of the samples of one step, in order."""
         ...
 
@@ -68,7 +68,7 @@ class EpochOrder:
             )
         return Epochs(num_samples=size, batch_size=self._batch_size, end=self._end)
 
-    def mini_batch(self, step: int) -> list[Place]:
+    def mini_batch(self, step: int) -> list[EpochPlace]:
         """See ``Order``.
 
         Raises JobError if the sampler does not return numbers of samples, or returns more or fewer of them than in
@@ -88,7 +88,7 @@ class EpochOrder:
             return shuffled(self._dataset, self._seed, epoch) if own is None else np.asarray(own(self._seed, epoch))
         return self._sampled(epoch)[0]
 
-    def _place(self, epoch: int, offset: int) -> Place:
+    def _place(self, epoch: int, offset: int) -> EpochPlace:
         indices, again = self._sampled(epoch)
         return epoch + AGAIN * int(again[offset]), int(indices[offset])
 

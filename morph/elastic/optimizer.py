@@ -19,7 +19,7 @@ from morph.contract.errors import GenerationAborted, InputError, PeerLost
 from morph.contract.messages import WEIGHT
 from morph.elastic.gradients import Gradients, Try
 from morph.elastic.invitation import Invitation
-from morph.elastic.membership import Place
+from morph.elastic.membership import RingPlace
 from morph.elastic.mini_batches import Batch, batch_users, is_used_by_another, loss_warnings, use_batches_with
 from morph.elastic.participation import Participation
 from morph.elastic.replicas import Sum, Union, as_vector, move_to
@@ -368,14 +368,14 @@ class Optimizer:
         has_joiners = self._participation.membership.has_ready_joiners
         return Signals(loss, self._rate, self._gradients.digest, has_joiners=has_joiners)
 
-    def _is_agreed(self, place: Place) -> bool:
+    def _is_agreed(self, place: RingPlace) -> bool:
         """Whether the reduced values count; if so, all workers that continue will have these values."""
         is_agreed = self._participation.membership.reduced(place.ring.ballot)
         if not is_agreed:
             self._participation.leave(place)
         return is_agreed
 
-    def _cross(self, place: Place, rate: float | None, is_joined: bool, step: tuple[Tensor, ...] = ()) -> None:
+    def _cross(self, place: RingPlace, rate: float | None, is_joined: bool, step: tuple[Tensor, ...] = ()) -> None:
         """Pass a boundary: change the strategy, keep the step for joiners, and let waiting joiners in."""
         if rate is not None:
             self._state.pace, reason = observed(self._state.pace, rate, len(place.ring.members))
@@ -386,7 +386,7 @@ class Optimizer:
         if is_joined:
             self._participation.cross_boundary(place)
 
-    def _compare(self, place: Place) -> None:
+    def _compare(self, place: RingPlace) -> None:
         """End this worker with an InputError if its settings are not the oldest's; the others begin the step again."""
         try:
             oldest = exchanged(self._participation.ring, self._gradients.settings)[0]

@@ -88,7 +88,7 @@ class Signals:
         return loss / num_workers, rate / num_rates if num_rates else None, joining > 0
 
 
-class StepSums:
+class MemberSums:
     """The sums of one member in one step.
 
     ``exponents``: scales of exact sums; a missing one is the initial scale. Without ``ring``, this member is alone.

@@ -32,9 +32,9 @@ def read_traces(
     TraceError if a file cannot be read; the error names file and line.
     """
     from morph.contract.trace import UNKNOWN
-    from simulator.traces.importers import Place, import_trace, merged, name_of
+    from simulator.traces.importers import ZoneAndType, import_trace, merged, name_of
 
-    place = Place(zone or UNKNOWN, instance_type or UNKNOWN)
+    place = ZoneAndType(zone or UNKNOWN, instance_type or UNKNOWN)
     return merged([(name_of(path), import_trace(path, place, seed)) for path in paths]).from_first_event()
 
 

@@ -166,7 +166,7 @@ class Pipelines:
         return int(free.max()) + ended.costs.sections.commit_ns + step_ns
 
 
-class Line:
+class PiecewiseLinear:
     """The time (ns) of a pipeline as a function of its micro-batches: linear between known points and beyond them."""
 
     def __init__(self, times_ns: Iterable[tuple[int, int]]) -> None:

@@ -23,7 +23,7 @@ from morph.contract.plan import Schedule
 from simulator.costs.answer import deal
 from simulator.costs.joined_sections import JoinedSections
 from simulator.costs.memory import NEVER
-from simulator.costs.outcome import Outcome
+from simulator.costs.outcome import ShapeOutcome
 from simulator.costs.stage_costs import SectionCosts
 from simulator.engine.compilation import compiled, entry
 from simulator.engine.times import Ints
@@ -300,7 +300,7 @@ class SplitFound:
     mini_batch_ns: int
     workers: tuple[int, ...]
     mix: Mix | None = None
-    outcome: Outcome | None = None
+    outcome: ShapeOutcome | None = None
     node_types: tuple[str, ...] = ()
 
 
@@ -316,7 +316,7 @@ class TwoTypes:
         self._kinds: dict[Split, int] = {}
         self._settings: dict[Split, list[SplitSetting]] = {}
         self._rough: dict[tuple[Split, int], dict[SplitSetting, int]] = {}
-        self._alone: dict[tuple[Split, int], Outcome | None] = {}
+        self._alone: dict[tuple[Split, int], ShapeOutcome | None] = {}
 
     def best(self, gpus: tuple[int, ...], below_ns: float, *, quick: bool = False) -> SplitFound | None:
         """Return the fastest such mix below ``below_ns``; None: none. ``quick``: simulate only the most promising."""
@@ -571,7 +571,7 @@ class TwoTypes:
         layout = sweep.layouts((split.depth, len(counts)))[0]
         return Trial(setting, sweep.shape_simulator, layout, split.depth, counts, moves=not quick, quick=quick)
 
-    def equal(self, split: Split, number: int) -> Outcome | None:
+    def equal(self, split: Split, number: int) -> ShapeOutcome | None:
         """Return the best of this many equal pipelines without others; None if they do not fit."""
         if (split, number) not in self._alone:
             rough_ns, counts = self._rough_ns(split, number), deal(self.total, number)

@@ -52,7 +52,7 @@ TIMES_SHARE = 0.05
 """The largest share of the driver's time spent on compute times, for any number of workers."""
 
 
-class Pool(Protocol):
+class OrderSender(Protocol):
     """Carries orders to workers; answers come back through the event queue."""
 
     def start(self, worker: str, vm: str) -> None:
@@ -123,7 +123,7 @@ class Driver:
         self,
         state: ControllerState,
         event_queue: EventQueue,
-        pool: Pool,
+        pool: OrderSender,
         journal: Journal,
         checkpoint_url: str,
         observers: Sequence[Observer],

@@ -42,7 +42,7 @@ ROOM_PATIENCE_S = 900.0
 """Seconds for which a refused request waits for VMs that are being ended, more than a provider needs for this."""
 
 
-class Provisioning:
+class Provisioner:
     """Requests VMs from a provider and gives them back; answers come through the event queue.
 
     The controller's nodes are workers, one for each device of a VM. A request that is repeated under its name, while it

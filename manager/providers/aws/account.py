@@ -51,7 +51,7 @@ class Instance:
 
 
 @dataclass(frozen=True)
-class Part:
+class VolumeOrInterface:
     """A volume or a network interface of the run that is not deleted together with an instance."""
 
     id: str
@@ -257,17 +257,17 @@ class Account:
                 f"ones late: looked for during {max(left_s):.0f} s more"
             )
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[VolumeOrInterface]:
         """List volumes and network interfaces of the run that are not deleted together with an instance."""
         filters = [{"Name": f"tag:{key}", "Values": [value]} for key, value in self._identity.tags().items()]
         filters.append({"Name": "status", "Values": ["available"]})
-        parts = list[Part]()
+        parts = list[VolumeOrInterface]()
         with reading(what := "the list of volumes"):
             for told, _ in self._ec2.pages("describe_volumes", "Volumes", what, Filters=filters):
-                parts.append(Part(told["VolumeId"], str(told["VolumeType"]), int(told["Size"])))
+                parts.append(VolumeOrInterface(told["VolumeId"], str(told["VolumeType"]), int(told["Size"])))
         with reading(what := "the list of network interfaces"):
             for told, _ in self._ec2.pages("describe_network_interfaces", "NetworkInterfaces", what, Filters=filters):
-                parts.append(Part(told["NetworkInterfaceId"], "interface"))
+                parts.append(VolumeOrInterface(told["NetworkInterfaceId"], "interface"))
         return parts
 
     def console(self, instance: str) -> str:

@@ -53,7 +53,7 @@ from morph.contract.errors import MorphError
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from morph.link.session import Session
+    from morph.link.session import LinkSession
 
 MODULES = (
     "manager/__init__.py", "manager/host/__init__.py", "manager/host/plain_http.py",
@@ -158,7 +158,7 @@ class Caller:
             session.tell({"kind": "beat"})
             session.hear(ANSWER_TIMEOUT_S)
 
-    def _called(self) -> AbstractContextManager[Session]:
+    def _called(self) -> AbstractContextManager[LinkSession]:
         return called(self._manager, self._secret, self._node, ERRAND, self._num_devices, timeout_s=ANSWER_TIMEOUT_S)
 
 

@@ -8,12 +8,12 @@ from itertools import pairwise
 
 import simpy
 
-from manager.accounting.account import Part
+from manager.accounting.account import TimeUse
 from manager.controller.state.events import NodeFacts
 from manager.simulation.policies.membership import ON_DEMAND, end_of, nothing_paid, usd_of
 from manager.simulation.spot.cluster import SpotCluster, without_cycles
 from manager.simulation.spot.job import SpotJob
-from manager.simulation.spot.outcome import Moment, Outcome
+from manager.simulation.spot.outcome import Moment, PolicyOutcome
 from manager.simulation.spot.run_end import SpotPrices, Until
 from manager.simulation.spot.vms import Acting
 from morph.contract.lives import Recorded, recorded
@@ -34,7 +34,7 @@ def play_morph(
     name: str = "",
     redundancy: str | None = None,
     told: Callable[[float], None] = lambda _share: None,
-) -> Outcome:
+) -> PolicyOutcome:
     """Play the real controller's decisions on these VMs.
 
     VMs whose events' source is ``ON_DEMAND`` have the on-demand price. ``redundancy``: replaces the job's value.
@@ -86,7 +86,7 @@ def play_morph(
         cluster.moments.append(Moment(ended_s, 0, "", 0.0))
         ended_s = max(ended_s, end_s)
     changes = sum(before.shape != after.shape for before, after in pairwise(cluster.moments))
-    return Outcome(
+    return PolicyOutcome(
         policy="morph" if redundancy is None else f"morph-{redundancy}",
         trace=name,
         seed=seed,
@@ -98,7 +98,7 @@ def play_morph(
         num_fatal=cluster.num_fatal,
         num_changes=changes,
         vm_s=account.total_s / job.gpus_per_vm,
-        parts_s={part: account.part_s(part) / job.gpus_per_vm for part in Part},
+        parts_s={part: account.part_s(part) / job.gpus_per_vm for part in TimeUse},
         usd=None if nothing_paid(trace, prices) is None else _usd(cluster),
         finished=cluster.finish is not None and cluster.finish.outcome == "finished",
         gave_up=gave_up,
@@ -116,7 +116,7 @@ def play_mix(
     name: str = "",
     on_demand_share: float,
     told: Callable[[float], None] = lambda _share: None,
-) -> Outcome:
+) -> PolicyOutcome:
     """Play Morph on as many VMs, of which this share is on demand and never taken; the others follow the trace."""
     num = round(on_demand_share * trace.max_nodes)
     kept: set[str] = set()

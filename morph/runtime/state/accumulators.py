@@ -24,7 +24,7 @@ from morph.contract.decided import LossScale
 from morph.contract.errors import NonFiniteGradient, wrong_job
 from morph.runtime.device.staging import moved
 from morph.runtime.state.fixed_point import FixedSum, add_fixed, fits, fixed_sum, from_fixed, next_exponent, to_fixed
-from morph.runtime.state.parts import Memory, Part, from_reals, reals
+from morph.runtime.state.parts import Memory, UnitPart, from_reals, reals
 
 IN_CACHE = 1 << 16
 """Elements of a block that stays in a processor's cache for several passes."""
@@ -78,7 +78,7 @@ class Accumulator(ABC):
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name, tensor in like.items():
             by_dtype.setdefault(tensor.dtype, []).append(name)
-        self.parts = tuple(Part(tuple(names), like, self._type(dtype), memory) for dtype, names in by_dtype.items())
+        self.parts = tuple(UnitPart(tuple(names), like, self._type(dtype), memory) for dtype, names in by_dtype.items())
         self._part_of = {name: part for part in self.parts for name in part.names}
         self._largest = torch.full((len(like),), _NOTHING, dtype=torch.float64, device=self.device)
         self._largest_of = {name: self._largest[place : place + 1] for place, name in enumerate(like)}
@@ -111,7 +111,7 @@ class Accumulator(ABC):
         return self._largest if self._largest_of_all is None else self._largest_of_all
 
     @abstractmethod
-    def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
+    def mean(self, part: UnitPart, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
         """Compute mean gradients of a range of a part.
 
         ``sums``: sums of each member in this range: (members, elements), possibly with padding after the part.
@@ -119,10 +119,10 @@ class Accumulator(ABC):
         """
 
     @abstractmethod
-    def whole(self, part: Part, means: Tensor, num_micro_batches: int) -> Tensor:
+    def whole(self, part: UnitPart, means: Tensor, num_micro_batches: int) -> Tensor:
         """Return sums of a whole part from which ``mean`` makes these means."""
 
-    def take(self, means: Mapping[Part, Tensor], largest: Tensor | None, num_micro_batches: int) -> None:
+    def take(self, means: Mapping[UnitPart, Tensor], largest: Tensor | None, num_micro_batches: int) -> None:
         """Hold the results of a ring for all members: means on the sums' device, largest magnitudes on the host."""
         self._largest_of_all = largest
         for part, values in means.items():
@@ -245,7 +245,7 @@ class ExactAccumulator(Accumulator):
             is_first.append(first)
         add_fixed(sums, values, is_first)
 
-    def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
+    def mean(self, part: UnitPart, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
         names, rows, means = [], [], []
         for name, begin, end in part.tensors_between(first, first + sums.shape[1]):
             own = slice(begin - first, end - first)
@@ -254,7 +254,7 @@ class ExactAccumulator(Accumulator):
             means.append(into[own])
         from_fixed(rows, [self._exponents[name] for name in names], num_micro_batches, means)
 
-    def whole(self, part: Part, means: Tensor, num_micro_batches: int) -> Tensor:
+    def whole(self, part: UnitPart, means: Tensor, num_micro_batches: int) -> Tensor:
         """See ``Accumulator.whole``: the integers may differ from the added ones, if several have the same mean."""
         sums = torch.empty_like(part.sums)
         for name, begin, end in part.tensors_between(0, part.size):
@@ -337,7 +337,7 @@ class FastAccumulator(Accumulator):
         if fresh:
             torch._foreach_zero_([self._largest_of[name] for name in fresh])
 
-    def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
+    def mean(self, part: UnitPart, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
         """See ``Accumulator.mean``: members' sums are added in their order.
 
         On a processor, the first element of each tensor's part of the range tells whether the whole part is finite, so
@@ -368,7 +368,7 @@ class FastAccumulator(Accumulator):
                 if not _is_finite(into[begin - first : end - first]):
                     into[begin - first] = math.nan
 
-    def whole(self, part: Part, means: Tensor, num_micro_batches: int) -> Tensor:
+    def whole(self, part: UnitPart, means: Tensor, num_micro_batches: int) -> Tensor:
         """See ``Accumulator.whole``; the last bits may differ, as fast accumulation does not fix them."""
         sums = means[: part.size].to(part.sums.dtype) * num_micro_batches
         if self._loss_scale is not None:

@@ -67,7 +67,7 @@ class Memory:
         self._free.append(self.used.get(taken.data_ptr(), taken))
 
 
-class Part:
+class UnitPart:
     """Tensors of one unit whose means have one type; their sums, of ``reals``, are consecutive in memory.
 
     ``like``: shape and type of each mean. ``dtype``: type of the sums.

@@ -29,7 +29,7 @@ from morph.runtime.device.staging import Staging, staging_for
 from morph.runtime.groups.channels import Ring, Transfer
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.accumulators import Accumulator
-from morph.runtime.state.parts import Memory, Part
+from morph.runtime.state.parts import Memory, UnitPart
 
 _WHAT = "the gradients' reduction"
 
@@ -54,11 +54,11 @@ class _Unit:
     staging: Staging | None
     ready: Event | None = None
     largest: Tensor | None = None
-    means: dict[Part, Tensor] = field(default_factory=dict)
-    sums_of_means: dict[Part, float] = field(default_factory=dict)
+    means: dict[UnitPart, Tensor] = field(default_factory=dict)
+    sums_of_means: dict[UnitPart, float] = field(default_factory=dict)
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[UnitPart]:
         return [part for part in self.accumulator.parts if part.size]
 
     def pieces(self) -> list[_Piece]:
@@ -91,7 +91,7 @@ class _Piece:
     """A range of a part; ``part_size``: elements of the whole part, in equal shares; ``sums``: (members, elements)."""
 
     unit: _Unit
-    part: Part | None
+    part: UnitPart | None
     first: int
     part_size: int
     sums: Tensor | None
@@ -134,7 +134,7 @@ class _Piece:
             memory.give_back(self.received)
             self.sums, self.received, self.means = None, None, whole
 
-    def _memory_of_means(self, part: Part, memory: Memory, size: int) -> Tensor:
+    def _memory_of_means(self, part: UnitPart, memory: Memory, size: int) -> Tensor:
         """Return the destination of this piece's means: their final place, or pinned memory that is copied there."""
         assert self.received is not None
         staging, dtype = self.unit.staging, part.mean_dtype
