@@ -222,7 +222,7 @@ def redundancy_line(
 ) -> str:
     """Return how and why a run of this plan protects itself at first, with the losses expected of unknown VMs."""
     if redundancy == "off" or not profile.units:
-        return "second holders: off"
+        return "followers: off"
     config = ControllerConfig(
         **_facts_of(profile),
         plans={best.num_workers: best},
@@ -240,7 +240,7 @@ def redundancy_line(
         for node, (stage, replica) in zip(nodes, best.places, strict=True)
     ]
     found = redundancy_of(initial_state(config), best, slots, {}, 0.0)
-    return f"second holders, {redundancy}: {found.told or 'replicas are enough'}"
+    return f"followers, {redundancy}: {found.told or 'replicas are enough'}"
 
 
 def _check_fits(checkpoint: Manifest, config: ControllerConfig) -> None:

@@ -50,13 +50,13 @@ POLICIES: Mapping[str, tuple[Play, str]] = {
     ),
     "morph-salvage": (
         partial(play_morph, redundancy="salvage"),
-        "Morph, with a second holder for state and partial sums that only one VM has, even if it does not pay",
+        "Morph, with a follower for state and partial sums that only one VM has, even if it does not pay",
     ),
     "morph-state": (
         partial(play_morph, redundancy="state"),
-        "Morph, with a second holder for state that only one VM has; an abandoned step is repeated",
+        "Morph, with a follower for state that only one VM has; an abandoned step is repeated",
     ),
-    "morph-off": (partial(play_morph, redundancy="off"), "Morph without second holders: lost steps are repeated"),
+    "morph-off": (partial(play_morph, redundancy="off"), "Morph without followers: lost steps are repeated"),
     "restart": (play_restart, "every loss restarts the job from a checkpoint, saved at the interval of least cost"),
     "adaptive": (
         partial(play_restart, adaptive=True),

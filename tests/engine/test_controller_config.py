@@ -239,14 +239,14 @@ def test_plans_leave_room_for_mailboxes_between_workers(links: LinkSetting) -> N
 @pytest.mark.parametrize(
     ("replicas", "redundancy", "memory_bytes", "host_bytes", "told"),
     [
-        (1, "off", None, None, "second holders: off"),
-        (1, "state", None, None, "second holders, state: 4 units are kept in step on a second VM"),
-        (1, "auto", None, None, "second holders, auto: 4 units are kept in step on a second VM; followers cost "),
-        (1, "auto", 1, None, "second holders, auto: followers cost "),
-        (1, "auto", 1, 10**12, "second holders, auto: followers cost "),
-        (1, "auto", 0, 10**12, "second holders, auto: 4 units are kept in step on a second VM, in its host memory"),
-        (1, "auto", 0, 10**3, "second holders, auto: followers cost "),
-        (2, "state", None, None, "second holders, state: replicas are enough"),
+        (1, "off", None, None, "followers: off"),
+        (1, "state", None, None, "followers, state: 4 units are kept in step on a second VM"),
+        (1, "auto", None, None, "followers, auto: 4 units are kept in step on a second VM; followers cost "),
+        (1, "auto", 1, None, "followers, auto: followers cost "),
+        (1, "auto", 1, 10**12, "followers, auto: followers cost "),
+        (1, "auto", 0, 10**12, "followers, auto: 4 units are kept in step on a second VM, in its host memory"),
+        (1, "auto", 0, 10**3, "followers, auto: followers cost "),
+        (2, "state", None, None, "followers, state: replicas are enough"),
     ],
 )
 def test_a_plan_says_what_is_done_against_losses_and_why(

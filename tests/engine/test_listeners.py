@@ -155,7 +155,7 @@ def units_sent_ahead(_: Path) -> Iterator[Scene]:
     )
     incoming = Incoming(
         context, {f"s{number}": f"a{number}" for number in range(9)},
-        make_shadow=lambda unit: pytest.fail(unit), arrive=lambda _: None,
+        make_unit_copy=lambda unit: pytest.fail(unit), arrive=lambda _: None,
         listen_host="127.0.0.1", news=lambda: None,
     )  # fmt: skip
     senders = iter(range(9))

@@ -82,7 +82,7 @@ class FakeWorkload:
         self.open = threading.Event()
         self.open.set()
 
-    def make_shadow(self, unit: str, num_micro_batches: int) -> UnitState:
+    def make_unit_copy(self, unit: str, num_micro_batches: int) -> UnitState:
         assert num_micro_batches == NUM_MICRO_BATCHES
         return self._make(UNITS[unit], {name: torch.zeros(64, 3) for name in UNITS[unit].parameters})
 
@@ -94,8 +94,8 @@ class FakeWorkload:
         assert num_bytes >= 0
         self.open.wait(BOUND_S)
 
-    def adopt(self, shadow: UnitState) -> UnitState:
-        return shadow
+    def adopt(self, unit_copy: UnitState) -> UnitState:
+        return unit_copy
 
 
 class Party:

@@ -92,7 +92,7 @@ def _follows_state(follows: Sequence[Follow]) -> bool:
 def redundancy_of(
     state: ControllerState, plan: Plan, slots: Sequence[Slot], held: Holdings, now_s: float
 ) -> Redundancy:
-    """Choose followers by the policy; "auto": units get a second holder where that costs less than losses would.
+    """Choose followers by the policy; "auto": units get a follower where that costs less than losses would.
 
     A follower costs the time in which a step's gradients still travel after the last backward; it saves the steps since
     the last checkpoint whenever a unit would otherwise have no holder left. Copying partial sums costs time; each loss

@@ -71,8 +71,8 @@ class EmulatedWorkload:
     def incoming_state(self, channel: Channel, interrupt: Interrupt) -> Carrier:
         return IncomingState(channel, self._clock, self._alarm, interrupt, self._device.state_s_per_byte)
 
-    def make_shadow(self, unit: str, num_micro_batches: int) -> UnitState:
-        """See ``Workload.make_shadow``: its updates take their time on a clock of its own."""
+    def make_unit_copy(self, unit: str, num_micro_batches: int) -> UnitState:
+        """See ``Workload.make_unit_copy``: its updates take their time on a clock of its own."""
         return make_unit(self._device, self._units[unit], DeviceClock(0.0), num_micro_batches)
 
     def arrive(self, num_bytes: int) -> None:
@@ -83,10 +83,10 @@ class EmulatedWorkload:
             due_s = self._arrived_s
         time.sleep(max(0.0, due_s - now_s))
 
-    def adopt(self, shadow: UnitState) -> UnitState:
-        assert isinstance(shadow, EmulatedUnitState)
-        shadow.clock = self._clock
-        return shadow
+    def adopt(self, unit_copy: UnitState) -> UnitState:
+        assert isinstance(unit_copy, EmulatedUnitState)
+        unit_copy.clock = self._clock
+        return unit_copy
 
     def take_place(self, current: Generation) -> None:
         """See ``Workload.take_place``: from now on times are those of the stage's type of node."""

@@ -248,14 +248,14 @@ class JobWorkload:
     def incoming_state(self, channel: Channel, interrupt: Interrupt) -> Carrier:  # noqa: ARG002
         return channel
 
-    def make_shadow(self, unit: str, num_micro_batches: int) -> UnitState:
+    def make_unit_copy(self, unit: str, num_micro_batches: int) -> UnitState:
         return self.make_unit(unit, num_micro_batches, empty=True)
 
     def arrive(self, num_bytes: int) -> None:
         """See ``Workload.arrive``: received bytes arrive at once."""
 
-    def adopt(self, shadow: UnitState) -> UnitState:
-        return shadow
+    def adopt(self, unit_copy: UnitState) -> UnitState:
+        return unit_copy
 
     def take_place(self, current: Generation) -> None:
         """See ``Workload.take_place``: constants, including frozen weights, are read from their sources."""
