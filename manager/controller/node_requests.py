@@ -98,17 +98,17 @@ def request_missing(transition: Transition) -> None:
         transition.wake_by(provisioning.next_request_s)
         return
     wanted = types_wanted(state, missing, now_s) if state.config.offers else {"": missing}
-    told = []
+    requested = []
     for node_type, count in wanted.items():
         number = transition.state.provisioning.num_requests + 1
         name = request_name(state.config, number)
         keep_request(transition, name, NodeRequest(count=count, node_type=node_type, requested_s=now_s))
         transition.change_provisioning(num_requests=number)
         transition.actions.append(RequestNodes(request=name, count=count, node_type=node_type))
-        told.append(f"{count} {node_type} requested as {name}" if node_type else f"requested as {name}")
-    if told:
+        requested.append(f"{count} {node_type} requested as {name}" if node_type else f"requested as {name}")
+    if requested:
         transition.wake_by(now_s + state.config.policy.rules.requests.answer_s)
-        transition.add(f"{missing} of {state.config.target_nodes} workers are missing: {', '.join(told)}")
+        transition.add(f"{missing} of {state.config.target_nodes} workers are missing: {', '.join(requested)}")
     paused_s = [entry.until_s for entry in provisioning.refused.values() if now_s < entry.until_s]
     if paused_s and missing > sum(wanted.values()):
         transition.wake_by(min(paused_s))

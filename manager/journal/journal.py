@@ -90,19 +90,19 @@ def patiently(attempt: Callable[[], Result], limit_s: float = LIMIT_S) -> Result
     """Retry an action until the run directory allows it, and report once that it waits and once that it continues;
     RunDirStuck after ``limit_s``, KeyboardInterrupt on a second Ctrl-C.
     """
-    begin_s, pauses, told = time.monotonic(), RETRIES.pauses(), False
+    begin_s, pauses, is_noted = time.monotonic(), RETRIES.pauses(), False
     while True:
         try:
             result = attempt()
         except RunDirStuck as error:
             if time.monotonic() - begin_s >= limit_s:
                 raise
-            if not told:
+            if not is_noted:
                 log.warning("the run pauses: %s; it continues once that is resolved (Ctrl-C twice ends it now)", error)
-            told = True
+            is_noted = True
             time.sleep(next(pauses))
         else:
-            if told:
+            if is_noted:
                 log.warning("the run goes on after a pause of %.1f s", time.monotonic() - begin_s)
             return result
 
@@ -451,9 +451,9 @@ class Journal:
     def last_moment(self) -> tuple[int, float] | None:
         """Return the number of the newest line, and when it was written."""
         with self._at_one_moment():
-            found = self._select("SELECT sequence, time_s FROM entries ORDER BY sequence DESC LIMIT 1")
-            found += self._select("SELECT sequence, time_s FROM heads")
-            return max(found, default=None)
+            moments = self._select("SELECT sequence, time_s FROM entries ORDER BY sequence DESC LIMIT 1")
+            moments += self._select("SELECT sequence, time_s FROM heads")
+            return max(moments, default=None)
 
     def snapshot(self) -> tuple[int, str] | None:
         """Return the newest snapshot, without its configuration: the line before it, and the state as JSON."""

@@ -74,11 +74,11 @@ class Condenser:
             sequence=sequence,
             time_s=time_s,
             states=self.fold.states,
-            columns=columns_of([one.record for one in self.noted if isinstance(one.record, Step)]),
+            columns=columns_of([noted.record for noted in self.noted if isinstance(noted.record, Step)]),
             records=[
-                Kept(at, at_s, NAMES[type(one)], one.model_dump_json())
-                for at, at_s, one in self.noted
-                if not isinstance(one, Step)
+                Kept(at, at_s, NAMES[type(record)], record.model_dump_json())
+                for at, at_s, record in self.noted
+                if not isinstance(record, Step)
             ],
             kept=frozenset(self._kept),
         )

@@ -135,7 +135,7 @@ class Fold:
     def step(self, line: JournalLine) -> list[Noted]:
         """Process a line; return what it adds: steps and records of the report, finished lives, and events."""
         says, time_s = line.says, line.time_s
-        told, milestones = told_of(line), list[tuple[str, str]]()
+        event, milestones = told_of(line), list[tuple[str, str]]()
         match says:
             case ControllerConfig():
                 self.ledger.begin_session(time_s)
@@ -151,9 +151,9 @@ class Fold:
                 if self.config is not None:
                     milestones = self._decided(self.config, says, line)
         self.lives.step(line)
-        events = [told] if told.inner or not isinstance(says, Decided) else []
+        events = [event] if event.inner or not isinstance(says, Decided) else []
         outer = {"inner": False, "routine": False}
-        events += [told.model_copy(update={"code": code, "sentence": text, **outer}) for code, text in milestones]
+        events += [event.model_copy(update={"code": code, "sentence": text, **outer}) for code, text in milestones]
         noted = [*self.figures.over, *self.morphs.over, *self.lives.over, *events]
         for over in (self.figures.over, self.morphs.over, self.lives.over):
             over.clear()

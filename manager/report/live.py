@@ -126,15 +126,15 @@ class LiveRun:
             self.time_s, self.fold.config = time_s, decision.state.config
             for at_s, fact in facts:
                 self.fold.step(JournalLine(0, at_s, fact))
-            told = []
-            for _, _, one in self.fold.step(JournalLine(0, time_s, Decided(event, DecisionRecord.of(decision)))):
-                if isinstance(one, Step):
-                    self._decided(one, decision.state.version)
-                elif isinstance(one, Told) and (not one.inner or one.code in TOLD):
-                    told.append(one)
+            events = []
+            for _, _, record in self.fold.step(JournalLine(0, time_s, Decided(event, DecisionRecord.of(decision)))):
+                if isinstance(record, Step):
+                    self._decided(record, decision.state.version)
+                elif isinstance(record, Told) and (not record.inner or record.code in TOLD):
+                    events.append(record)
             self._stand(decision.state)
-            self.recent.extend(one for one in told if not one.inner)
-            return tuple(told)
+            self.recent.extend(record for record in events if not record.inner)
+            return tuple(events)
 
     def _begin(self, time_s: float, state: ControllerState) -> None:
         self.start_s, morphs = time_s, self.fold.morphs

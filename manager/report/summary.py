@@ -118,11 +118,11 @@ def _training_lines(report: RunReport) -> list[str]:
         numbers = dict(last.metrics)
         if last.gradient_norm is not None:
             numbers["gradient norm"] = last.gradient_norm
-        told = [numbers_text(numbers)] if numbers else []
+        parts = [numbers_text(numbers)] if numbers else []
         if last.learning_rates is not None:
-            told.append(f"learning rate {rates_text(last.learning_rates)}")
-        if told:
-            lines.append(f"at step {last.step}: {', '.join(told)}")
+            parts.append(f"learning rate {rates_text(last.learning_rates)}")
+        if parts:
+            lines.append(f"at step {last.step}: {', '.join(parts)}")
         if last.loss_scale is not None:
             lines.append(f"loss scale: 2**{math.frexp(last.loss_scale)[1] - 1}; steps skipped: {report.num_skipped}")
     if report.evaluations:

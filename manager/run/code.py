@@ -126,8 +126,8 @@ class RunCode:
         if self._checked is None:
             self.check()
         assert self._checked is not None
-        began, found = run_dir.facts, self._checked.facts
-        differing = list(changes(found, began.known_by))
+        began, known = run_dir.facts, self._checked.facts
+        differing = list(changes(known, began.known_by))
         for change in differing:
             refusal, why = change.refusal(self._job_path), change.cannot_apply
             if why is None and self._if_changed is IfChanged.ACCEPT:
@@ -139,14 +139,14 @@ class RunCode:
             raise JobError(
                 message, source=refusal.source, field=refusal.field, value=refusal.value, allowed=allowed
             ) from None
-        found = found.joined(began.known_by)
-        self._tell_accepted(told(differing), found.settings)
+        known = known.joined(began.known_by)
+        self._tell_accepted(told(differing), known.settings)
         code = self._kept or pack(self._job_path, self._files, unpack=self._unpack)
         with self._files.in_use():
             self.cut = self._checked.cut(began.micro_batch_size)
         keep(run_dir.path, code, self.cut)
-        if (code.sha256, found) != (began.code_sha256, began.known_by):
-            run_dir.begin_with(began.model_copy(update={"code_sha256": code.sha256, "known_by": found}))
+        if (code.sha256, known) != (began.code_sha256, began.known_by):
+            run_dir.begin_with(began.model_copy(update={"code_sha256": code.sha256, "known_by": known}))
         self._checked = None  # this frees the exported model
         return code
 
@@ -167,13 +167,13 @@ class RunCode:
 
     def facts(self, code: JobCode) -> tuple[Fact, ...]:
         """Return the journal's facts about the code."""
-        told = [Fact(name="job_code", detail=f"sha256 {code.sha256}: {', '.join(sorted(self._files.files))}")]
+        facts = [Fact(name="job_code", detail=f"sha256 {code.sha256}: {', '.join(sorted(self._files.files))}")]
         if self._changed:
             name = "changed_code_accepted" if self._if_changed is IfChanged.ACCEPT else "changed_code_ignored"
-            told.append(Fact(name=name, detail=self._names))
+            facts.append(Fact(name=name, detail=self._names))
         if self._accepted:
-            told.append(Fact(name="changed_job_accepted", detail=self._accepted))
-        return tuple(told)
+            facts.append(Fact(name="changed_job_accepted", detail=self._accepted))
+        return tuple(facts)
 
     @property
     def files(self) -> JobFiles:

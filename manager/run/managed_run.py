@@ -188,17 +188,17 @@ class ManagedRun:
         """Take over a run whose manager was killed; None: no such run lives. A message says so if there was one."""
         began_with = self._trained.of(opened)
         try:
-            found = attachment.find_living(opened, self._command(began_with))
-            if found is None:
+            living_run = attachment.find_living(opened, self._command(began_with))
+            if living_run is None:
                 return None
-            version, num_vms = found.state.version, len(found.vms) or len(found.state.workers)
+            version, num_vms = living_run.state.version, len(living_run.vms) or len(living_run.state.workers)
             self._history.take_in(opened.path)
             them = "it" if num_vms == 1 else "them"
             living = f"{counted(num_vms, 'VM')} of this run live{'s' * (num_vms == 1)}"
             _tell(f"{living}: going on with {them} at version {version}")
             with self._view(opened, version, takes_over=True) as observer:
-                spec = self._spec(began_with, found.state.config)
-                return session.run_session(spec, opened, observer, found=found)
+                spec = self._spec(began_with, living_run.state.config)
+                return session.run_session(spec, opened, observer, found=living_run)
         except attachment.TakeoverFailed as error:
             _tell(f"this run cannot be taken over: {error}; going on from its newest checkpoint")
             return None

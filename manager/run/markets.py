@@ -396,15 +396,15 @@ def market_of(kind: str) -> Market:
         allowed = " or ".join([*_BUILT_IN, *market_entry_points()])
         raise ConfigError("no such kind", field="--kind", value=kind, allowed=allowed)
     try:
-        found = market_entry_points()[kind].load()()
+        registered = market_entry_points()[kind].load()()
     except Exception as error:  # another package's code
         raise ConfigError(f"cannot be loaded: {error}", field="vms.kind", value=kind) from error
-    if not isinstance(found, Market):
+    if not isinstance(registered, Market):
         raise ConfigError(
             "cannot be used: the object registered under this name is not a Market", field="vms.kind", value=kind
         )
-    found.kind = kind
-    return found
+    registered.kind = kind
+    return registered
 
 
 def market_of_file(data: Any, kind: str | None) -> Market:

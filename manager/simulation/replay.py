@@ -100,21 +100,21 @@ class Replay:
         """
         cases = [(policy, case) for case in self.traces for policy in self.policies]
         weights = [1.0 if by_controller(policy) else _QUICK for policy, _ in cases]
-        found: dict[int, PolicyOutcome] = {}
+        outcomes: dict[int, PolicyOutcome] = {}
         if num_processes == 1:
             whole = sum(weights)
             for place, (policy, case) in enumerate(cases):
                 share = partial(_share_of, sum(weights[:place]) / whole, weights[place] / whole, told)
-                found[place] = self.play(policy, *case, told=share)
+                outcomes[place] = self.play(policy, *case, told=share)
                 share(1.0)
         else:
             with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
                 requested = {pool.submit(self.play, policy, *case): place for place, (policy, case) in enumerate(cases)}
                 for future in as_completed(requested):
-                    found[requested[future]] = future.result()
-                    told(sum(weights[place] for place in found) / sum(weights))
+                    outcomes[requested[future]] = future.result()
+                    told(sum(weights[place] for place in outcomes) / sum(weights))
         num = len(self.policies)
-        return [found[trace * num + policy] for policy in range(num) for trace in range(len(self.traces))]
+        return [outcomes[trace * num + policy] for policy in range(num) for trace in range(len(self.traces))]
 
     def play(
         self, policy: str, name: str, seed: int, trace: Trace, told: Callable[[float], None] | None = None
@@ -165,19 +165,19 @@ def types_of(text: str, gpus_per_vm: int, policies: Sequence[str]) -> dict[str, 
 
     Raises ConfigError if the text is malformed, or a policy supports only one type.
     """
-    field, found = "--node-types", {}
+    field, types = "--node-types", {}
     for part in text.split(","):
         instance_type, _, node_type = (each.strip() for each in part.partition("="))
-        if not instance_type or not node_type or instance_type in found:
+        if not instance_type or not node_type or instance_type in types:
             allowed = "each instance type once, as p3.2xlarge=v100,g4dn.xlarge=t4"
             raise ConfigError("are not types", field=field, value=text, allowed=allowed)
-        found[instance_type] = node_type
+        types[instance_type] = node_type
     if gpus_per_vm > 1:
         raise ConfigError("is for VMs with one GPU", field=field, value=text, allowed="without --gpus-per-vm")
     if others := [name for name in policies if not name.startswith("morph")]:
         allowed = "--policy morph, or variants of it"
         raise ConfigError(f"is not supported by {others[0]}", field=field, value=text, allowed=allowed)
-    return found
+    return types
 
 
 def frame_of(outcomes: Sequence[PolicyOutcome]) -> pd.DataFrame:
@@ -187,25 +187,28 @@ def frame_of(outcomes: Sequence[PolicyOutcome]) -> pd.DataFrame:
     return pd.DataFrame(
         [
             {
-                "policy": one.policy,
-                "trace": one.trace,
-                "seed": one.seed,
-                "hours": one.hours,
-                "steps": one.steps,
-                "finished": one.finished,
-                "gave_up": one.gave_up,
-                "examples": one.examples,
-                "examples_per_s": one.examples_per_s,
-                "usd": one.usd,
-                "examples_per_usd": one.examples_per_usd,
-                "lost_steps": one.lost_steps,
-                "losses": one.num_losses,
-                "set_back": one.num_fatal,
-                "changes": one.num_changes,
-                "vm_hours": one.vm_s / 3600,
-                **{f"share_{part.value}": spent / one.vm_s if one.vm_s else 0.0 for part, spent in one.parts_s.items()},
+                "policy": outcome.policy,
+                "trace": outcome.trace,
+                "seed": outcome.seed,
+                "hours": outcome.hours,
+                "steps": outcome.steps,
+                "finished": outcome.finished,
+                "gave_up": outcome.gave_up,
+                "examples": outcome.examples,
+                "examples_per_s": outcome.examples_per_s,
+                "usd": outcome.usd,
+                "examples_per_usd": outcome.examples_per_usd,
+                "lost_steps": outcome.lost_steps,
+                "losses": outcome.num_losses,
+                "set_back": outcome.num_fatal,
+                "changes": outcome.num_changes,
+                "vm_hours": outcome.vm_s / 3600,
+                **{
+                    f"share_{part.value}": spent / outcome.vm_s if outcome.vm_s else 0.0
+                    for part, spent in outcome.parts_s.items()
+                },
             }
-            for one in outcomes
+            for outcome in outcomes
         ]
     ).astype({"usd": float, "examples_per_usd": float})  # empty, not absent, if nothing has a price
 
@@ -226,11 +229,11 @@ def advice(outcomes: Sequence[PolicyOutcome], aim: Aim | None = None) -> str:
     ``aim``: the measure, examples per second or per dollar; None: per dollar if everything has a price.
     """
     worth: dict[str, list[float]] = {}
-    priced = aim != "examples" and all(one.examples_per_usd is not None for one in outcomes)
-    for one in outcomes:
-        if one.policy != BOUND:
-            value = one.examples_per_usd if priced else one.examples_per_s
-            worth.setdefault(one.policy, []).append(value or 0.0)
+    priced = aim != "examples" and all(outcome.examples_per_usd is not None for outcome in outcomes)
+    for outcome in outcomes:
+        if outcome.policy != BOUND:
+            value = outcome.examples_per_usd if priced else outcome.examples_per_s
+            worth.setdefault(outcome.policy, []).append(value or 0.0)
     means = {policy: sum(values) / len(values) for policy, values in worth.items()}
     order = sorted(means, key=lambda policy: -means[policy])
     what = "examples per dollar" if priced else "examples per second"

@@ -223,9 +223,9 @@ class Launcher:
             del self._in_queue[request]
             yield Came(request)
 
-    def _told(self, told: Told) -> None:
-        if isinstance(told, Given) and told.certain and told.lead_s is not None:
-            self._events.put(Noticed(told.lead_s))
+    def _told(self, news: Told) -> None:
+        if isinstance(news, Given) and news.certain and news.lead_s is not None:
+            self._events.put(Noticed(news.lead_s))
 
     def _heard(self) -> Iterator[Event]:
         while not self._events.empty():

@@ -107,7 +107,7 @@ def form(transition: Transition, *, planned: bool = False) -> None:
     if choice is None:
         return _wait(transition)
     set_back = _set_back(transition)
-    (order, told), state = next_order(transition), transition.state
+    (order, note), state = next_order(transition), transition.state
     if planned and state.pre_copy is not None:
         held = {worker: state.workers[worker].holds for worker in state.ready_workers}
         order = with_pre_copy(order, state.pre_copy, held)
@@ -132,7 +132,7 @@ def form(transition: Transition, *, planned: bool = False) -> None:
     _measure_anew(transition)
     sentence = (
         f"{set_back}generation {order.generation} is formed at version {order.version}: {order.plan.shape} on "
-        f"{len(order.slots)} of {len(state.ready_workers)} ready workers{_spared(order)}{'; ' if told else ''}{told}"
+        f"{len(order.slots)} of {len(state.ready_workers)} ready workers{_spared(order)}{'; ' if note else ''}{note}"
     )
     code = ReasonCode.SET_BACK if set_back else ReasonCode.FORMED
     reshapes = SendReshape.each("worker", receivers, order=order)

@@ -22,10 +22,10 @@ def without_pre_copy(transition: Transition, spared: Collection[WorkerId] = ()) 
     pre_copy = transition.state.pre_copy
     if pre_copy is None:
         return ()
-    told = [worker for worker in pre_copy.parties if worker in transition.state.workers and worker not in spared]
+    receivers = [worker for worker in pre_copy.parties if worker in transition.state.workers and worker not in spared]
     transition.change(pre_copy=None, num_pre_copies=pre_copy.number + 1)
     nothing = pre_copy.model_copy(update={"number": pre_copy.number + 1, "moves": ()})
-    return tuple(_order(nothing, worker) for worker in told)
+    return tuple(_order(nothing, worker) for worker in receivers)
 
 
 def drop_if_stale(transition: Transition) -> None:

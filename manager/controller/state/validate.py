@@ -80,13 +80,13 @@ def _members_hold(state: ControllerState) -> bool:
 
 
 def _pending(state: ControllerState) -> bool:
-    versions = [one.version for one in state.saving.under_way]
+    versions = [pending.version for pending in state.saving.under_way]
     return versions == sorted(set(versions)) and all(
-        one.version <= state.version
-        and set(one.writers) == set(state.config.units)
-        and one.written.keys() <= one.writers.keys()
-        and one.refused <= set(one.writers.values())
-        for one in state.saving.under_way
+        pending.version <= state.version
+        and set(pending.writers) == set(state.config.units)
+        and pending.written.keys() <= pending.writers.keys()
+        and pending.refused <= set(pending.writers.values())
+        for pending in state.saving.under_way
     )
 
 

@@ -131,10 +131,10 @@ class _Addresses:
         self._lock = threading.Lock()
 
     def look(self) -> dict[str, str]:
-        found = self._joined()
+        joined = self._joined()
         with self._lock:
-            self._known |= found
-        return found
+            self._known |= joined
+        return joined
 
     def of(self, worker: str) -> str:
         with self._lock:

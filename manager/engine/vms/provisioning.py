@@ -245,13 +245,13 @@ class Provisioner:
 
     def _ask(self, action: RequestNodes) -> None:
         try:
-            found: Granted | RequestRefused = self._answer(action)
+            granted: Granted | RequestRefused = self._answer(action)
         except Exception as error:  # a bug, or a provider's own error: the controller must learn of the refusal
             self.failure = _without_frames(error)
             detail = f"{type(error).__name__}: {error}"
-            found = RequestRefused(request=action.request, cause="error", detail=detail)
+            granted = RequestRefused(request=action.request, cause="error", detail=detail)
         with self._counting:  # a VM is reported as started only after its grant
-            answer, end = self._registry.answer(action, found, self._nodes)
+            answer, end = self._registry.answer(action, granted, self._nodes)
             self._event_queue.put(answer)
         self._end(end)
 

@@ -94,7 +94,7 @@ class VmRegistry:
             return True, None
 
     def answer(
-        self, action: RequestNodes, found: Granted | RequestRefused, known: Collection[str]
+        self, action: RequestNodes, grant: Granted | RequestRefused, known: Collection[str]
     ) -> tuple[Answer, End | None]:
         """Record the answer to a request; return the event for the controller, and the VMs to be ended.
 
@@ -103,15 +103,15 @@ class VmRegistry:
         with self._lock:
             of_known = {vm_of(node) for node in known}
             given_up = self._ended_later.pop(action.request, set()) - of_known
-            there = () if isinstance(found, RequestRefused) else found
+            there = () if isinstance(grant, RequestRefused) else grant
             wanted = {vm.name: set(vm.workers) - (self._gone - set(known)) for vm in there}
             given_up |= {vm for vm, workers in wanted.items() if not workers}
             vms = [vm for vm in there if vm.name not in given_up]
             for vm in vms:
                 self._grant(vm, action.request)
                 self._wanted[vm.name] = wanted[vm.name]
-            if isinstance(found, RequestRefused):
-                answer: Answer = found
+            if isinstance(grant, RequestRefused):
+                answer: Answer = grant
             elif vms:
                 nodes = tuple(node for vm in vms for node in vm.workers if node in wanted[vm.name])
                 costs = {node: cost for node, cost in paid(vms, time.time()).items() if node in nodes}
@@ -123,8 +123,8 @@ class VmRegistry:
                     paid=costs,
                     facts=facts,
                     waiting=waiting,
-                    short=None if found.missing is None else cause_of(found.missing),
-                    detail="; ".join([*found.decisions, *([] if found.missing is None else [str(found.missing)])]),
+                    short=None if grant.missing is None else cause_of(grant.missing),
+                    detail="; ".join([*grant.decisions, *([] if grant.missing is None else [str(grant.missing)])]),
                 )
             else:
                 lost = "its VMs were lost before it was granted"
@@ -314,21 +314,21 @@ def cause_of(error: ProviderError) -> Cause:
 
 def paid(vms: Sequence[Vm], now_s: float) -> dict[str, Paid]:
     """Return the prices of the VMs' workers, without those that are unknown."""
-    told: dict[str, Paid] = {}
+    by_worker: dict[str, Paid] = {}
     for vm in vms:
         before_s = 0.0 if vm.paid_since_s is None else max(0.0, now_s - vm.paid_since_s)
         if vm.usd_per_h is not None or before_s or vm.num_devices > 1:
             said = Paid(usd_per_h=vm.usd_per_h, num_nodes=vm.num_devices, before_s=before_s)
-            told |= dict.fromkeys(vm.workers, said)
-    return told
+            by_worker |= dict.fromkeys(vm.workers, said)
+    return by_worker
 
 
 def facts_of(vms: Sequence[Vm]) -> dict[str, NodeFacts]:
     """Return the workers' kinds of VM, without those that are unknown."""
-    told: dict[str, NodeFacts] = {}
+    by_worker: dict[str, NodeFacts] = {}
     for vm in vms:
         zone = "" if vm.zone == "unknown" else vm.zone
         if vm.provider:
             said = NodeFacts(provider=vm.provider, size=vm.size, region=vm.region, zone=zone, node_type=vm.node_type)
-            told |= dict.fromkeys(vm.workers, said)
-    return told
+            by_worker |= dict.fromkeys(vm.workers, said)
+    return by_worker

@@ -148,13 +148,13 @@ def _of_plans(plans: list[Plan]) -> Iterator[tuple[int, float, float]]:
 def _kind(workers: int, times: dict[float, float], whole: float) -> _Kind:
     """Return times that increase with the share, with times per micro-batch that do not increase."""
     shares = sorted(times.keys() | {whole})
-    per_share, found = math.inf, []
+    per_share, times_s = math.inf, []
     for share in shares:
         per_share = min(per_share, times.get(share, math.inf) / share)
-        found.append(per_share * share)
-    for place in range(len(found) - 2, -1, -1):
-        found[place] = min(found[place], found[place + 1] * (1 - _NEAR))
-    return _Kind(workers, tuple(map(float, shares)), tuple(found))
+        times_s.append(per_share * share)
+    for place in range(len(times_s) - 2, -1, -1):
+        times_s[place] = min(times_s[place], times_s[place + 1] * (1 - _NEAR))
+    return _Kind(workers, tuple(map(float, shares)), tuple(times_s))
 
 
 def play_ideal(

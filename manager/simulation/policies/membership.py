@@ -54,10 +54,10 @@ def changes_of(trace: Trace, setup_s: float, prices: SpotPrices | None = None, g
         all_entries.append((change.time_s, change.kind, vm))
     lost_s = {vm: time_s for time_s, kind, vm in all_entries if kind == "taken"}
     real = [entry for entry in all_entries if entry[1] != "ready" or entry[0] < lost_s.get(entry[2], float("inf"))]
-    found = []
+    changes = []
     for time_s, together in groupby(sorted(real, key=lambda entry: entry[0]), key=lambda entry: entry[0]):
         entries = list(together)
-        found.append(
+        changes.append(
             Change(
                 time_s,
                 gpus_per_vm * sum(kind == "came" for _, kind, _ in entries),
@@ -67,7 +67,7 @@ def changes_of(trace: Trace, setup_s: float, prices: SpotPrices | None = None, g
                 sum(usd[vm] * {"came": 1, "taken": -1}.get(kind, 0) for _, kind, vm in entries),
             )
         )
-    return found
+    return changes
 
 
 @dataclass

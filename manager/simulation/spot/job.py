@@ -198,9 +198,9 @@ def with_redundant_costs(job: SpotJob, profile: Profile, num_workers: int) -> Sp
     steps = {mode: step(mode) for mode in modes}
     costs = {
         mode: RedundantCost(
-            overhead=max(0.0, found.expected.mini_batch_s / plain_s - 1), pause=found.mean_pause_s / plain_s
+            overhead=max(0.0, simulated.expected.mini_batch_s / plain_s - 1), pause=simulated.mean_pause_s / plain_s
         )
-        for mode, found in steps.items()
+        for mode, simulated in steps.items()
     }
     return job.model_copy(update={"redundant": costs})
 
