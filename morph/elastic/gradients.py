@@ -103,7 +103,7 @@ class Gradients:
         # A member that left a ring may not know that a sum overflowed there: all begin with the earlier scales.
         scales = self.overflow[1] if self.overflow and self.overflow[0] is place else self._state.exponents
         self.num_shares = len(mine)
-        buffers = {name: one.clone() for name, one in self._state.buffers().items()}
+        buffers = {name: buffer.clone() for name, buffer in self._state.buffers().items()}
         try:
             while True:
                 # No memory is reused after a step that was given up: an operation of its ring may still write into it.
@@ -122,7 +122,7 @@ class Gradients:
                         self._sums.add_changes(buffers)
                         self._restore(buffers)
                 reduced = self._sums.reduced(self._state.num_steps)
-                scales = {name: one for part in reduced for name, one in part.exponents.items()}
+                scales = {name: exponent for part in reduced for name, exponent in part.exponents.items()}
                 if is_shared or not any(part.overflowed for part in reduced):
                     return reduced, scales
         finally:

@@ -289,7 +289,7 @@ class Optimizer:
         place = given.place
         signals = self._signals() if self._state.pace.is_auto else None
         reduced, exponents = self._gradients.compute(given, self._participation.ring, self._participation.membership)
-        told = None if signals is None else signals.reduce(self._participation.ring, len(place.ring.members))
+        signalled = None if signals is None else signals.reduce(self._participation.ring, len(place.ring.members))
         if any(part.overflowed for part in reduced):
             self._gradients.overflow = (place, exponents)
             return
@@ -297,7 +297,7 @@ class Optimizer:
             step = self._apply(reduced, exponents, is_kept=self._participation.catch_up_log.is_open)
             self._state.summed = self._gradients.settings["trained"]
             is_joined = float(reduced[-1].gradients[JOINING]) > 0
-            self._cross(place, None if told is None else told[1], is_joined, step)
+            self._cross(place, None if signalled is None else signalled[1], is_joined, step)
 
     def _step_sma(self, given: Try) -> None:
         place, weights = given.place, self._state.weights()
@@ -318,10 +318,10 @@ class Optimizer:
         other = partner(members, membership.me, self._state.num_steps)
         fetch = None if other is None else self._participation.fetch(other, MODEL, given.place.interrupt)
         reduced, exponents = self._gradients.compute(given, None, self._participation.membership)
-        found = None if fetch is None else fetch.wait()
+        fetched = None if fetch is None else fetch.wait()
         mine = as_vector(weights)
-        if found is not None and len(found) == mine.nbytes:
-            move_to(weights, found.view(mine.dtype), 0.5)
+        if fetched is not None and len(fetched) == mine.nbytes:
+            move_to(weights, fetched.view(mine.dtype), 0.5)
         self._apply(reduced, exponents)
         self._state.differs = True
         membership.shelf.put(MODEL, as_vector(weights))
@@ -337,7 +337,7 @@ class Optimizer:
             return
         self._gradients.look_at_settings()
         try:
-            told = self._signals(self._state.loss).reduce(self._participation.ring, len(place.ring.members))
+            signalled = self._signals(self._state.loss).reduce(self._participation.ring, len(place.ring.members))
         except (GenerationAborted, PeerLost):
             self._participation.leave(place)
             return
@@ -346,7 +346,7 @@ class Optimizer:
             return
         if self._is_agreed(place):
             self._state.met_at, self._state.summed = self._state.num_steps, self._gradients.settings["trained"]
-            self._cross(place, *told[1:])
+            self._cross(place, *signalled[1:])
 
     def _become_one(self) -> None:
         """Make all replicas equal, at all workers or at none."""

@@ -229,11 +229,11 @@ class Participation:
         self._held = name
 
     def _begin_fresh(self, place: RingPlace, name: str) -> None:
-        told = self.fetch(place.source, name, place.interrupt, DEFAULT_LIMIT_S).wait()
+        packed = self.fetch(place.source, name, place.interrupt, DEFAULT_LIMIT_S).wait()
         place.interrupt.check()
-        if told is None:
+        if packed is None:
             raise PeerLost("no state to begin with was received")
-        goal, is_whole = self._state.read(told)
+        goal, is_whole = self._state.read(packed)
         while not is_whole and self._state.num_steps < goal:
             if not self._take_step(place.source, place.interrupt):
                 place.interrupt.check()
@@ -241,9 +241,9 @@ class Participation:
         if not self._membership.copied(place.ring.ballot):
             raise GenerationAborted("the ring whose state was received has ended")
         if is_whole:
-            self._state.unpack(told)
+            self._state.unpack(packed)
         else:
-            self._state.unpack_facts(told)
+            self._state.unpack_facts(packed)
 
     def _copied(self, channel: Channel, *, is_source: bool) -> Tensor:
         packed = self._state.pack() if is_source else torch.empty(0, dtype=torch.uint8)

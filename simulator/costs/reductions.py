@@ -149,14 +149,14 @@ class Rings:
     @cached_property
     def waits_for(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Each span before which some worker reduces other spans, in ring order, with the last of those others."""
-        found, last = [], dict[tuple[int, int], int]()
+        waits, last = [], dict[tuple[int, int], int]()
         for span in self.order:
             members = [(kind, int(stages[span])) for kind, stages in enumerate(self.holders)]
             before = {last[member] for member in members if member in last}
             if before:
-                found.append((span, tuple(before)))
+                waits.append((span, tuple(before)))
             last |= dict.fromkeys(members, span)
-        return tuple(found)
+        return tuple(waits)
 
     @cached_property
     def last_of(self) -> tuple[Ints, ...]:

@@ -140,17 +140,17 @@ def _from_counts(lines: list[tuple[str, list[str]]], place: ZoneAndType, path: P
 
 def _from_json(text: str, path: Path, place: ZoneAndType, seed: int) -> Trace:
     try:
-        told = json.loads(text)
+        content = json.loads(text)
     except json.JSONDecodeError as error:
         raise TraceError(f"is not JSON: {error.msg}", source=f"{path}, line {error.lineno}") from error
-    metadata = told.get("metadata")
+    metadata = content.get("metadata")
     gap = metadata.get("gap_seconds") if isinstance(metadata, dict) else None
     if isinstance(gap, bool) or not isinstance(gap, int | float) or not gap > 0:
         allowed = "seconds, more than 0"
         raise TraceError(
             "is missing or wrong", source=str(path), field="metadata.gap_seconds", value=gap, allowed=allowed
         )
-    data, prices = told.get("data"), told.get("prices") or []
+    data, prices = content.get("data"), content.get("prices") or []
     if not isinstance(data, list) or not data:
         raise TraceError(
             "is missing or empty", source=str(path), field="data", allowed="a list with the VMs of each time"

@@ -218,16 +218,16 @@ def frame_of(step: int, parts: Sequence[HeldSum]) -> Frame:
 
 def sums_of(frame: Frame) -> list[HeldSum]:
     """Return the partial sums in a frame."""
-    told = frame.facts.get("sums", ())
-    tensors: list[dict[str, Tensor]] = [{} for _ in told]
+    described = frame.facts.get("sums", ())
+    tensors: list[dict[str, Tensor]] = [{} for _ in described]
     for key, value in frame.tensors.items():
         index, _, name = key.partition("/")
         tensors[int(index)][name] = value
     return [
         HeldSum(
             PartialSum.model_validate(part["total"]),
-            found,
+            tensors_of,
             tuple(MicroBatchLoss.model_validate(loss) for loss in part["losses"]),
         )
-        for part, found in zip(told, tensors, strict=True)
+        for part, tensors_of in zip(described, tensors, strict=True)
     ]

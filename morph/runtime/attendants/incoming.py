@@ -96,13 +96,13 @@ class Incoming:
     def in_step(self, version: int) -> dict[str, UnitState]:
         """Return the units in step with their senders: at this version, or with the gradients that lead to it."""
         with self._lock:
-            found = {}
+            units = {}
             for unit in self._in_step:
                 state = self._unit_copies[unit]
                 if state.version == version or (state.version == version - 1 and state.reduced is not None):
-                    found[unit] = state
-            self._in_step = set(found)
-            return found
+                    units[unit] = state
+            self._in_step = set(units)
+            return units
 
     @property
     def synced(self) -> tuple[str, ...]:

@@ -123,9 +123,9 @@ class Forming:
         near = edges_within(self.edges, places)
         out = [edge for edge in near if edge.members[0] == self.worker]
         boxes = [self._offer(store, edge, index) for index, edge in enumerate(out)]
-        found = {edge.name: self._open(store, edge) for edge in near if edge.members[1] == self.worker}
-        found |= {edge.name: self._heard(store, edge, box) for edge, box in zip(out, boxes, strict=True)}
-        ends = {name: end for name, end in found.items() if end is not None}
+        opened = {edge.name: self._open(store, edge) for edge in near if edge.members[1] == self.worker}
+        opened |= {edge.name: self._heard(store, edge, box) for edge, box in zip(out, boxes, strict=True)}
+        ends = {name: end for name, end in opened.items() if end is not None}
         self.groups.at_clear += [end.close for end in ends.values()]
         return dict(ends)
 

@@ -135,9 +135,9 @@ class EmulatedWorkload:
         faults: FaultPlan,
     ) -> Callable[[], float]:
         """See ``Workload.probe``: the sections' medians pass on the device's clock."""
-        found = [self._device.sections[section] for section in sections]
-        forward_s = sum(section.forward.median_s for section in found)
-        backward_s = sum(section.backward.median_s for section in found)
+        timed = [self._device.sections[section] for section in sections]
+        forward_s = sum(section.forward.median_s for section in timed)
+        backward_s = sum(section.backward.median_s for section in timed)
 
         def run() -> float:
             self._clock.rest()
@@ -163,12 +163,12 @@ class EmulatedWorkload:
 
     def _sections(self, current: Generation, sections: range) -> list[SectionUnits]:
         first = {name: float(state.parameters[name].detach()[0]) for name, state in current.units.items()}
-        found = []
+        with_units = []
         for section in sections:
             units = [unit.id for unit in self._device.units if section in unit.sections]
             patterns = {unit: self._patterns[unit] for unit in units}
-            found.append(SectionUnits(section, sum(first[unit] for unit in units), patterns))
-        return found
+            with_units.append(SectionUnits(section, sum(first[unit] for unit in units), patterns))
+        return with_units
 
     def _links(self, current: Generation, jitter: JitterDraw, micro_batches: Sequence[int]) -> Links:
         (activations_in, gradients_out, activations_out, gradients_in), slot = current.edges, current.slot

@@ -139,14 +139,14 @@ class Accumulator(ABC):
 
         None if a gradient in it does not fit.
         """
-        found = {"largest": self._known_largest}
+        tensors = {"largest": self._known_largest}
         for number, part in enumerate(self.parts):
             sums = part.sums
             if self._reduced_by is not None:
                 assert part.means is not None
                 sums = self.whole(part, part.means, self._reduced_by)
-            found[f"sums{number}"] = sums
-        return found if self._fits(found) else None
+            tensors[f"sums{number}"] = sums
+        return tensors if self._fits(tensors) else None
 
     @abstractmethod
     def _fits(self, partial: dict[str, Tensor]) -> bool:
@@ -176,23 +176,23 @@ class Accumulator(ABC):
         """Return the numbers that ``finished`` needs on the host: flat, in float64, on the sums' device."""
         return [self._known_largest]
 
-    def finished(self, told: Sequence[list[float]], step: int) -> Reduced:
+    def finished(self, numbers: Sequence[list[float]], step: int) -> Reduced:
         """Return the means, and check them by the requested numbers. Raises as ``finish``."""
         means: dict[str, Tensor] = {}
         for part in self.parts:
             assert part.means is not None
             means |= zip(part.names, torch.split(part.means[: part.size], part.sizes), strict=True)
-        largest = dict(zip(self._like, told[0], strict=True))
+        largest = dict(zip(self._like, numbers[0], strict=True))
         gradients = {
             name: moved(from_reals(means[name], like), like.device)
             for name, like in self._like.items()
             if largest[name] != _NOTHING or name in self._changes
         }
-        return self._judged(gradients, largest, told[1:], step)
+        return self._judged(gradients, largest, numbers[1:], step)
 
     @abstractmethod
     def _judged(
-        self, gradients: dict[str, Tensor], largest: Mapping[str, float], told: Sequence[list[float]], step: int
+        self, gradients: dict[str, Tensor], largest: Mapping[str, float], totals: Sequence[list[float]], step: int
     ) -> Reduced:
         """Check the means by the other requested numbers."""
 
@@ -234,13 +234,13 @@ class ExactAccumulator(Accumulator):
         sums, values, is_first = [], [], []
         for name, gradient in gradients:
             into, first = self._part_of[name].sum_of(name)
-            found = self._fixed.get(name)
-            if found is None:
+            fixed = self._fixed.get(name)
+            if fixed is None:
                 exponent = self._exponents[name] - self._loss_exponents[name]
-                found = self._fixed[name] = fixed_sum(into, self._largest_of[name], exponent)
+                fixed = self._fixed[name] = fixed_sum(into, self._largest_of[name], exponent)
             plain = reals(gradient) if gradient.is_complex() else gradient
             assert plain.numel() == len(into), f"a gradient of {plain.numel()} numbers for {len(into)} of {name}"
-            sums.append(found)
+            sums.append(fixed)
             values.append(plain)
             is_first.append(first)
         add_fixed(sums, values, is_first)
@@ -281,7 +281,7 @@ class ExactAccumulator(Accumulator):
         self,
         gradients: dict[str, Tensor],
         largest: Mapping[str, float],
-        told: Sequence[list[float]],  # noqa: ARG002
+        totals: Sequence[list[float]],  # noqa: ARG002
         step: int,
     ) -> Reduced:
         exponents, overflowed = {}, False
@@ -390,11 +390,11 @@ class FastAccumulator(Accumulator):
         self,
         gradients: dict[str, Tensor],
         largest: Mapping[str, float],  # noqa: ARG002
-        told: Sequence[list[float]],
+        totals: Sequence[list[float]],
         step: int,
     ) -> Reduced:
         unseen = [part for part in self.parts if not math.isfinite(part.sum_of_means)]
-        for part, (total,) in zip(unseen, told, strict=True):
+        for part, (total,) in zip(unseen, totals, strict=True):
             assert part.means is not None
             if not (math.isfinite(total) or _is_finite(part.means[: part.size])):
                 ranges = part.tensors_between(0, part.size)
@@ -405,17 +405,18 @@ class FastAccumulator(Accumulator):
 
 def finish_all(accumulators: Mapping[str, Accumulator], num_micro_batches: int, step: int) -> dict[str, Reduced]:
     """Finish the accumulators of a worker's units. It waits for a device once. Raises as ``Accumulator.finish``."""
-    for one in accumulators.values():
-        one.make_means(num_micro_batches)
-    asked = {unit: one.asked() for unit, one in accumulators.items()}
+    for accumulator in accumulators.values():
+        accumulator.make_means(num_micro_batches)
+    asked = {unit: accumulator.asked() for unit, accumulator in accumulators.items()}
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in (tensor for tensors in asked.values() for tensor in tensors):
         by_device.setdefault(tensor.device, []).append(tensor)
-    told = {device: iter(torch.cat(tensors).tolist()) for device, tensors in by_device.items()}
+    numbers_on = {device: iter(torch.cat(tensors).tolist()) for device, tensors in by_device.items()}
     numbers = {
-        unit: [list(islice(told[tensor.device], len(tensor))) for tensor in tensors] for unit, tensors in asked.items()
+        unit: [list(islice(numbers_on[tensor.device], len(tensor))) for tensor in tensors]
+        for unit, tensors in asked.items()
     }
-    return {unit: one.finished(numbers[unit], step) for unit, one in accumulators.items()}
+    return {unit: accumulator.finished(numbers[unit], step) for unit, accumulator in accumulators.items()}
 
 
 def _is_finite(values: Tensor) -> bool:

@@ -152,9 +152,9 @@ class _Piece:
 
     def copied_to_host(self, hosts: Sequence[Tensor]) -> None:
         """Record that the sums to be reduced are on the host now."""
-        found = iter(hosts)
-        self.largest = None if self.largest is None else next(found)
-        self.sums = None if self.sums is None else next(found).view(self.sums.shape)
+        copies = iter(hosts)
+        self.largest = None if self.largest is None else next(copies)
+        self.sums = None if self.sums is None else next(copies).view(self.sums.shape)
 
     def wait(self) -> None:
         for pending in self.pending:
@@ -170,9 +170,9 @@ class _Piece:
                 length = len(self.means) // self.ring.size
                 shares = range(self.first, self.first + len(self.means), length)
                 ranges = [one for first in shares for one in self.part.tensors_between(first, first + length)]
-                told = self.means[[begin - self.first for _, begin, _ in ranges]]
+                means = self.means[[begin - self.first for _, begin, _ in ranges]]
                 sums = self.unit.sums_of_means
-                sums[self.part] = sums.get(self.part, 0.0) + float(told.sum())
+                sums[self.part] = sums.get(self.part, 0.0) + float(means.sum())
             if self.unit.staging is not None:
                 place = self.unit.means[self.part][self.first : self.first + len(self.means)]
                 self.unit.staging.fill(place, self.means)

@@ -190,10 +190,10 @@ def seed_section(seed: int, step: int, micro_batch: int, section: int) -> None:
     ``torch.manual_seed`` is not used: for each unused kind of device it stores the call, with its stack, until that
     device is used. This takes longer than many sections' kernels, and is never freed without such a device.
     """
-    found = stream_seed(seed, step, micro_batch, section)
-    torch.default_generator.manual_seed(found)
+    section_seed = stream_seed(seed, step, micro_batch, section)
+    torch.default_generator.manual_seed(section_seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch ships no types for it
-        torch.cuda.manual_seed_all(found)
+        torch.cuda.manual_seed_all(section_seed)
 
 
 class GradientSink(Protocol):
@@ -302,12 +302,12 @@ def section_backward(
         return (None,) * len(run.inputs)
     outputs, seeds = [output for output, _ in pairs], [gradient for _, gradient in pairs]
     try:
-        found = iter(torch.autograd.grad(outputs, wanted, seeds, allow_unused=True))
+        computed = iter(torch.autograd.grad(outputs, wanted, seeds, allow_unused=True))
     except RuntimeError as error:
         raise_if_refused(error, section.source)
         raise
-    input_gradients = tuple(_maybe(next(found)) if tensor.requires_grad else None for tensor in run.inputs)
-    for name, gradient in zip(section.parameters, found, strict=True):
+    input_gradients = tuple(_maybe(next(computed)) if tensor.requires_grad else None for tensor in run.inputs)
+    for name, gradient in zip(section.parameters, computed, strict=True):
         if gradient is not None:
             add(name, gradient.to_dense() if gradient.is_sparse else gradient)
     return input_gradients
