@@ -34,8 +34,8 @@ Group = tuple[int, int]
 Chosen = tuple[tuple[Group, int], ...]
 """The number of pipelines of each kind, in the order of the kinds."""
 _HOPE = 0.5
-"""The time of a depth that has not been simulated is assumed to exceed its bound by this fraction of the lesser
-relative excess of its simulated neighbours."""
+"""How far the time of a depth that has not been simulated is assumed to be above its bound, as a share of the smaller
+excess (time over bound, minus 1) of the two nearest simulated depths."""
 _NEIGHBOUR_HOPE, _STEP = 0.85, 6
 """The same fraction for a depth between two simulated ones that are at most ``_STEP`` apart."""
 _ROUGHLY = 1.2

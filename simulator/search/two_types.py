@@ -45,7 +45,8 @@ _MANY_PLACES = 2_500
 _HOPEFUL = {True: 1.05, False: 1.0}
 """A mix is tried if its estimate is at most this many times the time to surpass, for tiny pools (True) and others."""
 _HOPE = 0.5
-"""A time is assumed to exceed its bound by this fraction of the least relative excess simulated for one type."""
+"""How far a time is assumed to be above its bound, as a share of the smallest excess (time over bound, minus 1)
+simulated for one type."""
 Floats = npt.NDArray[np.float64]
 _SLOWER, _LENGTHS, _CHEAP = 16.0, 12, 3
 """As in :mod:`simulator.search.purchases`."""

@@ -338,8 +338,8 @@ def seal_if_complete(transition: Transition) -> None:
         return _end(transition)
     missing = len(saving.pending.writers) - len(saving.pending.written)
     if missing:
-        units = counted(missing, "unit is", "units are")
-        return transition.say(ReasonCode.COMMIT_WAIT, f"{units} of the last checkpoint still to be written")
+        sentence = f"{counted(missing, 'unit')} of the last checkpoint must still be written"
+        return transition.say(ReasonCode.COMMIT_WAIT, sentence)
     transition.change(phase=Phase.SEALING)
     return seal(transition, saving.pending)
 

@@ -57,7 +57,7 @@ class Accumulator(ABC):
     changes, which are not gradients: they have no loss scale, and are zero if nothing was added.
     """
 
-    bears_non_finite: bool
+    allows_non_finite: bool
     """Whether a gradient may be infinite or NaN without an error, because the step may be skipped."""
     marks_non_finite = False
     """Whether ``mean`` makes the first mean of a tensor's range NaN if any mean of that range is not finite."""
@@ -73,7 +73,7 @@ class Accumulator(ABC):
         self.device = memory.device
         self._like = like
         self._loss_scale = loss_scale
-        self.bears_non_finite = loss_scale is not None
+        self.allows_non_finite = loss_scale is not None
         self._changes = changes
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name, tensor in like.items():
@@ -161,7 +161,7 @@ class Accumulator(ABC):
     def finish(self, num_micro_batches: int, step: int) -> Reduced:
         """Return mean gradients: of all members' sums if a ring has made them, else of this worker's sums.
 
-        Raises NonFiniteGradient if one is not finite, unless ``bears_non_finite``; the error names step and parameter.
+        Raises NonFiniteGradient if one is not finite, unless ``allows_non_finite``; the error names step and parameter.
         """
         return finish_all({"": self}, num_micro_batches, step)[""]
 
@@ -198,7 +198,7 @@ class Accumulator(ABC):
 
     def _broken(self, name: str, step: int, exponents: Mapping[str, int]) -> Reduced:
         """Handle a gradient that is not finite: the step may be skipped, or this is an error."""
-        if not self.bears_non_finite:
+        if not self.allows_non_finite:
             what = f"change of buffer {name}" if name in self._changes else f"gradient of {name}"
             raise NonFiniteGradient(f"step {step}: the {what} is NaN or infinite")
         return Reduced(gradients={}, exponents=dict(exponents), overflowed=False, non_finite=True)

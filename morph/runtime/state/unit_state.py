@@ -181,8 +181,8 @@ class UnitState:
         self.exponents = dict.fromkeys(unit.names, first_exponent(self._num_contributions)) if exact else {}
         self._summed = self._all_summed()
         self._home: torch.device | None = None
-        self._away: torch.device | None = None
-        """``_home`` while the state is there for an update."""
+        self._offload_to: torch.device | None = None
+        """Where the state returns after an update; None: it stays where it is."""
         self._applied: Reduced | None = None
 
     def _build_optimizer(self) -> None:
@@ -324,7 +324,7 @@ class UnitState:
         for copy in self._copies:
             copy.finish()
         self._copies.clear()
-        self._away = self._home
+        self._offload_to = self._home
         self.reload()
         reduced, self.reduced = self.reduced, None
         self._scales_before = None
@@ -360,8 +360,8 @@ class UnitState:
             none_said = Decided(version=self.version + 1, skipped=reduced is None)
             self.loss_scale = (decided or none_said).next_scale(self.loss_scale)
         self.version += 1
-        if self._away is not None:
-            self._away = None
+        if self._offload_to is not None:
+            self._offload_to = None
             self.offload()
 
     def _factor(self, decided: Decided | None) -> float:

@@ -96,7 +96,7 @@ class Stage:
         self._precision = precision
         self._may_lack = borders_may_lack_gradients(model)
         self._stored: dict[int, list[tuple[Tensor, ...]]] = {}
-        self._behind: dict[int, list[tuple[Tensor, ...]]] = {}
+        self._earlier_inputs: dict[int, list[tuple[Tensor, ...]]] = {}
         """Inputs of the earlier groups, for micro-batches whose last group was recomputed."""
         self._runs: dict[int, list[SectionRun]] = {}
 
@@ -124,15 +124,15 @@ class Stage:
         """Run the forward again from the stored input, keeping the graphs of the last group for the backward."""
         stored = self._stored.pop(micro_batch)
         self._runs[micro_batch] = self._run(self._groups[-1], micro_batch, stored.pop())
-        self._behind[micro_batch] = stored
+        self._earlier_inputs[micro_batch] = stored
 
     def backward(
         self, micro_batch: int, output_gradients: Sequence[Tensor | None], sink: GradientSink
     ) -> tuple[Tensor | None, ...]:
         gradients = tuple(output_gradients)
-        runs, behind = self._runs.pop(micro_batch), self._behind.pop(micro_batch, [])
+        runs, earlier = self._runs.pop(micro_batch), self._earlier_inputs.pop(micro_batch, [])
         for group in reversed(self._groups):
-            runs = runs or self._run(group, micro_batch, behind.pop())
+            runs = runs or self._run(group, micro_batch, earlier.pop())
             for section in reversed(self._of(group, micro_batch)):
                 run, add_here = runs.pop(), partial(sink.add, section.index)
                 gradients = section_backward(section, run, gradients, self._parameters, add_here)

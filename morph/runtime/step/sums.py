@@ -296,7 +296,7 @@ class KnownSums:
             counted=counted,
         )
         for accumulator in running.accumulators.values():
-            accumulator.bears_non_finite |= order.bears_non_finite
+            accumulator.allows_non_finite |= order.bears_non_finite
         self._step, self._running, self.parts = order.step, running, []
         return running
 
