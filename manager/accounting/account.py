@@ -11,7 +11,7 @@ from morph.contract.base import Value
 
 
 class TimeUse(StrEnum):
-    """The uses of a node's time, from when it begins to cost money (or appears, if VMs are not requested) to its end.
+    """The uses of a worker's time, from when it begins to cost money (or appears, if VMs are not requested) to its end.
 
     docs/guides/watch.md describes each.
     """
@@ -62,7 +62,7 @@ class Bill(Value):
 
 
 class Account(Value):
-    """The node-time of a run, by part, with its cost. ``total`` is summed separately, over the nodes' lives.
+    """The node-time of a run, by part, with its cost. ``total`` is summed separately, over the workers' lives.
 
     ``dearest``: the highest price of a granted VM, in nano-dollars an hour; None: none had a price.
     """

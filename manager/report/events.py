@@ -191,7 +191,7 @@ def _facts_of(event: Event) -> Iterator[tuple[str, str]]:
     match event:
         case NodesGranted(waiting=waiting, detail=detail):
             if waiting:
-                several = len({vm_of(node) for node in waiting}) > 1
+                several = len({vm_of(worker) for worker in waiting}) > 1
                 yield "queued", f"{_named(waiting)} {'wait' if several else 'waits'} in the queue"
             if detail:
                 yield "granted", detail

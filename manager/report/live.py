@@ -190,14 +190,14 @@ class LiveRun:
             parts.append(left.text + ("" if left.end_usd is None else f", about ${left.end_usd[0]:.4f} at the end"))
         return "  ".join(parts)
 
-    def role(self, node: str) -> str:
-        """Return what a node does, in words."""
-        if node in self.places:
-            stage, replica = self.places[node]
+    def role(self, worker: str) -> str:
+        """Return what a worker does, in words."""
+        if worker in self.places:
+            stage, replica = self.places[worker]
             role = f"stage {stage}, replica {replica}"
         else:
-            role = "warming up" if self.nodes[node] == "warming" else "spare"
-        return f"{role}, {self.types[node]}" if node in self.types else role
+            role = "warming up" if self.nodes[worker] == "warming" else "spare"
+        return f"{role}, {self.types[worker]}" if worker in self.types else role
 
     def _decided(self, step: Step, version: int) -> None:
         record, time_s = step.record, step.record.decided_at_s

@@ -238,11 +238,11 @@ class Lives:
                     self.end_all(time_s)
 
     def _there(
-        self, node: str, request: str | None, paid: Paid | None, facts: NodeFacts | None, time_s: float
+        self, worker: str, request: str | None, paid: Paid | None, facts: NodeFacts | None, time_s: float
     ) -> _Open:
-        name = vm_of(node)
+        name = vm_of(worker)
         vm = self.open.setdefault(name, _Open(time_s, notice=self.early.pop(name, None)))
-        vm.workers.add(node)
+        vm.workers.add(worker)
         vm.facts = facts or vm.facts
         vm.usd_per_h = vm.usd_per_h if paid is None or paid.usd_per_h is None else paid.usd_per_h
         if vm.asked_s is None and request is not None:

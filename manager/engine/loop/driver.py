@@ -86,8 +86,8 @@ class OrderSender(Protocol):
 class Requests(Protocol):
     """Requests VMs from a provider; all methods return at once, and answers come back through the event queue."""
 
-    def know(self, nodes: Collection[str]) -> None:
-        """Record the nodes that the controller knows, before its decision is carried out."""
+    def know(self, workers: Collection[str]) -> None:
+        """Record the workers that the controller knows, before its decision is carried out."""
 
     def request(self, action: RequestNodes) -> None:
         """Ask for VMs."""
@@ -114,9 +114,9 @@ class Driver:
     """Drives one run to its end. The journal gets every event and decision before its actions are carried out.
 
     ``checkpoint_url``: manifests are written there. ``observers``: called after each decision, in this thread.
-    ``requests``: requests VMs; None: requests are only journalled. ``acknowledge``: tells a node that has a notice that
-    it holds nothing of value; None: nodes are not told. ``lease``: that of ``checkpoint_url``; None: no other manager
-    can write there.
+    ``requests``: requests VMs; None: requests are only journalled. ``acknowledge``: tells a worker that has a notice
+    that it holds nothing of value; None: workers are not told. ``lease``: that of ``checkpoint_url``; None: no other
+    manager can write there.
     """
 
     def __init__(

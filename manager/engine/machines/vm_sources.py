@@ -81,7 +81,7 @@ def watch_joining(
     appeared: Collection[str],
 ) -> Joiner:
     """Watch VMs join, continue with known ones, end those given up; ``appeared``: reported by an earlier manager."""
-    booting = {node for request in state.provisioning.requests.values() for node in request.granted}
+    booting = {worker for request in state.provisioning.requests.values() for worker in request.granted}
     provisioning.begin(
         {*state.workers, *booting}, [name for name, request in state.provisioning.requests.items() if request.count]
     )

@@ -26,7 +26,7 @@ class Before:
 
     @classmethod
     def of(cls, ledger: Ledger, *, lives_on: bool) -> Before:
-        """Return the cost in a run's account. ``lives_on``: whether the nodes of the last session still live."""
+        """Return the cost in a run's account. ``lives_on``: whether the workers of the last session still live."""
         total = ledger.account().total
         return cls(
             usd=total.cost / UNITS_PER_USD,
