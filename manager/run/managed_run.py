@@ -26,9 +26,8 @@ from manager.report.journal_reader import read_ledger, read_report
 from manager.report.live import LiveRun
 from manager.report.values import RunReport
 from manager.run import session
-from manager.run.code import RunCode
 from manager.run.controller_config import starting_from
-from manager.run.prepared import PreparedRun
+from manager.run.prepared import PreparedRun, RunCode
 from manager.run.recovery import recovery_of, write_recovery
 from manager.run.request import IfChanged, keep_request
 from manager.run.session import Restarts, run_until_it_ends

@@ -14,9 +14,8 @@ import pytest
 from manager.commands.run_view import run_view
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.state import initial_state
-from manager.run.code import RunCode
 from manager.run.managed_run import ManagedRun
-from manager.run.prepared import PreparedRun
+from manager.run.prepared import PreparedRun, RunCode
 from manager.run.request import IfChanged, RunRequest, keep_request
 from manager.run.session import RunSpec
 from manager.run_dir import RunDir, RunFacts, read_facts
