@@ -93,8 +93,8 @@ class Replay:
     until: Until
     prices: SpotPrices | None
 
-    def run(self, num_processes: int, told: Callable[[float], None] = lambda _share: None) -> list[PolicyOutcome]:
-        """Play everything; ``told`` is called with the growing share of the work that is done.
+    def run(self, num_processes: int, show_share: Callable[[float], None] = lambda _share: None) -> list[PolicyOutcome]:
+        """Play everything; ``show_share`` is called with the growing share of the work that is done.
 
         All policies are played on one trace after another. Outcomes are ordered by policy, then by trace.
         """
@@ -104,30 +104,30 @@ class Replay:
         if num_processes == 1:
             whole = sum(weights)
             for place, (policy, case) in enumerate(cases):
-                share = partial(_share_of, sum(weights[:place]) / whole, weights[place] / whole, told)
-                outcomes[place] = self.play(policy, *case, told=share)
+                share = partial(_share_of, sum(weights[:place]) / whole, weights[place] / whole, show_share)
+                outcomes[place] = self.play(policy, *case, show_share=share)
                 share(1.0)
         else:
             with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
                 requested = {pool.submit(self.play, policy, *case): place for place, (policy, case) in enumerate(cases)}
                 for future in as_completed(requested):
                     outcomes[requested[future]] = future.result()
-                    told(sum(weights[place] for place in outcomes) / sum(weights))
+                    show_share(sum(weights[place] for place in outcomes) / sum(weights))
         num = len(self.policies)
         return [outcomes[trace * num + policy] for policy in range(num) for trace in range(len(self.traces))]
 
     def play(
-        self, policy: str, name: str, seed: int, trace: Trace, told: Callable[[float], None] | None = None
+        self, policy: str, name: str, seed: int, trace: Trace, show_share: Callable[[float], None] | None = None
     ) -> PolicyOutcome:
-        """Play one policy on one trace; ``told``: called with the share of the trace that is played."""
+        """Play one policy on one trace; ``show_share``: called with the share of the trace that is played."""
         job = self.job if isinstance(self.job, SpotJob) else self.job.drawn(seed)
-        more: dict[str, Any] = {"told": told} if told is not None and by_controller(policy) else {}
+        more: dict[str, Any] = {"show_share": show_share} if show_share is not None and by_controller(policy) else {}
         return play_of(policy)(job, trace, until=self.until, seed=seed, prices=self.prices, name=name, **more)
 
 
-def _share_of(before: float, part: float, told: Callable[[float], None], share: float) -> None:
+def _share_of(before: float, part: float, show_share: Callable[[float], None], share: float) -> None:
     """Report the share of all work that is done, including the running part."""
-    told(before + part * share)
+    show_share(before + part * share)
 
 
 def by_controller(policy: str) -> bool:

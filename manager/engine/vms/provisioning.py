@@ -172,8 +172,8 @@ class Provisioner:
         for executor in (self._looks, self._ends):
             executor.join(until_s)  # an end that is still under way must not block the others
         try:
-            told = partial(self._warn, "provider_retried")
-            for left in self._end_all(self._provider, told=told, hurry=self._hurry):
+            warn = partial(self._warn, "provider_retried")
+            for left in self._end_all(self._provider, say=warn, hurry=self._hurry):
                 self._fact("orphan_ended", left)
         except Exception as error:  # any error: the user must be told, and the rest closed
             self.left = error

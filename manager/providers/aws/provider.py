@@ -285,7 +285,7 @@ def end_run(
     spec: AwsSpec,
     run: str,
     job: str,
-    told: Callable[[str], None],
+    say: Callable[[str], None],
     pause: Callable[[float], object] | None = None,
     **options: Any,
 ) -> tuple[Vm, ...]:
@@ -301,15 +301,15 @@ def end_run(
         account = provider.account
         instances, runs = account.look()
         if account.owns_template() is False:
-            told(f"launch template {account.template} does not have the tags of this run: it is left alone")
+            say(f"launch template {account.template} does not have the tags of this run: it is left alone")
         if not any(instance.is_there for instance in instances) and not account.owns_template() and not account.parts():
             known = f"runs whose instances are there: {', '.join(runs)}" if runs else "no run of Morph has any there"
             raise Misconfigured(
                 f"nothing in {spec.region} has the tags of run {run} of job {job}: it was ended before, or a name is "
                 f"misspelt; {known}"
             )
-        for left in end_all(provider, told=told, pause=pause):
-            told(f"ended what an instance had left behind: {left}")
+        for left in end_all(provider, say=say, pause=pause):
+            say(f"ended what an instance had left behind: {left}")
     return tuple(
         ({instance.vm.name: instance.vm for instance in instances if instance.is_there} | provider.ended).values()
     )

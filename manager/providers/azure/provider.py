@@ -316,14 +316,14 @@ def end_run(
     run: str,
     job: str,
     client: Any = None,
-    told: Callable[[str], None] = lambda _sentence: None,
+    say: Callable[[str], None] = lambda _sentence: None,
     bounds: Bounds | None = None,
 ) -> tuple[Vm, ...]:
     """End every VM of a run, and its scale set; blocks until they are gone. Returns the VMs that existed.
 
     Resources without the tags of this run and job are left alone, whatever their names.
 
-    ``client``: used in place of one with the user's login. ``told``: called with a sentence for what is left alone, and
+    ``client``: used in place of one with the user's login. ``say``: called with a sentence for what is left alone, and
     for what is tried again. ``bounds``: limits on waits in each attempt.
 
     ProviderError: nothing of this run exists, Azure did not answer, or something is left; the error names it.
@@ -344,15 +344,15 @@ def end_run(
             is_left = any(provider.group.owns(part) for part in provider.group.parts())
         if owns_set is False:
             name = provider.group.set_name
-            told(f"scale set {name} does not have the tags of this run: it is left alone, with what it holds")
+            say(f"scale set {name} does not have the tags of this run: it is left alone, with what it holds")
         if not look.vms and not owns_set and not is_left:
             runs = f"runs whose VMs are there: {', '.join(look.runs)}" if look.runs else "no run of Morph has VMs there"
             raise Misconfigured(
                 f"nothing in resource group {spec.resource_group} has the tags of run {run} of job {job}: it was ended "
                 f"before, or a name is misspelt; {runs}"
             )
-        for left in end_all(provider, told=told):
-            told(f"ended what a VM had left behind: {left}")
+        for left in end_all(provider, say=say):
+            say(f"ended what a VM had left behind: {left}")
     return tuple(vm for vm, _ in look.vms)
 
 

@@ -137,11 +137,11 @@ class Lock:
     """The packages that the VMs of a run install; determined when the first VM lacks one, and kept for later managers.
 
     ``path``: the file that keeps the lock. ``wanted``: the requirements; a lock made for others is made anew.
-    ``told``: called with the reason if there are no hashes.
+    ``say``: called with the reason if there are no hashes.
     """
 
-    def __init__(self, path: Path, wanted: Sequence[str], told: Callable[[str], object]) -> None:
-        self._path, self._wanted, self._told = path, tuple(wanted), told
+    def __init__(self, path: Path, wanted: Sequence[str], say: Callable[[str], object]) -> None:
+        self._path, self._wanted, self._say = path, tuple(wanted), say
         self._made: bytes | None = None
         self._mutex = threading.Lock()
 
@@ -165,7 +165,7 @@ class Lock:
             made = (self._mark + make_lock(self._wanted)).encode()
             write_whole(self._path, made, PRIVATE)
         except (ClusterError, OSError) as error:  # the VMs may reach an index that this machine cannot
-            self._told(f"{error}; VMs install the same versions, and their files' hashes are not checked")
+            self._say(f"{error}; VMs install the same versions, and their files' hashes are not checked")
             made = "\n".join([*_indexes(self._wanted), *self._wanted, ""]).encode()
         return made
 
