@@ -157,11 +157,11 @@ class ReshapeOrder(Value):
     @cached_property
     def lacked(self) -> dict[WorkerId, list[StateSource]]:
         """The sources of the state that workers do not hold."""
-        found: dict[WorkerId, list[StateSource]] = {}
+        sources_of: dict[WorkerId, list[StateSource]] = {}
         for source in self.sources:
             if source.kind != "keep":
-                found.setdefault(source.worker, []).append(source)
-        return found
+                sources_of.setdefault(source.worker, []).append(source)
+        return sources_of
 
 
 class PreCopyMove(Value):

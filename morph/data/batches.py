@@ -249,8 +249,8 @@ class Recipe:
             flats = [flat_sample(sample, where) for sample, where in zip(samples, wheres, strict=True)]
             self._pad([flat.entries for flat in flats], wheres, length, rows=False)
             return _stacked(flats, flats[0].entries if keys is None else keys)
-        found = _flat(self._collated(samples, places), _Flattening("collate_fn()", numbers=False, lists=False))
-        for name, entry in found.entries.items():
+        collated = _flat(self._collated(samples, places), _Flattening("collate_fn()", numbers=False, lists=False))
+        for name, entry in collated.entries.items():
             if not entry.dim() or len(entry) != len(samples):
                 raise wrong_job(
                     f"collate_fn()[{name!r}]",
@@ -258,8 +258,8 @@ class Recipe:
                     str(tuple(entry.shape)),
                     "the samples as the first dimension of every tensor; packed texts as items of the data set",
                 )
-        self._pad([found.entries], ["collate_fn()"], length, rows=True)
-        return found
+        self._pad([collated.entries], ["collate_fn()"], length, rows=True)
+        return collated
 
     def _pad(self, parts: Sequence[Entries], fields: Sequence[str], length: int | None, *, rows: bool) -> None:
         if not self.shapes:
@@ -297,10 +297,10 @@ class Recipe:
         shapes equal.
         """
         if self.shapes:
-            found = self.batch(samples, places, field, keys, length).entries
-            for name in like.keys() - found.keys() if keys is None else ():
+            batch = self.batch(samples, places, field, keys, length).entries
+            for name in like.keys() - batch.keys() if keys is None else ():
                 raise wrong_job(f"{field}[{name!r}]", "is missing in a sample", allowed=allowed)
-            return found
+            return batch
         if self.collate_fn is None:
             for sample, (_, index) in zip(samples, places, strict=True):
                 where = f"{field}[{index}]"
@@ -308,10 +308,10 @@ class Recipe:
                     flat_sample(sample, where).entries, like, where, f"{allowed}; pad or crop samples in the data set"
                 )
             return self.batch(samples, places, field, keys).entries
-        found = self.batch(samples, places, field, keys).entries
-        rows = {name: entry[0] for name, entry in found.items()}
+        batch = self.batch(samples, places, field, keys).entries
+        rows = {name: entry[0] for name, entry in batch.items()}
         require_alike(rows, like, "collate_fn()", f"{allowed}, for each sample; pad to one length")
-        return found
+        return batch
 
 
 def _stacked(flats: Sequence[Flat], keys: Iterable[str]) -> Flat:
@@ -346,11 +346,11 @@ def require_alike(sample: Mapping[str, Tensor], like: Mapping[str, Tensor], fiel
     Raises JobError if an entry is missing or differs; the message names it after ``field``, and ends with ``allowed``.
     """
     for key, wanted in like.items():
-        found = sample.get(key)
-        if found is None or found.shape != wanted.shape or found.dtype != wanted.dtype:
+        entry = sample.get(key)
+        if entry is None or entry.shape != wanted.shape or entry.dtype != wanted.dtype:
             raise wrong_job(
                 f"{field}[{key!r}]",
                 "differs from the others",
-                "nothing" if found is None else f"{tuple(found.shape)} {found.dtype}",
+                "nothing" if entry is None else f"{tuple(entry.shape)} {entry.dtype}",
                 f"{tuple(wanted.shape)} {wanted.dtype}, {allowed}",
             )
