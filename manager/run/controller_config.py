@@ -148,9 +148,8 @@ def _most_vms(vms: Vms, trace: Trace, offers: Sequence[Offer], num_beyond: int) 
     return Pool.of({offer.node_type: min(each, offer.most or each) for offer in offers})
 
 
-def _plans(
-    profile: Profile, most_vms: int | Pool, num_beyond: int, request: PlanRequest
-) -> Mapping[int, Plan] | Mapping[Pool, Plan]:
+def _plans(profile: Profile, most_vms: int | Pool, num_beyond: int, request: PlanRequest) -> dict[Any, Plan]:
+    """Return plans by number of GPUs, or by pool if there are several types."""
     most, request = request.num_replicas, replace(request, num_replicas=None)
     if isinstance(most_vms, Pool):
         by_pool = by_need(pool_plan_table(profile, most_vms, request, most_replicas=most).values())
