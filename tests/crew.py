@@ -267,8 +267,8 @@ class ThreadMember:
         from morph.runtime.process.worker import set_up
 
         if method == "setup":  # a worker is set up only once; files on disk, as others in this process import them, too
-            (setup,) = arguments
-            made = set_up(setup.model_copy(update={"code": None}))  # type: ignore[attr-defined]
+            arguments = (arguments[0].model_copy(update={"code": None}),)  # type: ignore[attr-defined]
+            made = set_up(*arguments)
             if isinstance(made, Failed):
                 return made
             self.worker: Any = made
