@@ -54,7 +54,7 @@ def demo_command(
     from manager.report.picture import draw_run
     from manager.report.summary import summarise
     from manager.run.controller_config import memory_of
-    from manager.run.managed_run import managed_run
+    from manager.run.managed_run import ManagedRun
     from manager.run.prepared import PreparedRun
     from manager.run.request import RunRequest
     from manager.run_dir import read_facts
@@ -101,7 +101,7 @@ def demo_command(
     print(f"[3/5] run on {vms.num_vms} VMs through {_describe(trace)}", flush=True)
     asked = RunRequest(job=job, steps=MANY_STEPS)
     run = PreparedRun(asked, profile, known_cluster, out / "run", collect(job), trace=trace, stop_with_trace=True)
-    finish, report = managed_run(run, lambda live: run_view(live, plain=plain))
+    finish, report = ManagedRun(run, lambda live: run_view(live, plain=plain)).train()
     if finish.outcome == "failed":
         raise typer.Exit(1)
 
