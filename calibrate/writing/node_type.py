@@ -1,4 +1,4 @@
-"""Adds another type of node to a profile: only what depends on the node is measured, all else stays as it is."""
+"""Adds another type of node, or the links between two zones, to a profile: only these are measured."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from calibrate.computing.compute import Progress, measure_compute
 from calibrate.computing.subject import Subject, load_subject
 from calibrate.links.network import NetworkSpec, measure_network
+from calibrate.links.two_nodes import OtherNode, PeerAddress
 from calibrate.timing.clocks import devices_of
 from calibrate.timing.environment import describe_environment
 from calibrate.writing.assemble import assemble_node_type
@@ -105,3 +106,34 @@ def _check_same_job(subject: Subject, profile: Profile) -> None:
                 value=found,
                 allowed=str(allowed),
             )
+
+
+def add_zone_links(
+    profile: Profile,
+    peer: PeerAddress,
+    *,
+    num_samples: int = MAX_SAMPLES,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> Profile:
+    """Return the profile with the links between this node's zone and another one, in the sizes of its other links.
+
+    ``peer``: in another zone, where ``morph calibrate-peer`` listens. ``device``: ``cpu`` or ``cuda``. Errors as of
+    ``calibrate``.
+    """
+    progress = progress or silent
+    spec = NetworkSpec(
+        message_sizes=tuple(entry.size_bytes for entry in profile.inter_node.activation if entry.size_bytes),
+        reduced_sizes=(),
+        ring_sizes=(),
+        in_flight=(1,),
+        element="float32",
+        devices=tuple(str(place) for place in devices_of(device)),
+        most=num_samples,
+    )
+    with OtherNode(peer) as other:
+        progress("sending messages to a node in another zone", 0.0)
+        link = other.measure(spec).link
+    sources = {**profile.sources, "between_zones": f"measured between {other.between}"}
+    progress("done", 1.0)
+    return profile.model_copy(update={"between_zones": link, "sources": sources})
