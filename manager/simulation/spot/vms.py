@@ -31,7 +31,7 @@ from morph.contract.messages import (
     WorkerReady,
 )
 from morph.contract.plan import Plan
-from morph.contract.salvage import KeptSums, PartialSum, Salvage
+from morph.contract.salvage import KeptSums, PartialSum
 from morph.contract.timeline import ComputeTimes
 
 Told = Single | AnsweredAlike
@@ -57,10 +57,6 @@ class Formed:
     def plan(self) -> Plan:
         """The plan, P x D."""
         return self.order.plan
-
-    def begins_with(self, order: StepOrder) -> Salvage | None:
-        """Return the part of a step that exists before it is run."""
-        return self.order.salvage if order.step == self.order.version and order.attempt == 0 else None
 
 
 class Workers:
@@ -175,7 +171,7 @@ class Workers:
     def step(self, orders: Sequence[SendStep], order: StepOrder) -> None:
         """Run a step, and write a checkpoint meanwhile, on the workers that got ``orders``, including ``order``."""
         assert self.formed is not None
-        step_s = partial_step_s(self.formed.plan, self.formed.step_s, self.formed.begins_with(order))
+        step_s = partial_step_s(self.formed.plan, self.formed.step_s, self.formed.order.salvage_in(order))
         writers = {action.worker: action.order.checkpoint_units for action in orders if action.order.checkpoint_units}
         stall_s = self._save(writers, order.step) if writers else 0.0
         workers = tuple([action.worker for action in orders])
@@ -188,7 +184,7 @@ class Workers:
         """Return the answer, equal for all workers, to a step that began at this time, or to several at once."""
         assert self.formed is not None
         followed = self.formed.followed = bool(self.formed.order.follows) and begun_s >= self.formed.following_at_s
-        times, salvage = self.formed.times, self.formed.begins_with(order)
+        times, salvage = self.formed.times, self.formed.order.salvage_in(order)
         factor = float(num_steps)
         if salvage is not None:
             factor = partial_step_s(self.formed.plan, self.formed.step_s, salvage) / self.formed.step_s
@@ -305,7 +301,7 @@ class _Sums:
         if order.attempt or order.generation != formed.order.generation:
             self._workers = {}
             return
-        salvage = formed.begins_with(order)
+        salvage = formed.order.salvage_in(order)
         before, self._workers = self._workers, {}
         shape = formed.order
         keepers = {follow.worker: follow.follower for follow in shape.follows} if shape.copy_sums_every else {}
