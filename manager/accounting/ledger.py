@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from manager.accounting.account import NOTHING, NS_PER_S, Account, Part, Spent, nano_usd, rate_of
+from manager.accounting.account import Account, Part
+from manager.accounting.spent import NOTHING, NS_PER_S, Spent, nano_usd, rate_of
 from manager.controller.state.actions import Action, EndWorker, Finish, ReasonCode, ReleaseNodes, SendCommit, SendStep
 from manager.controller.state.events import (
     AnsweredAlike,

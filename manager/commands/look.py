@@ -15,7 +15,7 @@ from morph.contract.errors import RunDirError
 from morph.contract.files import check_output, write_whole
 
 if TYPE_CHECKING:
-    from manager.accounting.account import Prices
+    from manager.accounting.spent import Prices
 
 POLL_S = 0.5
 
@@ -128,7 +128,7 @@ def report_command(
       morph report runs/a runs/b -o compared.html
       morph report runs/a runs/b --tensorboard logs
     """
-    from manager.accounting.account import no_price, prices_of
+    from manager.accounting.spent import no_price, prices_of
     from manager.report.journal_reader import read_report
     from manager.report.page import comparison_page, report_page
     from manager.run_dir import as_its_folder, read_facts

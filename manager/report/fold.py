@@ -17,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from manager.accounting.account import NS_PER_S, Account
+from manager.accounting.account import Account
 from manager.accounting.ledger import Ledger
+from manager.accounting.spent import NS_PER_S
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import WorkerAnswered
 from manager.journal.condensed import ACCOUNT, SEQUENCE, VERSION, Column, Head, Kept

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from manager.accounting.account import Prices
+from manager.accounting.spent import Prices
 from manager.controller.state.actions import ReasonCode
 from manager.controller.state.events import Event
 from manager.controller.state.state import ControllerState, Decision, Phase

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from manager.accounting.account import Prices
+from manager.accounting.spent import Prices
 from manager.report.picture import PARTS, RUNS, comparison_figure, png_of, run_figure, training_figure
 from manager.report.summary import CAME_FROM
 from manager.report.values import RunReport, rates_text

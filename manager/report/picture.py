@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from manager.accounting.account import Prices
+    from manager.accounting.spent import Prices
     from manager.report.steps import StepRecord
     from manager.report.values import RunReport
 

@@ -12,8 +12,8 @@ import numpy as np
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from manager.accounting.account import NS_PER_S, SHARES, UNITS_PER_USD, Prices
 from manager.accounting.ledger import Ledger
+from manager.accounting.spent import NS_PER_S, SHARES, UNITS_PER_USD, Prices
 from manager.journal.condensed import SEQUENCE, WHOLE, Column, absent
 from manager.journal.journal import Journal
 from morph.contract.base import Value

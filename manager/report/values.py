@@ -9,7 +9,8 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from manager.accounting.account import Account, Prices
+from manager.accounting.account import Account
+from manager.accounting.spent import Prices
 from manager.controller.state.profile_correction import Correction
 from manager.controller.state.saves import NextSave
 from manager.report.remaining import Remaining, remaining

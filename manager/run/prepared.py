@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
-from manager.accounting.account import Prices, no_price, prices_of
+from manager.accounting.spent import Prices, no_price, prices_of
 from manager.controller.state.config import ControllerConfig, Offer
 from manager.controller.state.events import NodeFacts
 from manager.run.checkpoint_location import check_storage, check_url

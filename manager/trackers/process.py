@@ -24,7 +24,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from manager.accounting.account import Prices
+from manager.accounting.spent import Prices
 from manager.journal.journal import Journal
 from manager.trackers.alerts import Alerts
 from manager.trackers.reading import HappeningsReader

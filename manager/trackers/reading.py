@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from manager.accounting.account import Prices
+from manager.accounting.spent import Prices
 from manager.journal.journal import Journal
 from manager.journal.records import Entry
 from manager.report.events import morph_line

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from manager.accounting.account import NOTHING, Account, Part
+from manager.accounting.account import Account, Part
+from manager.accounting.spent import NOTHING
 from manager.controller.state.events import WorkerAnswered
 from manager.journal.journal import Journal
 from manager.report.picture import PLANNED, UNPLANNED, draw_run, run_figure

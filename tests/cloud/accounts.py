@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manager.accounting.account import NS_PER_S
+from manager.accounting.spent import NS_PER_S
 from manager.controller.state.actions import RequestNodes
 from manager.controller.state.events import EVENT, ManifestWritten, WorkerLost
 from manager.journal.journal import Journal

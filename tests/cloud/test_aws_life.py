@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from manager.accounting.account import NOTHING
+from manager.accounting.spent import NOTHING
 from manager.controller.state.events import NodeAppeared, NodesGranted, NoticeGiven, Tick
 from manager.engine.loop.driver import Observed
 from manager.engine.loop.event_queue import EventQueue

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from manager.accounting.account import NOTHING
+from manager.accounting.spent import NOTHING
 from manager.providers.boot.cloud_init import STAY_PATH
 from tests.cloud.accounts import BEGIN_S, facts, requests, saved_before_loss, splits
 from tests.cloud.exposed import LOGIN, Watch

@@ -13,7 +13,7 @@ from pathlib import Path
 from simulated_job import FILES, SPEEDS, make_config
 from simulated_workers import TIMES, BrokenHistoryError, Faults, SimulatedWorker, SimulatedWorkers, World
 
-from manager.accounting.account import Prices
+from manager.accounting.spent import Prices
 from manager.controller.decide import decide
 from manager.controller.state.actions import (
     Abort,

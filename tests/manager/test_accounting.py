@@ -9,8 +9,9 @@ from random_history import random_faults
 from simulated_cluster import TIMES, Faults, JournalledCluster
 from simulated_job import make_config
 
-from manager.accounting.account import NOTHING, NS_PER_S, SHARES, Account, Part, Prices, Spent, nano_usd
+from manager.accounting.account import Account, Part
 from manager.accounting.ledger import Ledger, Stretch
+from manager.accounting.spent import NOTHING, NS_PER_S, SHARES, Prices, Spent, nano_usd
 from manager.controller.decide import decide
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import (

@@ -17,8 +17,9 @@ from random_history import random_faults
 from simulated_cluster import Faults, JournalledCluster, SimulatedCluster
 
 from benchmarks.journal import Writer, one_worker
-from manager.accounting.account import Account, Prices
+from manager.accounting.account import Account
 from manager.accounting.ledger import Ledger
+from manager.accounting.spent import Prices
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import Event
 from manager.controller.state.state import ControllerState, Decision

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from simulated_cluster import Faults, JournalledCluster, SimulatedCluster, played
 
-from manager.accounting.account import Prices
+from manager.accounting.spent import Prices
 from manager.controller.state.events import Event
 from manager.controller.state.state import ControllerState, Decision
 from manager.dashboard.snapshot import snapshot

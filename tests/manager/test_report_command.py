@@ -15,7 +15,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from simulated_cluster import Faults, JournalledCluster
 from typer.testing import CliRunner
 
-from manager.accounting.account import NOTHING, Account, Part, Prices
+from manager.accounting.account import Account, Part
+from manager.accounting.spent import NOTHING, Prices
 from manager.dashboard.server import PageAddress
 from manager.report.journal_reader import read_report
 from manager.report.page import report_page

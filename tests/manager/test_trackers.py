@@ -19,7 +19,7 @@ import pytest
 from simulated_cluster import Faults, JournalledCluster
 from typer.testing import CliRunner
 
-from manager.accounting.account import Prices
+from manager.accounting.spent import Prices
 from manager.journal.journal import Journal
 from manager.report.journal_reader import read_report
 from manager.run_dir import JOURNAL, RunFacts

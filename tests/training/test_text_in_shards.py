@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from manager.accounting.account import Prices
+from manager.accounting.spent import Prices
 from manager.journal.journal import Journal
 from manager.run_dir import JOURNAL
 from manager.trackers.reading import HappeningsReader

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manager.accounting.account import NS_PER_S, SHARES, UNITS_PER_USD
+from manager.accounting.spent import NS_PER_S, SHARES, UNITS_PER_USD
 from manager.providers.interface.provider import Price, Vm
 from manager.report.journal_reader import ledger_now
 from morph.contract.cluster import Limits
