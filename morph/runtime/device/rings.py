@@ -103,7 +103,7 @@ class OnDevice(Begun):
 
     def __init__(self, event: Event, events: EventThread, tensors: tuple[Tensor, ...], interrupt: Interrupt) -> None:
         super().__init__(interrupt)
-        self._done_at_s = 0.0
+        self._event, self._done_at_s = event, 0.0
         events.after(event, self._finished, self.fail, tensors)
 
     def _finished(self) -> None:
