@@ -66,15 +66,15 @@ def compare_with_program(program: OwnProgram, most_samples: int) -> tuple[bool, 
         return False, f"not compared with {program.call}: {own}"
     small, *larger = _micro_batch_sizes(own.job)
     steps = f"{len(own.losses)} steps of {own.job.batch_size} samples, dropout off"
-    found = _difference(own, trained_steps(own.job, small, len(own.losses)))
-    if found is None:
+    difference = _difference(own, trained_steps(own.job, small, len(own.losses)))
+    if difference is None:
         return True, f"equal to {program.call} over {steps}: losses by step, and weights"
     remedy = ""
     for size in larger:
         if _difference(own, trained_steps(own.job, size, len(own.losses))) is None:
             remedy = f"micro_batch_size={size}, with which it trains alike; {_why(own.job)}"
     raise JobError(
-        f"its job trains otherwise ({steps}, micro-batches of {small}): {found}",
+        f"its job trains otherwise ({steps}, micro-batches of {small}): {difference}",
         source=program.call,
         allowed=remedy or None,
     )
@@ -91,14 +91,14 @@ def check_padding(job: Job) -> None:
     shortest, recipe = int(lengths.argmin()), recipe_of(job)
     sample = recipe.read(data_of(job), [(0, shortest)])
     model = build_really(job.model, job.seed).eval()
-    found = []
+    losses = []
     for length in (int(lengths[shortest]), job.buckets[-1]):
         made = recipe.batch(sample, [(0, shortest)], "dataset()", length=length)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             result: Any = job.loss(model, made.form.build(made.entries))
         result = result[0] if isinstance(result, tuple) else result
-        found.append(float(result.mean()))
-    alone, padded = found
+        losses.append(float(result.mean()))
+    alone, padded = losses
     if abs(alone - padded) > _APART["bf16"] * max(abs(alone), 1e-2):
         raise JobError(
             f"its loss counts padding: {alone:.5g} for sample {shortest} by itself, {padded:.5g} if it is padded from "
@@ -160,10 +160,10 @@ class _Steps:
             trial = StepTrial.of(self._job, self._model, plain_model(self._job, _CPU), _CPU, self._whole)
             states = trial.states
             for step in range(num_steps):
-                told = self._reduce(trial, step)
-                weights = weights_of(told)
-                total = sum(weights.values()) if weights else len(told)
-                losses.append(self._factor(step) * sum(one.loss for one in told) / total if total else math.nan)
+                losses_told = self._reduce(trial, step)
+                weights = weights_of(losses_told)
+                total = sum(weights.values()) if weights else len(losses_told)
+                losses.append(self._factor(step) * sum(one.loss for one in losses_told) / total if total else math.nan)
                 for state in states.values():
                     for name, gradient in state.reduced.gradients.items() if state.reduced else ():
                         largest[name] = max(largest.get(name, 0.0), rms(gradient))

@@ -22,7 +22,7 @@ from morph.data import MicroBatchLoader
 from morph.jobs.job import Job
 from morph.runtime.state.optimizer_state import build_optimizer
 from morph.runtime.step.stage import run_step, seed_section
-from morph.tracing.findings import DependencyReport, Place
+from morph.tracing.findings import DependencyReport, SourceLocation
 from morph.tracing.model_mode import ModelMode
 from morph.tracing.optimizer_mode import OptimizerMode
 from morph.tracing.recorder import Recorder
@@ -174,7 +174,7 @@ def _judge(result: TrialResult, job: Job, recorder: Recorder) -> None:
     met = not all(record.handled for record in numbers)
     for record in recorder.of("leaves"):
         record.handled, record.detail = same or met, "met" if met else ""
-    place = Place(definition_line(job.optimizer), None, getattr(job.optimizer, "__name__", "optimizer"))
+    place = SourceLocation(definition_line(job.optimizer), None, getattr(job.optimizer, "__name__", "optimizer"))
     for unit, error in result.refused.items():
         detail = f"cannot be built for unit {unit} alone: {error}"
         recorder.add("refused", "optimizer", "optimizer", place, (unit,), detail=detail)
@@ -190,11 +190,11 @@ def _what_morph_does(job: Job, model: CutModel, recorder: Recorder) -> None:
     units = [unit.id for unit in model.units]
     if job.clip_grad_norm is not None:
         text = "the gradients' norm is taken over all units, and all are scaled alike"
-        place = Place(None, None, "Job.clip_grad_norm")
+        place = SourceLocation(None, None, "Job.clip_grad_norm")
         recorder.add("morph", "optimizer", "clip_grad_norm", place, units, detail=text).handled = True
     if job.effective_loss_scaling is not None:
         text = "an overflow in one unit skips the step of all, and all have the same loss scale"
-        place = Place(None, None, "Job.loss_scaling")
+        place = SourceLocation(None, None, "Job.loss_scaling")
         recorder.add("morph", "optimizer", "loss_scaling", place, units, detail=text).handled = True
 
 
@@ -283,8 +283,8 @@ def _numbers(optimizer: Optimizer) -> dict[str, Any]:
     return {f"self.{name}": value for name, value in found.items()}
 
 
-def _defined(optimizer: Optimizer) -> Place:
-    return Place(definition_line(type(optimizer).step), None, "step")
+def _defined(optimizer: Optimizer) -> SourceLocation:
+    return SourceLocation(definition_line(type(optimizer).step), None, "step")
 
 
 def stand_ins(specs: Specs, max_elements: int) -> dict[str, tuple[int, ...]]:

@@ -27,10 +27,10 @@ def of_pool_type(profile: Profile, name: str) -> Profile:
     profile's environment: "v100" or "V100" for a "Tesla V100 16 GB". Raises PlanError if the profile has no such type.
     """
     node_type, zone = type_and_zone(name)
-    found = _of_type(profile, node_type)
-    if zone == found.environment.zone:
-        return found
-    return found.model_copy(update={"environment": found.environment.model_copy(update={"zone": zone})})
+    of_type = _of_type(profile, node_type)
+    if zone == of_type.environment.zone:
+        return of_type
+    return of_type.model_copy(update={"environment": of_type.environment.model_copy(update={"zone": zone})})
 
 
 def _of_type(profile: Profile, name: str) -> Profile:
