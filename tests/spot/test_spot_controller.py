@@ -45,8 +45,8 @@ from manager.spot.controller import (
     emergency_s,
     interval_s,
 )
+from manager.spot.factory import LocalVms
 from manager.spot.launcher import Launcher, VmSource
-from manager.spot.local import LocalVms
 from manager.spot.script_server import ScriptServer
 from manager.spot.spec import SpotJob
 from tests.engine.fake_cloud import FakeCloud
