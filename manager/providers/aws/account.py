@@ -252,9 +252,12 @@ class Account:
             if token and token not in listed and (left_s := at_s + self._bounds.list_s - time.time()) > 0
         ]
         if left_s:
+            most_s = max(left_s)
+            looked_s = self._bounds.list_s - most_s
             raise Transient(
                 f"{len(left_s)} of the run's instances were requested and are not listed by AWS, which may list new "
-                f"ones late: looked for during {max(left_s):.0f} s more"
+                f"ones late: looked for during {most_s:.0f} s more",
+                retry_after_s=min(most_s, max(self._bounds.poll_s, looked_s / 2)),
             )
 
     def parts(self) -> list[Part]:
