@@ -22,14 +22,14 @@ from morph.checkpoint.manifest import complete_versions
 from morph.cli.main import app
 from tests.system.commands import COMMAND, ROOT, environment_of_commands
 from tests.system.exposure import Shown, files_below, files_with, holds, shown_by, with_secrets
-from tests.system.held import HeldJob
+from tests.system.held import BEAT_S, ORDER_S, HeldJob
 from tests.system.watched import WatchedMorph
 from tests.waiting import BOUND_S
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 MANY_STEPS, HELD_AFTER = 1_000_000, 8
-POLICY = "{checkpoint_every_steps: 5, heartbeat_timeout_s: 30, order_timeout_s: 500}"
+POLICY = f"{{checkpoint_every_steps: 5, heartbeat_timeout_s: {BEAT_S}, order_timeout_s: {ORDER_S}}}"
 PRIVATE = ("attach.json", "page.json")
 """Files of a run directory that hold a secret during the run."""
 STRANGER = """
