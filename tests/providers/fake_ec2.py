@@ -202,9 +202,8 @@ class FakeEc2:
 
     def _describe_launch_template_versions(self, asked: dict[str, Any]) -> dict[str, Any]:
         answer = self.real.describe_launch_template_versions(**asked)
-        passed = timedelta(seconds=self.passed_s)
         known = [
-            told | {"CreateTime": told["CreateTime"] - passed}
+            told | {"CreateTime": told["CreateTime"] - timedelta(seconds=self.passed_s)}
             for told in answer["LaunchTemplateVersions"]
             if (told["LaunchTemplateName"], str(told["VersionNumber"])) not in self.dropped
         ]

@@ -209,7 +209,7 @@ def test_a_late_abort_of_an_earlier_generation_changes_nothing(crew: Crew, refer
     assert crew.digests() == reference
 
 
-def test_twenty_morphs_leave_no_threads_and_no_files_open(crew: Crew) -> None:
+def test_many_morphs_leave_no_threads_and_no_files_open(crew: Crew) -> None:
     check_that_morphs_leave_nothing(crew, NAMES)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,11 +17,10 @@ from morph.contract.rules import CheckpointRules
 from tests.checkpoint.fake_blobs import CONTAINER, BlobService, blob_service
 from tests.checkpoint.fake_buckets import BucketService, bucket_service
 from tests.cli.given import without_phases
-from tests.system.commands import COMMAND, ROOT, RunningMorph, environment_of_commands
+from tests.system.commands import RunningMorph, ended
 from tests.system.exposure import files_below, files_with, shown_by
 from tests.system.harness import uninterrupted
 from tests.system.held import ORDER_S, HeldJob
-from tests.waiting import BOUND_S
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
@@ -87,10 +85,7 @@ def test_runs_in_a_failing_store_are_resumed_and_pruned_with_equal_weights(
         *("run", job.path, "--profile", calibrated, "--cluster", cluster, "--run-dir", run_dir, "--steps", STEPS),
         *("--checkpoint-url", place.url, "--verbose", "--no-page"),
     )
-    refused = subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        cwd=ROOT, env=environment_of_commands() | place.wrong, capture_output=True, text=True, timeout=BOUND_S,
-    )  # fmt: skip
+    refused = ended(*arguments, **place.wrong)
     (line,) = without_phases(refused.stderr)
     assert f"{place.url}: cannot be read: " in line
     assert refused.returncode == 1

@@ -20,7 +20,7 @@ from manager.report.journal_reader import read_report
 from manager.run_dir import JOURNAL
 from morph.checkpoint.manifest import complete_versions
 from morph.cli.main import app
-from tests.system.commands import COMMAND, ROOT, environment_of_commands
+from tests.system.commands import ended, environment_of_commands
 from tests.system.exposure import Shown, files_below, files_with, holds, shown_by, with_secrets
 from tests.system.held import BEAT_S, ORDER_S, HeldJob
 from tests.system.watched import WatchedMorph
@@ -132,10 +132,7 @@ def _stranger(address: str, **token: str) -> str:
 
 
 def _told_again(*arguments: object) -> str:
-    done = subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        cwd=ROOT, env=environment_of_commands(), capture_output=True, text=True, timeout=BOUND_S,
-    )  # fmt: skip
+    done = ended(*arguments)
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert "is in use by process" in done.stderr
     return done.stdout + done.stderr
