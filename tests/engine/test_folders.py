@@ -42,7 +42,7 @@ class Run:
         self.manager = subprocess.Popen(
             [sys.executable, "-c", MANAGER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        ending.callback(self.manager.wait, 20)
+        ending.callback(self.manager.wait, BOUND_S)
         ending.callback(self.manager.kill)
         assert self.manager.stdout is not None
         assert self.manager.stdin is not None
@@ -56,7 +56,7 @@ class Run:
         for process in processes:
             process.send_signal(signal.SIGKILL)
         self.manager.wait(BOUND_S)
-        assert wait_gone(processes, 20) == []
+        assert wait_gone(processes, BOUND_S) == []
 
 
 @pytest.fixture

@@ -204,7 +204,7 @@ def test_a_script_ends_when_its_agent_is_killed(user: str, tmp_path: Path) -> No
         script = psutil.Process(int(watcher.stdout.readline()))
         try:
             watcher.send_signal(signal.SIGKILL)
-            assert wait_gone([script], 60) == []
+            assert wait_gone([script], BOUND_S) == []
         finally:
             if script.is_running():
                 script.kill()

@@ -47,7 +47,8 @@ import errno, json, os, signal, socket, sys
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-address, outside, secret_file, secret, control_socket, manager = sys.argv[1:]
+address, outside, secret_file, secret, control_socket, manager, bound = sys.argv[1:]
+bound_s = float(bound)
 ray.init(address=address, namespace="morph", log_to_driver=False, logging_level="ERROR")
 is_vm = lambda node: any(name.startswith("morph_vm_") for name in node["Resources"])
 (head,) = [node["NodeID"] for node in ray.nodes() if node["Alive"] and not is_vm(node)]
@@ -101,11 +102,11 @@ calls = [
     ray.remote(Looking).options(num_cpus=0, scheduling_strategy=place).remote().look.remote(),
     ray.remote(look).options(num_cpus=0, scheduling_strategy=place, runtime_env=shell).remote(),
 ]
-found = ray.get(calls[:2], timeout=200)
+found = ray.get(calls[:2], timeout=bound_s)
 ray.wait(calls[2:], timeout=10)
 for name in ("bomb", "crash"):
     options = {"name": name, "lifetime": "detached", "resources": {"morph_vm_vm9": 0.01}, "num_cpus": 0}
-    ray.get(ray.remote(Hostile).options(**options).remote(name == "crash").__ray_ready__.remote(), timeout=200)
+    ray.get(ray.remote(Hostile).options(**options).remote(name == "crash").__ray_ready__.remote(), timeout=bound_s)
 print(json.dumps(found))
 """
 """Attacks by everything that Ray offers a client with its token: tasks and an actor on the head node, one with an
@@ -268,7 +269,7 @@ def test_code_run_with_rays_token_reaches_neither_manager_nor_machine(
         options = (f'--resources={{"{VM_RESOURCE}vm9": 1}}', "--num-cpus=1", f"--object-store-memory={STORE_BYTES}")
         vm = subprocess.Popen([*node, *options], env=environment, start_new_session=True)
         assert cluster.driver.wait_for_nodes(lambda nodes: "vm9" in (nodes or {}), BOUND_S)
-        given = (cluster.address, tmp_path, secret, SECRET, cluster.control_socket, os.getpid())
+        given = (cluster.address, tmp_path, secret, SECRET, cluster.control_socket, os.getpid(), BOUND_S)
         done = subprocess.run(
             [sys.executable, "-c", ATTACK, *map(str, given)],
             capture_output=True, text=True, timeout=3 * BOUND_S, check=False, env=environment,
@@ -297,7 +298,7 @@ def test_code_run_with_rays_token_reaches_neither_manager_nor_machine(
             for process in [*psutil.Process(vm.pid).children(recursive=True), vm]:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-            vm.wait()
+            vm.wait(BOUND_S)
         cluster.close()
 
 
