@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.harness import head, row
-from manager.accounting.account import Part
+from manager.accounting.account import TimeUse
 from manager.simulation.replay import play_of
 from manager.simulation.spot.job import PUBLISHED, SpotJob, job_from_profile
-from manager.simulation.spot.outcome import Outcome
+from manager.simulation.spot.outcome import PolicyOutcome
 from manager.simulation.spot.run_end import SpotPrices, Until
 from morph.contract.plan import Plan, by_pool
 from morph.contract.pool import Pool
@@ -83,7 +83,7 @@ def job(step_s: float) -> SpotJob:
     return found.model_copy(update={"plans": with_whole(found.plans), "equal_plans": equal})
 
 
-def play(of: SpotJob, row: Row, policy: str, seeds: int, nodes: int = NODES) -> list[Outcome]:
+def play(of: SpotJob, row: Row, policy: str, seeds: int, nodes: int = NODES) -> list[PolicyOutcome]:
     """Train on clusters of so many nodes, with this row's losses."""
     size = max(1.0, row.losses_per_h * row.interval_h)
     model = spot_model(
@@ -107,7 +107,7 @@ def play(of: SpotJob, row: Row, policy: str, seeds: int, nodes: int = NODES) -> 
     ]
 
 
-def throughput(ones: list[Outcome]) -> float:
+def throughput(ones: list[PolicyOutcome]) -> float:
     """Return the mean samples per second."""
     return statistics.fmean(one.examples_per_s for one in ones)
 
@@ -137,7 +137,7 @@ def main(seeds: int = 20) -> None:
         nodes = statistics.fmean(each.vm_s / 3600 / each.hours for each in ones)
         value = statistics.fmean((each.examples_per_usd or 0.0) / 3600 for each in ones)
         fatal = statistics.fmean(each.num_fatal for each in ones)
-        set_up = sum(each.parts_s[Part.MORPH] for each in ones) / sum(each.vm_s for each in ones)
+        set_up = sum(each.parts_s[TimeUse.MORPH] for each in ones) / sum(each.vm_s for each in ones)
         row(
             one.probability,
             f"{nodes:.1f} ({one.nodes})",

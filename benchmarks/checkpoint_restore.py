@@ -27,7 +27,7 @@ from benchmarks.remote import Remote, call_all, end_all
 from morph.checkpoint.manifest import read_manifest, version_url, write_manifest
 from morph.checkpoint.unit_files import write_unit
 from morph.contract.checkpoint import Manifest, UnitFile
-from morph.contract.messages import Source
+from morph.contract.messages import StateSource
 from morph.cutting import ParameterUnit
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.reshape.moves import NUM_PREFETCHED, MoveContext, take_units
@@ -83,7 +83,7 @@ def _restore(url: str, width: int, units: list[str]) -> None:
         adopt=none,
         interrupt=Interrupt(1),
     )
-    take_units([Source(worker="w", unit=name, kind="checkpoint") for name in units], context)
+    take_units([StateSource(worker="w", unit=name, kind="checkpoint") for name in units], context)
 
 
 def _read(url: str, width: int, units: list[str]) -> None:

@@ -244,7 +244,7 @@ def reading(name: str, run_dir: Path) -> Callable[[], object]:
     from manager.dashboard.snapshot import snapshot
     from manager.journal.replay import nodes_up, replay, trace_moment
     from manager.report.events import Told
-    from manager.report.fold import Follower
+    from manager.report.fold import FoldReader
     from manager.report.journal_reader import lives_in, read_ledger
     from manager.report.live import LiveRun
     from manager.report.page import report_page
@@ -269,7 +269,7 @@ def reading(name: str, run_dir: Path) -> Callable[[], object]:
 
     def events() -> object:
         with Journal.open(path, read_only=True) as journal:
-            return list(Follower(Told).new(journal))
+            return list(FoldReader(Told).new(journal))
 
     ways: dict[str, Callable[[], object]] = {
         "status": lambda: summarise(read_report(run_dir)),

@@ -27,7 +27,7 @@ from morph.contract.profile import Profile, load_profile
 from simulator import PlanRequest, plan, simulate, synthetic_profile
 from simulator.costs.answer import deal
 from simulator.costs.finish import finish
-from simulator.costs.outcome import Outcome
+from simulator.costs.outcome import ShapeOutcome
 from simulator.costs.stage_costs import SectionCosts, stage_costs
 from simulator.engine.mini_batch import run_pipeline
 from simulator.search.setting import Setting
@@ -144,7 +144,7 @@ def least_gib(changes: bool) -> None:
         row(depth, f"{whole:.2f}", f"{grouped:.2f}", f"{grouped / whole - 1:+.0%}")
 
 
-def _text(one: Outcome, batch_size: int) -> str:
+def _text(one: ShapeOutcome, batch_size: int) -> str:
     (depth, replicas), m = one.shape, one.costs.sections.micro_batch_size
     return f"{batch_size / (one.mini_batch_ns / 1e9):6.2f} examples/s at {depth} x {replicas}, m = {m}"
 

@@ -21,7 +21,7 @@ from typing import Annotated
 
 from benchmarks.harness import machine, numbers, option
 from benchmarks.runs import MANY_STEPS, play, specify, subject_of_profile
-from manager.accounting.account import Part
+from manager.accounting.account import TimeUse
 from manager.controller.state.events import EVENT, Event, NodeAppeared, NoticeGiven, WorkerAnswered, WorkerLost
 from manager.engine.machines.machines import Processes
 from manager.journal.journal import Journal
@@ -229,12 +229,12 @@ def version_at(happened: Happened, until_s: float) -> int:
     return versions[-1] if versions else 0
 
 
-def compare(happened: Happened, durations: Durations) -> tuple[float, dict[Part, float]]:
+def compare(happened: Happened, durations: Durations) -> tuple[float, dict[TimeUse, float]]:
     """Return the relative error of the simulated steps, and each part's difference as a share of the whole."""
     cluster = simulate(happened, durations)
     real, steps = happened.report.account, version_at(happened, happened.over_s)
     simulated = cluster.account
-    apart = {part: simulated.share(part) - real.share(part) for part in Part}
+    apart = {part: simulated.share(part) - real.share(part) for part in TimeUse}
     return cluster.state.version / steps - 1, apart
 
 

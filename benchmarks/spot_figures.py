@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.harness import PROFILES, head, row
-from manager.accounting.account import Part
+from manager.accounting.account import TimeUse
 from manager.simulation.policies.morph import play_morph
 from manager.simulation.replay import play_of
 from manager.simulation.spot.job import Durations, SpotJob, job_from_profile
-from manager.simulation.spot.outcome import Outcome
+from manager.simulation.spot.outcome import PolicyOutcome
 from manager.simulation.spot.run_end import Until
 from morph.contract.errors import ConfigError
 from morph.contract.profile import load_profile
@@ -39,10 +39,10 @@ FEWEST, MOST, HOURS, EVERY_S = 28, 140, 60, 300.0
 P3_PER_VM_H, BAMBOO_VMS, BAMBOO_HOURS = 0.61, 64, 24
 PUBLISHED_TRAINING = 0.23
 STATES = {
-    "training": ((Part.COMPUTE, Part.BUBBLE), "#1d6fa5"),
-    "work done again": ((Part.LOST,), "#ef8354"),
-    "restarts and changes of shape": ((Part.MORPH, Part.CHECKPOINT), "#c1443c"),
-    "waiting and spare": ((Part.WAITING, Part.WARMING, Part.SPARE), "#d0d0d0"),
+    "training": ((TimeUse.COMPUTE, TimeUse.BUBBLE), "#1d6fa5"),
+    "work done again": ((TimeUse.LOST,), "#ef8354"),
+    "restarts and changes of shape": ((TimeUse.MORPH, TimeUse.CHECKPOINT), "#c1443c"),
+    "waiting and spare": ((TimeUse.WAITING, TimeUse.WARMING, TimeUse.SPARE), "#d0d0d0"),
 }
 
 
@@ -68,7 +68,7 @@ def wandering_trace(seed: int = 8) -> Trace:
     return Trace(events=tuple(events), end_s=HOURS * HOUR_S)
 
 
-def draw_varuna(outcome: Outcome, job: SpotJob, png: Path) -> None:
+def draw_varuna(outcome: PolicyOutcome, job: SpotJob, png: Path) -> None:
     """Draw examples per second, and per GPU in use, for shapes that lasted; pauses are too short to be visible."""
     workers = {plan.shape: plan.num_workers for plan in job.plans.values()}
     formed = [moment for moment in outcome.moments if moment.shape]
@@ -119,7 +119,7 @@ def varuna(png: Path | None) -> None:
         draw_varuna(outcome, job, png)
 
 
-def shares(outcome: Outcome) -> dict[str, float]:
+def shares(outcome: PolicyOutcome) -> dict[str, float]:
     """Return the shares of the VMs' time."""
     return {name: sum(outcome.parts_s[part] for part in parts) / outcome.vm_s for name, (parts, _) in STATES.items()}
 
@@ -162,9 +162,9 @@ def bamboo(png: Path | None) -> None:
                 play(trace, until=Until(kind="hours", amount=end_h + 0.5), seed=0, prices=None, name="")
                 for end_h in ends_h
             ]
-            before = dict.fromkeys(Part, 0.0)
+            before = dict.fromkeys(TimeUse, 0.0)
             for end_h, outcome in zip(ends_h, so_far, strict=True):
-                spent = {part: outcome.parts_s[part] - before[part] for part in Part}
+                spent = {part: outcome.parts_s[part] - before[part] for part in TimeUse}
                 whole, left = sum(spent.values()), 0.0
                 for state, (parts, color) in STATES.items():
                     share = max(0.0, sum(spent[part] for part in parts)) / whole

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.harness import head, row
-from manager.accounting.account import Part
+from manager.accounting.account import TimeUse
 from manager.simulation.replay import play_of
 from manager.simulation.spot.job import OneVmJob, SpotJob
-from manager.simulation.spot.outcome import Outcome
+from manager.simulation.spot.outcome import PolicyOutcome
 from manager.simulation.spot.run_end import SpotPrices, Until
 from simulator import spot_model
 
@@ -98,7 +98,7 @@ PROCESSED = (
 """Table 6.1: MTTP, steps that 12 hours really brought (adaptive, static), hours of the thesis' simulator for them."""
 
 
-def play(of: Inferred, policy: str, steps: int, mttp_s: float, seeds: int) -> list[Outcome]:
+def play(of: Inferred, policy: str, steps: int, mttp_s: float, seeds: int) -> list[PolicyOutcome]:
     """Train so many steps on one VM that is taken and replaced."""
     model = spot_model(
         1,
@@ -137,9 +137,16 @@ def breakdown(of: Inferred, seeds: int) -> None:
         ones = play(of, policy, STEPS, MTTP_S, seeds if policy != "on-demand" else 1)
         assert all(one.finished for one in ones)
         whole_h = mean([one.hours for one in ones])
-        parts = {part: mean([one.parts_s[part] for one in ones]) / 3600 for part in Part}
+        parts = {part: mean([one.parts_s[part] for one in ones]) / 3600 for part in TimeUse}
         missing_h = mean([one.hours - one.vm_s / 3600 for one in ones])
-        hours_of = (parts[Part.LOST], parts[Part.CHECKPOINT], missing_h, parts[Part.WARMING], whole_h, published_h)
+        hours_of = (
+            parts[TimeUse.LOST],
+            parts[TimeUse.CHECKPOINT],
+            missing_h,
+            parts[TimeUse.WARMING],
+            whole_h,
+            published_h,
+        )
         off, usd = f"{whole_h / published_h - 1:+.1%}", mean([one.usd or 0.0 for one in ones])
         row(policy, *(f"{each_h:.2f}" for each_h in hours_of), off, f"{usd:.1f}", published_usd)
     print(f"without any loss or save: {plain_h:.2f} h\n")

@@ -14,7 +14,16 @@ from benchmarks.remote import Called, Remote, call_all, end_all
 from morph import Job
 from morph.contract.cluster import LinkSetting
 from morph.contract.decided import Decided, decided_step
-from morph.contract.messages import Prepared, Reshaped, ReshapeOrder, Slot, Source, StepOrder, WorkerReady, WorkerSetup
+from morph.contract.messages import (
+    Prepared,
+    Reshaped,
+    ReshapeOrder,
+    Slot,
+    StateSource,
+    StepOrder,
+    WorkerReady,
+    WorkerSetup,
+)
 from morph.contract.plan import Expectation, Plan, Schedule, StagePlan
 from morph.cutting.cache.cut_job import load_and_cut
 from morph.cutting.cuts.cut_model import CutModel
@@ -136,7 +145,7 @@ class Crew:
         self._generation += 1
         slots = slots_of(plan)
         sources = tuple(
-            Source(worker=slot.worker, unit=unit.id, kind="initial")
+            StateSource(worker=slot.worker, unit=unit.id, kind="initial")
             for slot in slots
             for unit in self._model.units
             if set(unit.sections) & set(plan.stages[slot.stage].sections)

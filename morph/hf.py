@@ -246,7 +246,7 @@ def _aligned(trainer: Trainer, make: Callable[[], nn.Module]) -> Callable[[], nn
 
 def _lengths_of(trainer: Any, loader: DataLoader[Any], eval_data: Any, replaced: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a job whose collator pads to the longest sample of each batch."""
-    from morph.trainers.lengths import Source, fields_of_lengths
+    from morph.trainers.lengths import JobCall, fields_of_lengths
 
     others = [] if eval_data is None else [eval_data()]
     whole = [(loader.dataset, trainer.train_dataset), *((other, trainer.eval_dataset) for other in others)]
@@ -256,7 +256,7 @@ def _lengths_of(trainer: Any, loader: DataLoader[Any], eval_data: Any, replaced:
         given: Any = next((before for used, before in whole if used is data), None)
         return given[name] if name in (getattr(given, "column_names", None) or ()) else None
 
-    source = Source("morph.hf.job(trainer", "data_collator", trainer.data_collator, column)
+    source = JobCall("morph.hf.job(trainer", "data_collator", trainer.data_collator, column)
     return fields_of_lengths(loader, others, replaced, source)
 
 

@@ -33,7 +33,7 @@ from morph.jobs.existing import WholeModel, WholeModelOptimizer, order_of
 from morph.jobs.job import Job, OwnProgram, OwnSteps, ShortStep
 from morph.losses import Loss
 from morph.runtime.state.optimizer_state import is_elementwise
-from morph.trainers.lengths import Source, fields_of_lengths
+from morph.trainers.lengths import JobCall, fields_of_lengths
 from morph.trainers.lightning_rules import (
     PRECISIONS,
     SOURCE,
@@ -113,7 +113,7 @@ def _job(module: Any, loader: Any, trainer: Any, eval_loader: Any = None, **repl
     if eval_loader is not None:
         fields["eval_data"] = lambda: eval_loader.dataset
     others = [] if eval_loader is None else [eval_loader.dataset]
-    source = Source("morph.lightning.job(module, loader", "loader.collate_fn", loader.collate_fn)
+    source = JobCall("morph.lightning.job(module, loader", "loader.collate_fn", loader.collate_fn)
     return Job(**{**fields, **fields_of_lengths(loader, others, replaced, source), **replaced})
 
 

@@ -11,6 +11,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -84,6 +85,17 @@ def crew() -> Iterator[ShapesCrew]:
 def heard_signals() -> None:
     """Only processes that run tests need this; others of pytest-xdist must survive a SIGHUP as their parent does."""
     hear_signals()
+
+
+@pytest.fixture(autouse=True)
+def plain_imports() -> Iterator[None]:
+    """Later tests would import a job's files as they were for a test that leaves them in use."""
+    finders = list(sys.meta_path)
+    yield
+    left = [finder for finder in sys.meta_path if finder not in finders and type(finder).__name__ == "JobFiles"]
+    if left:
+        sys.meta_path[:] = finders
+        pytest.fail(f"left in use: {left}")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -266,8 +266,9 @@ class ThreadMember:
     def carry_out(self, method: str, *arguments: object) -> Any:
         from morph.runtime.process.worker import set_up
 
-        if method == "setup":  # a worker is set up only once
-            made = set_up(*arguments)  # type: ignore[arg-type]
+        if method == "setup":  # a worker is set up only once; files on disk, as others in this process import them, too
+            (setup,) = arguments
+            made = set_up(setup.model_copy(update={"code": None}))  # type: ignore[attr-defined]
             if isinstance(made, Failed):
                 return made
             self.worker: Any = made

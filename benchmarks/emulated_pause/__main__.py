@@ -8,7 +8,7 @@ Workers are plain processes of this machine that sleep in place of computing, ex
 groups, messages, reductions and state moves are real. In each shape, one, two or three VMs are repeatedly killed at
 once at a random moment (seeded), the others continue in the planner's best shape, and new VMs join. Prints median, p95
 and maximum, and where the time went: the pieces add up to the pause. ``--plain-steps`` first measures, without kills,
-what second holders add to each step, with the kinds of redundancy in turn.
+what followers add to each step, with the kinds of redundancy in turn.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What second holders add to steps without losses: runs with and without them, in turn."""
+"""What followers add to steps without losses: runs with and without them, in turn."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ import torch
 
 from calibrate.computing.sections import measure_benches
 from calibrate.computing.subject import Subject, load_subject
-from calibrate.helpers.helper_end import Line, serve
+from calibrate.helpers.helper_end import HelperPipe, serve
 from calibrate.links.peer import measure
 from calibrate.timing.bench import Bench
 from calibrate.timing.clocks import clock_of, give_back_memory
@@ -33,7 +33,7 @@ from morph.runtime.state.fixed_point import prepare
 BUSY_AT_MOST_S = 120.0
 
 
-def _work(line: Line) -> None:
+def _work(line: HelperPipe) -> None:
     torch.set_num_threads(1)
     spec = line.next()
     if "job_path" not in spec:
@@ -43,7 +43,7 @@ def _work(line: Line) -> None:
         _serve(load_subject(spec["job_path"], torch.device(spec["device"]), spec["num_sections"]), line)
 
 
-def _serve(subject: Subject, line: Line) -> None:
+def _serve(subject: Subject, line: HelperPipe) -> None:
     benches: dict[tuple[str, int], Bench] = {}
     line.answer({"ready": True})
     while True:
@@ -72,7 +72,7 @@ def _measure(subject: Subject, message: dict[str, Any]) -> dict[str, Any]:
     return {signature: measured.model_dump(mode="json") for signature, measured in found.items()}
 
 
-def _keep_busy(bench: Bench, line: Line) -> None:
+def _keep_busy(bench: Bench, line: HelperPipe) -> None:
     bench.both()
     line.answer({"busy": True})
     end_s = time.monotonic() + BUSY_AT_MOST_S

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 
-class Line:
+class HelperPipe:
     """Messages come in on standard input, answers go out on what was standard output.
 
     Other output of the helper, including that of the user's job, goes to standard error. When the other end closes,
@@ -50,7 +50,7 @@ class Line:
         os._exit(1)
 
 
-def serve(work: Callable[[Line], None]) -> NoReturn:
+def serve(work: Callable[[HelperPipe], None]) -> NoReturn:
     """Fork the helpers and end them with the other end; each runs ``work`` and waits for its messages. Ends the
     process.
 
@@ -81,7 +81,7 @@ def serve(work: Callable[[Line], None]) -> NoReturn:
         os._exit(1)
 
 
-def _help(work: Callable[[Line], None], own: list[int], told: Mapping[str, Any]) -> NoReturn:
+def _help(work: Callable[[HelperPipe], None], own: list[int], told: Mapping[str, Any]) -> NoReturn:
     try:
         os.setsid()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -92,7 +92,7 @@ def _help(work: Callable[[Line], None], own: list[int], told: Mapping[str, Any])
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-        line = Line()
+        line = HelperPipe()
         work(line)
         line.next()
     except Exception:

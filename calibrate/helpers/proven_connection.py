@@ -24,7 +24,7 @@ HANDSHAKE_TIMEOUT_S = 10.0
 class ProvenConnection:
     """One connection, after ``call`` or ``answer``. Closes with its ``with`` block."""
 
-    def __init__(self, link: link.Session) -> None:
+    def __init__(self, link: link.LinkSession) -> None:
         self._link = link
 
     def __enter__(self) -> ProvenConnection:
@@ -78,7 +78,7 @@ def call(host: str, port: int, token: str) -> ProvenConnection:
     except OSError as error:
         reason = error.strerror or str(error)
         raise ClusterError(f"{what} cannot be reached: {reason}; is `{NAME}` running there?") from error
-    proven = link.Session(connection, Wire(credential_of(token), listens=False))
+    proven = link.LinkSession(connection, Wire(credential_of(token), listens=False))
     try:
         with ExitStack() as failing:
             failing.callback(proven.close)
@@ -100,7 +100,7 @@ def answer(connection: socket.socket, token: str) -> ProvenConnection:
 
     Raises ClusterError if the caller does not know the secret or is gone, and WaitTimeout if it sends nothing.
     """
-    proven = link.Session(connection, Wire(credential_of(token), listens=True))
+    proven = link.LinkSession(connection, Wire(credential_of(token), listens=True))
     try:
         with ExitStack() as failing:
             failing.callback(proven.close)

@@ -98,7 +98,7 @@ def measure_network(spec: NetworkSpec, helpers: Crew | None = None) -> NetworkMe
     store = StoreHost(_HOST)
     ranks = range(num_peers(spec))
     with Crew("calibrate.links.peer", len(ranks), PURPOSE) if helpers is None else nullcontext(helpers) as crew:
-        place = Place(store_host=_HOST, store_port=store.port(), listen=_HOST, two_nodes=False)
+        place = MeetingPoint(store_host=_HOST, store_port=store.port(), listen=_HOST, two_nodes=False)
         for rank in ranks:
             crew.send(rank, peer_message(spec, place, rank))
         found = crew.gather(ranks, "the processes that measure the network", WAIT_S)
@@ -111,7 +111,7 @@ def num_peers(spec: NetworkSpec) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class MeetingPoint:
     """The addresses at which a process meets the others and at which it listens."""
 
     store_host: str
@@ -126,11 +126,11 @@ class PeerSpec:
 
     rank: int
     device: str
-    place: Place
+    place: MeetingPoint
     network: NetworkSpec
 
 
-def peer_message(spec: NetworkSpec, place: Place, rank: int) -> dict[str, Any]:
+def peer_message(spec: NetworkSpec, place: MeetingPoint, rank: int) -> dict[str, Any]:
     """Return the message to one process: a ``PeerSpec`` as plain values."""
     return asdict(PeerSpec(rank, spec.devices[rank % len(spec.devices)], place, spec))
 

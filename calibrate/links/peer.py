@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from calibrate.helpers.helper_end import Line, serve
-from calibrate.links.network import NetworkSpec, PeerSpec, Place
+from calibrate.helpers.helper_end import HelperPipe, serve
+from calibrate.links.network import MeetingPoint, NetworkSpec, PeerSpec
 from calibrate.timing.clocks import finish_work, use_device
 from calibrate.timing.samples import ROUGHLY_WITHIN, Sampling
 from morph.contract.cluster import RingSetting
@@ -266,11 +266,11 @@ class _Messages:
 
 def measure(told: Mapping[str, Any]) -> dict[str, Any]:
     """Do what ``peer_message`` says."""
-    spec = PeerSpec(told["rank"], told["device"], Place(**told["place"]), NetworkSpec(**told["network"]))
+    spec = PeerSpec(told["rank"], told["device"], MeetingPoint(**told["place"]), NetworkSpec(**told["network"]))
     return Peer(spec).run()
 
 
-def _work(line: Line) -> None:
+def _work(line: HelperPipe) -> None:
     torch.set_num_threads(1)
     line.answer(measure(line.next()))
 

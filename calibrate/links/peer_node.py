@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 
 from calibrate.helpers.crew import Crew
 from calibrate.helpers.proven_connection import ProvenConnection, answer
-from calibrate.links.network import PURPOSE, NetworkSpec, Place, num_peers, peer_message
+from calibrate.links.network import PURPOSE, MeetingPoint, NetworkSpec, num_peers, peer_message
 from calibrate.links.two_nodes import WAIT_S, Hello, own_hello
 from calibrate.timing.clocks import devices_of
 from morph.contract.base import Value, first_problem
@@ -142,7 +142,7 @@ def _measure(proven: ProvenConnection, message: dict[str, Any]) -> dict[str, Any
     if not isinstance(port, int) or not 0 < port < 65536:
         raise ClusterError(f"asked to meet at port {port!r:.100}")
     own = range(num_peers(spec))[1::2]
-    place = Place(store_host=proven.other_address, store_port=port, listen=proven.own_address, two_nodes=True)
+    place = MeetingPoint(store_host=proven.other_address, store_port=port, listen=proven.own_address, two_nodes=True)
     with Crew("calibrate.links.peer", len(own), PURPOSE) as crew:
         for number, rank in enumerate(own):
             device = spec.devices[number % len(spec.devices)]

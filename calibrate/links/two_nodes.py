@@ -17,9 +17,9 @@ from calibrate.helpers.crew import Crew
 from calibrate.helpers.proven_connection import call
 from calibrate.links.network import (
     PURPOSE,
+    MeetingPoint,
     NetworkMeasurement,
     NetworkSpec,
-    Place,
     measurement,
     num_peers,
     peer_message,
@@ -107,7 +107,7 @@ class OtherNode:
         proven = self._connection
         here = proven.own_address
         store = StoreHost(here)
-        place = Place(store_host=here, store_port=store.port(), listen=here, two_nodes=True)
+        place = MeetingPoint(store_host=here, store_port=store.port(), listen=here, two_nodes=True)
         ranks = range(num_peers(spec))
         own, others = ranks[::2], ranks[1::2]
         with Crew("calibrate.links.peer", len(own), PURPOSE) as crew:

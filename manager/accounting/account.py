@@ -10,8 +10,8 @@ from manager.accounting.spent import NS_PER_S, UNITS_PER_USD, Prices, Spent, nan
 from morph.contract.base import Value
 
 
-class Part(StrEnum):
-    """The uses of a node's time, from when it begins to cost money (or appears, if VMs are not requested) to its end.
+class TimeUse(StrEnum):
+    """The uses of a worker's time, from when it begins to cost money (or appears, if VMs are not requested) to its end.
 
     docs/guides/watch.md describes each.
     """
@@ -33,25 +33,25 @@ class Part(StrEnum):
 
 
 _IN_WORDS = {
-    Part.COMPUTE: "computing",
-    Part.BUBBLE: "waiting within steps",
-    Part.LOST: "work run again",
-    Part.MORPH: "changing shape",
-    Part.CHECKPOINT: "last save",
-    Part.WAITING: "waiting to train",
-    Part.WARMING: "starting",
-    Part.SPARE: "no place in the shape",
-    Part.UNMANAGED: "no manager",
+    TimeUse.COMPUTE: "computing",
+    TimeUse.BUBBLE: "waiting within steps",
+    TimeUse.LOST: "work run again",
+    TimeUse.MORPH: "changing shape",
+    TimeUse.CHECKPOINT: "last save",
+    TimeUse.WAITING: "waiting to train",
+    TimeUse.WARMING: "starting",
+    TimeUse.SPARE: "no place in the shape",
+    TimeUse.UNMANAGED: "no manager",
 }
 
 
 class Bill(Value):
     """The cost of a run by part; ``UNITS_PER_USD`` of its units are a dollar. ``total`` is summed separately."""
 
-    parts: dict[Part, int]
+    parts: dict[TimeUse, int]
     total: int = Field(ge=0)
 
-    def part_usd(self, part: Part) -> float:
+    def part_usd(self, part: TimeUse) -> float:
         """Return the dollars of one part."""
         return self.parts[part] / UNITS_PER_USD
 
@@ -62,17 +62,17 @@ class Bill(Value):
 
 
 class Account(Value):
-    """The node-time of a run, by part, with its cost. ``total`` is summed separately, over the nodes' lives.
+    """The node-time of a run, by part, with its cost. ``total`` is summed separately, over the workers' lives.
 
     ``dearest``: the highest price of a granted VM, in nano-dollars an hour; None: none had a price.
     """
 
-    parts: dict[Part, Spent]
+    parts: dict[TimeUse, Spent]
     total: Spent
     dearest: int | None = None
 
     @property
-    def parts_ns(self) -> dict[Part, int]:
+    def parts_ns(self) -> dict[TimeUse, int]:
         """Node-nanoseconds by part."""
         return {part: spent.node_ns for part, spent in self.parts.items()}
 
@@ -81,11 +81,11 @@ class Account(Value):
         """All node-nanoseconds."""
         return self.total.node_ns
 
-    def part_s(self, part: Part) -> float:
+    def part_s(self, part: TimeUse) -> float:
         """Return the node-seconds of one part."""
         return self.parts[part].node_ns / NS_PER_S
 
-    def share(self, part: Part) -> float:
+    def share(self, part: TimeUse) -> float:
         """Return the share of the whole, 0 to 1; 0 if there is no node-time yet."""
         return self.parts[part].node_ns / self.total_ns if self.total_ns else 0.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from manager.accounting.account import Account, Part
+from manager.accounting.account import Account, TimeUse
 from manager.accounting.spent import NOTHING, NS_PER_S, Spent, nano_usd, rate_of
 from manager.controller.state.actions import Action, EndWorker, Finish, ReasonCode, ReleaseNodes, SendCommit, SendStep
 from manager.controller.state.events import (
@@ -28,10 +28,10 @@ from morph.contract.messages import Prepared, ReshapeOrder, WorkerId, WorkerRead
 from morph.contract.vm_names import vm_of
 
 _OF_MEMBERS = {
-    Phase.RESHAPING: Part.MORPH,
-    Phase.ABORTING: Part.MORPH,
-    Phase.COMMITTING: Part.CHECKPOINT,
-    Phase.SEALING: Part.CHECKPOINT,
+    Phase.RESHAPING: TimeUse.MORPH,
+    Phase.ABORTING: TimeUse.MORPH,
+    Phase.COMMITTING: TimeUse.CHECKPOINT,
+    Phase.SEALING: TimeUse.CHECKPOINT,
 }
 _UNFORMED = (Phase.STARTING, Phase.WAITING, Phase.HOLDING, Phase.RESTING)
 
@@ -50,14 +50,14 @@ class Stretch:
 class Ledger:
     """Reads a journal's lines. Call ``advance`` with each line's time before its content is processed.
 
-    If a clock was set back, no time counts until it has caught up. ``since_ns``: for each node that costs money, the
-    time from which its present rate applies; ``rates``: the rate per nanosecond; ``unheard``: nodes whose price is not
-    known yet; ``idle``: nodes that are gone while others of their VM live, which is paid in full until the last one
-    goes; ``waiting``: nodes that wait in their market's queue, and their later price; ``outlives_ns``: how long nodes
-    outlive a killed manager. ``given_up``: the time of abandoned attempts at the present step; ``kept``: the part of it
-    whose results the next shape uses, which counts as computing, while the rest is lost. ``settled``: the steps that a
-    loss of everything would lose, in order; a run goes back only to a saved version, so steps are summed from one save
-    to the next. ``save_at``: where the last save began.
+    If a clock was set back, no time counts until it has caught up. ``since_ns``: for each worker that costs money, the
+    time from which its present rate applies; ``rates``: the rate per nanosecond; ``unheard``: workers whose price is
+    not known yet; ``idle``: workers that are gone while others of their VM live, which is paid in full until the last
+    one goes; ``waiting``: workers that wait in their market's queue, and their later price; ``outlives_ns``: how long
+    workers outlive a killed manager. ``given_up``: the time of abandoned attempts at the present step; ``kept``: the
+    part of it whose results the next shape uses, which counts as computing, while the rest is lost. ``settled``: the
+    steps that a loss of everything would lose, in order; a run goes back only to a saved version, so steps are summed
+    from one save to the next. ``save_at``: where the last save began.
     """
 
     now_ns: int = 0
@@ -69,7 +69,7 @@ class Ledger:
     warming: set[WorkerId] = field(default_factory=set)
     idle: set[WorkerId] = field(default_factory=set)
     waiting: dict[WorkerId, Paid] = field(default_factory=dict)
-    parts: dict[Part, Spent] = field(default_factory=lambda: dict.fromkeys(Part, NOTHING))
+    parts: dict[TimeUse, Spent] = field(default_factory=lambda: dict.fromkeys(TimeUse, NOTHING))
     lives: Spent = NOTHING
     open: Spent = NOTHING
     given_up: Spent = NOTHING
@@ -86,18 +86,18 @@ class Ledger:
 
     def account(self) -> Account:
         """Return the account so far; the running step counts as bubble until it is decided."""
-        parts = {**self.parts, Part.BUBBLE: self.parts[Part.BUBBLE] + self.open}
+        parts = {**self.parts, TimeUse.BUBBLE: self.parts[TimeUse.BUBBLE] + self.open}
         return Account(parts=parts, total=self.total(), dearest=self.dearest)
 
     def total(self) -> Spent:
-        """Return the cost of all nodes so far."""
+        """Return the cost of all workers so far."""
         total = self.lives
-        for node, since_ns in self.since_ns.items():
-            total += self.rates[node] * (self.now_ns - since_ns)
+        for worker, since_ns in self.since_ns.items():
+            total += self.rates[worker] * (self.now_ns - since_ns)
         return total
 
     def begin_session(self, time_s: float) -> None:
-        """Record that a manager begins with its own nodes; a killed manager's nodes outlived it by their patience."""
+        """Record that a manager begins with its own workers; those of a killed one outlived it by their patience."""
         self.outlived(time_s)
         self.end_session()
         self.now_ns = max(self.now_ns, _ns(time_s))
@@ -105,21 +105,21 @@ class Ledger:
         self.settled.clear()
 
     def end_session(self) -> None:
-        """Record that every node is gone."""
+        """Record that every worker is gone."""
         self.waiting.clear()
         self._give_up_step()
         self._keep_nothing()
         self._gone(list(self.since_ns))
 
     def outlived(self, time_s: float) -> None:
-        """Book the time that nodes outlived a killed manager: until now, but at most for their patience."""
+        """Book the time that workers outlived a killed manager: until now, but at most for their patience."""
         self.unmanaged(min(time_s, (self.now_ns + self.outlives_ns) / NS_PER_S))
 
     def unmanaged(self, time_s: float) -> None:
-        """Book the time since the last line for nodes that had no manager."""
+        """Book the time since the last line for workers that had no manager."""
         passed_ns = max(0, _ns(time_s) - self.now_ns)
         self.now_ns += passed_ns
-        self.parts[Part.UNMANAGED] += self._all * passed_ns
+        self.parts[TimeUse.UNMANAGED] += self._all * passed_ns
 
     def advance(self, time_s: float) -> None:
         """Book the time since the last line."""
@@ -129,10 +129,10 @@ class Ledger:
         self.now_ns += passed_ns
         formed = self.phase not in _UNFORMED
         members = self._members if formed else NOTHING
-        self.parts[Part.WARMING] += self._warming * passed_ns
-        self.parts[Part.SPARE] += self._idle * passed_ns
+        self.parts[TimeUse.WARMING] += self._warming * passed_ns
+        self.parts[TimeUse.SPARE] += self._idle * passed_ns
         ready = self._all - self._warming - self._idle
-        self.parts[Part.SPARE if formed else Part.WAITING] += (ready - members) * passed_ns
+        self.parts[TimeUse.SPARE if formed else TimeUse.WAITING] += (ready - members) * passed_ns
         if self.phase is Phase.TRAINING:
             self.open += members * passed_ns
         elif members.node_ns:
@@ -143,12 +143,12 @@ class Ledger:
         for each in event.events if isinstance(event, Together) else (event,):
             self._heard(each, is_open=record.reason.code is ReasonCode.NODES_GRANTED)
         self._gone([action.worker for action in record.actions if isinstance(action, EndWorker)])
-        self._gone([node for action in record.actions if isinstance(action, ReleaseNodes) for node in action.nodes])
+        self._gone([worker for action in record.actions if isinstance(action, ReleaseNodes) for worker in action.nodes])
         if decided:
             self.settle(decided)
         if record.reshape is not None:
             self.members = frozenset(slot.worker for slot in record.reshape.slots) & (self.since_ns.keys() - self.idle)
-            self._members = sum((self.rates[node] for node in self.members), NOTHING)
+            self._members = sum((self.rates[worker] for worker in self.members), NOTHING)
         if record.reason.code is ReasonCode.OVERFLOW_RETRY or record.phase is not Phase.TRAINING:
             self._give_up_step()
         if record.reason.code is ReasonCode.OVERFLOW_RETRY or record.version < self.version:
@@ -168,25 +168,25 @@ class Ledger:
             case NodesGranted():
                 self._granted(event, is_open=is_open)
             case NodesStarted(nodes=nodes):
-                for node in nodes:
-                    if self.waiting.pop(node, None) is not None and node not in self.since_ns:
-                        self._begin(node, event.paid.get(node, Paid()))
-            case NodeAppeared(node=node, paid=paid) if node not in self.since_ns:
-                paid = paid or self.waiting.pop(node, None)
-                self._begin(node, paid or Paid())
+                for worker in nodes:
+                    if self.waiting.pop(worker, None) is not None and worker not in self.since_ns:
+                        self._begin(worker, event.paid.get(worker, Paid()))
+            case NodeAppeared(node=worker, paid=paid) if worker not in self.since_ns:
+                paid = paid or self.waiting.pop(worker, None)
+                self._begin(worker, paid or Paid())
                 if paid is None:
-                    self.unheard.add(node)
+                    self.unheard.add(worker)
                 else:
                     self._noted(paid)
-            case NodeAppeared(node=node, paid=paid) if node in self.idle:
-                self._back(node, paid)
+            case NodeAppeared(node=worker, paid=paid) if worker in self.idle:
+                self._back(worker, paid)
             case WorkerAnswered(answer=WorkerReady()) if event.worker in self.warming:
                 self.warming.discard(event.worker)
                 self._warming -= self.rates[event.worker]
             case WorkerLost():
                 self._gone(event.workers)
-            case ManagerResumed(living=living):  # for other warming nodes this comes separately
-                self._gone([node for node in self.since_ns if node not in self.warming and node not in living])
+            case ManagerResumed(living=living):  # for other warming workers this comes separately
+                self._gone([worker for worker in self.since_ns if worker not in self.warming and worker not in living])
             case ManifestWritten(version=version):
                 self.saved(version)
 
@@ -196,84 +196,84 @@ class Ledger:
         self.settled = [stretch for stretch in self.settled if stretch.first >= version]
 
     def _granted(self, event: NodesGranted, *, is_open: bool) -> None:
-        for node in event.nodes:
-            paid = event.paid.get(node, Paid())
+        for worker in event.nodes:
+            paid = event.paid.get(worker, Paid())
             self._noted(paid)
-            if node in event.waiting and is_open and node not in self.since_ns:
-                self.waiting[node] = paid
-            elif node in self.unheard:
-                self._priced(node, paid)
-            elif is_open and node not in self.since_ns:
-                self._begin(node, paid)
+            if worker in event.waiting and is_open and worker not in self.since_ns:
+                self.waiting[worker] = paid
+            elif worker in self.unheard:
+                self._priced(worker, paid)
+            elif is_open and worker not in self.since_ns:
+                self._begin(worker, paid)
 
     def _noted(self, paid: Paid) -> None:
         if paid.usd_per_h is not None:
             self.dearest = max(self.dearest or 0, nano_usd(paid.usd_per_h))
 
-    def _begin(self, node: WorkerId, paid: Paid) -> None:
+    def _begin(self, worker: WorkerId, paid: Paid) -> None:
         before_ns, rate = _ns(paid.before_s), rate_of(paid)
-        self.since_ns[node], self.rates[node] = self.now_ns - before_ns, rate
-        self.warming.add(node)
-        self.parts[Part.WARMING] += rate * before_ns
+        self.since_ns[worker], self.rates[worker] = self.now_ns - before_ns, rate
+        self.warming.add(worker)
+        self.parts[TimeUse.WARMING] += rate * before_ns
         self._all += rate
         self._warming += rate
 
-    def _priced(self, node: WorkerId, paid: Paid) -> None:
-        """Record a grant that comes after its node appeared; the node's cost until now is booked.
+    def _priced(self, worker: WorkerId, paid: Paid) -> None:
+        """Record a grant that comes after its worker appeared; the worker's cost until now is booked.
 
-        The node's time since its worker was ready stays without its own price.
+        Its time since it was ready stays without its own price.
         """
-        self.unheard.discard(node)
-        appeared_ns, old, new = self.since_ns[node], self.rates[node], rate_of(paid)
+        self.unheard.discard(worker)
+        appeared_ns, old, new = self.since_ns[worker], self.rates[worker], rate_of(paid)
         earlier_ns = max(0, appeared_ns - (self.now_ns - _ns(paid.before_s)))
-        self.parts[Part.WARMING] += new * earlier_ns
-        if node in self.warming:
-            self.parts[Part.WARMING] += (new - old) * (self.now_ns - appeared_ns)
-            self.since_ns[node] = appeared_ns - earlier_ns
+        self.parts[TimeUse.WARMING] += new * earlier_ns
+        if worker in self.warming:
+            self.parts[TimeUse.WARMING] += (new - old) * (self.now_ns - appeared_ns)
+            self.since_ns[worker] = appeared_ns - earlier_ns
             self._warming += new - old
         else:
             self.lives += old * (self.now_ns - appeared_ns) + new * earlier_ns
-            self.since_ns[node] = self.now_ns
-        if node in self.members:
+            self.since_ns[worker] = self.now_ns
+        if worker in self.members:
             self._members += new - old
-        if node in self.idle:
+        if worker in self.idle:
             self._idle += new - old
         self._all += new - old
-        self.rates[node] = new
+        self.rates[worker] = new
 
-    def _back(self, node: WorkerId, paid: Paid | None) -> None:
-        """Record that a node is back whose VM was paid for all along: its worker is set up as a spare."""
-        if paid is not None and node in self.unheard:
+    def _back(self, worker: WorkerId, paid: Paid | None) -> None:
+        """Record that a worker is back whose VM was paid for all along: it is set up as a spare."""
+        if paid is not None and worker in self.unheard:
             self._noted(paid)
-            self._priced(node, paid)
-        self.idle.discard(node)
-        self._idle -= self.rates[node]
+            self._priced(worker, paid)
+        self.idle.discard(worker)
+        self._idle -= self.rates[worker]
 
-    def _gone(self, nodes: Collection[WorkerId]) -> None:
-        """Record that nodes are gone or given up; each costs money until the last node of its VM is gone."""
-        for node in nodes:
-            self.waiting.pop(node, None)
-        left = set(nodes) & (self.since_ns.keys() - self.idle)
+    def _gone(self, workers: Collection[WorkerId]) -> None:
+        """Record that workers are gone or given up; each costs money until the last worker of its VM is gone."""
+        for worker in workers:
+            self.waiting.pop(worker, None)
+        left = set(workers) & (self.since_ns.keys() - self.idle)
         if not left:
             return
-        for node in left:
-            rate = self.rates[node]
+        for worker in left:
+            rate = self.rates[worker]
             self._idle += rate
-            if node in self.warming:
+            if worker in self.warming:
                 self._warming -= rate
-            if node in self.members:
+            if worker in self.members:
                 self._members -= rate
         self.warming -= left
         self.members -= left
         self.idle |= left
-        living = {vm_of(node) for node in self.since_ns.keys() - self.idle}
-        for node in [node for node in self.idle if vm_of(node) not in living]:
-            rate = self.rates.pop(node)
-            self.lives += rate * (self.now_ns - self.since_ns.pop(node))
+        living = {vm_of(worker) for worker in self.since_ns.keys() - self.idle}
+        for worker in [worker for worker in self.idle if vm_of(worker) not in living]:
+            rate = self.rates.pop(worker)
+            self.lives += rate * (self.now_ns - self.since_ns.pop(worker))
             self._all -= rate
             self._idle -= rate
-            self.idle.discard(node)
-            self.unheard.discard(node)
+            self.idle.discard(worker)
+            self.unheard.discard(worker)
 
     def settle(self, decided: Collection[Prepared] | Prepared) -> None:
         """Record that one or many equal steps are decided: their time was computing, as members report, and bubble."""
@@ -296,14 +296,14 @@ class Ledger:
         """Divide the time since the last step into computing and bubble; return both, with the work that was kept."""
         compute = compute.at_most(self.open)
         bubble, compute_and_kept = self.open - compute, compute + self.kept
-        self.parts[Part.COMPUTE] += compute
-        self.parts[Part.BUBBLE] += bubble
+        self.parts[TimeUse.COMPUTE] += compute
+        self.parts[TimeUse.BUBBLE] += bubble
         self.open = self.kept = self.given_up = NOTHING
         return compute_and_kept, bubble
 
     def rebook(self, account: Account) -> None:
-        """Replace the bookings so far by a known account; nodes and their rates stay."""
-        self.parts = {**account.parts, Part.BUBBLE: account.parts[Part.BUBBLE] - self.open}
+        """Replace the bookings so far by a known account; workers and their rates stay."""
+        self.parts = {**account.parts, TimeUse.BUBBLE: account.parts[TimeUse.BUBBLE] - self.open}
         self.lives += account.total - self.total()
         self.dearest = account.dearest
 
@@ -330,25 +330,25 @@ class Ledger:
             num, done = order.plan.num_micro_batches, order.salvage.num_spared
             made_ns = _ns(order.plan.expected.mini_batch_s) * order.plan.num_workers * done // num
             kept = self.given_up.part(min(made_ns, self.given_up.node_ns), self.given_up.node_ns)
-        self.parts[Part.COMPUTE] += kept - self.kept
-        self.parts[Part.LOST] += self.kept - kept
+        self.parts[TimeUse.COMPUTE] += kept - self.kept
+        self.parts[TimeUse.LOST] += self.kept - kept
         self.kept = kept
 
     def _keep_nothing(self) -> None:
-        self.parts[Part.COMPUTE] -= self.kept
-        self.parts[Part.LOST] += self.kept
+        self.parts[TimeUse.COMPUTE] -= self.kept
+        self.parts[TimeUse.LOST] += self.kept
         self.kept = self.given_up = NOTHING
 
     def _set_back(self, version: int) -> None:
         self._part_at(version)
         for lost in [stretch for stretch in self.settled if stretch.first >= version]:
-            self.parts[Part.COMPUTE] -= lost.compute
-            self.parts[Part.BUBBLE] -= lost.bubble
-            self.parts[Part.LOST] += lost.compute + lost.bubble
+            self.parts[TimeUse.COMPUTE] -= lost.compute
+            self.parts[TimeUse.BUBBLE] -= lost.bubble
+            self.parts[TimeUse.LOST] += lost.compute + lost.bubble
         self.settled = [stretch for stretch in self.settled if stretch.first < version]
 
     def _give_up_step(self) -> None:
-        self.parts[Part.LOST] += self.open
+        self.parts[TimeUse.LOST] += self.open
         self.given_up += self.open
         self.open = NOTHING
 

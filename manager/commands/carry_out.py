@@ -21,7 +21,7 @@ from manager.report.live import LiveRun
 from manager.report.summary import summarise
 from manager.report.timelines import read_timelines
 from manager.report.values import RunReport
-from manager.run.managed_run import managed_run
+from manager.run.managed_run import ManagedRun
 from manager.run.prepared import prepare
 from manager.run.request import IfChanged, RunRequest
 from manager.run_dir import as_its_folder
@@ -79,7 +79,8 @@ def carry_out(
     try:
         with places(run.places):
             view = partial(shown.view, run_dir=directory)
-            finish, report = managed_run(run, view, if_changed, doing=doing, take_over=take_over, forever=is_kept_up())
+            managed = ManagedRun(run, view, if_changed, doing=doing, take_over=take_over, forever=is_kept_up())
+            finish, report = managed.train()
     except KeyboardInterrupt:
         print(
             f"the same command continues from the newest checkpoint, and so does morph resume {directory}",

@@ -77,13 +77,13 @@ def ls_command(source: StoredArgument, as_json: JsonOption = False) -> None:
     from morph.tables import wide_console
 
     stored = stored_at(source)
-    found = tuple(inspect_versions(stored.url, every_byte=False))
+    checkpoints = tuple(inspect_versions(stored.url, every_byte=False))
     if as_json:
-        print(json.dumps([look.model_dump(mode="json") for look in found], indent=2))
+        print(json.dumps([look.model_dump(mode="json") for look in checkpoints], indent=2))
         return
-    if not found:
+    if not checkpoints:
         raise no_checkpoint(stored)
-    wide_console(WIDTH).print(checkpoint_table(stored.url, found, time.time()))
+    wide_console(WIDTH).print(checkpoint_table(stored.url, checkpoints, time.time()))
 
 
 @checkpoints_app.command("verify")
@@ -170,14 +170,14 @@ def rm_command(
     from morph.contract.errors import InputError
 
     stored = stored_at(source)
-    found = tuple(inspect_versions(stored.url, every_byte=False))
-    known = tuple(look.version for look in found)
+    checkpoints = tuple(inspect_versions(stored.url, every_byte=False))
+    known = tuple(look.version for look in checkpoints)
     missing = next((version for version in versions if version not in known), None)
     if missing is not None:
         raise unknown_version(stored, "VERSION", missing, known)
     holder = None if stored.run_dir is None else holder_of(stored.run_dir)
     for version in dict.fromkeys(versions):
-        problem = refusal(found, version, force=force, holder=holder)
+        problem = refusal(checkpoints, version, force=force, holder=holder)
         if problem is not None:
             raise InputError(problem[0], source=stored.url, field="VERSION", value=version, allowed=problem[1])
     for version in dict.fromkeys(versions):
@@ -203,10 +203,10 @@ def gc_command(source: StoredArgument) -> None:
     from morph.checkpoint.versions import stored_versions
 
     stored = stored_at(source)
-    found = stored_versions(stored.url)
-    newest = max((entry.version for entry in found if entry.complete), default=-1)
+    versions = stored_versions(stored.url)
+    newest = max((entry.version for entry in versions if entry.complete), default=-1)
     with writing(stored.url):
-        old = [entry.version for entry in found if entry.version <= newest]
+        old = [entry.version for entry in versions if entry.version <= newest]
         sizes = [size_bytes for version in old for size_bytes in remove_half_written(stored.url, version)]
     print(f"{len(sizes)} half-written files of killed saves ({sum(sizes)} bytes) are removed")
 

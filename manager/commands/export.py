@@ -61,8 +61,8 @@ def export_command(
     stored = stored_at(source)
     if output.exists() and not overwrite:
         raise InputError("exists already", source=str(output), allowed="a new file, or --overwrite")
-    with progress() as told:
-        told(f"loading PyTorch and the checkpoint in {source}", 0.0)
+    with progress() as show_progress:
+        show_progress(f"loading PyTorch and the checkpoint in {source}", 0.0)
         from morph.checkpoint.manifest import complete_versions, read_manifest
         from morph.checkpoint.plain_file import check_plain_name, write_folder, write_plain_file
         from morph.checkpoint.retention import best_version
@@ -81,7 +81,7 @@ def export_command(
             raise no_checkpoint(stored)
         if version is not None and version not in known:
             raise unknown_version(stored, "--version", version, known)
-        told("tracing the model", 0.2)
+        show_progress("tracing the model", 0.2)
         loaded = loaded_job(context, stored, job)
 
         def exported(manifest: Manifest) -> tuple[nn.Module | None, dict[str, Tensor]]:
@@ -89,14 +89,14 @@ def export_command(
                 return export_pretrained(loaded, stored.url, manifest)
             return None, export_state(loaded, stored.url, manifest)
 
-        told("reading the weights", 0.5)
+        show_progress("reading the weights", 0.5)
         if version is None:
             manifest, (model, tensors) = with_newest(stored, exported)
         else:
             manifest = read_manifest(stored.url, version)
             model, tensors = exported(manifest)
         size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        told(f"writing {output}", 0.8)
+        show_progress(f"writing {output}", 0.8)
         if model is None:
             write_plain_file(output, tensors)
         else:
@@ -120,7 +120,7 @@ def loaded_job(context: typer.Context, stored: Stored, job: str | None) -> Job:
 
     Its files are in use until the command ends.
     """
-    from manager.run.code import kept
+    from manager.run.prepared import kept
     from manager.run_dir import read_facts
     from morph.contract.errors import InputError
     from morph.jobs.files import JobFiles, imported_once

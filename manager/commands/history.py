@@ -54,36 +54,36 @@ def history_command(
         print(f"{counted(forget_lives(path, kind), 'VM is', 'VMs are')} forgotten")
         return
     lives = kept_lives(path, {})
-    found = [one for one in kinds(lives) if kind.items() <= one.facts.model_dump().items()]
+    selected = [kind_seen for kind_seen in kinds(lives) if kind.items() <= kind_seen.facts.model_dump().items()]
     if as_json:
-        print(json.dumps([one.model_dump(mode="json") for one in found], indent=2))
-    elif not found:
+        print(json.dumps([kind_seen.model_dump(mode="json") for kind_seen in selected], indent=2))
+    elif not selected:
         print("no run has recorded such a VM" if lives else f"no run has recorded its VMs yet ({path})")
     else:
         from morph.tables import table, wide_console
 
-        wide_console(200).print(table(f"VMs of all runs ({path})", COLUMNS, map(_cells, found), left=4, light=True))
+        wide_console(200).print(table(f"VMs of all runs ({path})", COLUMNS, map(_cells, selected), left=4, light=True))
         print(
             "expected: losses that the next run assumes, starting from those of published traces; in brackets: "
             f"the rate lies there with a probability of {INTERVAL:.0%}"
         )
 
 
-def _cells(one: KindSeen) -> list[str]:
-    seen, estimate = one.seen, one.estimate
+def _cells(kind_seen: KindSeen) -> list[str]:
+    seen, estimate = kind_seen.seen, kind_seen.estimate
     return [
-        *(one.facts.model_dump().values()),
+        *(kind_seen.facts.model_dump().values()),
         str(seen.num_vms),
         f"{seen.hours:.3g}",
         str(seen.num_lost),
         f"{estimate.expected.per_vm_h:.2g} [{estimate.low_per_vm_h:.2g}, {estimate.high_per_vm_h:.2g}]",
-        _or_nothing(one.mean_lifetime_h, "{:.3g} h"),
+        _or_nothing(kind_seen.mean_lifetime_h, "{:.3g} h"),
         f"{seen.num_noticed / seen.num_lost:.0%}" if seen.num_lost else "-",
-        _or_nothing(one.lead_s, "{:.3g} s"),
+        _or_nothing(kind_seen.lead_s, "{:.3g} s"),
         f"{seen.num_bulk / seen.num_lost:.0%}" if seen.num_lost else "-",
-        _or_nothing(one.allocation_s, "{:.3g} s"),
-        _or_nothing(one.preparation_s, "{:.3g} s"),
-        _or_nothing(one.usd_per_h, "{:.3g}"),
+        _or_nothing(kind_seen.allocation_s, "{:.3g} s"),
+        _or_nothing(kind_seen.preparation_s, "{:.3g} s"),
+        _or_nothing(kind_seen.usd_per_h, "{:.3g}"),
     ]
 
 

@@ -56,8 +56,8 @@ def import_command(
       morph import deeper_job.py:job runs/tuned runs/deeper --optimizer-state \\
           --fresh 'layers\\.12\\..*'
     """
-    with progress() as told:
-        told(f"loading PyTorch and {job}", 0.0)
+    with progress() as show_progress:
+        show_progress(f"loading PyTorch and {job}", 0.0)
         from manager.run_dir import RunDir, RunFacts, is_run
         from morph.checkpoint.frozen_weights import write_frozen_weights
         from morph.checkpoint.plain_file import PlainFile
@@ -86,7 +86,7 @@ def import_command(
         if micro_batch_size is None or micro_batch_size not in _possible(loaded):
             allowed = ", ".join(map(str, _possible(loaded)))
             raise JobError("the run needs a micro-batch size", source=job, field="--m", value=m, allowed=allowed)
-        told("tracing the model", 0.2)
+        show_progress("tracing the model", 0.2)
         exported = export_job(loaded)
         model = cut(exported, num_sections=loaded.num_sections, micro_batch_size=micro_batch_size)
         parameters = ImportedParameters(loaded, model, file, exported.initial_buffers, rules)
@@ -101,7 +101,7 @@ def import_command(
         # written beside its place and then moved: an unfinished import never looks like a run
         partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
         try:
-            told("writing the first checkpoint", 0.5)
+            show_progress("writing the first checkpoint", 0.5)
             with RunDir(partial, facts) as opened:
                 url, names = opened.checkpoint_url, parameters.frozen
                 digest = write_frozen_weights(url, names, parameters.__getitem__) if names else ""

@@ -92,24 +92,24 @@ def inject_command(
     def lives(start_s: float) -> Lives:
         return Lifetimes(by_name(seed, mttp_s), start_s) if played is None else Removals(seed, played, start_s)
 
-    def told(line: str) -> None:
+    def say(line: str) -> None:
         print(line, flush=True)
 
     by = f"lifetimes of {mttp} on average" if mttp is not None else f"trace {trace}"
     injection = Injection(lead_s, min_vms, "by name" if vm is not None else f"{by}, seed {seed}", count)
     try:
         if vm is not None:
-            answer = first_answer(run_dir, injection.taking(vm), told)
+            answer = first_answer(run_dir, injection.taking(vm), say)
             if vm in answer.left:
                 raise InputError(f"is not taken: {answer.left[vm]}", source=str(run_dir), field="--vm", value=vm)
             for line in lines_of(answer, injection):
-                told(line)
+                say(line)
         elif dry_run:
-            answer = first_answer(run_dir, PreemptionRequest(), told)
+            answer = first_answer(run_dir, PreemptionRequest(), say)
             for taken in lives(answer.now_s).between(answer.vms, answer.now_s, math.inf):
-                told(planned_line(taken, answer.now_s))
+                say(planned_line(taken, answer.now_s))
         else:
-            told(inject(run_dir, injection, lives, told))
+            say(inject(run_dir, injection, lives, say))
     except KeyboardInterrupt as error:
         print("no further VM is taken, except VMs that were given notice", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from error

@@ -81,7 +81,7 @@ def events_command(
     """
     from manager.journal.journal import Journal
     from manager.report.events import Told
-    from manager.report.fold import Follower
+    from manager.report.fold import FoldReader
     from manager.run_dir import JOURNAL, holder_of, read_facts
 
     def show(told: list[Told]) -> None:
@@ -90,7 +90,7 @@ def events_command(
 
     read_facts(run_dir)
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
-        follower = Follower(Told)
+        follower = FoldReader(Told)
 
         def new() -> list[Told]:
             told = (one.record for _, noted in follower.new(journal) for one in noted if isinstance(one.record, Told))

@@ -147,12 +147,12 @@ def rehearse_command(
         job = planned.profile.job
         with run_view(LiveRun(job.name, steps + 1, job.batch_size), plain=plain) as observer:
             run = rehearse if recorded is None else rehearse_changes
-            found: Rehearsed | Rehearsal = run(planned, opened, observer, temporary=run_dir is None)
+            result: Rehearsed | Rehearsal = run(planned, opened, observer, temporary=run_dir is None)
         digest = digest_of(opened)
-    if isinstance(found, Rehearsed):
-        _tell(found)
+    if isinstance(result, Rehearsed):
+        _tell(result)
     else:
-        _tell_changes(found)
+        _tell_changes(result)
     print(f"sha256 of the final weights, after {counted(steps + 1, 'step')}: {digest[:16]}")
 
 
@@ -224,14 +224,14 @@ def _tell_changes(rehearsal: Rehearsal) -> None:
     console = Console()
     rows = [
         (
-            one.planned.plan.shape,
-            str(one.planned.plan.pool),
-            len(one.mini_batches_s),
-            time_text(one.measured_s),
-            time_text(one.expected_s),
-            f"{one.error:+.1%}",
+            plan.planned.plan.shape,
+            str(plan.planned.plan.pool),
+            len(plan.mini_batches_s),
+            time_text(plan.measured_s),
+            time_text(plan.expected_s),
+            f"{plan.error:+.1%}",
         )
-        for one in rehearsal.plans
+        for plan in rehearsal.plans
     ]
     names = ("shape", "GPUs", "steps", "measured", "simulated", "error")
     if rows:

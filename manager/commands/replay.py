@@ -202,9 +202,9 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
         prices=SpotPrices(spot_usd_per_h=price, on_demand_usd_per_h=on_demand_price),
     )
     what = f"simulating {counted(len(names), 'policy', 'policies')} on {counted(len(cases), 'trace')}"
-    with progress(remaining=True) as told:
-        told(what, 0.0)
-        outcomes = replay.run(jobs, partial(told, what))
+    with progress(remaining=True) as show_progress:
+        show_progress(what, 0.0)
+        outcomes = replay.run(jobs, partial(show_progress, what))
     if as_json:
         print(json.dumps(json.loads(frame_of(outcomes).to_json(orient="records"))))
     else:
@@ -228,8 +228,8 @@ def _is_of_cluster(setting: str) -> bool:
 
 def _recorded(files: list[Path]) -> Cases:
     """Read the traces; each begins at its first event."""
-    found = tuple((path.stem, 0, read_traces([path])) for path in files)
-    for path, (_, _, trace) in zip(files, found, strict=True):
+    cases = tuple((path.stem, 0, read_traces([path])) for path in files)
+    for path, (_, _, trace) in zip(files, cases, strict=True):
         if not trace.duration_s:
             raise TraceError(
                 "ends with its first events, so there is nothing to play",
@@ -237,4 +237,4 @@ def _recorded(files: list[Path]) -> Cases:
                 field="event",
                 allowed="later events, or a last line such as 86400,end for the second at which the recording ended",
             )
-    return found
+    return cases

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from manager.accounting.account import Part
+from manager.accounting.account import TimeUse
 from manager.report.picture import PARTS
 from manager.simulation.replay import interval
-from manager.simulation.spot.outcome import Outcome
+from manager.simulation.spot.outcome import PolicyOutcome
 from morph.contract.errors import ConfigError
 from morph.pictures import INK, LINES, picture, plain_axes
 from morph.tables import table, wide_console
@@ -18,41 +18,45 @@ WIDTH = 118
 STYLES = ("-", "--", ":", "-.")
 
 
-def by_policy(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+def by_policy(outcomes: Sequence[PolicyOutcome]) -> dict[str, list[PolicyOutcome]]:
     """Return outcomes by policy, in the order in which the policies were requested."""
-    found: dict[str, list[Outcome]] = {}
-    for one in outcomes:
-        found.setdefault(one.policy, []).append(one)
-    return found
+    outcomes_of: dict[str, list[PolicyOutcome]] = {}
+    for outcome in outcomes:
+        outcomes_of.setdefault(outcome.policy, []).append(outcome)
+    return outcomes_of
 
 
-def show(name: str, outcomes: Sequence[Outcome]) -> None:
+def show(name: str, outcomes: Sequence[PolicyOutcome]) -> None:
     """Print a row of means for each policy, with 95 % intervals of the speeds if there are several traces."""
-    num = len({(one.trace, one.seed) for one in outcomes})
+    num = len({(outcome.trace, outcome.seed) for outcome in outcomes})
     rows = []
     for policy, ones in by_policy(outcomes).items():
-        vm_s = sum(one.vm_s for one in ones)
-        lost = sum(one.parts_s[Part.LOST] + one.parts_s[Part.MORPH] for one in ones) / vm_s if vm_s else 0.0
+        vm_s = sum(outcome.vm_s for outcome in ones)
+        lost = (
+            sum(outcome.parts_s[TimeUse.LOST] + outcome.parts_s[TimeUse.MORPH] for outcome in ones) / vm_s
+            if vm_s
+            else 0.0
+        )
         rows.append(
             [
                 policy,
-                f"{_mean([one.hours for one in ones]):.4g}",
-                f"{_mean([float(one.steps) for one in ones]):.5g}",
-                _spread([one.examples_per_s for one in ones], ".4g"),
+                f"{_mean([outcome.hours for outcome in ones]):.4g}",
+                f"{_mean([float(outcome.steps) for outcome in ones]):.5g}",
+                _spread([outcome.examples_per_s for outcome in ones], ".4g"),
                 f"{lost:.1%}",
-                f"{_mean([float(one.lost_steps) for one in ones]):.4g}",
-                f"{_mean([float(one.num_changes) for one in ones]):.4g}",
-                "-" if ones[0].usd is None else f"{_mean([one.usd or 0.0 for one in ones]):.4g}",
-                _spread([one.examples_per_usd for one in ones if one.examples_per_usd is not None], ".4g"),
+                f"{_mean([float(outcome.lost_steps) for outcome in ones]):.4g}",
+                f"{_mean([float(outcome.num_changes) for outcome in ones]):.4g}",
+                "-" if ones[0].usd is None else f"{_mean([outcome.usd or 0.0 for outcome in ones]):.4g}",
+                _spread([outcome.examples_per_usd for outcome in ones if outcome.examples_per_usd is not None], ".4g"),
             ]
         )
     columns = ["policy", "hours", "steps", "examples/s", "lost time", "lost steps", "changes", "$", "examples/$"]
     title = f"{name}: {num} trace{'s' if num > 1 else ''}" + (", means with 95 % intervals" if num > 1 else "")
     console = wide_console(WIDTH)
     console.print(table(title, columns, rows, left=1, light=True))
-    for one in outcomes:
-        if one.gave_up:
-            console.print(f"{one.policy}{f' on {one.trace}' if num > 1 else ''} {one.gave_up}")
+    for outcome in outcomes:
+        if outcome.gave_up:
+            console.print(f"{outcome.policy}{f' on {outcome.trace}' if num > 1 else ''} {outcome.gave_up}")
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -67,28 +71,28 @@ def _spread(values: Sequence[float], form: str) -> str:
     return shown if low == high else f"{shown} ({format(low, form)}-{format(high, form)})"
 
 
-def draw(name: str, outcomes: Sequence[Outcome], path: Path) -> None:
+def draw(name: str, outcomes: Sequence[PolicyOutcome], path: Path) -> None:
     """Draw each policy's use of the VMs' time; below, the VMs and each policy's examples on the first trace."""
     policies = by_policy(outcomes)
     size = (10.0, 7.0 + 0.25 * len(policies))
     with picture(path, ConfigError, size, nrows=3, height_ratios=[1.3, 1, 1.2]) as (_, (above, middle, below)):
         for place, ones in enumerate(reversed(policies.values())):
-            left, whole = 0.0, sum(one.vm_s for one in ones)
+            left, whole = 0.0, sum(outcome.vm_s for outcome in ones)
             for part, (color, _) in PARTS.items():
-                share = sum(one.parts_s[part] for one in ones) / whole if whole else 0.0
+                share = sum(outcome.parts_s[part] for outcome in ones) / whole if whole else 0.0
                 above.barh(place, share, left=left, color=color, height=0.7)
                 left += share
         above.set(yticks=range(len(policies)), yticklabels=list(reversed(policies)), xlim=(0, 1))
         above.xaxis.set_major_formatter("{x:.0%}")
         above.set_xlabel("share of the paid time of VMs")
         above.set_title(f"{name}: use of the VMs' time", loc="left", fontsize=12)
-        used = [part for part in PARTS if any(one.parts_s[part] > 1e-3 * one.vm_s for one in outcomes)]
+        used = [part for part in PARTS if any(outcome.parts_s[part] > 1e-3 * outcome.vm_s for outcome in outcomes)]
         handles = [above.barh([0], [0], color=PARTS[part][0], label=part.words) for part in used]
         above.legend(handles=handles, ncols=len(used), loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
         plain_axes(above)
         first = outcomes[0]
-        same = [one for one in outcomes if (one.trace, one.seed) == (first.trace, first.seed)]
-        longest = max(one.hours for one in same)
+        same = [outcome for outcome in outcomes if (outcome.trace, outcome.seed) == (first.trace, first.seed)]
+        longest = max(outcome.hours for outcome in same)
         moments = first.moments
         middle.step(
             [*(moment.time_s / 3600 for moment in moments), first.hours],
@@ -108,26 +112,26 @@ def draw(name: str, outcomes: Sequence[Outcome], path: Path) -> None:
         plain_axes(below, grid="y")
 
 
-def _curves(outcomes: Sequence[Outcome]) -> dict[str, tuple[list[float], list[float]]]:
+def _curves(outcomes: Sequence[PolicyOutcome]) -> dict[str, tuple[list[float], list[float]]]:
     """Return the progress of policies. Those with equal progress share a curve, because one would hide the others."""
-    found: list[tuple[list[str], tuple[list[float], list[float]]]] = []
-    for one in outcomes:
-        curve = _progress(one)
-        names = next((names for names, known in found if known == curve), None)
+    curves: list[tuple[list[str], tuple[list[float], list[float]]]] = []
+    for outcome in outcomes:
+        curve = _progress(outcome)
+        names = next((names for names, known in curves if known == curve), None)
         if names is None:
-            found.append(([one.policy], curve))
+            curves.append(([outcome.policy], curve))
         else:
-            names.append(one.policy)
-    return {",\n".join(names): curve for names, curve in found}
+            names.append(outcome.policy)
+    return {",\n".join(names): curve for names, curve in curves}
 
 
-def _progress(one: Outcome) -> tuple[list[float], list[float]]:
+def _progress(outcome: PolicyOutcome) -> tuple[list[float], list[float]]:
     """Return hours and examples: the speed of each shape, scaled so that the curve ends at the examples that count."""
-    ends = [*(moment.time_s for moment in one.moments[1:]), one.hours * 3600]
+    ends = [*(moment.time_s for moment in outcome.moments[1:]), outcome.hours * 3600]
     hours, done = [0.0], [0.0]
-    for moment, end_s in zip(one.moments, ends, strict=True):
+    for moment, end_s in zip(outcome.moments, ends, strict=True):
         hours.append(end_s / 3600)
         done.append(done[-1] + moment.examples_per_s * max(0.0, end_s - moment.time_s))
     whole = done[-1] or 1.0
     assert all(before <= after for before, after in pairwise(done))
-    return hours, [examples * one.examples / whole for examples in done]
+    return hours, [examples * outcome.examples / whole for examples in done]

@@ -55,11 +55,11 @@ def _line(run: LiveRun, happened: Told) -> str:
 
 
 def _plain_observer(run: LiveRun, *, verbose: bool) -> Observer:
-    told_s: float | None = None
-    told: tuple[object, ...] = ()
+    shown_s: float | None = None
+    shown: tuple[object, ...] = ()
 
     def observe(observed: Observed) -> None:
-        nonlocal told_s, told
+        nonlocal shown_s, shown
         lines = [
             _line(run, happened)
             for happened in run.take(observed.time_s, observed.event, observed.decision, observed.facts)
@@ -67,10 +67,10 @@ def _plain_observer(run: LiveRun, *, verbose: bool) -> Observer:
         ]
         for line in lines:
             print(line, flush=True)
-        told_s = run.start_s if told_s is None else told_s
+        shown_s = run.start_s if shown_s is None else shown_s
         now = (run.phase, run.shape, run.version)
-        if observed.time_s - told_s >= PLAIN_EVERY_S and now != told and not lines:
-            told_s, told = observed.time_s, now
+        if observed.time_s - shown_s >= PLAIN_EVERY_S and now != shown and not lines:
+            shown_s, shown = observed.time_s, now
             print(f"{observed.time_s - run.start_s:7.1f} s  {run.headline}", flush=True)
 
     return observe

@@ -57,24 +57,24 @@ def sample_command(
     from morph.runtime.device.devices import usable_device
 
     usable_device(device, source="morph sample", field="--device", numbered=True)
-    found = loaded_job(context, stored, job)
-    if found.sample is None and not while_open:
+    loaded = loaded_job(context, stored, job)
+    if loaded.sample is None and not while_open:
         raise _missing()
     folder = output or (Path("samples") if stored.run_dir is None else stored.run_dir / "samples")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if while_open:
-        raise typer.Exit(beside_a_run(lambda: sample_newest(stored, found, folder, device)))
+        raise typer.Exit(beside_a_run(lambda: sample_newest(stored, loaded, folder, device)))
     if not follow:
         if _newest(stored) is None:
             raise no_checkpoint(stored)
         print(
-            sample_newest(stored, found, folder, device)
+            sample_newest(stored, loaded, folder, device)
             or f"the sample of the newest checkpoint is already in {folder}"
         )
         return
     failed: set[str] = set()
     while True:
-        if sentence := _tried(lambda: sample_newest(stored, found, folder, device), failed):
+        if sentence := _tried(lambda: sample_newest(stored, loaded, folder, device), failed):
             print(sentence, flush=True)
         time.sleep(POLL_S)
 

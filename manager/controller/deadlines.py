@@ -26,7 +26,7 @@ from morph.words import counted
 def wake_at_s(state: ControllerState) -> float | None:
     """Return a time (seconds) no later than the end of the first wait; None only if the run is over.
 
-    Looking at every node for it takes long, so the state keeps a lower bound, which each ``Tick`` updates.
+    Looking at every worker for it takes long, so the state keeps a lower bound, which each ``Tick`` updates.
     """
     waits = state.waits
     saving = state.saving
@@ -54,7 +54,7 @@ def wake_at_s(state: ControllerState) -> float | None:
 
 
 def on_tick(transition: Transition, event: Tick) -> None:
-    """Do everything that is due: give up late workers, update nodes and requests, end waits that took too long."""
+    """Do everything that is due: give up late workers, update workers and requests, end waits that took too long."""
     del event
     if (
         transition.state.provisioning.nodes_wake_s is not None

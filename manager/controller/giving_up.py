@@ -137,5 +137,5 @@ def _idle_left_s(state: ControllerState) -> float | None:
 
 
 def _num_vms(state: ControllerState) -> int:
-    booting = (node for request in state.provisioning.requests.values() for node in request.booting)
-    return len({vm_of(node) for node in (*state.workers, *booting)})
+    booting = (worker for request in state.provisioning.requests.values() for worker in request.booting)
+    return len({vm_of(worker) for worker in (*state.workers, *booting)})

@@ -34,7 +34,7 @@ VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 def keeps(transition: Transition, event: NoticeGiven) -> bool:
-    """Keep the notice of an unknown node if an open request could be answered by it; returns whether it did."""
+    """Keep the notice of an unknown worker if an open request could be answered by it; returns whether it did."""
     if not is_awaited(transition.state):
         return False
     entry = KeptNotice(notice=event.notice, taken_s=transition.now_s + event.lead_s)
@@ -43,28 +43,28 @@ def keeps(transition: Transition, event: NoticeGiven) -> bool:
     return True
 
 
-def notice_of(state: ControllerState, node: WorkerId, now_s: float) -> NoticeGiven | None:
-    """Return the kept notice of a node that has appeared since then; None: there is none, or it has become void."""
-    entry = state.provisioning.kept_notices.get(node)
+def notice_of(state: ControllerState, worker: WorkerId, now_s: float) -> NoticeGiven | None:
+    """Return the kept notice of a worker that has appeared since then; None: there is none, or it has become void."""
+    entry = state.provisioning.kept_notices.get(worker)
     if entry is None or now_s >= entry.taken_s + state.config.policy.rules.requests.notice_grace_s:
         return None
-    return NoticeGiven(worker=node, lead_s=max(0.0, entry.taken_s - now_s), notice=entry.notice)
+    return NoticeGiven(worker=worker, lead_s=max(0.0, entry.taken_s - now_s), notice=entry.notice)
 
 
-def forget_kept(transition: Transition, *nodes: WorkerId) -> None:
-    """Forget the notices of these nodes, and of all nodes that can no longer appear: no open request could be answered
-    by their VM, and no other worker of it has appeared.
+def forget_kept(transition: Transition, *workers: WorkerId) -> None:
+    """Forget the notices of these workers, and of all that can no longer appear: no open request could be answered by
+    their VM, and no other worker of it has appeared.
     """
     state = transition.state
     provisioning = state.provisioning
     if not provisioning.kept_notices:
         return
-    known = {vm_of(node) for request in provisioning.requests.values() for node in request.granted}
+    known = {vm_of(worker) for request in provisioning.requests.values() for worker in request.granted}
     known.update(map(vm_of, state.workers))
     left = {
-        node: entry
-        for node, entry in provisioning.kept_notices.items()
-        if node not in nodes and (is_awaited(state) or vm_of(node) in known)
+        worker: entry
+        for worker, entry in provisioning.kept_notices.items()
+        if worker not in workers and (is_awaited(state) or vm_of(worker) in known)
     }
     transition.change_provisioning(kept_notices=left)
 
@@ -80,7 +80,7 @@ def request_name(config: ControllerConfig, number: int) -> RequestId:
 
 
 def request_missing(transition: Transition) -> None:
-    """If it is time, request the nodes that are missing after a decision; nodes with a notice count as missing."""
+    """If it is time, request the workers that are missing after a decision; workers with a notice count as missing."""
     state, now_s = transition.state, transition.now_s
     provisioning = state.provisioning
     if not state.config.target_nodes or state.phase in ENDING or state.stop_reason is not None:
@@ -98,17 +98,17 @@ def request_missing(transition: Transition) -> None:
         transition.wake_by(provisioning.next_request_s)
         return
     wanted = types_wanted(state, missing, now_s) if state.config.offers else {"": missing}
-    told = []
+    requested = []
     for node_type, count in wanted.items():
         number = transition.state.provisioning.num_requests + 1
         name = request_name(state.config, number)
         keep_request(transition, name, NodeRequest(count=count, node_type=node_type, requested_s=now_s))
         transition.change_provisioning(num_requests=number)
         transition.actions.append(RequestNodes(request=name, count=count, node_type=node_type))
-        told.append(f"{count} {node_type} requested as {name}" if node_type else f"requested as {name}")
-    if told:
+        requested.append(f"{count} {node_type} requested as {name}" if node_type else f"requested as {name}")
+    if requested:
         transition.wake_by(now_s + state.config.policy.rules.requests.answer_s)
-        transition.add(f"{missing} of {state.config.target_nodes} workers are missing: {', '.join(told)}")
+        transition.add(f"{missing} of {state.config.target_nodes} workers are missing: {', '.join(requested)}")
     paused_s = [entry.until_s for entry in provisioning.refused.values() if now_s < entry.until_s]
     if paused_s and missing > sum(wanted.values()):
         transition.wake_by(min(paused_s))
@@ -152,17 +152,19 @@ def on_nodes_granted(transition: Transition, event: NodesGranted) -> None:
     if request is None or not request.count:
         return transition.say(ReasonCode.IGNORED, f"{event.request} is not open")
     known = state.workers.keys() | request.granted.keys() | request.appeared
-    new = {node: now_s for node in event.nodes if node not in known}
+    new = {worker: now_s for worker in event.nodes if worker not in known}
     short = len(new) < request.count
-    notices = [notice for node in new if (notice := notice_of(state, node, now_s)) is not None]
-    facts = {node: _typed(event.facts.get(node), request) for node in new if node in event.facts or request.node_type}
+    notices = [notice for worker in new if (notice := notice_of(state, worker, now_s)) is not None]
+    facts = {
+        worker: _typed(event.facts.get(worker), request) for worker in new if worker in event.facts or request.node_type
+    }
     waiting = request.waiting | (new.keys() & set(event.waiting))
     update = {"count": 0, "granted": request.granted | new, "facts": request.facts | facts, "waiting": waiting}
     keep_request(transition, event.request, request.model_copy(update=update))
-    for node in event.facts.keys() & state.workers.keys():  # it appeared before its grant was reported
-        transition.change_worker(node, facts=_typed(event.facts[node], request))
+    for worker in event.facts.keys() & state.workers.keys():  # it appeared before its grant was reported
+        transition.change_worker(worker, facts=_typed(event.facts[worker], request))
     transition.wake_by(now_s + state.config.policy.rules.requests.boot_s)
-    boot = [node for node in event.nodes if node not in event.waiting]
+    boot = [worker for worker in event.nodes if worker not in event.waiting]
     parts = [f"{', '.join(boot)} boot"] if boot else []
     if event.waiting:
         parts.append(f"{', '.join(event.waiting)} {'wait' if len(event.waiting) > 1 else 'waits'} in the queue")
@@ -184,10 +186,10 @@ def on_nodes_granted(transition: Transition, event: NodesGranted) -> None:
 def on_nodes_started(transition: Transition, event: NodesStarted) -> None:
     """Record that queued VMs have begun to boot: from now on they are given up if they do not appear in time."""
     request = transition.state.provisioning.requests.get(event.request)
-    begun = [node for node in event.nodes if request is not None and node in request.waiting]
+    begun = [worker for worker in event.nodes if request is not None and worker in request.waiting]
     if request is None or not begun:
         return transition.say(ReasonCode.IGNORED, f"nothing waits for {', '.join(event.nodes)}")
-    facts = {node: event.facts[node] for node in begun if node in event.facts}
+    facts = {worker: event.facts[worker] for worker in begun if worker in event.facts}
     update = {
         "granted": request.granted | dict.fromkeys(begun, transition.now_s),
         "waiting": request.waiting - set(begun),
@@ -214,7 +216,7 @@ def on_request_refused(transition: Transition, event: RequestRefused) -> None:
 
 
 def note_appeared(transition: Transition, event: NodeAppeared) -> NodeFacts:
-    """Stop waiting for a node that has appeared, whether its grant was reported or not; returns its facts."""
+    """Stop waiting for a worker that has appeared, whether its grant was reported or not; returns its facts."""
     transition.change_provisioning(num_absent=0, failed_boots=None)
     requests = transition.state.provisioning.requests
     for name, request in requests.items():
@@ -231,13 +233,13 @@ def note_appeared(transition: Transition, event: NodeAppeared) -> NodeFacts:
 
 
 def _typed(facts: NodeFacts | None, request: NodeRequest) -> NodeFacts:
-    """Return a node's facts with the requested type filled in, unless its provider named another."""
+    """Return a worker's facts with the requested type filled in, unless its provider named another."""
     facts = facts or NodeFacts()
     return facts if facts.node_type else facts.model_copy(update={"node_type": request.node_type})
 
 
 def lost_booting(transition: Transition, event: WorkerLost) -> None:
-    """Stop waiting for a VM that was lost before it appeared, and request another; ignore unknown nodes.
+    """Stop waiting for a VM that was lost before it appeared, and request another; ignore unknown workers.
 
     The new request follows at once, unless a VM that was granted since the last such loss was lost too: then it follows
     after a growing pause. A VM that is unfit for a worker counts as one that never appeared.
@@ -333,12 +335,12 @@ def look_after_requests(transition: Transition) -> None:
     state, now_s = transition.state, transition.now_s
     rules = state.config.policy.rules.requests
     for name, request in state.provisioning.requests.items():
-        late = tuple(node for node, since_s in request.booting.items() if now_s >= since_s + rules.boot_s)
+        late = tuple(worker for worker, since_s in request.booting.items() if now_s >= since_s + rules.boot_s)
         if late:
             keep_request(transition, name, without_granted(request, *late))
             sentence = f"{', '.join(late)} did not appear within {rules.boot_s:g} s"
             transition.say(ReasonCode.NODE_ABSENT, sentence, ReleaseNodes(nodes=late))
-            pause_requests(transition, min(request.granted[node] for node in late), num_absent=1)
+            pause_requests(transition, min(request.granted[worker] for worker in late), num_absent=1)
         if request.count and now_s >= resend_at_s(state, request):
             _repeat_request(transition, name)
 
@@ -356,9 +358,9 @@ def keep_request(transition: Transition, name: RequestId, request: NodeRequest) 
 
 
 def without_granted(request: NodeRequest, *nodes: WorkerId) -> NodeRequest:
-    """Return the request without these granted nodes."""
-    granted = {node: since_s for node, since_s in request.granted.items() if node not in nodes}
-    facts = {node: found for node, found in request.facts.items() if node not in nodes}
+    """Return the request without these granted workers."""
+    granted = {worker: since_s for worker, since_s in request.granted.items() if worker not in nodes}
+    facts = {worker: found for worker, found in request.facts.items() if worker not in nodes}
     return request.model_copy(update={"granted": granted, "facts": facts, "waiting": request.waiting - set(nodes)})
 
 

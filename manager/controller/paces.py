@@ -52,7 +52,7 @@ def members_by_stage(state: ControllerState) -> dict[int, list[WorkerId]]:
 
 
 def work_of(stage: StagePlan) -> tuple[int, int, str]:
-    """Return what stages with the same work have in common: sections and type of node."""
+    """Return what stages with the same work have in common: sections and type of worker."""
     return stage.first_section, stage.end_section, stage.node_type
 
 

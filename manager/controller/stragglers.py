@@ -209,7 +209,7 @@ def _learn(transition: Transition, event: ComputeTimesSeen) -> None:
         return
     forecasts = with_forecasts(measured.forecasts, measured.stage_ratios, seen, profiled_s)
     transition.change_measured(stage_ratios=seen, forecasts=forecasts)
-    found = correction_of(() if forecasts.are_worse else seen, profiled_s)
-    if is_material(measured.correction, found, seen, profiled_s):
-        transition.change_measured(correction=found)
-        transition.add(found.sentence, NoteCorrection(correction=found))
+    correction = correction_of(() if forecasts.are_worse else seen, profiled_s)
+    if is_material(measured.correction, correction, seen, profiled_s):
+        transition.change_measured(correction=correction)
+        transition.add(correction.sentence, NoteCorrection(correction=correction))

@@ -23,7 +23,7 @@ from tornado.iostream import IOStream
 from tornado.netutil import bind_sockets
 from tornado.web import Application, RequestHandler
 
-from manager.accounting.account import Part
+from manager.accounting.account import TimeUse
 from manager.dashboard.metrics import metrics_text
 from manager.dashboard.snapshot import snapshot
 from manager.journal.journal import patiently
@@ -191,7 +191,7 @@ class _Script(_Guarded):
     def get(self) -> None:
         self.set_header("Content-Type", "text/javascript; charset=utf-8")
         colours = {part.value: colour for part, (colour, _) in PARTS.items()}
-        words = {part.value: part.words for part in Part}
+        words = {part.value: part.words for part in TimeUse}
         palette = (
             f"const COLOURS = {json.dumps(colours)}, SHAPE_COLOURS = {json.dumps(SOFT)}, "
             f"PART_WORDS = {json.dumps(words)};"

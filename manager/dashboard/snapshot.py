@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from manager.accounting.account import Part
+from manager.accounting.account import TimeUse
 from manager.report.live import LiveRun
 
 MOST_EVALUATIONS = 20
@@ -41,9 +41,9 @@ def snapshot(run: LiveRun) -> dict[str, Any]:
             "metric_points": {name: [list(p) for p in series.points] for name, series in run.metric_series.items()},
             "events": [{"time_s": e.time_s, "code": e.code, "sentence": e.sentence} for e in run.recent],
             "next_save": None if next_save is None else next_save.model_dump(),
-            "node_seconds": {part.value: account.part_s(part) for part in Part},
+            "node_seconds": {part.value: account.part_s(part) for part in TimeUse},
             "dollars": None if bill is None else bill.total_usd,
-            "part_dollars": None if bill is None else {part.value: bill.part_usd(part) for part in Part},
+            "part_dollars": None if bill is None else {part.value: bill.part_usd(part) for part in TimeUse},
             "remaining": None if left is None else {"text": left.text, **left.model_dump()},
             "dollars_on_demand": account.on_demand_usd(run.prices),
         }

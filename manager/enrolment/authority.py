@@ -69,17 +69,17 @@ def requested_key(pem: str, node: str, address: str) -> PublicKey:
 def check_certificate(pem: str, authority: bytes, key: PrivateKey, address: str) -> None:
     """Raise WrongCertificate unless it is from this authority, for this key and address, and valid now."""
     try:
-        found, signer = x509.load_pem_x509_certificate(pem.encode()), x509.load_pem_x509_certificate(authority)
-        found.verify_directly_issued_by(signer)
-        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        certificate, signer = x509.load_pem_x509_certificate(pem.encode()), x509.load_pem_x509_certificate(authority)
+        certificate.verify_directly_issued_by(signer)
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound) as error:
         raise WrongCertificate("the certificate is not from this run's authority") from error
-    if found.public_key() != key.public_key():
+    if certificate.public_key() != key.public_key():
         raise WrongCertificate("the certificate is for another key")
     if ipaddress.ip_address(address) not in names.get_values_for_type(x509.IPAddress):
         raise WrongCertificate(f"the certificate is not for {address}")
-    if not found.not_valid_before_utc <= now() <= found.not_valid_after_utc:
+    if not certificate.not_valid_before_utc <= now() <= certificate.not_valid_after_utc:
         raise WrongCertificate(
-            f"the certificate is valid from {found.not_valid_before_utc} to {found.not_valid_after_utc}, "
+            f"the certificate is valid from {certificate.not_valid_before_utc} to {certificate.not_valid_after_utc}, "
             f"and here it is {now()}: one of the two clocks is wrong"
         )

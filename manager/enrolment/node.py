@@ -35,7 +35,7 @@ class NotEnrolled(MorphError):
 
 
 @dataclass(frozen=True)
-class Place:
+class ManagerContact:
     """A node's manager, and the node's name. ``source``: the address to call from; empty: the kernel's choice."""
 
     manager: tuple[str, int]
@@ -52,7 +52,7 @@ class Granted:
     address: str
 
 
-def ask(place: Place, make_request: MakeRequest) -> Granted:
+def ask(place: ManagerContact, make_request: MakeRequest) -> Granted:
     """Request a certificate once; NotEnrolled if the manager refuses.
 
     OSError: the manager cannot be reached or is slow, or the answering process cannot prove that it is the manager.
@@ -66,7 +66,9 @@ def ask(place: Place, make_request: MakeRequest) -> Granted:
     return Granted(str(answer.get("certificate")), address)
 
 
-def ask_for_long(place: Place, make_request: MakeRequest, patience_s: float, retry_s: float = RETRY_S) -> Granted:
+def ask_for_long(
+    place: ManagerContact, make_request: MakeRequest, patience_s: float, retry_s: float = RETRY_S
+) -> Granted:
     """Repeat the request for this number of seconds and one more attempt; NotEnrolled: no answer, or a refusal."""
     until_s = time.monotonic() + patience_s
     while True:
@@ -80,7 +82,7 @@ def ask_for_long(place: Place, make_request: MakeRequest, patience_s: float, ret
             time.sleep(min(retry_s, left_s))
 
 
-def enrol(place: Place, authority: Path, directory: Path, patience_s: float) -> tuple[Certificates, str]:
+def enrol(place: ManagerContact, authority: Path, directory: Path, patience_s: float) -> tuple[Certificates, str]:
     """Get a certificate for a new key; return both paths and the certificate's address. NotEnrolled: there is none."""
     key, trusted = new_key(), authority.read_bytes()
     granted = ask_for_long(place, lambda address: signing_request(key, place.node, address), patience_s)
@@ -106,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--address", default="")
     parser.add_argument("command", nargs="+")
     given = parser.parse_args(arguments)
-    place = Place(given.manager, given.node, secret_in(given), given.address)
+    place = ManagerContact(given.manager, given.node, secret_in(given), given.address)
     try:
         files, address = enrol(place, given.authority, given.directory, given.patience_s)
     except NotEnrolled as error:

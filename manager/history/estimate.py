@@ -96,18 +96,18 @@ def estimate(lives: Sequence[Life], facts: NodeFacts) -> Estimate:
     depths = [min(most, _depth(life.facts, facts)) for life in lives]
     steps = [[life for life, at in zip(lives, depths, strict=True) if at == depth] for depth in range(1, most + 1)]
     sums = [seen(step) for step in steps]
-    num_lost = sum(found.num_lost for found in sums)
-    dispersion = sum(found.together for found in sums) / num_lost if num_lost else 1.0
+    num_lost = sum(group.num_lost for group in sums)
+    dispersion = sum(group.together for group in sums) / num_lost if num_lost else 1.0
     rate, weight = _posterior(
-        [(found.num_lost / dispersion, found.hours / dispersion) for found in sums], PRIOR.per_vm_h, PRIOR.weight_vm_h
+        [(group.num_lost / dispersion, group.hours / dispersion) for group in sums], PRIOR.per_vm_h, PRIOR.weight_vm_h
     )
-    share, _ = _posterior([(found.num_bulk, found.num_lost) for found in sums], PRIOR.bulk_share, WEIGHT_LOSSES)
-    events = [(found.bulk_fractions, found.num_bulk_events) for found in sums]
+    share, _ = _posterior([(group.num_bulk, group.num_lost) for group in sums], PRIOR.bulk_share, WEIGHT_LOSSES)
+    events = [(group.bulk_fractions, group.num_bulk_events) for group in sums]
     fraction, _ = _posterior(events, PRIOR.bulk_fraction, WEIGHT_EVENTS)
     allocation_s, num_allocations = _median([[life.allocation_s for life in step] for step in steps])
     preparation_s, num_preparations = _median([[life.preparation_s for life in step] for step in steps])
     lead_s, num_notices = _median([[life.lead_s for life in step if life.is_lost] for step in steps], enough=1)
-    hours = sum(found.hours for found in sums)
+    hours = sum(group.hours for group in sums)
     named = " ".join(filter(None, (facts.provider, facts.size, facts.region, facts.zone)))
     expected = ExpectedLosses(
         per_vm_h=rate,
@@ -137,15 +137,15 @@ def kinds(lives: Sequence[Life]) -> tuple[KindSeen, ...]:
     by_facts: dict[NodeFacts, list[Life]] = {}
     for life in lives:
         by_facts.setdefault(life.facts, []).append(life)
-    told = []
+    of_kinds = []
     for facts, own in sorted(by_facts.items(), key=lambda kind: tuple(kind[0].model_dump().values())):
-        found = seen(own)
+        seen_of_kind = seen(own)
         priced = [life for life in own if life.usd_per_h is not None]
-        told.append(
+        of_kinds.append(
             KindSeen(
                 facts=facts,
-                seen=found,
-                mean_lifetime_h=found.hours / found.num_lost if found.num_lost else None,
+                seen=seen_of_kind,
+                mean_lifetime_h=seen_of_kind.hours / seen_of_kind.num_lost if seen_of_kind.num_lost else None,
                 lead_s=_median([[life.lead_s for life in own if life.is_lost]], enough=1)[0],
                 allocation_s=_median([[life.allocation_s for life in own]], enough=1)[0],
                 preparation_s=_median([[life.preparation_s for life in own]], enough=1)[0],
@@ -153,7 +153,7 @@ def kinds(lives: Sequence[Life]) -> tuple[KindSeen, ...]:
                 estimate=estimate(lives, facts),
             )
         )
-    return tuple(told)
+    return tuple(of_kinds)
 
 
 def gamma_quantile(probability: float, shape: float) -> float:
@@ -182,12 +182,12 @@ def _gamma_below(x: float, shape: float) -> float:
     return min(1.0, total * math.exp(shape * math.log(x) - x - math.lgamma(shape + 1)))
 
 
-def _depth(one: NodeFacts, requested: NodeFacts) -> int:
+def _depth(facts: NodeFacts, requested: NodeFacts) -> int:
     """Return how many of provider, size, region and zone match, from the left; an empty one means any."""
-    if one.provider != requested.provider:
+    if facts.provider != requested.provider:
         return 0
     depth = 0
-    for ours, theirs in zip(one.model_dump().values(), requested.model_dump().values(), strict=True):
+    for ours, theirs in zip(facts.model_dump().values(), requested.model_dump().values(), strict=True):
         if theirs not in ("", ours):
             break
         depth += 1

@@ -122,10 +122,10 @@ def _proxy_of(parts: SplitResult) -> SplitResult | None:
     from urllib.request import getproxies, proxy_bypass
 
     known = getproxies()
-    found = known.get(parts.scheme) or known.get("all")
-    if not found or proxy_bypass(parts.netloc.rpartition("@")[2]):
+    proxy_url = known.get(parts.scheme) or known.get("all")
+    if not proxy_url or proxy_bypass(parts.netloc.rpartition("@")[2]):
         return None
-    proxy = urlsplit(found if "://" in found else f"http://{found}")
+    proxy = urlsplit(proxy_url if "://" in proxy_url else f"http://{proxy_url}")
     try:
         usable = proxy.scheme == "http" and proxy.hostname and (proxy.port or True)
     except ValueError:

@@ -69,38 +69,38 @@ def ask(run_dir: Path, requested: PreemptionRequest) -> PreemptionAnswer | None:
     return None if answer is None else PreemptionAnswer.model_validate(answer)
 
 
-def first_answer(run_dir: Path, requested: PreemptionRequest, told: Callable[[str], None]) -> PreemptionAnswer:
+def first_answer(run_dir: Path, requested: PreemptionRequest, say: Callable[[str], None]) -> PreemptionAnswer:
     """Send a request once the manager answers; blocks while the run starts or pauses. Errors: see ``ask``."""
     waits = False
     while (answer := ask(run_dir, requested)) is None:
         if not waits:
-            told("the run does not answer now because it starts or is about to end: waiting for it")
+            say("the run does not answer now because it starts or is about to end: waiting for it")
         waits = True
         time.sleep(POLL_S)
     return answer
 
 
 def inject(
-    run_dir: Path, injection: Injection, make_lives: Callable[[float], Lives], told: Callable[[str], None]
+    run_dir: Path, injection: Injection, make_lives: Callable[[float], Lives], say: Callable[[str], None]
 ) -> str:
     """Preempt VMs; blocks until the run or the last life is over, or enough were taken. Returns which, as a sentence.
 
     The manager finishes what it has begun, even if this is interrupted. ``make_lives``: makes the model that determines
-    when VMs are taken, given its first moment on the run's clock. ``told``: called with a line for each VM that is
+    when VMs are taken, given its first moment on the run's clock. ``say``: called with a line for each VM that is
     taken or spared. Errors: see ``ask``.
     """
-    answer = first_answer(run_dir, PreemptionRequest(), told)
-    told(f"VMs that may be taken now: {len(answer.vms)}; {injection.why}")
+    answer = first_answer(run_dir, PreemptionRequest(), say)
+    say(f"VMs that may be taken now: {len(answer.vms)}; {injection.why}")
     lives, before_s, num_taken = make_lives(answer.now_s), answer.now_s, 0
     while True:
         for due in lives.between(answer.vms, before_s, answer.now_s):
             wanted = due.vms if injection.count is None else due.vms[: injection.count - num_taken]
             try:
-                done = first_answer(run_dir, injection.taking(*wanted), told)
+                done = first_answer(run_dir, injection.taking(*wanted), say)
             except NotRunning:
                 return _over(run_dir)
             for line in lines_of(done, injection):
-                told(line)
+                say(line)
             num_taken += len(done.taken)
             if num_taken == injection.count:
                 return f"{num_taken} VM{'s were' if num_taken > 1 else ' was'} taken"
@@ -109,7 +109,7 @@ def inject(
             return "the trace is over"
         time.sleep(POLL_S)
         try:
-            answer = first_answer(run_dir, PreemptionRequest(), told)
+            answer = first_answer(run_dir, PreemptionRequest(), say)
         except NotRunning:
             return _over(run_dir)
 

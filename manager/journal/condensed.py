@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from manager.controller.state.state import ControllerState
-from manager.journal.records import Entry, Line
+from manager.journal.records import Entry, JournalLine
 from morph.contract.errors import RunDirError
 
 Column = np.ndarray[Any, np.dtype[Any]]
@@ -101,7 +101,7 @@ class Keeper(Protocol):
     def may_cut(self) -> bool:
         """Whether every step up to the last line is completely decided."""
 
-    def take(self, line: Line) -> None:
+    def take(self, line: JournalLine) -> None:
         """Process a line that was written."""
 
     def cut(self) -> Cut:

@@ -40,7 +40,7 @@ from manager.journal.condensed import (
     unpacked,
     unpacked_lines,
 )
-from manager.journal.records import Decided, DecisionRecord, Entry, EntryKind, Fact, Line, LineReader
+from manager.journal.records import Decided, DecisionRecord, Entry, EntryKind, Fact, JournalLine, LineReader
 from morph.contract.errors import RunDirError, RunDirStuck
 from morph.contract.waits import Backoff
 
@@ -90,19 +90,19 @@ def patiently(attempt: Callable[[], Result], limit_s: float = LIMIT_S) -> Result
     """Retry an action until the run directory allows it, and report once that it waits and once that it continues;
     RunDirStuck after ``limit_s``, KeyboardInterrupt on a second Ctrl-C.
     """
-    begin_s, pauses, told = time.monotonic(), RETRIES.pauses(), False
+    begin_s, pauses, is_noted = time.monotonic(), RETRIES.pauses(), False
     while True:
         try:
             result = attempt()
         except RunDirStuck as error:
             if time.monotonic() - begin_s >= limit_s:
                 raise
-            if not told:
+            if not is_noted:
                 log.warning("the run pauses: %s; it continues once that is resolved (Ctrl-C twice ends it now)", error)
-            told = True
+            is_noted = True
             time.sleep(next(pauses))
         else:
-            if told:
+            if is_noted:
                 log.warning("the run goes on after a pause of %.1f s", time.monotonic() - begin_s)
             return result
 
@@ -254,12 +254,12 @@ class Journal:
     def append_config(self, time_s: float, config: ControllerConfig) -> None:
         """Append the configuration that begins a run, or resumes one in the same directory."""
         with self._lock:
-            self._tell(Line(self._write([(time_s, "config", config.model_dump_json())]), time_s, config))
+            self._tell(JournalLine(self._write([(time_s, "config", config.model_dump_json())]), time_s, config))
 
     def append_fact(self, time_s: float, fact: Fact) -> None:
         """Append a fact that is not an event for the controller."""
         with self._lock:
-            self._tell(Line(self._write([(time_s, "fact", fact.model_dump_json())]), time_s, fact))
+            self._tell(JournalLine(self._write([(time_s, "fact", fact.model_dump_json())]), time_s, fact))
 
     def append_decision(self, time_s: float, event: Event, decision: Decision) -> None:
         """Append an event and its decision, both or neither; call it before the actions are carried out."""
@@ -275,7 +275,7 @@ class Journal:
                 raise KeyboardInterrupt from error
             raise
         with self._lock:
-            self._tell(Line(self._write(rows, saved), time_s, Decided(event, record)))
+            self._tell(JournalLine(self._write(rows, saved), time_s, Decided(event, record)))
             self._num_unsaved = 0 if saved is not None else self._num_unsaved + 1
             if self.keeper is not None and self.keeper.num_taken >= SNAPSHOT_EVERY and self.keeper.may_cut:
                 try:
@@ -288,7 +288,7 @@ class Journal:
                     self.keeper.forget()
                     self._num_unsaved = 0
 
-    def _tell(self, line: Line) -> None:
+    def _tell(self, line: JournalLine) -> None:
         if self.keeper is not None:
             try:
                 self.keeper.take(line)
@@ -451,9 +451,9 @@ class Journal:
     def last_moment(self) -> tuple[int, float] | None:
         """Return the number of the newest line, and when it was written."""
         with self._at_one_moment():
-            found = self._select("SELECT sequence, time_s FROM entries ORDER BY sequence DESC LIMIT 1")
-            found += self._select("SELECT sequence, time_s FROM heads")
-            return max(found, default=None)
+            moments = self._select("SELECT sequence, time_s FROM entries ORDER BY sequence DESC LIMIT 1")
+            moments += self._select("SELECT sequence, time_s FROM heads")
+            return max(moments, default=None)
 
     def snapshot(self) -> tuple[int, str] | None:
         """Return the newest snapshot, without its configuration: the line before it, and the state as JSON."""

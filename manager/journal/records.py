@@ -102,7 +102,7 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class JournalLine:
     """The content of one or two lines. ``sequence``: the number of its last line."""
 
     sequence: int
@@ -116,7 +116,7 @@ class LineReader:
     def __init__(self) -> None:
         self._event: Event | None = None
 
-    def line(self, entry: Entry) -> Line | None:
+    def line(self, entry: Entry) -> JournalLine | None:
         """Read one line; None for an event, or for a decision whose event was not read.
 
         RunDirError if another version of Morph wrote it. Damage to a line that has a digest is found before.
@@ -130,7 +130,7 @@ class LineReader:
                 allowed="that version; or morph resume of the run's checkpoints in another run directory",
             ) from error
 
-    def _line(self, entry: Entry) -> Line | None:
+    def _line(self, entry: Entry) -> JournalLine | None:
         text = entry.payload_json
         says: ControllerConfig | Fact | Decided
         match entry.kind:
@@ -145,10 +145,10 @@ class LineReader:
                 return None
             case _:
                 says, self._event = Decided(self._event, DecisionRecord.model_validate_json(text)), None
-        return Line(entry.sequence, entry.time_s, says)
+        return JournalLine(entry.sequence, entry.time_s, says)
 
 
-def lines(entries: Iterable[Entry]) -> Iterator[Line]:
+def lines(entries: Iterable[Entry]) -> Iterator[JournalLine]:
     """Read several lines."""
     reader = LineReader()
     for entry in entries:

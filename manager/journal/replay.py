@@ -69,10 +69,10 @@ def _snapshot(journal: Journal) -> tuple[ControllerState | None, int]:
     sequence, state_json = snapshot
     state = json.loads(state_json) | {"config": json.loads(config.payload_json)}
     try:
-        found = ControllerState.model_validate_json(json.dumps(state))
-        measured = found.measured
-        corrected = found.config.corrected(measured.planned_with, measured.types_planned_with)
-        return found.model_copy(update={"config": corrected}), sequence
+        restored = ControllerState.model_validate_json(json.dumps(state))
+        measured = restored.measured
+        corrected = restored.config.corrected(measured.planned_with, measured.types_planned_with)
+        return restored.model_copy(update={"config": corrected}), sequence
     except ValidationError as error:
         raise RunDirError(
             f"the journal's snapshot after line {sequence} was written by another version of the controller; "

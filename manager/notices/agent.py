@@ -28,7 +28,7 @@ from manager.notices.gcp import GcpNotices
 from manager.notices.slurm import SlurmNotices
 from manager.notices.source import NoticeSource
 from manager.notices.watch import Given, NoticeWatch, Told, Trouble, Withdrawn
-from morph.link.session import Session
+from morph.link.session import LinkSession
 
 BEAT_S = 5.0
 RETRY_S = 2.0
@@ -103,35 +103,35 @@ class Agent:
         for watch in self._watches:
             watch.close()
 
-    def _talk(self, session: Session) -> float:
+    def _talk(self, session: LinkSession) -> float:
         """Report everything to the manager until it is gone; return when it last answered, on the monotonic clock."""
         heard_s = time.monotonic()
-        told: Told | None = None
+        news: Told | None = None
         reader = threading.Thread(target=self._listen, args=(session,), name="morph-agent-listen", daemon=True)
         reader.start()
         try:
             for given in self._still_standing():
                 session.tell(_message(given))
             while reader.is_alive() and not self._over.is_set():
-                told = None
+                news = None
                 with contextlib.suppress(queue.Empty):
-                    told = self._news.get(timeout=min(BEAT_S, self._every_s))
-                if told is None:
+                    news = self._news.get(timeout=min(BEAT_S, self._every_s))
+                if news is None:
                     session.tell({"kind": "beat"})
-                elif not isinstance(told, Given) or told.notice in self._standing:
-                    session.tell(_message(told))
+                elif not isinstance(news, Given) or news.notice in self._standing:
+                    session.tell(_message(news))
                 if reader.is_alive():
                     heard_s = time.monotonic()
                     self._stay()
         except OSError:
-            if told is not None:
-                self._news.put(told)  # the report may not have arrived
+            if news is not None:
+                self._news.put(news)  # the report may not have arrived
         finally:
             session.close()
             reader.join(2 * BEAT_S)
         return heard_s
 
-    def _listen(self, session: Session) -> None:
+    def _listen(self, session: LinkSession) -> None:
         """Handle the manager's messages. It answers each beat, so that its silence is noticed."""
         try:
             while True:
@@ -142,22 +142,22 @@ class Agent:
         except OSError:
             session.close()
 
-    def _take(self, told: Told) -> None:
+    def _take(self, news: Told) -> None:
         with self._lock:
-            if isinstance(told, Given):
-                self._standing[told.notice] = (told, time.monotonic())
-            elif isinstance(told, Withdrawn):
-                self._standing.pop(told.notice, None)
-            self._news.put(told)
+            if isinstance(news, Given):
+                self._standing[news.notice] = (news, time.monotonic())
+            elif isinstance(news, Withdrawn):
+                self._standing.pop(news.notice, None)
+            self._news.put(news)
 
     def _still_standing(self) -> list[Given]:
         """Return valid notices, with lead times from now on; waiting reports that are no longer true are dropped."""
         with self._lock:
             now_s = time.monotonic()
             waiting = [self._news.get() for _ in range(self._news.qsize())]
-            for told in waiting:
-                if isinstance(told, Trouble) or (isinstance(told, Withdrawn) and told.notice not in self._standing):
-                    self._news.put(told)
+            for news in waiting:
+                if isinstance(news, Trouble) or (isinstance(news, Withdrawn) and news.notice not in self._standing):
+                    self._news.put(news)
             return [
                 given.model_copy(
                     update={"lead_s": None if given.lead_s is None else max(0.0, given.lead_s - (now_s - since_s))}
@@ -166,9 +166,9 @@ class Agent:
             ]
 
 
-def _message(told: Told) -> dict[str, object]:
-    kind = {Given: "given", Withdrawn: "withdrawn", Trouble: "trouble"}[type(told)]
-    return {"kind": kind, **told.model_dump()}
+def _message(news: Told) -> dict[str, object]:
+    kind = {Given: "given", Withdrawn: "withdrawn", Trouble: "trouble"}[type(news)]
+    return {"kind": kind, **news.model_dump()}
 
 
 def end_group(folder: Path, grace_s: float = GROUP_GRACE_S) -> None:
@@ -194,12 +194,12 @@ def end_group(folder: Path, grace_s: float = GROUP_GRACE_S) -> None:
 
 
 def _others_of_group() -> list[psutil.Process]:
-    found, mine = [], os.getpgid(0)
+    others, mine = [], os.getpgid(0)
     for process in psutil.process_iter():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if process.pid != os.getpid() and os.getpgid(process.pid) == mine:
-                found.append(process)
-    return found
+                others.append(process)
+    return others
 
 
 def _end(kind: str, node: str, management_url: str, folder: Path) -> None:

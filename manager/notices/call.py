@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator, Tuple  # noqa: UP035 (a VM that boots may have Python 3.8)
 
-from morph.link.session import Session
+from morph.link.session import LinkSession
 from morph.link.wire import Wire
 
 AGENT, ERRAND = ROLES = ("agent", "errand")
@@ -37,7 +37,7 @@ def called(
     *,
     timeout_s: float = CONNECT_TIMEOUT_S,
     source: str = "",
-) -> Iterator[Session]:
+) -> Iterator[LinkSession]:
     """Call the manager; the connection closes with the context.
 
     ``role``: ``AGENT`` or ``ERRAND``. ``timeout_s``: the bound for each of the manager's messages in the greeting.
@@ -45,7 +45,7 @@ def called(
     or another process answers.
     """
     with socket.create_connection(manager, CONNECT_TIMEOUT_S, (source, 0) if source else None) as connection:
-        session = Session(connection, Wire(secret, listens=False))
+        session = LinkSession(connection, Wire(secret, listens=False))
         session.greet(node, str(num_devices), role, timeout_s=timeout_s)
         yield session
 

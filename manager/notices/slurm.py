@@ -46,12 +46,12 @@ class SlurmNotices:
             signalled_s = noted.stat().st_mtime if noted.exists() else None
         except (OSError, ValidationError) as error:
             raise NoticeUnavailable(f"{self._folder}: {error}") from error
-        now_s, found = self._clock(), []
+        now_s, notices = self._clock(), []
         if signalled_s is not None:
-            found.append(Standing(notice=SIGNALLED, lead_s=max(0.0, signalled_s + limits.grace_s - now_s)))
+            notices.append(Standing(notice=SIGNALLED, lead_s=max(0.0, signalled_s + limits.grace_s - now_s)))
         if limits.ends_s is not None and limits.ends_s - now_s <= limits.ahead_s:
-            found.append(Standing(notice=TIME_LIMIT, lead_s=max(0.0, limits.ends_s - now_s)))
-        return tuple(found)
+            notices.append(Standing(notice=TIME_LIMIT, lead_s=max(0.0, limits.ends_s - now_s)))
+        return tuple(notices)
 
     def acknowledge(self, _notice: str) -> None:
         """Let the shell end the job, so that another job gets its place."""

@@ -56,12 +56,12 @@ def checked(answer: HttpAnswer, what: str) -> HttpAnswer:
 def json_of(answer: HttpAnswer, what: str) -> dict[str, Any]:
     """Read a JSON object; NoticeUnavailable if the answer is none."""
     try:
-        found = json.loads(answer.body)
+        content = json.loads(answer.body)
     except ValueError as error:
         raise NoticeUnavailable(f"{what}: the answer is not JSON") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise NoticeUnavailable(f"{what}: the answer is not a JSON object")
-    return found
+    return content
 
 
 def lead_s(until_s: float, answer: HttpAnswer) -> float:

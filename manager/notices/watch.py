@@ -79,9 +79,9 @@ class NoticeWatch:
     def poll(self) -> float:
         """Poll once and report what is new; returns the seconds until the next poll."""
         try:
-            found = {standing.notice: standing for standing in self._source.standing()}
+            standing_by_name = {standing.notice: standing for standing in self._source.standing()}
             answered_s = time.monotonic()
-            self._tell_changes(found, answered_s)
+            self._tell_changes(standing_by_name, answered_s)
             self._acknowledge()
         except NoticeUnavailable as error:
             return self._failed(str(error), error.retry_after_s)
@@ -92,10 +92,10 @@ class NoticeWatch:
             self._say(Trouble(source=self._source.name, sentence=""))
         return self._every_s
 
-    def _tell_changes(self, found: dict[str, Standing], answered_s: float) -> None:
-        new = [standing for name, standing in found.items() if name not in self._standing]
-        gone = [standing for name, standing in self._standing.items() if name not in found]
-        self._standing = found
+    def _tell_changes(self, present: dict[str, Standing], answered_s: float) -> None:
+        new = [standing for name, standing in present.items() if name not in self._standing]
+        gone = [standing for name, standing in self._standing.items() if name not in present]
+        self._standing = present
         for standing in gone:
             with self._lock:
                 self._left.discard(standing.notice)
@@ -123,9 +123,9 @@ class NoticeWatch:
         wait_s = Backoff(self._every_s, ERROR_WAIT_MAX_S).pause_s(self._num_errors - 1)
         return max(wait_s, min(retry_after_s or 0.0, RETRY_AFTER_MAX_S))
 
-    def _say(self, told: Told) -> None:
+    def _say(self, news: Told) -> None:
         if not self._over.is_set():
-            self._tell(told)
+            self._tell(news)
 
     def _run(self) -> None:
         while not self._over.is_set():

@@ -53,9 +53,9 @@ class EmulationOptions:
 
 def stretched(profile: Profile, factor: float) -> Profile:
     """Return the profile with every measured time multiplied by ``factor``."""
-    found = _stretched(profile, factor)
-    assert isinstance(found, Profile)
-    return found
+    longer = _stretched(profile, factor)
+    assert isinstance(longer, Profile)
+    return longer
 
 
 def _stretched(value: object, factor: float) -> object:

@@ -19,7 +19,6 @@ from manager.rehearsal.device import FORGIVEN_S, EmulationOptions, emulated_devi
 from manager.rehearsal.measurements import Load, Measured, Rehearsal, Rehearsed
 from manager.rehearsal.planning import Planned, hosts_of, plan_shape
 from manager.rehearsal.spec import WARM_UP_STEPS, worker_name
-from manager.run.controller_config import section_compute_s
 from manager.run.session import TOO_FEW_LEFT, RunSpec, run_session
 from manager.run_dir import WORKERS_LOG, RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
@@ -231,9 +230,9 @@ def controller_config_of(planned: Planned) -> ControllerConfig:
         num_steps=WARM_UP_STEPS + planned.spec.steps,
         policy=policy,
         expected_nodes=at_start or planned.plan.num_workers,
-        section_compute_s=section_compute_s(planned.profile, planned.plan.micro_batch_size),
+        section_compute_s=planned.profile.section_compute_s(planned.plan.micro_batch_size),
         type_compute_s={
-            name: section_compute_s(of_pool_type(planned.profile, name), planned.plan.micro_batch_size)
+            name: of_pool_type(planned.profile, name).section_compute_s(planned.plan.micro_batch_size)
             for name in sorted({name for pool in planned.plans for name in pool.types if name})
         },
     )

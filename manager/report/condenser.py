@@ -24,7 +24,7 @@ from manager.controller.state.events import (
 from manager.controller.state.state import Phase
 from manager.journal.condensed import Cut, Kept
 from manager.journal.journal import Journal
-from manager.journal.records import VM_KILLED, Decided, DecisionRecord, Fact, Line
+from manager.journal.records import VM_KILLED, Decided, DecisionRecord, Fact, JournalLine
 from manager.report.events import ROUTINE, Told
 from manager.report.fold import NAMES, Fold, Noted
 from manager.report.steps import Step, columns_of
@@ -52,7 +52,7 @@ class Condenser:
         """Whether every answer to a step has its decision, so that a reader that starts here misses no answer."""
         return not self.fold.prepared or not self._trains
 
-    def take(self, line: Line) -> None:
+    def take(self, line: JournalLine) -> None:
         fold, self._last = self.fold, (line.sequence, line.time_s)
         was_open, num_decided = fold.morphs.open is not None, fold.figures.num_decided
         self.noted += [one for one in fold.step(line) if not (isinstance(one.record, Told) and one.record.routine)]
@@ -74,11 +74,11 @@ class Condenser:
             sequence=sequence,
             time_s=time_s,
             states=self.fold.states,
-            columns=columns_of([one.record for one in self.noted if isinstance(one.record, Step)]),
+            columns=columns_of([noted.record for noted in self.noted if isinstance(noted.record, Step)]),
             records=[
-                Kept(at, at_s, NAMES[type(one)], one.model_dump_json())
-                for at, at_s, one in self.noted
-                if not isinstance(one, Step)
+                Kept(at, at_s, NAMES[type(record)], record.model_dump_json())
+                for at, at_s, record in self.noted
+                if not isinstance(record, Step)
             ],
             kept=frozenset(self._kept),
         )

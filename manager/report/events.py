@@ -19,7 +19,7 @@ from manager.journal.records import (
     VM_KILLED,
     VM_UP,
     Fact,
-    Line,
+    JournalLine,
 )
 from manager.report.figures import Seen
 from manager.report.morphs import MorphReader, lost_by
@@ -112,7 +112,7 @@ class Told(Value):
         return f"{clock}  {at:>6}  {self.code:<20}  {' | '.join(self.sentence.splitlines())}"
 
 
-def told_of(line: Line) -> Told:
+def told_of(line: JournalLine) -> Told:
     """Return a line as an event, with its reason's or fact's own sentence."""
     match line.says:
         case ControllerConfig():
@@ -191,7 +191,7 @@ def _facts_of(event: Event) -> Iterator[tuple[str, str]]:
     match event:
         case NodesGranted(waiting=waiting, detail=detail):
             if waiting:
-                several = len({vm_of(node) for node in waiting}) > 1
+                several = len({vm_of(worker) for worker in waiting}) > 1
                 yield "queued", f"{_named(waiting)} {'wait' if several else 'waits'} in the queue"
             if detail:
                 yield "granted", detail

@@ -32,7 +32,7 @@ from manager.journal.records import (
     Decided,
     Entry,
     Fact,
-    Line,
+    JournalLine,
     LineReader,
     lines,
 )
@@ -132,10 +132,10 @@ class Fold:
         """Process lines as they are in the journal; return all that they add."""
         return [noted for line in lines(entries) for noted in self.step(line)]
 
-    def step(self, line: Line) -> list[Noted]:
+    def step(self, line: JournalLine) -> list[Noted]:
         """Process a line; return what it adds: steps and records of the report, finished lives, and events."""
         says, time_s = line.says, line.time_s
-        told, milestones = told_of(line), list[tuple[str, str]]()
+        event, milestones = told_of(line), list[tuple[str, str]]()
         match says:
             case ControllerConfig():
                 self.ledger.begin_session(time_s)
@@ -151,9 +151,9 @@ class Fold:
                 if self.config is not None:
                     milestones = self._decided(self.config, says, line)
         self.lives.step(line)
-        events = [told] if told.inner or not isinstance(says, Decided) else []
+        events = [event] if event.inner or not isinstance(says, Decided) else []
         outer = {"inner": False, "routine": False}
-        events += [told.model_copy(update={"code": code, "sentence": text, **outer}) for code, text in milestones]
+        events += [event.model_copy(update={"code": code, "sentence": text, **outer}) for code, text in milestones]
         noted = [*self.figures.over, *self.morphs.over, *self.lives.over, *events]
         for over in (self.figures.over, self.morphs.over, self.lives.over):
             over.clear()
@@ -174,7 +174,7 @@ class Fold:
         self.morphs.take_fact(fact, time_s)
         self.figures.take_fact(fact, time_s)
 
-    def _decided(self, config: ControllerConfig, says: Decided, line: Line) -> list[tuple[str, str]]:
+    def _decided(self, config: ControllerConfig, says: Decided, line: JournalLine) -> list[tuple[str, str]]:
         event, record = says.event, says.record
         answer = event.answer if isinstance(event, WorkerAnswered) else None
         answers: tuple[Prepared, ...] = ()
@@ -202,7 +202,7 @@ def noted_in(records: Iterable[Kept]) -> Iterator[Noted]:
         yield Noted(kept.sequence, kept.time_s, RECORDS[kept.kind].model_validate_json(kept.payload_json))
 
 
-class Follower:
+class FoldReader:
     """Follows a journal from its first line: reading continues where it stopped, so that nothing comes twice.
 
     ``kinds``: the types of records, or ``Step``, that are wanted.

@@ -79,10 +79,10 @@ def _report(fold: Fold, noted: Sequence[Noted], condensed: Condensed, source: st
     config, figures = fold.config, fold.figures
     if config is None:
         raise RunDirError("its journal holds no run", source=source)
-    told = [one.record for one in noted]
-    newer = [one for one in told if isinstance(one, Step)]
-    steps = Steps(condensed, newer, [one for one in told if isinstance(one, SetBack)])
-    evaluations = {one.version: one for one in told if isinstance(one, EvaluationRecord)}
+    records = [one.record for one in noted]
+    newer = [one for one in records if isinstance(one, Step)]
+    steps = Steps(condensed, newer, [one for one in records if isinstance(one, SetBack)])
+    evaluations = {one.version: one for one in records if isinstance(one, EvaluationRecord)}
     finish = figures.finish
     return RunReport(
         job=config.job,
@@ -97,18 +97,18 @@ def _report(fold: Fold, noted: Sequence[Noted], condensed: Condensed, source: st
         num_sessions=figures.num_sessions,
         shapes=_shapes(
             figures,
-            [one for one in told if isinstance(one, ShapeSpan)],
-            [one for one in told if isinstance(one, ShapeLeft)],
+            [one for one in records if isinstance(one, ShapeSpan)],
+            [one for one in records if isinstance(one, ShapeLeft)],
             steps,
         ),
-        morphs=(*(one for one in told if isinstance(one, MorphRecord)), *fold.morphs.all()),
+        morphs=(*(one for one in records if isinstance(one, MorphRecord)), *fold.morphs.all()),
         steps=steps,
         steps_redone=figures.num_redone,
         first_loss=figures.first_loss,
         last_loss=figures.last_loss,
         evaluations=tuple(evaluations[version] for version in sorted(evaluations)),
         account=fold.ledger.account(),
-        vms=tuple(one for one in told if isinstance(one, VmCount)),
+        vms=tuple(one for one in records if isinstance(one, VmCount)),
         correction=_of_type(figures.correction, config.node_type),
         next_save=None if finish else figures.next_save,
     )

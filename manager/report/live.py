@@ -11,7 +11,7 @@ from manager.accounting.spent import Prices
 from manager.controller.state.actions import ReasonCode
 from manager.controller.state.events import Event
 from manager.controller.state.state import ControllerState, Decision, Phase
-from manager.journal.records import Decided, DecisionRecord, Fact, Line
+from manager.journal.records import Decided, DecisionRecord, Fact, JournalLine
 from manager.report.events import Told
 from manager.report.fold import Fold
 from manager.report.remaining import Remaining, remaining
@@ -125,21 +125,21 @@ class LiveRun:
                 self._begin(time_s, decision.state)
             self.time_s, self.fold.config = time_s, decision.state.config
             for at_s, fact in facts:
-                self.fold.step(Line(0, at_s, fact))
-            told = []
-            for _, _, one in self.fold.step(Line(0, time_s, Decided(event, DecisionRecord.of(decision)))):
-                if isinstance(one, Step):
-                    self._decided(one, decision.state.version)
-                elif isinstance(one, Told) and (not one.inner or one.code in TOLD):
-                    told.append(one)
+                self.fold.step(JournalLine(0, at_s, fact))
+            events = []
+            for _, _, record in self.fold.step(JournalLine(0, time_s, Decided(event, DecisionRecord.of(decision)))):
+                if isinstance(record, Step):
+                    self._decided(record, decision.state.version)
+                elif isinstance(record, Told) and (not record.inner or record.code in TOLD):
+                    events.append(record)
             self._stand(decision.state)
-            self.recent.extend(one for one in told if not one.inner)
-            return tuple(told)
+            self.recent.extend(record for record in events if not record.inner)
+            return tuple(events)
 
     def _begin(self, time_s: float, state: ControllerState) -> None:
         self.start_s, morphs = time_s, self.fold.morphs
         if not self.takes_over:
-            self.fold.step(Line(0, time_s, state.config))
+            self.fold.step(JournalLine(0, time_s, state.config))
             return
         self.fold.ledger.unmanaged(time_s)
         morphs.end_session(state.version)
@@ -190,14 +190,14 @@ class LiveRun:
             parts.append(left.text + ("" if left.end_usd is None else f", about ${left.end_usd[0]:.4f} at the end"))
         return "  ".join(parts)
 
-    def role(self, node: str) -> str:
-        """Return what a node does, in words."""
-        if node in self.places:
-            stage, replica = self.places[node]
+    def role(self, worker: str) -> str:
+        """Return what a worker does, in words."""
+        if worker in self.places:
+            stage, replica = self.places[worker]
             role = f"stage {stage}, replica {replica}"
         else:
-            role = "warming up" if self.nodes[node] == "warming" else "spare"
-        return f"{role}, {self.types[node]}" if node in self.types else role
+            role = "warming up" if self.nodes[worker] == "warming" else "spare"
+        return f"{role}, {self.types[worker]}" if worker in self.types else role
 
     def _decided(self, step: Step, version: int) -> None:
         record, time_s = step.record, step.record.decided_at_s

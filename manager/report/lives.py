@@ -35,7 +35,7 @@ from manager.journal.records import (
     Decided,
     DecisionRecord,
     Fact,
-    Line,
+    JournalLine,
 )
 from morph.contract.base import Value
 from morph.contract.messages import WorkerReady
@@ -157,7 +157,7 @@ class Lives:
     last_s: float = 0.0
     gone_s: float | None = None
 
-    def step(self, line: Line) -> None:
+    def step(self, line: JournalLine) -> None:
         time_s = max(line.time_s, self.last_s)
         match line.says:
             case ControllerConfig() as config:
@@ -238,11 +238,11 @@ class Lives:
                     self.end_all(time_s)
 
     def _there(
-        self, node: str, request: str | None, paid: Paid | None, facts: NodeFacts | None, time_s: float
+        self, worker: str, request: str | None, paid: Paid | None, facts: NodeFacts | None, time_s: float
     ) -> _Open:
-        name = vm_of(node)
+        name = vm_of(worker)
         vm = self.open.setdefault(name, _Open(time_s, notice=self.early.pop(name, None)))
-        vm.workers.add(node)
+        vm.workers.add(worker)
         vm.facts = facts or vm.facts
         vm.usd_per_h = vm.usd_per_h if paid is None or paid.usd_per_h is None else paid.usd_per_h
         if vm.asked_s is None and request is not None:

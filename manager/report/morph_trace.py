@@ -11,7 +11,7 @@ from pydantic import Field
 
 from manager.controller.state.actions import Abort, EndWorker, SendStep
 from manager.controller.state.events import Event, WorkerAnswered, WorkerLost
-from manager.journal.records import VM_KILLED, Decided, DecisionRecord, Entry, Fact, Line, lines
+from manager.journal.records import VM_KILLED, Decided, DecisionRecord, Entry, Fact, JournalLine, lines
 from manager.report.values import MorphRecord
 from morph.contract.base import Value
 from morph.contract.messages import Aborted, Prepared, Reshaped, WorkerId
@@ -86,7 +86,7 @@ class _Spans:
     spans: list[MorphSpan] = field(default_factory=list)
     since_s: dict[WorkerId, tuple[str, float]] = field(default_factory=dict)
 
-    def take(self, line: Line) -> None:
+    def take(self, line: JournalLine) -> None:
         now_s = line.time_s - self.began_s
         match line.says:
             case Fact(name=name, worker=worker) if name == VM_KILLED:

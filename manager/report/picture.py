@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from manager.accounting.account import Part
+from manager.accounting.account import TimeUse
 from morph.contract.files import write_whole
 from morph.pictures import BLUE, BROWN, GREY, INK, ORANGE, QUIET, RED, SKY, SOFT, VIOLET
 from morph.words import counted
@@ -30,15 +30,15 @@ WIDTH_PX, HEIGHT_PX, DOTS_PER_INCH = 1600, 1000, 100
 UNPLANNED, PLANNED = RED, GREY
 MEASURED, EXPECTED, LOSS, VMS = BLUE, ORANGE, VIOLET, SKY
 PARTS = {
-    Part.COMPUTE: (BLUE, "forward, recompute and backward of steps that count"),
-    Part.BUBBLE: (SKY, "the rest of those steps: messages, reductions, the manager's round"),
-    Part.LOST: (RED, "steps given up or lost, attempts that overflowed"),
-    Part.MORPH: (ORANGE, "forming another shape"),
-    Part.CHECKPOINT: (VIOLET, "the last commit and its files"),
-    Part.WAITING: (SOFT[7], "ready while no shape is formed"),
-    Part.WARMING: (SOFT[1], "until the worker is ready"),
-    Part.SPARE: (GREY, "ready without a place"),
-    Part.UNMANAGED: (BROWN, "after their manager was killed"),
+    TimeUse.COMPUTE: (BLUE, "forward, recompute and backward of steps that count"),
+    TimeUse.BUBBLE: (SKY, "the rest of those steps: messages, reductions, the manager's round"),
+    TimeUse.LOST: (RED, "steps given up or lost, attempts that overflowed"),
+    TimeUse.MORPH: (ORANGE, "forming another shape"),
+    TimeUse.CHECKPOINT: (VIOLET, "the last commit and its files"),
+    TimeUse.WAITING: (SOFT[7], "ready while no shape is formed"),
+    TimeUse.WARMING: (SOFT[1], "until the worker is ready"),
+    TimeUse.SPARE: (GREY, "ready without a place"),
+    TimeUse.UNMANAGED: (BROWN, "after their manager was killed"),
 }
 """The colour and meaning of each use of VMs' time."""
 MOST_STEPS = 4000
@@ -174,32 +174,32 @@ def _of_steps(report: RunReport, prices: Prices | None) -> Sequence[Point]:
     kept = np.flatnonzero(~report.steps.redone)
     rows = kept[np.unique(np.linspace(0, len(kept) - 1, min(len(kept), MOST_STEPS)).round().astype(int))]
     sizes = [span.batch_size for span in report.shapes if span.num_steps] or [0]
-    found = []
+    points = []
     for row, record in zip(rows.tolist(), report.steps.rows(rows), strict=True):
         dollars = report.steps.cost(row).dollars(prices)
         speed = sizes[0] / record.duration_s if record.duration_s > 0 else None
         seconds = record.decided_at_s - report.start_s
-        found.append((record.step + 1, seconds, math.nan if dollars is None else dollars, record.loss, speed))
-    return found
+        points.append((record.step + 1, seconds, math.nan if dollars is None else dollars, record.loss, speed))
+    return points
 
 
 def _curves(report: RunReport, steps: Sequence[StepRecord]) -> dict[str, tuple[Curves, dict[int, float | None]]]:
     """Return what is drawn of a training: by name, the values of each step by label, and of each evaluated version."""
-    found: dict[str, tuple[Curves, dict[int, float | None]]] = {}
+    curves: dict[str, tuple[Curves, dict[int, float | None]]] = {}
     evaluated = report.evaluations
     if evaluated or any(record.loss is not None for record in steps):
-        of_versions = {one.version: one.loss for one in evaluated}
-        found["loss"] = {"of each step": [record.loss for record in steps]}, of_versions
+        of_versions = {evaluation.version: evaluation.loss for evaluation in evaluated}
+        curves["loss"] = {"of each step": [record.loss for record in steps]}, of_versions
     rates = [record.learning_rates or (None, None) for record in steps]
     if any(low is not None for low, _ in rates):
         several = any(low != high for low, high in rates)
         lowest = {"lowest": [low for low, _ in rates]} if several else {}
-        found["learning rate"] = lowest | {"highest": [high for _, high in rates]}, {}
+        curves["learning rate"] = lowest | {"highest": [high for _, high in rates]}, {}
     metrics = [*(record.metrics for record in steps), *(record.metrics for record in evaluated)]
     for name in list(dict.fromkeys(name for known in metrics for name in known))[:MOST_METRICS]:
-        of_versions = {one.version: one.metrics.get(name) for one in evaluated}
-        found[name] = {"of each step": [record.metrics.get(name) for record in steps]}, of_versions
-    return found
+        of_versions = {evaluation.version: evaluation.metrics.get(name) for evaluation in evaluated}
+        curves[name] = {"of each step": [record.metrics.get(name) for record in steps]}, of_versions
+    return curves
 
 
 def _draw_evaluations(
@@ -341,10 +341,10 @@ def _draw_loss(panel: Axes, report: RunReport) -> None:
 
 def _legend_or_note(panel: Axes, note: str, handles_of: Axes | None = None) -> None:
     """Put a legend above the panel, where it hides nothing, or a note into it; ``handles_of``: the panel it is of."""
-    found = dict(zip(*(handles_of or panel).get_legend_handles_labels()[::-1], strict=True))
-    if found:
+    handles = dict(zip(*(handles_of or panel).get_legend_handles_labels()[::-1], strict=True))
+    if handles:
         panel.legend(
-            list(found.values()), list(found), ncols=4, fontsize=10, frameon=False, borderpad=0,
+            list(handles.values()), list(handles), ncols=4, fontsize=10, frameon=False, borderpad=0,
             loc="lower right", bbox_to_anchor=(1.0, 0.99),
         )  # fmt: skip
     else:

@@ -7,7 +7,7 @@ import statistics
 import time
 from pathlib import Path
 
-from manager.accounting.account import Account, Part
+from manager.accounting.account import Account, TimeUse
 from manager.report.events import morph_line
 from manager.report.values import RunReport, numbers_text, rates_text
 from manager.run_dir import GOES_ON, SILENT_S, GoesOn, holder_of, of_manager
@@ -99,11 +99,13 @@ def _saved(report: RunReport) -> str:
 
 
 def _account_lines(account: Account) -> list[str]:
-    shares = ", ".join(f"{part.words} {account.share(part):.1%}" for part in Part if account.share(part) >= 0.0005)
+    shares = ", ".join(f"{part.words} {account.share(part):.1%}" for part in TimeUse if account.share(part) >= 0.0005)
     lines = [f"time of VMs: {account.total_s:.1f} s: {shares}"]
     bill = account.bill()
     if bill is not None:
-        parts = ", ".join(f"{part.words} {bill.part_usd(part):.4f}" for part in Part if account.share(part) >= 0.0005)
+        parts = ", ".join(
+            f"{part.words} {bill.part_usd(part):.4f}" for part in TimeUse if account.share(part) >= 0.0005
+        )
         lines.append(f"dollars: {bill.total_usd:.4f}: {parts}")
     return lines
 
@@ -116,11 +118,11 @@ def _training_lines(report: RunReport) -> list[str]:
         numbers = dict(last.metrics)
         if last.gradient_norm is not None:
             numbers["gradient norm"] = last.gradient_norm
-        told = [numbers_text(numbers)] if numbers else []
+        parts = [numbers_text(numbers)] if numbers else []
         if last.learning_rates is not None:
-            told.append(f"learning rate {rates_text(last.learning_rates)}")
-        if told:
-            lines.append(f"at step {last.step}: {', '.join(told)}")
+            parts.append(f"learning rate {rates_text(last.learning_rates)}")
+        if parts:
+            lines.append(f"at step {last.step}: {', '.join(parts)}")
         if last.loss_scale is not None:
             lines.append(f"loss scale: 2**{math.frexp(last.loss_scale)[1] - 1}; steps skipped: {report.num_skipped}")
     if report.evaluations:

@@ -28,7 +28,7 @@ def read_timelines(run_dir: Path) -> dict[int, tuple[StepTimeline, ...]]:
 def timelines_of(entries: Iterable[Entry]) -> dict[int, tuple[StepTimeline, ...]]:
     """Return timelines by step, as ``read_timelines`` does, from the lines of a journal."""
     gathered: dict[tuple[int, int, int], dict[tuple[int, int], StepTimeline]] = {}
-    found: dict[int, tuple[StepTimeline, ...]] = {}
+    by_step: dict[int, tuple[StepTimeline, ...]] = {}
     for entry in entries:
         if entry.kind == "config":
             gathered.clear()  # generations are counted from 0 again
@@ -41,8 +41,8 @@ def timelines_of(entries: Iterable[Entry]) -> dict[int, tuple[StepTimeline, ...]
         together = gathered.setdefault((answer.generation, answer.step, answer.attempt), {})
         together[timeline.replica, timeline.stage] = timeline
         if len(together) == sum(stages * replicas for stages, replicas in kinds_in(timeline.shape)):
-            found[answer.step] = tuple(together[place] for place in sorted(together))
-    return found
+            by_step[answer.step] = tuple(together[place] for place in sorted(together))
+    return by_step
 
 
 def draw_measured(timelines: Sequence[StepTimeline], replica: int, path: Path) -> None:
@@ -51,20 +51,20 @@ def draw_measured(timelines: Sequence[StepTimeline], replica: int, path: Path) -
 
     from simulator.render.timeline import draw_boxes
 
-    laid = [one for one in lay_out(timelines) if one.timeline.replica == replica]
-    first_stage = min((one.timeline.stage for one in laid), default=0)
-    first = min((one.span.micro_batch for one in laid if one.span.micro_batch is not None), default=0)
+    laid = [laid_span for laid_span in lay_out(timelines) if laid_span.timeline.replica == replica]
+    first_stage = min((laid_span.timeline.stage for laid_span in laid), default=0)
+    first = min((laid_span.span.micro_batch for laid_span in laid if laid_span.span.micro_batch is not None), default=0)
     rows = [
         {
             "replica": replica,
-            "stage": one.timeline.stage - first_stage,
-            "task": "all_reduce" if one.span.kind == "reduce" else one.span.kind,
-            "micro_batch": -1 if one.span.micro_batch is None else one.span.micro_batch - first,
-            "start_s": one.start_s,
-            "end_s": one.end_s,
+            "stage": laid_span.timeline.stage - first_stage,
+            "task": "all_reduce" if laid_span.span.kind == "reduce" else laid_span.span.kind,
+            "micro_batch": -1 if laid_span.span.micro_batch is None else laid_span.span.micro_batch - first,
+            "start_s": laid_span.start_s,
+            "end_s": laid_span.end_s,
         }
-        for one in laid
-        if one.span.kind in ("forward", "recompute", "backward", "reduce")
+        for laid_span in laid
+        if laid_span.span.kind in ("forward", "recompute", "backward", "reduce")
     ]
     frame, facts = pd.DataFrame(rows), timelines[0]
     which = "" if sum(replicas for _, replicas in kinds_in(facts.shape)) == 1 else f", replica {replica}"

@@ -85,119 +85,86 @@ def controller_config(
     num_steps: int,
     request: PlanRequest = PlanRequest(),  # noqa: B008 (frozen)
     *,
-    timeline_step: int | None = None,
+    offers: Sequence[Offer] = (),
     num_beyond: int = 0,
     devices: Callable[[], Sequence[CudaDevice]] = cuda_devices,
-    **more: Any,
 ) -> ControllerConfig:
-    """Plan for every number of workers that the trace or ``vms.keep`` can bring, and gather what the controller needs.
+    """Plan for all workers that the trace or ``vms.keep`` can bring, and gather what the controller needs.
 
-    ``request``, with ``more`` of its fields, has: P of every shape (the run waits while there are fewer workers); the
-    largest D (fewer workers form fewer pipelines, further ones stand by); m of all plans, which a resumed run keeps;
-    schedule and recompute. ``num_beyond``: how many more workers may come if the last VM has several devices.
-    ``timeline_step``: the step of which workers record a timeline. ``devices``: a function that lists CUDA devices, if
-    local VMs use them. PlanError: not even the trace's largest number of VMs can run the job, or can form the requested
-    shape.
+    ``request`` has: P of every shape (the run waits while there are fewer workers); the largest D (fewer workers form
+    fewer pipelines, further ones stand by); m of all plans, which a resumed run keeps; schedule and recompute.
+    ``offers``: the types of GPU, if the cluster file names any; there is a plan for every pool of several types, each
+    with the memory that the profile gives, if it gives it for all types, else that of the cluster file. ``num_beyond``:
+    how many more workers may come if the last VM has several devices. ``devices``: lists CUDA devices, if local VMs use
+    them. PlanError: not even all VMs together can run the job, or form the requested shape; or a type is not in the
+    profile. TraceError: a VM of the trace has none of the types.
     """
-    max_nodes = max(trace.max_nodes, vms.keep or 0)
-    memory = memory_of(vms, profile, num_vms=max_nodes, devices=devices)
-    requested = replace(
-        request,
-        **more,
-        memory_bytes=memory.device_bytes,
-        host_memory_bytes=memory.host_bytes,
-        redundancy=policy.redundancy,
-        links=vms.links,
-        rings=vms.rings,
-    )
-    most, request = requested.num_replicas, replace(requested, num_replicas=None)
-    plans = plan_table(profile, max_nodes, request, most_replicas=most, unequal=True)
-    if not plans or most is not None:
-        # raises an error, which says what is allowed, if there is no such shape
-        plan(profile, request, num_gpus=max_nodes, num_replicas=most)
-    if not plans:
-        raise PlanError("no plan fits", field="num_vms", value=max_nodes)
-    if num_beyond:
-        plans = plan_table(profile, max_nodes + num_beyond, request, most_replicas=most, unequal=True)
-    micro_batch_size = next(iter(plans.values())).micro_batch_size
-    return ControllerConfig(
-        **_facts_of(profile),
-        **_of_vms(vms, trace, memory),
-        plans=plans,
-        num_steps=num_steps,
-        policy=policy,
-        timeline_step=timeline_step,
-        section_compute_s=section_compute_s(profile, micro_batch_size),
-    )
-
-
-def _of_vms(vms: Vms, trace: Trace, memory: VmMemory) -> dict[str, Any]:
-    at_start = sum(event.event == "add" and event.time_s == 0 for event in trace.events)
-    return {
-        "expected_nodes": vms.keep or at_start or 1,
-        "target_nodes": vms.keep or 0,
-        "idle_vm_h": vms.limits.idle_vm_h,
-        "device_memory_bytes": memory.device_bytes,
-        "host_memory_bytes": memory.host_bytes,
-        "num_cores": (os.cpu_count() or 1) if isinstance(vms, LocalVms) and vms.device == "cpu" else None,
-    }
-
-
-def mixed_config(
-    profile: Profile,
-    vms: Vms,
-    policy: Policy,
-    trace: Trace,
-    num_steps: int,
-    request: PlanRequest,
-    offers: Sequence[Offer],
-    *,
-    timeline_step: int | None = None,
-    num_beyond: int = 0,
-) -> ControllerConfig:
-    """Return the configuration, as ``controller_config`` does, for GPUs of several types: plan for every pool of them.
-
-    Each type has the memory that the profile gives, if it gives it for all types; else that of the cluster file.
-    PlanError: a type is not in the profile, or no pool can run the job. TraceError: a VM of the trace has none of the
-    types.
-    """
-    names = [offer.node_type for offer in offers]
-    profiles = {name: of_pool_type(profile, name) for name in names}
-    most = most_of_types([trace], {name: name for name in names}, "vms.node_types")
-    if vms.keep is not None:
-        each = vms.keep + num_beyond
-        most = Pool.of({offer.node_type: min(each, offer.most or each) for offer in offers})
-    memory = memory_of(vms, profile, num_vms=most.num_gpus)
+    profiles = {offer.node_type: of_pool_type(profile, offer.node_type) for offer in offers}
+    if len(offers) == 1:
+        (profile,) = profiles.values()
+    most_vms = _most_vms(vms, trace, offers, num_beyond)
+    num_vms = most_vms if isinstance(most_vms, int) else most_vms.num_gpus
+    memory = memory_of(vms, profile, num_vms=num_vms, devices=devices)
     limits: dict[str, Any] = {"memory_bytes": memory.device_bytes, "host_memory_bytes": memory.host_bytes}
     own = [of.environment.device_memory_bytes for of in profiles.values()]
-    each_has_its_own = not isinstance(vms, LocalVms) and all(own)
-    if each_has_its_own:
-        memory = replace(memory, device_bytes=min(filter(None, own)))  # a follower may be on any of them
-    request = replace(
-        request,
-        **({} if each_has_its_own else limits),
-        redundancy=policy.redundancy,
-        links=vms.links,
-        rings=vms.rings,
-    )
-    most_replicas, request = request.num_replicas, replace(request, num_replicas=None)
-    plans = by_need(pool_plan_table(profile, most, request, most_replicas=most_replicas).values())
-    if not plans:
-        raise PlanError("no plan fits", field="pool", value=str(most))
-    micro_batch_size = next(iter(plans.values())).micro_batch_size
+    if len(offers) > 1 and not isinstance(vms, LocalVms) and all(own):
+        memory, limits = replace(memory, device_bytes=min(filter(None, own))), {}  # a follower may be on any of them
+    requested = replace(request, **limits, redundancy=policy.redundancy, links=vms.links, rings=vms.rings)
+    plans = _plans(profile, most_vms, num_beyond, requested)
+    m = next(iter(plans.values())).micro_batch_size
+    at_start = sum(event.event == "add" and event.time_s == 0 for event in trace.events)
+    more: dict[str, Any] = {}
+    if len(offers) == 1:
+        more = {"node_type": offers[0].node_type}
+    elif offers:  # if none adds speed, the first is requested
+        by_price = sorted(offers, key=lambda offer: offer.usd_per_h or 0.0)
+        times_s = {name: of.section_compute_s(m) for name, of in profiles.items()}
+        more = {"offers": tuple(by_price), "type_compute_s": times_s}
     return ControllerConfig(
         **_facts_of(profile),
-        **_of_vms(vms, trace, memory),
+        **more,
         plans=plans,
         num_steps=num_steps,
         policy=policy,
-        timeline_step=timeline_step,
-        section_compute_s=section_compute_s(profile, micro_batch_size),
-        type_compute_s={name: section_compute_s(of, micro_batch_size) for name, of in profiles.items()},
-        offers=tuple(
-            sorted(offers, key=lambda offer: offer.usd_per_h or 0.0)
-        ),  # if none adds speed, the first is taken
+        expected_nodes=vms.keep or at_start or 1,
+        target_nodes=vms.keep or 0,
+        idle_vm_h=vms.limits.idle_vm_h,
+        device_memory_bytes=memory.device_bytes,
+        host_memory_bytes=memory.host_bytes,
+        num_cores=(os.cpu_count() or 1) if isinstance(vms, LocalVms) and vms.device == "cpu" else None,
+        section_compute_s=profile.section_compute_s(m),
     )
+
+
+def _most_vms(vms: Vms, trace: Trace, offers: Sequence[Offer], num_beyond: int) -> int | Pool:
+    """Return the largest number of VMs at one time, of each type if there are several; for these with those beyond."""
+    if len(offers) < 2:
+        return max(trace.max_nodes, vms.keep or 0)
+    names = [offer.node_type for offer in offers]
+    from_trace = most_of_types([trace], dict(zip(names, names, strict=True)), "vms.node_types")
+    if vms.keep is None:
+        return from_trace
+    each = vms.keep + num_beyond
+    return Pool.of({offer.node_type: min(each, offer.most or each) for offer in offers})
+
+
+def _plans(profile: Profile, most_vms: int | Pool, num_beyond: int, request: PlanRequest) -> dict[Any, Plan]:
+    """Return plans by number of GPUs, or by pool if there are several types."""
+    most, request = request.num_replicas, replace(request, num_replicas=None)
+    if isinstance(most_vms, Pool):
+        by_pool = by_need(pool_plan_table(profile, most_vms, request, most_replicas=most).values())
+        if not by_pool:
+            raise PlanError("no plan fits", field="pool", value=str(most_vms))
+        return by_pool
+    plans = plan_table(profile, most_vms, request, most_replicas=most, unequal=True)
+    if not plans or most is not None:
+        # raises an error, which says what is allowed, if there is no such shape
+        plan(profile, request, num_gpus=most_vms, num_replicas=most)
+    if not plans:
+        raise PlanError("no plan fits", field="num_vms", value=most_vms)
+    if num_beyond:
+        plans = plan_table(profile, most_vms + num_beyond, request, most_replicas=most, unequal=True)
+    return plans
 
 
 def most_of_types(traces: Iterable[Trace], node_types: Mapping[str, str], field: str) -> Pool:
@@ -254,7 +221,7 @@ def redundancy_line(
 ) -> str:
     """Return how and why a run of this plan protects itself at first, with the losses expected of unknown VMs."""
     if redundancy == "off" or not profile.units:
-        return "second holders: off"
+        return "followers: off"
     config = ControllerConfig(
         **_facts_of(profile),
         plans={best.num_workers: best},
@@ -272,13 +239,7 @@ def redundancy_line(
         for node, (stage, replica) in zip(nodes, best.places, strict=True)
     ]
     found = redundancy_of(initial_state(config), best, slots, {}, 0.0)
-    return f"second holders, {redundancy}: {found.told or 'replicas are enough'}"
-
-
-def section_compute_s(profile: Profile, micro_batch_size: int) -> tuple[float, ...]:
-    """Return the measured seconds of forward and backward of one micro-batch on each section."""
-    m = micro_batch_size
-    return tuple(section.forward[m].median_s + section.backward[m].median_s for section in profile.sections)
+    return f"followers, {redundancy}: {found.told or 'replicas are enough'}"
 
 
 def _check_fits(checkpoint: Manifest, config: ControllerConfig) -> None:

@@ -26,9 +26,8 @@ from manager.report.journal_reader import read_ledger, read_report
 from manager.report.live import LiveRun
 from manager.report.values import RunReport
 from manager.run import session
-from manager.run.code import RunCode
 from manager.run.controller_config import starting_from
-from manager.run.prepared import PreparedRun
+from manager.run.prepared import PreparedRun, RunCode
 from manager.run.recovery import recovery_of, write_recovery
 from manager.run.request import IfChanged, keep_request
 from manager.run.session import Restarts, run_until_it_ends
@@ -50,54 +49,31 @@ Show = Callable[[LiveRun], AbstractContextManager[Observer]]
 """Shows a run while the context is open; yields the driver's observer."""
 
 
-def managed_run(
-    run: PreparedRun,
-    show: Show,
-    if_changed: IfChanged = IfChanged.REFUSE,
-    *,
-    doing: Callable[[str], None] = lambda _phase: None,
-    take_over: bool = False,
-    forever: bool = False,
-) -> tuple[Finish, RunReport]:
-    """Check everything, then run a job on its VMs to its end; returns the end and the report.
-
-    Before the job is loaded, a run whose VMs live is taken over, and a run that is in use is refused. The request is
-    stored in the run directory once it is certain that the run begins. ``if_changed``: what to do if the job is not the
-    one that the run began with. ``doing``: tells the user the next phase of the checks. ``take_over``: take the
-    checkpoints' storage over from another manager, which may still run. ``forever``: another manager follows this one,
-    unless the user or a limit ends it.
-    InputError: the run cannot begin. CheckpointError: storage does not answer, and the run is new. In both cases
-    nothing was started or written. TrainingStopped: the cluster or training failed.
-    """
-    with ExitStack() as ending:
-        managed = ManagedRun(run, show, if_changed, doing, ending, take_over=take_over, forever=forever)
-        return managed.train()
-
-
 class ManagedRun:
     """One run under this manager. It is checked and planned when it is made; ``train`` does the rest.
 
-    Storage and the job are checked and shapes planned at once, unless it must first look for a run that may still live.
-    A session is the work of one group of VMs and workers, from their start to their end; ``run_until_it_ends`` begins
-    another session if the machines are lost. ``ending``: closes everything else that is opened here. Other arguments:
-    see ``managed_run``. InputError: the run cannot begin; nothing was started or written.
+    Storage and the job are checked and shapes planned at once, unless ``train`` must first look for a run that may
+    still live. A run that is in use is refused. ``if_changed``: what to do if the job is not the one that the run began
+    with. ``doing``: tells the user the next phase of the checks. ``take_over``: take the checkpoints' storage over from
+    another manager, which may still run. ``forever``: another manager follows this one, unless the user or a limit ends
+    it.
+    InputError: the run cannot begin. CheckpointError: storage does not answer, and the run is new. In both cases
+    nothing was started or written.
     """
 
     def __init__(
         self,
         run: PreparedRun,
         show: Show,
-        if_changed: IfChanged,
-        doing: Callable[[str], None],
-        ending: ExitStack,
+        if_changed: IfChanged = IfChanged.REFUSE,
         *,
-        take_over: bool,
+        doing: Callable[[str], None] = lambda _phase: None,
+        take_over: bool = False,
         forever: bool = False,
     ) -> None:
         check_free(run.run_dir)
-        self._run, self._show, self._ending, self._by_force = run, show, ending, take_over
+        self._run, self._show, self._by_force, self._forever = run, show, take_over, forever
         self._lease: Lease | None = None
-        self._forever = forever
         self._is_new = not is_run(run.run_dir)
         self._wait = partial(patiently, limit_s=0.0 if self._is_new else LIMIT_S)  # a resumed run waits for its disk
         unpack = run.cloud is not None
@@ -108,12 +84,20 @@ class ManagedRun:
         self._history = RunHistory(_tell)
         self._providing: Providing | None = None
         self._code: JobCode | None = None
+        self._machines: list[OpenMachines] = []
+        with ExitStack() as ending:
+            self._check(ending)
+            self._ending = ending.pop_all()
+
+    def _check(self, ending: ExitStack) -> None:
+        run = self._run
         if self._is_new and run.request.checkpoint_url is not None:
             # this is first because the job takes longer, and because files left after a wrong key would be in the way
-            if not take_over:
+            if not self._by_force:
                 Lease(run.request.checkpoint_url, this_process("", run.run_dir)).check_free()
             find_whole(run.request.checkpoint_url)
-        self._machines = _begin_machines(run, ending) if self._is_new else []
+        if self._is_new:
+            self._machines = _begin_machines(run, ending)
         if self._is_new or not run.profile.units:  # a job that cannot run leaves nothing behind
             self._trained.check()
         if run.request.epochs is not None:
@@ -129,9 +113,14 @@ class ManagedRun:
         self._facts = run.facts(self._planned)
 
     def train(self) -> tuple[Finish, RunReport]:
-        """Train to the run's end, in as many sessions as that takes."""
+        """Train to the run's end, in as many sessions as that takes; to be called once.
+
+        A session is the work of one group of VMs and workers, from their start to their end; another follows if the
+        machines are lost. A run whose VMs live is taken over, before the job is loaded. The request is stored in the
+        run directory once it is certain that the run begins. TrainingStopped: the cluster or training failed.
+        """
         cloud, name = self._run.cloud, self._run.profile.job.name
-        with RunDir(self._run.run_dir, self._facts) as opened:
+        with self._ending, RunDir(self._run.run_dir, self._facts) as opened:
             self._take_lease(opened)
             if cloud is not None:
                 known_as = name_of(opened.path, name)
@@ -198,17 +187,17 @@ class ManagedRun:
         """Take over a run whose manager was killed; None: no such run lives. A message says so if there was one."""
         began_with = self._trained.of(opened)
         try:
-            found = attachment.find_living(opened, self._command(began_with))
-            if found is None:
+            living_run = attachment.find_living(opened, self._command(began_with))
+            if living_run is None:
                 return None
-            version, num_vms = found.state.version, len(found.vms) or len(found.state.workers)
+            version, num_vms = living_run.state.version, len(living_run.vms) or len(living_run.state.workers)
             self._history.take_in(opened.path)
             them = "it" if num_vms == 1 else "them"
             living = f"{counted(num_vms, 'VM')} of this run live{'s' * (num_vms == 1)}"
             _tell(f"{living}: going on with {them} at version {version}")
             with self._view(opened, version, takes_over=True) as observer:
-                spec = self._spec(began_with, found.state.config)
-                return session.run_session(spec, opened, observer, found=found)
+                spec = self._spec(began_with, living_run.state.config)
+                return session.run_session(spec, opened, observer, found=living_run)
         except attachment.TakeoverFailed as error:
             _tell(f"this run cannot be taken over: {error}; going on from its newest checkpoint")
             return None

@@ -133,7 +133,7 @@ class Market(ABC):
         raise ConfigError("nothing is created for this kind", field="--kind", value=self.kind, allowed=allowed)
 
     @abstractmethod
-    def end_run(self, described: Any, path: Path, run: str, job: str, told: Callable[[str], None]) -> tuple[Vm, ...]:
+    def end_run(self, described: Any, path: Path, run: str, job: str, say: Callable[[str], None]) -> tuple[Vm, ...]:
         """End what a run left behind, found only by the names of the run and its job; return the VMs that existed.
 
         ProviderError names what could not be ended; or nothing of the run exists.
@@ -173,12 +173,12 @@ class AzureMarket(Market):
         return Providing(partial(open_azure, spec, path, name, run_dir), elsewhere, run_dir / LOCK_NAME)
 
     def end_run(
-        self, described: AzureSpec, path: Path, run: str, job: str, told: Callable[[str], None]
+        self, described: AzureSpec, path: Path, run: str, job: str, say: Callable[[str], None]
     ) -> tuple[Vm, ...]:
         self.check(str(path))
         from manager.providers.azure.provider import end_run
 
-        return end_run(described, run, job, told=told)
+        return end_run(described, run, job, say=say)
 
     def findings(self, described: AzureSpec, count: int) -> Iterator[Finding]:
         self.check("the cloud file")
@@ -234,13 +234,11 @@ class AwsMarket(Market):
         spec = aws_spec(described, vms.environment.image, vms.usd_per_h)
         return Providing(partial(open_aws, spec, path, name, run_dir), lock_path=run_dir / LOCK_NAME)
 
-    def end_run(
-        self, described: AwsSpec, path: Path, run: str, job: str, told: Callable[[str], None]
-    ) -> tuple[Vm, ...]:
+    def end_run(self, described: AwsSpec, path: Path, run: str, job: str, say: Callable[[str], None]) -> tuple[Vm, ...]:
         self.check(str(path))
         from manager.providers.aws.provider import end_run
 
-        return end_run(described, run, job, told)
+        return end_run(described, run, job, say)
 
     def findings(self, described: AwsSpec, count: int) -> Iterator[Finding]:
         self.check("the cloud file")
@@ -294,7 +292,7 @@ class StaticMarket(Market):
         hosts = described if vms.usd_per_h is None else described.at(vms.usd_per_h)
         return Providing(partial(open_static, hosts, path, name), lock_path=run_dir / LOCK_NAME)
 
-    def end_run(self, described: Hosts, path: Path, run: str, job: str, told: Callable[[str], None]) -> tuple[Vm, ...]:
+    def end_run(self, described: Hosts, path: Path, run: str, job: str, say: Callable[[str], None]) -> tuple[Vm, ...]:
         spec = StaticSpec(command=("false",), **dict(described))  # nothing is started
         leases = path.resolve().parent / spec.leases
         provider = StaticProvider(spec, run, leases, job=job)
@@ -302,7 +300,7 @@ class StaticMarket(Market):
         if not leased:
             missing = f"run {run} of job {job} has no host: it has ended already, or a name is misspelt"
             raise Misconfigured(f"{leases}: {missing}")
-        end_all(provider, told=told)
+        end_all(provider, say=say)
         return leased
 
 
@@ -362,7 +360,7 @@ class SlurmMarket(Market):
         return slurm.planned(described, slurm_logs(described, path), *names)
 
     def end_run(
-        self, described: SlurmSpec, path: Path, run: str, job: str, told: Callable[[str], None]
+        self, described: SlurmSpec, path: Path, run: str, job: str, say: Callable[[str], None]
     ) -> tuple[Vm, ...]:
         self.check(str(path))
         provider = SlurmProvider(described, RunName(run=run, job=job), lambda _node, _grace_s: "", path.parent)
@@ -371,7 +369,7 @@ class SlurmMarket(Market):
             others = ", ".join(f"{other} of job {its}" for other, its in provider.runs().items()) or "none"
             missing = f"run {run} of job {job} has no job in Slurm's queue: it has ended already, or a name is misspelt"
             raise Misconfigured(f"{missing}; runs that have jobs there: {others}")
-        end_all(provider, told=told)
+        end_all(provider, say=say)
         return left
 
 
@@ -396,15 +394,15 @@ def market_of(kind: str) -> Market:
         allowed = " or ".join([*_BUILT_IN, *market_entry_points()])
         raise ConfigError("no such kind", field="--kind", value=kind, allowed=allowed)
     try:
-        found = market_entry_points()[kind].load()()
+        registered = market_entry_points()[kind].load()()
     except Exception as error:  # another package's code
         raise ConfigError(f"cannot be loaded: {error}", field="vms.kind", value=kind) from error
-    if not isinstance(found, Market):
+    if not isinstance(registered, Market):
         raise ConfigError(
             "cannot be used: the object registered under this name is not a Market", field="vms.kind", value=kind
         )
-    found.kind = kind
-    return found
+    registered.kind = kind
+    return registered
 
 
 def market_of_file(data: Any, kind: str | None) -> Market:

@@ -121,7 +121,7 @@ def run_dir_of(request: RunRequest, run_dir: Path | None) -> Path | None:
     """Return the directory of a requested run, reading no more of its files than necessary.
 
     Paths in the request are relative to the working directory. ``run_dir``: a directory instead of the job's own. None:
-    something is missing; ``resolution.prepare`` reports it. InputError: a file is wrong.
+    something is missing; ``prepare`` reports it. InputError: a file is wrong.
     """
     if run_dir is not None:
         return run_dir

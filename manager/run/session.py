@@ -29,15 +29,16 @@ from manager.engine.machines.machines import Machines, Opening, OpenMachines
 from manager.engine.machines.preemption import PreemptionServer
 from manager.engine.machines.provider_machines import Providing
 from manager.engine.machines.vm_sources import machines_of, provisioning_of, watch_joining, write_last_facts
-from manager.engine.vms.budget import Spending, before_now
-from manager.engine.vms.provisioning import Provisioning
+from manager.engine.vms.budget import Before, Spending
+from manager.engine.vms.provisioning import Provisioner
 from manager.engine.vms.vm_registry import inherited
 from manager.host.devices import cuda_devices, device_slots
 from manager.host.signals import signals_blocked, stopping_on_signals
 from manager.journal.journal import Journal, patiently
-from manager.journal.records import CLUSTER_LOST, OUTLIVES, TOOK_OVER, Fact, TraceMoment
+from manager.journal.records import OUTLIVES, TOOK_OVER, Fact, TraceMoment
 from manager.journal.replay import trace_moment
 from manager.report.condenser import Condenser
+from manager.report.journal_reader import ledger_now
 from manager.run_dir import DEVICES, RunDir
 from morph.contract.cluster import ClusterConfig, LocalVms, ProvidedVms
 from morph.contract.emulation import EmulatedDevice
@@ -140,7 +141,7 @@ def run_session(
             else:
                 take_over(found, session.machines, session.replayer, session.driver)
             session.start_vms()
-            return session.drive()
+            return session.driver.run()
     finally:
         with signals_blocked(session.hurry if session else lambda: None):
             ending.close()
@@ -229,14 +230,6 @@ class Session:
         if self._provisioning is not None:
             self._provisioning.hurry()
 
-    def drive(self) -> Finish:
-        """Decide and act until the job ends."""
-        try:
-            return self.driver.run()
-        except ClusterLost as error:
-            self._event_queue.put(Fact(name=CLUSTER_LOST, detail=str(error)))
-            raise
-
     # ---- opening ----
 
     def _open(self, open_machines: OpenMachines) -> Machines:
@@ -257,11 +250,13 @@ class Session:
                 raise
             raise TakeoverFailed(str(error)) from error
 
-    def _open_provisioning(self) -> Provisioning:
+    def _open_provisioning(self) -> Provisioner:
         vms, found = self._spec.cluster.vms, self._found
         before = None
         if vms.limits.budget_usd is not None:
-            before = before_now(self._run_dir.path, self._clock.now_s(), lives_on=found is not None)
+            lives_on = found is not None
+            ledger = ledger_now(self._run_dir.path, self._clock.now_s(), lives_on=lives_on)
+            before = Before.of(ledger, lives_on=lives_on)
         spending = Spending(vms.limits, before=before)
         opened = provisioning_of(vms, self.machines, self.replayer.fleet, self._event_queue, spending, found)
         self._ending.callback(opened.close)

@@ -16,7 +16,7 @@ from manager.simulation.policies.morph import play_mix, play_morph
 from manager.simulation.policies.pipelines import play_pipelines
 from manager.simulation.policies.restart import play_restart
 from manager.simulation.spot.job import OneVmJob, SpotJob
-from manager.simulation.spot.outcome import Outcome
+from manager.simulation.spot.outcome import PolicyOutcome
 from manager.simulation.spot.run_end import SpotPrices, Until
 from morph.contract.errors import ConfigError
 from morph.contract.trace import Trace
@@ -39,7 +39,7 @@ class Play(Protocol):
 
     def __call__(
         self, job: SpotJob, trace: Trace, *, until: Until, seed: int, prices: SpotPrices | None, name: str
-    ) -> Outcome:
+    ) -> PolicyOutcome:
         """Return the outcome."""
 
 
@@ -50,13 +50,13 @@ POLICIES: Mapping[str, tuple[Play, str]] = {
     ),
     "morph-salvage": (
         partial(play_morph, redundancy="salvage"),
-        "Morph, with a second holder for state and partial sums that only one VM has, even if it does not pay",
+        "Morph, with a follower for state and partial sums that only one VM has, even if it does not pay",
     ),
     "morph-state": (
         partial(play_morph, redundancy="state"),
-        "Morph, with a second holder for state that only one VM has; an abandoned step is repeated",
+        "Morph, with a follower for state that only one VM has; an abandoned step is repeated",
     ),
-    "morph-off": (partial(play_morph, redundancy="off"), "Morph without second holders: lost steps are repeated"),
+    "morph-off": (partial(play_morph, redundancy="off"), "Morph without followers: lost steps are repeated"),
     "restart": (play_restart, "every loss restarts the job from a checkpoint, saved at the interval of least cost"),
     "adaptive": (
         partial(play_restart, adaptive=True),
@@ -93,41 +93,41 @@ class Replay:
     until: Until
     prices: SpotPrices | None
 
-    def run(self, num_processes: int, told: Callable[[float], None] = lambda _share: None) -> list[Outcome]:
-        """Play everything; ``told`` is called with the growing share of the work that is done.
+    def run(self, num_processes: int, show_share: Callable[[float], None] = lambda _share: None) -> list[PolicyOutcome]:
+        """Play everything; ``show_share`` is called with the growing share of the work that is done.
 
         All policies are played on one trace after another. Outcomes are ordered by policy, then by trace.
         """
         cases = [(policy, case) for case in self.traces for policy in self.policies]
         weights = [1.0 if by_controller(policy) else _QUICK for policy, _ in cases]
-        found: dict[int, Outcome] = {}
+        outcomes: dict[int, PolicyOutcome] = {}
         if num_processes == 1:
             whole = sum(weights)
             for place, (policy, case) in enumerate(cases):
-                share = partial(_share_of, sum(weights[:place]) / whole, weights[place] / whole, told)
-                found[place] = self.play(policy, *case, told=share)
+                share = partial(_share_of, sum(weights[:place]) / whole, weights[place] / whole, show_share)
+                outcomes[place] = self.play(policy, *case, show_share=share)
                 share(1.0)
         else:
             with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
                 requested = {pool.submit(self.play, policy, *case): place for place, (policy, case) in enumerate(cases)}
                 for future in as_completed(requested):
-                    found[requested[future]] = future.result()
-                    told(sum(weights[place] for place in found) / sum(weights))
+                    outcomes[requested[future]] = future.result()
+                    show_share(sum(weights[place] for place in outcomes) / sum(weights))
         num = len(self.policies)
-        return [found[trace * num + policy] for policy in range(num) for trace in range(len(self.traces))]
+        return [outcomes[trace * num + policy] for policy in range(num) for trace in range(len(self.traces))]
 
     def play(
-        self, policy: str, name: str, seed: int, trace: Trace, told: Callable[[float], None] | None = None
-    ) -> Outcome:
-        """Play one policy on one trace; ``told``: called with the share of the trace that is played."""
+        self, policy: str, name: str, seed: int, trace: Trace, show_share: Callable[[float], None] | None = None
+    ) -> PolicyOutcome:
+        """Play one policy on one trace; ``show_share``: called with the share of the trace that is played."""
         job = self.job if isinstance(self.job, SpotJob) else self.job.drawn(seed)
-        more: dict[str, Any] = {"told": told} if told is not None and by_controller(policy) else {}
+        more: dict[str, Any] = {"show_share": show_share} if show_share is not None and by_controller(policy) else {}
         return play_of(policy)(job, trace, until=self.until, seed=seed, prices=self.prices, name=name, **more)
 
 
-def _share_of(before: float, part: float, told: Callable[[float], None], share: float) -> None:
+def _share_of(before: float, part: float, show_share: Callable[[float], None], share: float) -> None:
     """Report the share of all work that is done, including the running part."""
-    told(before + part * share)
+    show_share(before + part * share)
 
 
 def by_controller(policy: str) -> bool:
@@ -165,47 +165,50 @@ def types_of(text: str, gpus_per_vm: int, policies: Sequence[str]) -> dict[str, 
 
     Raises ConfigError if the text is malformed, or a policy supports only one type.
     """
-    field, found = "--node-types", {}
+    field, types = "--node-types", {}
     for part in text.split(","):
         instance_type, _, node_type = (each.strip() for each in part.partition("="))
-        if not instance_type or not node_type or instance_type in found:
+        if not instance_type or not node_type or instance_type in types:
             allowed = "each instance type once, as p3.2xlarge=v100,g4dn.xlarge=t4"
             raise ConfigError("are not types", field=field, value=text, allowed=allowed)
-        found[instance_type] = node_type
+        types[instance_type] = node_type
     if gpus_per_vm > 1:
         raise ConfigError("is for VMs with one GPU", field=field, value=text, allowed="without --gpus-per-vm")
     if others := [name for name in policies if not name.startswith("morph")]:
         allowed = "--policy morph, or variants of it"
         raise ConfigError(f"is not supported by {others[0]}", field=field, value=text, allowed=allowed)
-    return found
+    return types
 
 
-def frame_of(outcomes: Sequence[Outcome]) -> pd.DataFrame:
+def frame_of(outcomes: Sequence[PolicyOutcome]) -> pd.DataFrame:
     """Return a table with one row for each outcome; columns ``share_*`` are the uses of the VMs' time, 0 to 1."""
     import pandas as pd  # its import is slow
 
     return pd.DataFrame(
         [
             {
-                "policy": one.policy,
-                "trace": one.trace,
-                "seed": one.seed,
-                "hours": one.hours,
-                "steps": one.steps,
-                "finished": one.finished,
-                "gave_up": one.gave_up,
-                "examples": one.examples,
-                "examples_per_s": one.examples_per_s,
-                "usd": one.usd,
-                "examples_per_usd": one.examples_per_usd,
-                "lost_steps": one.lost_steps,
-                "losses": one.num_losses,
-                "set_back": one.num_fatal,
-                "changes": one.num_changes,
-                "vm_hours": one.vm_s / 3600,
-                **{f"share_{part.value}": spent / one.vm_s if one.vm_s else 0.0 for part, spent in one.parts_s.items()},
+                "policy": outcome.policy,
+                "trace": outcome.trace,
+                "seed": outcome.seed,
+                "hours": outcome.hours,
+                "steps": outcome.steps,
+                "finished": outcome.finished,
+                "gave_up": outcome.gave_up,
+                "examples": outcome.examples,
+                "examples_per_s": outcome.examples_per_s,
+                "usd": outcome.usd,
+                "examples_per_usd": outcome.examples_per_usd,
+                "lost_steps": outcome.lost_steps,
+                "losses": outcome.num_losses,
+                "set_back": outcome.num_fatal,
+                "changes": outcome.num_changes,
+                "vm_hours": outcome.vm_s / 3600,
+                **{
+                    f"share_{part.value}": spent / outcome.vm_s if outcome.vm_s else 0.0
+                    for part, spent in outcome.parts_s.items()
+                },
             }
-            for one in outcomes
+            for outcome in outcomes
         ]
     ).astype({"usd": float, "examples_per_usd": float})  # empty, not absent, if nothing has a price
 
@@ -220,17 +223,17 @@ def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float, floa
     return float(array.mean()), float(low), float(high)
 
 
-def advice(outcomes: Sequence[Outcome], aim: Aim | None = None) -> str:
+def advice(outcomes: Sequence[PolicyOutcome], aim: Aim | None = None) -> str:
     """Return a sentence on which policy to take, and why; only policies that train with the requested batch count.
 
     ``aim``: the measure, examples per second or per dollar; None: per dollar if everything has a price.
     """
     worth: dict[str, list[float]] = {}
-    priced = aim != "examples" and all(one.examples_per_usd is not None for one in outcomes)
-    for one in outcomes:
-        if one.policy != BOUND:
-            value = one.examples_per_usd if priced else one.examples_per_s
-            worth.setdefault(one.policy, []).append(value or 0.0)
+    priced = aim != "examples" and all(outcome.examples_per_usd is not None for outcome in outcomes)
+    for outcome in outcomes:
+        if outcome.policy != BOUND:
+            value = outcome.examples_per_usd if priced else outcome.examples_per_s
+            worth.setdefault(outcome.policy, []).append(value or 0.0)
     means = {policy: sum(values) / len(values) for policy, values in worth.items()}
     order = sorted(means, key=lambda policy: -means[policy])
     what = "examples per dollar" if priced else "examples per second"

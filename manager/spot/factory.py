@@ -15,7 +15,7 @@ from manager.providers.factory import ending_command
 from manager.providers.interface.provider import name_of
 from manager.providers.local import LocalProvider
 from manager.run.markets import Cloud
-from manager.spot.launcher import Launcher, Source, log
+from manager.spot.launcher import Launcher, VmSource, log
 from manager.spot.local import LocalVms
 from manager.spot.script_server import ScriptServer
 from manager.spot.spec import SpotJob
@@ -33,7 +33,7 @@ def open_local(job: SpotJob, command: Sequence[str], root: Path, code: Path | No
     num_vms = job.num_vms if code is not None else 1
     fleet = LocalVms(machines, secret, root, code)
     provider = LocalProvider(fleet, max_vms=2 * num_vms if code is not None else 1)
-    return Launcher(job, command, Source(provider, num_vms), machines, lives, events)
+    return Launcher(job, command, VmSource(provider, num_vms), machines, lives, events)
 
 
 def open_provided(
@@ -62,7 +62,7 @@ def open_provided(
     log.info("if this command is killed, and VMs are left: %s", ending_command(cloud.path, name))
     named = job.model_copy(update={"name": name.requests})
     least_vms = -(-vms.keep // cloud.most_devices)
-    source = Source(providing.make_provider(start), vms.keep, least_vms, Spending(vms.limits))
+    source = VmSource(providing.make_provider(start), vms.keep, least_vms, Spending(vms.limits))
     return Launcher(named, command, source, machines, lives, events)
 
 

@@ -15,7 +15,7 @@ from manager.controller.state.events import Event as VmEvent
 from manager.controller.state.events import NodesGranted, NodesStarted, NoticeGiven, RequestRefused, WorkerLost
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.vms.budget import Spending
-from manager.engine.vms.provisioning import Provisioning
+from manager.engine.vms.provisioning import Provisioner
 from manager.host.signals import signals_blocked
 from manager.journal.records import Fact
 from manager.notices.agent import sources_of
@@ -60,7 +60,7 @@ _EVENTS: dict[str, Callable[..., Event]] = {"step": Stepped, "saved": Saved, "up
 
 
 @dataclass(frozen=True)
-class Source:
+class VmSource:
     """The source of VMs for scripts. ``num_devices``: in a group of VMs; ``least_vms``: the fewest with them."""
 
     provider: Provider
@@ -70,7 +70,7 @@ class Source:
 
 
 @dataclass
-class Outcome:
+class ScriptEnd:
     """The number of VMs, or groups of them, that ran the script, and the reasons for decisions, with their seconds."""
 
     code: int
@@ -89,14 +89,14 @@ class Launcher:
         self,
         job: SpotJob,
         command: Sequence[str],
-        source: Source,
+        source: VmSource,
         machines: ScriptServer,
         lives: Lives | None,
         vm_events: EventQueue,
     ) -> None:
         self._job, self._command, self._machines, self._lives = job, command, machines, lives
         self._source, self._vm_events = source, vm_events
-        self._provisioning = Provisioning(
+        self._provisioning = Provisioner(
             source.provider,
             self._vm_events,
             source.spending,
@@ -117,7 +117,7 @@ class Launcher:
         self._started_s, self._looked_s = 0.0, -math.inf
         self._reasons: list[tuple[float, str]] = []
 
-    def run(self) -> Outcome:
+    def run(self) -> ScriptEnd:
         """Block until the script ends; no VM outlives this call.
 
         ProviderError: further requests are useless, or a VM could not be ended.
@@ -131,13 +131,13 @@ class Launcher:
                 for event in self._heard():
                     self._happened(event)
                 if self._job.vms == "here" and self._num_groups and self._state.phase == "waiting":
-                    return Outcome(TAKEN_CODE, self._num_groups, self._reasons)
+                    return ScriptEnd(TAKEN_CODE, self._num_groups, self._reasons)
                 time.sleep(LOOK_EVERY_S)
         finally:
             with signals_blocked():
                 self._end(watches)
         code = self._state.code
-        return Outcome(1 if code is None or code < 0 else code, self._num_groups, self._reasons)
+        return ScriptEnd(1 if code is None or code < 0 else code, self._num_groups, self._reasons)
 
     def _end(self, watches: Sequence[NoticeWatch]) -> None:
         for watch in watches:
@@ -223,9 +223,9 @@ class Launcher:
             del self._in_queue[request]
             yield Came(request)
 
-    def _told(self, told: Told) -> None:
-        if isinstance(told, Given) and told.certain and told.lead_s is not None:
-            self._events.put(Noticed(told.lead_s))
+    def _told(self, news: Told) -> None:
+        if isinstance(news, Given) and news.certain and news.lead_s is not None:
+            self._events.put(Noticed(news.lead_s))
 
     def _heard(self) -> Iterator[Event]:
         while not self._events.empty():

@@ -105,9 +105,11 @@ class ScriptServer(NoticeServer):
         """Return whether one of these VMs is silent for too long; call it often: a pause of this process counts not."""
         with self._lock:
             known = {vm: self._vms[vm] for vm in vms}
-            overdue = self._silence.overdue({vm: one.signs for vm, one in known.items()})
+            overdue = self._silence.overdue({vm: script.signs for vm, script in known.items()})
             now_s = time.monotonic()
-            return bool(overdue) or any(not one.signs.ready and now_s - one.since_s > BOOT_S for one in known.values())
+            return bool(overdue) or any(
+                not script.signs.ready and now_s - script.since_s > BOOT_S for script in known.values()
+            )
 
     def end(self, vms: Sequence[str]) -> None:
         """Ask VMs that the provider is about to end to end the script; does not wait."""

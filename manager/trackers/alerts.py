@@ -139,12 +139,12 @@ class Alerts(Sink):
     def _alert(self, kind: AlertKind, sentence: str, **noted: object) -> None:
         """Send an alert, unless the same one or too many were sent lately; store it first, so that it is sent once."""
         now_s = self._clock()
-        told = [(name, at_s) for name, at_s in self._noted.known.get("told", []) if now_s - at_s < AGAIN_S]
-        repeats = any(name == kind for name, _ in told) and kind in ("setup_failed", "bad_step", "not_saved")
-        quiet = repeats or len(told) >= AT_MOST
+        sent = [(name, at_s) for name, at_s in self._noted.known.get("told", []) if now_s - at_s < AGAIN_S]
+        repeats = any(name == kind for name, _ in sent) and kind in ("setup_failed", "bad_step", "not_saved")
+        quiet = repeats or len(sent) >= AT_MOST
         if not quiet:
-            told.append((kind, now_s))
-        self._noted.note(sequence=self._sequence, told=told, **noted)
+            sent.append((kind, now_s))
+        self._noted.note(sequence=self._sequence, told=sent, **noted)
         if not quiet:
             self._deliver(self.payload(kind, sentence, now_s))
 

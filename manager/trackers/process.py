@@ -148,7 +148,7 @@ def follow(watching: Watching, sink: Sink) -> None:
     watchdog, is_over = _Watchdog(watching.limit_s), False
     reader = reader_of(watching)
     with watchdog.bounds("its start"):
-        told = sink.open()
+        seen = sink.open()
     journal: Journal | None = None
     try:
         while True:
@@ -156,7 +156,7 @@ def follow(watching: Watching, sink: Sink) -> None:
             for sequence, happenings in () if journal is None else reader.new(journal, LINES_AT_ONCE):
                 if happenings and sink.begin(sequence):
                     for happening in happenings:
-                        if not told.has(happening):
+                        if not seen.has(happening):
                             with watchdog.bounds(f"{type(happening).__name__} of step {happening.step}"):
                                 sink.tell(happening)
             with watchdog.bounds("writing"):

@@ -8,7 +8,7 @@ from manager.accounting.spent import Prices
 from manager.journal.journal import Journal
 from manager.journal.records import Entry
 from manager.report.events import morph_line
-from manager.report.fold import Follower, Noted
+from manager.report.fold import FoldReader, Noted
 from manager.report.steps import Step
 from manager.report.values import (
     EvaluationRecord,
@@ -42,7 +42,7 @@ class HappeningsReader:
     def __init__(self, checkpoint_url: str, prices: Prices | None = None, missed_saves: int = 3) -> None:
         self._checkpoint_url, self._prices, self._missed_saves = checkpoint_url, prices, missed_saves
         self._unsaved_s, self._is_missed = 0.0, False
-        self._follower = Follower(*_KINDS)
+        self._follower = FoldReader(*_KINDS)
         self._version = self._step = self._evaluated = self._saved = 0
         self._span: ShapeSpan | None = None
         self._pause_s = 0.0
@@ -60,40 +60,40 @@ class HappeningsReader:
         """Process one line; yield its events."""
         return self._happened(self._follower.take(entry))
 
-    def _happened(self, told: Sequence[Noted]) -> Iterator[Happening]:
+    def _happened(self, noted: Sequence[Noted]) -> Iterator[Happening]:
         """Yield a line's events: the pause before its steps, the steps, and then other events."""
-        morphs = [one for _, _, one in told if isinstance(one, MorphRecord) and one.pause_ms is not None]
+        morphs = [record for _, _, record in noted if isinstance(record, MorphRecord) and record.pause_ms is not None]
         self._pause_s += sum((morph.pause_ms or 0.0) / 1e3 for morph in morphs)
-        for _, _, one in told:
-            if isinstance(one, SessionBegun):
+        for _, _, record in noted:
+            if isinstance(record, SessionBegun):
                 self._begun = self._over = False
-                self._version, self._saved = one.version, max(self._saved, one.saved or 0)
-            elif isinstance(one, Step):
-                yield from self._decided(one)
-        for _, time_s, one in told:
-            if isinstance(one, EvaluationRecord) and one.version > self._evaluated:
-                self._evaluated = one.version
-                yield EvaluationDone(step=one.version, time_s=time_s, loss=one.loss, metrics=one.metrics)
-            elif isinstance(one, Saved) and one.version > self._saved:
-                self._saved, self._unsaved_s, self._is_missed = one.version, 0.0, False
-                url = f"{self._checkpoint_url}/v{one.version:08d}"
-                yield CheckpointDone(step=one.version, time_s=time_s, url=url)
-        for _, time_s, one in told:
-            if isinstance(one, ShapeSpan):
-                self._span = one
+                self._version, self._saved = record.version, max(self._saved, record.saved or 0)
+            elif isinstance(record, Step):
+                yield from self._decided(record)
+        for _, time_s, record in noted:
+            if isinstance(record, EvaluationRecord) and record.version > self._evaluated:
+                self._evaluated = record.version
+                yield EvaluationDone(step=record.version, time_s=time_s, loss=record.loss, metrics=record.metrics)
+            elif isinstance(record, Saved) and record.version > self._saved:
+                self._saved, self._unsaved_s, self._is_missed = record.version, 0.0, False
+                url = f"{self._checkpoint_url}/v{record.version:08d}"
+                yield CheckpointDone(step=record.version, time_s=time_s, url=url)
+        for _, time_s, record in noted:
+            if isinstance(record, ShapeSpan):
+                self._span = record
                 if not self._begun:
                     self._begun = True
-                    sentence = f"{one.shape} on {one.num_workers} workers, from step {one.first_version}"
-                    yield self._changed(one, one.first_version, time_s, None, sentence)
-            elif isinstance(one, MorphRecord) and one.pause_ms is not None and self._span is not None:
-                yield self._changed(self._span, self._version, time_s, one.pause_ms / 1e3, morph_line(one))
-            elif isinstance(one, Trouble):
-                yield one
-            elif isinstance(one, RunOver) and not self._over:
+                    sentence = f"{record.shape} on {record.num_workers} workers, from step {record.first_version}"
+                    yield self._changed(record, record.first_version, time_s, None, sentence)
+            elif isinstance(record, MorphRecord) and record.pause_ms is not None and self._span is not None:
+                yield self._changed(self._span, self._version, time_s, record.pause_ms / 1e3, morph_line(record))
+            elif isinstance(record, Trouble):
+                yield record
+            elif isinstance(record, RunOver) and not self._over:
                 self._over = True
-                yield RunEnded(step=one.version, time_s=time_s, **one.model_dump(exclude={"version"}))
-        if told:
-            yield from self._missed(told[-1][1])
+                yield RunEnded(step=record.version, time_s=time_s, **record.model_dump(exclude={"version"}))
+        if noted:
+            yield from self._missed(noted[-1][1])
 
     def _decided(self, step: Step) -> Iterator[StepDone]:
         self._version = step.record.step + 1

@@ -79,17 +79,17 @@ class Sink(ABC):
 
 def numbers_of(happening: Happening) -> dict[str, float]:
     """Return the numbers that a tracker plots, by name; only finite ones."""
-    found: dict[str, float | None] = {}
+    numbers: dict[str, float | None] = {}
     match happening:
         case StepDone():
-            found = {"train/loss": happening.loss, "train/gradient_norm": happening.gradient_norm}
+            numbers = {"train/loss": happening.loss, "train/gradient_norm": happening.gradient_norm}
             if happening.learning_rates is not None:
-                low, found["train/learning_rate"] = happening.learning_rates
-                if low != found["train/learning_rate"]:
-                    found["train/learning_rate_lowest"] = low
+                low, numbers["train/learning_rate"] = happening.learning_rates
+                if low != numbers["train/learning_rate"]:
+                    numbers["train/learning_rate_lowest"] = low
             kinds = kinds_in(happening.shape)
-            found |= {f"train/{name}": value for name, value in happening.metrics.items()}
-            found |= {
+            numbers |= {f"train/{name}": value for name, value in happening.metrics.items()}
+            numbers |= {
                 "speed/examples_per_s": happening.examples_per_s,
                 "speed/tokens_per_s": happening.tokens_per_s,
                 "run/skipped": float(happening.skipped),
@@ -99,8 +99,8 @@ def numbers_of(happening: Happening) -> dict[str, float]:
                 "run/dollars": happening.dollars,
             }
         case EvaluationDone():
-            found = {"eval/loss": happening.loss} | {f"eval/{name}": v for name, v in happening.metrics.items()}
-    return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+            numbers = {"eval/loss": happening.loss} | {f"eval/{name}": v for name, v in happening.metrics.items()}
+    return {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
 
 
 class TensorBoard(Sink):

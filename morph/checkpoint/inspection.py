@@ -77,11 +77,11 @@ def inspect_version(url: str, stored: StoredVersion, *, every_byte: bool) -> Ver
         return None
     if stored.set_aside:
         problem = problem or f"{where}: it was set aside as damaged"
-    found: dict[str, object] = {"state": State.DAMAGED if problem else State.WHOLE, "problem": problem}
+    known: dict[str, object] = {"state": State.DAMAGED if problem else State.WHOLE, "problem": problem}
     if manifest is not None:
         saved_s = manifest.saved_s if manifest.saved_s is not None else _written_s(f"{where}/{name}")
-        found |= {"kind": manifest.kind, "shape": manifest.shape, "saved_s": saved_s}
-    return seen.model_copy(update=found)
+        known |= {"kind": manifest.kind, "shape": manifest.shape, "saved_s": saved_s}
+    return seen.model_copy(update=known)
 
 
 def _held_against(url: str, version: int, name: str, *, every_byte: bool) -> tuple[Manifest | None, str]:

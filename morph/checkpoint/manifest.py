@@ -211,14 +211,14 @@ def _list_complete(url: str) -> tuple[int, ...]:
 def version_folders(filesystem: fsspec.AbstractFileSystem, path: str) -> dict[int, str]:
     """Return the folders of versions, complete or not, ascending; other files and folders are ignored."""
     filesystem.invalidate_cache()  # workers write there too
-    found = {}
+    folders = {}
     with contextlib.suppress(FileNotFoundError):
         for entry in filesystem.ls(path, detail=False):
             folder = entry.rstrip("/")
             name = folder.rsplit("/", 1)[-1]
             if name[:1] == "v" and name[1:].isdecimal() and name == f"v{int(name[1:]):08d}":
-                found[int(name[1:])] = folder
-    return dict(sorted(found.items()))
+                folders[int(name[1:])] = folder
+    return dict(sorted(folders.items()))
 
 
 def files_in(filesystem: fsspec.AbstractFileSystem, folder: str) -> dict[str, int]:

@@ -74,9 +74,9 @@ def find_whole(
 
 def told_of(manifest: Manifest | None, damaged: Mapping[int, CheckpointDamaged]) -> tuple[str, ...]:
     """Return a sentence for each damaged checkpoint: that it is skipped, and which version is used instead."""
-    found = None if manifest is None else manifest.version
+    whole = None if manifest is None else manifest.version
     return tuple(
-        f"{error}; version {passed} is skipped, and version {found} is the newest whole version"
+        f"{error}; version {passed} is skipped, and version {whole} is the newest whole version"
         for passed, error in damaged.items()
     )
 

@@ -34,21 +34,21 @@ class PlainFile:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Any] = {}
         paths = sorted(path.glob(f"*{SAFETENSORS}")) if path.is_dir() else [path]
-        if not all(one.is_file() for one in paths) or not paths:
+        if not all(file.is_file() for file in paths) or not paths:
             allowed = "a .safetensors file, or a folder of them"
             problem = "holds no such file" if path.is_dir() else "no such file"
             raise InputError(problem, source=str(path), allowed=allowed)
-        for one in paths:
+        for file in paths:
             try:
-                opened: Any = safe_open(str(one), framework="pt")
+                opened: Any = safe_open(str(file), framework="pt")
                 names = list(opened.keys())
                 shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
             except (SafetensorError, OSError) as error:
                 allowed = "a file that safetensors wrote; convert others with safetensors.torch.save_file"
-                raise InputError(f"is not a safetensors file: {error}", source=str(one), allowed=allowed) from error
+                raise InputError(f"is not a safetensors file: {error}", source=str(file), allowed=allowed) from error
             twice = next((name for name in names if name in self.shapes), None)
             if twice is not None:
-                raise InputError("is in two files of the folder", source=str(path), field=twice, value=one.name)
+                raise InputError("is in two files of the folder", source=str(path), field=twice, value=file.name)
             self.shapes |= shapes
             self._files |= dict.fromkeys(names, opened)
 
@@ -92,9 +92,9 @@ def write_folder(path: Path, write: Callable[[Path], object]) -> None:
 
 def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Give each name its own memory: safetensors has no entry with two names."""
-    found: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     return {
-        name: tensor.detach() if found.setdefault(id(tensor), name) == name else tensor.detach().clone()
+        name: tensor.detach() if first_names.setdefault(id(tensor), name) == name else tensor.detach().clone()
         for name, tensor in tensors.items()
     }
 

@@ -43,13 +43,13 @@ def mark_best(url: str, best: Best) -> None:
     """Mark the checkpoint of the best version, if it is stored, and unmark all others; a crash between leaves two
     marks.
     """
-    found = {stored.version: stored for stored in stored_versions(url)}
-    if best.version not in found or not found[best.version].complete:
+    stored_at = {stored.version: stored for stored in stored_versions(url)}
+    if best.version not in stored_at or not stored_at[best.version].complete:
         return
     where = version_url(url, best.version)
     with writing(f"{where}/{BEST}"):
         write_atomically(f"{where}/{BEST}", best.model_dump_json().encode())
-    for version, stored in found.items():
+    for version, stored in stored_at.items():
         if BEST in stored.files and version != best.version:
             where = version_url(url, version)
             with writing(f"{where}/{BEST}"):
@@ -100,9 +100,9 @@ def superfluous(
     Incomplete versions, and those set aside, are deleted if they are older than the newest; newer ones may still be
     under way.
     """
-    found = sorted(versions, key=lambda stored: stored.version)
-    complete = [stored.version for stored in found if stored.complete]
-    newest = [stored.version for stored in found if stored.complete and not stored.kept][-rules.keep_newest :]
+    ascending = sorted(versions, key=lambda stored: stored.version)
+    complete = [stored.version for stored in ascending if stored.complete]
+    newest = [stored.version for stored in ascending if stored.complete and not stored.kept][-rules.keep_newest :]
     if len(newest) < rules.keep_newest:
         return ()
     first_of_span: dict[int, int] = {}
@@ -110,9 +110,9 @@ def superfluous(
         for version in complete:
             first_of_span.setdefault(version // rules.keep_every_steps, version)
     back = [version for version in complete if back_steps is not None and version % back_steps == 0]
-    stay = {stored.version for stored in found if stored.kept or stored.best} | set(first_of_span.values())
+    stay = {stored.version for stored in ascending if stored.kept or stored.best} | set(first_of_span.values())
     stay.update(back[-1:], spared)
-    return tuple(stored.version for stored in found if stored.version < newest[0] and stored.version not in stay)
+    return tuple(stored.version for stored in ascending if stored.version < newest[0] and stored.version not in stay)
 
 
 def delete_superfluous(

@@ -54,7 +54,7 @@ def elastic_command(
           -- python train.py
     """
     from morph.elastic.invitation import SECRET, parse_address, parse_addresses
-    from morph.elastic.launcher import Plan, launch, new_secret
+    from morph.elastic.launcher import LaunchSpec, launch, new_secret
 
     host, port = parse_address(listen, "--listen") if ":" in listen else (listen, 0)
     where = parse_addresses(join, "--join") if join is not None else ()
@@ -68,7 +68,7 @@ def elastic_command(
     num_founders = founders if founders is not None else workers
     if not where and num_founders < workers:
         raise InputError("is less than --workers", field="--founders", value=founders, allowed=f"{workers} or more")
-    plan = Plan(
+    plan = LaunchSpec(
         command=tuple(command),
         num_workers=workers,
         num_founders=num_founders,

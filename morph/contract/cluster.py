@@ -223,10 +223,10 @@ class ProvidedVms(Value):
     @classmethod
     def _is_address(cls, address: str) -> str:
         try:
-            found = ipaddress.IPv4Address(address)
+            parsed = ipaddress.IPv4Address(address)
         except ValueError as error:
             raise ValueError("is not an IPv4 address") from error
-        if found.is_unspecified or found.is_multicast:
+        if parsed.is_unspecified or parsed.is_multicast:
             raise ValueError("is not an address that a VM can reach")
         return address
 

@@ -45,18 +45,18 @@ def recorded(trace: Trace, num_played: int = 0, now_s: float = 0.0) -> list[Reco
     warning that is in force at ``now_s`` is given then.
     """
     came_s: dict[str, float] = {}
-    found: list[Recorded] = []
+    changes: list[Recorded] = []
     for number, event in enumerate(trace.events):
         vms, is_new = (event.node_id,), event.event == "add"
         if is_new:
             came_s[event.node_id] = event.time_s
         if number < num_played:
             continue
-        found.append(Recorded(event.time_s, "came" if is_new else "taken", vms, event=event))
+        changes.append(Recorded(event.time_s, "came" if is_new else "taken", vms, event=event))
         if event.notice_s is not None:
             warned_s = max(came_s[event.node_id], event.time_s - event.notice_s, now_s)
-            found.append(Recorded(warned_s, "warned", vms, event.time_s, event=event))
-    return sorted(found, key=lambda change: (change.time_s, change.kind == "warned"))
+            changes.append(Recorded(warned_s, "warned", vms, event.time_s, event=event))
+    return sorted(changes, key=lambda change: (change.time_s, change.kind == "warned"))
 
 
 class Lives(Protocol):
@@ -89,17 +89,17 @@ class Lifetimes:
     notice_s: float = 0.0
 
     def between(self, vms: Mapping[str, float], after_s: float, until_s: float) -> tuple[Change, ...]:
-        found: list[tuple[float, int, str, float]] = []
+        ends: list[tuple[float, int, str, float]] = []
         for vm, since_s in vms.items():
             begun_s = max(since_s, self.start_s)
             taken_s = self._taken_s(vm, begun_s, after_s)
-            found.append((taken_s, 1, vm, taken_s))
+            ends.append((taken_s, 1, vm, taken_s))
             warned_s = max(begun_s, taken_s - self.notice_s)
             if self.notice_s and warned_s > after_s:
-                found.append((warned_s, 0, vm, taken_s))
+                ends.append((warned_s, 0, vm, taken_s))
         return tuple(
             Change(time_s, "taken", (vm,)) if is_end else Change(time_s, "warned", (vm,), taken_s)
-            for time_s, is_end, vm, taken_s in sorted(found)
+            for time_s, is_end, vm, taken_s in sorted(ends)
             if time_s <= until_s
         )
 

@@ -109,7 +109,7 @@ class Slot(Value):
     replica: int = Field(ge=0)
 
 
-class Source(Value):
+class StateSource(Value):
     """The source from which one worker gets the state of one parameter unit in a reshape.
 
     ``keep``: the worker holds it already; ``peer``: from the living worker ``peer``; ``ahead``: pre-copied by the
@@ -145,7 +145,7 @@ class ReshapeOrder(Value):
     decided: Decided | None = None
     plan: Plan
     slots: tuple[Slot, ...] = Field(min_length=1)
-    sources: tuple[Source, ...]
+    sources: tuple[StateSource, ...]
     ahead: int | None = None
     salvage: Salvage | None = None
     keep_sums: bool = False
@@ -155,13 +155,13 @@ class ReshapeOrder(Value):
     limit_s: float = Field(default=DEFAULT_LIMIT_S, gt=0)
 
     @cached_property
-    def lacked(self) -> dict[WorkerId, list[Source]]:
+    def lacked(self) -> dict[WorkerId, list[StateSource]]:
         """The sources of the state that workers do not hold."""
-        found: dict[WorkerId, list[Source]] = {}
+        sources_of: dict[WorkerId, list[StateSource]] = {}
         for source in self.sources:
             if source.kind != "keep":
-                found.setdefault(source.worker, []).append(source)
-        return found
+                sources_of.setdefault(source.worker, []).append(source)
+        return sources_of
 
 
 class PreCopyMove(Value):

@@ -146,13 +146,13 @@ class Plan(Value):
     def _check_kinds(self) -> None:
         if not self.kinds:
             return
-        for name, present, told in (
+        for name, present, planned in (
             ("stages", sum(kind.num_stages for kind in self.kinds), len(self.stages)),
             ("replicas", sum(kind.num_replicas for kind in self.kinds), self.num_replicas),
             ("micro-batches", sum(sum(kind.micro_batches) for kind in self.kinds), self.num_micro_batches),
         ):
-            if present != told:
-                raise ValueError(f"kinds have {present} {name} in all, the plan has {told}")
+            if present != planned:
+                raise ValueError(f"kinds have {present} {name} in all, the plan has {planned}")
 
     def _check_stages(self, stages: range) -> None:
         end = 0
@@ -342,12 +342,12 @@ def by_pool(plans: Mapping[int, Plan] | Mapping[Pool, Plan]) -> list[tuple[Pool,
 
 def by_need(plans: Iterable[Plan]) -> dict[Pool, Plan]:
     """Return the fastest of some plans for each pool that one of them needs, without redundant entries."""
-    found: dict[Pool, Plan] = {}
+    fastest: dict[Pool, Plan] = {}
     for plan in plans:
-        known = found.get(plan.pool)
+        known = fastest.get(plan.pool)
         if known is None or plan.expected.examples_per_s > known.expected.examples_per_s:
-            found[plan.pool] = plan
-    return found
+            fastest[plan.pool] = plan
+    return fastest
 
 
 def kinds_in(shape: str) -> tuple[tuple[int, int], ...]:

@@ -295,6 +295,11 @@ class Profile(Value):
         """All measured values of m, ascending."""
         return tuple(sorted(self.sections[0].forward))
 
+    def section_compute_s(self, micro_batch_size: int) -> tuple[float, ...]:
+        """Return the seconds of forward and backward of one micro-batch on each section."""
+        m = micro_batch_size
+        return tuple(section.forward[m].median_s + section.backward[m].median_s for section in self.sections)
+
     def corrected(
         self, factors: tuple[float, ...], types: Mapping[str, tuple[float, ...]] = MappingProxyType({})
     ) -> Profile:
@@ -323,8 +328,8 @@ class Profile(Value):
 
     def for_node_type(self, name: str) -> Profile:
         """Return the profile for another type of node that was measured for it."""
-        found = next((node_type for node_type in self.node_types if node_type.name == name), None)
-        if found is None:
+        measured = next((node_type for node_type in self.node_types if node_type.name == name), None)
+        if measured is None:
             known = ", ".join(node_type.name for node_type in self.node_types)
             raise ProfileError(
                 "is not among the profile's node types",
@@ -335,16 +340,16 @@ class Profile(Value):
         sections = tuple(
             section.model_copy(update={"forward": forward, "backward": backward, "optimizer_step": step})
             for section, forward, backward, step in zip(
-                self.sections, found.forward, found.backward, found.optimizer_step, strict=True
+                self.sections, measured.forward, measured.backward, measured.optimizer_step, strict=True
             )
         )
         return self.model_copy(
             update={
-                "environment": found.environment,
+                "environment": measured.environment,
                 "sections": sections,
-                "intra_node": found.intra_node or self.intra_node,
-                "inter_node": found.inter_node or self.inter_node,
-                "contention": found.contention,
+                "intra_node": measured.intra_node or self.intra_node,
+                "inter_node": measured.inter_node or self.inter_node,
+                "contention": measured.contention,
             }
         )
 
@@ -386,17 +391,17 @@ def other_links(profile: Profile, links: LinkSetting, rings: RingSetting) -> tup
         "than in fact; "
         "calibrate with --{name} {chosen}"
     )
-    found = []
+    sentences = []
     for name, what, measured, chosen, slow in (
         ("links", "messages within a node", profile.links, links, "staged"),
         ("rings", "reductions", profile.rings, rings, "gloo"),
     ):
         if measured != chosen and (chosen != "auto" or measured == slow):
             how = "slower" if measured == slow else "faster"
-            found.append(
+            sentences.append(
                 sentence.format(what=what, measured=measured, setting=f"vms.{name}", chosen=chosen, how=how, name=name)
             )
-    return tuple(found)
+    return tuple(sentences)
 
 
 def _check_contention(place: str, entries: tuple[Contention, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Second holders of state, and partial sums of an abandoned step, whose micro-batches then need not run again.
+"""Followers, and partial sums of an abandoned step, whose micro-batches then need not run again.
 
 Sums of gradients are sums of integers (decision 0001), so the order, the worker and the shape in which a micro-batch
 was added do not matter, only that each was added once. A worker that abandons a step keeps its sums and reports their
@@ -26,7 +26,7 @@ LOSSES = "losses"
 
 
 class Follow(Value):
-    """A second holder on another VM: ``follower`` also holds the state of ``worker``.
+    """A copy on another VM: ``follower`` also holds the state of ``worker``.
 
     ``units`` are kept up to date there, with each step's reduced gradients before the step is decided. The follower
     already has the units of ``known``. Without units, the follower gets only partial sums.

@@ -99,12 +99,12 @@ class Trace(Value):
     @cached_property
     def _prices(self) -> dict[tuple[str, str], tuple[Sequence[float], Sequence[float]]]:
         """Prices and their beginnings, by zone and instance type."""
-        found: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
+        prices: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
         for price in self.prices:
-            since_s, usd_per_h = found.setdefault((price.zone, price.instance_type), ([], []))
+            since_s, usd_per_h = prices.setdefault((price.zone, price.instance_type), ([], []))
             since_s.append(price.time_s)
             usd_per_h.append(price.usd_per_h)
-        return dict(found)
+        return dict(prices)
 
     def at_most(self, num_vms: int) -> Trace:
         """Return the trace for a user with at most so many VMs at once, who replaces each lost one by a present one.

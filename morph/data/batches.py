@@ -19,7 +19,7 @@ from torch import Tensor
 
 from morph.contract.errors import JobError, wrong_job
 from morph.data.lengths import Shape, pad, padding_of
-from morph.data.order import Place
+from morph.data.order import EpochPlace
 from morph.data.seeding import own_generators, seed_of
 
 Collate = Callable[[list[Any]], Any]
@@ -186,7 +186,7 @@ class Recipe:
     padding: Mapping[str, float] = field(default_factory=dict)
     shapes: Mapping[str, Shape] = field(default_factory=dict)
 
-    def read(self, dataset: Any, places: Iterable[Place]) -> list[Any]:
+    def read(self, dataset: Any, places: Iterable[EpochPlace]) -> list[Any]:
         """Return samples; the draws of each from the global generators depend only on (seed, epoch, index)."""
         samples, places = [], list(places)
         expect = getattr(dataset, "expect_samples", None)
@@ -215,7 +215,7 @@ class Recipe:
         sizes = {name: (shape.at(self.buckets[-1]), shape.dtype) for name, shape in self.shapes.items()}
         return {name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in sizes.items()}
 
-    def nest(self, samples: Sequence[Any], places: Sequence[Place], field: str, length: int | None = None) -> Any:
+    def nest(self, samples: Sequence[Any], places: Sequence[EpochPlace], field: str, length: int | None = None) -> Any:
         """Return one batch of samples, made as a ``DataLoader`` does; dataclasses are stacked too.
 
         The draws of ``collate_fn`` from the global generators depend only on the seed and the samples' places.
@@ -225,7 +225,7 @@ class Recipe:
             return made.form.build(made.entries, made.texts)
         return self._collated(samples, places)
 
-    def _collated(self, samples: Sequence[Any], places: Sequence[Place]) -> Any:
+    def _collated(self, samples: Sequence[Any], places: Sequence[EpochPlace]) -> Any:
         assert self.collate_fn is not None
         with own_generators() as seed_all:
             seed_all(seed_of(self.seed, "collate", *(number for place in places for number in place)))
@@ -234,7 +234,7 @@ class Recipe:
     def batch(
         self,
         samples: Sequence[Any],
-        places: Sequence[Place],
+        places: Sequence[EpochPlace],
         field: str,
         keys: Iterable[str] | None = None,
         length: int | None = None,
@@ -249,8 +249,8 @@ class Recipe:
             flats = [flat_sample(sample, where) for sample, where in zip(samples, wheres, strict=True)]
             self._pad([flat.entries for flat in flats], wheres, length, rows=False)
             return _stacked(flats, flats[0].entries if keys is None else keys)
-        found = _flat(self._collated(samples, places), _Flattening("collate_fn()", numbers=False, lists=False))
-        for name, entry in found.entries.items():
+        collated = _flat(self._collated(samples, places), _Flattening("collate_fn()", numbers=False, lists=False))
+        for name, entry in collated.entries.items():
             if not entry.dim() or len(entry) != len(samples):
                 raise wrong_job(
                     f"collate_fn()[{name!r}]",
@@ -258,8 +258,8 @@ class Recipe:
                     str(tuple(entry.shape)),
                     "the samples as the first dimension of every tensor; packed texts as items of the data set",
                 )
-        self._pad([found.entries], ["collate_fn()"], length, rows=True)
-        return found
+        self._pad([collated.entries], ["collate_fn()"], length, rows=True)
+        return collated
 
     def _pad(self, parts: Sequence[Entries], fields: Sequence[str], length: int | None, *, rows: bool) -> None:
         if not self.shapes:
@@ -284,7 +284,7 @@ class Recipe:
     def alike(
         self,
         samples: Sequence[Any],
-        places: Sequence[Place],
+        places: Sequence[EpochPlace],
         like: Mapping[str, Tensor],
         field: str,
         allowed: str,
@@ -297,10 +297,10 @@ class Recipe:
         shapes equal.
         """
         if self.shapes:
-            found = self.batch(samples, places, field, keys, length).entries
-            for name in like.keys() - found.keys() if keys is None else ():
+            batch = self.batch(samples, places, field, keys, length).entries
+            for name in like.keys() - batch.keys() if keys is None else ():
                 raise wrong_job(f"{field}[{name!r}]", "is missing in a sample", allowed=allowed)
-            return found
+            return batch
         if self.collate_fn is None:
             for sample, (_, index) in zip(samples, places, strict=True):
                 where = f"{field}[{index}]"
@@ -308,10 +308,10 @@ class Recipe:
                     flat_sample(sample, where).entries, like, where, f"{allowed}; pad or crop samples in the data set"
                 )
             return self.batch(samples, places, field, keys).entries
-        found = self.batch(samples, places, field, keys).entries
-        rows = {name: entry[0] for name, entry in found.items()}
+        batch = self.batch(samples, places, field, keys).entries
+        rows = {name: entry[0] for name, entry in batch.items()}
         require_alike(rows, like, "collate_fn()", f"{allowed}, for each sample; pad to one length")
-        return found
+        return batch
 
 
 def _stacked(flats: Sequence[Flat], keys: Iterable[str]) -> Flat:
@@ -346,11 +346,11 @@ def require_alike(sample: Mapping[str, Tensor], like: Mapping[str, Tensor], fiel
     Raises JobError if an entry is missing or differs; the message names it after ``field``, and ends with ``allowed``.
     """
     for key, wanted in like.items():
-        found = sample.get(key)
-        if found is None or found.shape != wanted.shape or found.dtype != wanted.dtype:
+        entry = sample.get(key)
+        if entry is None or entry.shape != wanted.shape or entry.dtype != wanted.dtype:
             raise wrong_job(
                 f"{field}[{key!r}]",
                 "differs from the others",
-                "nothing" if found is None else f"{tuple(found.shape)} {found.dtype}",
+                "nothing" if entry is None else f"{tuple(entry.shape)} {entry.dtype}",
                 f"{tuple(wanted.shape)} {wanted.dtype}, {allowed}",
             )

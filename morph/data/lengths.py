@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from morph.contract.errors import wrong_job
-from morph.data.order import Place
+from morph.data.order import EpochPlace
 
 LABELS, IGNORED = "labels", -100
 """Entries of this name are padded with this value, which losses ignore, as in transformers."""
@@ -26,7 +26,7 @@ Size = tuple[int | None, int]
 class MicroBatch:
     """The samples of one micro-batch, in order; ``length``: their padded length, None if lengths do not vary."""
 
-    places: tuple[Place, ...]
+    places: tuple[EpochPlace, ...]
     length: int | None = None
 
     @property
@@ -42,7 +42,7 @@ def shares(micro_batches: Sequence[MicroBatch], size: int) -> tuple[float, ...]:
 
 
 def divided(
-    places: Sequence[Place],
+    places: Sequence[EpochPlace],
     size: int,
     lengths: NDArray[np.int64] | None = None,
     buckets: Sequence[int] = (),
@@ -60,11 +60,11 @@ def divided(
     starts = range(0, len(places), size)
     if lengths is None:
         return [MicroBatch(tuple(places[start : start + size])) for start in starts]
-    found = lengths[[index for _, index in places]]
-    in_order = np.argsort(found, kind="stable") if by_length else np.arange(len(found))
+    own = lengths[[index for _, index in places]]
+    in_order = np.argsort(own, kind="stable") if by_length else np.arange(len(own))
     parts = [in_order[start : start + size] for start in starts]
     made = [
-        MicroBatch(tuple(places[place] for place in part), buckets[int(np.searchsorted(buckets, found[part].max()))])
+        MicroBatch(tuple(places[place] for place in part), buckets[int(np.searchsorted(buckets, own[part].max()))])
         for part in parts
     ]
     return [made[rank] for rank in _spread(len(made))]
@@ -79,9 +79,9 @@ def _spread(count: int) -> tuple[int, ...]:
     return tuple(ranks[value] for value in reversed_bits)
 
 
-def checked_lengths(found: object, num_samples: int, buckets: Sequence[int], field: str) -> NDArray[np.int64]:
+def checked_lengths(given: object, num_samples: int, buckets: Sequence[int], field: str) -> NDArray[np.int64]:
     """Return the lengths of a data set's samples, as int64 [samples]."""
-    lengths = np.asarray(found)
+    lengths = np.asarray(given)
     if lengths.shape != (num_samples,) or lengths.dtype.kind not in "iu" or lengths.min() < 0:
         raise wrong_job(
             f"lengths({field})",
@@ -120,12 +120,12 @@ class Shape:
 
 def shapes_of(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Shape]:
     """Find which dimensions vary among samples; other differences are found when samples are loaded."""
-    found = {}
+    shapes = {}
     for name, first in samples[0].items():
         others = [sample[name] for sample in samples if name in sample and sample[name].dim() == first.dim()]
         sizes = [{other.shape[dim] for other in others} for dim in range(first.dim())]
-        found[name] = Shape(tuple(next(iter(size)) if len(size) == 1 else None for size in sizes), first.dtype)
-    return found
+        shapes[name] = Shape(tuple(next(iter(size)) if len(size) == 1 else None for size in sizes), first.dtype)
+    return shapes
 
 
 def pad(entry: Tensor, shape: Shape, length: int, value: float, *, rows: bool, field: str) -> Tensor:

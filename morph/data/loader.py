@@ -255,15 +255,17 @@ def measured(recipe: Recipe, dataset: MapDataset, lengths: NDArray[np.int64] | N
 def varying_dims(job: Job) -> dict[str, tuple[int, ...]]:
     """Return the dimensions of each entry of a batch that are as long as the micro-batch."""
     shapes = recipe_of(job).shapes
-    found = {name: tuple(d for d, size in enumerate(shape.sizes, 1) if size is None) for name, shape in shapes.items()}
-    if job.buckets and not any(found.values()):
+    varying = {
+        name: tuple(d for d, size in enumerate(shape.sizes, 1) if size is None) for name, shape in shapes.items()
+    }
+    if job.buckets and not any(varying.values()):
         raise wrong_job(
             "buckets",
             "have nothing to pad: no entry of the samples varies in length",
             job.buckets,
             "samples, or a collate_fn, that leaves the padding to Morph; or no buckets",
         )
-    return found
+    return varying
 
 
 def mix_of(job: Job, micro_batch_size: int) -> dict[int | None, float]:
@@ -298,12 +300,12 @@ def order_of(job: Job) -> EpochOrder:
 
 def short_sizes(job: Job, micro_batch_size: int) -> tuple[int, ...]:
     """Return the numbers of samples of the micro-batches of steps and evaluations that have fewer than m."""
-    epochs, found = order_of(job).epochs, set()
+    epochs, sizes = order_of(job).epochs, set()
     if epochs.end == "short":
-        found.add(epochs.num_left % micro_batch_size)
+        sizes.add(epochs.num_left % micro_batch_size)
     if job.eval_data is not None:
-        found.add((job.eval_samples or len(data_of(job, "eval_data"))) % micro_batch_size)
-    return tuple(sorted(found - {0}))
+        sizes.add((job.eval_samples or len(data_of(job, "eval_data"))) % micro_batch_size)
+    return tuple(sorted(sizes - {0}))
 
 
 def form_of(job: Job) -> Form:
@@ -344,14 +346,14 @@ def data_facts(job: Job, rows_s: float = 0.0) -> dict[str, DataFacts]:
     ``fingerprint()`` need none.
     """
     fields: tuple[DataField, ...] = ("dataset", "eval_data")
-    found, recipe = dict[str, DataFacts](), recipe_of(job)
+    facts_of, recipe = dict[str, DataFacts](), recipe_of(job)
     for field in fields:
         if getattr(job, field) is not None:
             dataset = data_of(job, field)
             facts = _facts(dataset, recipe).model_copy(update={"fingerprint": _fingerprint(dataset)})
             rows = {} if facts.fingerprint is not None or not rows_s else rows_of(dataset, recipe, rows_s)
-            found[field] = facts.model_copy(update={"rows": rows})
-    return found
+            facts_of[field] = facts.model_copy(update={"rows": rows})
+    return facts_of
 
 
 def _fingerprint(dataset: Any) -> str | None:
@@ -376,7 +378,7 @@ def rows_of(
     the same number of samples are of the same samples. A sample that cannot be read ends the reading.
     """
     count, began_s, state = num_at_hand(dataset), clock(), hashlib.sha256()
-    found, done = dict[int, str](), 0
+    digests, done = dict[int, str](), 0
     step = next(step for step in range(max(1, round(count * 0.618)), count + 2) if math.gcd(step, count) == 1)
     while done < count and clock() - began_s < seconds:
         index = done * step % count
@@ -387,8 +389,8 @@ def rows_of(
             break
         done += 1
         if done & (done - 1) == 0 or done == count:
-            found[done] = state.hexdigest()[:16]
-    return found
+            digests[done] = state.hexdigest()[:16]
+    return digests
 
 
 def _facts(dataset: MapDataset, recipe: Recipe) -> DataFacts:

@@ -21,7 +21,7 @@ from morph.contract.errors import wrong_job
 from morph.contract.job_facts import EpochEnd, Epochs
 from morph.data.seeding import own_generators, seed_of
 
-Place = tuple[int, int]
+EpochPlace = tuple[int, int]
 """Epoch and index of a sample. What the sample draws from global generators depends on both; each time a sample comes
 again within an epoch, ``AGAIN`` is added to its epoch, so that it draws anew."""
 AGAIN = 1 << 32
@@ -33,7 +33,7 @@ OfDataSet = ArrayLike | Callable[[Any], ArrayLike]
 class Order(Protocol):
     """Returns the samples of a step; loading needs no other method."""
 
-    def mini_batch(self, step: int) -> Sequence[Place]:
+    def mini_batch(self, step: int) -> Sequence[EpochPlace]:
         """Return the places of the samples of one step, in order."""
         ...
 
@@ -68,7 +68,7 @@ class EpochOrder:
             )
         return Epochs(num_samples=size, batch_size=self._batch_size, end=self._end)
 
-    def mini_batch(self, step: int) -> list[Place]:
+    def mini_batch(self, step: int) -> list[EpochPlace]:
         """See ``Order``.
 
         Raises JobError if the sampler does not return numbers of samples, or returns more or fewer of them than in
@@ -88,7 +88,7 @@ class EpochOrder:
             return shuffled(self._dataset, self._seed, epoch) if own is None else np.asarray(own(self._seed, epoch))
         return self._sampled(epoch)[0]
 
-    def _place(self, epoch: int, offset: int) -> Place:
+    def _place(self, epoch: int, offset: int) -> EpochPlace:
         indices, again = self._sampled(epoch)
         return epoch + AGAIN * int(again[offset]), int(indices[offset])
 
@@ -98,22 +98,22 @@ class EpochOrder:
             assert self._sampler is not None
             with own_generators() as seed_all:
                 seed_all(seed_of(self._seed, "order", epoch))
-                found = np.asarray(self._sampler(self._dataset, self._seed, epoch))
-            self._check(found, epoch)
+                indices = np.asarray(self._sampler(self._dataset, self._seed, epoch))
+            self._check(indices, epoch)
             for old in [old for old in self._epochs if old not in (0, epoch - 1)]:
                 del self._epochs[old]
-            self._epochs[epoch] = found.astype(np.int64), _times_before(found)
+            self._epochs[epoch] = indices.astype(np.int64), _times_before(indices)
         return self._epochs[epoch]
 
-    def _check(self, found: NDArray[Any], epoch: int) -> None:
+    def _check(self, indices: NDArray[Any], epoch: int) -> None:
         size = len(self._dataset)
         wanted = "" if epoch == 0 else f"{len(self.epoch(0))} "
-        right = found.ndim == 1 and found.dtype.kind in "iu" and len(found) > 0
-        right = right and (epoch == 0 or len(found) == len(self.epoch(0)))
-        if not right or found.min() < 0 or found.max() >= size:
-            shown = f"{list(found.shape)} {found.dtype}"
+        right = indices.ndim == 1 and indices.dtype.kind in "iu" and len(indices) > 0
+        right = right and (epoch == 0 or len(indices) == len(self.epoch(0)))
+        if not right or indices.min() < 0 or indices.max() >= size:
+            shown = f"{list(indices.shape)} {indices.dtype}"
             if right:
-                shown = f"{found.min()} to {found.max()}"
+                shown = f"{indices.min()} to {indices.max()}"
             raise wrong_job(
                 f"sampler(dataset, seed, {epoch})",
                 "does not return an order",
@@ -126,9 +126,9 @@ def _times_before(indices: NDArray[Any]) -> NDArray[np.int64]:
     order = np.argsort(indices, kind="stable")
     starts = np.flatnonzero(np.diff(indices[order], prepend=-1))
     counts = np.diff(starts, append=len(indices))
-    found = np.empty(len(indices), dtype=np.int64)
-    found[order] = np.arange(len(indices)) - np.repeat(starts, counts)
-    return found
+    times = np.empty(len(indices), dtype=np.int64)
+    times[order] = np.arange(len(indices)) - np.repeat(starts, counts)
+    return times
 
 
 def sample_indices(
@@ -223,10 +223,10 @@ def grouped(lengths: OfDataSet, batch_size: int, *, window: int = 50) -> Sampler
 
 
 def _numbers_of(values: OfDataSet, dataset: Any, name: str) -> NDArray[Any]:
-    found = np.asarray(values(dataset) if callable(values) else values)
-    if found.shape != (len(dataset),):
-        raise wrong_job(f"sampler: {name}", "must be one for each sample", str(list(found.shape)), f"{len(dataset)}")
-    return found
+    numbers = np.asarray(values(dataset) if callable(values) else values)
+    if numbers.shape != (len(dataset),):
+        raise wrong_job(f"sampler: {name}", "must be one for each sample", str(list(numbers.shape)), f"{len(dataset)}")
+    return numbers
 
 
 def _words(seed: int, epoch: int, count: int, key: tuple[int, ...] = ()) -> NDArray[np.uint64]:

@@ -22,7 +22,7 @@ def packs(lengths: Sequence[int], length: int) -> list[list[int]]:
     ``lengths`` are of the documents, each at most ``length``, that of a sample. Returns the numbers of each sample's
     documents, ascending; samples are in the order of their first documents.
     """
-    found: list[list[int]] = []
+    packed: list[list[int]] = []
     with_room: dict[int, list[int]] = {}
     rooms = 0  # bit r: a sample has room for r more tokens
     for document in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
@@ -34,12 +34,12 @@ def packs(lengths: Sequence[int], length: int) -> list[list[int]]:
             if not with_room[room]:
                 rooms &= ~(1 << room)
         else:
-            room, place = length, len(found)
-            found.append([])
-        found[place].append(document)
+            room, place = length, len(packed)
+            packed.append([])
+        packed[place].append(document)
         with_room.setdefault(room - size, []).append(place)
         rooms |= 1 << (room - size)
-    return sorted(sorted(pack) for pack in found)
+    return sorted(sorted(pack) for pack in packed)
 
 
 class Packed:
@@ -62,10 +62,10 @@ class Packed:
     def __init__(
         self, dataset: Any, length: int, lengths: OfDataSet, padding: Mapping[str, float] | None = None
     ) -> None:
-        found = checked_lengths(lengths(dataset) if callable(lengths) else lengths, len(dataset), [length], "dataset")
+        known = checked_lengths(lengths(dataset) if callable(lengths) else lengths, len(dataset), [length], "dataset")
         self._dataset, self._length, self._padding = dataset, length, padding or {}
-        self._lengths = found
-        self.packs = packs(found.tolist(), length)
+        self._lengths = known
+        self.packs = packs(known.tolist(), length)
 
     def __len__(self) -> int:
         """Return the number of samples."""

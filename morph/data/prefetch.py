@@ -125,9 +125,9 @@ class DataWorkers:
             self._await(reader, batch)
         self._wanted.pop(batch, None)
         reader = next((reader for reader in self._readers if batch in reader.read), None)
-        found = reader.take(batch, pinned=self._pinned) if reader is not None else {}
+        tensors = reader.take(batch, pinned=self._pinned) if reader is not None else {}
         self._ask()
-        return found
+        return tensors
 
     def _start_all(self) -> None:
         for _ in range(self._count):
@@ -301,9 +301,9 @@ class _Reader:
         """Return a copy of a micro-batch that was read, and free its slot."""
         assert self._slots is not None
         slot, laid_out = self.read.pop(batch)
-        found = {key: self._slots.get(self._memory, slot, key, *laid_out[key], pinned=pinned) for key in laid_out}
+        tensors = {key: self._slots.get(self._memory, slot, key, *laid_out[key], pinned=pinned) for key in laid_out}
         self.free.append(slot)
-        return found
+        return tensors
 
     def forget_but(self, wanted: Mapping[Batch, object]) -> None:
         for batch in self.read.keys() - wanted.keys():

@@ -146,14 +146,14 @@ class ShardedFiles(ABC):
         given = self.shards[shard]
         if self._copies(given):
             with self._copy(given) as file:
-                found = self._read(given, file, 0)
+                samples = self._read(given, file, 0)
         else:
             with Path(given.file.name).open("rb") as file:
-                found = self._read(given, file, given.start)
-        if len(found) != given.num_samples:
+                samples = self._read(given, file, given.start)
+        if len(samples) != given.num_samples:
             field, allowed = "index", f"{given.num_samples}, as when the index was made: remove the index"
-            raise self._wrong("has another number of samples", field, len(found), allowed, given.file.name)
-        return found
+            raise self._wrong("has another number of samples", field, len(samples), allowed, given.file.name)
+        return samples
 
     def prepare(self, shard: int) -> None:
         """Make a copy of a shard if one is needed. Any thread may call this."""
@@ -186,13 +186,13 @@ class ShardedFiles(ABC):
         """Return the file system and the files that the URLs name."""
         if not urls:
             raise self._wrong("names no file", "urls", None, "at least one file, folder or pattern")
-        found: dict[str, File] = {}
+        files: dict[str, File] = {}
         fs, _ = fsspec.core.url_to_fs(urls[0], **self._options)
         for url in urls:
             its_fs, path = fsspec.core.url_to_fs(url, **self._options)
             if its_fs.protocol != fs.protocol:
                 raise self._wrong("is not in the file system of the first", "urls", url, str(urls[0]))
-            before = len(found)
+            before = len(files)
             try:
                 if "*" in path or "?" in path or "[" in path:
                     infos = fs.glob(path, detail=True)
@@ -205,10 +205,10 @@ class ShardedFiles(ABC):
             for name, info in infos.items():
                 if info["type"] == "file":
                     version = next((str(info[key]) for key in _MADE if info.get(key) is not None), "")
-                    found[name] = File(name, int(info["size"] or 0), version)
-            if len(found) == before:
+                    files[name] = File(name, int(info["size"] or 0), version)
+            if len(files) == before:
                 raise self._wrong("names no file", "urls", url, f"files such as part-0000{self.suffixes[0]}")
-        return fs, [found[name] for name in sorted(found)]
+        return fs, [files[name] for name in sorted(files)]
 
     def _is_of_kind(self, name: str) -> bool:
         plain = PurePosixPath(name)

@@ -217,11 +217,11 @@ class Parquet(ScannedFiles):
         return True
 
     def _fetch(self, shard: Shard, into: BinaryIO) -> None:
-        with self._parquet(shard.file) as found:
-            names = found.schema_arrow.names
+        with self._parquet(shard.file) as parquet:
+            names = parquet.schema_arrow.names
             if missing := sorted({*(self._columns or ())} - {*names}):
                 raise self._wrong("has no such column", "columns", missing[0], ", ".join(names), shard.file.name)
-            table = found.read_row_groups(list(range(shard.start, shard.stop)), columns=self._columns)
+            table = parquet.read_row_groups(list(range(shard.start, shard.stop)), columns=self._columns)
         with self._arrow.ipc.new_file(into, table.schema) as writer:
             writer.write_table(table)
 
@@ -236,10 +236,10 @@ class Parquet(ScannedFiles):
     def _parquet(self, file: File) -> Iterator[Any]:
         with self.fs.open(file.name, "rb") as opened:
             try:
-                found = self._arrow.parquet.ParquetFile(opened)
+                parquet = self._arrow.parquet.ParquetFile(opened)
             except self._arrow.ArrowInvalid as error:
                 raise JobError(f"is not a Parquet file: {error}", source=file.name) from error
-            yield found
+            yield parquet
 
 
 class _TableRows(Sequence[Any]):
@@ -315,11 +315,11 @@ class _Columns:
             if size is None:
                 size, place = int.from_bytes(content[place : place + 4], "little"), place + 4
             sizes.append(size)
-        found = {}
+        values = {}
         for name, size, decode in zip(self.names, sizes, self.decode, strict=True):
             assert decode is not None
-            found[name], place = decode(content[place : place + size]), place + size
-        return found
+            values[name], place = decode(content[place : place + size]), place + size
+        return values
 
 
 class _MdsSamples(Sequence[Any]):

@@ -84,11 +84,11 @@ class ShardedEpoch:
 
     def __getitem__(self, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
         numbers, within = np.divmod(np.asarray(offsets, dtype=np.int64), self._length)
-        found = np.empty(numbers.shape, dtype=np.int64)
+        samples = np.empty(numbers.shape, dtype=np.int64)
         for number in np.unique(numbers):
             here = numbers == number
-            found[here] = self._stretch(int(number))[within[here]]
-        return found
+            samples[here] = self._stretch(int(number))[within[here]]
+        return samples
 
     def _stretch(self, number: int) -> NDArray[np.int64]:
         """Return the indices at places ``number * length`` onwards.

@@ -209,10 +209,10 @@ class Iterated:
         self._block = 0
 
     def open(self, shard: int) -> list[Any]:
-        block, found = self._go_near(shard)
+        block, samples = self._go_near(shard)
         while block != shard:
-            block, found = self._read_block()
-        return found
+            block, samples = self._read_block()
+        return samples
 
     def _go_near(self, shard: int) -> tuple[int, list[Any]]:
         """Read a block, or an earlier one if the block must be reached from there; return its number and samples."""
@@ -223,9 +223,9 @@ class Iterated:
             block, state, digest = marked
             self._begin(block, state)
             with suppress(JobError):  # the iterable ends too soon
-                found = self._read_block()
-                if _digest(found[1]) == digest:
-                    return found
+                read = self._read_block()
+                if _digest(read[1]) == digest:
+                    return read
             log.warning("the stream is read from its beginning: a state does not lead back to the same samples")
             self._bookmarks, self._iterator = None, None
         if self._iterator is None or self._block > shard:
@@ -252,18 +252,18 @@ class Iterated:
         state = marks.state_of(self._iterable) if marks is not None and block else None
         with own_generators() as seed_all:
             seed_all(seed_of("block", block))
-            found = list(itertools.islice(self._iterator, self.sizes[block]))
-        if len(found) < self.sizes[block]:
-            ended = block * self._block_size + len(found)
+            samples = list(itertools.islice(self._iterator, self.sizes[block]))
+        if len(samples) < self.sizes[block]:
+            ended = block * self._block_size + len(samples)
             allowed = f"up to {ended}, where the iterable ends" if ended else "an iterable that has samples each time"
             self._iterator = None
             raise JobError(
                 "is too large", source="Iterated", field="num_samples", value=self._num_samples, allowed=allowed
             )
         if marks is not None and state is not None:
-            marks.keep(block, state, found)
+            marks.keep(block, state, samples)
         self._block = block + 1
-        return block, found
+        return block, samples
 
 
 class _Bookmarks:
@@ -279,12 +279,12 @@ class _Bookmarks:
         except FileNotFoundError:
             return None
         numbers = [int(stem) for name in names if (stem := PurePosixPath(str(name)).stem).isdigit()]
-        found = max((number for number in numbers if now < number <= block), default=0)
-        if found == 0:
+        newest = max((number for number in numbers if now < number <= block), default=0)
+        if newest == 0:
             return None
         try:
-            content = json.loads(self._fs.cat_file(self._path(found)))
-            return found, content["state"], str(content["samples"])
+            content = json.loads(self._fs.cat_file(self._path(newest)))
+            return newest, content["state"], str(content["samples"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -313,25 +313,25 @@ class _Bookmarks:
 
 def _digest(sample: Any) -> str:
     """Return a digest of a sample: of all bytes of its tensors and arrays, and the representation of other values."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
 
     def take(value: Any) -> None:
         if isinstance(value, torch.Tensor):
             value = value.detach().cpu().numpy() if value.dtype != torch.bfloat16 else value.detach().float().numpy()
         if isinstance(value, np.ndarray):
-            found.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+            digest.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
         elif isinstance(value, Mapping):
             for key in sorted(value, key=str):
-                found.update(str(key).encode())
+                digest.update(str(key).encode())
                 take(value[key])
         elif isinstance(value, list | tuple):
             for item in value:
                 take(item)
         else:
-            found.update(repr(value).encode())
+            digest.update(repr(value).encode())
 
     take(sample)
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def _even(total: int, size: int, source: str, field: str) -> list[int]:

@@ -15,12 +15,12 @@ from torch.nn import Parameter
 from morph.contract.errors import InputError
 from morph.contract.messages import WEIGHT
 from morph.data.seeding import own_generators, seed_of
-from morph.elastic.membership import Membership, Place
+from morph.elastic.membership import Membership, RingPlace
 from morph.elastic.mini_batches import Batch
 from morph.elastic.settings import Digest, Settings
 from morph.elastic.state import TrainingState
 from morph.elastic.strategy import S_SGD, shares_of
-from morph.elastic.sums import Accumulation, Kind, StepSums, buckets_of
+from morph.elastic.sums import Accumulation, Kind, MemberSums, buckets_of
 from morph.losses import Loss, values_of
 from morph.runtime.groups.channels import Ring
 from morph.runtime.state.accumulators import Reduced
@@ -45,7 +45,7 @@ KEPT_BYTES = 31 * 2**20
 class Try(NamedTuple):
     """One attempt at a step."""
 
-    place: Place
+    place: RingPlace
     batch: Batch | None
     loss_of: Callable[[Any], Tensor | Loss]
 
@@ -67,12 +67,12 @@ class Gradients:
         self._buckets: tuple[str, list[list[str]]] = ("", [])
         self.settings: Settings = {}
         self._groups_text, self.digest = "", Digest("")
-        self._sums: StepSums | None = None
+        self._sums: MemberSums | None = None
         self._is_in_backward = False
         self._strayed: str | None = None
         self._left: list[Tensor] = []
         torch.empty(KEPT_BYTES, dtype=torch.uint8)  # freed at once, so that gradients use mapped pages
-        self.overflow: tuple[Place, dict[str, int]] | None = None
+        self.overflow: tuple[RingPlace, dict[str, int]] | None = None
         """Scales for the next attempt at a step, and the place where a sum of the last attempt overflowed."""
         self.num_shares = 0
         self._mark: Tensor | None = None
@@ -103,12 +103,12 @@ class Gradients:
         # A member that left a ring may not know that a sum overflowed there: all begin with the earlier scales.
         scales = self.overflow[1] if self.overflow and self.overflow[0] is place else self._state.exponents
         self.num_shares = len(mine)
-        buffers = {name: one.clone() for name, one in self._state.buffers().items()}
+        buffers = {name: buffer.clone() for name, buffer in self._state.buffers().items()}
         try:
             while True:
                 # No memory is reused after a step that was given up: an operation of its ring may still write into it.
                 memory, self._left = Memory(self._device, self._left), []
-                self._sums = StepSums(kind, scales, ring, place.interrupt, num_summed, memory)
+                self._sums = MemberSums(kind, scales, ring, place.interrupt, num_summed, memory)
                 if is_shared and membership.has_ready_joiners:
                     self._sums.add_joining()
                 if is_shared:
@@ -122,7 +122,7 @@ class Gradients:
                         self._sums.add_changes(buffers)
                         self._restore(buffers)
                 reduced = self._sums.reduced(self._state.num_steps)
-                scales = {name: one for part in reduced for name, one in part.exponents.items()}
+                scales = {name: exponent for part in reduced for name, exponent in part.exponents.items()}
                 if is_shared or not any(part.overflowed for part in reduced):
                     return reduced, scales
         finally:

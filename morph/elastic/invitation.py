@@ -51,16 +51,16 @@ class Invitation:
     @classmethod
     def of_environment(cls) -> Invitation:
         """Return the invitation that ``morph elastic`` set; without one, a ring of this process alone."""
-        found = {name: os.environ.get(name) for name in NAMES}
-        fd, join = found[LISTEN_FD], found[JOIN]
+        given = {name: os.environ.get(name) for name in NAMES}
+        fd, join = given[LISTEN_FD], given[JOIN]
         try:
             return cls(
-                listen_host=found[LISTEN] or LOOPBACK,
+                listen_host=given[LISTEN] or LOOPBACK,
                 listen_fd=int(fd) if fd else None,
                 join=parse_addresses(join, JOIN) if join else (),
-                num_founders=int(found[FOUNDERS] or 1),
-                secret=found[SECRET] or secrets.token_hex(32),
-                silence_s=float(found[SILENCE] or SILENCE_S),
+                num_founders=int(given[FOUNDERS] or 1),
+                secret=given[SECRET] or secrets.token_hex(32),
+                silence_s=float(given[SILENCE] or SILENCE_S),
             )
         except ValueError as error:
             raise InputError(f"a variable of morph elastic is not a number: {error}", source="environment") from error

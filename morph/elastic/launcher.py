@@ -21,7 +21,7 @@ LOOK_EVERY_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LaunchSpec:
     """The workers to start. ``join``: addresses of workers of the job; the workers join or found its ring.
 
     ``num_founders``: how many workers begin together, on all machines; more may join later. ``is_open``: other machines
@@ -39,7 +39,7 @@ class Plan:
 
 
 @dataclass
-class Outcome:
+class ExitCodes:
     """Exit codes of the workers that have ended, by process id."""
 
     codes: dict[int, int] = field(default_factory=dict)
@@ -50,13 +50,13 @@ class Outcome:
         return 0 if 0 in self.codes.values() else 1
 
 
-def launch(plan: Plan) -> Outcome:
+def launch(plan: LaunchSpec) -> ExitCodes:
     """Run the workers until the last has ended.
 
     Raises OSError if the launcher cannot listen on the address or start the command, and KeyboardInterrupt after
     Ctrl-C, SIGTERM or SIGHUP; the workers have been ended then.
     """
-    outcome = Outcome()
+    outcome = ExitCodes()
     workers: list[subprocess.Popen[bytes]] = []
     with interrupted_once() as interrupted:
         try:
@@ -73,7 +73,7 @@ def launch(plan: Plan) -> Outcome:
     return outcome
 
 
-def _start(plan: Plan, workers: list[subprocess.Popen[bytes]]) -> None:
+def _start(plan: LaunchSpec, workers: list[subprocess.Popen[bytes]]) -> None:
     """Start the workers; the first one inherits the listening socket, so that the others can find it.
 
     Where the job begins, the first worker founds it.

@@ -46,7 +46,7 @@ MOST_FOUNDERS = 1024
 
 
 @dataclass(frozen=True)
-class Place:
+class RingPlace:
     """A member's place in one ring. ``interrupt`` ends every wait as soon as the member leaves the ring."""
 
     ring: Ring
@@ -84,7 +84,7 @@ class Membership:
         self._changed = threading.Condition(threading.RLock())
         self._credential, self._silence_s = credential, silence_s
         self._state: MemberState | None = None
-        self._place: Place | None = None
+        self._place: RingPlace | None = None
         self._halted: str | None = None
         self._book: Book = {}
         self._links: dict[int, Outgoing] = {}
@@ -140,7 +140,7 @@ class Membership:
         assert self._state is not None, "the member has not begun"
         return self._state.me
 
-    def place(self, after: Ballot | None = None, timeout_s: float = CONSENSUS_TIMEOUT_S) -> Place:
+    def place(self, after: Ballot | None = None, timeout_s: float = CONSENSUS_TIMEOUT_S) -> RingPlace:
         """Return this member's place in a ring other than that of the ballot ``after``; waits for it.
 
         Raises TrainingStopped if this member no longer trains; the message says why. Raises WaitTimeout if the members
@@ -241,7 +241,7 @@ class Membership:
 
     def _enter(self, enter: Enter) -> None:
         interrupt = Interrupt(enter.ring.ballot.epoch)
-        self._place = Place(enter.ring, enter.num_steps, enter.source, enter.behind, enter.fresh, interrupt)
+        self._place = RingPlace(enter.ring, enter.num_steps, enter.source, enter.behind, enter.fresh, interrupt)
         for number in enter.ring.members:
             self._door.ready.pop(number, None)
             self._door.coming.discard(number)

@@ -19,7 +19,7 @@ from morph.contract.errors import GenerationAborted, InputError, PeerLost
 from morph.contract.messages import WEIGHT
 from morph.elastic.gradients import Gradients, Try
 from morph.elastic.invitation import Invitation
-from morph.elastic.membership import Place
+from morph.elastic.membership import RingPlace
 from morph.elastic.mini_batches import Batch, batch_users, is_used_by_another, loss_warnings, use_batches_with
 from morph.elastic.participation import Participation
 from morph.elastic.replicas import Sum, Union, as_vector, move_to
@@ -289,7 +289,7 @@ class Optimizer:
         place = given.place
         signals = self._signals() if self._state.pace.is_auto else None
         reduced, exponents = self._gradients.compute(given, self._participation.ring, self._participation.membership)
-        told = None if signals is None else signals.reduce(self._participation.ring, len(place.ring.members))
+        signalled = None if signals is None else signals.reduce(self._participation.ring, len(place.ring.members))
         if any(part.overflowed for part in reduced):
             self._gradients.overflow = (place, exponents)
             return
@@ -297,7 +297,7 @@ class Optimizer:
             step = self._apply(reduced, exponents, is_kept=self._participation.catch_up_log.is_open)
             self._state.summed = self._gradients.settings["trained"]
             is_joined = float(reduced[-1].gradients[JOINING]) > 0
-            self._cross(place, None if told is None else told[1], is_joined, step)
+            self._cross(place, None if signalled is None else signalled[1], is_joined, step)
 
     def _step_sma(self, given: Try) -> None:
         place, weights = given.place, self._state.weights()
@@ -318,10 +318,10 @@ class Optimizer:
         other = partner(members, membership.me, self._state.num_steps)
         fetch = None if other is None else self._participation.fetch(other, MODEL, given.place.interrupt)
         reduced, exponents = self._gradients.compute(given, None, self._participation.membership)
-        found = None if fetch is None else fetch.wait()
+        fetched = None if fetch is None else fetch.wait()
         mine = as_vector(weights)
-        if found is not None and len(found) == mine.nbytes:
-            move_to(weights, found.view(mine.dtype), 0.5)
+        if fetched is not None and len(fetched) == mine.nbytes:
+            move_to(weights, fetched.view(mine.dtype), 0.5)
         self._apply(reduced, exponents)
         self._state.differs = True
         membership.shelf.put(MODEL, as_vector(weights))
@@ -337,7 +337,7 @@ class Optimizer:
             return
         self._gradients.look_at_settings()
         try:
-            told = self._signals(self._state.loss).reduce(self._participation.ring, len(place.ring.members))
+            signalled = self._signals(self._state.loss).reduce(self._participation.ring, len(place.ring.members))
         except (GenerationAborted, PeerLost):
             self._participation.leave(place)
             return
@@ -346,7 +346,7 @@ class Optimizer:
             return
         if self._is_agreed(place):
             self._state.met_at, self._state.summed = self._state.num_steps, self._gradients.settings["trained"]
-            self._cross(place, *told[1:])
+            self._cross(place, *signalled[1:])
 
     def _become_one(self) -> None:
         """Make all replicas equal, at all workers or at none."""
@@ -368,14 +368,14 @@ class Optimizer:
         has_joiners = self._participation.membership.has_ready_joiners
         return Signals(loss, self._rate, self._gradients.digest, has_joiners=has_joiners)
 
-    def _is_agreed(self, place: Place) -> bool:
+    def _is_agreed(self, place: RingPlace) -> bool:
         """Whether the reduced values count; if so, all workers that continue will have these values."""
         is_agreed = self._participation.membership.reduced(place.ring.ballot)
         if not is_agreed:
             self._participation.leave(place)
         return is_agreed
 
-    def _cross(self, place: Place, rate: float | None, is_joined: bool, step: tuple[Tensor, ...] = ()) -> None:
+    def _cross(self, place: RingPlace, rate: float | None, is_joined: bool, step: tuple[Tensor, ...] = ()) -> None:
         """Pass a boundary: change the strategy, keep the step for joiners, and let waiting joiners in."""
         if rate is not None:
             self._state.pace, reason = observed(self._state.pace, rate, len(place.ring.members))
@@ -386,7 +386,7 @@ class Optimizer:
         if is_joined:
             self._participation.cross_boundary(place)
 
-    def _compare(self, place: Place) -> None:
+    def _compare(self, place: RingPlace) -> None:
         """End this worker with an InputError if its settings are not the oldest's; the others begin the step again."""
         try:
             oldest = exchanged(self._participation.ring, self._gradients.settings)[0]

@@ -17,7 +17,7 @@ from morph.contract.messages import DEFAULT_LIMIT_S
 from morph.elastic.catch_up import SNAPSHOT, STEP, CatchUpLog
 from morph.elastic.consensus.messages import Ballot
 from morph.elastic.invitation import Invitation
-from morph.elastic.membership import Membership, Place
+from morph.elastic.membership import Membership, RingPlace
 from morph.elastic.rendezvous import RENDEZVOUS_TIMEOUT_S, Sponsor, meet
 from morph.elastic.shelf import Fetch, Fetcher
 from morph.elastic.state import TrainingState
@@ -43,7 +43,7 @@ class Participation:
         self._fetcher = Fetcher(invitation.credential)
         self._reaper = Reaper()
         self._groups: GroupSet | None = None
-        self._place: Place | None = None
+        self._place: RingPlace | None = None
         self._left: Ballot | None = None
         self._held: str | None = None
         self._num_tries = 0
@@ -61,11 +61,11 @@ class Participation:
         return self._membership
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RingPlace:
         """This member's place now, or when the current step began."""
         return self._place if self._place is not None else self.settle()
 
-    def settle(self) -> Place:
+    def settle(self) -> RingPlace:
         """Return the place in a ring, once this member has the ring's state; waits until the members agree on a ring.
 
         Raises TrainingStopped if this member no longer trains. Raises WaitTimeout if the others do not answer.
@@ -83,12 +83,12 @@ class Participation:
             self._place = place
             return place
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: RingPlace) -> None:
         """Record that the ring of this place, or a connection of it, is gone: ``settle`` waits for another ring."""
         self._left = place.ring.ballot
         self._drop_groups()
 
-    def cross_boundary(self, place: Place) -> None:
+    def cross_boundary(self, place: RingPlace) -> None:
         """Wait for the ring that lets a joiner in: every member calls this after the same step."""
         self._membership.admit()
         self.leave(place)
@@ -142,7 +142,7 @@ class Participation:
         sponsor.ready(is_caught_up=is_caught_up)
         return is_caught_up
 
-    def _awaited(self, sponsor: Sponsor) -> Place:
+    def _awaited(self, sponsor: Sponsor) -> RingPlace:
         """Wait to be let in, and catch up with the sponsor's steps meanwhile."""
         until_s, interrupt = time.monotonic() + RENDEZVOUS_TIMEOUT_S, Interrupt(0)
         while time.monotonic() < until_s:
@@ -160,7 +160,7 @@ class Participation:
         self._state.unpack_step(packed)
         return True
 
-    def _next_place(self) -> Place:
+    def _next_place(self) -> RingPlace:
         """Wait for the next ring; if none of its members is lost, a broken ring is formed again."""
         while True:
             sponsor, self._sponsor = self._sponsor, None
@@ -188,7 +188,7 @@ class Participation:
         self.catch_up_log = CatchUpLog(self._membership.shelf)
         return True
 
-    def _enter(self, place: Place) -> None:
+    def _enter(self, place: RingPlace) -> None:
         self._drop_groups()  # groups of a ring that ended between two steps
         if self._held is not None:
             self._membership.shelf.drop(self._held)
@@ -228,12 +228,12 @@ class Participation:
         self._membership.shelf.put(name, self._state.pack_facts() if is_caught_up else self._state.pack())
         self._held = name
 
-    def _begin_fresh(self, place: Place, name: str) -> None:
-        told = self.fetch(place.source, name, place.interrupt, DEFAULT_LIMIT_S).wait()
+    def _begin_fresh(self, place: RingPlace, name: str) -> None:
+        packed = self.fetch(place.source, name, place.interrupt, DEFAULT_LIMIT_S).wait()
         place.interrupt.check()
-        if told is None:
+        if packed is None:
             raise PeerLost("no state to begin with was received")
-        goal, is_whole = self._state.read(told)
+        goal, is_whole = self._state.read(packed)
         while not is_whole and self._state.num_steps < goal:
             if not self._take_step(place.source, place.interrupt):
                 place.interrupt.check()
@@ -241,9 +241,9 @@ class Participation:
         if not self._membership.copied(place.ring.ballot):
             raise GenerationAborted("the ring whose state was received has ended")
         if is_whole:
-            self._state.unpack(told)
+            self._state.unpack(packed)
         else:
-            self._state.unpack_facts(told)
+            self._state.unpack_facts(packed)
 
     def _copied(self, channel: Channel, *, is_source: bool) -> Tensor:
         packed = self._state.pack() if is_source else torch.empty(0, dtype=torch.uint8)

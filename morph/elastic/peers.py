@@ -15,7 +15,7 @@ from morph.elastic.codec import Address
 from morph.link.caller import Call, bounded
 from morph.link.home import Home
 from morph.link.listener import Caller
-from morph.link.session import Session
+from morph.link.session import LinkSession
 from morph.link.wire import Wire
 
 PING, PONG = b"ping", b"pong"
@@ -79,7 +79,7 @@ class Outgoing:
             self.heard_s = time.monotonic()
 
 
-class Incoming(Session):
+class Incoming(LinkSession):
     """The called end of a connection, once the caller has proven that it knows the secret.
 
     Raises OSError if the caller does not know the secret, or is gone.

@@ -15,22 +15,22 @@ from morph.runtime.groups.channels import Ring, Transfer
 
 def as_vector(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
     """Return a copy of all values as a vector [values] on the CPU: float32, float64 if one is wider, or ``dtype``."""
-    wide = any(one.dtype == torch.float64 for one in tensors)
+    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
     dtype = dtype or (torch.float64 if wide else torch.float32)
     if not tensors:
         return torch.zeros(0, dtype=dtype)
-    return torch.cat([one.detach().reshape(-1).to("cpu", dtype) for one in tensors])
+    return torch.cat([tensor.detach().reshape(-1).to("cpu", dtype) for tensor in tensors])
 
 
 def move_to(tensors: Sequence[Tensor], vector: Tensor, part: float) -> None:
     """Move tensors in place by this fraction of the way to the values of a vector; 1: they get these values."""
     with torch.no_grad():
-        for one, values in zip(tensors, torch.split(vector, [one.numel() for one in tensors]), strict=True):
-            goal = values.view(one.shape).to(one.device, one.dtype)
+        for tensor, values in zip(tensors, torch.split(vector, [tensor.numel() for tensor in tensors]), strict=True):
+            goal = values.view(tensor.shape).to(tensor.device, tensor.dtype)
             if part == 1.0:
-                one.copy_(goal)
+                tensor.copy_(goal)
             else:
-                one.lerp_(goal, part)  # a value that is already equal keeps its bits
+                tensor.lerp_(goal, part)  # a value that is already equal keeps its bits
 
 
 class Sum:
@@ -69,10 +69,10 @@ class Union:
     def __init__(self, state: TrainingState, ring: Ring | None, rank: int, num_workers: int) -> None:
         self._state, self._parameters = state, state.optimized()
         kept: list[dict[str, Any]] = [state.optimizer.state.get(one, {}) for one in self._parameters]
-        told = exchanged(ring, state.layout())
+        layouts = exchanged(ring, state.layout())
         holders: dict[tuple[int, str], list[int]] = {}
         self._new: dict[tuple[int, str], Any] = {}
-        for member, layout in enumerate(told):
+        for member, layout in enumerate(layouts):
             for index, key, value in layout["numbers"]:
                 if key not in kept[index]:
                     self._new.setdefault((index, key), value)
@@ -99,10 +99,10 @@ class Union:
     def apply(self) -> None:
         """Set this worker's state to the values that were waited for."""
         floats, chosen = (one.vector for one in self._sums)
-        sizes = [one.tensor.numel() for one in self._means]
-        for part, one in zip(torch.split(floats, sizes), self._means, strict=True):
-            part /= len(one.holders)
-        move_to([one.tensor for one in self._means], floats, 1.0)
+        sizes = [mean.tensor.numel() for mean in self._means]
+        for part, mean in zip(torch.split(floats, sizes), self._means, strict=True):
+            part /= len(mean.holders)
+        move_to([mean.tensor for mean in self._means], floats, 1.0)
         move_to(self._others, chosen, 1.0)
         for (index, key), value in self._new.items():
             self._state.optimizer.state[self._parameters[index]][key] = value

@@ -37,12 +37,12 @@ class Digest:
             raise SettingsDiffer
 
 
-def exchanged(ring: Ring | None, told: Any) -> list[Any]:
+def exchanged(ring: Ring | None, mine: Any) -> list[Any]:
     """Return the values of all members of a ring, by rank, exchanged as JSON.
 
     Raises GenerationAborted or PeerLost if the ring has ended.
     """
-    text = json.dumps(told).encode()
+    text = json.dumps(mine).encode()
     if ring is None:
         return [json.loads(text)]
     size = torch.tensor([len(text)], dtype=torch.int64)

@@ -93,10 +93,10 @@ class TrainingState:
         self.summed = self.summed or self.trained()
         self._schedule = self.settings()["scheduler"]
         self._arrived: Arrived | None = None
-        for name, one in self.carried.items():
-            if not (isinstance(one, dict) or (hasattr(one, "state_dict") and hasattr(one, "load_state_dict"))):
+        for name, value in self.carried.items():
+            if not (isinstance(value, dict) or (hasattr(value, "state_dict") and hasattr(value, "load_state_dict"))):
                 allowed = "objects with state_dict and load_state_dict, or dicts, by name"
-                raise InputError("has no state", field=f"state[{name!r}]", value=type(one).__name__, allowed=allowed)
+                raise InputError("has no state", field=f"state[{name!r}]", value=type(value).__name__, allowed=allowed)
         self._carried_now()
 
     def trained(self) -> str:
@@ -182,28 +182,28 @@ class TrainingState:
     def _carried_now(self) -> tuple[Any, dict[str, Tensor]]:
         """Return the state of the loop's own objects: plain values, and tensors by name."""
         tensors: list[Tensor] = []
-        told = {}
-        for name, one in self.carried.items():
+        facts = {}
+        for name, carried in self.carried.items():
             try:
-                told[name] = to_plain(one if isinstance(one, dict) else one.state_dict(), tensors)
+                facts[name] = to_plain(carried if isinstance(carried, dict) else carried.state_dict(), tensors)
             except ValueError as error:
                 allowed = "tensors, numbers, texts, None, and lists, tuples and dicts of these"
                 raise InputError(
                     "has a state that cannot be sent", field=f"state[{name!r}]", value=str(error), allowed=allowed
                 ) from error
-        return told, {f"carried/{place}": one for place, one in enumerate(tensors)}
+        return facts, {f"carried/{place}": one for place, one in enumerate(tensors)}
 
     def _receive_carried(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        told = facts["carried"]
-        if told is None:
+        received = facts["carried"]
+        if received is None:
             return
-        if set(told) != set(self.carried):
-            allowed = f"{', '.join(map(repr, told)) or 'nothing'}, as the other workers have it"
+        if set(received) != set(self.carried):
+            allowed = f"{', '.join(map(repr, received)) or 'nothing'}, as the other workers have it"
             value = ", ".join(map(repr, self.carried)) or "nothing"
             raise InputError("names other objects than there", field="state", value=value, allowed=allowed)
         num_apart = sum(name.startswith("carried/") for name in tensors)
         apart = [tensors[f"carried/{place}"].clone() for place in range(num_apart)]  # not views of the whole message
-        states = {name: from_plain(value, apart) for name, value in told.items()}
+        states = {name: from_plain(value, apart) for name, value in received.items()}
         self._arrived = Arrived(states, has_passed=facts["has_passed"])
 
     def load_carried(self, *, in_step: bool) -> None:
@@ -215,12 +215,12 @@ class TrainingState:
         if arrived is None or (arrived.has_passed and not in_step):
             return
         self._arrived = None
-        for name, one in self.carried.items():
-            if isinstance(one, dict):
-                one.clear()
-                one.update(arrived.states[name])
+        for name, carried in self.carried.items():
+            if isinstance(carried, dict):
+                carried.clear()
+                carried.update(arrived.states[name])
             else:
-                one.load_state_dict(arrived.states[name])
+                carried.load_state_dict(arrived.states[name])
 
     def pack_gradients(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return the mean gradients of a step, before it is applied, as uint8 [bytes]."""
@@ -306,18 +306,18 @@ class TrainingState:
             load_scheduler(self.scheduler, facts["scheduler"])
         self._schedule = facts["scheduler"]
 
-    def _take_groups(self, told: list[Any]) -> None:
+    def _take_groups(self, theirs: list[Any]) -> None:
         named = list(self.named.items())
-        for group in told[len(self.optimizer.param_groups) :]:
+        for group in theirs[len(self.optimizer.param_groups) :]:
             has_names = "param_names" in self.optimizer.param_groups[0]
             members = [named[place] if has_names else named[place][1] for place in group["parameters"]]
             values = {key: from_plain(value) for key, value in group["values"].items()}
             self.optimizer.add_param_group({"params": members, **values})
         mine = [group["parameters"] for group in self.settings()["groups"]]
-        if mine != [group["parameters"] for group in told]:
+        if mine != [group["parameters"] for group in theirs]:
             allowed = "an optimizer of the same parameters, in the same groups, at all workers"
             raise InputError("is not the one with which the other workers train", field="optimizer", allowed=allowed)
-        load_groups(self.optimizer, [group["values"] for group in told])
+        load_groups(self.optimizer, [group["values"] for group in theirs])
 
     def unpack(self, packed: Tensor) -> None:
         """Adopt the state that another member packed, but keep settings that the loop has set here for the next step.
@@ -331,15 +331,15 @@ class TrainingState:
         if self._passed is None or self._passed[0] != facts["num_steps"]:
             self._take_settings(facts)
         parameters = self.optimized()
-        found: dict[int, dict[str, Any]] = {index: dict(facts["numbers"][index]) for index in range(len(parameters))}
+        states: dict[int, dict[str, Any]] = {index: dict(facts["numbers"][index]) for index in range(len(parameters))}
         for name, value in tensors.items():
             kind, _, rest = name.partition("/")
             if kind == "optimizer":
                 number, _, key = rest.partition("/")
                 like = parameters[int(number)]
-                found[int(number)][key] = value.to(like.device, copy=True) if value.dim() else value.clone()
+                states[int(number)][key] = value.to(like.device, copy=True) if value.dim() else value.clone()
         self.optimizer.state.clear()
-        for index, values in found.items():
+        for index, values in states.items():
             if values:
                 self.optimizer.state[parameters[index]] = values
         self._take_facts(facts)
@@ -403,20 +403,20 @@ def as_real(tensor: Tensor) -> Tensor:
 def _packed(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Tensor:
     """Return a safetensors file as uint8 [bytes]; built here because the library would copy each byte three times."""
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # so that each tensor is aligned
-    wide = [name for name, one in tensors.items() if one.dtype == torch.complex128]  # safetensors lacks the type
-    tensors = {name: as_real(one) if name in wide else one for name, one in tensors.items()}
+    wide = [name for name, tensor in tensors.items() if tensor.dtype == torch.complex128]  # safetensors lacks the type
+    tensors = {name: as_real(tensor) if name in wide else tensor for name, tensor in tensors.items()}
     header: dict[str, Any] = {"__metadata__": {"facts": json.dumps(facts), "complex": json.dumps(wide)}}
     end = 0
-    for name, one in tensors.items():
-        first, end = end, end + one.numel() * one.element_size()
-        header[name] = {"dtype": _TYPES[one.dtype], "shape": list(one.shape), "data_offsets": [first, end]}
+    for name, tensor in tensors.items():
+        first, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [first, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     packed = torch.empty(8 + len(text) + end, dtype=torch.uint8)
     packed[: 8 + len(text)] = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
     left = packed[8 + len(text) :]
-    for one in tensors.values():
-        data = one.detach().contiguous().reshape(-1).view(torch.uint8)
+    for tensor in tensors.values():
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         left[: len(data)].copy_(data)
         left = left[len(data) :]
     return packed
@@ -436,10 +436,10 @@ def _size_of(packed: Tensor) -> int:
 def _unpacked(packed: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors, which share the memory of ``packed``, and the facts."""
     first, header = _header(packed)
-    told = {key: json.loads(text) for key, text in header.pop("__metadata__").items()}
+    metadata = {key: json.loads(text) for key, text in header.pop("__metadata__").items()}
     tensors = {}
-    for name, one in header.items():
-        begin, end = one["data_offsets"]
-        tensor = packed[first + begin : first + end].view(_DTYPES[one["dtype"]]).view(one["shape"])
-        tensors[name] = torch.complex(*tensor.unbind(-1)) if name in told["complex"] else tensor
-    return tensors, told["facts"]
+    for name, described in header.items():
+        begin, end = described["data_offsets"]
+        tensor = packed[first + begin : first + end].view(_DTYPES[described["dtype"]]).view(described["shape"])
+        tensors[name] = torch.complex(*tensor.unbind(-1)) if name in metadata["complex"] else tensor
+    return tensors, metadata["facts"]

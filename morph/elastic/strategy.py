@@ -80,13 +80,13 @@ def observed(pace: Pace, rate: float, num_workers: int) -> tuple[Pace, str | Non
 
 
 def _judged(pace: Pace) -> tuple[Pace, str | None]:
-    found = statistics.median(pace.rates)
-    reference = max(pace.reference, found)
+    rate = statistics.median(pace.rates)
+    reference = max(pace.reference, rate)
     pace = replace(pace, reference=reference, rates=())
     least = min(RETURN_ABOVE * reference, pace.other) if pace.is_trial else LEAVE_BELOW * reference
-    if found >= least:
+    if rate >= least:
         return replace(pace, is_trial=False, next_wait=FIRST_WAIT), None
-    reason = f"a worker has {found:.3g} shares/s under s-sgd, {found / reference:.0%} of the best so far"
+    reason = f"a worker has {rate:.3g} shares/s under s-sgd, {rate / reference:.0%} of the best so far"
     wait, later = pace.next_wait, min(MOST_WAIT, 2 * pace.next_wait)
     return replace(pace, sync=AD_PSGD, is_trial=False, wait=wait, next_wait=later), reason
 

@@ -41,12 +41,12 @@ def buckets_of(parameters: Mapping[str, Parameter]) -> list[list[str]]:
     """Return names by bucket, in the order in which a backward usually reaches them: the last first."""
     buckets: list[list[str]] = []
     size = BUCKET_BYTES
-    for name, one in reversed(list(parameters.items())):
+    for name, parameter in reversed(list(parameters.items())):
         if size >= BUCKET_BYTES:
             buckets.append([])
             size = 0
         buckets[-1].append(name)
-        size += one.numel() * one.element_size()
+        size += parameter.numel() * parameter.element_size()
     return buckets
 
 
@@ -88,7 +88,7 @@ class Signals:
         return loss / num_workers, rate / num_rates if num_rates else None, joining > 0
 
 
-class StepSums:
+class MemberSums:
     """The sums of one member in one step.
 
     ``exponents``: scales of exact sums; a missing one is the initial scale. Without ``ring``, this member is alone.
@@ -194,12 +194,16 @@ class StepSums:
         *gradients, aside = self._accumulators
         self._reduction.put(aside, self._ring)
         self._reduction.finish()
-        found = [accumulator.finish(self._divisor, step) for accumulator in gradients[:num_buckets]]
-        told = aside.finish(self._divisor, step)
+        first = [accumulator.finish(self._divisor, step) for accumulator in gradients[:num_buckets]]
+        signals = aside.finish(self._divisor, step)
         if self._digest is not None and self._ring is not None:
-            self._digest.check(told.gradients[DIGEST] * self._divisor, self._ring.size)
+            self._digest.check(signals.gradients[DIGEST] * self._divisor, self._ring.size)
         late = Reduction(self._interrupt, self._divisor, self.memory)
         for accumulator in gradients[num_buckets:]:
             late.put(accumulator, self._ring)
         late.finish()
-        return [*found, *(accumulator.finish(self._divisor, step) for accumulator in gradients[num_buckets:]), told]
+        return [
+            *first,
+            *(accumulator.finish(self._divisor, step) for accumulator in gradients[num_buckets:]),
+            signals,
+        ]

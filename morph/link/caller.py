@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from morph.link.home import Home
-from morph.link.session import Session
+from morph.link.session import LinkSession
 from morph.link.wire import Wire
 
 CALL_TIMEOUT_S = 10.0
@@ -27,7 +27,7 @@ def bounded(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNTAKEN_MS)
 
 
-class Call(Session):
+class Call(LinkSession):
     """One connection to the manager; both ends have proven who they are.
 
     Raises OSError if no answer comes within ``CALL_TIMEOUT_S``, or the answering process is not the manager.

@@ -19,7 +19,7 @@ from morph.link.wire import CHUNK_BYTES, Wire
 WELCOME = b"welcome"
 
 
-class Session:
+class LinkSession:
     """One end of a connection. One thread reads; any thread may write, also at the same time.
 
     Every error is an OSError: ``ConnectionError`` if the other end is gone or the data is not what it sent;

@@ -152,27 +152,27 @@ def _data(checked: CutJob, _effort: Effort, report: Report) -> Report:
 
 def _dependencies(checked: CutJob, effort: Effort, report: Report) -> Report:
     model = checked.model
-    found = check_dependencies(
+    dependencies = check_dependencies(
         checked.job,
         num_sections=len(model.sections),
         micro_batch_size=model.micro_batch_size,
         exported=checked.exported,
     )
     if effort.refuse:
-        require_no_violation(found, checked.path)
-    return replace(report, dependencies=found)
+        require_no_violation(dependencies, checked.path)
+    return replace(report, dependencies=dependencies)
 
 
 def _masks(checked: CutJob, _effort: Effort, report: Report) -> Report:
     if not isinstance(checked.exported, GraphJob):
         return report
-    found = list(needless_masks(checked.exported.graph_module))
-    if not found:
+    masks = list(needless_masks(checked.exported.graph_module))
+    if not masks:
         return report
-    where = node_line(found[0])
+    where = node_line(masks[0])
     sentence = (
         f"warning: {where + ': ' if where else ''}a mask given to attention hides nothing, or no more than "
-        f"is_causal=True does, and keeps flash kernels out ({len(found)} calls)"
+        f"is_causal=True does, and keeps flash kernels out ({len(masks)} calls)"
     )
     if "transformers" in sys.modules:
         version = metadata.version("transformers")

@@ -35,12 +35,12 @@ def compare_once(job: Job, exported: ExportedJob, model: CutModel, limits: Limit
     kept = cached_comparison(folder, key)
     if kept is not None:
         return kept
-    found = compare_with_plain(job, exported, len(model.sections), limits)
+    comparison = compare_with_plain(job, exported, len(model.sections), limits)
     all_was_tried = limits.steps and limits.shorten
-    is_complete = found.num_steps and (job.own_program is None or found.with_program)
-    if found.how != "none" and (is_complete or all_was_tried):  # a result that others may improve is not kept
-        cache_comparison(folder, key, found)
-    return found
+    is_complete = comparison.num_steps and (job.own_program is None or comparison.with_program)
+    if comparison.how != "none" and (is_complete or all_was_tried):  # a result that others may improve is not kept
+        cache_comparison(folder, key, comparison)
+    return comparison
 
 
 def comparison_key(

@@ -114,12 +114,12 @@ def _check(job: Job, field: DataField) -> None:
 
 def _check_collated(job: Job, recipe: Recipe, dataset: MapDataset, indices: Sequence[int]) -> None:
     places, line = [(0, index) for index in indices], definition_line(job.collate_fn)
-    one, other = (recipe.batch(recipe.read(dataset, places), places, "dataset()") for _ in range(2))
-    for key in _differing(one.entries, other.entries):
+    batch, other = (recipe.batch(recipe.read(dataset, places), places, "dataset()") for _ in range(2))
+    for key in _differing(batch.entries, other.entries):
         problem, allowed = _COLLATED_AGAIN
         raise JobError(problem, source=line, field=f"collate_fn()[{key!r}]", allowed=allowed)
     first = recipe.batch(recipe.read(dataset, places[:1]), places[:1], "dataset()")
-    if first.form != one.form:
+    if first.form != batch.form:
         raise JobError(
             "returns numbers or names that differ between batches",
             source=line,

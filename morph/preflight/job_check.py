@@ -58,16 +58,16 @@ def check_job(job_path: str, profile: Profile) -> CheckedJob:
             job, profile, job_path, "the profile was measured with another batch_size", job.batch_size, allowed
         )
     about = _about(job, profile)
-    found = _read_findings(loaded.findings(about)) if about else None
-    if found is None:
+    findings = _read_findings(loaded.findings(about)) if about else None
+    if findings is None:
         with users_code(job_path):
-            found = _look_at(loaded, profile, job_path)
+            findings = _look_at(loaded, profile, job_path)
         files = held(Path(split_job(job_path)[0]))
-        if about and found.lasting and files is not None and not from_elsewhere(files, before):
-            loaded.keep_findings(about, json.dumps(asdict(found)).encode())
-    for note in found.notes:
+        if about and findings.lasting and files is not None and not from_elsewhere(files, before):
+            loaded.keep_findings(about, json.dumps(asdict(findings)).encode())
+    for note in findings.notes:
         print(note, file=sys.stderr)
-    facts = JobFacts(data=data_facts(job, ROWS_S), settings=found.settings, epochs=order_of(job).epochs)
+    facts = JobFacts(data=data_facts(job, ROWS_S), settings=findings.settings, epochs=order_of(job).epochs)
     return CheckedJob(facts, partial(_cut_for_workers, loaded, job_path, profile.num_sections))
 
 

@@ -150,10 +150,10 @@ def mean_warnings(trial: LossTrial, *, running_s: float = _RUNNING_S) -> tuple[s
             sets.append(tuple(finite))
         sets += [(finite[0], index) for index in runs.tried if finite and not runs.is_finite(index)]
         names = list(runs.of((runs.tried[0],)))
-        found = [sentence for name in names if (sentence := _by_values(runs, name, sets)) is not None]
-        if trial.gradients and sets and not found:
-            found += _by_gradients(runs, [those for those in (sets[0], sets[-1]) if all(map(runs.is_finite, those))])
-    return tuple(found + _left_out(runs))
+        warnings = [sentence for name in names if (sentence := _by_values(runs, name, sets)) is not None]
+        if trial.gradients and sets and not warnings:
+            warnings += _by_gradients(runs, [those for those in (sets[0], sets[-1]) if all(map(runs.is_finite, those))])
+    return tuple(warnings + _left_out(runs))
 
 
 def _by_gradients(runs: _Runs, sets: Sequence[tuple[int, ...]]) -> list[str]:
@@ -249,11 +249,11 @@ class _Runs:
         try:
             with EqualDraws() as draws:
                 result = self.trial.loss(self.trial.collate(samples))
-            loss, told = values_of(result)
-            told = {name: value for name, value in told.items() if not name.endswith(SAMPLES)}
-            values = {"": float(loss), **{name: float(value) for name, value in told.items()}}
-            self.totals |= {name.removesuffix(WEIGHT) for name in told if name.endswith(WEIGHT)}
-            self.totals |= {name for name in told if name.endswith((WEIGHT, SUM))}
+            loss, metrics = values_of(result)
+            metrics = {name: value for name, value in metrics.items() if not name.endswith(SAMPLES)}
+            values = {"": float(loss), **{name: float(value) for name, value in metrics.items()}}
+            self.totals |= {name.removesuffix(WEIGHT) for name in metrics if name.endswith(WEIGHT)}
+            self.totals |= {name for name in metrics if name.endswith((WEIGHT, SUM))}
         except MorphError:
             raise
         except Exception as error:
@@ -276,10 +276,10 @@ class _Runs:
                 loss, _ = values_of(self.trial.loss(self.trial.collate(samples)))
                 if draws.has_other_backward:
                     raise LossFailed
-                found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+                gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         finally:
             self._restore()
-        pairs = zip(trained, found, strict=True)
+        pairs = zip(trained, gradients, strict=True)
         return {
             name: gradient.to(torch.promote_types(gradient.dtype, torch.float64))
             for name, gradient in pairs

@@ -68,15 +68,15 @@ def compare_with_program(program: OwnProgram, most_samples: int) -> tuple[bool, 
         return False, f"not compared with {program.call}: {own}"
     small, *larger = _micro_batch_sizes(own.job)
     steps = f"{len(own.losses)} steps of {own.job.batch_size} samples, dropout off"
-    found = _difference(own, trained_steps(own.job, small, len(own.losses)))
-    if found is None:
+    difference = _difference(own, trained_steps(own.job, small, len(own.losses)))
+    if difference is None:
         return True, f"equal to {program.call} over {steps}: losses by step, and weights"
     remedy = ""
     for size in larger:
         if _difference(own, trained_steps(own.job, size, len(own.losses))) is None:
             remedy = f"micro_batch_size={size}, with which it trains alike; {_why(own.job)}"
     raise JobError(
-        f"its job trains otherwise ({steps}, micro-batches of {small}): {found}",
+        f"its job trains otherwise ({steps}, micro-batches of {small}): {difference}",
         source=program.call,
         allowed=remedy or None,
     )
@@ -93,14 +93,14 @@ def check_padding(job: Job) -> None:
     shortest, recipe = int(lengths.argmin()), recipe_of(job)
     sample = recipe.read(data_of(job), [(0, shortest)])
     model = build_really(job.model, job.seed).eval()
-    found = []
+    losses = []
     for length in (int(lengths[shortest]), job.buckets[-1]):
         made = recipe.batch(sample, [(0, shortest)], "dataset()", length=length)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             result: Any = job.loss(model, made.form.build(made.entries))
         result = result[0] if isinstance(result, tuple) else result
-        found.append(float(result.mean()))
-    alone, padded = found
+        losses.append(float(result.mean()))
+    alone, padded = losses
     if abs(alone - padded) > _APART["bf16"] * max(abs(alone), 1e-2):
         raise JobError(
             f"its loss counts padding: {alone:.5g} for sample {shortest} by itself, {padded:.5g} if it is padded from "
@@ -164,10 +164,10 @@ class _Steps:
             held = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
             states = StepTrial.of(self._job, self._model, plain, _CPU, self._whole).states
             for step in range(num_steps):
-                told, reduced = self._gradients(held, states, step)
-                weights = weights_of(told)
-                total = sum(weights.values()) if weights else len(told)
-                losses.append(self._factor(step) * sum(one.loss for one in told) / total if total else math.nan)
+                losses_told, reduced = self._gradients(held, states, step)
+                weights = weights_of(losses_told)
+                total = sum(weights.values()) if weights else len(losses_told)
+                losses.append(self._factor(step) * sum(one.loss for one in losses_told) / total if total else math.nan)
                 for unit, state in states.items():
                     state.reduced = reduced[unit]
                     for name, gradient in reduced[unit].gradients.items():

@@ -101,20 +101,22 @@ class Comparison:
     with_program: bool = False
 
 
-def comparison_note(found: Comparison) -> str:
+def comparison_note(comparison: Comparison) -> str:
     """Return one sentence on what was compared."""
-    return _plain_note(found) if found.program is None else f"{found.program}; {_plain_note(found)}"
+    return _plain_note(comparison) if comparison.program is None else f"{comparison.program}; {_plain_note(comparison)}"
 
 
-def _plain_note(found: Comparison) -> str:
-    if found.how == "none":
-        return f"loss, gradients and weights were not compared with the plain model: {found.reason}"
-    what = "the plain model's" if found.how == "whole" else "the plain model's, both with fewer equal blocks"
-    apart = "are equal to" if found.largest == 0 else f"are within {found.largest:.0e} of"
-    compared = f"loss, every gradient and the weights after {found.num_steps} steps"
-    text = f"{compared if found.num_steps else 'loss and every gradient'} {apart} {what}"
-    text += f" ({found.num_seeds} x {found.num_samples} samples)" + (f": {found.reason}" if found.reason else "")
-    return text if found.num_steps else f"{text}; weights after steps were not compared: {found.no_steps}"
+def _plain_note(comparison: Comparison) -> str:
+    if comparison.how == "none":
+        return f"loss, gradients and weights were not compared with the plain model: {comparison.reason}"
+    what = "the plain model's" if comparison.how == "whole" else "the plain model's, both with fewer equal blocks"
+    apart = "are equal to" if comparison.largest == 0 else f"are within {comparison.largest:.0e} of"
+    compared = f"loss, every gradient and the weights after {comparison.num_steps} steps"
+    text = f"{compared if comparison.num_steps else 'loss and every gradient'} {apart} {what}"
+    text += f" ({comparison.num_seeds} x {comparison.num_samples} samples)" + (
+        f": {comparison.reason}" if comparison.reason else ""
+    )
+    return text if comparison.num_steps else f"{text}; weights after steps were not compared: {comparison.no_steps}"
 
 
 @dataclass(frozen=True)
@@ -144,14 +146,14 @@ class _DoesNotRun(Exception):
 
 def compare_with_plain(job: Job, exported: ExportedJob, num_sections: int | None, limits: Limits) -> Comparison:
     """Compare once, and return the result; see the module's text."""
-    found = _compare_whole_or_shortened(job, exported, num_sections, limits)
+    comparison = _compare_whole_or_shortened(job, exported, num_sections, limits)
     if job.own_program is None:
-        return found
+        return comparison
     most_samples = _most_samples(job, exported, limits)
     if most_samples:
         check_padding(job)
     was_compared, program = compare_with_program(job.own_program, most_samples)
-    return replace(found, program=program, with_program=was_compared)
+    return replace(comparison, program=program, with_program=was_compared)
 
 
 def _most_samples(job: Job, exported: ExportedJob, limits: Limits) -> int:
@@ -287,9 +289,9 @@ class _Sides:
         if not expected.loss.isfinite():
             return
         self._batches[seed] = batch, model
-        found = self._run_sections(seed)
+        step = self._run_sections(seed)
         which = f"{len(next(iter(batch.values())))} samples, seed {seed}"
-        self._largest = max(self._largest, _check(expected, found, self._source, which))
+        self._largest = max(self._largest, _check(expected, step, self._source, which))
         for name, gradient in expected.gradients.items():
             wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
             self._total[name] = self._total[name] + wide if name in self._total else wide

@@ -110,9 +110,9 @@ class StepTrial:
     def _apart(self, groups: Sequence[Iterable[str]], gradients: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the distance of each weight from a plain loop with one optimizer per group, relative to the limit."""
         expected = run_users_code(partial(self._plain_steps, groups, gradients), self.job, None, "optimizer")
-        found = {name: weight for state in self.states.values() for name, weight in state.parameters.items()}
+        weights = {name: weight for state in self.states.values() for name, weight in state.parameters.items()}
         apart = {}
-        for name, weight in found.items():
+        for name, weight in weights.items():
             ours, plain = weight.detach(), expected[name].detach().to(weight.dtype)
             difference = torch.where(ours.isnan() & plain.isnan(), torch.zeros_like(ours), ours - plain)
             allowed = _RELATIVE * rms(plain - self.plain[name].detach())

@@ -65,10 +65,10 @@ def unlike_pairs(looks: Sequence[Look]) -> list[tuple[int, int]]:
     """Return pairs of unlike samples, the most different ones first; entries take turns, so that none hides another."""
     keys = sorted(looks[0].amounts, key=lambda key: _VALUE not in looks[0].amounts[key])
     queues = [[*_extremes(looks, key), *_contrasts(looks, key)] for key in keys]
-    found = dict.fromkeys(pair for row in itertools.zip_longest(*queues) for pair in row if pair is not None)
+    pairs = dict.fromkeys(pair for row in itertools.zip_longest(*queues) for pair in row if pair is not None)
     spare = [(one.index, other.index) for one, other in zip(looks[::2], looks[1::2], strict=False)]
     spare = spare or [(looks[0].index, looks[0].index)]
-    return [*list(found)[:_MOST_PAIRS], *spare[: max(0, _FEWEST_PAIRS - len(found))]]
+    return [*list(pairs)[:_MOST_PAIRS], *spare[: max(0, _FEWEST_PAIRS - len(pairs))]]
 
 
 def _extremes(looks: Sequence[Look], key: str) -> Iterator[tuple[int, int]]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from morph.tracing.check import check_dependencies, micro_batch_size_of, require_no_violation
-from morph.tracing.findings import KINDS, DependencyReport, Finding, Place
+from morph.tracing.findings import KINDS, DependencyReport, Finding, SourceLocation
 
 __all__ = [
     "KINDS",
     "DependencyReport",
     "Finding",
-    "Place",
+    "SourceLocation",
     "check_dependencies",
     "micro_batch_size_of",
     "require_no_violation",

@@ -18,7 +18,7 @@ from morph.cutting.trial_run.trial import example_batch, run_really
 from morph.data import MicroBatchLoader
 from morph.jobs.job import Job
 from morph.tracing.dry_run import ModelStep, run_model, run_optimizer, stand_ins
-from morph.tracing.findings import DependencyReport, Place
+from morph.tracing.findings import DependencyReport, SourceLocation
 from morph.tracing.recorder import Recorder
 from morph.tracing.source_lines import keep_lines_of
 from morph.tracing.trials import StepFunction, TrialResult, run_trials
@@ -165,7 +165,7 @@ def _judge(result: TrialResult, job: Job, recorder: Recorder) -> None:
     met = not all(record.handled for record in numbers)
     for record in recorder.of("leaves"):
         record.handled, record.detail = same or met, "met" if met else ""
-    place = Place(definition_line(job.optimizer), None, getattr(job.optimizer, "__name__", "optimizer"))
+    place = SourceLocation(definition_line(job.optimizer), None, getattr(job.optimizer, "__name__", "optimizer"))
     for unit, error in result.refused.items():
         detail = f"cannot be built for unit {unit} alone: {error}"
         recorder.add("refused", "optimizer", "optimizer", place, (unit,), detail=detail)
@@ -181,9 +181,9 @@ def _what_morph_does(job: Job, model: CutModel, recorder: Recorder) -> None:
     units = [unit.id for unit in model.units]
     if job.clip_grad_norm is not None:
         text = "the gradients' norm is taken over all units, and all are scaled alike"
-        place = Place(None, None, "Job.clip_grad_norm")
+        place = SourceLocation(None, None, "Job.clip_grad_norm")
         recorder.add("morph", "optimizer", "clip_grad_norm", place, units, detail=text).handled = True
     if job.effective_loss_scaling is not None:
         text = "an overflow in one unit skips the step of all, and all have the same loss scale"
-        place = Place(None, None, "Job.loss_scaling")
+        place = SourceLocation(None, None, "Job.loss_scaling")
         recorder.add("morph", "optimizer", "loss_scaling", place, units, detail=text).handled = True

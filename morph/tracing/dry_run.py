@@ -18,7 +18,7 @@ from morph.cutting.source.locate import definition_line
 from morph.jobs.job import Job
 from morph.runtime.state.optimizer_state import build_optimizer
 from morph.runtime.step.stage import run_step, seed_section
-from morph.tracing.findings import Place
+from morph.tracing.findings import SourceLocation
 from morph.tracing.model_mode import ModelMode
 from morph.tracing.optimizer_mode import OptimizerMode
 from morph.tracing.recorder import Recorder
@@ -114,8 +114,8 @@ def _numbers(optimizer: Optimizer) -> dict[str, Any]:
     return {f"self.{name}": value for name, value in found.items()}
 
 
-def _defined(optimizer: Optimizer) -> Place:
-    return Place(definition_line(type(optimizer).step), None, "step")
+def _defined(optimizer: Optimizer) -> SourceLocation:
+    return SourceLocation(definition_line(type(optimizer).step), None, "step")
 
 
 def stand_ins(specs: Specs, max_elements: int) -> dict[str, tuple[int, ...]]:

@@ -27,7 +27,7 @@ KINDS: dict[Kind, str] = {
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceLocation:
     """The place of an operation in the source, as ``file:line``.
 
     ``user``: in the user's own files. ``library``: in the library that ran it on the user's behalf. ``function``: the
@@ -64,7 +64,7 @@ class Finding:
     status: Status
     phase: Phase
     operator: str
-    place: Place
+    place: SourceLocation
     units: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     count: int

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from morph.cutting import CutModel, Section
 from morph.cutting.sections.section import Constants
-from morph.tracing.findings import Place
+from morph.tracing.findings import SourceLocation
 from morph.tracing.operations import influences_of, name_of
 from morph.tracing.recorder import Recorder
 from morph.tracing.source_lines import recorded
@@ -111,9 +111,9 @@ class ModelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not known.owner and passed > int(record.detail or 0):
             record.detail = str(passed)
 
-    def _operation(self, func: Any) -> tuple[str, Place]:
+    def _operation(self, func: Any) -> tuple[str, SourceLocation]:
         if self._node is None:
-            return name_of(func), Place(None, None, f"section s{self._section}")
+            return name_of(func), SourceLocation(None, None, f"section s{self._section}")
         target = str(self._node.target).removeprefix("aten.").partition(".")[0]
         return target, recorded(self._node.meta.get("stack_trace"))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from morph.tracing.findings import Finding, Kind, Phase, Place, Status
+from morph.tracing.findings import Finding, Kind, Phase, SourceLocation, Status
 from morph.words import counted, size_text
 
 _LISTED = 3
@@ -31,7 +31,7 @@ _FIXED = {
 }
 _SHOWN_SHAPES = 8
 _ORDER: dict[Status, int] = {"violation": 0, "allowed": 1, "handled": 2}
-Key = tuple[Kind, str, Place]
+Key = tuple[Kind, str, SourceLocation]
 
 
 def describe(record: Record) -> tuple[str, str]:
@@ -137,7 +137,7 @@ class Record:
     kind: Kind
     phase: Phase
     operator: str
-    place: Place
+    place: SourceLocation
     units: set[str] = field(default_factory=set)
     reached: set[str] = field(default_factory=set)
     shapes: tuple[tuple[int, ...], ...] = ()
@@ -158,7 +158,7 @@ class Recorder:
         kind: Kind,
         phase: Phase,
         operator: str,
-        place: Place,
+        place: SourceLocation,
         units: Iterable[str],
         tensors: Sequence[Tensor] = (),
         **about: str,

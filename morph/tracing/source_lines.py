@@ -14,7 +14,7 @@ import torch
 import torch.fx.proxy
 
 import morph
-from morph.tracing.findings import Place
+from morph.tracing.findings import SourceLocation
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _TORCH_SHOWN = tuple(_TORCH + folder for folder in ("nn/", "optim/", "amp/"))
@@ -28,7 +28,7 @@ _RECORDED = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 Frame = tuple[str, int, str]
 
 
-def here() -> Place:
+def here() -> SourceLocation:
     """Return the place of the running operation, from the frames between the dry run and the modes that watch it."""
     frames: list[Frame] = []
     frame: FrameType | None = sys._getframe(1)
@@ -48,7 +48,7 @@ def keep_lines_of(function: Callable[..., object]) -> None:
         register(inspect.unwrap(function))
 
 
-def recorded(stack_trace: str | None) -> Place:
+def recorded(stack_trace: str | None) -> SourceLocation:
     """Return the place that export recorded with a node; torch's own modules are named only if nothing else is."""
     frames = [(file, int(line), function) for file, line, function in _RECORDED.findall(stack_trace or "")]
     outside = [frame for frame in reversed(frames) if not frame[0].startswith(_TORCH)]
@@ -56,7 +56,7 @@ def recorded(stack_trace: str | None) -> Place:
     return place if place.user or place.library else place_of(reversed(frames))
 
 
-def place_of(frames: Iterable[Frame]) -> Place:
+def place_of(frames: Iterable[Frame]) -> SourceLocation:
     """Pick the user's and the library's line from frames, innermost first."""
     user: Frame | None = None
     library: Frame | None = None
@@ -73,7 +73,7 @@ def place_of(frames: Iterable[Frame]) -> Place:
             user = frame
             break
     nearest = user or library
-    return Place(_line(user), _line(library), nearest[2] if nearest else "loss")
+    return SourceLocation(_line(user), _line(library), nearest[2] if nearest else "loss")
 
 
 def _line(frame: Frame | None) -> str | None:

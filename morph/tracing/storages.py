@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from morph.tracing.findings import Kind, Place
+from morph.tracing.findings import Kind, SourceLocation
 
 _SWEEP_EVERY = 4096
 
@@ -21,7 +21,7 @@ class Tag:
     """
 
     units: frozenset[str]
-    roots: frozenset[tuple[Kind, str, Place]] = frozenset()
+    roots: frozenset[tuple[Kind, str, SourceLocation]] = frozenset()
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Known:
     sources: tuple[Known, ...] = ()
     label: str = ""
     changed: bool = False
-    read_at: tuple[str, Place] | None = None
+    read_at: tuple[str, SourceLocation] | None = None
 
 
 class Storages:

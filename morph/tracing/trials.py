@@ -30,7 +30,7 @@ _LATE_STEP = 10_000
 """A number of steps that no warm-up inside an optimizer exceeds."""
 Gradients = Sequence[Callable[[str], Tensor]]
 """The gradients of each step, by the parameter's name."""
-Outcome = dict[str, dict[str, object]]
+TrialResults = dict[str, dict[str, object]]
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _cases(parameters: Mapping[str, Tensor], units: Sequence[ParameterUnit]) -> 
     ]
 
 
-def _outcome(values: Mapping[str, Tensor], case: _Case, make: MakeOptimizer, step: StepFunction) -> Outcome:
+def _outcome(values: Mapping[str, Tensor], case: _Case, make: MakeOptimizer, step: StepFunction) -> TrialResults:
     """Run the steps; return each parameter's final value, state and group, or the error that ended the run."""
     torch.manual_seed(0)
     parameters = {name: Parameter(value.clone()) for name, value in values.items()}

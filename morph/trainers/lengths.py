@@ -24,7 +24,7 @@ _SHOWN = 'lengths=lambda data: [len(sample["input_ids"]) for sample in data], bu
 
 
 @dataclass(frozen=True)
-class Source:
+class JobCall:
     """The call from which a job is made.
 
     ``call``: its beginning, as a user writes it: ``morph.hf.job(trainer``. ``field``: the collator's name in errors.
@@ -50,7 +50,7 @@ class Source:
 
 
 def fields_of_lengths(
-    loader: DataLoader[Any], others: Sequence[Any], given: Mapping[str, Any], source: Source
+    loader: DataLoader[Any], others: Sequence[Any], given: Mapping[str, Any], source: JobCall
 ) -> dict[str, Any]:
     """Return ``lengths``, ``buckets`` and ``padding``; nothing if all samples make batches of one length.
 
@@ -89,7 +89,7 @@ def _collated(collate: Any, samples: list[Any]) -> Entries:
 
 
 def _lengths_of(
-    data: Any, places: Sequence[int], longest: Sequence[int], varying: Sequence[str], source: Source
+    data: Any, places: Sequence[int], longest: Sequence[int], varying: Sequence[str], source: JobCall
 ) -> Callable[[Any], NDArray[np.int64]]:
     """Return a function that returns the lengths of a data set's samples, from the entries whose length varies.
 

@@ -206,10 +206,10 @@ def _warnings(profile: Profile, request: PlanRequest, pool: Pool) -> list[str]:
     """Return warnings about costs that a plan for a pool assumes but that were not measured."""
     from morph.contract.profile import other_links
 
-    found = list(other_links(profile, request.links, request.rings))
+    warnings = list(other_links(profile, request.links, request.rings))
     if len(pool.zones) > 1 and request.applied_to(profile).between_zones is None:
-        found.append(_NO_ZONE_LINKS)
-    return found
+        warnings.append(_NO_ZONE_LINKS)
+    return warnings
 
 
 def _numbers(given: dict[str, Any], gpus: str | None, aim: AimName) -> range | None:

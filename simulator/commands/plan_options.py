@@ -121,17 +121,17 @@ def _shown(value: object) -> object:
 
 def gpu_range(text: str) -> range:
     """Parse ``6`` or ``16..128``; PlanError if the text is neither."""
-    found = re.fullmatch(r"(-?\d{1,9})(?:\.\.(-?\d{1,9}))?", text.strip())
-    if not found:
+    match = re.fullmatch(r"(-?\d{1,9})(?:\.\.(-?\d{1,9}))?", text.strip())
+    if not match:
         raise PlanError(
             "is not a number of GPUs", field="--gpus", value=text, allowed="a number, or a range as 16..128"
         )
-    first = int(found[1])
-    if found[2] is None:
+    first = int(match[1])
+    if match[2] is None:
         if first > ranges.GPUS.high:
             ranges.GPUS.check("--gpus", first)
         return range(first, first + 1)
-    last = int(found[2])
+    last = int(match[2])
     if not 1 <= first <= last <= ranges.GPUS.high or last - first >= _MOST_NUMBERS:
         allowed = f"FIRST..LAST with 1 <= FIRST <= LAST <= {ranges.GPUS.high}, at most {_MOST_NUMBERS} numbers"
         raise PlanError("is not a range of GPUs", field="--gpus", value=text, allowed=allowed)
@@ -218,14 +218,14 @@ def slow_of(texts: Sequence[str]) -> dict[int | tuple[int, int], float]:
     """
     slow: dict[int | tuple[int, int], float] = {}
     for text in texts:
-        found = re.fullmatch(r"(\d{1,6})(?:/(\d{1,6}))?:(\d+(?:\.\d*)?|\.\d+)", text.strip())
+        match = re.fullmatch(r"(\d{1,6})(?:/(\d{1,6}))?:(\d+(?:\.\d*)?|\.\d+)", text.strip())
         allowed = f"STAGE:FACTOR or STAGE/REPLICA:FACTOR, such as 2:1.3, each worker once; FACTOR {ranges.FACTOR}"
-        if not found or float(found[3]) not in ranges.FACTOR:
+        if not match or float(match[3]) not in ranges.FACTOR:
             raise PlanError("is not a slow worker", field="--slow", value=text, allowed=allowed)
-        where = int(found[1]) if found[2] is None else (int(found[1]), int(found[2]))
+        where = int(match[1]) if match[2] is None else (int(match[1]), int(match[2]))
         if where in slow:
             raise PlanError("is given twice", field="--slow", value=text, allowed=allowed)
-        slow[where] = float(found[3])
+        slow[where] = float(match[3])
     return slow
 
 

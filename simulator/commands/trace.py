@@ -53,30 +53,30 @@ def stats_command(traces: FilesArgument, window_s: WindowOption = 60.0, as_json:
     from simulator.render.trace import trace_table
     from simulator.traces.statistics import statistics_of
 
-    told = statistics_of(read_traces(traces), window_s)
+    statistics = statistics_of(read_traces(traces), window_s)
     if as_json:
         shown = {
             zone: {
-                "hours": one.hours,
-                "mean_vms": one.mean_vms,
-                "peak_vms": one.peak,
-                "vms_lost": one.num_lost,
-                "losses_per_vm_h": one.losses_per_vm_h,
-                "bulk_share": one.bulk_share,
-                "lost_at_once": one.sizes,
-                "median_life_h": one.median_life_h,
-                "replacement_s": one.replacement_s,
-                "noticed": one.num_noticed,
-                "notice_s": one.lead_s,
-                "usd_per_h": one.usd_per_h,
-                "usd_per_h_range": one.usd_range,
+                "hours": zone_statistics.hours,
+                "mean_vms": zone_statistics.mean_vms,
+                "peak_vms": zone_statistics.peak,
+                "vms_lost": zone_statistics.num_lost,
+                "losses_per_vm_h": zone_statistics.losses_per_vm_h,
+                "bulk_share": zone_statistics.bulk_share,
+                "lost_at_once": zone_statistics.sizes,
+                "median_life_h": zone_statistics.median_life_h,
+                "replacement_s": zone_statistics.replacement_s,
+                "noticed": zone_statistics.num_noticed,
+                "notice_s": zone_statistics.lead_s,
+                "usd_per_h": zone_statistics.usd_per_h,
+                "usd_per_h_range": zone_statistics.usd_range,
             }
-            for zone, one in told.items()
+            for zone, zone_statistics in statistics.items()
         }
         print(json.dumps(shown, indent=2))
         return
     names = ", ".join(path.name for path in traces)
-    wide_console(118).print(trace_table(names, told.values()))
+    wide_console(118).print(trace_table(names, statistics.values()))
 
 
 @trace_app.command("convert")
@@ -150,12 +150,12 @@ def generate_command(
     for path in (output, save_model):
         if path is not None:
             check_output(path, ConfigError)
-    found = model_of(vms, like, model, read_settings(settings or (), DrawnTrace))
-    trace = found.draw(seed, hours * 3600)
+    spot_model = model_of(vms, like, model, read_settings(settings or (), DrawnTrace))
+    trace = spot_model.draw(seed, hours * 3600)
     write_trace(trace, output)
     print(f"{_told(trace)}; written: {output}")
     if save_model is not None:
-        write_output(save_model, found.model_dump_json(indent=2) + "\n", ConfigError)
+        write_output(save_model, spot_model.model_dump_json(indent=2) + "\n", ConfigError)
         print(f"its model: {save_model}")
 
 

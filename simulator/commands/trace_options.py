@@ -32,9 +32,9 @@ def read_traces(
     TraceError if a file cannot be read; the error names file and line.
     """
     from morph.contract.trace import UNKNOWN
-    from simulator.traces.importers import Place, import_trace, merged, name_of
+    from simulator.traces.importers import ZoneAndType, import_trace, merged, name_of
 
-    place = Place(zone or UNKNOWN, instance_type or UNKNOWN)
+    place = ZoneAndType(zone or UNKNOWN, instance_type or UNKNOWN)
     return merged([(name_of(path), import_trace(path, place, seed)) for path in paths]).from_first_event()
 
 
@@ -76,10 +76,10 @@ def model_of(vms: int | None, like: Path | None, model: Path | None, drawn: Draw
 def _notice(text: str) -> dict[str, float]:
     lead, _, share = text.partition(":")
     try:
-        told = {"notice_s": float(lead), "noticed": float(share or 1)}
+        notice = {"notice_s": float(lead), "noticed": float(share or 1)}
     except ValueError:
-        told = {"notice_s": -1.0, "noticed": -1.0}
-    if not (0 < told["notice_s"] <= 1e6 and 0 <= told["noticed"] <= 1):
+        notice = {"notice_s": -1.0, "noticed": -1.0}
+    if not (0 < notice["notice_s"] <= 1e6 and 0 <= notice["noticed"] <= 1):
         allowed = "seconds, more than 0, and a share from 0 to 1: 120 or 30:0.8"
         raise ConfigError("is not a notice", field=f"{SET} notice", value=text, allowed=allowed)
-    return told
+    return notice

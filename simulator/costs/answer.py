@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from morph.contract.plan import Expectation, PipelineKind, Plan, StagePlan
 from simulator.costs.bounds import lower_bound_ns, pipes_of, total_ns
 from simulator.costs.finish import optimizer_ns, optimizer_steps_ns
-from simulator.costs.outcome import Outcome, ShapeSimulator
+from simulator.costs.outcome import ShapeOutcome, ShapeSimulator
 from simulator.costs.redundant import mean_pause_ns, note, redundant_host_bytes, total_redundant_ns
 from simulator.costs.stage_costs import StageCosts
 from simulator.costs.time_breakdown import breakdown_s, explain
@@ -51,7 +51,7 @@ def _mean_jitter(costs: StageCosts, conditions: Conditions) -> MeanJitter | None
 class SimulatedKind:
     """Equal pipelines of a plan, simulated; ``node_types``: the type of each stage's workers, or one for all stages."""
 
-    outcome: Outcome
+    outcome: ShapeOutcome
     shape_simulator: ShapeSimulator
     node_types: tuple[str, ...] = ("",)
 
@@ -136,7 +136,7 @@ class Simulation:
         return mean_pause_ns(self.costs, counts, self.shape_simulator.conditions, played, whole_ns) / 1e9
 
 
-def describe(outcome: Outcome, shape_simulator: ShapeSimulator) -> Simulation:
+def describe(outcome: ShapeOutcome, shape_simulator: ShapeSimulator) -> Simulation:
     """Return one simulated shape as a plan with its orders, expectation and explanation."""
     return describe_kinds((SimulatedKind(outcome, shape_simulator),))
 
@@ -221,7 +221,7 @@ def _bound_ns(kind: SimulatedKind) -> int:
     return bound_ns(kind.outcome.costs, kind.outcome.counts, kind.shape_simulator.conditions)
 
 
-def _host_bytes(outcome: Outcome) -> int:
+def _host_bytes(outcome: ShapeOutcome) -> int:
     return int((outcome.costs.host_bytes + redundant_host_bytes(outcome.costs, max(outcome.counts))).max())
 
 
@@ -247,7 +247,7 @@ def _breakdown_s(kinds: Sequence[SimulatedKind]) -> dict[str, float]:
     return steps
 
 
-def _parts_s(outcome: Outcome, conditions: Conditions) -> dict[str, float]:
+def _parts_s(outcome: ShapeOutcome, conditions: Conditions) -> dict[str, float]:
     """Return the seconds per worker, averaged over the P x D workers; the rest of the mini-batch is bubble."""
     costs, counts = outcome.costs, outcome.counts
     workers = len(counts) * costs.times.num_stages

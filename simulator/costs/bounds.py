@@ -99,7 +99,7 @@ def pipes_of(
         alike.setdefault((counts[replica], *lanes.likeness([replica])) if jitter is None else replica, []).append(
             replica
         )
-    found = []
+    pipes = []
     for replica, *others in alike.values():
         count = counts[replica]
         wires = lanes.activation_wire_ns[:, replica], lanes.gradient_wire_ns[:, replica]
@@ -113,8 +113,8 @@ def pipes_of(
             gradient_wire_ns=wires[1],
             exposed_ns=reduced.exposed_ns(num_replicas, to_come[:, replica]),
         )
-        found.append((pipe, count, 1 + len(others)))
-    return found
+        pipes.append((pipe, count, 1 + len(others)))
+    return pipes
 
 
 def total_ns(times: Ints, num_micro_batches: int, every: Ints | None = None) -> Ints:

@@ -68,7 +68,7 @@ def finish(
         ready = np.full(len(to_come_ns), last_backward_ns.max())
     else:
         ready = (last_backward_ns[reduced.stage] - to_come_ns).max(axis=1)
-    alone = reduced.latest(ready + reduced.behind_ns(num_replicas))
+    alone = reduced.latest(ready + reduced.remaining_ns(num_replicas))
     free, tied = alone.copy(), []
     for stages, duration in reduced.tied_ns(num_replicas):
         begin = int(free[list(stages)].max())
@@ -77,7 +77,7 @@ def finish(
     prepared = max(redone_ns, int(free.max()))
     slots = conditions.compute_slots
     if slots is not None and slots < last_backward_ns.size:
-        rings = [(num_replicas, int(duration)) for duration in reduced.latest(reduced.behind_ns(num_replicas))]
+        rings = [(num_replicas, int(duration)) for duration in reduced.latest(reduced.remaining_ns(num_replicas))]
         rings += [(num_replicas * len(stages), duration) for stages, _, duration in tied]
         cores_ns = sum(min(members, slots) * duration for members, duration in rings)
         prepared = max(prepared, int(last_backward_ns.max()) + cores_ns // slots)
@@ -128,7 +128,7 @@ def finish_together(
     if any(each.all_reduce == "late" for each in conditions):
         last = max(int(kind.last_backward_ns.max()) + begin for kind, begin in zip(kinds, begins, strict=True))
         ready = np.full(len(ready), last)
-    ends, waits = spans.latest(ready + rings.behind_ns), np.zeros(len(spans.begin), np.int64)
+    ends, waits = spans.latest(ready + rings.remaining_ns), np.zeros(len(spans.begin), np.int64)
     for span, before in rings.waits_for:
         waits[span] = max(ends[other] for other in before)
         ends[span] = max(ends[span], waits[span] + rings.whole_ns[span])

@@ -155,7 +155,7 @@ class StageMemory:
         It is the largest such size, with which most of the recompute overlaps the wait for the gradient. On the last
         stage, which does not wait, it is the smallest, because its gradients are complete soonest.
         """
-        found = np.zeros_like(begin)
+        group_sizes = np.zeros_like(begin)
         short = np.flatnonzero(self.device_bytes(begin, end, window, recompute) > usable)
         if len(short) and self.group_sizes:
             first, last, sizes = begin[short], end[short], np.array(self.group_sizes)
@@ -163,8 +163,8 @@ class StageMemory:
             fits = (last - first > sizes[:, None]) & (taken + window[short] * stored <= usable)
             fits &= self.tables[2][first, last] <= usable
             places = np.where(short == len(begin) - 1, len(sizes) - 1 - fits[::-1].argmax(0), fits.argmax(0))
-            found[short] = np.where(fits.any(0), sizes[places], 0)
-        return found
+            group_sizes[short] = np.where(fits.any(0), sizes[places], 0)
+        return group_sizes
 
     def base(self, begin: Ints, end: Ints, recompute: npt.NDArray[np.bool_] | bool) -> Ints:
         """Return the memory while a stage computes, without that of micro-batches in flight."""
@@ -296,19 +296,19 @@ class StageMemory:
                 reducing["messages"] = self._shares(begin, end)
         stepping = np.zeros_like(gradients) if self._optimizer_in_host else self._running(self._step, begin, end)
         updating = kept | {"mean gradients": on_device, "optimizer step": stepping}
-        found = {"reducing": reducing, "updating": updating}
+        moments = {"reducing": reducing, "updating": updating}
         if self.rules.keeps_sums and not self.single:
-            found["giving up"] = kept | {"sums, and whole ones": 2 * sums, "mean gradients": on_device}
+            moments["giving up"] = kept | {"sums, and whole ones": 2 * sums, "mean gradients": on_device}
         if self.rules.changes:
             state = self.device_state(begin, end)
             whole = self._whole("parameters") + (0 if self._optimizer_in_host else self._whole("optimizer"))
             changing = {part: size for part, size in kept.items() if part not in ("parameters", "optimizer state")}
-            found["changing"] = changing | {"old and new units": np.minimum(whole, 2 * state)}
+            moments["changing"] = changing | {"old and new units": np.minimum(whole, 2 * state)}
             if self.rules.keeps_sums:
-                found["changing"]["sums"] = sums
+                moments["changing"]["sums"] = sums
             if not self.apart:
-                found["changing"] |= self._leaving(begin, end)
-        return found
+                moments["changing"] |= self._leaving(begin, end)
+        return moments
 
     def _kept(self, begin: Ints, end: Ints) -> Parts:
         """Return the parts at every moment: own state, followed state, and host copies if memory is shared."""
@@ -338,11 +338,11 @@ class StageMemory:
     def _num_rings(self, begin: Ints, end: Ints) -> Ints:
         """Return the rings of a stage: its own, if there are replicas, and one for each unit shared between stages."""
         shape = np.broadcast_shapes(np.shape(begin), np.shape(end))
-        found = np.full(shape, 0 if self.single else 1, np.int64)
+        num_rings = np.full(shape, 0 if self.single else 1, np.int64)
         for sections in self._ties:
             used = np.stack([np.less_equal(begin, section) & np.less(section, end) for section in sections])
-            found += used.any(0) & ~used.all(0)
-        return found
+            num_rings += used.any(0) & ~used.all(0)
+        return num_rings
 
     def _always_in_host(self, begin: Ints, end: Ints) -> Parts:
         """Return the copies of the newest checkpoints, and of other workers' sums."""

@@ -57,7 +57,7 @@ def engine_of(name: EngineName) -> Engine:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ShapeOutcome:
     """One shape with one window.
 
     ``planned``: each worker with its own device and links. ``after``: under the conditions, without jitter. ``spread``:
@@ -101,7 +101,7 @@ class ShapeSimulator:
         replicas = [0] * len(counts) if len(sizes) == 1 else [sizes.index(count) for count in counts]
         return Ended(costs, played.last_backward_ns[:, replicas], costs.to_come_ns[:, None])
 
-    def full(self, costs: StageCosts, counts: tuple[int, ...], planned: Finish | None = None) -> Outcome:
+    def full(self, costs: StageCosts, counts: tuple[int, ...], planned: Finish | None = None) -> ShapeOutcome:
         """Return the outcome under the conditions."""
         planned = planned or self.planned(costs, counts)
         seed = self.conditions.jitter_seed
@@ -110,7 +110,7 @@ class ShapeSimulator:
         else:
             after = self.finished(costs, counts, self._executed(costs, counts))
         spread = None if seed is None else self._spread(costs, counts, seed)
-        return Outcome(costs, counts, planned, after, spread)
+        return ShapeOutcome(costs, counts, planned, after, spread)
 
     def _executed(self, costs: StageCosts, counts: tuple[int, ...]) -> Played:
         """Execute the orders under the conditions, playing equal parts only once."""
@@ -192,7 +192,7 @@ class Kind:
     counts: tuple[int, ...]
 
 
-def together(kinds: Sequence[Kind]) -> tuple[Outcome, ...]:
+def together(kinds: Sequence[Kind]) -> tuple[ShapeOutcome, ...]:
     """Play pipelines of several kinds at once, which interact only when they reduce; one engine plays all.
 
     The costs in each kind's outcome have the reductions of all kinds.
@@ -218,7 +218,7 @@ def together(kinds: Sequence[Kind]) -> tuple[Outcome, ...]:
 
     both = zip(finished(planned=True), finished(planned=False), strict=True)
     return tuple(
-        Outcome(own, kind.counts, planned, after)
+        ShapeOutcome(own, kind.counts, planned, after)
         for kind, own, (planned, after) in zip(kinds, costs, both, strict=True)
     )
 

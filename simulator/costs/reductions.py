@@ -51,7 +51,7 @@ class Reductions:
     sum_bytes: Floats
     tied: tuple[tuple[tuple[int, ...], float], ...]
     all_reduce: AnyAllReduce
-    _behind: dict[int, Ints] = field(default_factory=dict)
+    _remaining_ns: dict[int, Ints] = field(default_factory=dict)
     _tied_ns: dict[int, tuple[tuple[tuple[int, ...], int], ...]] = field(default_factory=dict)
 
     @cached_property
@@ -65,12 +65,12 @@ class Reductions:
         num_sections = len(self.sum_bytes) - 1
         return _unchanging(np.repeat(np.arange(len(self.begin)), np.diff(self.begin, append=num_sections)))
 
-    def behind_ns(self, num_replicas: int) -> Ints:
+    def remaining_ns(self, num_replicas: int) -> Ints:
         """Return AR, over a ring of D, of the bytes not yet reduced when each section's backward ends: int64[K]."""
-        if num_replicas not in self._behind:
+        if num_replicas not in self._remaining_ns:
             sizes = self.sum_bytes[1:] - self.sum_bytes[self.first]
-            self._behind[num_replicas] = _unchanging(self.all_reduce.by_section_ns(num_replicas, sizes))
-        return self._behind[num_replicas]
+            self._remaining_ns[num_replicas] = _unchanging(self.all_reduce.by_section_ns(num_replicas, sizes))
+        return self._remaining_ns[num_replicas]
 
     def tied_ns(self, num_replicas: int) -> tuple[tuple[tuple[int, ...], int], ...]:
         """Return (stages, AR) for units that several stages hold, over a ring of D for each of the stages."""
@@ -88,7 +88,7 @@ class Reductions:
 
     def exposed_ns(self, num_replicas: int, to_come_ns: Ints) -> Ints:
         """Return E of each stage plus its tied rings, given the rest of the last backward at each section: int64[P]."""
-        exposed = self.latest(self.behind_ns(num_replicas) - to_come_ns)
+        exposed = self.latest(self.remaining_ns(num_replicas) - to_come_ns)
         for stages, duration in self.tied_ns(num_replicas):
             exposed[list(stages)] += duration
         return exposed
@@ -127,7 +127,7 @@ class Rings:
 
     Attributes:
         spans: First sections and reductions of the spans, in the form of stages.
-        behind_ns: AR of the rest of a span when each section's backward ends: int64[K].
+        remaining_ns: AR of the rest of a span when each section's backward ends: int64[K].
         holders: By kind of pipeline, the stage of each span: int64[spans].
         order: The spans in the order in which their rings are formed.
         tied: For each unit in several stages, these stages by kind, and AR of the unit.
@@ -135,7 +135,7 @@ class Rings:
     """
 
     spans: Reductions
-    behind_ns: Ints
+    remaining_ns: Ints
     holders: tuple[Ints, ...]
     order: tuple[int, ...]
     tied: tuple[tuple[tuple[tuple[int, ...], ...], int], ...]
@@ -144,19 +144,19 @@ class Rings:
     @cached_property
     def whole_ns(self) -> Ints:
         """AR of each span: int64[spans]."""
-        return self.spans.latest(self.behind_ns)
+        return self.spans.latest(self.remaining_ns)
 
     @cached_property
     def waits_for(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Each span before which some worker reduces other spans, in ring order, with the last of those others."""
-        found, last = [], dict[tuple[int, int], int]()
+        waits, last = [], dict[tuple[int, int], int]()
         for span in self.order:
             members = [(kind, int(stages[span])) for kind, stages in enumerate(self.holders)]
             before = {last[member] for member in members if member in last}
             if before:
-                found.append((span, tuple(before)))
+                waits.append((span, tuple(before)))
             last |= dict.fromkeys(members, span)
-        return tuple(found)
+        return tuple(waits)
 
     @cached_property
     def last_of(self) -> tuple[Ints, ...]:
@@ -173,7 +173,7 @@ def rings(kinds: Sequence[tuple[Reductions, int]], own_sum_bytes: Floats, shared
     begin = np.unique(np.concatenate([reduced.begin for reduced, _ in kinds]))
     slowest = SlowestAllReduce.of(reduced.all_reduce for reduced, _ in kinds)
     spans = reductions(own_sum_bytes, shared, begin, slowest)
-    behind = spans.behind_ns(members)
+    remaining_ns = spans.remaining_ns(members)
     holders = tuple(np.searchsorted(reduced.begin, begin, side="right") - 1 for reduced, _ in kinds)
     sizes: dict[tuple[tuple[int, ...], ...], float] = {}
     for tied, size in spans.tied:
@@ -183,8 +183,8 @@ def rings(kinds: Sequence[tuple[Reductions, int]], own_sum_bytes: Floats, shared
     for key, size in sorted(sizes.items()):
         workers = sum(number * len(stages) for (_, number), stages in zip(kinds, key, strict=True))
         tied_ns.append((key, int(slowest.times_ns(workers, np.array([size]))[0])))
-    rounds = np.array(reduction_rounds([reduced.begin.tolist() for reduced, _ in kinds], len(behind)))[begin]
-    order, whole = np.lexsort((-begin, rounds)), spans.latest(behind)
+    rounds = np.array(reduction_rounds([reduced.begin.tolist() for reduced, _ in kinds], len(remaining_ns)))[begin]
+    order, whole = np.lexsort((-begin, rounds)), spans.latest(remaining_ns)
     of_kind = []
     for place, (reduced, number) in enumerate(kinds):
         more, left = np.zeros(len(begin), np.int64), np.zeros(len(reduced.begin), np.int64)
@@ -194,9 +194,9 @@ def rings(kinds: Sequence[tuple[Reductions, int]], own_sum_bytes: Floats, shared
         more = more[spans.stage]
         own = tuple((key[place], duration) for key, duration in tied_ns)
         of_kind.append(
-            Reductions(reduced.begin, reduced.sum_bytes, (), slowest, {number: behind + more}, {number: own})
+            Reductions(reduced.begin, reduced.sum_bytes, (), slowest, {number: remaining_ns + more}, {number: own})
         )
-    return Rings(spans, behind, holders, tuple(order.tolist()), tuple(tied_ns), tuple(of_kind))
+    return Rings(spans, remaining_ns, holders, tuple(order.tolist()), tuple(tied_ns), tuple(of_kind))
 
 
 def reduced_units(profile: Profile) -> tuple[ReducedUnit, ...]:

@@ -32,8 +32,8 @@ def finish(
     kind, reduced = Ended(costs, last_backward_ns, to_come_ns, redone_ns), costs.reduced
     own = tuple(((stages,), duration) for stages, duration in reduced.tied_ns(num_replicas))
     stages = range(len(costs.boundaries))
-    behind_ns = reduced.behind_ns(num_replicas)
-    alone = Rings(reduced, behind_ns, (np.array(stages),), tuple(stages), own, (reduced,))
+    remaining_ns = reduced.remaining_ns(num_replicas)
+    alone = Rings(reduced, remaining_ns, (np.array(stages),), tuple(stages), own, (reduced,))
     return replace(finish_together([kind], alone, [conditions or Conditions()], [num_replicas])[0], rings=None)
 
 
@@ -141,10 +141,10 @@ class _End:
         """
         yield simpy.AllOf(self.env, before)
         self.waited_ns[span] = int(self.env.now)
-        sections, behind_ns = np.flatnonzero(self.rings.spans.stage == span).tolist(), self.rings.behind_ns
+        sections, left_ns = np.flatnonzero(self.rings.spans.stage == span).tolist(), self.rings.remaining_ns
         for section in reversed(sections):
             yield simpy.AllOf(self.env, self.passed[section])
-            yield self.env.timeout(int(behind_ns[section] - (behind_ns[section - 1] if section > sections[0] else 0)))
+            yield self.env.timeout(int(left_ns[section] - (left_ns[section - 1] if section > sections[0] else 0)))
         for reduced_ns, holders in zip(self.reduced_ns, self.rings.holders, strict=True):
             reduced_ns[holders[span]] = int(self.env.now)
 
@@ -178,7 +178,7 @@ class _End:
     def reduce_on(self, slots: int) -> Acting:
         """With fewer cores than workers, each member of a ring takes one core, and all share the cores evenly."""
         spans, members = self.rings.spans, sum(self.num_replicas)
-        rings = [(members, duration_ns) for duration_ns in spans.latest(self.rings.behind_ns).tolist()]
+        rings = [(members, duration_ns) for duration_ns in spans.latest(self.rings.remaining_ns).tolist()]
         for holders, duration_ns in self.rings.tied:
             of_kinds = zip(self.num_replicas, holders, strict=True)
             rings.append((sum(number * len(stages) for number, stages in of_kinds), duration_ns))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from morph.contract.plan import Plan
 from simulator.costs.bounds import lower_bound_ns, pipes_of, total_ns
-from simulator.costs.outcome import Outcome
+from simulator.costs.outcome import ShapeOutcome
 from simulator.inputs.conditions import Conditions
 
 _CAUSES = {
@@ -28,7 +28,7 @@ _CAUSES = {
 _TIED = "summing the gradients of weights that several stages share"
 
 
-def breakdown_s(outcome: Outcome, conditions: Conditions) -> dict[str, float]:
+def breakdown_s(outcome: ShapeOutcome, conditions: Conditions) -> dict[str, float]:
     """Return steps in seconds that add up to the mini-batch.
 
     work: all work / workers; imbalance: up to n * max t_s; fill_and_drain: up to the bound without latency, windows,

@@ -53,9 +53,9 @@ def _redundant_rows(spans: Ints, replica: int, stage: int) -> Iterator[_Row]:
 
 def _own_reduces(costs: StageCosts, after: Finish, num_replicas: int, stage: int) -> Iterator[tuple[int, int]]:
     """Yield (start, duration) of each section's reduction, one after the other in a ring, from the last section on."""
-    reduced, behind = costs.reduced, costs.reduced.behind_ns(num_replicas)
+    reduced, remaining_ns = costs.reduced, costs.reduced.remaining_ns(num_replicas)
     if after.rings is not None:
-        reduced, behind = after.rings.spans, after.rings.behind_ns
+        reduced, remaining_ns = after.rings.spans, after.rings.remaining_ns
     (first, *_), (end, *_) = (where[stage : stage + 1].tolist() for where in costs.spans)
     free = 0
     for section in range(end - 1, first - 1, -1):
@@ -63,7 +63,7 @@ def _own_reduces(costs: StageCosts, after: Finish, num_replicas: int, stage: int
             free = 0  # rings wait for each other in another order, which ``ready_ns`` contains
         start = max(free, int(after.ready_ns[section]))
         is_first = section == reduced.first[section]
-        duration = int(behind[section] - (0 if is_first else behind[section - 1]))
+        duration = int(remaining_ns[section] - (0 if is_first else remaining_ns[section - 1]))
         if duration:
             yield start, duration
             free = start + duration

@@ -114,10 +114,10 @@ def _digest(path: Path) -> str | None:
 @cache
 def _digest_of_sources(folder: Path) -> str:
     """Return the digest of all sources of a folder: a compiled loop contains functions of other files that it calls."""
-    found = hashlib.sha256(numba.__version__.encode())
+    digest = hashlib.sha256(numba.__version__.encode())
     for path in sorted(folder.glob("*.py")):
-        found.update(path.name.encode() + path.read_bytes())
-    return found.hexdigest()
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 compiled: Any = _njit(nogil=True)

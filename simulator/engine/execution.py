@@ -96,10 +96,10 @@ class ShapeTimes:
             together = (nodes[1:] == nodes[:-1]) & (owners[1:] != owners[:-1])
             for one, other in zip(owners[1:][together].tolist(), owners[:-1][together].tolist(), strict=True):
                 leader[find(one)] = find(other)
-        found: dict[int, list[int]] = {}
+        members: dict[int, list[int]] = {}
         for replica in range(self.num_replicas):
-            found.setdefault(find(replica), []).append(replica)
-        return [tuple(company) for company in found.values()]
+            members.setdefault(find(replica), []).append(replica)
+        return [tuple(company) for company in members.values()]
 
     def likeness(self, company: Sequence[int]) -> tuple[object, ...]:
         """Return a key that is equal for two groups of replicas with the same result for the same orders."""

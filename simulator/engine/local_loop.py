@@ -231,7 +231,7 @@ def _apply_rules(rules, lanes, arrivals, letters, starts, s, last, count, branch
 def _first_known(rules, lanes, arrivals, last, count):  # type: ignore[no-untyped-def]
     """Return the stage with the earliest task whose input is known; -1 if there is none."""
     mask = arrivals.shape[1] - 1
-    first, found = np.int64(_NEVER), -1
+    first, stage = np.int64(_NEVER), -1
     for s in range(last, -1, -1):
         me = lanes[s]
         instant = np.int64(_NEVER)
@@ -240,8 +240,8 @@ def _first_known(rules, lanes, arrivals, last, count):  # type: ignore[no-untype
         if me.num_f < count and me.num_f - me.num_b < rules[s].window and (s == 0 or lanes[s - 1].num_f > me.num_f):
             instant = min(instant, me.clock if s == 0 else max(me.clock, arrivals[s, me.num_f & mask, ACT]))
         if instant < first:
-            first, found = instant, s
-    return found
+            first, stage = instant, s
+    return stage
 
 
 @loop

@@ -2,7 +2,7 @@
 
 It plays what the compiled loops play (:mod:`simulator.engine.mini_batch` and :mod:`simulator.engine.execution`), to the
 nanosecond, and is written to be read: tests hold the loops against it, and docs/how-it-works/simulator.md quotes it.
-Each stage of each replica is a process (``Worker``), and so is each direction between two of them (``Channel``).
+Each stage of each replica is a process (``StageWorker``), and so is each direction between two of them (``Channel``).
 
 The first rule that applies decides what a worker runs next. Tasks are the letters F (forward), R (recompute) and B
 (backward). At one instant everything ends and arrives first; then workers decide, the last stage first and in it the
@@ -30,36 +30,36 @@ MOST_TASKS = 2**18
 """The most tasks of one mini-batch, which take up to a minute of processor time."""
 WAIT = ""
 Acting = Generator[simpy.Event, Any, None]
-Decide = Callable[["Worker"], str]
+Decide = Callable[["StageWorker"], str]
 """The letter of the task to run now, or ``WAIT``."""
 
 
 # --- rules ---------------------------------------------------------------------------------------------------
-Rules = tuple[Callable[["Worker"], str | None], ...]
+Rules = tuple[Callable[["StageWorker"], str | None], ...]
 
 
-def backward_after_recompute(worker: Worker) -> str | None:
+def backward_after_recompute(worker: StageWorker) -> str | None:
     """After a recompute nothing but its backward runs: its activations fill the memory (Varuna, 3.2, constraint 2)."""
     if worker.done["R"] > worker.done["B"]:
         return "B" if worker.gradient_is_there else WAIT
     return None
 
 
-def backward_first(worker: Worker) -> str | None:
+def backward_first(worker: StageWorker) -> str | None:
     """A backward that is ready goes before a forward (Varuna, 3.2, constraint 3), and its recompute before it."""
     if worker.gradient_is_there:
         return "R" if worker.recomputes else "B"
     return None
 
 
-def forward_within_window(worker: Worker) -> str | None:
+def forward_within_window(worker: StageWorker) -> str | None:
     """A forward that is ready runs while fewer than ``window`` micro-batches are in flight: each takes memory."""
     if worker.activation_is_there and worker.done["F"] - worker.done["B"] < worker.window:
         return "F"
     return None
 
 
-def recompute_in_time(worker: Worker) -> str | None:
+def recompute_in_time(worker: StageWorker) -> str | None:
     """A recompute begins so early that it ends when the gradient arrives (Varuna, 3.2, constraint 1).
 
     When the gradient will arrive is known once the next stage has begun its backward.
@@ -68,19 +68,19 @@ def recompute_in_time(worker: Worker) -> str | None:
     return "R" if begin_ns is not None and begin_ns <= worker.now_ns else None
 
 
-def forward_that_is_due(worker: Worker) -> str | None:
+def forward_that_is_due(worker: StageWorker) -> str | None:
     """Where the order has a forward next, the worker runs it or waits for its activation."""
     if worker.due == "F":
         return "F" if worker.activation_is_there else WAIT
     return None
 
 
-def backward_that_is_due(worker: Worker) -> str | None:
+def backward_that_is_due(worker: StageWorker) -> str | None:
     """Where the order has a backward next, it runs once its gradient is there."""
     return "B" if worker.due == "B" and worker.gradient_is_there else None
 
 
-def recompute_that_is_due(worker: Worker) -> str | None:
+def recompute_that_is_due(worker: StageWorker) -> str | None:
     """Where the order has a recompute next, it runs, whether or not it is known when the gradient will arrive."""
     return "R" if worker.due == "R" else None
 
@@ -107,7 +107,7 @@ def by_rules(rules: Rules) -> Decide:
 # --- processes -----------------------------------------------------------------------------------------------
 
 
-class Worker:
+class StageWorker:
     """One stage of one replica.
 
     ``done`` counts tasks by letter, ``activations`` and ``gradients`` are inputs that have arrived; the first stage has
@@ -237,7 +237,7 @@ class RedundantTasks:
     tasks take precedence: they interrupt a redundant task, which continues later.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: StageWorker) -> None:
         times, where = worker.play.times, (worker.stage, worker.replica)
         given = {"f": times.redundant_forward_ns, "b": times.redundant_backward_ns}
         self._worker, self._env = worker, worker.play.env
@@ -395,7 +395,7 @@ class _Play:
         lanes = [(s, d) for s in range(times.num_stages) for d in range(times.num_replicas)]
         self.slots = simpy.Resource(self.env, compute_slots or len(lanes))
         self.sending: list[Channel] = []
-        self.workers = {(s, d): Worker(self, s, d, int(windows[s]), orders[d][s], decide(s, d)) for s, d in lanes}
+        self.workers = {(s, d): StageWorker(self, s, d, int(windows[s]), orders[d][s], decide(s, d)) for s, d in lanes}
         self.channels: dict[tuple[str, int, int], Channel] = {}
         for s, d in lanes:
             if s + 1 < times.num_stages:
@@ -412,7 +412,7 @@ class _Play:
         out, into = (int(self.times.node[stage, sender[1]]) for stage in (sender[0], receiver))
         self.channels[kind, *sender] = Channel(self, int(wire_ns), latency_ns.tolist(), out, into)
 
-    def turn(self, worker: Worker) -> simpy.Event:
+    def turn(self, worker: StageWorker) -> simpy.Event:
         """Return the event at which a worker may decide."""
         turn = self.env.event()
         heapq.heappush(self._turns, (-worker.stage, worker.replica, turn))

@@ -14,22 +14,22 @@ def of_node_type(profile: Profile, name: str | None) -> Profile:
     """Return the profile with a node type's times, links and contention; None: unchanged; PlanError: no such type."""
     if name is None:
         return profile
-    found = next((entry for entry in profile.node_types if entry.name == name), None)
-    if found is None:
+    node_type = next((entry for entry in profile.node_types if entry.name == name), None)
+    if node_type is None:
         known = ", ".join(entry.name for entry in profile.node_types) or "none: this profile has one type of node only"
         raise PlanError("was not measured", field="node_type", value=name, allowed=known)
-    times = zip(profile.sections, found.forward, found.backward, found.optimizer_step, strict=True)
+    times = zip(profile.sections, node_type.forward, node_type.backward, node_type.optimizer_step, strict=True)
     sections = tuple(
         section.model_copy(update={"forward": forward, "backward": backward, "optimizer_step": optimizer_step})
         for section, forward, backward, optimizer_step in times
     )
     return profile.model_copy(
         update={
-            "environment": found.environment,
+            "environment": node_type.environment,
             "sections": sections,
-            "intra_node": found.intra_node or profile.intra_node,
-            "inter_node": found.inter_node or profile.inter_node,
-            "contention": found.contention,
+            "intra_node": node_type.intra_node or profile.intra_node,
+            "inter_node": node_type.inter_node or profile.inter_node,
+            "contention": node_type.contention,
         }
     )
 
@@ -41,10 +41,10 @@ def of_pool_type(profile: Profile, name: str) -> Profile:
     profile's environment: "v100" or "V100" for a "Tesla V100 16 GB". Raises PlanError if the profile has no such type.
     """
     node_type, zone = type_and_zone(name)
-    found = _of_type(profile, node_type)
-    if zone == found.environment.zone:
-        return found
-    return found.model_copy(update={"environment": found.environment.model_copy(update={"zone": zone})})
+    of_type = _of_type(profile, node_type)
+    if zone == of_type.environment.zone:
+        return of_type
+    return of_type.model_copy(update={"environment": of_type.environment.model_copy(update={"zone": zone})})
 
 
 def _of_type(profile: Profile, name: str) -> Profile:

@@ -112,15 +112,15 @@ def placements(num_stages: int, num_replicas: int, sizes: Sequence[int]) -> list
     all workers. For thousands of replicas fewer placements are tried.
     """
     num_workers = num_stages * num_replicas
-    found = [place(num_stages, num_replicas, sizes)]
+    answers = [place(num_stages, num_replicas, sizes)]
     spare = min(num_replicas * (max(sizes) - 1), max(_FEW_SPARE, _MOST_PLACED // num_replicas))
     for num_gpus in range(num_workers, min(sum(sizes) - 1, num_workers + spare) + 1):
         if num_workers < num_gpus <= sizes[0]:
             continue
         few = place(num_stages, num_replicas, _first_gpus(sizes, num_gpus))
-        if all(few.nodes != other.nodes for other in found):
-            found.append(Placement(tuple(sizes), few.nodes))
-    return found
+        if all(few.nodes != other.nodes for other in answers):
+            answers.append(Placement(tuple(sizes), few.nodes))
+    return answers
 
 
 def _first_gpus(sizes: Sequence[int], num_gpus: int) -> tuple[int, ...]:

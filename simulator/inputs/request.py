@@ -236,11 +236,11 @@ class PlanRequest:
         if isinstance(given, Sequence) or (isinstance(given, Mapping) and set(given) != set(pool.types)):
             allowed = f"one number for all types, or numbers for {', '.join(pool.types)}"
             raise PlanError("is not possible for this pool", field=field, value=given, allowed=allowed)
-        found = []
+        sizes = []
         for name in pool.types:
             size = given[name] if isinstance(given, Mapping) else given
             if isinstance(size, Sequence) and sum(size) != pool[name]:
                 allowed = f"nodes of {pool[name]} GPUs together"
                 raise PlanError(f"has other nodes of {name or 'one type'}", field=field, value=size, allowed=allowed)
-            found.append(node_sizes(pool[name], size))
-        return found
+            sizes.append(node_sizes(pool[name], size))
+        return sizes

@@ -30,7 +30,7 @@ NUM_DRAWN = 20
 TRACE, FIT = BLUE, ORANGE
 
 
-def trace_table(title: str, told: Iterable[TraceStatistics]) -> Table:
+def trace_table(title: str, statistics: Iterable[TraceStatistics]) -> Table:
     """Return a table with a row for each zone."""
     columns = [
         "zone",
@@ -47,19 +47,19 @@ def trace_table(title: str, told: Iterable[TraceStatistics]) -> Table:
     columns += ["$/h"]
     rows = [
         [
-            one.zone,
-            f"{one.hours:.1f}",
-            f"{one.mean_vms:.1f} ({one.peak})",
-            f"{one.num_lost / one.hours:.3g}" if one.hours else "-",
-            f"{one.losses_per_vm_h:.3f}",
-            f"{one.bulk_share:.0%}",
-            max(one.sizes, default=0),
-            "-" if one.median_life_h is None else f"{one.median_life_h:.2f} h",
-            "-" if one.replacement_s is None else f"{one.replacement_s / 60:.1f} min",
-            "-" if one.lead_s is None else f"{one.num_noticed / max(1, one.num_lost):.0%}, {one.lead_s:.0f} s",
-            "-" if one.usd_per_h is None else f"{one.usd_per_h:.3g}",
+            zone.zone,
+            f"{zone.hours:.1f}",
+            f"{zone.mean_vms:.1f} ({zone.peak})",
+            f"{zone.num_lost / zone.hours:.3g}" if zone.hours else "-",
+            f"{zone.losses_per_vm_h:.3f}",
+            f"{zone.bulk_share:.0%}",
+            max(zone.sizes, default=0),
+            "-" if zone.median_life_h is None else f"{zone.median_life_h:.2f} h",
+            "-" if zone.replacement_s is None else f"{zone.replacement_s / 60:.1f} min",
+            "-" if zone.lead_s is None else f"{zone.num_noticed / max(1, zone.num_lost):.0%}, {zone.lead_s:.0f} s",
+            "-" if zone.usd_per_h is None else f"{zone.usd_per_h:.3g}",
         ]
-        for one in told
+        for zone in statistics
     ]
     return table(title, columns, rows, left=1, light=True)
 
@@ -103,10 +103,10 @@ def _draw_vms(axes: Any, trace: Trace, drawn: Sequence[Trace]) -> None:
 
 
 def _draw_sizes(axes: Any, trace: Trace, drawn: Sequence[Trace]) -> None:
-    told = [("trace", TRACE, [trace], -0.2)] + ([("fit", FIT, list(drawn), 0.2)] if drawn else [])
-    every = sorted({one.size for _, _, traces, _ in told for each in traces for one in revocations_of(each)})
-    for label, color, traces, off in told:
-        counts = Counter(one.size for each in traces for one in revocations_of(each))
+    drawings = [("trace", TRACE, [trace], -0.2)] + ([("fit", FIT, list(drawn), 0.2)] if drawn else [])
+    every = sorted({loss.size for _, _, traces, _ in drawings for each in traces for loss in revocations_of(each)})
+    for label, color, traces, off in drawings:
+        counts = Counter(loss.size for each in traces for loss in revocations_of(each))
         heights = [size * counts[size] / len(traces) for size in every]
         axes.bar(np.arange(len(every)) + off * bool(drawn), heights, width=0.4, color=color, label=label)
     axes.set(xticks=range(len(every)), xticklabels=every, xlabel="lost at once", ylabel="VMs lost")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from morph.words import counted
-from simulator.costs.outcome import Outcome
+from simulator.costs.outcome import ShapeOutcome
 from simulator.search.objectives import Objective, Shape
 from simulator.search.sweep import Sweep
 
@@ -13,7 +13,7 @@ WORTH_SAYING = 0.01
 """The gain, as a share of the time, from which a sentence mentions it."""
 
 
-def memory_sentence(sweep: Sweep, shapes: Sequence[Shape], best: Outcome, objective: Objective) -> str:
+def memory_sentence(sweep: Sweep, shapes: Sequence[Shape], best: ShapeOutcome, objective: Objective) -> str:
     """Return what more memory per device would allow, or "" if nothing is limited or less than 1 % would be gained.
 
     The shapes are searched again without a limit, together with shallower ones.

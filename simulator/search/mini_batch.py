@@ -15,7 +15,7 @@ from morph.contract.plan import PipelineKind, Plan, StagePlan
 from morph.contract.profile import Profile
 from simulator.costs.answer import SimulatedKind, Simulation, deal, describe, describe_kinds
 from simulator.costs.joined_sections import JoinedSections
-from simulator.costs.outcome import EngineName, Kind, Outcome, ShapeSimulator, engine_of, together
+from simulator.costs.outcome import EngineName, Kind, ShapeOutcome, ShapeSimulator, engine_of, together
 from simulator.costs.stage_costs import SectionCosts, StageCosts, stage_costs
 from simulator.inputs.conditions import Conditions, check_slow, check_slow_of_plan
 from simulator.inputs.layout import Layout, lay_out, placed
@@ -144,7 +144,7 @@ def simulate_plan(
         stage, replica = stage + kind.num_stages, replica + kind.num_replicas
     if len(kinds) == 1:
         only = kinds[0]
-        outcomes: tuple[Outcome, ...] = (only.simulator.full(only.costs, only.counts),)
+        outcomes: tuple[ShapeOutcome, ...] = (only.simulator.full(only.costs, only.counts),)
     else:
         outcomes = together(kinds)
     first = itertools.accumulate((kind.num_stages for kind in plan.pipeline_kinds), initial=0)

@@ -26,7 +26,7 @@ from simulator.costs.reductions import Rings, rings
 from simulator.engine.compilation import compiled, entry, inlined
 from simulator.engine.times import Ints
 from simulator.search.moves import neighbours
-from simulator.search.pipelines import NEVER, Line, Pipelines, Stages, anchor
+from simulator.search.pipelines import NEVER, PiecewiseLinear, Pipelines, Stages, anchor
 
 Floats = npt.NDArray[np.float64]
 Group = tuple[int, int]
@@ -34,8 +34,8 @@ Group = tuple[int, int]
 Chosen = tuple[tuple[Group, int], ...]
 """The number of pipelines of each kind, in the order of the kinds."""
 _HOPE = 0.5
-"""The time of a depth that has not been simulated is assumed to exceed its bound by this fraction of the lesser
-relative excess of its simulated neighbours."""
+"""How far the time of a depth that has not been simulated is assumed to be above its bound, as a share of the smaller
+excess (time over bound, minus 1) of the two nearest simulated depths."""
 _NEIGHBOUR_HOPE, _STEP = 0.85, 6
 """The same fraction for a depth between two simulated ones that are at most ``_STEP`` apart."""
 _ROUGHLY = 1.2
@@ -156,7 +156,7 @@ class Mixes:
         self._bounds: dict[tuple[int, ...], Search] = {}
         self._settled: dict[tuple[Chosen, Stages, bool], tuple[int, tuple[int, ...]] | None] = {}
         self._rings: dict[object, Rings] = {}
-        self.lines: dict[tuple[Group, int, frozenset[int]], Line] = {}
+        self.lines: dict[tuple[Group, int, frozenset[int]], PiecewiseLinear] = {}
 
     def best(self, gpus: tuple[int, ...], below_ns: float = math.inf) -> list[Mix]:
         """Return the fastest mixes on these GPUs of each type, best first; none if none may be below ``below_ns``."""
@@ -307,7 +307,7 @@ class Mixes:
                 return None
             if sum(map(len, known.values())) == before:
                 break
-            lines = {group: Line(times.items()) for group, times in known.items()}
+            lines = {group: PiecewiseLinear(times.items()) for group, times in known.items()}
             time_ns = least_time_ns(self.total, [(lines[group], number) for group, number in chosen.items()])
             level = {group: min(most[group], max(1, int(lines[group].number(time_ns)))) for group in chosen}
         return self._whole(chosen, level, known, most)
@@ -320,7 +320,7 @@ class Mixes:
         most: Mapping[Group, int],
     ) -> tuple[int, ...] | None:
         """Return whole totals by kind: the first to end get missing micro-batches, the last lose surplus ones."""
-        lines = {group: Line(known[group].items()) for group in chosen}
+        lines = {group: PiecewiseLinear(known[group].items()) for group in chosen}
         totals = {group: level[group] * number for group, number in chosen.items()}
         while (left := self.total - sum(totals.values())) != 0:
             next_ns = {
@@ -406,7 +406,7 @@ def _shifted(chosen: Chosen, totals: tuple[int, ...], givers: Sequence[int]) -> 
             yield tuple(shifted)
 
 
-def least_time_ns(total: int, lines: Sequence[tuple[Line, int]]) -> float:
+def least_time_ns(total: int, lines: Sequence[tuple[PiecewiseLinear, int]]) -> float:
     """Return the least time (ns) in which these pipelines finish all micro-batches, fractions counted."""
     high = float(max(line.time_ns(total) for line, _ in lines))
     if high >= NEVER:
@@ -416,7 +416,7 @@ def least_time_ns(total: int, lines: Sequence[tuple[Line, int]]) -> float:
     return float(_least_ns(numbers, times_ns, counts, total, 0.0, high))
 
 
-def _columns(lines: Sequence[Line], least: int = 2) -> tuple[Floats, Floats]:
+def _columns(lines: Sequence[PiecewiseLinear], least: int = 2) -> tuple[Floats, Floats]:
     """Return the micro-batches and times (ns) of lines: float64[points, lines]; shorter lines are extrapolated."""
     num_points = max(least, *(len(line.numbers) for line in lines))
     numbers, times_ns = np.zeros((2, num_points, len(lines)))
@@ -430,7 +430,7 @@ class Search:
 
     def __init__(self, mixes: Mixes, gpus: tuple[int, ...], *, limited: bool = True) -> None:
         self.mixes, self.gpus, self.total = mixes, gpus, mixes.total
-        self.lines: dict[Group, Line] = {}
+        self.lines: dict[Group, PiecewiseLinear] = {}
         self.played: dict[Group, frozenset[int]] = {}
         """The numbers of micro-batches (see ``anchor``) with which each kind has been simulated."""
         found = [each.bounds_ns if limited else each.free_bounds_ns for each in mixes.types]
@@ -561,7 +561,7 @@ class Search:
         ratios[others] = hoped
         self.times_ns[:, first:end][:, others] = self.bounds[:, first:end][:, others] * hoped
 
-    def line_of(self, group: Group, num_replicas: int) -> Line:
+    def line_of(self, group: Group, num_replicas: int) -> PiecewiseLinear:
         """Return the times of a pipeline of a simulated kind, as one of D pipelines."""
         key = group, num_replicas, self.played[group]
         if key not in self.mixes.lines:
@@ -575,7 +575,7 @@ class Search:
                     if each <= most:
                         times_ns.setdefault(each, alone_ns(depth, each, num_replicas, None if is_few else number))
                 times_ns[number] = alone_ns(depth, number, num_replicas)
-            self.mixes.lines[key] = Line(_growing(times_ns).items())
+            self.mixes.lines[key] = PiecewiseLinear(_growing(times_ns).items())
         return self.mixes.lines[key]
 
     def gains(self, time_ns: float, without: frozenset[Group] = frozenset()) -> Ints:
@@ -659,12 +659,12 @@ class Search:
         ]
         return least_time_ns(self.total, lines)
 
-    def line(self, group: Group) -> Line:
+    def line(self, group: Group) -> PiecewiseLinear:
         """Return the known or guessed times of a kind."""
         if group in self.lines:
             return self.lines[group]
         place = self.place[group]
-        return Line(zip(map(int, self.numbers[:, place]), map(int, self.times_ns[:, place]), strict=True))
+        return PiecewiseLinear(zip(map(int, self.numbers[:, place]), map(int, self.times_ns[:, place]), strict=True))
 
     def of_one_depth(self, time_ns: float) -> Iterator[Chosen]:
         """Yield mixes with one depth for each type."""

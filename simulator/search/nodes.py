@@ -19,7 +19,7 @@ from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
 from simulator.costs.answer import Simulation, describe_kinds
 from simulator.costs.finish import Ended
-from simulator.costs.outcome import Outcome
+from simulator.costs.outcome import ShapeOutcome
 from simulator.costs.stage_costs import StageCosts, stage_costs
 from simulator.inputs.conditions import Conditions
 from simulator.inputs.layout import Layout, placed
@@ -87,7 +87,7 @@ def unequal_on_nodes(
     request: PlanRequest,
     nodes: Sequence[tuple[int, ...]],
     names: Sequence[str],
-    equal: Sequence[Outcome],
+    equal: Sequence[ShapeOutcome],
 ) -> Simulation | None:
     """Return the fastest unequal pipelines on nodes of several GPUs; None if equal pipelines are as fast.
 
@@ -116,7 +116,7 @@ class _OnNodes:
         self.request, self.schedule = request, request.schedule
         self.is_tiny = sum(self.gpus) <= _TINY
 
-    def best(self, equal: Sequence[Outcome]) -> Simulation | None:
+    def best(self, equal: Sequence[ShapeOutcome]) -> Simulation | None:
         """See :func:`unequal_on_nodes`."""
         best, below = None, equal[0].mini_batch_ns * self.request.worth
         for size, schedule in self._promising(equal, below):
@@ -128,7 +128,7 @@ class _OnNodes:
                         best, below = found, found.expected.mini_batch_s * 1e9
         return best
 
-    def _promising(self, equal: Sequence[Outcome], below_ns: float) -> list[tuple[int, Schedule]]:
+    def _promising(self, equal: Sequence[ShapeOutcome], below_ns: float) -> list[tuple[int, Schedule]]:
         """Return micro-batch sizes and schedules: those of equal pipelines, and those with the least bounds."""
         default: Schedule = self.schedule or "varuna"
         found: dict[tuple[int, Schedule], None] = {}

@@ -159,14 +159,14 @@ class Pipelines:
 
     def _through_ns(self, ended: Ended, num_replicas: int) -> int:
         reduced = ended.costs.reduced
-        free = reduced.latest(ended.ready_ns() + reduced.behind_ns(num_replicas))
+        free = reduced.latest(ended.ready_ns() + reduced.remaining_ns(num_replicas))
         for stages, duration in reduced.tied_ns(num_replicas):
             free[list(stages)] = free[list(stages)].max() + duration
         step_ns = optimizer_ns(ended.costs, num_replicas, self.sweep.shape_simulator.conditions)
         return int(free.max()) + ended.costs.sections.commit_ns + step_ns
 
 
-class Line:
+class PiecewiseLinear:
     """The time (ns) of a pipeline as a function of its micro-batches: linear between known points and beyond them."""
 
     def __init__(self, times_ns: Iterable[tuple[int, int]]) -> None:

@@ -17,7 +17,7 @@ from morph.contract.pool import Pool
 from morph.contract.profile import Profile
 from morph.words import counted, time_text
 from simulator.costs.answer import Simulation, describe
-from simulator.costs.outcome import Outcome
+from simulator.costs.outcome import ShapeOutcome
 from simulator.costs.zone_traffic import bytes_between_zones
 from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.placement import node_sizes
@@ -345,7 +345,7 @@ def pool_plan_table(
     return answers
 
 
-def _fastest(sweep: Sweep, num_gpus: int, most_replicas: int | None) -> Outcome | None:
+def _fastest(sweep: Sweep, num_gpus: int, most_replicas: int | None) -> ShapeOutcome | None:
     depths = sweep.depths(num_gpus, most_replicas=most_replicas)
     return sweep.fastest(num_gpus, depths, 1, most_replicas)[0] if depths else None
 
@@ -399,7 +399,7 @@ class _Table:
     """Finds the best plan of equal pipelines with one m for each number of GPUs."""
 
     def __init__(self, sweep: Sweep, numbers: range, request: PlanRequest, most_replicas: int | None) -> None:
-        self.sweep, self.plans, self.outcomes = sweep, dict[int, Plan](), dict[int, Outcome]()
+        self.sweep, self.plans, self.outcomes = sweep, dict[int, Plan](), dict[int, ShapeOutcome]()
         self._batch_size, self._most = sweep.profile.job.batch_size, min(sweep.total, most_replicas or sweep.total)
         self._alone = request.num_gpus_per_node is not None  # a shape's placement depends on the nodes
         self._searches: list[tuple[int, Sweep, list[Shape]]] = []
@@ -432,7 +432,7 @@ class _Table:
     def found(self) -> Iterator[tuple[int, Plan]]:
         """Yield the plans one after the other."""
         described: dict[Shape, Plan] = {}
-        one: Outcome | None = None
+        one: ShapeOutcome | None = None
         for num_gpus, sweep, shapes in self._searches:
             if one is None or self._alone:
                 described, one = {}, sweep.fastest(num_gpus, [depth for depth, _ in shapes], 1, self._most)[0]

@@ -22,7 +22,7 @@ from morph.contract.plan import Schedule
 from morph.contract.pool import Pool
 from morph.contract.profile import Profile
 from simulator.costs.answer import SimulatedKind, Simulation, describe_kinds
-from simulator.costs.outcome import Outcome
+from simulator.costs.outcome import ShapeOutcome
 from simulator.costs.zone_traffic import usd_between_zones
 from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.request import PlanRequest
@@ -52,7 +52,7 @@ class Found:
     mini_batch_ns: int
     workers: tuple[int, ...]
     node_types: tuple[str, ...] = ("",)
-    outcome: Outcome | None = None
+    outcome: ShapeOutcome | None = None
     mix: Mix | None = None
     mixes: Mixes | None = None
 
@@ -170,7 +170,7 @@ class Pools:
         is_worth = mixes and not (equal and equal[0].mini_batch_ns * self.request.worth <= mixes[0].mini_batch_ns)
         return (mixes + equal if is_worth else equal + mixes)[:count]
 
-    def of_outcome(self, place: int, outcome: Outcome) -> Found:
+    def of_outcome(self, place: int, outcome: ShapeOutcome) -> Found:
         """Return equal pipelines on one type as an answer."""
         workers = [0] * len(self.names)
         workers[place] = outcome.shape[0] * outcome.shape[1]
@@ -228,7 +228,7 @@ class Pools:
         return list(found)
 
     def table(
-        self, most: Sequence[int], micro_batch_size: int, equal: Sequence[Mapping[int, Outcome]]
+        self, most: Sequence[int], micro_batch_size: int, equal: Sequence[Mapping[int, ShapeOutcome]]
     ) -> Iterator[tuple[tuple[int, ...], Found]]:
         """Yield the best answer for every number of GPUs of each type up to ``most`` on which the job fits.
 

@@ -20,7 +20,7 @@ from morph.contract.errors import PlanError
 from morph.contract.profile import Profile
 from simulator.costs.answer import deal
 from simulator.costs.memory import NEVER
-from simulator.costs.outcome import Outcome, ShapeSimulator
+from simulator.costs.outcome import ShapeOutcome, ShapeSimulator
 from simulator.inputs.conditions import Conditions
 from simulator.inputs.layout import Layout, layouts
 from simulator.inputs.request import PlanRequest
@@ -132,7 +132,7 @@ class Sweep:
         self._layouts: dict[Shape, list[Layout]] = {}
         self._bounds: dict[Case, int] = {}
         self._trials: dict[Case, Trial] = {}
-        self._outcomes: dict[Case, Outcome] = {}
+        self._outcomes: dict[Case, ShapeOutcome] = {}
 
     def fits(self, shape: Shape) -> bool:
         """Return whether a shape fits in memory in some setting."""
@@ -224,7 +224,7 @@ class Sweep:
         count: int,
         most_replicas: int | None = None,
         below_s: float = math.inf,
-    ) -> list[Outcome]:
+    ) -> list[ShapeOutcome]:
         """Return the ``count`` fastest outcomes on this many GPUs, best first, each P only with its best D.
 
         Fewer replicas are considered only while their computation alone might be as fast. Outcomes that take longer
@@ -236,7 +236,7 @@ class Sweep:
 
     def best(
         self, shapes: Iterable[Shape], count: int, objective: Objective | None = None, below: float = math.inf
-    ) -> list[Outcome]:
+    ) -> list[ShapeOutcome]:
         """Return the ``count`` best of these (P, D), best first.
 
         Ties go to fewer workers, then to the shallower pipeline. Each shape in each setting is ranked by a bound for
@@ -261,8 +261,8 @@ class Sweep:
         *,
         fewer: bool,
         below: float = math.inf,
-    ) -> list[Outcome]:
-        found: list[Outcome] = []
+    ) -> list[ShapeOutcome]:
+        found: list[ShapeOutcome] = []
         for cost, known, case in self._taken(shapes, objective, found, fewer=fewer):
             if cost > below:
                 break
@@ -273,7 +273,7 @@ class Sweep:
         return found
 
     def _taken(  # noqa: C901 (a search whose bounds are looked at in turn)
-        self, shapes: Iterable[Shape], objective: Objective | None, found: Sequence[Outcome], *, fewer: bool
+        self, shapes: Iterable[Shape], objective: Objective | None, found: Sequence[ShapeOutcome], *, fewer: bool
     ) -> Iterator[tuple[float, int, Case]]:
         """Yield the most promising case, its cost and the kind of its bound, without the shapes of ``found``."""
         aim = objective or Fastest(self.profile.job.batch_size)
@@ -351,7 +351,7 @@ class Sweep:
             self._trials[case] = Trial(setting, self.shape_simulator, layout, case.shape[0], counts)
         return self._trials[case]
 
-    def _outcome(self, case: Case) -> Outcome:
+    def _outcome(self, case: Case) -> ShapeOutcome:
         if case not in self._outcomes:
             self._outcomes[case] = self._trial(case).best()
         return self._outcomes[case]

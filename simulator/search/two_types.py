@@ -23,7 +23,7 @@ from morph.contract.plan import Schedule
 from simulator.costs.answer import deal
 from simulator.costs.joined_sections import JoinedSections
 from simulator.costs.memory import NEVER
-from simulator.costs.outcome import Outcome
+from simulator.costs.outcome import ShapeOutcome
 from simulator.costs.stage_costs import SectionCosts
 from simulator.engine.compilation import compiled, entry
 from simulator.engine.times import Ints
@@ -45,7 +45,8 @@ _MANY_PLACES = 2_500
 _HOPEFUL = {True: 1.05, False: 1.0}
 """A mix is tried if its estimate is at most this many times the time to surpass, for tiny pools (True) and others."""
 _HOPE = 0.5
-"""A time is assumed to exceed its bound by this fraction of the least relative excess simulated for one type."""
+"""How far a time is assumed to be above its bound, as a share of the smallest excess (time over bound, minus 1)
+simulated for one type."""
 Floats = npt.NDArray[np.float64]
 _SLOWER, _LENGTHS, _CHEAP = 16.0, 12, 3
 """As in :mod:`simulator.search.purchases`."""
@@ -300,7 +301,7 @@ class SplitFound:
     mini_batch_ns: int
     workers: tuple[int, ...]
     mix: Mix | None = None
-    outcome: Outcome | None = None
+    outcome: ShapeOutcome | None = None
     node_types: tuple[str, ...] = ()
 
 
@@ -316,7 +317,7 @@ class TwoTypes:
         self._kinds: dict[Split, int] = {}
         self._settings: dict[Split, list[SplitSetting]] = {}
         self._rough: dict[tuple[Split, int], dict[SplitSetting, int]] = {}
-        self._alone: dict[tuple[Split, int], Outcome | None] = {}
+        self._alone: dict[tuple[Split, int], ShapeOutcome | None] = {}
 
     def best(self, gpus: tuple[int, ...], below_ns: float, *, quick: bool = False) -> SplitFound | None:
         """Return the fastest such mix below ``below_ns``; None: none. ``quick``: simulate only the most promising."""
@@ -571,7 +572,7 @@ class TwoTypes:
         layout = sweep.layouts((split.depth, len(counts)))[0]
         return Trial(setting, sweep.shape_simulator, layout, split.depth, counts, moves=not quick, quick=quick)
 
-    def equal(self, split: Split, number: int) -> Outcome | None:
+    def equal(self, split: Split, number: int) -> ShapeOutcome | None:
         """Return the best of this many equal pipelines without others; None if they do not fit."""
         if (split, number) not in self._alone:
             rough_ns, counts = self._rough_ns(split, number), deal(self.total, number)

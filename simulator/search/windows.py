@@ -18,7 +18,7 @@ from morph.contract.plan import Schedule
 from simulator.costs.answer import bound_ns
 from simulator.costs.finish import Finish
 from simulator.costs.memory import spans
-from simulator.costs.outcome import Outcome, ShapeSimulator
+from simulator.costs.outcome import ShapeOutcome, ShapeSimulator
 from simulator.costs.stage_costs import StageCosts
 from simulator.engine.times import Ints, StageTimes
 from simulator.inputs.layout import Layout
@@ -55,7 +55,7 @@ class Trial:
     _costs: dict[tuple[Rule, tuple[int, ...] | None], StageCosts | None] = field(default_factory=dict)
     _bounds: dict[tuple[int, ...] | None, int] = field(default_factory=dict)
     _plans: dict[tuple[object, ...], Finish] = field(default_factory=dict)
-    _outcomes: dict[tuple[object, ...], Outcome] = field(default_factory=dict)
+    _outcomes: dict[tuple[object, ...], ShapeOutcome] = field(default_factory=dict)
 
     @property
     def most(self) -> int:
@@ -85,7 +85,7 @@ class Trial:
         """Whether 1F1B with more warm-up forwards is tried; for many micro-batches its gain is not worth a search."""
         return self.most <= _MANY * self.depth or self.setting.schedules == ("1f1b",)
 
-    def best(self) -> Outcome:
+    def best(self) -> ShapeOutcome:
         """Return the outcome with the smallest windows within 1 % of the fastest, of the most even or the best cut."""
         outcomes = [self._best_windows(self.boundaries)]
         if self.planned[0].boundaries != outcomes[0].costs.boundaries:
@@ -130,7 +130,7 @@ class Trial:
             least = min(int(self._moved_bounds_ns(found)[1].min(initial=least)) for found in stages)
         return least
 
-    def _best_windows(self, boundaries: tuple[int, ...] | None) -> Outcome:
+    def _best_windows(self, boundaries: tuple[int, ...] | None) -> ShapeOutcome:
         if not self.shape_simulator.conditions.uneven:
             outcome = self._outcome(self._chosen(self._planned_ns, boundaries)[0])
             if outcome.mini_batch_ns * 100 <= self._enough_ns(boundaries, outcome.costs):
@@ -240,7 +240,7 @@ class Trial:
     def _needed_slope(self) -> int:
         return slope_for_period(self._widest(self.boundaries).times)
 
-    def _outcome(self, costs: StageCosts) -> Outcome:
+    def _outcome(self, costs: StageCosts) -> ShapeOutcome:
         key = (costs.schedule, costs.boundaries, costs.times.window.tobytes())
         if key not in self._outcomes:
             self._outcomes[key] = self.shape_simulator.full(costs, self.counts, self._planned(costs))

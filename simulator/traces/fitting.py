@@ -34,14 +34,16 @@ def fit(trace: Trace, *, window_s: float = WINDOW_S, start_hour: float = 0.0) ->
     the trace is longer than ``DAYS_FOR_HOURS``. Zones lose VMs together as often as in the trace, beyond chance. Raises
     TraceError if no VM is ever lost in the trace, or no VM exists for any time.
     """
-    told = statistics_of(trace, window_s)
-    whole = told.get(ALL) or next(iter(told.values()))
+    statistics = statistics_of(trace, window_s)
+    whole = statistics.get(ALL) or next(iter(statistics.values()))
     if not whole.num_lost or not whole.vm_hours:
         what = "is lost in it" if not whole.num_lost else "is there for any time"
         raise TraceError(f"cannot be fitted: no VM {what}", source="trace")
     revocations = revocations_of(trace, window_s)
     zones = tuple(
-        _zone(one, trace, start_hour) for name, one in told.items() if (name != ALL or len(told) == 1) and one.peak
+        _zone(of_zone, trace, start_hour)
+        for name, of_zone in statistics.items()
+        if (name != ALL or len(statistics) == 1) and of_zone.peak
     )
     gaps = [
         later.time_s - price.time_s
@@ -59,26 +61,26 @@ def fit(trace: Trace, *, window_s: float = WINDOW_S, start_hour: float = 0.0) ->
     )
 
 
-def _zone(one: TraceStatistics, trace: Trace, start_hour: float) -> Zone:
-    usd = [price.usd_per_h for price in trace.prices if price.zone == one.zone and price.usd_per_h > 0]
+def _zone(statistics: TraceStatistics, trace: Trace, start_hour: float) -> Zone:
+    usd = [price.usd_per_h for price in trace.prices if price.zone == statistics.zone and price.usd_per_h > 0]
     return Zone(
-        name=one.zone,
-        vms=one.peak,
-        initial=min(one.peak, one.first or round(one.mean_vms)),
-        losses_per_vm_h=one.losses_per_vm_h,
-        by_hour=_by_hour(one, trace, start_hour),
-        sizes=sizes_of(one.sizes),
-        replacement_s=max(1.0, one.replacement_s or 3600.0),
-        usd_per_h=one.usd_per_h,
+        name=statistics.zone,
+        vms=statistics.peak,
+        initial=min(statistics.peak, statistics.first or round(statistics.mean_vms)),
+        losses_per_vm_h=statistics.losses_per_vm_h,
+        by_hour=_by_hour(statistics, trace, start_hour),
+        sizes=sizes_of(statistics.sizes),
+        replacement_s=max(1.0, statistics.replacement_s or 3600.0),
+        usd_per_h=statistics.usd_per_h,
         price_spread=float(np.std(np.log(usd))) if usd else 0.0,
     )
 
 
-def _by_hour(one: TraceStatistics, trace: Trace, start_hour: float) -> tuple[float, ...]:
+def _by_hour(statistics: TraceStatistics, trace: Trace, start_hour: float) -> tuple[float, ...]:
     """Return factors of the rate of losses by hour of the day, shrunk towards 1."""
-    if one.hours < 24 * DAYS_FOR_HOURS or not one.num_lost:
+    if statistics.hours < 24 * DAYS_FOR_HOURS or not statistics.num_lost:
         return ()
-    events = [event for event in trace.events if event.zone == one.zone]
+    events = [event for event in trace.events if event.zone == statistics.zone]
     losses, vm_hours = np.zeros(HOURS), np.zeros(HOURS)
     for event in events:
         if event.event == "remove":
@@ -91,16 +93,16 @@ def _by_hour(one: TraceStatistics, trace: Trace, start_hour: float) -> tuple[flo
             next_h = min(end_h, math.floor(now_h + 1e-9) + 1.0)
             vm_hours[int(start_hour + now_h + 1e-9) % HOURS] += count * (next_h - now_h)
             now_h = next_h
-    expected = vm_hours * one.losses_per_vm_h
+    expected = vm_hours * statistics.losses_per_vm_h
     factors = (losses + _PRIOR_LOSSES) / (expected + _PRIOR_LOSSES)
     return tuple(round(float(factor), 4) for factor in factors / factors.mean())
 
 
-def _together(found: list[Revocation], zones: list[str], duration_s: float, window_s: float) -> float:
+def _together(revocations: list[Revocation], zones: list[str], duration_s: float, window_s: float) -> float:
     """Return the probability, beyond chance, that a revocation in one zone hits another one at the same time."""
     if len(zones) < 2:
         return 0.0
-    times = {zone: np.array([one.time_s for one in found if one.zone == zone]) for zone in zones}
+    times = {zone: np.array([each.time_s for each in revocations if each.zone == zone]) for zone in zones}
     pairs = hits = chance = 0.0
     for zone in zones:
         for other in zones:

@@ -34,14 +34,14 @@ _NODE = re.compile(r"[A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True)
-class Place:
+class ZoneAndType:
     """Facts about VMs that a file does not contain."""
 
     zone: str = UNKNOWN
     instance_type: str = UNKNOWN
 
 
-def import_trace(path: Path, place: Place = Place(), seed: int = 0) -> Trace:
+def import_trace(path: Path, place: ZoneAndType = ZoneAndType(), seed: int = 0) -> Trace:
     """Read one file of any of the formats; it begins at time 0.
 
     ``place`` has facts that the file does not contain. ``seed`` draws which VM is lost, where there is only their
@@ -103,7 +103,7 @@ def _cells(where: str, cells: list[str], num: int, form: str) -> list[str]:
     return cells
 
 
-def _from_events(lines: list[tuple[str, list[str]]], place: Place, path: Path, seed: int) -> Trace:
+def _from_events(lines: list[tuple[str, list[str]]], place: ZoneAndType, path: Path, seed: int) -> Trace:
     del seed
     events: list[tuple[str, TraceEvent]] = []
     for where, line in lines:
@@ -119,7 +119,7 @@ def _from_events(lines: list[tuple[str, list[str]]], place: Place, path: Path, s
     return Trace(events=tuple(event for _, event in events)).from_first_event()
 
 
-def _from_counts(lines: list[tuple[str, list[str]]], place: Place, path: Path, seed: int) -> Trace:
+def _from_counts(lines: list[tuple[str, list[str]]], place: ZoneAndType, path: Path, seed: int) -> Trace:
     seen: list[tuple[float, int]] = []
     for where, line in lines:
         date, clock, count = _cells(where, line, 3, "YYYY-MM-DD, HH:MM:SS, VMs")
@@ -138,19 +138,19 @@ def _from_counts(lines: list[tuple[str, list[str]]], place: Place, path: Path, s
     return Trace(events=tuple(_of_counts(counts, place, path, seed)), end_s=counts[-1][0])
 
 
-def _from_json(text: str, path: Path, place: Place, seed: int) -> Trace:
+def _from_json(text: str, path: Path, place: ZoneAndType, seed: int) -> Trace:
     try:
-        told = json.loads(text)
+        content = json.loads(text)
     except json.JSONDecodeError as error:
         raise TraceError(f"is not JSON: {error.msg}", source=f"{path}, line {error.lineno}") from error
-    metadata = told.get("metadata")
+    metadata = content.get("metadata")
     gap = metadata.get("gap_seconds") if isinstance(metadata, dict) else None
     if isinstance(gap, bool) or not isinstance(gap, int | float) or not gap > 0:
         allowed = "seconds, more than 0"
         raise TraceError(
             "is missing or wrong", source=str(path), field="metadata.gap_seconds", value=gap, allowed=allowed
         )
-    data, prices = told.get("data"), told.get("prices") or []
+    data, prices = content.get("data"), content.get("prices") or []
     if not isinstance(data, list) or not data:
         raise TraceError(
             "is missing or empty", source=str(path), field="data", allowed="a list with the VMs of each time"
@@ -161,7 +161,7 @@ def _from_json(text: str, path: Path, place: Place, seed: int) -> Trace:
             "are not as many", source=str(path), field="prices", value=value, allowed=f"{len(data)}, as data"
         )
     zone, _, instance = path.stem.partition("_")
-    known = Place(
+    known = ZoneAndType(
         place.zone if place.zone != UNKNOWN else zone or UNKNOWN,
         place.instance_type if place.instance_type != UNKNOWN else instance or UNKNOWN,
     )
@@ -179,7 +179,7 @@ def _from_json(text: str, path: Path, place: Place, seed: int) -> Trace:
     )
 
 
-def _of_counts(counts: Sequence[tuple[float, int]], place: Place, path: Path, seed: int) -> Iterator[TraceEvent]:
+def _of_counts(counts: Sequence[tuple[float, int]], place: ZoneAndType, path: Path, seed: int) -> Iterator[TraceEvent]:
     """Yield events for changing counts: rises add VMs with new names, falls take existing ones."""
     rng, living, num_added = np.random.default_rng(seed), list[str](), 0
     for time_s, count in counts:
@@ -192,7 +192,7 @@ def _of_counts(counts: Sequence[tuple[float, int]], place: Place, path: Path, se
             yield TraceEvent(time_s=time_s, event="remove", node_id=node, **_told(place, path))
 
 
-def _told(place: Place, path: Path) -> dict[str, Any]:
+def _told(place: ZoneAndType, path: Path) -> dict[str, Any]:
     return {"zone": place.zone, "instance_type": place.instance_type, "source": path.name}
 
 

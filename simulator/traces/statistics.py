@@ -72,25 +72,27 @@ class TraceStatistics:
 def statistics_of(trace: Trace, window_s: float = WINDOW_S) -> dict[str, TraceStatistics]:
     """Return statistics by zone, and of all zones if there are several (under ``ALL``)."""
     zones = list(dict.fromkeys(event.zone for event in trace.events))
-    found = revocations_of(trace, window_s)
-    told = {zone: _of(zone, [event for event in trace.events if event.zone == zone], trace, found) for zone in zones}
-    return told if len(zones) == 1 else told | {ALL: _of(ALL, trace.events, trace, found)}
+    revocations = revocations_of(trace, window_s)
+    by_zone = {
+        zone: _of(zone, [event for event in trace.events if event.zone == zone], trace, revocations) for zone in zones
+    }
+    return by_zone if len(zones) == 1 else by_zone | {ALL: _of(ALL, trace.events, trace, revocations)}
 
 
 def revocations_of(trace: Trace, window_s: float = WINDOW_S) -> list[Revocation]:
     """Return the revocations of a trace in order of time, with losses within ``window_s`` grouped."""
-    found: list[Revocation] = []
+    revocations: list[Revocation] = []
     newest: dict[str, int] = {}
     for event in trace.events:
         if event.event == "add":
             continue
         place = newest.get(event.zone)
-        if place is not None and event.time_s - found[place].time_s < window_s:
-            found[place] = Revocation(found[place].time_s, event.zone, found[place].size + 1)
+        if place is not None and event.time_s - revocations[place].time_s < window_s:
+            revocations[place] = Revocation(revocations[place].time_s, event.zone, revocations[place].size + 1)
         else:
-            newest[event.zone] = len(found)
-            found.append(Revocation(event.time_s, event.zone, 1))
-    return found
+            newest[event.zone] = len(revocations)
+            revocations.append(Revocation(event.time_s, event.zone, 1))
+    return revocations
 
 
 def counts_of(events: Iterable[TraceEvent]) -> tuple[list[float], list[int]]:

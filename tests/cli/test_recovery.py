@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from manager.commands.run_view import run_view
 from manager.engine.loop.lease import Lease, this_process
-from manager.run.managed_run import managed_run
+from manager.run.managed_run import ManagedRun
 from manager.run.prepared import prepare
 from manager.run.recovery import read_recovery, recover, recovery_of, write_recovery
 from manager.run.request import IfChanged, RunRequest
@@ -70,7 +70,7 @@ def asked(given: Given, **fields: object) -> RunRequest:
 
 def begin(given: Given, request: RunRequest) -> None:
     with pytest.raises(Begun):
-        managed_run(prepare(request, given.run_dir), lambda live: run_view(live, plain=True))
+        ManagedRun(prepare(request, given.run_dir), lambda live: run_view(live, plain=True)).train()
 
 
 def with_checkpoint(url: str, fingerprint: str, units: tuple[str, ...]) -> None:
@@ -309,7 +309,7 @@ def test_checkpoints_that_another_manager_holds_are_refused_or_taken_over(
     assert not is_run(given.run_dir)
     run = prepare(request, given.run_dir)
     with pytest.raises(Begun):
-        managed_run(run, lambda live: run_view(live, plain=True), take_over=True)
+        ManagedRun(run, lambda live: run_view(live, plain=True), take_over=True).train()
     with pytest.raises(CheckpointsTaken, match=re.escape(str(given.run_dir.resolve()))):
         other.hold()
     assert [spec.lease is not None for spec in sessions] == [True]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from manager.accounting.account import Account, Part
+from manager.accounting.account import Account, TimeUse
 from manager.accounting.spent import NOTHING
 from manager.controller.state.events import WorkerAnswered
 from manager.journal.journal import Journal
@@ -114,7 +114,7 @@ def report(**changes: object) -> RunReport:
         shapes=SPANS,
         morphs=MORPHS,
         steps=steps(),
-        account=Account(parts=dict.fromkeys(Part, NOTHING), total=NOTHING),
+        account=Account(parts=dict.fromkeys(TimeUse, NOTHING), total=NOTHING),
         vms=tuple(VmCount(time_s=START_S + time_s, num_vms=num_vms) for time_s, num_vms in counts),
     ).model_copy(update=changes)
 

@@ -26,7 +26,7 @@ from manager.controller.state.state import ControllerState, initial_state
 from manager.engine.joining.notice_server import NoticeServer
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.vms.budget import Spending
-from manager.engine.vms.provisioning import Provisioning
+from manager.engine.vms.provisioning import Provisioner
 from manager.journal.records import Fact
 from manager.providers.interface.provider import Provider, end_all
 from morph.contract.cluster import Limits, Policy
@@ -127,7 +127,7 @@ class World:
         self.waited_s: list[float] = []  # only at the end, where nothing but waiting lets time pass
         self.event_queue = EventQueue()
         self.provider = self.open_provider(self.arm, self.directory, **self.options)
-        self.shell = Provisioning(
+        self.shell = Provisioner(
             self.provider,
             self.event_queue,
             Spending(self.limits, self.now_s),

@@ -11,7 +11,7 @@ from manager.controller.state.events import NodeAppeared, NodesGranted, NoticeGi
 from manager.engine.loop.driver import Observed
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.vms.budget import Spending
-from manager.engine.vms.provisioning import Provisioning
+from manager.engine.vms.provisioning import Provisioner
 from manager.providers.interface import cloud
 from morph.checkpoint.manifest import read_manifest
 from morph.contract.cluster import Limits
@@ -31,12 +31,12 @@ def test_a_run_on_instances_adds_up_with_undisturbed_weights(tmp_path: Path, mon
     monkeypatch.setattr(cloud, "AGREE_S", 100.0)
     crew = ManagedCrew(load_tiny_job(2, 2))
     crew.fork(5)
-    shells: list[Provisioning] = []
+    shells: list[Provisioner] = []
     taken: list[str] = []
     with ec2_region() as ec2:
 
-        def market(event_queue: EventQueue) -> Provisioning:
-            shells.append(Provisioning(ec2.provider(tmp_path, run="job"), event_queue, Spending(Limits())))
+        def market(event_queue: EventQueue) -> Provisioner:
+            shells.append(Provisioner(ec2.provider(tmp_path, run="job"), event_queue, Spending(Limits())))
             event_queue.put(Tick())  # no VM is up yet
             return shells[-1]
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "manager"))
 
 from simulated_cluster import played
 
-from manager.accounting.account import Part
+from manager.accounting.account import TimeUse
 from manager.dashboard.server import PageAddress, read_address, serving
 from manager.journal import journal as patience
 from manager.run_dir import PAGE
@@ -159,7 +159,7 @@ def test_the_metrics_are_prometheus_text_with_every_part_of_the_node_seconds(pag
     found = {family.name: family for family in text_string_to_metric_families(body.decode())}
     assert found["morph_version"].samples[0].value == 12
     parts = {sample.labels["part"]: sample.value for sample in found["morph_node_seconds"].samples}
-    assert set(parts) == {part.value for part in Part}
+    assert set(parts) == {part.value for part in TimeUse}
     assert parts["compute"] > 0
     dollars = {sample.labels["part"]: sample.value for sample in found["morph_part_dollars"].samples}
     assert set(dollars) == set(parts)

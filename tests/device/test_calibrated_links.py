@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from calibrate.links import peer
-from calibrate.links.network import NetworkMeasurement, NetworkSpec, PeerSpec, Place, measurement, num_peers
+from calibrate.links.network import MeetingPoint, NetworkMeasurement, NetworkSpec, PeerSpec, measurement, num_peers
 from morph.contract.profile import other_device, other_links
 from morph.runtime.device import link_choice, nccl, staging
 from morph.runtime.device.mailboxes import MailRoom
@@ -83,7 +83,7 @@ def measured(ranks: Ranks | None = None, **changes: Any) -> NetworkMeasurement:
     spec = NetworkSpec(**{**asdict(SPEC), **changes})
 
     def run(rank: int) -> dict[str, Any]:
-        place = Place(store_host=LOOPBACK, store_port=store.port(), listen=LOOPBACK, two_nodes=False)
+        place = MeetingPoint(store_host=LOOPBACK, store_port=store.port(), listen=LOOPBACK, two_nodes=False)
         if ranks is not None:
             ranks.enter(rank)
         device = "cpu" if ranks is None else str(ranks.here.device.kind)

@@ -19,7 +19,7 @@ from morph.contract.errors import ConfigError, GenerationAborted, PeerLost
 from morph.contract.messages import WorkerSetup
 from morph.runtime.device import link_choice
 from morph.runtime.device.devices import CudaDevice
-from morph.runtime.device.link_choice import Place, edges_within, mailboxes
+from morph.runtime.device.link_choice import WorkerMachine, edges_within, mailboxes
 from morph.runtime.device.links import Link
 from morph.runtime.device.mailboxes import Mailbox, MailRoom, ReceivingEnd, SendingEnd
 from morph.runtime.device.staging import Staging
@@ -253,7 +253,7 @@ def test_workers_of_two_machines_go_through_the_host_and_share_nothing(neighbour
 
 def test_an_edge_is_within_a_machine_where_both_of_its_ends_are() -> None:
     edges = [GroupSpec("near", ("a", "b")), GroupSpec("far", ("b", "c")), GroupSpec("back", ("b", "a"))]
-    places = {name: Place(machine=machine) for name, machine in (("a", "1"), ("b", "1"), ("c", "2"))}
+    places = {name: WorkerMachine(machine=machine) for name, machine in (("a", "1"), ("b", "1"), ("c", "2"))}
     assert [edge.name for edge in edges_within(edges, places)] == ["near", "back"]
 
 

@@ -24,7 +24,7 @@ from morph.elastic.mini_batches import batches
 from morph.elastic.optimizer import Optimizer
 from morph.elastic.shelf import Shelf
 from morph.elastic.state import TrainingState
-from morph.elastic.sums import BUCKET_BYTES, Accumulation, Kind, StepSums, buckets_of
+from morph.elastic.sums import BUCKET_BYTES, Accumulation, Kind, MemberSums, buckets_of
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.parts import Memory
 from tests.waiting import BOUND_S
@@ -298,7 +298,7 @@ def test_gradients_are_summed_where_they_are(accumulation: Accumulation) -> None
     parameters = dict(model.named_parameters())
     kind = Kind(accumulation, 4, parameters, {}, buckets_of(parameters))
     memory = Memory(torch.device("meta"))
-    sums = StepSums(kind, {}, None, Interrupt(1), 2, memory)
+    sums = MemberSums(kind, {}, None, Interrupt(1), 2, memory)
     for _ in range(2):
         for name, parameter in parameters.items():
             parameter.grad = torch.ones_like(parameter)

@@ -398,7 +398,7 @@ def test_the_exposed_reduction_is_what_the_simulator_expects(device: EmulatedDev
     num_bytes = {min(unit.sections): 0 for unit in device.units}
     for unit in device.units:  # in one stage, the tied unit is complete with its first section
         num_bytes[min(unit.sections)] += unit.reduced_bytes
-    expected_s = dict(enumerate((reduced.behind_ns(2) / 1e9).tolist()))
+    expected_s = dict(enumerate((reduced.remaining_ns(2) / 1e9).tolist()))
     assert left_s(device.all_reduce, 2, num_bytes) == pytest.approx(expected_s, abs=2e-9)
 
 

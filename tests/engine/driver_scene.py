@@ -14,7 +14,7 @@ from manager.engine.loop.driver import Driver, Observed
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.loop.lease import Lease
 from manager.engine.vms.budget import Spending
-from manager.engine.vms.provisioning import Provisioning
+from manager.engine.vms.provisioning import Provisioner
 from manager.journal.journal import Journal
 from manager.journal.records import DecisionRecord
 from manager.providers.local import LocalProvider
@@ -198,7 +198,7 @@ class Run:
         self.host = FakeHost()
         self.fleet = VmFleet(self.host, self.event_queue)
         asked_for = limits is not None
-        self.provisioning = Provisioning(
+        self.provisioning = Provisioner(
             LocalProvider(self.fleet, max_vms=8, usd_per_h=0.5), self.event_queue, Spending(limits or Limits())
         )
         self.let_go: list[tuple[str, str]] = []

@@ -11,14 +11,14 @@ from manager.controller.state.actions import ReleaseNodes, RequestNodes
 from manager.controller.state.events import NodesGranted, RequestRefused
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.vms.budget import Spending
-from manager.engine.vms.provisioning import Provisioning
+from manager.engine.vms.provisioning import Provisioner
 from manager.journal.records import Fact
 from manager.providers.interface.provider import Capabilities, CapacityShort, Price, Vm, vm_name
 from morph.contract.cluster import Limits
 from tests.waiting import BOUND_S
 
 
-def know(shell: Provisioning, nodes: Collection[str]) -> None:
+def know(shell: Provisioner, nodes: Collection[str]) -> None:
     """Let the controller know only these nodes, so that its other ones are given back."""
     gone = shell._nodes - set(nodes)
     shell.know(nodes)
@@ -137,7 +137,7 @@ class ProvisioningWorld:
     def __init__(self, cloud: FakeCloud | None = None, pause: Callable[[float], bool] | None = None, **limits: float):
         self.cloud, self.event_queue, self.now_s = cloud or FakeCloud(), EventQueue(), 0.0
         spending = Spending(Limits.model_validate(limits), lambda: self.now_s)
-        self.shell = Provisioning(self.cloud, self.event_queue, spending, **({"pause": pause} if pause else {}))
+        self.shell = Provisioner(self.cloud, self.event_queue, spending, **({"pause": pause} if pause else {}))
         self.facts: list[Fact] = []
 
     def answer(self) -> NodesGranted | RequestRefused:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from manager.engine.joining.link_server import Entrance, LinkServer, listen
-from manager.engine.loop.worker_pool import Line
+from manager.engine.loop.worker_pool import WorkerConnection
 from morph.link import caller as link
 from morph.link.home import Home
 from morph.link.proof import new_secret
@@ -20,9 +20,9 @@ class Told:
 
     def __init__(self) -> None:
         self.all: queue.Queue[tuple[str, ...] | tuple[str, str, bytes]] = queue.Queue()
-        self.lines: dict[str, Line] = {}
+        self.lines: dict[str, WorkerConnection] = {}
 
-    def came(self, worker: str, line: Line) -> None:
+    def came(self, worker: str, line: WorkerConnection) -> None:
         self.lines[worker] = line
         self.all.put(("came", worker))
 

@@ -8,7 +8,6 @@ from manager.run.controller_config import (
     constant_trace,
     controller_config,
     memory_of,
-    mixed_config,
     redundancy_line,
     starting_from,
 )
@@ -71,7 +70,7 @@ def test_several_types_have_a_plan_for_every_pool_and_times_of_their_own() -> No
     vms = LocalVms(node_types={"v100": 2, "t4": 2}, memory_bytes=10**12)
     offers = (Offer(node_type="v100", usd_per_h=3.0), Offer(node_type="t4", usd_per_h=1.0))
     trace = constant_trace(vms)
-    config = mixed_config(MIXED, vms, POLICY, trace, 10, PlanRequest(), offers)
+    config = controller_config(MIXED, vms, POLICY, trace, 10, offers=offers)
     table = pool_plan_table(MIXED, vms.node_types, micro_batch_size=next(iter(config.plans.values())).micro_batch_size)
     assert len(table) == 8
     for pool, best in table.items():
@@ -85,7 +84,7 @@ def test_several_types_have_a_plan_for_every_pool_and_times_of_their_own() -> No
     assert all(plan.pool.types and "" not in plan.pool.types for plan in config.plans.values())
     assert ControllerConfig.model_validate_json(config.model_dump_json()) == config
     kept = vms.model_copy(update={"keep": 3})
-    both = mixed_config(MIXED, kept, POLICY, constant_trace(kept), 10, PlanRequest(), offers)
+    both = controller_config(MIXED, kept, POLICY, constant_trace(kept), 10, offers=offers)
     assert (both.target_nodes, both.best_plan(Pool.parse("t4=3")) is not None) == (3, True)
 
 
@@ -93,9 +92,9 @@ def test_a_trace_with_another_type_or_a_type_of_no_profile_is_refused() -> None:
     vms = LocalVms(node_types={"v100": 2, "t4": 2}, memory_bytes=10**12)
     offers = (Offer(node_type="v100"), Offer(node_type="t4"))
     with pytest.raises(TraceError, match=r"instance_type: has no type in vms.node_types \(got 'unknown'\)"):
-        mixed_config(MIXED, vms, POLICY, trace_of((0, "add", "a")), 10, PlanRequest(), offers)
+        controller_config(MIXED, vms, POLICY, trace_of((0, "add", "a")), 10, offers=offers)
     with pytest.raises(PlanError, match="k80"):
-        mixed_config(MIXED, vms, POLICY, constant_trace(vms), 10, PlanRequest(), (*offers, Offer(node_type="k80")))
+        controller_config(MIXED, vms, POLICY, constant_trace(vms), 10, offers=(*offers, Offer(node_type="k80")))
 
 
 def test_every_number_of_vms_that_the_trace_brings_has_a_plan() -> None:
@@ -119,7 +118,7 @@ def test_only_workers_of_this_machines_processors_share_cores(monkeypatch: pytes
 
 
 def shapes(**asked: int) -> dict[int, str]:
-    config = controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10, **asked)
+    config = controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10, PlanRequest(**asked))
     return {count: plan.shape for count, plan in config.plans.items()}
 
 
@@ -228,9 +227,9 @@ def test_plans_on_shared_devices_fit_in_the_shares() -> None:
 @pytest.mark.parametrize("links", ["ipc", "auto"])
 def test_plans_leave_room_for_mailboxes_between_workers(links: LinkSetting) -> None:
     staged = LocalVms(num_vms=4, device="cuda")
-    owned = [CudaDevice("GPU-0", 10**12)] * 4
+    owned, request = [CudaDevice("GPU-0", 10**12)] * 4, PlanRequest(pipeline_depth=4)
     plain, found = (
-        controller_config(PROFILE, vms, POLICY, constant_trace(vms), 10, pipeline_depth=4, devices=lambda: owned)
+        controller_config(PROFILE, vms, POLICY, constant_trace(vms), 10, request, devices=lambda: owned)
         for vms in (staged, staged.model_copy(update={"links": links}))
     )
     more = found.plans[4].expected.peak_memory_bytes - plain.plans[4].expected.peak_memory_bytes
@@ -240,14 +239,14 @@ def test_plans_leave_room_for_mailboxes_between_workers(links: LinkSetting) -> N
 @pytest.mark.parametrize(
     ("replicas", "redundancy", "memory_bytes", "host_bytes", "told"),
     [
-        (1, "off", None, None, "second holders: off"),
-        (1, "state", None, None, "second holders, state: 4 units are kept in step on a second VM"),
-        (1, "auto", None, None, "second holders, auto: 4 units are kept in step on a second VM; followers cost "),
-        (1, "auto", 1, None, "second holders, auto: followers cost "),
-        (1, "auto", 1, 10**12, "second holders, auto: followers cost "),
-        (1, "auto", 0, 10**12, "second holders, auto: 4 units are kept in step on a second VM, in its host memory"),
-        (1, "auto", 0, 10**3, "second holders, auto: followers cost "),
-        (2, "state", None, None, "second holders, state: replicas are enough"),
+        (1, "off", None, None, "followers: off"),
+        (1, "state", None, None, "followers, state: 4 units are kept in step on a second VM"),
+        (1, "auto", None, None, "followers, auto: 4 units are kept in step on a second VM; followers cost "),
+        (1, "auto", 1, None, "followers, auto: followers cost "),
+        (1, "auto", 1, 10**12, "followers, auto: followers cost "),
+        (1, "auto", 0, 10**12, "followers, auto: 4 units are kept in step on a second VM, in its host memory"),
+        (1, "auto", 0, 10**3, "followers, auto: followers cost "),
+        (2, "state", None, None, "followers, state: replicas are enough"),
     ],
 )
 def test_a_plan_says_what_is_done_against_losses_and_why(

@@ -15,7 +15,7 @@ import pytest
 from manager.engine.joining.link_server import LinkServer
 from morph.link.caller import LIVENESS, TALK, Call, Talk, keep_liveness
 from morph.link.home import Home
-from morph.link.session import Session
+from morph.link.session import LinkSession
 from morph.link.wire import Wire
 from tests.engine.link_scene import LinkScene
 from tests.link.pair import of_caller, own
@@ -76,7 +76,7 @@ HELLOS = {
 @pytest.mark.parametrize("hello", HELLOS.values(), ids=HELLOS)
 def test_a_worker_is_let_in_as_itself_alone(scene: LinkScene, hello: object) -> None:
     with socket.create_connection(scene.address, timeout=BOUND_S) as connection:
-        session = Session(connection, Wire(scene.home("vm0").secret, listens=False))
+        session = LinkSession(connection, Wire(scene.home("vm0").secret, listens=False))
         with session._lock:
             connection.sendall(session._wire.shake())
         session.tell(hello)

@@ -26,7 +26,7 @@ from manager.engine.joining.enrolment_desk import EnrolmentDesk
 from manager.engine.joining.notice_server import NoticeServer
 from manager.engine.loop.event_queue import EventQueue
 from manager.enrolment.authority import signing_request
-from manager.enrolment.node import Place, ask
+from manager.enrolment.node import ManagerContact, ask
 from manager.journal.records import Fact
 from manager.notices.agent import Agent
 from manager.notices.source import NoticeUnavailable
@@ -133,7 +133,7 @@ def enrolment(folder: Path) -> Iterator[Scene]:
     server = NoticeServer(event_queue, SECRET, desk=EnrolmentDesk(event_queue, load_authority(folder)))
 
     def come() -> None:
-        place = Place((server.host, server.port), "tiny-1-0", CREDENTIAL)
+        place = ManagerContact((server.host, server.port), "tiny-1-0", CREDENTIAL)
         assert ask(place, lambda address: signing_request(key, "tiny-1-0", address)).certificate
 
     yield Scene((server.host, server.port), come)
@@ -155,7 +155,7 @@ def units_sent_ahead(_: Path) -> Iterator[Scene]:
     )
     incoming = Incoming(
         context, {f"s{number}": f"a{number}" for number in range(9)},
-        make_shadow=lambda unit: pytest.fail(unit), arrive=lambda _: None,
+        make_unit_copy=lambda unit: pytest.fail(unit), arrive=lambda _: None,
         listen_host="127.0.0.1", news=lambda: None,
     )  # fmt: skip
     senders = iter(range(9))

@@ -13,7 +13,7 @@ from manager.controller.state.actions import ReleaseNodes, RequestNodes
 from manager.controller.state.events import NodesGranted, Paid, RequestRefused, WorkerLost
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.vms.budget import Before, Spending
-from manager.engine.vms.provisioning import Provisioning
+from manager.engine.vms.provisioning import Provisioner
 from manager.engine.vms.vm_registry import VmRegistry
 from manager.journal.records import Fact
 from manager.providers.interface.provider import (
@@ -77,7 +77,7 @@ class World:
         self.now_s, self.pauses_s = 0.0, list[float]()
         ends = partial(end_all, pause=self.pause, clock=lambda: self.now_s)
         spending = Spending(Limits())
-        self.shell = Provisioning(self.cloud, self.event_queue, spending, look_every_s=look_every_s, end_all=ends)
+        self.shell = Provisioner(self.cloud, self.event_queue, spending, look_every_s=look_every_s, end_all=ends)
 
     def pause(self, wait_s: float) -> None:
         self.pauses_s.append(wait_s)
@@ -268,7 +268,7 @@ def test_training_vms_stay_although_an_earlier_managers_request_is_refused() -> 
     world.shell.close()
     world.cloud.add("job-1", 3)
     spent = Spending(Limits(budget_usd=1.0), before=Before(usd=2.0))
-    world.shell = Provisioning(world.cloud, world.event_queue, spent, nodes=["job-1-0"])
+    world.shell = Provisioner(world.cloud, world.event_queue, spent, nodes=["job-1-0"])
     world.shell.begin(["job-1-0"], ["job-1"])
     world.shell.request(RequestNodes(request="job-1", count=2))  # of three VMs, because one has joined
     refused = world.next(RequestRefused)

@@ -10,7 +10,7 @@ import pytest
 from manager.controller.state.actions import ReleaseNodes, RequestNodes
 from manager.controller.state.events import NodeFacts, NodesGranted, NodesStarted, Paid, RequestRefused
 from manager.engine.vms.budget import Before, Spending
-from manager.engine.vms.provisioning import RETRIES, RETRY_AFTER_MAX_S, TRIES, Provisioning
+from manager.engine.vms.provisioning import RETRIES, RETRY_AFTER_MAX_S, TRIES, Provisioner
 from manager.providers.interface.provider import (
     CapacityShort,
     Misconfigured,
@@ -269,7 +269,7 @@ def test_inherited_vms_count_cost_and_are_ended_when_lost(world: World) -> None:
     clock = Clock()
     spending = Spending(Limits(max_vms=2, budget_usd=2.0), clock, before=Before(unpriced_h=1.0))
     nodes = [vm.name for vm in there]
-    world.shell = Provisioning(world.cloud, world.event_queue, spending, world.pause, nodes=nodes)
+    world.shell = Provisioner(world.cloud, world.event_queue, spending, world.pause, nodes=nodes)
     assert isinstance(refused := world.get("job-2", 1), RequestRefused)
     assert "max_vms" in refused.detail
     know(world.shell, nodes[1:])

@@ -11,7 +11,7 @@ from manager.controller.state.actions import ReleaseNodes, RequestNodes
 from manager.controller.state.events import NodesGranted, Paid, RequestRefused
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.vms.budget import Spending
-from manager.engine.vms.provisioning import Provisioning
+from manager.engine.vms.provisioning import Provisioner
 from manager.journal.records import Fact
 from manager.providers.interface.provider import CapacityShort, QuotaExceeded, Transient, Vm
 from morph.contract.cluster import Limits
@@ -265,7 +265,7 @@ def test_new_vms_are_not_ended_as_an_earlier_managers() -> None:
         return works()
 
     cloud.list = silent_at_first  # type: ignore[method-assign]
-    shell = Provisioning(cloud, event_queue, Spending(Limits()))
+    shell = Provisioner(cloud, event_queue, Spending(Limits()))
     told: list[object] = []
 
     def until_told(item: object) -> None:

@@ -24,7 +24,7 @@ from manager.engine.joining.enrolment_desk import LIFE, EnrolmentDesk
 from manager.engine.joining.notice_server import NoticeServer
 from manager.engine.loop.event_queue import EventQueue
 from manager.enrolment.authority import check_certificate, now, signing_request
-from manager.enrolment.node import NotEnrolled, Place, ask, enrol
+from manager.enrolment.node import ManagerContact, NotEnrolled, ask, enrol
 from manager.journal.records import Fact
 from manager.notices.call import ERRAND, called
 from morph.contract.errors import ClusterError
@@ -51,8 +51,8 @@ class World:
         desk = EnrolmentDesk(self.event_queue, load_authority(self.run))
         return NoticeServer(self.event_queue, SECRET, desk=desk)
 
-    def place(self, port: int = 0, secret: str = SECRET) -> Place:
-        return Place(("127.0.0.1", port or self.server.port), NODE, credential(secret), ADDRESS)
+    def place(self, port: int = 0, secret: str = SECRET) -> ManagerContact:
+        return ManagerContact(("127.0.0.1", port or self.server.port), NODE, credential(secret), ADDRESS)
 
     def enrol(self, port: int = 0, secret: str = SECRET, patience_s: float = 0.0) -> str:
         _, address = enrol(self.place(port, secret), self.authority, self.directory / "node" / "tls", patience_s)

@@ -37,7 +37,7 @@ from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import ControllerState, Decision, Phase
 from manager.controller.state.validate import BrokenState, validate
 from manager.controller.steps.recovery import PAUSES
-from manager.simulation.spot.sums import Place
+from manager.simulation.spot.sums import UnitSection
 from morph.contract.vm_names import beside, vm_of
 
 
@@ -79,7 +79,7 @@ def check_counted(cluster: SimulatedCluster, before: ControllerState) -> None:
     """Check that, in the decided step, each section and micro-batch contributed to exactly one sum."""
     assert before.reshape is not None
     whole = (1 << before.reshape.plan.num_micro_batches) - 1
-    total: dict[Place, int] = {}
+    total: dict[UnitSection, int] = {}
     for slot in before.slots:
         for place, mask in (cluster.workers[slot.worker].sums.counted or {}).items():
             cluster.check(not total.get(place, 0) & mask, f"a contribution to step {before.version} is in two sums")

@@ -9,7 +9,7 @@ from random_history import random_faults
 from simulated_cluster import TIMES, Faults, JournalledCluster
 from simulated_job import make_config
 
-from manager.accounting.account import Account, Part
+from manager.accounting.account import Account, TimeUse
 from manager.accounting.ledger import Ledger, Stretch
 from manager.accounting.spent import NOTHING, NS_PER_S, SHARES, Prices, Spent, nano_usd
 from manager.controller.decide import decide
@@ -37,7 +37,7 @@ from manager.journal.records import (
     Decided,
     DecisionRecord,
     Fact,
-    Line,
+    JournalLine,
     lines,
 )
 from manager.report.fold import Fold
@@ -68,10 +68,10 @@ def account_of(run_dir: Path, faults: Faults, num_nodes: int, seed: int = 0, **f
 
 def test_an_undisturbed_run_computes_waits_within_steps_and_warms_up(tmp_path: Path) -> None:
     account = account_of(tmp_path, Faults(), 4)
-    assert account.part_s(Part.COMPUTE) == pytest.approx(12 * 4 * COMPUTE_S)
-    assert account.parts_ns[Part.LOST] == account.parts_ns[Part.SPARE] == 0
-    assert account.parts_ns[Part.WARMING] > 0
-    assert account.parts_ns[Part.CHECKPOINT] > 0
+    assert account.part_s(TimeUse.COMPUTE) == pytest.approx(12 * 4 * COMPUTE_S)
+    assert account.parts_ns[TimeUse.LOST] == account.parts_ns[TimeUse.SPARE] == 0
+    assert account.parts_ns[TimeUse.WARMING] > 0
+    assert account.parts_ns[TimeUse.CHECKPOINT] > 0
     assert sum(account.parts_ns.values()) == account.total_ns
 
 
@@ -79,9 +79,9 @@ def test_a_killed_step_counts_as_lost_and_a_morph_as_no_bubble(tmp_path: Path) -
     (tmp_path / "calm").mkdir()
     account = account_of(tmp_path, Faults(deaths_after_s=((6.0, 1),)), 6)
     calm = account_of(tmp_path / "calm", Faults(), 6)
-    assert account.parts_ns[Part.LOST] > 0
-    assert account.parts_ns[Part.MORPH] > calm.parts_ns[Part.MORPH]
-    assert account.parts_ns[Part.SPARE] > 0, "one of five has no place in 2x2"
+    assert account.parts_ns[TimeUse.LOST] > 0
+    assert account.parts_ns[TimeUse.MORPH] > calm.parts_ns[TimeUse.MORPH]
+    assert account.parts_ns[TimeUse.SPARE] > 0, "one of five has no place in 2x2"
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_a_booting_vm_costs_from_grant_to_release() -> None:
     assert set(ledger.since_ns) == {"a"}, "b did not appear in time"
     account = ledger.account()
     assert account.total_s == 2 * boot_s + 3.0
-    assert account.part_s(Part.WARMING) == account.total_s
+    assert account.part_s(TimeUse.WARMING) == account.total_s
 
 
 def test_a_vm_in_a_queue_costs_nothing_until_it_begins() -> None:
@@ -162,7 +162,7 @@ def journalled(*items: tuple[float, Event | Fact | ControllerConfig]) -> Account
         else:
             decision = decide(state, item, time_s)
             says, state = Decided(item, DecisionRecord.of(decision)), decision.state
-        fold.step(Line(0, time_s, says))
+        fold.step(JournalLine(0, time_s, says))
     account = fold.ledger.account()
     assert sum(account.parts.values(), NOTHING) == account.total
     return account
@@ -183,30 +183,30 @@ BEGUN: tuple[tuple[float, Event | Fact | ControllerConfig], ...] = (
 )
 def test_node_time_after_a_managers_death_is_a_separate_part(next_s: float, unmanaged_s: float) -> None:
     account = journalled(*BEGUN, (next_s, CONFIG), (next_s + 5, NodeAppeared(node="a")), (next_s + 9, Tick()))
-    assert account.part_s(Part.UNMANAGED) == 2 * unmanaged_s
+    assert account.part_s(TimeUse.UNMANAGED) == 2 * unmanaged_s
     assert account.total_s == 2 * unmanaged_s + 4.0
 
 
 @pytest.mark.parametrize("lived_s", [0.0, 7.0])
 def test_nodes_that_died_with_their_manager_count_until_their_last_sign_of_life(lived_s: float) -> None:
     account = journalled(*BEGUN, (lived_s, Fact(name=DIED_WITH_MANAGER)), (50.0, CONFIG), (59.0, Tick()))
-    assert account.part_s(Part.UNMANAGED) == account.total_s == 2 * lived_s
+    assert account.part_s(TimeUse.UNMANAGED) == account.total_s == 2 * lived_s
 
 
 def test_a_clock_set_forward_does_not_lengthen_nodes_lives() -> None:
     account = journalled(*BEGUN, (9e9, Fact(name=DIED_WITH_MANAGER)), (9e9, CONFIG))
-    assert account.part_s(Part.UNMANAGED) == account.total_s == 2 * 60.0
+    assert account.part_s(TimeUse.UNMANAGED) == account.total_s == 2 * 60.0
 
 
 def test_node_time_until_a_takeover_is_a_separate_part() -> None:
     took_over = (Fact(name=TOOK_OVER), ManagerResumed(living=()))
     account = journalled(*BEGUN, *((41.0, item) for item in took_over), (44.0, Tick()))
-    assert (account.part_s(Part.UNMANAGED), account.part_s(Part.WARMING)) == (82.0, 6.0)
+    assert (account.part_s(TimeUse.UNMANAGED), account.part_s(TimeUse.WARMING)) == (82.0, 6.0)
 
 
 def test_nothing_is_paid_between_a_proper_end_and_the_next_session() -> None:
     account = journalled(*BEGUN, (7.0, Fact(name=SESSION_OVER)), (91.0, CONFIG), (92.0, Tick()))
-    assert (account.part_s(Part.UNMANAGED), account.total_s) == (0.0, 14.0)
+    assert (account.part_s(TimeUse.UNMANAGED), account.total_s) == (0.0, 14.0)
 
 
 def ready(node: str) -> WorkerAnswered:
@@ -230,7 +230,7 @@ def test_each_vm_has_its_own_price_from_its_creation_on() -> None:
     all_at_two = account.bill(Prices(paid_usd_per_h=2.0, for_all=True))
     assert all_at_two is not None
     assert all_at_two.total_usd == pytest.approx(2.0 * 7560 / 3600, rel=1e-12)
-    assert bill.part_usd(Part.WARMING) == pytest.approx(0.3 * 260 / 3600 + 1.4 * 300 / 3600 + 1.4, rel=1e-12)
+    assert bill.part_usd(TimeUse.WARMING) == pytest.approx(0.3 * 260 / 3600 + 1.4 * 300 / 3600 + 1.4, rel=1e-12)
     assert sum(bill.parts.values()) == bill.total
 
 
@@ -266,7 +266,7 @@ def test_a_vm_priced_when_it_appears_costs_from_its_creation_on() -> None:
     bill = account.bill()
     assert bill is not None
     assert bill.total_usd == pytest.approx(60 * 3.6 / 3600, rel=1e-12)
-    assert account.part_s(Part.WARMING) == 100.0
+    assert account.part_s(TimeUse.WARMING) == 100.0
 
 
 PAIR = ("v.d0", "v.d1")
@@ -300,14 +300,14 @@ def test_a_vm_is_paid_whole_until_the_last_of_its_workers_goes(gone: Event) -> N
     last = WorkerLost(worker="v.d1", cause="its VM is gone")
     timed = [*pair_up(), (100.0, gone), (3700.0, last), (9000.0, Tick())]
     account = check_whole(booked(timed, target_nodes=2, expected_nodes=3), 3700)
-    assert (account.part_s(Part.WAITING), account.part_s(Part.SPARE)) == (100.0 + 3700.0, 3600.0)
+    assert (account.part_s(TimeUse.WAITING), account.part_s(TimeUse.SPARE)) == (100.0 + 3700.0, 3600.0)
 
 
 def test_a_vm_that_loses_one_worker_while_booting_is_paid_whole() -> None:
     timed: list[tuple[float, Event]] = [(0.0, Tick()), (0.0, PAIR_GRANTED)]
     timed += [(10.0, NoticeGiven(worker="v.d0", lead_s=30.0)), (40.0, NoticeGiven(worker="v.d1", lead_s=5.0))]
     account = check_whole(booked([*timed, (90.0, Tick())], target_nodes=2), 40)
-    assert (account.part_s(Part.WARMING), account.part_s(Part.SPARE)) == (10.0 + 40.0, 30.0)
+    assert (account.part_s(TimeUse.WARMING), account.part_s(TimeUse.SPARE)) == (10.0 + 40.0, 30.0)
 
 
 class EachStep(Ledger):
@@ -330,7 +330,7 @@ def test_steps_are_booked_alike_summed_up_and_one_by_one(seed: int, tmp_path: Pa
         assert folds[0].ledger.account() == folds[1].ledger.account()
         assert len(folds[0].ledger.settled) <= 3, "one since each save under way, not one a step"
     cluster.journal.close()
-    assert folds[0].ledger.parts[Part.LOST].node_ns
+    assert folds[0].ledger.parts[TimeUse.LOST].node_ns
     assert most > 2
 
 

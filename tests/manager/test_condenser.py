@@ -31,7 +31,7 @@ from manager.journal.replay import replay
 from manager.report import condenser as condenser_module
 from manager.report.condenser import Condenser, condense_all
 from manager.report.events import Told
-from manager.report.fold import Fold, Follower
+from manager.report.fold import Fold, FoldReader
 from manager.report.journal_reader import lives_in, read_ledger, read_report
 from manager.report.morph_trace import morph_trace
 from manager.report.steps import Step
@@ -103,7 +103,7 @@ def told(path: Path, *, state: bool = True) -> dict[str, object]:
             "report": report.model_dump(),
             "ledger": read_ledger(path),
             "lives": lives_in(journal),
-            "events": events_in(journal, Follower(Told)),
+            "events": events_in(journal, FoldReader(Told)),
             "happenings": [one for _, found in happenings.new(journal, 7) for one in found],
             "morphs": [morph_trace(journal.read(), morph) for morph in report.morphs if morph.resumed_at_s],
             "state": replay(journal) if state else None,
@@ -112,7 +112,7 @@ def told(path: Path, *, state: bool = True) -> dict[str, object]:
         }
 
 
-def events_in(journal: Journal, follower: Follower) -> list[Told]:
+def events_in(journal: Journal, follower: FoldReader) -> list[Told]:
     found = [one.record for _, noted in follower.new(journal) for one in noted]
     return [one for one in found if isinstance(one, Told) and not one.routine]
 
@@ -176,7 +176,7 @@ def test_a_follower_of_a_journal_misses_and_repeats_nothing_while_condensing(
 ) -> None:
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 10)
     found: list[list[object]] = [[], []]
-    happenings, events = HappeningsReader("mem://checkpoints", PRICES), Follower(Told)
+    happenings, events = HappeningsReader("mem://checkpoints", PRICES), FoldReader(Told)
 
     def follow(cluster: SimulatedCluster, *_: object) -> None:
         assert isinstance(cluster, Both)

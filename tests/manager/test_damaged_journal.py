@@ -18,7 +18,7 @@ from manager.journal.journal import Journal
 from manager.journal.replay import replay
 from manager.report.condenser import Condenser
 from manager.report.events import Told
-from manager.report.fold import Follower
+from manager.report.fold import FoldReader
 from manager.report.journal_reader import read_report
 from manager.report.values import RunReport
 from manager.run_dir import JOURNAL
@@ -43,7 +43,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def answers(run: Path) -> tuple[RunReport, list[object]]:
     with Journal.open(run / JOURNAL, read_only=True) as journal:
-        return read_report(run), [*Follower(Told).new(journal)]
+        return read_report(run), [*FoldReader(Told).new(journal)]
 
 
 def test_no_random_damage_changes_a_figure_silently_or_ends_in_a_raw_error(

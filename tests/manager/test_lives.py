@@ -39,7 +39,7 @@ from manager.journal.records import (
     Decided,
     DecisionRecord,
     Fact,
-    Line,
+    JournalLine,
 )
 from manager.report.fold import Fold, Noted
 from manager.report.journal_reader import lives_in, lives_of
@@ -60,7 +60,7 @@ class Told(Script):
         self.write(0.0, self.state.config)
 
     def write(self, time_s: float, says: ControllerConfig | Fact | Decided) -> None:
-        self.noted += self.fold.step(Line(0, time_s, says))
+        self.noted += self.fold.step(JournalLine(0, time_s, says))
 
     def fact(self, name: str, at_s: float, worker: str | None = None, detail: str = "") -> None:
         self.write(at_s, Fact(name=name, worker=worker, detail=detail))

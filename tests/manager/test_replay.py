@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from simulated_job import MIXED, SIZES, UNEQUAL, UNITS, make_plan
 
-from manager.accounting.account import Part
+from manager.accounting.account import TimeUse
 from manager.simulation.policies.bounds import Bound, play_ideal, play_on_demand
 from manager.simulation.policies.morph import play_mix, play_morph
 from manager.simulation.policies.pipelines import play_pipelines
@@ -38,7 +38,7 @@ from manager.simulation.spot.job import (
     job_from_profile,
     with_redundant_costs,
 )
-from manager.simulation.spot.outcome import Outcome
+from manager.simulation.spot.outcome import PolicyOutcome
 from manager.simulation.spot.run_end import SpotPrices, Until
 from morph.contract.errors import ConfigError, InputError, TraceError
 from morph.contract.plan import Plan
@@ -106,7 +106,7 @@ def test_the_ideal_trains_all_of_the_time_in_the_best_shape() -> None:
     assert [moment.shape for moment in outcome.moments] == ["1x4", "1x2", "1x4"]
     assert outcome.usd == pytest.approx((400 + 200 + 400) / 3600)
     assert (outcome.num_losses, outcome.num_changes, outcome.lost_steps) == (2, 3, 0)
-    assert outcome.parts_s[Part.COMPUTE] == pytest.approx(1000)
+    assert outcome.parts_s[TimeUse.COMPUTE] == pytest.approx(1000)
 
 
 def test_on_demand_vms_train_undisturbed_at_their_price() -> None:
@@ -132,8 +132,8 @@ def test_a_loss_sends_a_job_that_restarts_back_to_what_was_durable() -> None:
     assert outcome.lost_steps == 3
     assert outcome.steps == 30 + again
     assert outcome.num_fatal == 1
-    assert outcome.parts_s[Part.LOST] > 0
-    assert outcome.parts_s[Part.MORPH] == pytest.approx(4 * 20 + 2 * (TIMES.restart_s + load_s))
+    assert outcome.parts_s[TimeUse.LOST] > 0
+    assert outcome.parts_s[TimeUse.MORPH] == pytest.approx(4 * 20 + 2 * (TIMES.restart_s + load_s))
 
 
 def test_morph_loses_the_step_under_way_and_no_other() -> None:
@@ -141,7 +141,7 @@ def test_morph_loses_the_step_under_way_and_no_other() -> None:
     outcome = play_morph(JOB, trace, until=FIVE_MINUTES, prices=PRICES)
     restarted = play_restart(JOB, trace, until=FIVE_MINUTES, prices=PRICES)
     assert (outcome.lost_steps, outcome.num_fatal, outcome.num_losses) == (0, 0, 1)
-    assert 0 < outcome.parts_s[Part.LOST] <= 4 * (2.0 + TIMES.noticed_s)
+    assert 0 < outcome.parts_s[TimeUse.LOST] <= 4 * (2.0 + TIMES.noticed_s)
     assert outcome.steps > restarted.steps > 0
     assert outcome.usd == pytest.approx(outcome.vm_s / 3600)
 
@@ -167,8 +167,8 @@ def test_morph_trains_with_a_noticed_vm_until_it_must_leave() -> None:
         update={"events": (*told.events[:-1], told.events[-1].model_copy(update={"notice_s": 30.0}))}
     )
     surprised, warned = (play_morph(JOB, trace, until=FIVE_MINUTES) for trace in (told, noticed))
-    assert surprised.parts_s[Part.LOST] > 0
-    assert warned.parts_s[Part.LOST] == 0
+    assert surprised.parts_s[TimeUse.LOST] > 0
+    assert warned.parts_s[TimeUse.LOST] == 0
     assert 90 < warned.moments[2].time_s < 98  # noticed at 70 s, taken at 100 s; steps take 2 s, a change 1 s
 
 
@@ -236,7 +236,7 @@ def test_computing_only_after_a_loss_costs_pauses_instead_of_steps() -> None:
     assert [eager.policy, lazy.policy] == ["bamboo", "bamboo-lflb"]
     hit = trace_of(*FOUR, (100.0, "-a"))
     pauses_s = [
-        play_pipelines(job, hit, until=FIVE_MINUTES, redundant=mode).parts_s[Part.MORPH] for mode in ("eflb", "lflb")
+        play_pipelines(job, hit, until=FIVE_MINUTES, redundant=mode).parts_s[TimeUse.MORPH] for mode in ("eflb", "lflb")
     ]
     step_s = job.plans[4].expected.mini_batch_s
     assert pauses_s[1] - pauses_s[0] == pytest.approx(3 * 9.9 * step_s)  # with three VMs
@@ -249,7 +249,7 @@ def test_neighbours_that_are_lost_at_once_have_the_step_begun_anew() -> None:
     ended = play_pipelines(job, trace_of(*FOUR, (140.0, "-a"), (140.0, "-b")), until=FIVE_MINUTES, redundant="lflb")
     assert ended.lost_steps == 1
     assert ended.num_fatal == 0
-    assert 0 < ended.parts_s[Part.LOST] < 4 * step_s
+    assert 0 < ended.parts_s[TimeUse.LOST] < 4 * step_s
 
 
 @pytest.mark.slow
@@ -508,7 +508,7 @@ def test_the_frame_has_a_row_each_and_the_advice_names_the_best() -> None:
     worth = {one.policy: one.examples_per_usd or 0.0 for one in outcomes if one.policy not in (BOUND, *OTHER_BATCHES)}
     assert advice(outcomes).startswith(f"Take {max(worth, key=lambda policy: worth[policy])}: ")
     assert "ideal" not in advice(outcomes)
-    alone: list[Outcome] = [outcome for outcome in outcomes if outcome.policy == "ideal"]
+    alone: list[PolicyOutcome] = [outcome for outcome in outcomes if outcome.policy == "ideal"]
     assert advice(alone) == ""
 
 

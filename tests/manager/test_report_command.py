@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from simulated_cluster import Faults, JournalledCluster
 from typer.testing import CliRunner
 
-from manager.accounting.account import Account, Part
+from manager.accounting.account import Account, TimeUse
 from manager.accounting.spent import NOTHING, Prices
 from manager.dashboard.server import PageAddress
 from manager.report.journal_reader import read_report
@@ -75,8 +75,8 @@ def test_the_page_needs_nothing_from_outside_and_its_parts_add_up(run_dir: Path,
     assert not re.search(r"https?://", text)
     assert "<script" not in text
     rows = {row[1]: row for row in page.rows if len(row) == 6}
-    assert {*(part.words for part in Part), "all"} <= set(rows)
-    seconds = [float(rows[part.words][3]) for part in Part]
+    assert {*(part.words for part in TimeUse), "all"} <= set(rows)
+    seconds = [float(rows[part.words][3]) for part in TimeUse]
     assert sum(seconds) == pytest.approx(float(rows["all"][3]), abs=0.5)
     assert float(rows["all"][5]) == pytest.approx(read_report(run_dir).account.total_s / 1000, rel=1e-3)
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
@@ -138,11 +138,11 @@ def test_without_a_price_each_vm_costs_what_its_grant_said(tmp_path: Path) -> No
     bill = report.account.bill()
     assert bill is not None
     assert sum(bill.parts.values()) == bill.total > 0
-    named = {*(part.words for part in Part), "all"}
+    named = {*(part.words for part in TimeUse), "all"}
     rows = {row[1]: row for row in Page(output.read_text()).rows if len(row) == 6 and row[1] in named}
     told = {name: float(row[5]) for name, row in rows.items()}
     assert told.pop("all") == pytest.approx(bill.total_usd, abs=1e-4)
-    assert told == {part.words: pytest.approx(bill.part_usd(part), abs=1e-4) for part in Part}
+    assert told == {part.words: pytest.approx(bill.part_usd(part), abs=1e-4) for part in TimeUse}
     assert f"dollars: {bill.total_usd:.4f}: " in summarise(report)
 
 
@@ -188,7 +188,7 @@ def test_events_for_tensorboard_without_tensorboard_name_the_extra(
 
 
 def test_a_run_that_did_nothing_yet_has_a_page(run_dir: Path) -> None:
-    empty = Account(parts=dict.fromkeys(Part, NOTHING), total=NOTHING)
+    empty = Account(parts=dict.fromkeys(TimeUse, NOTHING), total=NOTHING)
     report = read_report(run_dir).model_copy(
         update={"account": empty, "shapes": (), "morphs": (), "steps": Steps(), "vms": ()}
     )

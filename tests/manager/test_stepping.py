@@ -34,7 +34,7 @@ from manager.run.controller_config import constant_trace, controller_config
 from morph.contract.cluster import LocalVms, Policy
 from morph.contract.decided import Decided, LossScale
 from morph.contract.plan import Schedule
-from simulator import synthetic_profile
+from simulator import PlanRequest, synthetic_profile
 
 
 def test_a_step_is_decided_when_the_last_member_prepared_it() -> None:
@@ -428,14 +428,9 @@ VMS = LocalVms(num_vms=4, memory_bytes=10**12)
 
 @pytest.mark.parametrize("schedule", ["varuna", "gpipe", "1f1b"])
 def test_every_plan_of_a_run_has_the_schedule_asked_for(schedule: Schedule) -> None:
-    config = controller_config(PROFILE, VMS, Policy(), constant_trace(VMS), 10, schedule=schedule)
+    config = controller_config(PROFILE, VMS, Policy(), constant_trace(VMS), 10, PlanRequest(schedule=schedule))
     assert {plan.schedule for plan in config.plans.values()} == {schedule}
     assert config.timeline_step is None
-
-
-def test_the_step_to_record_reaches_the_controller() -> None:
-    config = controller_config(PROFILE, VMS, Policy(), constant_trace(VMS), 10, timeline_step=7)
-    assert config.timeline_step == 7
 
 
 def test_only_the_step_asked_for_is_recorded_in_each_of_its_attempts() -> None:

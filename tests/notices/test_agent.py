@@ -28,7 +28,7 @@ from manager.notices.call import AGENT, ERRAND, called
 from manager.notices.end import end_on_azure, end_vm
 from manager.notices.source import NoticeUnavailable, Standing
 from morph.link.authority import authority_of
-from morph.link.session import Session
+from morph.link.session import LinkSession
 from morph.link.wire import SIZE, Wire
 from tests.notices.metadata_server import MetadataServer, Reply, json_reply
 from tests.waiting import BOUND_S
@@ -225,7 +225,7 @@ def test_a_stranger_is_sent_away_and_others_are_served(world: World, said: bytes
 @pytest.mark.parametrize("hello", [b"", b"[1]", b"[" * 4000, b'["n1", "1"]', b'["n1", "1", 1]', b'{"n1": 1}'])
 def test_a_node_without_a_name_is_rejected_while_others_are_served(world: World, hello: bytes) -> None:
     with socket.create_connection((world.server.host, world.server.port), BOUND_S) as connection:
-        session = Session(connection, Wire(credential(), listens=False))
+        session = LinkSession(connection, Wire(credential(), listens=False))
         connection.sendall(session._wire.shake())
         session.send(hello)
         with pytest.raises(OSError):
@@ -320,7 +320,7 @@ def as_another_vm_of_the_run(connection: socket.socket) -> None:
 
 
 def tell_left(connection: socket.socket, shown: str) -> None:
-    session = Session(connection, Wire(shown, listens=True))
+    session = LinkSession(connection, Wire(shown, listens=True))
     session.welcome(3, BOUND_S)
     session.let_in()
     session.tell({"left": "E-1"})

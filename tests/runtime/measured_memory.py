@@ -62,7 +62,7 @@ class TrackedCrew(Crew):
         job = TinyJob(model.fingerprint, 0, units, len(model.sections), model.micro_batch_size)
         super().__init__(job, names, TrackedMember)
         with imported_once(subject.job_path):  # so that all but the first read the cached cut
-            self.set_up(subject.job_path, model.fingerprint, directory, code=None)
+            self.set_up(subject.job_path, model.fingerprint, directory)
         reading = threading.Lock()
         for member in self.members.values():
             self._take_turns(member.worker, reading)

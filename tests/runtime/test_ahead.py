@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from morph.checkpoint.unit_files import to_payload
 from morph.contract.decided import Decided, LossScale
 from morph.contract.errors import GenerationAborted, PeerLost
-from morph.contract.messages import PreCopyMove, PreCopyOrder, ReshapeOrder, Slot, Source, StepOrder
+from morph.contract.messages import PreCopyMove, PreCopyOrder, ReshapeOrder, Slot, StateSource, StepOrder
 from morph.cutting.sections.section import ParameterUnit
 from morph.runtime.attendants import outgoing
 from morph.runtime.attendants.pre_copies import PreCopyLane
@@ -82,7 +82,7 @@ class FakeWorkload:
         self.open = threading.Event()
         self.open.set()
 
-    def make_shadow(self, unit: str, num_micro_batches: int) -> UnitState:
+    def make_unit_copy(self, unit: str, num_micro_batches: int) -> UnitState:
         assert num_micro_batches == NUM_MICRO_BATCHES
         return self._make(UNITS[unit], {name: torch.zeros(64, 3) for name in UNITS[unit].parameters})
 
@@ -94,8 +94,8 @@ class FakeWorkload:
         assert num_bytes >= 0
         self.open.wait(BOUND_S)
 
-    def adopt(self, shadow: UnitState) -> UnitState:
-        return shadow
+    def adopt(self, unit_copy: UnitState) -> UnitState:
+        return unit_copy
 
 
 class Party:
@@ -150,13 +150,13 @@ def order_of(number: int, *entries: PreCopyMove) -> PreCopyOrder:
     return PreCopyOrder(number=number, num_micro_batches=NUM_MICRO_BATCHES, moves=entries)
 
 
-def reshape_of(version: int, number: int | None, *sources: Source) -> ReshapeOrder:
+def reshape_of(version: int, number: int | None, *sources: StateSource) -> ReshapeOrder:
     slots = (Slot(worker="a", stage=0, replica=0),)
     return ReshapeOrder(generation=2, version=version, plan=make_plan(1, 1), slots=slots, sources=sources, ahead=number)
 
 
-def ahead(receiver: str, unit: str, sender: str) -> Source:
-    return Source(worker=receiver, unit=unit, kind="ahead", peer=sender)
+def ahead(receiver: str, unit: str, sender: str) -> StateSource:
+    return StateSource(worker=receiver, unit=unit, kind="ahead", peer=sender)
 
 
 def train_until_all_follow(
@@ -368,7 +368,7 @@ def test_a_change_that_does_not_use_what_was_sent_drops_it(parties: Callable[...
         party.lane.take(order_of(1, *moves("a", "b", *UNITS)))
     version = train_until_all_follow(sender, receiver, *UNITS)
     for party in (sender, receiver):
-        party.lane.before_reshape(reshape_of(version, None, Source(worker="b", unit="s0", kind="peer", peer="a")))
+        party.lane.before_reshape(reshape_of(version, None, StateSource(worker="b", unit="s0", kind="peer", peer="a")))
     sender.flush(Interrupt(2))  # there is nothing to wait for
     with pytest.raises(PeerLost, match="dropped"):
         receiver.lane.adopt("s0", version, Interrupt(2))

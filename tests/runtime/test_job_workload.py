@@ -22,7 +22,7 @@ def test_a_unit_about_to_be_loaded_draws_nothing(workload: JobWorkload, monkeypa
     monkeypatch.setattr(LazyTensors, "__getitem__", lambda _, name: pytest.fail(f"{name} was drawn"))
     before = torch.get_rng_state()
     for unit, tensors in sent.items():
-        for empty in (workload.make_unit(unit, 4, empty=True), workload.make_shadow(unit, 4)):
+        for empty in (workload.make_unit(unit, 4, empty=True), workload.make_unit_copy(unit, 4)):
             empty.load(tensors)
             found = empty.tensors()
             assert found.keys() == tensors.keys()

@@ -18,7 +18,7 @@ from morph.checkpoint.manifest import write_manifest
 from morph.checkpoint.unit_files import write_unit
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.errors import CheckpointDamaged, CheckpointError, GenerationAborted
-from morph.contract.messages import Source
+from morph.contract.messages import StateSource
 from morph.contract.rules import CheckpointRules
 from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.runtime.groups.interrupt import Interrupt
@@ -97,8 +97,8 @@ def network(tmp_path: Path) -> Network:
     return Network(tmp_path)
 
 
-def source(worker: str, unit: str, kind: str, peer: str | None = None) -> Source:
-    return Source.model_validate({"worker": worker, "unit": unit, "kind": kind, "peer": peer})
+def source(worker: str, unit: str, kind: str, peer: str | None = None) -> StateSource:
+    return StateSource.model_validate({"worker": worker, "unit": unit, "kind": kind, "peer": peer})
 
 
 def value_of(state: UnitState) -> float:

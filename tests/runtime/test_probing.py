@@ -17,7 +17,7 @@ from morph.contract.messages import (
     ProbeOrder,
     ReshapeOrder,
     Slot,
-    Source,
+    StateSource,
     StepOrder,
 )
 from morph.runtime.device.task_clock import CoreTimes
@@ -111,7 +111,7 @@ class Alone:
     def form(self) -> None:
         num_micro_batches = self._job.batch_size // MICRO_BATCH_SIZE
         plan = single_plan(self._job.fingerprint, NUM_SECTIONS, MICRO_BATCH_SIZE, num_micro_batches)
-        sources = tuple(Source(worker="w", unit=unit, kind="initial") for unit in self._job.units)
+        sources = tuple(StateSource(worker="w", unit=unit, kind="initial") for unit in self._job.units)
         slots = (Slot(worker="w", stage=0, replica=0),)
         order = ReshapeOrder(generation=1, version=0, plan=plan, slots=slots, sources=sources)
         assert self.worker.reshape(order).kind == "reshaped"

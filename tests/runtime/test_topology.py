@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from morph.contract.messages import ReshapeOrder, Slot, Source
+from morph.contract.messages import ReshapeOrder, Slot, StateSource
 from morph.contract.plan import Expectation, Plan, StagePlan
 from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.runtime.groups.channels import GroupSpec
@@ -55,7 +55,7 @@ def make_order(bounds: list[int], num_replicas: int, moves: tuple[tuple[str, str
         for stage in range(planned.pipeline_depth)
         for replica in range(num_replicas)
     )
-    sources = tuple(Source(worker=to, unit="s0", kind="peer", peer=giver) for giver, to in moves)
+    sources = tuple(StateSource(worker=to, unit="s0", kind="peer", peer=giver) for giver, to in moves)
     return ReshapeOrder(generation=7, version=0, plan=planned, slots=slots, sources=sources)
 
 
@@ -152,9 +152,9 @@ def test_each_replica_has_a_channel_for_each_direction_of_each_border() -> None:
 def test_several_units_move_over_one_channel_per_pair_and_direction() -> None:
     pairs = (("b", "a"), ("a", "b"))
     sources = [
-        Source(worker=to, unit=unit, kind="peer", peer=giver) for giver, to in pairs for unit in ("s0", "s1", "s2")
+        StateSource(worker=to, unit=unit, kind="peer", peer=giver) for giver, to in pairs for unit in ("s0", "s1", "s2")
     ]
-    sources.append(Source(worker="c", unit="s0", kind="checkpoint"))
+    sources.append(StateSource(worker="c", unit="s0", kind="checkpoint"))
     assert moves_of(sources) == (("a", "b"), ("b", "a"))
     assert move_name(3, "a", "b") != move_name(3, "b", "a")
 

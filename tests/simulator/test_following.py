@@ -81,7 +81,7 @@ def executors_rules(
         window = int(times.window[stage])
         cursor = ScheduleCursor(orders[replica][stage], window, opportunistic=schedule == "varuna")
 
-        def decide(worker: reference.Worker) -> str:
+        def decide(worker: reference.StageWorker) -> str:
             cursor.progress = Progress(*worker.done.values())
             gradients = worker.done["F"] if worker.is_last else worker.gradients
             return cursor.next_task(worker.activations, gradients) or reference.WAIT

@@ -263,7 +263,7 @@ def test_reductions_take_the_cores_that_workers_share(num_stages: int, num_repli
         for size in (4, 400_000_000)
     )
     reduced = much.costs.reduced
-    cores_ns = sum(reduced.latest(reduced.behind_ns(num_replicas))) * min(num_replicas, slots)
+    cores_ns = sum(reduced.latest(reduced.remaining_ns(num_replicas))) * min(num_replicas, slots)
     for stages, duration_ns in reduced.tied_ns(num_replicas):
         cores_ns += duration_ns * min(num_replicas * len(stages), slots)
     assert cores_ns > 0

@@ -9,13 +9,13 @@ import pytest
 
 from morph.contract.errors import TraceError
 from morph.contract.trace import Trace, load_trace, write_trace
-from simulator.traces.importers import Place, import_trace, merged, part_of
+from simulator.traces.importers import ZoneAndType, import_trace, merged, part_of
 from simulator.traces.statistics import statistics_of
 
 TRACES = Path(__file__).resolve().parents[2] / "../shared/traces"
 
 
-def imported(tmp_path: Path, text: str, name: str = "spot.txt", place: Place = Place()) -> Trace:  # noqa: B008
+def imported(tmp_path: Path, text: str, name: str = "spot.txt", place: ZoneAndType = ZoneAndType()) -> Trace:  # noqa: B008
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
     return import_trace(path, place)
@@ -26,7 +26,9 @@ def told(trace: Trace) -> list[tuple[float, str, str]]:
 
 
 def test_events_begin_at_time_0(tmp_path: Path) -> None:
-    trace = imported(tmp_path, "480000,add,node1\n540000,add,node2\n600500,remove,node1\n", place=Place("z", "g4dn"))
+    trace = imported(
+        tmp_path, "480000,add,node1\n540000,add,node2\n600500,remove,node1\n", place=ZoneAndType("z", "g4dn")
+    )
     assert told(trace) == [(0, "add", "node1"), (60, "add", "node2"), (120.5, "remove", "node1")]
     assert {(event.zone, event.instance_type) for event in trace.events} == {("z", "g4dn")}
 

@@ -326,7 +326,7 @@ def test_stages_cost_what_they_do_on_their_own_type() -> None:
         assert joined.times.activation_ns[stage] == slower
         ends = [*cuts[1:], 6]
         in_stage = slice(cuts[stage], ends[stage])
-        assert (joined.reduced.behind_ns(3)[in_stage] == costs.reduced.behind_ns(3)[in_stage]).all()
+        assert (joined.reduced.remaining_ns(3)[in_stage] == costs.reduced.remaining_ns(3)[in_stage]).all()
     assert alone[0].times.activation_ns[0] < joined.times.activation_ns[0] == alone[1].times.activation_ns[0]
 
 

@@ -45,7 +45,7 @@ from manager.spot.controller import (
     emergency_s,
     interval_s,
 )
-from manager.spot.launcher import Launcher, Source
+from manager.spot.launcher import Launcher, VmSource
 from manager.spot.local import LocalVms
 from manager.spot.script_server import ScriptServer
 from manager.spot.spec import SpotJob
@@ -257,7 +257,7 @@ def test_ctrl_c_while_vms_are_ended_leaves_none_of_them(tmp_path: Path) -> None:
     job, events = SpotJob(storage=str(tmp_path / "backups")), EventQueue()
     machines = ScriptServer(events, "secret")
     provider = Interrupting(LocalVms(machines, "secret", tmp_path / "vms", code), max_vms=2)
-    launcher = Launcher(job, ["true"], Source(provider, 1), machines, None, events)
+    launcher = Launcher(job, ["true"], VmSource(provider, 1), machines, None, events)
     try:
         assert launcher.run().code == 0
     except KeyboardInterrupt:
@@ -268,7 +268,7 @@ def test_ctrl_c_while_vms_are_ended_leaves_none_of_them(tmp_path: Path) -> None:
 
 def test_a_group_has_come_once_its_last_vm_has_left_the_queue() -> None:
     job = SpotJob(name="job", storage="memory://job")
-    launcher = Launcher(job, ["true"], Source(FakeCloud(), 2), None, None, EventQueue())  # type: ignore[arg-type]
+    launcher = Launcher(job, ["true"], VmSource(FakeCloud(), 2), None, None, EventQueue())  # type: ignore[arg-type]
     nodes = ("job-1-0", "job-1-1")
 
     def told(item: NodesGranted | NodesStarted | WorkerLost) -> list[Event]:

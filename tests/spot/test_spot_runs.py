@@ -25,7 +25,7 @@ from manager.providers.interface.provider import Misconfigured
 from manager.providers.local import LocalProvider
 from manager.run.markets import load_cloud
 from manager.spot.factory import open_local, open_provided
-from manager.spot.launcher import TAKEN_CODE, Launcher, Outcome, Source
+from manager.spot.launcher import TAKEN_CODE, Launcher, ScriptEnd, VmSource
 from manager.spot.spec import SpotJob
 from morph.cli.main import app
 from morph.contract.cluster import Limits
@@ -87,7 +87,7 @@ def run(
     vms: str = "local",
     num_vms: int = 1,
     **environment: str,
-) -> Outcome:
+) -> ScriptEnd:
     code = folder / "code"
     code.mkdir(parents=True, exist_ok=True)
     for name in ("spot_model.py", script):
@@ -273,7 +273,7 @@ def test_the_next_vm_is_requested_at_the_notice_where_limits_allow(max_vms: int,
                 return (Change(until_s, "warned", (vm,), until_s + 0.5),)
             return (Change(until_s, "taken", (vm,)),) if until_s - since_s > 0.3 and fleet.most == most else ()
 
-    source = Source(LocalProvider(fleet, 2), 1, 1, Spending(Limits(max_vms=max_vms)))
+    source = VmSource(LocalProvider(fleet, 2), 1, 1, Spending(Limits(max_vms=max_vms)))
     outcome = Launcher(SpotJob(storage="x"), ["true"], source, machines, Taken(), EventQueue()).run()
     assert (outcome.code, outcome.num_vms, fleet.most, fleet.living) == (0, 2, most, 0)
 
@@ -286,7 +286,7 @@ def test_the_next_vm_is_requested_at_the_notice_where_limits_allow(max_vms: int,
     ],
 )
 def test_where_limits_allow_no_group_at_all_the_command_ends(limits: dict[str, float], said: str) -> None:
-    source = Source(LocalProvider(Counted(), 2), 2, 2, Spending(Limits.model_validate(limits)))
+    source = VmSource(LocalProvider(Counted(), 2), 2, 2, Spending(Limits.model_validate(limits)))
     with pytest.raises(Misconfigured, match=f"no VM may be requested: .*{said}"):
         Launcher(SpotJob(storage="x"), ["true"], source, Played(), None, EventQueue()).run()
 

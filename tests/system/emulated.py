@@ -11,7 +11,6 @@ from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observed, Observer
 from manager.engine.machines.machines import OpenMachines, Processes
 from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
-from manager.run.controller_config import section_compute_s
 from manager.run.session import RunSpec, run_session
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
@@ -43,7 +42,7 @@ def emulated_run(
         num_steps=num_steps,
         policy=Policy(),
         expected_nodes=num_vms,
-        section_compute_s=section_compute_s(profile, m),
+        section_compute_s=profile.section_compute_s(m),
     )
     spec = RunSpec(
         job_path="emulated",

@@ -30,7 +30,7 @@ def change_due(transition: Transition) -> str | None:
     """Return why the shape should change at this boundary; None if it should not, or not yet.
 
     A drain that cannot wait, and a slow member that costs more than it contributes, are handled at once. A better shape
-    with new workers waits for a further node that is almost ready while that costs less than a second change: training
+    with new workers waits for a further one that is almost ready while that costs less than a second change: training
     without the gain for w seconds costs ``w * gain``, a change costs its duration. The same shape is re-formed if it
     should gain or lose followers.
     """
@@ -59,7 +59,7 @@ def worth_giving_up(transition: Transition) -> str | None:
 
     Its partial sums are kept, so the cost is that of the change and of the micro-batches between stages, which run
     again: the pipeline drains and fills once more. The rest of the step must make up for this cost. A step is not
-    abandoned while a checkpoint is written, because its writers may change, or while another node is almost ready.
+    abandoned while a checkpoint is written, because its writers may change, or while another worker is almost ready.
     """
     state, choice, now_s = transition.state, chosen(transition), transition.now_s
     order, formed = state.step.order, state.reshape

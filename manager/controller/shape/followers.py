@@ -76,13 +76,13 @@ def followers_due(transition: Transition) -> str | None:
     if not _sole_units(state.slots, state.config.units_of(state.reshape.plan)):
         return None
     held = {worker: state.workers[worker].holds for worker in state.ready_workers}
-    present, found = (
+    present, best = (
         state.reshape.follows,
         redundancy_of(state, state.reshape.plan, state.slots, held, transition.now_s),
     )
-    if _follows_state(present) == _follows_state(found.follows):
+    if _follows_state(present) == _follows_state(best.follows):
         return None
-    return found.why if abs(found.worth) * PAYS_WITHIN_S > cost_of_morph_s(state) else None
+    return best.why if abs(best.worth) * PAYS_WITHIN_S > cost_of_morph_s(state) else None
 
 
 def _follows_state(follows: Sequence[Follow]) -> bool:
@@ -92,7 +92,7 @@ def _follows_state(follows: Sequence[Follow]) -> bool:
 def redundancy_of(
     state: ControllerState, plan: Plan, slots: Sequence[Slot], held: Holdings, now_s: float
 ) -> Redundancy:
-    """Choose followers by the policy; "auto": units get a second holder where that costs less than losses would.
+    """Choose followers by the policy; "auto": units get a follower where that costs less than losses would.
 
     A follower costs the time in which a step's gradients still travel after the last backward; it saves the steps since
     the last checkpoint whenever a unit would otherwise have no holder left. Copying partial sums costs time; each loss
@@ -157,11 +157,11 @@ def _fits_host(state: ControllerState, plan: Plan, links: Sequence[Follow]) -> b
         for worker in {link.follower for link in links}
     ]
     with_gradients = (config.state_copies + 1) / config.state_copies
-    one = max(config.unit_bytes.values(), default=0) * with_gradients
+    largest_bytes = max(config.unit_bytes.values(), default=0) * with_gradients
     most = max(kept, default=0) * with_gradients
     return (
         expected.host_memory_bytes + most <= config.host_memory_bytes
-        and expected.peak_memory_bytes + one <= config.device_memory_bytes
+        and expected.peak_memory_bytes + largest_bytes <= config.device_memory_bytes
     )
 
 
@@ -184,7 +184,7 @@ def choose_followers(
     stages = [frozenset(units) for units in needed]
     own = {slot.worker: stages[slot.stage] for slot in slots}
     candidates = _Candidates(own, held, sizes, zones)
-    found: list[Follow] = []
+    follows: list[Follow] = []
     promised: set[UnitId] = set()  # two workers of one VM may drive the same unit: one of them sends it
     for slot in slots:
         follower = candidates.take(slot.worker)
@@ -197,8 +197,8 @@ def choose_followers(
             units = tuple(unit for unit in needed[slot.stage] if unit in wanted)
             known = tuple(unit for unit in units if unit in held.get(follower, ()))
             promised.update(units)
-        found.append(Follow.model_construct(worker=slot.worker, follower=follower, units=units, known=known))
-    return tuple(found)
+        follows.append(Follow.model_construct(worker=slot.worker, follower=follower, units=units, known=known))
+    return tuple(follows)
 
 
 class _Candidates:

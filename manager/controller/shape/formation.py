@@ -57,11 +57,11 @@ def partly_lost_until_s(state: ControllerState, now_s: float) -> float | None:
 
 
 def form_or_hold(transition: Transition) -> None:
-    """While no worker has an order: form the next generation, or wait for a node that is almost ready.
+    """While no worker has an order: form the next generation, or wait for a worker that is almost ready.
 
-    Waiting pays as long as it costs less than the change that would take the node in later: training at ``now``
+    Waiting pays as long as it costs less than the change that would take the worker in later: training at ``now``
     examples/s for w seconds is worth ``w * now``, and a change that takes c seconds costs ``c * then``. The bound is
-    set when the wait begins, so that nodes that come one after the other cannot prolong it. Before that, a VM that lost
+    set when the wait begins, so that workers that come one by one cannot prolong it. Before that, a VM that lost
     a worker gets time to lose its other workers.
     """
     if transition.state.waits.partly_lost and _await_partly_lost_vms(transition):
@@ -107,7 +107,7 @@ def form(transition: Transition, *, planned: bool = False) -> None:
     if choice is None:
         return _wait(transition)
     set_back = _set_back(transition)
-    (order, told), state = next_order(transition), transition.state
+    (order, note), state = next_order(transition), transition.state
     if planned and state.pre_copy is not None:
         held = {worker: state.workers[worker].holds for worker in state.ready_workers}
         order = with_pre_copy(order, state.pre_copy, held)
@@ -132,7 +132,7 @@ def form(transition: Transition, *, planned: bool = False) -> None:
     _measure_anew(transition)
     sentence = (
         f"{set_back}generation {order.generation} is formed at version {order.version}: {order.plan.shape} on "
-        f"{len(order.slots)} of {len(state.ready_workers)} ready workers{_spared(order)}{'; ' if told else ''}{told}"
+        f"{len(order.slots)} of {len(state.ready_workers)} ready workers{_spared(order)}{'; ' if note else ''}{note}"
     )
     code = ReasonCode.SET_BACK if set_back else ReasonCode.FORMED
     reshapes = SendReshape.each("worker", receivers, order=order)
@@ -219,7 +219,7 @@ def _wait(transition: Transition) -> None:
 
 
 def _hold_until_s(state: ControllerState, choice: Choice, now_s: float) -> float | None:
-    """Return the time until which waiting for the next node costs less than adding it later; None if it never does."""
+    """Return until when (seconds) waiting for the next worker costs less than adding it later; None: never."""
     coming = nodes_to_come(state, now_s)[:1]
     better = state.config.speed_on(pool_of(state, choice.workers) + Pool.counting(of for _, of in coming))
     if better <= choice.examples_per_s or not choice.examples_per_s:

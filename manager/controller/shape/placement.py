@@ -11,7 +11,7 @@ from typing import Literal
 
 from manager.controller.shape.overlap import largest_overlap
 from manager.controller.shape.spreading import spread
-from morph.contract.messages import Slot, Source, UnitId, WorkerId
+from morph.contract.messages import Slot, StateSource, UnitId, WorkerId
 from morph.contract.plan import Plan
 
 Holdings = Mapping[WorkerId, Set[UnitId]]
@@ -68,7 +68,7 @@ def choose_sources(
     sizes: Mapping[UnitId, int],
     restore: str | None,
     unable: Set[WorkerId] = frozenset(),
-) -> tuple[Source, ...]:
+) -> tuple[StateSource, ...]:
     """Return, for each worker and unit of its stage, where the state comes from.
 
     A worker keeps what it holds. Other units come from living holders, with the bytes to send spread evenly and only
@@ -93,7 +93,7 @@ def choose_sources(
         load = {one: sum(sizes[unit] for worker, unit in unread if worker == one) for one in able}
         relayed = [entry for entry in unread if entry[0] in unable]
         readers = _share_sending(relayed, dict.fromkeys(holders_of, able), sizes, load)
-    sources: list[Source] = []
+    sources: list[StateSource] = []
     for slot in slots:
         worker, units, missing = slot.worker, needed[slot.stage], lacked[slot.worker]
         if not missing:
@@ -112,16 +112,16 @@ def choose_sources(
 
 
 @lru_cache(maxsize=2**12)
-def _all_kept(worker: WorkerId, units: tuple[UnitId, ...]) -> tuple[Source, ...]:
+def _all_kept(worker: WorkerId, units: tuple[UnitId, ...]) -> tuple[StateSource, ...]:
     return tuple(_source(worker, unit, "keep") for unit in units)
 
 
 @lru_cache(maxsize=2**15)
 def _source(
     worker: WorkerId, unit: UnitId, kind: Literal["keep", "peer", "checkpoint", "initial"], peer: WorkerId | None = None
-) -> Source:
+) -> StateSource:
     """Return a cached source: most of them stay the same from one shape to the next."""
-    return Source.model_construct(worker=worker, unit=unit, kind=kind, peer=peer)
+    return StateSource.model_construct(worker=worker, unit=unit, kind=kind, peer=peer)
 
 
 @lru_cache(maxsize=2**13)

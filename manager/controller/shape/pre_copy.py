@@ -8,7 +8,7 @@ from manager.controller.state.actions import ReasonCode, SendPreCopy
 from manager.controller.state.events import PreCopyReported
 from manager.controller.state.state import PreCopy, mean_of
 from manager.controller.state.transition import Transition
-from morph.contract.messages import PreCopyMove, PreCopyOrder, Reshaped, ReshapeOrder, Source, UnitId, WorkerId
+from morph.contract.messages import PreCopyMove, PreCopyOrder, Reshaped, ReshapeOrder, StateSource, UnitId, WorkerId
 from morph.words import counted
 
 
@@ -22,10 +22,10 @@ def without_pre_copy(transition: Transition, spared: Collection[WorkerId] = ()) 
     pre_copy = transition.state.pre_copy
     if pre_copy is None:
         return ()
-    told = [worker for worker in pre_copy.parties if worker in transition.state.workers and worker not in spared]
+    receivers = [worker for worker in pre_copy.parties if worker in transition.state.workers and worker not in spared]
     transition.change(pre_copy=None, num_pre_copies=pre_copy.number + 1)
     nothing = pre_copy.model_copy(update={"number": pre_copy.number + 1, "moves": ()})
-    return tuple(_order(nothing, worker) for worker in told)
+    return tuple(_order(nothing, worker) for worker in receivers)
 
 
 def drop_if_stale(transition: Transition) -> None:
@@ -44,7 +44,7 @@ def with_pre_copy(order: ReshapeOrder, pre_copy: PreCopy, held: Mapping[WorkerId
         if move.unit in pre_copy.synced.get(move.receiver, ()) and move.unit in held.get(move.sender, ())
     }
 
-    def source_of(source: Source) -> Source:
+    def source_of(source: StateSource) -> StateSource:
         sender = senders.get((source.worker, source.unit))
         if source.kind != "peer" or sender is None:
             return source

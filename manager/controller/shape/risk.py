@@ -51,12 +51,12 @@ def mean_s_to_fatal_loss(state: ControllerState, now_s: float, holders: Set[froz
 def _by_zone(state: ControllerState, sets: Set[frozenset[str]]) -> dict[tuple[str, str], list[frozenset[str]]]:
     """Group the sets of VMs within one zone by zone; sets over several zones survive the loss of one zone."""
     zones = {vm_of(worker): (entry.facts.region, entry.facts.zone) for worker, entry in state.workers.items()}
-    found: dict[tuple[str, str], list[frozenset[str]]] = {}
+    vms_in: dict[tuple[str, str], list[frozenset[str]]] = {}
     for vms in sets:
         of_these = {zones.get(vm, ("", "")) for vm in vms}
         if len(of_these) == 1:
-            found.setdefault(of_these.pop(), []).append(vms)
-    return found
+            vms_in.setdefault(of_these.pop(), []).append(vms)
+    return vms_in
 
 
 def holders_of(

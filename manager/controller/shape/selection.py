@@ -81,7 +81,7 @@ def draining_members(state: ControllerState) -> tuple[WorkerId, ...]:
 
 
 def nodes_to_come(state: ControllerState, now_s: float) -> tuple[tuple[float, str], ...]:
-    """Return when (seconds) each node in setup should be ready, and its type; overdue nodes are left out."""
+    """Return when (seconds) each worker in setup should be ready, and its type; overdue workers are left out."""
     expected_s = (
         state.measured.setup_s if state.measured.setup_s is not None else state.config.policy.rules.wait.setup_s
     )
@@ -91,7 +91,7 @@ def nodes_to_come(state: ControllerState, now_s: float) -> tuple[tuple[float, st
 
 
 def faster_with_those_to_come(state: ControllerState, choice: Choice, now_s: float, until_s: float) -> bool:
-    """Whether a faster shape than this choice will fit once the nodes that are expected by then are ready."""
+    """Whether a faster shape than this choice will fit once the workers that are expected by then are ready."""
     coming = Pool.counting(of for time_s, of in nodes_to_come(state, now_s) if time_s <= until_s)
     return state.config.speed_on(pool_of(state, choice.workers) + coming) > choice.examples_per_s
 

@@ -169,7 +169,7 @@ class RequestNodes(Value):
 
 
 class ReleaseNodes(Value):
-    """Give back nodes that are lost, given up or late; no event follows. A VM ends with the last of its nodes."""
+    """Give back workers that are lost, given up or late; no event follows. A VM ends with the last of its workers."""
 
     kind: Literal["release_nodes"] = "release_nodes"
     nodes: tuple[WorkerId, ...]

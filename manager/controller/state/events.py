@@ -16,7 +16,7 @@ MANIFEST_WRITER = "manager"
 
 
 class Paid(Value):
-    """The cost of a node; the controller does not use it, but the run's accounting reads it from the journal."""
+    """The cost of a worker; the controller does not use it, but the run's accounting reads it from the journal."""
 
     usd_per_h: float | None = Field(default=None, ge=0, description="price of its VM; None: not known")
     num_nodes: int = Field(default=1, ge=1, description="nodes on the VM, which share its price")
@@ -24,7 +24,7 @@ class Paid(Value):
 
 
 class NodeFacts(Value):
-    """The kind of a node's VM, as its provider reports it; empty: not known. Statistics of VMs are kept by kind."""
+    """The kind of a worker's VM, as its provider reports it; empty: not known. Statistics of VMs are kept by kind."""
 
     provider: str = Field(default="", description="azure; static: the user's own hosts; local: emulated by processes")
     size: str = ""
@@ -37,7 +37,7 @@ class NodeAppeared(Value):
     """A VM is up; its worker is not started yet. Each incarnation has a new id, which becomes the worker's.
 
     ``host`` names the machine if it can come back under another id; ``request`` is the request that it answers.
-    ``paid`` and ``facts``, if known, are for a node that appears before its grant or without one.
+    ``paid`` and ``facts``, if known, are for a worker that appears before its grant or without one.
     """
 
     kind: Literal["node_appeared"] = "node_appeared"
@@ -53,10 +53,10 @@ Cause = Literal["quota", "capacity", "error", "limit", "input"]
 
 
 class NodesGranted(Value):
-    """The provider grants a request, or, with fewer nodes than requested, only this part of it.
+    """The provider grants a request, or, with fewer workers than requested, only this part of it.
 
-    A node that ``paid`` lacks is a VM without a known price, paid for from the grant on. ``waiting``: nodes whose VMs
-    wait in their market's queue, for an unbounded time; they cost nothing until ``NodesStarted``.
+    A worker that ``paid`` lacks is a VM without a known price, paid for from the grant on. ``waiting``: workers whose
+    VMs wait in their market's queue, for an unbounded time; they cost nothing until ``NodesStarted``.
     """
 
     kind: Literal["nodes_granted"] = "nodes_granted"
@@ -72,7 +72,7 @@ class NodesGranted(Value):
 
 
 class NodesStarted(Value):
-    """VMs that waited in their market's queue boot from now on. ``paid`` lacks nodes without a known price."""
+    """VMs that waited in their market's queue boot from now on. ``paid`` lacks workers without a known price."""
 
     kind: Literal["nodes_started"] = "nodes_started"
     request: RequestId

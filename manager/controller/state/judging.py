@@ -103,11 +103,11 @@ def may_be_best(state: ControllerState, under_way: Sequence[PendingCheckpoint]) 
     of the others if it is better than every complete one.
     """
     values = {candidate.version: candidate for candidate in state.saving.candidates}
-    best = marked_with(state, *(one.version for one in under_way if one.version in values))
+    best = marked_with(state, *(save.version for save in under_way if save.version in values))
     return tuple(
-        one
-        for one in under_way
-        if one is under_way[0] or one.version > state.judged.last_version or (best and best.version == one.version)
+        save
+        for save in under_way
+        if save is under_way[0] or save.version > state.judged.last_version or (best and best.version == save.version)
     )
 
 
@@ -119,9 +119,13 @@ def manifest_order(state: ControllerState, manifest: Manifest) -> WriteManifest:
     if state.evaluation is None or state.evaluation.best is None:
         return WriteManifest(manifest=manifest)
     saving, evaluation = state.saving, state.evaluation
-    coming = {*saving.newest, *(one.version for one in saving.sealing), *(one.version for one in saving.under_way)}
+    coming = {
+        *saving.newest,
+        *(save.version for save in saving.sealing),
+        *(save.version for save in saving.under_way),
+    }
     best = marked_with(state, *coming)
-    spared = {one for one in coming if one > state.judged.last_version and evaluation.is_due(one)}
+    spared = {version for version in coming if version > state.judged.last_version and evaluation.is_due(version)}
     spared |= {best.version} if best is not None else set()
     return WriteManifest(manifest=manifest, spared=tuple(sorted(spared)))
 

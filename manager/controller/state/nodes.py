@@ -1,4 +1,4 @@
-"""A node's life: its states, and the table of transitions between them."""
+"""A worker's life: its states, and the table of transitions between them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NodeState(StrEnum):
 
 
 class NodeEvent(StrEnum):
-    """What changes a node's state."""
+    """What changes a worker's state."""
 
     GRANTED = "granted"
     REFUSED = "refused"
@@ -46,7 +46,7 @@ class NodeEvent(StrEnum):
 
 
 class ImpossibleNodeChange(MorphError):
-    """A node's state cannot change like this: a defect of the controller."""
+    """A worker's state cannot change like this: a defect of the controller."""
 
 
 _S, _E = NodeState, NodeEvent
@@ -69,11 +69,11 @@ NODE_TRANSITIONS: Mapping[tuple[NodeState, NodeEvent], NodeState] = MappingProxy
         **{(state, _E.LOST): _S.GONE for state in _S if state is not _S.GONE},
     }
 )
-"""The state of a node after an event. Missing pairs are impossible."""
+"""The state of a worker after an event. Missing pairs are impossible."""
 
 
 def after(state: NodeState, event: NodeEvent) -> NodeState:
-    """Return the state of a node after an event; ImpossibleNodeChange if the pair is not in the table."""
+    """Return the state of a worker after an event; ImpossibleNodeChange if the pair is not in the table."""
     following = NODE_TRANSITIONS.get((state, event))
     if following is None:
         raise ImpossibleNodeChange(f"a node that is {state} cannot be {event}")

@@ -134,12 +134,12 @@ def with_observation(
     key = (sections.start, sections.stop, node_type)
     known = next((entry for entry in seen if entry.key == key), None)
     entry = known or StageRatios(first_section=sections.start, end_section=sections.stop, node_type=node_type)
-    found = (*(other for other in seen if other is not known), entry.with_one(log_ratio))
-    if len(found) <= MOST_STAGES:
-        return found
-    counts = Counter(other.node_type for other in found)
-    forgotten = next(other for other in found if counts[other.node_type] == max(counts.values()))
-    return tuple(other for other in found if other is not forgotten)
+    observations = (*(other for other in seen if other is not known), entry.with_one(log_ratio))
+    if len(observations) <= MOST_STAGES:
+        return observations
+    counts = Counter(other.node_type for other in observations)
+    forgotten = next(other for other in observations if counts[other.node_type] == max(counts.values()))
+    return tuple(other for other in observations if other is not forgotten)
 
 
 def with_times(
@@ -183,18 +183,18 @@ def correction_of(seen: Sequence[StageRatios], compute_s: Times) -> Correction:
         covariance[index][index] += entry.variance
     inverse = _inverse(covariance)
     gains = [sum(value * entry.mean for value, entry in zip(row, seen, strict=True)) for row in inverse]
-    found = {}
+    corrections = {}
     for name, own in spreads.items():
         factors, errors = [], []
         for section, spread in enumerate(own):
             to_stages = [
                 _alike(name, of) * (common + spread * part[section]) for of, part in zip(types, parts, strict=True)
             ]
-            told = sum(x * inverse[i][j] * y for i, x in enumerate(to_stages) for j, y in enumerate(to_stages))
+            explained = sum(x * inverse[i][j] * y for i, x in enumerate(to_stages) for j, y in enumerate(to_stages))
             factors.append(round(math.exp(sum(x * gain for x, gain in zip(to_stages, gains, strict=True))), 4))
-            errors.append(round(math.sqrt(max(0.0, common + spread**2 - told)), 4))
-        found[name] = Correction(factors=tuple(factors), errors=tuple(errors))
-    return found.pop("").model_copy(update={"types": found})
+            errors.append(round(math.sqrt(max(0.0, common + spread**2 - explained)), 4))
+        corrections[name] = Correction(factors=tuple(factors), errors=tuple(errors))
+    return corrections.pop("").model_copy(update={"types": corrections})
 
 
 def with_forecasts(
@@ -221,10 +221,10 @@ def _alike(one: str, other: str) -> float:
 def is_material(before: Correction | None, now: Correction, seen: Sequence[StageRatios], compute_s: Times) -> bool:
     """Return whether a stage's time surely differs from the last reported correction's, or else the profile's."""
     for entry in seen:
-        weights, told = _weights(entry, compute_s), 1.0
+        weights, was = _weights(entry, compute_s), 1.0
         if before is not None:
-            told = sum(x * factor for x, factor in zip(weights, before.of_type(entry.node_type).factors, strict=True))
-        ratio = sum(x * factor for x, factor in zip(weights, now.of_type(entry.node_type).factors, strict=True)) / told
+            was = sum(x * factor for x, factor in zip(weights, before.of_type(entry.node_type).factors, strict=True))
+        ratio = sum(x * factor for x, factor in zip(weights, now.of_type(entry.node_type).factors, strict=True)) / was
         if abs(math.log(ratio)) > max(MATERIAL, ERRORS * math.sqrt(entry.variance)):
             return True
     return False

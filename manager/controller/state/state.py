@@ -80,7 +80,7 @@ class NodeRequest(Value):
     """VMs that were requested and are not up.
 
     ``count``: how many are not granted yet; ``granted``: name -> when it was granted; ``waiting``: granted VMs that do
-    not boot yet, because they are in their market's queue; ``facts``: the kinds of granted VMs; ``appeared``: nodes
+    not boot yet, because they are in their market's queue; ``facts``: the kinds of granted VMs; ``appeared``: workers
     that appeared before their grant was reported; ``node_type``: the requested type.
     """
 
@@ -95,8 +95,8 @@ class NodeRequest(Value):
 
     @property
     def booting(self) -> dict[WorkerId, float]:
-        """Granted nodes that are not in a queue, with the time of their grant."""
-        return {node: since_s for node, since_s in self.granted.items() if node not in self.waiting}
+        """Granted workers that are not in a queue, with the time of their grant."""
+        return {worker: since_s for worker, since_s in self.granted.items() if worker not in self.waiting}
 
 
 class KeptNotice(Value):
@@ -274,8 +274,8 @@ class Phase(StrEnum):
     """Phases of a job, each with what always holds in it.
 
     ``STARTING``: no generation was formed yet; no worker has an order. ``WAITING``: no plan fits the ready workers; no
-    worker has an order; survivors keep what they hold. ``HOLDING``: a plan fits, but a node that allows a faster one is
-    almost ready, or a VM that lost a worker may lose its other workers; no worker has an order; ends at
+    worker has an order; survivors keep what they hold. ``HOLDING``: a plan fits, but a worker that allows a faster one
+    is almost ready, or a VM that lost a worker may lose its other workers; no worker has an order; ends at
     ``hold_until_s`` at the latest. ``RESTING``: several generations in a row decided no step, or a checkpoint could not
     be loaded and an undamaged one is sought; workers have no orders except to write what they hold; ends at
     ``rest_until_s`` once these are answered. ``RESHAPING``: every member (and every worker that only serves its units)

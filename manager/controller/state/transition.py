@@ -65,7 +65,7 @@ class StateFields(TypedDict, total=False):
 
 
 class WorkerFields(TypedDict, total=False):
-    """Fields of ``WorkerState`` except its node, which ``Transition.change_node`` sets."""
+    """Fields of ``WorkerState`` except ``node``, which ``Transition.change_node`` sets."""
 
     facts: NodeFacts
     ready_s: float | None
@@ -168,7 +168,7 @@ class Transition:
         self.change(workers=workers)
 
     def change_node(self, worker: WorkerId, event: NodeEvent, **fields: Unpack[WorkerFields]) -> None:
-        """Change a node's state by an event, and replace some of its worker's fields."""
+        """Change a worker's state by an event, and replace some of its fields."""
         entry = self.state.workers[worker]
         node = nodes.after(entry.node, event)
         self.change(workers={**self.state.workers, worker: entry.model_copy(update={**fields, "node": node})})
@@ -202,7 +202,7 @@ class Transition:
             self.actions.append(ReleaseNodes(nodes=tuple(sorted(gone))))
 
     def wake_by(self, time_s: float) -> None:
-        """Look at nodes and requests again at this time, at the latest."""
+        """Look at workers and requests again at this time, at the latest."""
         if self.state.provisioning.nodes_wake_s is None or time_s < self.state.provisioning.nodes_wake_s:
             self.change_provisioning(nodes_wake_s=time_s)
 

@@ -80,13 +80,13 @@ def _members_hold(state: ControllerState) -> bool:
 
 
 def _pending(state: ControllerState) -> bool:
-    versions = [one.version for one in state.saving.under_way]
+    versions = [pending.version for pending in state.saving.under_way]
     return versions == sorted(set(versions)) and all(
-        one.version <= state.version
-        and set(one.writers) == set(state.config.units)
-        and one.written.keys() <= one.writers.keys()
-        and one.refused <= set(one.writers.values())
-        for one in state.saving.under_way
+        pending.version <= state.version
+        and set(pending.writers) == set(state.config.units)
+        and pending.written.keys() <= pending.writers.keys()
+        and pending.refused <= set(pending.writers.values())
+        for pending in state.saving.under_way
     )
 
 
@@ -105,12 +105,12 @@ def _leaving(state: ControllerState) -> bool:
 
 
 def _granted(state: ControllerState) -> bool:
-    granted = [node for request in state.provisioning.requests.values() for node in request.granted]
+    granted = [worker for request in state.provisioning.requests.values() for worker in request.granted]
     return len(granted) == len(set(granted)) and _unknown(state, granted)
 
 
-def _unknown(state: ControllerState, nodes: Iterable[str]) -> bool:
-    return state.workers.keys().isdisjoint(nodes)
+def _unknown(state: ControllerState, workers: Iterable[str]) -> bool:
+    return state.workers.keys().isdisjoint(workers)
 
 
 def _pre_copy(state: ControllerState) -> bool:
@@ -201,7 +201,7 @@ INVARIANTS: dict[str, Callable[[ControllerState], bool]] = {
     "a start time is recorded exactly while a manifest is being written": lambda state: (
         bool(state.saving.sealing) == (state.saving.sealing_since_s is not None)
     ),
-    # nodes and requests
+    # workers and requests
     "the node of a worker is warming, ready, suspect or draining": _of_each(lambda entry: entry.node in LIVING),
     "a worker whose node is warming is not set up": _of_each(
         lambda entry: not entry.ready or entry.node is not NodeState.WARMING

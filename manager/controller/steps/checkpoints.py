@@ -93,32 +93,32 @@ def on_units_written(transition: Transition, event: UnitsWritten) -> None:
     saving = transition.state.saving
     if not saving.under_way:
         return transition.say(ReasonCode.IGNORED, "no checkpoint is being written")
-    new = {one.version: entries for one in saving.under_way if (entries := _awaited(one, event))}
+    new = {save.version: entries for save in saving.under_way if (entries := _awaited(save, event))}
     if not new:
-        versions = ", ".join(str(one.version) for one in saving.under_way)
+        versions = ", ".join(str(save.version) for save in saving.under_way)
         return transition.say(ReasonCode.IGNORED, f"nothing of these is awaited for version {versions}")
     first = min(new)
 
-    def note(one: PendingCheckpoint) -> PendingCheckpoint:
-        if one.version < first:
-            return one
-        written = {**one.written, **new.get(one.version, {})}
-        return one.model_copy(update={"written": written, "started_s": transition.now_s})
+    def note(save: PendingCheckpoint) -> PendingCheckpoint:
+        if save.version < first:
+            return save
+        written = {**save.written, **new.get(save.version, {})}
+        return save.model_copy(update={"written": written, "started_s": transition.now_s})
 
     transition.change_under_way(note)
     noted = transition.state.saving.under_way
     counts = (
-        f"{len(one.written)} of {len(one.writers)} units of version {one.version}"
-        for one in noted
-        if one.version in new
+        f"{len(save.written)} of {len(save.writers)} units of version {save.version}"
+        for save in noted
+        if save.version in new
     )
     transition.say(ReasonCode.UNITS_NOTED, f"{' and '.join(counts)} are written")
     if transition.state.phase is Phase.COMMITTING:
         return seal_if_complete(transition)
     trains = transition.state.phase is Phase.TRAINING
-    for one in noted:
-        if one.complete and not (trains and awaits_metrics(transition.state, one.version)):
-            seal(transition, one)
+    for save in noted:
+        if save.complete and not (trains and awaits_metrics(transition.state, save.version)):
+            seal(transition, save)
     return None
 
 
@@ -142,9 +142,9 @@ def seal_if_awaited(transition: Transition) -> None:
 
 
 def _seal_earlier(transition: Transition) -> None:
-    for one in transition.state.saving.earlier:
-        if one.complete and not awaits_metrics(transition.state, one.version):
-            seal(transition, one)
+    for save in transition.state.saving.earlier:
+        if save.complete and not awaits_metrics(transition.state, save.version):
+            seal(transition, save)
 
 
 def seal(transition: Transition, pending: PendingCheckpoint) -> None:
@@ -188,10 +188,12 @@ def on_checkpoint_failed(transition: Transition, event: CheckpointFailed) -> Non
         transition.change_saving(sealing=left, sealing_since_s=since_s, checkpoint_base=_last_try(state))
         _abandon(transition, f"the manifest cannot be written: {event.error}")
         return end_if_saved(transition) if state.phase is Phase.SEALING else None
-    lasting = tuple(one for one in saving.earlier if one.version != event.version or event.worker not in one.debtors)
+    lasting = tuple(
+        save for save in saving.earlier if save.version != event.version or event.worker not in save.debtors
+    )
     if lasting != saving.earlier:
         transition.change_saving(earlier=lasting)  # writing earlier checkpoints has delayed this one
-        transition.change_under_way(lambda one: one.model_copy(update={"started_s": transition.now_s}))
+        transition.change_under_way(lambda save: save.model_copy(update={"started_s": transition.now_s}))
         return _abandon(transition, sentence)
     if (
         saving.pending is None
@@ -309,11 +311,11 @@ def units_by_writer(share: dict[UnitId, WorkerId]) -> dict[WorkerId, tuple[UnitI
 
 def finish_fields(state: ControllerState) -> dict[WorkerId, dict[str, Any]]:
     """Return the additional fields of the order for the worker that computes the metrics of an evaluation."""
-    found: dict[WorkerId, dict[str, Any]] = {}
+    fields: dict[WorkerId, dict[str, Any]] = {}
     worker = finisher(state) if state.unfinished is not None else None
     if worker is not None:
-        found[worker] = {"evaluated": state.unfinished}
-    return found
+        fields[worker] = {"evaluated": state.unfinished}
+    return fields
 
 
 def seal_if_complete(transition: Transition) -> None:
@@ -336,8 +338,8 @@ def seal_if_complete(transition: Transition) -> None:
         return _end(transition)
     missing = len(saving.pending.writers) - len(saving.pending.written)
     if missing:
-        units = counted(missing, "unit is", "units are")
-        return transition.say(ReasonCode.COMMIT_WAIT, f"{units} of the last checkpoint still to be written")
+        sentence = f"{counted(missing, 'unit')} of the last checkpoint must still be written"
+        return transition.say(ReasonCode.COMMIT_WAIT, sentence)
     transition.change(phase=Phase.SEALING)
     return seal(transition, saving.pending)
 

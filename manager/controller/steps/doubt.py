@@ -83,22 +83,24 @@ def find_if_due(transition: Transition) -> None:
 
 def on_checkpoint_found(transition: Transition, event: CheckpointFound) -> None:
     """An undamaged checkpoint is known: form the next shape, which loads units without a holder from it."""
-    state, found = transition.state, event.manifest
+    state, manifest = transition.state, event.manifest
     saving = state.saving
     if saving.doubt is None or saving.doubt.status != "asked":
-        return transition.say(ReasonCode.IGNORED, f"nobody waits for version {found.version} to be found")
+        return transition.say(ReasonCode.IGNORED, f"nobody waits for version {manifest.version} to be found")
     _change(transition, status="answered")
     if state.phase is not Phase.RESTING:
-        return transition.say(ReasonCode.IGNORED, f"version {found.version} is whole, and not needed any more")
-    transition.change_saving(checkpoint=found)
+        return transition.say(ReasonCode.IGNORED, f"version {manifest.version} is whole, and not needed any more")
+    transition.change_saving(checkpoint=manifest)
     transition.change_waits(rest_until_s=None)
-    if found.version == saving.doubt.version:
-        sentence = f"every byte of version {found.version} is right: it is loaded again{_read_for_others(transition)}"
+    if manifest.version == saving.doubt.version:
+        sentence = (
+            f"every byte of version {manifest.version} is right: it is loaded again{_read_for_others(transition)}"
+        )
     else:
         _change(transition, failed=frozenset(), unable=frozenset())
         gone = f"version {saving.doubt.version} is gone" if saving.doubt.at_most is None else saving.doubt.sentence
         told = event.passed_over or (gone,)
-        sentence = f"{'; '.join(told)}; version {found.version} is loaded"
+        sentence = f"{'; '.join(told)}; version {manifest.version} is loaded"
     transition.say(ReasonCode.RESTING, sentence)
     if state.waits.num_fruitless >= state.config.policy.max_fruitless_generations:
         return begin_rest(transition)

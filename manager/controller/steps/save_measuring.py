@@ -43,14 +43,14 @@ def record_save_begun(transition: Transition, writers: dict[str, WorkerId], kind
     """
     state, now_s = transition.state, transition.now_s
     earlier = [
-        one
-        for one in state.saving.under_way
-        if one.version < state.version
-        and one.debtors <= state.workers.keys()
-        and now_s < one.started_s + save_bound_s(state)
+        save
+        for save in state.saving.under_way
+        if save.version < state.version
+        and save.debtors <= state.workers.keys()
+        and now_s < save.started_s + save_bound_s(state)
     ]
-    wanted = {one.version: one for one in may_be_best(state, [one for one in earlier if one.kind == "evaluated"])}
-    wanted |= {one.version: one for one in earlier if goes_back_to(state, one.version)}
+    wanted = {save.version: save for save in may_be_best(state, [save for save in earlier if save.kind == "evaluated"])}
+    wanted |= {save.version: save for save in earlier if goes_back_to(state, save.version)}
     pending = PendingCheckpoint(
         version=state.version,
         writers=writers,

@@ -48,14 +48,14 @@ def make_certificates(directory: Path, tls: Tls) -> Certificates:
     from morph.link.authority import Authority, key_pem, new_key
 
     authority, key = Authority(new_key()), new_key()
-    found = certificates_of(directory)
-    found.key.parent.mkdir(mode=0o700)
-    write_whole(found.authority, authority.pem, PRIVATE)
-    write_whole(found.certificate, authority.certify(key.public_key(), NAME, tls.address, LIFE, now()), PRIVATE)
-    write_whole(found.key, key_pem(key), PRIVATE)
+    files = certificates_of(directory)
+    files.key.parent.mkdir(mode=0o700)
+    write_whole(files.authority, authority.pem, PRIVATE)
+    write_whole(files.certificate, authority.certify(key.public_key(), NAME, tls.address, LIFE, now()), PRIVATE)
+    write_whole(files.key, key_pem(key), PRIVATE)
     if tls.enrols:
-        write_whole(found.authority_key, authority.key_pem, PRIVATE)
-    return found
+        write_whole(files.authority_key, authority.key_pem, PRIVATE)
+    return files
 
 
 def load_authority(directory: Path) -> Authority:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from manager.engine.loop.worker_pool import Line
+from manager.engine.loop.worker_pool import WorkerConnection
 from morph.link.authority import authority_of, credential_of
 from morph.link.caller import LIVENESS, ROLES, TALK, bounded
 from morph.link.home import Home
@@ -54,7 +54,7 @@ class Entrance:
 class LinkEvents(Protocol):
     """Receives calls in the server's thread; each must return at once."""
 
-    def came(self, worker: str, line: Line) -> None:
+    def came(self, worker: str, line: WorkerConnection) -> None:
         """Handle a call of a worker, the first or a later one: from now on this line reaches the worker."""
 
     def heard(self, worker: str, body: bytes) -> None:

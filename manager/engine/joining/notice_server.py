@@ -16,7 +16,7 @@ from manager.providers.boot.first_boot import MAX_WHY_CHARACTERS
 from morph.contract.vm_names import MAX_DEVICES, is_name, vm_of, workers_of
 from morph.link.authority import credential_of
 from morph.link.listener import HELLO_TIMEOUT_S, Caller, Listener
-from morph.link.session import Session
+from morph.link.session import LinkSession
 from morph.link.wire import Wire
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class NoticeServer:
         self._unfit: set[tuple[str, str]] = set()
         self._credential = credential_of(secret)
         self._files: dict[str, bytes | Callable[[], bytes]] = {"wheel": wheel, "lock": lock}
-        self._agents: dict[str, Session] = {}
+        self._agents: dict[str, LinkSession] = {}
         self._lock = threading.Lock()
         self._listener = Listener.at(host, port, self._serve, "morph-notices")
         self.host, self.port = self._listener.address
@@ -82,7 +82,7 @@ class NoticeServer:
 
     def _serve(self, caller: Caller) -> None:
         """Serve one node, until it is gone or silent; an agent connects again if it can."""
-        session = Session(caller.connection, Wire(self._credential, listens=True))
+        session = LinkSession(caller.connection, Wire(self._credential, listens=True))
         name, num_devices, role = session.welcome(3, HELLO_TIMEOUT_S)
         if not is_name(name.partition("/")[0]):  # the name is journalled, and shown to a user
             raise ConnectionError("no node has such a name")

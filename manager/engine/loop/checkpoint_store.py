@@ -95,8 +95,8 @@ class CheckpointStore:
         try:
             bounded(partial(self._write_held, manifest), self._rules.file_limit_s(0), "storage")
         except Exception as error:  # any storage's error; the controller keeps the previous checkpoint
-            told = f"{type(error).__name__}: {error}"
-            self._event_queue.put(CheckpointFailed(worker=MANIFEST_WRITER, error=told, version=manifest.version))
+            cause = f"{type(error).__name__}: {error}"
+            self._event_queue.put(CheckpointFailed(worker=MANIFEST_WRITER, error=cause, version=manifest.version))
             return
         self._event_queue.put(ManifestWritten(version=manifest.version))
         try:
@@ -128,14 +128,16 @@ class CheckpointStore:
     def _find(self, at_most: int | None) -> None:
         limit_s = self._rules.file_limit_s
         try:
-            found, passed_over = newest_whole(self._checkpoint_url, every_byte=True, limit_s=limit_s, at_most=at_most)
+            manifest, passed_over = newest_whole(
+                self._checkpoint_url, every_byte=True, limit_s=limit_s, at_most=at_most
+            )
         except Exception as error:  # any error of storage
             damaged = isinstance(error, CheckpointDamaged)
             self._event_queue.put(CheckpointNotFound(error=str(error), damaged=damaged))
             return
-        if found is None:  # a file system that is not mounted looks the same: its content is not known
+        if manifest is None:  # a file system that is not mounted looks the same: its content is not known
             which = "any more" if at_most is None else f"up to version {at_most}"
             gone = f"{self._checkpoint_url}: there is no checkpoint {which}"
             self._event_queue.put(CheckpointNotFound(error=gone, damaged=False, none=at_most is not None))
             return
-        self._event_queue.put(CheckpointFound(manifest=found, passed_over=passed_over))
+        self._event_queue.put(CheckpointFound(manifest=manifest, passed_over=passed_over))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,7 +39,8 @@ from manager.engine.loop.event_queue import EventQueue, Stamped
 from manager.engine.loop.lease import Lease
 from manager.engine.loop.silence import watch_every_s
 from manager.journal.journal import Journal, patiently
-from manager.journal.records import Fact
+from manager.journal.records import CLUSTER_LOST, Fact
+from morph.contract.errors import ClusterLost
 from morph.contract.messages import CommitOrder, PreCopyOrder, ProbeOrder, ReshapeOrder, StepOrder
 from morph.contract.vm_names import vm_of
 
@@ -50,7 +52,7 @@ TIMES_SHARE = 0.05
 """The largest share of the driver's time spent on compute times, for any number of workers."""
 
 
-class Pool(Protocol):
+class OrderSender(Protocol):
     """Carries orders to workers; answers come back through the event queue."""
 
     def start(self, worker: str, vm: str) -> None:
@@ -84,8 +86,8 @@ class Pool(Protocol):
 class Requests(Protocol):
     """Requests VMs from a provider; all methods return at once, and answers come back through the event queue."""
 
-    def know(self, nodes: Collection[str]) -> None:
-        """Record the nodes that the controller knows, before its decision is carried out."""
+    def know(self, workers: Collection[str]) -> None:
+        """Record the workers that the controller knows, before its decision is carried out."""
 
     def request(self, action: RequestNodes) -> None:
         """Ask for VMs."""
@@ -112,16 +114,16 @@ class Driver:
     """Drives one run to its end. The journal gets every event and decision before its actions are carried out.
 
     ``checkpoint_url``: manifests are written there. ``observers``: called after each decision, in this thread.
-    ``requests``: requests VMs; None: requests are only journalled. ``acknowledge``: tells a node that has a notice that
-    it holds nothing of value; None: nodes are not told. ``lease``: that of ``checkpoint_url``; None: no other manager
-    can write there.
+    ``requests``: requests VMs; None: requests are only journalled. ``acknowledge``: tells a worker that has a notice
+    that it holds nothing of value; None: workers are not told. ``lease``: that of ``checkpoint_url``; None: no other
+    manager can write there.
     """
 
     def __init__(
         self,
         state: ControllerState,
         event_queue: EventQueue,
-        pool: Pool,
+        pool: OrderSender,
         journal: Journal,
         checkpoint_url: str,
         observers: Sequence[Observer],
@@ -156,28 +158,33 @@ class Driver:
                 self._take(Stamped(self._event_queue.now_s(), item))
 
     def run(self) -> Finish:
-        """Block until the controller finishes the run; CheckpointsTaken if another manager has its checkpoints."""
-        try:
-            return self._run()
-        finally:
-            self._checkpoints.close()
+        """Block until the controller finishes the run.
 
-    def _run(self) -> Finish:
-        while self._finish is None:
-            self._checkpoints.check()
-            # handle waiting events, at the current time, before judging time-outs: more may come during a pause
-            now_s = self._event_queue.now_s()
-            for _ in range(len(self._event_queue)):
-                self._take_next(0.0)
-            is_heard = self._pool.watch()
-            is_due = self._wake_at_s is not None and now_s >= self._wake_at_s
-            if self._finish is None and is_due and is_heard:
-                self._handle(now_s, Tick())
-            self._hand_on_times()
-            if self._finish is None:
-                due_s = self._watch_s if self._wake_at_s is None else self._wake_at_s - self._event_queue.now_s()
-                self._take_next(min(self._watch_s, due_s))
-        return self._finish
+        CheckpointsTaken: another manager has its checkpoints. ClusterLost: the machines are lost; a last fact says so.
+        """
+        try:
+            with closing(self._checkpoints):
+                while self._finish is None:
+                    self._turn()
+            return self._finish
+        except ClusterLost as error:
+            self._event_queue.put(Fact(name=CLUSTER_LOST, detail=str(error)))
+            raise
+
+    def _turn(self) -> None:
+        self._checkpoints.check()
+        # handle waiting events, at the current time, before judging time-outs: more may come during a pause
+        now_s = self._event_queue.now_s()
+        for _ in range(len(self._event_queue)):
+            self._take_next(0.0)
+        is_heard = self._pool.watch()
+        is_due = self._wake_at_s is not None and now_s >= self._wake_at_s
+        if self._finish is None and is_due and is_heard:
+            self._handle(now_s, Tick())
+        self._hand_on_times()
+        if self._finish is None:
+            due_s = self._watch_s if self._wake_at_s is None else self._wake_at_s - self._event_queue.now_s()
+            self._take_next(min(self._watch_s, due_s))
 
     def _take_next(self, timeout_s: float) -> None:
         if self._finish is None and (stamped := self._event_queue.get(timeout_s)) is not None:

@@ -36,7 +36,7 @@ CALL_TIMEOUT_S = 300.0
 STUCK_TIMEOUT_S = 5.0
 
 
-class Line(Protocol):
+class WorkerConnection(Protocol):
     """A connection to one worker; all methods may be called from any thread."""
 
     @property
@@ -70,7 +70,7 @@ class Launcher(Protocol):
 class _Handle(Signs):
     """A started worker. ``line`` is None until it calls."""
 
-    line: Line | None = None
+    line: WorkerConnection | None = None
     probe: int | None = None
     """The probe without an answer."""
     unanswered: dict[str, bytes] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class WorkerPool:
         self._silence = Silence(heartbeat_timeout_s, outage_timeout_s, event_queue.put_unheard)
         self._check_cluster = check_cluster
         self._handles: dict[str, _Handle] = {}
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, WorkerConnection] = {}
         self._died: set[str] = set()
         self._changed = threading.Condition()
         self._packed: tuple[object, bytes] = (None, b"")
@@ -208,7 +208,7 @@ class WorkerPool:
         if handle is not None:
             self._lose(worker, handle, cause)
 
-    def came(self, worker: str, line: Line) -> None:
+    def came(self, worker: str, line: WorkerConnection) -> None:
         """Note that a worker called, for the first time or again; resend all that may be lost with its last line."""
         with self._changed:
             self._lines[worker] = line

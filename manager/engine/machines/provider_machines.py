@@ -131,10 +131,10 @@ class _Addresses:
         self._lock = threading.Lock()
 
     def look(self) -> dict[str, str]:
-        found = self._joined()
+        joined = self._joined()
         with self._lock:
-            self._known |= found
-        return found
+            self._known |= joined
+        return joined
 
     def of(self, worker: str) -> str:
         with self._lock:
@@ -150,11 +150,11 @@ def _desk(directory: Path, event_queue: EventQueue) -> tuple[EnrolmentDesk, str]
 
 
 def _lock(providing: Providing, vms: ProvidedVms, opening: Opening) -> Lock:
-    def told(sentence: str) -> None:
+    def say(sentence: str) -> None:
         opening.event_queue.put(Fact(name="packages_unhashed", detail=sentence))
         log.warning("%s", sentence)
 
-    return Lock(providing.lock_path, wanted_on(vms), told)
+    return Lock(providing.lock_path, wanted_on(vms), say)
 
 
 def _node_secret(path: Path, *, make: bool) -> str:

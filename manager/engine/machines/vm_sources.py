@@ -17,7 +17,7 @@ from manager.engine.machines.provider_machines import Providing, open_provided
 from manager.engine.machines.ray_machines import open_ray
 from manager.engine.on_ray.ray_environment import adopt, prepare
 from manager.engine.vms.budget import Spending
-from manager.engine.vms.provisioning import Provisioning
+from manager.engine.vms.provisioning import Provisioner
 from manager.engine.vms.vm_registry import Inherited, inherited
 from manager.journal.journal import Journal
 from manager.journal.records import SESSION_OVER, Fact
@@ -57,10 +57,10 @@ def _tls(vms: Vms) -> Tls | None:
 
 def provisioning_of(
     vms: Vms, machines: Machines, fleet: VmFleet, event_queue: EventQueue, spending: Spending, found: FoundRun | None
-) -> Provisioning:
+) -> Provisioner:
     """Open the part that requests VMs, in a run that keeps a number of them."""
     if machines.provided is not None:
-        return Provisioning(
+        return Provisioner(
             machines.provided.provider,
             event_queue,
             spending,
@@ -70,18 +70,18 @@ def provisioning_of(
         )
     left = inherited(found.state, found.vms) if found else Inherited()
     provider = LocalProvider(fleet, max_vms=MAX_LOCAL_VMS, usd_per_h=vms.usd_per_h, inherited=left.vms)
-    return Provisioning(provider, event_queue, spending, nodes=left.nodes)
+    return Provisioner(provider, event_queue, spending, nodes=left.nodes)
 
 
 def watch_joining(
     provided: Provided,
-    provisioning: Provisioning,
+    provisioning: Provisioner,
     event_queue: EventQueue,
     state: ControllerState,
     appeared: Collection[str],
 ) -> Joiner:
     """Watch VMs join, continue with known ones, end those given up; ``appeared``: reported by an earlier manager."""
-    booting = {node for request in state.provisioning.requests.values() for node in request.granted}
+    booting = {worker for request in state.provisioning.requests.values() for worker in request.granted}
     provisioning.begin(
         {*state.workers, *booting}, [name for name, request in state.provisioning.requests.items() if request.count]
     )

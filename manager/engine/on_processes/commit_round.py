@@ -83,9 +83,9 @@ def measure_commit_round(num_samples: int, num_workers: int = 2) -> list[float]:
             for worker in workers:
                 pool.commit(worker, CommitOrder(generation=1, version=version))
             for _ in workers:
-                told = event_queue.get(_START_TIMEOUT_S if version == 1 else _ROUND_TIMEOUT_S)
-                if told is None or not isinstance(told.item, WorkerAnswered):
-                    raise ClusterError(f"measuring a commit's round failed: {told.item if told else 'no answer'}")
+                stamped = event_queue.get(_START_TIMEOUT_S if version == 1 else _ROUND_TIMEOUT_S)
+                if stamped is None or not isinstance(stamped.item, WorkerAnswered):
+                    raise ClusterError(f"measuring a commit's round failed: {stamped.item if stamped else 'no answer'}")
             samples_s.append(time.perf_counter() - begun_s)
     return samples_s[_WARM_UP:]
 

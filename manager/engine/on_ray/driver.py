@@ -110,10 +110,10 @@ class Driver:
         self.tell(Told(kind=kind, worker=worker, cause=f"{name}: the worker's process or VM is gone"))
 
     def _tell_nodes(self) -> None:
-        told: Nodes | None = None
+        last: Nodes | None = None
         while True:
             with suppress(Exception):  # Ray's errors have no common class; Ray is asked again
-                found = Nodes(
+                nodes = Nodes(
                     workers={
                         worker: node["NodeManagerAddress"]
                         for node in self._library.nodes()
@@ -125,9 +125,9 @@ class Driver:
                         for worker in workers_of(resource.removeprefix(VM_RESOURCE), int(num_devices))
                     }
                 )
-                if found != told:
-                    self.tell(found)
-                    told = found
+                if nodes != last:
+                    self.tell(nodes)
+                    last = nodes
             time.sleep(NODES_EVERY_S)
 
     def tell(self, value: Hello | Told | Nodes) -> None:

@@ -116,21 +116,21 @@ class DriverLine:
                     self._connection = self._nodes = None
                     self._changed.notify_all()
 
-    def _take(self, told: Hello | Told | Nodes) -> None:
-        if isinstance(told, Hello):
-            if told.lacks and not self.lacks:
+    def _take(self, message: Hello | Told | Nodes) -> None:
+        if isinstance(message, Hello):
+            if message.lacks and not self.lacks:
                 log.warning(
                     "Ray's processes are not fully confined (docs/how-it-works/safety.md): this machine lacks %s",
-                    told.lacks,
+                    message.lacks,
                 )
-            self.lacks = told.lacks
+            self.lacks = message.lacks
             return
-        if isinstance(told, Told):
-            self._told(told)
+        if isinstance(message, Told):
+            self._told(message)
             return
         with self._changed:
             is_first = self._nodes is None
-            self._nodes = told.workers
+            self._nodes = message.workers
             self._changed.notify_all()
         if is_first:
             self._connected()

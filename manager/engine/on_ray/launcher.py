@@ -76,24 +76,24 @@ class RayLauncher:
             self._changed.wait_for(lambda: all(found.is_known for found in self._workers.values()), ADOPT_TIMEOUT_S)
             return [worker for worker, found in self._workers.items() if found.is_known]
 
-    def told(self, told: Told) -> None:
+    def told(self, news: Told) -> None:
         """Handle the driver's report about a worker."""
         with self._changed:
-            found = self._workers.get(told.worker)
-            if found is None:
+            worker = self._workers.get(news.worker)
+            if worker is None:
                 return
-            is_news = told.kind == "ended" and (found.is_known or not found.is_adopted)
-            if told.kind == "started":
-                found.is_known = True
-            elif told.kind == "ended":
-                del self._workers[told.worker]
+            is_news = news.kind == "ended" and (worker.is_known or not worker.is_adopted)
+            if news.kind == "started":
+                worker.is_known = True
+            elif news.kind == "ended":
+                del self._workers[news.worker]
             self._changed.notify_all()
-        if told.kind == "unreachable":
-            later = threading.Timer(RETRY_CALL_S, self._ask_for, (told.worker,))
+        if news.kind == "unreachable":
+            later = threading.Timer(RETRY_CALL_S, self._ask_for, (news.worker,))
             later.daemon = True
             later.start()
         elif is_news:
-            self._failed(told.worker, told.cause)
+            self._failed(news.worker, news.cause)
 
     def connected(self) -> None:
         """Handle the connection of a new driver, which knows no workers yet."""
@@ -108,7 +108,7 @@ class RayLauncher:
     def _ask_for(self, worker: str) -> None:
         """Send an order; if no driver accepts it, the next driver gets it."""
         with self._changed:
-            found = self._workers.get(worker)
-        if found is not None:
-            home, exists = SecretStr(self._home(worker).model_dump_json()), found.is_adopted or found.is_known
-            self._driver.send(Start(worker=worker, vm=found.vm, home=home, num_gpus=self._num_gpus, exists=exists))
+            known = self._workers.get(worker)
+        if known is not None:
+            home, exists = SecretStr(self._home(worker).model_dump_json()), known.is_adopted or known.is_known
+            self._driver.send(Start(worker=worker, vm=known.vm, home=home, num_gpus=self._num_gpus, exists=exists))

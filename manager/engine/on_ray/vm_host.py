@@ -211,10 +211,10 @@ class _Nodes:
             pipe = subprocess.PIPE  # the store ends when this is closed
             self._store = store = subprocess.Popen(command, stdin=pipe, stdout=pipe)
             assert store.stdout is not None
-            told = store.stdout.readline()
+            bound_port = store.stdout.readline()
         with self._lock:
-            if told:
-                self._say(store=store.pid, port=int(told))
+            if bound_port:
+                self._say(store=store.pid, port=int(bound_port))
             else:
                 self._say(store=0, error=f"it ended at once; see {LOG}")
 
@@ -228,7 +228,7 @@ class _Nodes:
                 threading.Thread(target=self._run, args=(name,), name=f"vm-{name}", daemon=True).start()
 
     def _run(self, name: str) -> None:
-        found = threading.Event()
+        announced = threading.Event()
         self._launching.acquire()  # Ray would give two nodes that start together the same log files
         launched = ExitStack()
         launched.callback(self._launching.release)
@@ -241,7 +241,7 @@ class _Nodes:
             launched.close()
             if raylet is not None:
                 self._watch(name, raylet)
-            found.set()
+            announced.set()
 
         over = threading.Event()
         threading.Thread(target=watch, name=f"raylet-{name}", daemon=True).start()
@@ -251,7 +251,7 @@ class _Nodes:
         except Exception as raised:  # Ray's errors have no common class
             error = f"{type(raised).__name__}: {raised}"
         over.set()
-        found.wait()
+        announced.wait()
         if node is not None:
             with self._launching:  # Ray's collection of nodes is not thread-safe
                 self._head.forget(node)
@@ -315,13 +315,13 @@ def _why(ended: os.waitid_result | None, log: Path | None) -> str:
 def _tell_node_id(driver: subprocess.Popen[bytes]) -> None:
     """Tell a driver the head node's id once its raylet runs: Ray looks for a process that the driver cannot see."""
     assert driver.stdin is not None
-    with driver.stdin as told:
+    with driver.stdin as driver_input:
         while driver.poll() is None:
             raylet = _raylet_of("")
             with suppress(psutil.NoSuchProcess, OSError):
                 for argument in [] if raylet is None else raylet.cmdline():
                     if argument.startswith(NODE_ID):
-                        told.write(argument.removeprefix(NODE_ID).encode() + b"\n")
+                        driver_input.write(argument.removeprefix(NODE_ID).encode() + b"\n")
                         return
             time.sleep(LOOK_EVERY_S)
 

@@ -1,4 +1,4 @@
-"""A run's spending limits (VMs, dollars an hour, dollars in all), and its earlier cost, read from its journal."""
+"""A run's spending limits (VMs, dollars an hour, dollars in all), and its earlier cost."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from manager.accounting.ledger import Ledger
 from manager.accounting.spent import NS_PER_S, SHARES, UNITS_PER_USD
 from manager.providers.interface.provider import Price, Vm
-from manager.report.journal_reader import ledger_now
 from morph.contract.cluster import Limits
 from morph.contract.vm_names import vm_of
 
@@ -24,6 +23,16 @@ class Before:
     usd: float = 0.0
     unpriced_h: float = 0.0
     vms: Collection[str] = ()
+
+    @classmethod
+    def of(cls, ledger: Ledger, *, lives_on: bool) -> Before:
+        """Return the cost in a run's account. ``lives_on``: whether the workers of the last session still live."""
+        total = ledger.account().total
+        return cls(
+            usd=total.cost / UNITS_PER_USD,
+            unpriced_h=total.unpriced_ns / (SHARES * NS_PER_S * 3600),
+            vms=frozenset(map(vm_of, ledger.since_ns)) if lives_on else (),
+        )
 
 
 class Spending:
@@ -97,17 +106,3 @@ def _usd_per_h(vm: Vm, price: Price | None) -> float:
     if vm.usd_per_h is not None:
         return vm.usd_per_h
     return 0.0 if price is None else price.usd_per_h
-
-
-def before_now(run_dir: Path, now_s: float, *, lives_on: bool) -> Before:
-    """Add up the cost of all sessions of a run until ``now_s`` on its clock; RunDirError if its journal cannot be read.
-
-    ``lives_on``: whether the nodes of the last session still live.
-    """
-    ledger = ledger_now(run_dir, now_s, lives_on=lives_on)
-    total = ledger.account().total
-    return Before(
-        usd=total.cost / UNITS_PER_USD,
-        unpriced_h=total.unpriced_ns / (SHARES * NS_PER_S * 3600),
-        vms=frozenset(map(vm_of, ledger.since_ns)) if lives_on else (),
-    )

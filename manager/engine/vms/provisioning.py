@@ -42,24 +42,22 @@ ROOM_PATIENCE_S = 900.0
 """Seconds for which a refused request waits for VMs that are being ended, more than a provider needs for this."""
 
 
-class Provisioning:
+class Provisioner:
     """Requests VMs from a provider and gives them back; answers come through the event queue.
 
-    The controller's nodes are workers, one for each device of a VM. A request that is repeated under its name, while it
-    is under way or after its answer, makes no further call: the same answer is given again. A VM is ended once the
-    controller has given up all of its workers.
-    One thread makes requests, another lists VMs, and each end of a VM has its own thread, so that nothing waits for a
-    VM that does not end. A VM that is being ended does not count against ``vms.limits`` for its replacement: it is gone
-    in a minute, and its dollars count until then. If the provider has no room for the replacement, the request waits
-    until one of the VMs that are being ended is gone. VMs that are given up while their request is under way are ended
-    once it is answered, because until then it might make them again. After a refusal, the request's VMs are ended,
-    except VMs with a worker that has joined already.
-    ``pause``: waits some seconds; returns True if everything is over. ``nodes``: nodes of an earlier manager that the
-    controller knows; the provider lists their VMs. ``look_every_s``: the time between two lists of VMs from the
-    provider, because a VM may be preempted while it boots; None: no lists. ``close_timeout_s``: how long ``close``
-    waits for a call that is under way before it ends the other VMs. ``end_all``: ends every VM of the run, with retries
-    where they may help. ``least_vms``: a request for fewer VMs is useless: it is refused if the limits do not allow
-    this number.
+    A VM has a worker for each of its devices. A request that is repeated under its name, while it is under way or after
+    its answer, makes no further call: the same answer is given again. A VM is ended once the controller has given up
+    all of its workers. One thread makes requests, another lists VMs, and each end of a VM has its own thread, so that
+    nothing waits for a VM that does not end. A VM that is being ended does not count against ``vms.limits`` for its
+    replacement: it is gone in a minute, and its dollars count until then. If the provider has no room for the
+    replacement, the request waits until one of the VMs that are being ended is gone. VMs that are given up while their
+    request is under way are ended once it is answered, because until then it might make them again. After a refusal,
+    the request's VMs are ended, except VMs with a worker that has joined already. ``pause``: waits some seconds;
+    returns True if everything is over. ``nodes``: workers of an earlier manager that the controller knows; the provider
+    lists their VMs. ``look_every_s``: the time between two lists of VMs from the provider, because a VM may be
+    preempted while it boots; None: no lists. ``close_timeout_s``: how long ``close`` waits for a call that is under way
+    before it ends the other VMs. ``end_all``: ends every VM of the run, with retries where they may help.
+    ``least_vms``: a request for fewer VMs is useless: it is refused if the limits do not allow this number.
     """
 
     def __init__(
@@ -93,7 +91,7 @@ class Provisioning:
         self._inherited: tuple[frozenset[str], frozenset[RequestId]] | None = None
         self._has_begun = False
         self._nodes = frozenset(nodes)
-        self._joined = {vm_of(node) for node in nodes}
+        self._joined = {vm_of(worker) for worker in nodes}
         self._counting, self._adopting = threading.Lock(), threading.Lock()
         self._asks = SerialExecutor("morph-vm-requests", self._failed)
         self._looks = SerialExecutor("morph-vm-looks", self._failed, self._look, look_every_s)
@@ -113,24 +111,24 @@ class Provisioning:
         """End the VMs whose workers are all given up by now; returns at once."""
         self._end(self._registry.give_up(action.nodes, self._nodes), keep_logs=True)
 
-    def begin(self, nodes: Collection[str], requests: Collection[RequestId]) -> None:
-        """Continue with the VMs of these nodes and requests; end others that a killed manager left. Call it first."""
-        self._inherited = (frozenset(nodes), frozenset(requests))
+    def begin(self, workers: Collection[str], requests: Collection[RequestId]) -> None:
+        """Continue with the VMs of these workers and requests; end others that a killed manager left. Call it first."""
+        self._inherited = (frozenset(workers), frozenset(requests))
         self._has_begun = True
         self._asks.put(self._adopt)
 
-    def request_of(self, node: str) -> RequestId | None:
+    def request_of(self, worker: str) -> RequestId | None:
         """Return the request that a VM answers, granted or under way; None: the VM is not ours, or was given back."""
-        return self._registry.request_of(node)
+        return self._registry.request_of(worker)
 
-    def known_of(self, nodes: Collection[str]) -> tuple[dict[str, Paid], dict[str, NodeFacts]]:
-        """Return the known prices and types of nodes whose VMs came before their grant; blocks for a list of VMs."""
-        early = self._registry.ungranted(nodes)
+    def known_of(self, workers: Collection[str]) -> tuple[dict[str, Paid], dict[str, NodeFacts]]:
+        """Return the known prices and types of workers whose VMs came before their grant; blocks for a list of VMs."""
+        early = self._registry.ungranted(workers)
         if not early:
             return {}, {}
         try:
             listed = self._listed()
-        except Exception:  # any error: the node joins, and its price comes with its grant
+        except Exception:  # any error: the worker joins, and its price comes with its grant
             return {}, {}
         vms = [vm for vm in listed if vm.name in early]
         return paid(vms, time.time()), facts_of(vms)
@@ -152,10 +150,10 @@ class Provisioning:
         self._provider.delete([*vms])
         self._count()
 
-    def know(self, nodes: Collection[str]) -> None:
-        """Record the nodes that the controller knows: their VMs live on, whatever the answer to their request is."""
-        self._nodes = frozenset(nodes)
-        self._joined |= {vm_of(node) for node in nodes}
+    def know(self, workers: Collection[str]) -> None:
+        """Record the workers that the controller knows: their VMs live on, whatever the answer to their request is."""
+        self._nodes = frozenset(workers)
+        self._joined |= {vm_of(worker) for worker in workers}
 
     def close(self) -> None:
         """Stop requesting, and end every VM of the run; blocks for a bounded time: see ``end_all``.
@@ -174,8 +172,8 @@ class Provisioning:
         for executor in (self._looks, self._ends):
             executor.join(until_s)  # an end that is still under way must not block the others
         try:
-            told = partial(self._warn, "provider_retried")
-            for left in self._end_all(self._provider, told=told, hurry=self._hurry):
+            warn = partial(self._warn, "provider_retried")
+            for left in self._end_all(self._provider, say=warn, hurry=self._hurry):
                 self._fact("orphan_ended", left)
         except Exception as error:  # any error: the user must be told, and the rest closed
             self.left = error
@@ -217,10 +215,10 @@ class Provisioning:
     def _adopt_or_end(self) -> None:
         if self._inherited is None:
             return
-        nodes, requests = self._inherited
+        workers, requests = self._inherited
         strays: list[Vm] = []
         with self._told("provider_silent"):
-            strays = self._registry.adopt(self._listed(), nodes, requests)
+            strays = self._registry.adopt(self._listed(), workers, requests)
             self._inherited = None  # a VM that cannot be ended belongs to no request now; keep looking
         facts = [f"{vm.name} of {vm.request} was left by an earlier manager: ended" for vm in strays]
         self._end(self._registry.end([vm.name for vm in strays]), facts)
@@ -237,21 +235,21 @@ class Provisioning:
             self._tell_waits([vm for vm in listed if vm.waits_for])
             strays, lost = self._registry.compare(listed)
             whys = {vm: self._why_ended(vm) for vm in dict.fromkeys(map(vm_of, lost))}
-            for node in lost:
-                cause = f"the provider no longer has its VM{whys[vm_of(node)]}"
-                self._event_queue.put(WorkerLost(worker=node, cause=cause))
+            for worker in lost:
+                cause = f"the provider no longer has its VM{whys[vm_of(worker)]}"
+                self._event_queue.put(WorkerLost(worker=worker, cause=cause))
             left = [vm.name for vm in strays]
             self._end(self._registry.end(left), [f"{', '.join(left)}: belongs to no run, ended"])
 
     def _ask(self, action: RequestNodes) -> None:
         try:
-            found: Granted | RequestRefused = self._answer(action)
+            granted: Granted | RequestRefused = self._answer(action)
         except Exception as error:  # a bug, or a provider's own error: the controller must learn of the refusal
             self.failure = _without_frames(error)
             detail = f"{type(error).__name__}: {error}"
-            found = RequestRefused(request=action.request, cause="error", detail=detail)
+            granted = RequestRefused(request=action.request, cause="error", detail=detail)
         with self._counting:  # a VM is reported as started only after its grant
-            answer, end = self._registry.answer(action, found, self._nodes)
+            answer, end = self._registry.answer(action, granted, self._nodes)
             self._event_queue.put(answer)
         self._end(end)
 

@@ -28,7 +28,7 @@ Answer = NodesGranted | RequestRefused
 
 @dataclass(frozen=True)
 class Inherited:
-    """``vms``: requested from a provider, up or booting. ``nodes``: all nodes that the controller knows, also lost
+    """``vms``: requested from a provider, up or booting. ``nodes``: all workers that the controller knows, also lost
     ones.
     """
 
@@ -40,23 +40,23 @@ def inherited(state: ControllerState, up: Collection[str]) -> Inherited:
     """Return the wanted VMs, by the request that they answer.
 
     A VM is named after its request, so it is known even if its grant was not journalled before the manager died. VMs
-    are wanted if they are up and have nodes that the controller knows, if they were granted and are awaited, or if they
-    are up while their request has no answer. All other VMs that are up were given up.
+    are wanted if they are up and have workers that the controller knows, if they were granted and are awaited, or if
+    they are up while their request has no answer. All other VMs that are up were given up.
     """
     if not state.config.target_nodes:
         return Inherited()
     names = [request_name(state.config, number + 1) for number in range(state.provisioning.num_requests)]
     request_of = {request_part(name): name for name in names}
-    awaited = [node for request in state.provisioning.requests.values() for node in request.granted]
+    awaited = [worker for request in state.provisioning.requests.values() for worker in request.granted]
     unanswered = {name for name, request in state.provisioning.requests.items() if request.count}
-    coming = [node for node in up if _request(node, request_of) in unanswered]
-    wanted = dict.fromkeys([*(node for node in state.workers if node in up), *awaited, *coming])
-    vms = tuple(Vm(name=node, request=request) for node in wanted if (request := _request(node, request_of)))
+    coming = [worker for worker in up if _request(worker, request_of) in unanswered]
+    wanted = dict.fromkeys([*(worker for worker in state.workers if worker in up), *awaited, *coming])
+    vms = tuple(Vm(name=worker, request=request) for worker in wanted if (request := _request(worker, request_of)))
     return Inherited(vms, frozenset(state.workers))
 
 
-def _request(node: str, request_of: dict[str, str]) -> str | None:
-    return request_of.get(node.rpartition("-")[0])
+def _request(worker: str, request_of: dict[str, str]) -> str | None:
+    return request_of.get(worker.rpartition("-")[0])
 
 
 @dataclass(frozen=True)
@@ -94,37 +94,37 @@ class VmRegistry:
             return True, None
 
     def answer(
-        self, action: RequestNodes, found: Granted | RequestRefused, known: Collection[str]
+        self, action: RequestNodes, grant: Granted | RequestRefused, known: Collection[str]
     ) -> tuple[Answer, End | None]:
         """Record the answer to a request; return the event for the controller, and the VMs to be ended.
 
-        ``known``: all nodes that the controller knows; their VMs live on, whatever the answer is.
+        ``known``: all workers that the controller knows; their VMs live on, whatever the answer is.
         """
         with self._lock:
-            of_known = {vm_of(node) for node in known}
+            of_known = {vm_of(worker) for worker in known}
             given_up = self._ended_later.pop(action.request, set()) - of_known
-            there = () if isinstance(found, RequestRefused) else found
+            there = () if isinstance(grant, RequestRefused) else grant
             wanted = {vm.name: set(vm.workers) - (self._gone - set(known)) for vm in there}
             given_up |= {vm for vm, workers in wanted.items() if not workers}
             vms = [vm for vm in there if vm.name not in given_up]
             for vm in vms:
                 self._grant(vm, action.request)
                 self._wanted[vm.name] = wanted[vm.name]
-            if isinstance(found, RequestRefused):
-                answer: Answer = found
+            if isinstance(grant, RequestRefused):
+                answer: Answer = grant
             elif vms:
-                nodes = tuple(node for vm in vms for node in vm.workers if node in wanted[vm.name])
-                costs = {node: cost for node, cost in paid(vms, time.time()).items() if node in nodes}
-                facts = {node: known for node, known in facts_of(vms).items() if node in nodes}
-                waiting = tuple(node for vm in vms if vm.waits for node in vm.workers if node in nodes)
+                nodes = tuple(worker for vm in vms for worker in vm.workers if worker in wanted[vm.name])
+                costs = {worker: cost for worker, cost in paid(vms, time.time()).items() if worker in nodes}
+                facts = {worker: known for worker, known in facts_of(vms).items() if worker in nodes}
+                waiting = tuple(worker for vm in vms if vm.waits for worker in vm.workers if worker in nodes)
                 answer = NodesGranted(
                     request=action.request,
                     nodes=nodes,
                     paid=costs,
                     facts=facts,
                     waiting=waiting,
-                    short=None if found.missing is None else cause_of(found.missing),
-                    detail="; ".join([*found.decisions, *([] if found.missing is None else [str(found.missing)])]),
+                    short=None if grant.missing is None else cause_of(grant.missing),
+                    detail="; ".join([*grant.decisions, *([] if grant.missing is None else [str(grant.missing)])]),
                 )
             else:
                 lost = "its VMs were lost before it was granted"
@@ -142,15 +142,15 @@ class VmRegistry:
         for vm in vms:
             self._granted.pop(vm, None)
             self._wanted.pop(vm, None)
-        for node in known:
-            if (vm := vm_of(node)) in vms:
+        for worker in known:
+            if (vm := vm_of(worker)) in vms:
                 self._granted[vm] = action.request
-                self._wanted.setdefault(vm, set()).add(node)
+                self._wanted.setdefault(vm, set()).add(worker)
         return vms - self._granted.keys()
 
-    def request_of(self, node: str) -> RequestId | None:
+    def request_of(self, worker: str) -> RequestId | None:
         """Return the request that a VM answers, granted or under way; None: the VM is not ours, or was given back."""
-        vm = vm_of(node)
+        vm = vm_of(worker)
         with self._lock:
             return self._granted.get(vm) or self._under_way_of(vm)
 
@@ -164,10 +164,10 @@ class VmRegistry:
         with self._lock:
             return vm in self._granted and self._granted[vm] not in self._under_way
 
-    def ungranted(self, nodes: Collection[str]) -> frozenset[str]:
-        """Return the VMs of nodes whose requests have no answer yet or were refused, and those last known as queued."""
+    def ungranted(self, workers: Collection[str]) -> frozenset[str]:
+        """Return the VMs of workers whose requests are unanswered or were refused, and those last known as queued."""
         with self._lock:
-            vms = {vm_of(node) for node in nodes}
+            vms = {vm_of(worker) for worker in workers}
             early = self._under_way.keys() | {
                 name for name, answer in self._answers.items() if isinstance(answer, RequestRefused)
             }
@@ -175,20 +175,20 @@ class VmRegistry:
                 vm for vm in vms if vm in self._waiting or (self._granted.get(vm) or self._under_way_of(vm)) in early
             )
 
-    def give_up(self, nodes: Sequence[str], known: Collection[str]) -> End | None:
-        """Record that the controller no longer needs these nodes; return the VMs of which it needs no node.
+    def give_up(self, workers: Sequence[str], known: Collection[str]) -> End | None:
+        """Record that the controller no longer needs these workers; return the VMs of which it needs no worker.
 
         If a VM's grant has not come, only one of its workers is known. Such a VM is ended once its request is answered,
-        because until then the request might make it again. ``known``: all other nodes that the controller knows.
+        because until then the request might make it again. ``known``: all other workers that the controller knows.
         """
         now = []
         with self._lock:
-            self._gone.update(nodes)
-            for node in nodes:
-                vm = vm_of(node)
+            self._gone.update(workers)
+            for worker in workers:
+                vm = vm_of(worker)
                 wanted = self._wanted.setdefault(vm, set())
-                wanted |= {other for other in known if vm_of(other) == vm and other not in nodes}
-                wanted.discard(node)
+                wanted |= {other for other in known if vm_of(other) == vm and other not in workers}
+                wanted.discard(worker)
                 if wanted:
                     continue
                 del self._wanted[vm]
@@ -199,29 +199,29 @@ class VmRegistry:
                     now.append(vm)
             return self._end(now)
 
-    def adopt(self, vms: Sequence[Vm], nodes: frozenset[str], requests: Collection[RequestId]) -> list[Vm]:
-        """Treat these nodes' and requests' VMs as granted, unless given up or answered by now; return the others."""
+    def adopt(self, vms: Sequence[Vm], workers: frozenset[str], requests: Collection[RequestId]) -> list[Vm]:
+        """Treat these workers' and requests' VMs as granted, unless given up or answered by now; return the others."""
         with self._lock:
-            nodes = nodes - self._gone
-            known = {vm_of(node) for node in nodes}
+            workers = workers - self._gone
+            known = {vm_of(worker) for worker in workers}
             unanswered = set(requests) - self._answers.keys()
             for vm in vms:
                 is_given_up = vm.name in self._ended_later.get(vm.request, ()) or self._gone.issuperset(vm.workers)
                 is_ours = vm.name in known or vm.request in unanswered
                 if is_ours and not is_given_up and not self._is_ending(vm.name):
                     self._grant(vm, vm.request)
-                    awaited = () if vm.request in unanswered else nodes.intersection(vm.workers)
+                    awaited = () if vm.request in unanswered else workers.intersection(vm.workers)
                     self._wanted.setdefault(vm.name, set(awaited or vm.workers) - self._gone)
             return self._nobodys(vms)
 
     def compare(self, vms: Sequence[Vm]) -> tuple[list[Vm], list[str]]:
-        """Return the stray VMs, and the nodes whose VMs are gone: missing now and at the last comparison."""
+        """Return the stray VMs, and the workers whose VMs are gone: missing now and at the last comparison."""
         with self._lock:
             missing = frozenset(self._granted) - {vm.name for vm in vms}
             gone, self._missed = missing & self._missed, missing - self._missed
             for name in gone:
                 del self._granted[name]
-            return self._nobodys(vms), sorted(node for name in gone for node in self._wanted.pop(name, ()))
+            return self._nobodys(vms), sorted(worker for name in gone for worker in self._wanted.pop(name, ()))
 
     def started(self, vms: Sequence[Vm], now_s: float) -> list[NodesStarted]:
         """Return the events for VMs that are listed and no longer wait in their market's queue."""
@@ -314,21 +314,21 @@ def cause_of(error: ProviderError) -> Cause:
 
 def paid(vms: Sequence[Vm], now_s: float) -> dict[str, Paid]:
     """Return the prices of the VMs' workers, without those that are unknown."""
-    told: dict[str, Paid] = {}
+    by_worker: dict[str, Paid] = {}
     for vm in vms:
         before_s = 0.0 if vm.paid_since_s is None else max(0.0, now_s - vm.paid_since_s)
         if vm.usd_per_h is not None or before_s or vm.num_devices > 1:
             said = Paid(usd_per_h=vm.usd_per_h, num_nodes=vm.num_devices, before_s=before_s)
-            told |= dict.fromkeys(vm.workers, said)
-    return told
+            by_worker |= dict.fromkeys(vm.workers, said)
+    return by_worker
 
 
 def facts_of(vms: Sequence[Vm]) -> dict[str, NodeFacts]:
     """Return the workers' kinds of VM, without those that are unknown."""
-    told: dict[str, NodeFacts] = {}
+    by_worker: dict[str, NodeFacts] = {}
     for vm in vms:
         zone = "" if vm.zone == "unknown" else vm.zone
         if vm.provider:
             said = NodeFacts(provider=vm.provider, size=vm.size, region=vm.region, zone=zone, node_type=vm.node_type)
-            told |= dict.fromkeys(vm.workers, said)
-    return told
+            by_worker |= dict.fromkeys(vm.workers, said)
+    return by_worker

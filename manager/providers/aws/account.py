@@ -51,7 +51,7 @@ class Instance:
 
 
 @dataclass(frozen=True)
-class Part:
+class VolumeOrInterface:
     """A volume or a network interface of the run that is not deleted together with an instance."""
 
     id: str
@@ -90,37 +90,37 @@ class Account:
 
         ProviderError: the answer is not reliable: instances that it omits may exist.
         """
-        found, runs = list[Instance](), set[str]()
+        instances, runs = list[Instance](), set[str]()
         filters = [{"Name": "tag-key", "Values": [RUN_TAG]}]
         with reading(what := "the list of instances"):
             for reservation, date in self._ec2.pages(
                 "describe_instances", "Reservations", what, Filters=filters, MaxResults=MAX_PER_PAGE
             ):
                 now_s = time.time()
-                for told in reservation["Instances"]:
-                    tags = tags_of(told)
+                for described in reservation["Instances"]:
+                    tags = tags_of(described)
                     if self._identity.owns(tags):
-                        found.append(self._instance(told, tags, date, now_s))
-                    elif told["State"]["Name"] != GONE:
+                        instances.append(self._instance(described, tags, date, now_s))
+                    elif described["State"]["Name"] != GONE:
                         runs.add(f"{tags[RUN_TAG]} of job {tags.get(JOB_TAG)}")
-        return found, sorted(runs)
+        return instances, sorted(runs)
 
-    def _instance(self, told: dict[str, Any], tags: Mapping[str, str], date: str, now_s: float) -> Instance:
-        created = told["LaunchTime"]
+    def _instance(self, described: dict[str, Any], tags: Mapping[str, str], date: str, now_s: float) -> Instance:
+        created = described["LaunchTime"]
         if not isinstance(created, datetime):
             raise TypeError(f"no time: {created!r}")
         vm = self.vm(
-            tags.get(VM_TAG) or str(told["InstanceId"]),  # its name tag was removed: it still belongs to the run
+            tags.get(VM_TAG) or str(described["InstanceId"]),  # its name tag was removed: it still belongs to the run
             tags.get(REQUEST_TAG, ""),
-            str(told["InstanceType"]),
-            str(told["Placement"]["AvailabilityZone"]),
+            str(described["InstanceType"]),
+            str(described["Placement"]["AvailabilityZone"]),
             int(tags.get(DEVICES_TAG) or 1),
             paid_since_s(created, date or None, now_s),
         )
-        state, reason = str(told["State"]["Name"]), told.get("StateReason") or {}
+        state, reason = str(described["State"]["Name"]), described.get("StateReason") or {}
         ended = state in (GONE, ENDING) and reason.get("Code")
         why = state_error(str(reason["Code"]), str(reason.get("Message", "")), f"VM {vm.name}") if ended else None
-        return Instance(str(told["InstanceId"]), vm, state, why, tags.get(TOKEN_TAG, ""))
+        return Instance(str(described["InstanceId"]), vm, state, why, tags.get(TOKEN_TAG, ""))
 
     def vm(self, name: str, request: str, size: str, zone: str, num_devices: int, since_s: float | None) -> Vm:
         """Describe one instance as a VM."""
@@ -239,11 +239,11 @@ class Account:
         """
         asked_s: dict[str, float] = {}
         with reading(what := f"versions of launch template {self.template}"):
-            for told, date in self._ec2.pages(
+            for version, date in self._ec2.pages(
                 "describe_launch_template_versions", "LaunchTemplateVersions", what, LaunchTemplateName=self.template
             ):
-                asked_s[told.get("VersionDescription", "")] = (
-                    paid_since_s(told["CreateTime"], date or None, time.time()) or 0
+                asked_s[version.get("VersionDescription", "")] = (
+                    paid_since_s(version["CreateTime"], date or None, time.time()) or 0
                 )
         listed = {found.token for found in self.look()[0]}
         left_s = [
@@ -257,31 +257,31 @@ class Account:
                 f"ones late: looked for during {max(left_s):.0f} s more"
             )
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[VolumeOrInterface]:
         """List volumes and network interfaces of the run that are not deleted together with an instance."""
         filters = [{"Name": f"tag:{key}", "Values": [value]} for key, value in self._identity.tags().items()]
         filters.append({"Name": "status", "Values": ["available"]})
-        parts = list[Part]()
+        parts = list[VolumeOrInterface]()
         with reading(what := "the list of volumes"):
-            for told, _ in self._ec2.pages("describe_volumes", "Volumes", what, Filters=filters):
-                parts.append(Part(told["VolumeId"], str(told["VolumeType"]), int(told["Size"])))
+            for item, _ in self._ec2.pages("describe_volumes", "Volumes", what, Filters=filters):
+                parts.append(VolumeOrInterface(item["VolumeId"], str(item["VolumeType"]), int(item["Size"])))
         with reading(what := "the list of network interfaces"):
-            for told, _ in self._ec2.pages("describe_network_interfaces", "NetworkInterfaces", what, Filters=filters):
-                parts.append(Part(told["NetworkInterfaceId"], "interface"))
+            for item, _ in self._ec2.pages("describe_network_interfaces", "NetworkInterfaces", what, Filters=filters):
+                parts.append(VolumeOrInterface(item["NetworkInterfaceId"], "interface"))
         return parts
 
     def console(self, instance: str) -> str:
         """Return the console output of an instance; Nitro keeps the newest output, other hypervisors one snapshot."""
         try:
-            told = self._ec2.call("get_console_output", "", InstanceId=instance, Latest=True)
+            answer = self._ec2.call("get_console_output", "", InstanceId=instance, Latest=True)
         except ProviderError as error:
             if code_of(error) != "UnsupportedOperation":
                 return ""
             try:
-                told = self._ec2.call("get_console_output", "", InstanceId=instance)
+                answer = self._ec2.call("get_console_output", "", InstanceId=instance)
             except ProviderError:
                 return ""
-        return str(told.get("Output") or "")
+        return str(answer.get("Output") or "")
 
 
 def tags_of(entry: Mapping[str, Any]) -> dict[str, str]:

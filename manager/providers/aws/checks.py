@@ -73,32 +73,33 @@ class Checks:
             yield Finding(True, f"{known.name} has {num_gpus} GPUs")
 
     def _image(self) -> Iterator[Finding]:
-        told = self._ec2.call("describe_images", "the image", ImageIds=[self._spec.image])["Images"][0]
-        name, root = f"image {self._spec.image}", told["RootDeviceName"]
-        if told["State"] != "available":
-            yield Finding(False, f"{name} is {told['State']}")
+        image = self._ec2.call("describe_images", "the image", ImageIds=[self._spec.image])["Images"][0]
+        name, root = f"image {self._spec.image}", image["RootDeviceName"]
+        if image["State"] != "available":
+            yield Finding(False, f"{name} is {image['State']}")
         if root != self._spec.root_device:
             yield Finding(False, f"{name} boots from {root}, and root_device is {self._spec.root_device}")
         for size, described in self._types.items():
-            if told["Architecture"] not in described["ProcessorInfo"]["SupportedArchitectures"]:
-                yield Finding(False, f"{name} is for {told['Architecture']}, which {size} is not")
-        yield Finding(True, f"{name}: {told.get('Name', '-')}")
+            if image["Architecture"] not in described["ProcessorInfo"]["SupportedArchitectures"]:
+                yield Finding(False, f"{name} is for {image['Architecture']}, which {size} is not")
+        yield Finding(True, f"{name}: {image.get('Name', '-')}")
 
     def _network(self) -> Iterator[Finding]:
         subnets = [*self._spec.subnets.values()]
-        told = self._ec2.call("describe_subnets", "the subnets", SubnetIds=subnets)["Subnets"]
-        networks = {one["VpcId"] for one in told}
-        for one in told:
-            if self._spec.subnets.get(one["AvailabilityZone"]) != one["SubnetId"]:
+        described = self._ec2.call("describe_subnets", "the subnets", SubnetIds=subnets)["Subnets"]
+        networks = {subnet["VpcId"] for subnet in described}
+        for subnet in described:
+            if self._spec.subnets.get(subnet["AvailabilityZone"]) != subnet["SubnetId"]:
                 yield Finding(
-                    False, f"{one['SubnetId']} is in zone {one['AvailabilityZone']}, not in the zone given in subnets"
+                    False,
+                    f"{subnet['SubnetId']} is in zone {subnet['AvailabilityZone']}, not in the zone given in subnets",
                 )
-            elif one["AvailableIpAddressCount"] < self._count:
-                left = one["AvailableIpAddressCount"]
-                yield Finding(False, f"{one['SubnetId']} has {left} addresses left for {self._count} workers")
+            elif subnet["AvailableIpAddressCount"] < self._count:
+                left = subnet["AvailableIpAddressCount"]
+                yield Finding(False, f"{subnet['SubnetId']} has {left} addresses left for {self._count} workers")
         groups = [*self._spec.security_groups]
-        told = self._ec2.call("describe_security_groups", "the security groups", GroupIds=groups)["SecurityGroups"]
-        networks |= {one["VpcId"] for one in told}
+        described = self._ec2.call("describe_security_groups", "the security groups", GroupIds=groups)["SecurityGroups"]
+        networks |= {group["VpcId"] for group in described}
         if len(networks) > 1:
             yield Finding(False, f"subnets and security groups are in several networks: {', '.join(sorted(networks))}")
         else:
@@ -146,8 +147,8 @@ class Checks:
         family = first.name.partition(".")[0]
         quotas = Aws(lambda: self._open("service-quotas"))
         known = {
-            str(told["QuotaName"]): float(told["Value"])
-            for told, _ in quotas.pages("list_service_quotas", "Quotas", "the quotas", ServiceCode="ec2")
+            str(quota["QuotaName"]): float(quota["Value"])
+            for quota, _ in quotas.pages("list_service_quotas", "Quotas", "the quotas", ServiceCode="ec2")
         }
         name = quota_of(family, known, spot=self._spec.spot)
         if first.name not in self._types:  # reported above
@@ -156,14 +157,15 @@ class Checks:
             yield Finding(False, f"no quota of EC2 is known for {first.name}")
             return
         living = [
-            told for told, _ in self._ec2.pages("describe_instances", "Reservations", "what runs", Filters=LIVING)
+            reservation
+            for reservation, _ in self._ec2.pages("describe_instances", "Reservations", "what runs", Filters=LIVING)
         ]
         used = sum(
-            one["CpuOptions"]["CoreCount"] * one["CpuOptions"]["ThreadsPerCore"]
+            instance["CpuOptions"]["CoreCount"] * instance["CpuOptions"]["ThreadsPerCore"]
             for reservation in living
-            for one in reservation["Instances"]
-            if (one.get("InstanceLifecycle") == "spot") is self._spec.spot
-            and quota_of(one["InstanceType"].partition(".")[0], known, spot=self._spec.spot) == name
+            for instance in reservation["Instances"]
+            if (instance.get("InstanceLifecycle") == "spot") is self._spec.spot
+            and quota_of(instance["InstanceType"].partition(".")[0], known, spot=self._spec.spot) == name
         )
         vcpus = self._types[first.name]["VCpuInfo"]["DefaultVCpus"] * -(-self._count // number)
         said = (

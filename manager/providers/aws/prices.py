@@ -49,18 +49,18 @@ class Prices:
         return None if monthly is None else monthly * gib / HOURS_OF_A_MONTH
 
     def _spot(self, size: str) -> dict[str, float] | None:
-        now, found = datetime.now(UTC), dict[str, tuple[datetime, float]]()
+        now, newest = datetime.now(UTC), dict[str, tuple[datetime, float]]()
         wanted = {"InstanceTypes": [size], "ProductDescriptions": [LINUX], "StartTime": now, "EndTime": now}
         try:
             with reading("the history of spot prices"):
-                for told, _ in self._ec2.pages("describe_spot_price_history", "SpotPriceHistory", "", **wanted):
-                    zone, since = told["AvailabilityZone"], told["Timestamp"]
-                    fits = told["InstanceType"] == size and told["ProductDescription"].startswith(LINUX)
-                    if fits and zone in self._spec.subnets and (zone not in found or since > found[zone][0]):
-                        found[zone] = (since, float(told["SpotPrice"]))
+                for price_there, _ in self._ec2.pages("describe_spot_price_history", "SpotPriceHistory", "", **wanted):
+                    zone, since = price_there["AvailabilityZone"], price_there["Timestamp"]
+                    fits = price_there["InstanceType"] == size and price_there["ProductDescription"].startswith(LINUX)
+                    if fits and zone in self._spec.subnets and (zone not in newest or since > newest[zone][0]):
+                        newest[zone] = (since, float(price_there["SpotPrice"]))
         except ProviderError:
             return None
-        return {zone: price for zone, (_, price) in found.items()} or None
+        return {zone: price for zone, (_, price) in newest.items()} or None
 
     def _on_demand(self, size: str) -> dict[str, float] | None:
         wanted = {"instanceType": size, "operatingSystem": "Linux", "tenancy": "Shared", "preInstalledSw": "NA"}

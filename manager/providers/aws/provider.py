@@ -171,11 +171,11 @@ class AwsProvider:
             made = [(one, instance) for one in answer.get("Instances", []) for instance in one["InstanceIds"]]
             errors = [(str(one["ErrorCode"]), str(one.get("ErrorMessage", ""))) for one in answer.get("Errors", [])]
             if made:
-                told, instance = made[0]
-                chosen = told["LaunchTemplateAndOverrides"]["Overrides"]
+                fleet, instance = made[0]
+                chosen = fleet["LaunchTemplateAndOverrides"]["Overrides"]
                 zones = [zone for zone, subnet in self._spec.subnets.items() if subnet == chosen.get("SubnetId")]
-                zone = told.get("AvailabilityZone") or next(iter(zones), "unknown")
-                vm = self.account.vm(name, request, str(told["InstanceType"]), zone, num_devices, time.time())
+                zone = fleet.get("AvailabilityZone") or next(iter(zones), "unknown")
+                vm = self.account.vm(name, request, str(fleet["InstanceType"]), zone, num_devices, time.time())
                 self._operations.begun(name, _Made(id=instance, vm=vm, version=version).model_dump_json())
                 return
         self._operations.ended(name)
@@ -198,20 +198,20 @@ class AwsProvider:
 
     def _instances(self) -> list[Instance]:
         """Return every instance of the run that AWS lists, also ending ones, and new ones that it may not list yet."""
-        found, _ = self.account.look()
-        states = {instance.id: instance for instance in found}
+        instances, _ = self.account.look()
+        states = {instance.id: instance for instance in instances}
         for made in self._new():
             with self._lock:
                 since_s = self._new_since_s.setdefault(made.id, self._clock())
-            told = states.get(made.id)
-            if told is not None and made.version:
+            listed = states.get(made.id)
+            if listed is not None and made.version:
                 self._drop_version(made.version)
                 self._operations.begun(made.vm.name, made.model_copy(update={"version": ""}).model_dump_json())
-            if (told is not None and not told.is_there) or self._clock() - since_s > self._bounds.list_s:
+            if (listed is not None and not listed.is_there) or self._clock() - since_s > self._bounds.list_s:
                 self._operations.ended(made.vm.name)
-            elif told is None:
-                found.append(Instance(made.id, made.vm, "pending"))
-        return found
+            elif listed is None:
+                instances.append(Instance(made.id, made.vm, "pending"))
+        return instances
 
     def list(self) -> tuple[Vm, ...]:
         return self._listed(self._instances())
@@ -227,11 +227,11 @@ class AwsProvider:
 
     def _end(self, instances: Sequence[Instance]) -> None:
         new = {made.id: made for made in self._new()}
-        self.account.end({one.id: one.vm.name for one in instances}, may_be_new=new)
-        for one in instances:
-            self._operations.ended(one.vm.name)
-            self._drop_version(new[one.id].version if one.id in new else "")
-            self.ended[one.vm.name] = one.vm
+        self.account.end({instance.id: instance.vm.name for instance in instances}, may_be_new=new)
+        for instance in instances:
+            self._operations.ended(instance.vm.name)
+            self._drop_version(new[instance.id].version if instance.id in new else "")
+            self.ended[instance.vm.name] = instance.vm
 
     def evict(self, _name: str) -> bool:
         """See ``Provider``: EC2 cannot do this, and the service that can do it needs a role of its own."""
@@ -240,13 +240,13 @@ class AwsProvider:
     def boot_log(self, name: str) -> str:
         """See ``Provider``: the console output."""
         try:
-            found = [one for one in self._instances() if one.vm.name == name]
+            of_name = [instance for instance in self._instances() if instance.vm.name == name]
         except ProviderError:
             return ""
-        if not found:
+        if not of_name:
             return ""
-        why = "" if found[-1].why is None else f"{ENDED}{found[-1].why}\n"
-        return why + self.account.console(found[-1].id)[-BOOT_LOG_CHARACTERS + len(why) :]
+        why = "" if of_name[-1].why is None else f"{ENDED}{of_name[-1].why}\n"
+        return why + self.account.console(of_name[-1].id)[-BOOT_LOG_CHARACTERS + len(why) :]
 
     def stop(self) -> None:
         """See ``Provider``: requested instances are still made, and listed."""
@@ -285,7 +285,7 @@ def end_run(
     spec: AwsSpec,
     run: str,
     job: str,
-    told: Callable[[str], None],
+    say: Callable[[str], None],
     pause: Callable[[float], object] | None = None,
     **options: Any,
 ) -> tuple[Vm, ...]:
@@ -301,16 +301,18 @@ def end_run(
         account = provider.account
         instances, runs = account.look()
         if account.owns_template() is False:
-            told(f"launch template {account.template} does not have the tags of this run: it is left alone")
-        if not any(one.is_there for one in instances) and not account.owns_template() and not account.parts():
+            say(f"launch template {account.template} does not have the tags of this run: it is left alone")
+        if not any(instance.is_there for instance in instances) and not account.owns_template() and not account.parts():
             known = f"runs whose instances are there: {', '.join(runs)}" if runs else "no run of Morph has any there"
             raise Misconfigured(
                 f"nothing in {spec.region} has the tags of run {run} of job {job}: it was ended before, or a name is "
                 f"misspelt; {known}"
             )
-        for left in end_all(provider, told=told, pause=pause):
-            told(f"ended what an instance had left behind: {left}")
-    return tuple(({one.vm.name: one.vm for one in instances if one.is_there} | provider.ended).values())
+        for left in end_all(provider, say=say, pause=pause):
+            say(f"ended what an instance had left behind: {left}")
+    return tuple(
+        ({instance.vm.name: instance.vm for instance in instances if instance.is_there} | provider.ended).values()
+    )
 
 
 def _none_is_made(node: str, _num_devices: int) -> str:

@@ -68,7 +68,7 @@ class Checks:
 
     def _list(self, what: str, path: str, version: str, **query: str) -> list[dict[str, Any]]:
         answer = self._get(what, path, version, **query)
-        found: list[dict[str, Any]] = [*answer["value"]]
+        values: list[dict[str, Any]] = [*answer["value"]]
         seen = set[str]()
         while url := answer.get("nextLink"):
             if url in seen:
@@ -78,8 +78,8 @@ class Checks:
                 page = self._client.send_request(HttpRequest("GET", url))
                 page.raise_for_status()
                 answer = page.json()
-            found += answer["value"]
-        return found
+            values += answer["value"]
+        return values
 
     def _login(self) -> Iterator[Finding]:
         told = self._get("the resource group", self._group, GROUP_API_VERSION)
@@ -94,22 +94,22 @@ class Checks:
         for size in self._spec.sizes:
             yield self._offered(size, machines.get(size.name))
 
-    def _offered(self, size: AzureSize, told: dict[str, Any] | None) -> Finding:
+    def _offered(self, size: AzureSize, offered: dict[str, Any] | None) -> Finding:
         spec, where = self._spec, f"{size.name} in {self._spec.location}"
-        if told is None:
+        if offered is None:
             return Finding(False, f"{where} is not offered")
-        limits = told.get("restrictions") or []
+        limits = offered.get("restrictions") or []
         if any(limit["type"] == "Location" for limit in limits):
             return Finding(False, f"{where} is not available to the subscription: {limits[0].get('reasonCode')}")
-        self._sizes[size.name] = has = {one["name"]: one["value"] for one in told["capabilities"]}
-        has["family"] = told["family"]
+        self._sizes[size.name] = has = {one["name"]: one["value"] for one in offered["capabilities"]}
+        has["family"] = offered["family"]
         num_gpus = int(has.get("GPUs", 0))
         if size.num_gpus > num_gpus:
             return Finding(False, f"{size.name} has {num_gpus} GPUs, and num_gpus is {size.num_gpus}")
         if spec.spot and has.get("LowPriorityCapable") != "True":
             return Finding(False, f"{size.name} is not for spot VMs")
         closed = {zone for limit in limits for zone in limit.get("restrictionInfo", {}).get("zones", [])}
-        has_zones = {zone for info in told["locationInfo"] for zone in info.get("zones", [])} - closed
+        has_zones = {zone for info in offered["locationInfo"] for zone in info.get("zones", [])} - closed
         zones = [zone for zone in spec.zones if zone in has_zones and size.may_be_in(zone)]
         if spec.zones and not zones:
             return Finding(False, f"{where} is offered in none of your zones")

@@ -50,7 +50,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Part:
+class DiskOrInterface:
     """A network interface or a disk. ``vm``: the VM to which it is attached, or "". ``boots``: whether a VM boots from
     it.
     """
@@ -209,7 +209,7 @@ class Group:
             )
         self.wait(poller, name, until_s, always=True)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[DiskOrInterface]:
         """List all network interfaces and disks in the group."""
         return [part for kind in PART_API_VERSIONS for part in self._parts_of(kind)]
 
@@ -224,7 +224,7 @@ class Group:
                 own = self._identity.tags(requests[part.vm])
                 self._send("PATCH", part, {"tags": {**part.tags, **own}})
 
-    def _parts_of(self, kind: str) -> Iterator[Part]:
+    def _parts_of(self, kind: str) -> Iterator[DiskOrInterface]:
         group = f"/subscriptions/{self._spec.subscription_id}/resourceGroups/{self._spec.resource_group}"
         url = f"{group}/providers/{kind}?api-version={PART_API_VERSIONS[kind]}"
         with translating(f"the list of {kind.rsplit('/', 1)[-1]}"):
@@ -236,7 +236,7 @@ class Group:
                     for item in document["value"]:
                         inside = item.get("properties") or {}
                         vm = item.get("managedBy") or (inside.get("virtualMachine") or {}).get("id") or ""
-                        yield Part(
+                        yield DiskOrInterface(
                             id=item["id"],
                             kind=kind,
                             tags=item.get("tags") or {},
@@ -249,16 +249,16 @@ class Group:
                 except (ValueError, TypeError, KeyError, AttributeError) as error:
                     raise Transient(f"the list of {kind}: the answer cannot be read: {error}") from error
 
-    def _send(self, method: str, part: Part, body: object = None) -> None:
+    def _send(self, method: str, part: DiskOrInterface, body: object = None) -> None:
         url = f"{part.id}?api-version={PART_API_VERSIONS[part.kind]}"
         with translating("" if method == "DELETE" else part.shown), _passing_over_gone():
             self._client.send_request(HttpRequest(method, url, json=body)).raise_for_status()
 
-    def owns(self, part: Part) -> bool:
+    def owns(self, part: DiskOrInterface) -> bool:
         """Whether a resource belongs to the run."""
         return self._identity.owns(part.tags)
 
-    def _orphans(self) -> list[Part]:
+    def _orphans(self) -> list[DiskOrInterface]:
         return [part for part in self.parts() if self.owns(part) and not part.vm]
 
     def _end_orphans(self, until_s: float) -> tuple[str, ...]:
@@ -282,7 +282,7 @@ class Group:
                 time.sleep(self._bounds.poll_s)
         return tuple(names.values())
 
-    def _priced(self, part: Part) -> str:
+    def _priced(self, part: DiskOrInterface) -> str:
         usd_per_h = self._disk_usd_per_h(part.sku, part.gib) if part.kind == DISK else 0.0
         return priced(part.shown, usd_per_h)
 

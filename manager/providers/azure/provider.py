@@ -106,29 +106,29 @@ class AzureProvider:
             self._has_set = True
         until_s, spec = time.monotonic() + self._bounds.make_s, self._spec.of_type(node_type)
         most = count if max_vms is None else max_vms
-        found = self._of(request)
-        there = {vm.name: vm.num_devices for vm, state in found if state not in (*BEING_MADE, *LOST)}
-        making = [_Making(vm.name, [], vm.num_devices) for vm, state in found if state in BEING_MADE]
-        states = {vm.name: state for vm, state in found}
+        listed = self._of(request)
+        there = {vm.name: vm.num_devices for vm, state in listed if state not in (*BEING_MADE, *LOST)}
+        making = [_Making(vm.name, [], vm.num_devices) for vm, state in listed if state in BEING_MADE]
+        states = {vm.name: state for vm, state in listed}
         errors: dict[str, ProviderError] = {}
         decisions: list[str] = []
         for num_devices in turns(spec.sizes, count, most):
             if time.monotonic() >= until_s or not all(isinstance(error, Refused) for error in errors.values()):
                 break
-            known = there | {one.name: one.num_devices for one in making}
+            known = there | {vm_made.name: vm_made.num_devices for vm_made in making}
             new = missing(request, known, count, most, num_devices)
             if new and errors:
                 decisions.append(larger(request, len(new), spec.sizes, num_devices, errors))
             making += [_Making(name, spec.offers_of(index, num_devices), num_devices) for index, name in new]
             given_up = self._make(making, request, states, until_s)
-            there |= {one.name: one.num_devices for one in making if one not in given_up}
-            errors = {one.name: one.error for one in given_up if one.error is not None}
+            there |= {vm_made.name: vm_made.num_devices for vm_made in making if vm_made not in given_up}
+            errors = {vm_made.name: vm_made.error for vm_made in given_up if vm_made.error is not None}
             making = []
-        found = self._of(request)
-        made = [vm for vm, state in found if state not in (*BEING_MADE, *LOST)]
+        listed = self._of(request)
+        made = [vm for vm, state in listed if state not in (*BEING_MADE, *LOST)]
         gone = gone_at_once(there.keys() - {vm.name for vm in made})
         if not any(isinstance(error, RETRYABLE) for error in (gone | errors).values()):  # nothing waits for the others
-            self.group.begin_ends([vm.name for vm, _ in found if vm not in made])
+            self.group.begin_ends([vm.name for vm, _ in listed if vm not in made])
         granted = outcome(request, made, gone | errors, decisions)
         with contextlib.suppress(ProviderError):  # no permission: the disks will not be found later
             self.group.tag_disks(granted)
@@ -179,10 +179,10 @@ class AzureProvider:
 
     def price(self, node_type: str = "") -> Price | None:
         """See ``Provider``. If the price of any size is unknown, so is the result."""
-        found = self._prices.get(node_type) or self._spec.of_type(node_type).price(self._find_price)
-        if found is not None:
-            self._prices[node_type] = found
-        return found
+        price = self._prices.get(node_type) or self._spec.of_type(node_type).price(self._find_price)
+        if price is not None:
+            self._prices[node_type] = price
+        return price
 
     def capabilities(self) -> Capabilities:
         return Capabilities(spot=self._spec.spot, zones=self._spec.zones, notices="azure", ending=self._ending)
@@ -203,51 +203,51 @@ class AzureProvider:
         given_up: list[_Making] = []
         while making:
             same: ProviderError | None = None
-            for one in making:
+            for vm in making:
                 if same is not None:
-                    one.error = same
+                    vm.error = same
                     continue
                 try:
-                    self._begin(one, request, states.pop(one.name, None), until_s)
+                    self._begin(vm, request, states.pop(vm.name, None), until_s)
                 except (Misconfigured, Throttled) as error:  # the others would be answered in the same way
-                    same = one.error = error
+                    same = vm.error = error
                 except ProviderError as error:
-                    one.error = error
+                    vm.error = error
             making, without = self._round(making, until_s)
             given_up += without
         return given_up
 
-    def _begin(self, one: _Making, request: str, state: str | None, until_s: float) -> None:
+    def _begin(self, vm: _Making, request: str, state: str | None, until_s: float) -> None:
         """Begin to make a VM, or continue what an earlier manager began."""
         if state in BEING_MADE:
-            one.poller = self._resumed(one)
+            vm.poller = self._resumed(vm)
             return
-        if one.name in self._taken:
-            raise Misconfigured(f"VM {one.name} exists without the tags of this run: it is left alone")
+        if vm.name in self._taken:
+            raise Misconfigured(f"VM {vm.name} exists without the tags of this run: it is left alone")
         if state is not None:  # remains of a failed VM block its name
-            self.group.end([one.name], until_s, always=False)
-        one.offer = one.offers.pop(0)
+            self.group.end([vm.name], until_s, always=False)
+        vm.offer = vm.offers.pop(0)
         names = {"run": self._identity.run, "job": self._identity.job, "request": request}
-        body = vm_body(self._spec, names, one.name, one.offer, self._custom_data(one.name, one.num_devices))
-        with translating(f"VM {one.name}"):
-            one.poller = self._machines.begin_create_or_update(
-                self._spec.resource_group, one.name, body, polling_interval=self._bounds.poll_s
+        body = vm_body(self._spec, names, vm.name, vm.offer, self._custom_data(vm.name, vm.num_devices))
+        with translating(f"VM {vm.name}"):
+            vm.poller = self._machines.begin_create_or_update(
+                self._spec.resource_group, vm.name, body, polling_interval=self._bounds.poll_s
             )
-        self._operations.begun(one.name, one.poller.continuation_token())
+        self._operations.begun(vm.name, vm.poller.continuation_token())
 
-    def _resumed(self, one: _Making) -> Any:
+    def _resumed(self, vm: _Making) -> Any:
         """Return an earlier manager's operation, or a watch on its VM if the operation was not stored."""
-        token = self._operations.token(one.name)
+        token = self._operations.token(vm.name)
         if token is not None:
-            with contextlib.suppress(ValueError), translating(f"VM {one.name}"):  # ValueError: not a valid token
+            with contextlib.suppress(ValueError), translating(f"VM {vm.name}"):  # ValueError: not a valid token
                 return self._machines.begin_create_or_update(
                     self._spec.resource_group,
-                    one.name,
+                    vm.name,
                     {},
                     continuation_token=token,
                     polling_interval=self._bounds.poll_s,
                 )
-        return _Watched(self.group, one.name, self._bounds.poll_s)
+        return _Watched(self.group, vm.name, self._bounds.poll_s)
 
     def _round(self, making: Sequence[_Making], until_s: float) -> tuple[Sequence[_Making], Sequence[_Making]]:
         """Wait for operations; returns failed VMs with a further offer, and those without, with their errors.
@@ -257,36 +257,36 @@ class AzureProvider:
         left: list[_Making] = []
         given_up: list[_Making] = []
         remains: list[str] = []
-        for one in making:
+        for vm in making:
             try:
-                self.group.wait(one.poller, f"VM {one.name}", until_s)
+                self.group.wait(vm.poller, f"VM {vm.name}", until_s)
             except NotInTime:
-                one.error, one.offers = CapacityShort(f"VM {one.name}: not made within {self._bounds.make_s:g} s"), []
+                vm.error, vm.offers = CapacityShort(f"VM {vm.name}: not made within {self._bounds.make_s:g} s"), []
             except (Refused, Misconfigured) as error:
-                one.error = error
-                remains.append(one.name)
+                vm.error = error
+                remains.append(vm.name)
             except ProviderError as error:  # it may exist: the request is repeated under its name
-                one.error = error
-            self._operations.ended(one.name)
-            why, one.poller, one.error = one.error, None, None
+                vm.error = error
+            self._operations.ended(vm.name)
+            why, vm.poller, vm.error = vm.error, None, None
             if why is None:
                 continue
             if not isinstance(why, Refused):
-                one.offers = []
-            if isinstance(why, QuotaExceeded | SizeRefused) and one.offer is not None:  # this applies to all zones
-                one.offers = [offer for offer in one.offers if offer[0] != one.offer[0]]
-            if one.offers:
-                left.append(one)
+                vm.offers = []
+            if isinstance(why, QuotaExceeded | SizeRefused) and vm.offer is not None:  # this applies to all zones
+                vm.offers = [offer for offer in vm.offers if offer[0] != vm.offer[0]]
+            if vm.offers:
+                left.append(vm)
             else:
-                one.error = why
-                given_up.append(one)
+                vm.error = why
+                given_up.append(vm)
         try:
             self.group.end(remains, until_s, always=False)
         except ProviderError as error:  # remains of failed VMs block their names
-            kept = [one for one in left if one.name in remains]
-            for one in kept:
-                one.error = error
-            return [one for one in left if one not in kept], [*given_up, *kept]
+            kept = [vm for vm in left if vm.name in remains]
+            for vm in kept:
+                vm.error = error
+            return [vm for vm in left if vm not in kept], [*given_up, *kept]
         return left, given_up
 
 
@@ -316,14 +316,14 @@ def end_run(
     run: str,
     job: str,
     client: Any = None,
-    told: Callable[[str], None] = lambda _sentence: None,
+    say: Callable[[str], None] = lambda _sentence: None,
     bounds: Bounds | None = None,
 ) -> tuple[Vm, ...]:
     """End every VM of a run, and its scale set; blocks until they are gone. Returns the VMs that existed.
 
     Resources without the tags of this run and job are left alone, whatever their names.
 
-    ``client``: used in place of one with the user's login. ``told``: called with a sentence for what is left alone, and
+    ``client``: used in place of one with the user's login. ``say``: called with a sentence for what is left alone, and
     for what is tried again. ``bounds``: limits on waits in each attempt.
 
     ProviderError: nothing of this run exists, Azure did not answer, or something is left; the error names it.
@@ -344,15 +344,15 @@ def end_run(
             is_left = any(provider.group.owns(part) for part in provider.group.parts())
         if owns_set is False:
             name = provider.group.set_name
-            told(f"scale set {name} does not have the tags of this run: it is left alone, with what it holds")
+            say(f"scale set {name} does not have the tags of this run: it is left alone, with what it holds")
         if not look.vms and not owns_set and not is_left:
             runs = f"runs whose VMs are there: {', '.join(look.runs)}" if look.runs else "no run of Morph has VMs there"
             raise Misconfigured(
                 f"nothing in resource group {spec.resource_group} has the tags of run {run} of job {job}: it was ended "
                 f"before, or a name is misspelt; {runs}"
             )
-        for left in end_all(provider, told=told):
-            told(f"ended what a VM had left behind: {left}")
+        for left in end_all(provider, say=say):
+            say(f"ended what a VM had left behind: {left}")
     return tuple(vm for vm, _ in look.vms)
 
 

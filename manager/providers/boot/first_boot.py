@@ -53,7 +53,7 @@ from morph.contract.errors import MorphError
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from morph.link.session import Session
+    from morph.link.session import LinkSession
 
 MODULES = (
     "manager/__init__.py", "manager/host/__init__.py", "manager/host/plain_http.py",
@@ -158,7 +158,7 @@ class Caller:
             session.tell({"kind": "beat"})
             session.hear(ANSWER_TIMEOUT_S)
 
-    def _called(self) -> AbstractContextManager[Session]:
+    def _called(self) -> AbstractContextManager[LinkSession]:
         return called(self._manager, self._secret, self._node, ERRAND, self._num_devices, timeout_s=ANSWER_TIMEOUT_S)
 
 
@@ -191,9 +191,9 @@ def bring(caller: Caller, sha256: str, folder: Path, patience_s: float) -> None:
             if left_s <= 0:
                 raise Unheard(f"no wheel came from the manager within {patience_s:g} s: {error}") from error
             time.sleep(min(RETRY_S, left_s))
-    found = hashlib.sha256(wheel).hexdigest()
-    if found != sha256:
-        raise Unfit(f"the received wheel has the digest {found}, not the run's {sha256}")
+    digest = hashlib.sha256(wheel).hexdigest()
+    if digest != sha256:
+        raise Unfit(f"the received wheel has the digest {digest}, not the run's {sha256}")
     temporary = folder.with_name(f"{folder.name}.new")
     for stale in (temporary, folder):
         shutil.rmtree(stale, ignore_errors=True)
@@ -258,15 +258,15 @@ def lacking(requirements: list[str]) -> list[str]:
     for given in requirements:
         read = re.fullmatch(r"([A-Za-z0-9._-]+)(?:(==|>=)([0-9][0-9A-Za-z.+!_-]*))?", given)
         try:
-            found = metadata.version(read[1]) if read else ""
+            installed = metadata.version(read[1]) if read else ""
         except metadata.PackageNotFoundError:
-            found = ""
+            installed = ""
         if read is not None and "+" not in (read[3] or ""):
-            found = found.partition("+")[0]
+            installed = installed.partition("+")[0]
         fits = read is not None and (
-            read[2] is None or (found == read[3] if read[2] == "==" else _numbers(found) >= _numbers(read[3]))
+            read[2] is None or (installed == read[3] if read[2] == "==" else _numbers(installed) >= _numbers(read[3]))
         )
-        if not found or not fits:
+        if not installed or not fits:
             missing.append(given)
     return missing
 
@@ -385,11 +385,11 @@ def watch(
     seen, since_s = -1, clock()
     while True:
         try:
-            found = path.stat().st_mtime_ns
+            changed_s = path.stat().st_mtime_ns
         except OSError:
-            found = -1
-        if found != seen:
-            seen, since_s = found, clock()
+            changed_s = -1
+        if changed_s != seen:
+            seen, since_s = changed_s, clock()
         elif clock() - since_s >= patience_s:
             return
         pause(min(WATCH_EVERY_S, patience_s))

@@ -34,14 +34,14 @@ def make_wheel() -> bytes:
     ClusterError: Morph is not installed, but imported from some folder.
     """
     try:
-        found = metadata.distribution(DISTRIBUTION)
+        distribution = metadata.distribution(DISTRIBUTION)
     except metadata.PackageNotFoundError as error:
         raise ClusterError(
             "VMs get a copy of this machine's Morph, which is not installed: run pip install -e . in a clone"
         ) from error
-    info = f"{DISTRIBUTION.replace('-', '_')}-{found.version}.dist-info"
+    info = f"{DISTRIBUTION.replace('-', '_')}-{distribution.version}.dist-info"
     files = {name: path.read_bytes() for package in PACKAGES for name, path in _files(package)}
-    described = found.read_text("METADATA") or found.read_text(
+    described = distribution.read_text("METADATA") or distribution.read_text(
         "PKG-INFO"
     )  # the second is that of a clone, beside the code
     if not described:
@@ -50,7 +50,7 @@ def make_wheel() -> bytes:
         )
     files[f"{info}/METADATA"] = described.encode()
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: morph\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    files[f"{info}/entry_points.txt"] = (found.read_text("entry_points.txt") or "").encode()
+    files[f"{info}/entry_points.txt"] = (distribution.read_text("entry_points.txt") or "").encode()
     record = [f"{name},sha256={_digest(content)},{len(content)}" for name, content in sorted(files.items())]
     files[f"{info}/RECORD"] = "\n".join([*record, f"{info}/RECORD,,", ""]).encode()
     return packed(dict(sorted(files.items())), mode=0o644)
@@ -75,7 +75,7 @@ def requirements(*, any_build: bool = False) -> tuple[str, ...]:
     torch is required in its exact build, as ``2.9.0+cu128``, because weights depend on it. ``any_build``: take the
     build that an index has for the VMs, because the build found here does not support the VMs' GPUs.
     """
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     todo = [DISTRIBUTION]
     while todo:
         for line in metadata.requires(todo.pop()) or ():
@@ -83,16 +83,16 @@ def requirements(*, any_build: bool = False) -> tuple[str, ...]:
             read = re.match(r"[A-Za-z0-9._-]+", requirement)
             assert read is not None, line
             name = re.sub(r"[-_.]+", "-", read[0]).lower()
-            if name in found or "extra" in marker:
+            if name in versions or "extra" in marker:
                 continue
             try:
                 version = metadata.version(name)
             except metadata.PackageNotFoundError:  # not needed on this system
                 continue
             public, _, build = version.partition("+")
-            found[name] = public if build and any_build and not build.startswith(GPU_BUILDS) else version
+            versions[name] = public if build and any_build and not build.startswith(GPU_BUILDS) else version
             todo.append(name)
-    return tuple(f"{name}=={version}" for name, version in sorted(found.items()))
+    return tuple(f"{name}=={version}" for name, version in sorted(versions.items()))
 
 
 def make_lock(wanted: Sequence[str], timeout_s: float = LOCK_TIMEOUT_S) -> str:
@@ -137,11 +137,11 @@ class Lock:
     """The packages that the VMs of a run install; determined when the first VM lacks one, and kept for later managers.
 
     ``path``: the file that keeps the lock. ``wanted``: the requirements; a lock made for others is made anew.
-    ``told``: called with the reason if there are no hashes.
+    ``say``: called with the reason if there are no hashes.
     """
 
-    def __init__(self, path: Path, wanted: Sequence[str], told: Callable[[str], object]) -> None:
-        self._path, self._wanted, self._told = path, tuple(wanted), told
+    def __init__(self, path: Path, wanted: Sequence[str], say: Callable[[str], object]) -> None:
+        self._path, self._wanted, self._say = path, tuple(wanted), say
         self._made: bytes | None = None
         self._mutex = threading.Lock()
 
@@ -165,7 +165,7 @@ class Lock:
             made = (self._mark + make_lock(self._wanted)).encode()
             write_whole(self._path, made, PRIVATE)
         except (ClusterError, OSError) as error:  # the VMs may reach an index that this machine cannot
-            self._told(f"{error}; VMs install the same versions, and their files' hashes are not checked")
+            self._say(f"{error}; VMs install the same versions, and their files' hashes are not checked")
             made = "\n".join([*_indexes(self._wanted), *self._wanted, ""]).encode()
         return made
 

@@ -222,10 +222,10 @@ class Remembered(Generic[KeyT, FigureT]):
         """Return the price; None: not known. May block."""
         with self._lock:
             if self._clock() >= self._ask_at_s.get(key, float("-inf")):
-                found = self._find(key)
-                self._ask_at_s[key] = self._clock() + (RETRY_S if found is None else self._keep_s)
-                if found is not None:
-                    self._known[key] = found
+                value = self._find(key)
+                self._ask_at_s[key] = self._clock() + (RETRY_S if value is None else self._keep_s)
+                if value is not None:
+                    self._known[key] = value
             return self._known.get(key)
 
 

@@ -241,7 +241,7 @@ def request_part(request: str) -> str:
 def end_all(
     provider: Provider,
     *,
-    told: Callable[[str], None] = lambda _sentence: None,
+    say: Callable[[str], None] = lambda _sentence: None,
     patience_s: float = PATIENCE_S,
     pause: Callable[[float], object] | None = None,
     hurry: threading.Event | None = None,
@@ -254,7 +254,7 @@ def end_all(
     After an error that a retry may fix, the call is repeated after a growing pause, or the one for which the provider
     asks; the last time at the end of ``patience_s``.
 
-    ``told``: called with a sentence on what is left and when the next attempt is. ``hurry``: once it is set, the next
+    ``say``: called with a sentence on what is left and when the next attempt is. ``hurry``: once it is set, the next
     attempt is the last one. ``clock``: monotonic seconds.
 
     ProviderError: something is left; the error names it.
@@ -269,7 +269,7 @@ def end_all(
             if left_s <= 0 or hurry.is_set():
                 raise
             next_s = min(own_s if error.retry_after_s is None else error.retry_after_s, left_s)
-            told(f"{error}; again in {next_s:.3g} s")
+            say(f"{error}; again in {next_s:.3g} s")
         pause(next_s)
     raise AssertionError("pauses have no end")
 

@@ -134,10 +134,10 @@ def jobs_in_json(text: str, uid: int) -> tuple[Job, ...]:
     Transient: the output has another form, or reports errors.
     """
     try:
-        found = json.loads(text)
-        if found.get("errors"):
-            raise Transient(f"squeue: {json.dumps(found['errors'])[:200]}")
-        return tuple(_job_of_object(job) for job in found["jobs"] if _owner(job) == uid)
+        answer = json.loads(text)
+        if answer.get("errors"):
+            raise Transient(f"squeue: {json.dumps(answer['errors'])[:200]}")
+        return tuple(_job_of_object(job) for job in answer["jobs"] if _owner(job) == uid)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Transient(f"squeue: the answer is not a list of jobs: {type(error).__name__}: {error}") from error
 

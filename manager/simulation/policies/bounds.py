@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from manager.accounting.account import Part
+from manager.accounting.account import TimeUse
 from manager.simulation.policies.membership import Books, end_of, intervals, nothing_paid, twice_slower
 from manager.simulation.spot.job import SpotJob
-from manager.simulation.spot.outcome import Outcome
+from manager.simulation.spot.outcome import PolicyOutcome
 from manager.simulation.spot.run_end import SpotPrices, Until
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace
@@ -148,33 +148,33 @@ def _of_plans(plans: list[Plan]) -> Iterator[tuple[int, float, float]]:
 def _kind(workers: int, times: dict[float, float], whole: float) -> _Kind:
     """Return times that increase with the share, with times per micro-batch that do not increase."""
     shares = sorted(times.keys() | {whole})
-    per_share, found = math.inf, []
+    per_share, times_s = math.inf, []
     for share in shares:
         per_share = min(per_share, times.get(share, math.inf) / share)
-        found.append(per_share * share)
-    for place in range(len(found) - 2, -1, -1):
-        found[place] = min(found[place], found[place + 1] * (1 - _NEAR))
-    return _Kind(workers, tuple(map(float, shares)), tuple(found))
+        times_s.append(per_share * share)
+    for place in range(len(times_s) - 2, -1, -1):
+        times_s[place] = min(times_s[place], times_s[place + 1] * (1 - _NEAR))
+    return _Kind(workers, tuple(map(float, shares)), tuple(times_s))
 
 
 def play_ideal(
     job: SpotJob, trace: Trace, *, until: Until, seed: int = 0, prices: SpotPrices | None = None, name: str = ""
-) -> Outcome:
+) -> PolicyOutcome:
     """Play the ideal: changes of shape take no time, newcomers are ready at once, nothing is lost, no VM is idle."""
     books, steps, num_changes, bound = Books(job, nothing_paid(trace, prices)), 0.0, 0, Bound(job)
     most = math.inf if until.num_steps is None else until.num_steps
     for change, until_s in intervals(trace, 0.0, end_of(until, trace), prices, job.gpus_per_vm):
-        books.spend(change.time_s, Part.WAITING, 0)
+        books.spend(change.time_s, TimeUse.WAITING, 0)
         books.take(change)
         best = bound.fastest(len(books.ready))
         num_changes += not books.moments or books.moments[-1].shape != ("" if best is None else best.shape)
         books.note_shape(*(("", 0.0) if best is None else (best.shape, job.batch_size / best.step_s)))
         if best is not None:
             end_s = min(until_s, change.time_s + (most - steps) * best.step_s)
-            books.spend(end_s, Part.COMPUTE, best.num_workers)
+            books.spend(end_s, TimeUse.COMPUTE, best.num_workers)
             steps += (end_s - change.time_s) / best.step_s
         else:
-            books.spend(until_s, Part.WAITING, 0)
+            books.spend(until_s, TimeUse.WAITING, 0)
         if steps >= most - 1e-9 or books.is_spent(until):
             break
     done = steps >= most - 1e-9
@@ -183,7 +183,7 @@ def play_ideal(
 
 def play_on_demand(
     job: SpotJob, trace: Trace, *, until: Until, seed: int = 0, prices: SpotPrices | None = None, name: str = ""
-) -> Outcome:
+) -> PolicyOutcome:
     """Play as many on-demand VMs as the trace has VMs on average; these are never taken."""
     price = None if prices is None else prices.on_demand_usd_per_h
     books = Books(job, None if price is None else 0.0)
@@ -201,6 +201,6 @@ def play_on_demand(
         end_s = end_of(until, trace) if not price else until.amount / price / num_vms * 3600
     else:
         end_s = until.end_s or trace.duration_s
-    books.spend(end_s, Part.COMPUTE, plan.num_workers)
+    books.spend(end_s, TimeUse.COMPUTE, plan.num_workers)
     finished = until.num_steps is not None
     return books.outcome("on-demand", name, seed, math.floor(end_s / step_s + 1e-9), finished=finished)

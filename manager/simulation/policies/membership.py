@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from manager.accounting.account import Part
+from manager.accounting.account import TimeUse
 from manager.simulation.spot.job import SpotJob
-from manager.simulation.spot.outcome import Moment, Outcome
+from manager.simulation.spot.outcome import Moment, PolicyOutcome
 from manager.simulation.spot.run_end import SpotPrices, Until
 from morph.contract.lives import recorded
 from morph.contract.plan import Plan
@@ -54,10 +54,10 @@ def changes_of(trace: Trace, setup_s: float, prices: SpotPrices | None = None, g
         all_entries.append((change.time_s, change.kind, vm))
     lost_s = {vm: time_s for time_s, kind, vm in all_entries if kind == "taken"}
     real = [entry for entry in all_entries if entry[1] != "ready" or entry[0] < lost_s.get(entry[2], float("inf"))]
-    found = []
+    changes = []
     for time_s, together in groupby(sorted(real, key=lambda entry: entry[0]), key=lambda entry: entry[0]):
         entries = list(together)
-        found.append(
+        changes.append(
             Change(
                 time_s,
                 gpus_per_vm * sum(kind == "came" for _, kind, _ in entries),
@@ -67,7 +67,7 @@ def changes_of(trace: Trace, setup_s: float, prices: SpotPrices | None = None, g
                 sum(usd[vm] * {"came": 1, "taken": -1}.get(kind, 0) for _, kind, vm in entries),
             )
         )
-    return found
+    return changes
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Books:
     now_s: float = 0.0
     num_vms: int = 0
     ready: dict[str, None] = field(default_factory=dict)
-    parts_s: dict[Part, float] = field(default_factory=lambda: dict.fromkeys(Part, 0.0))
+    parts_s: dict[TimeUse, float] = field(default_factory=lambda: dict.fromkeys(TimeUse, 0.0))
     vm_s: float = 0.0
     num_losses: int = 0
     moments: list[Moment] = field(default_factory=list)
@@ -97,13 +97,13 @@ class Books:
         self.num_losses += len(change.lost)
         self.usd_per_h += change.usd_per_h
 
-    def spend(self, until_s: float, part: Part, members: int) -> None:
+    def spend(self, until_s: float, part: TimeUse, members: int) -> None:
         """Book time from ``now_s`` on: ``members`` VMs get this part, other ready ones are spare, the rest warm up."""
         for_s = max(0.0, until_s - self.now_s)
         num_ready = len(self.ready)
         self.parts_s[part] += members * for_s
-        self.parts_s[Part.SPARE if members else Part.WAITING] += (num_ready - members) * for_s
-        self.parts_s[Part.WARMING] += (self.num_vms - num_ready) * for_s
+        self.parts_s[TimeUse.SPARE if members else TimeUse.WAITING] += (num_ready - members) * for_s
+        self.parts_s[TimeUse.WARMING] += (self.num_vms - num_ready) * for_s
         self.vm_s += self.num_vms * for_s
         if self.usd is not None:
             self.usd += self.usd_per_h * for_s / 3600
@@ -111,8 +111,8 @@ class Books:
 
     def undo(self, seconds: float, members: int) -> None:
         """Book computing time of this length as lost."""
-        self.parts_s[Part.COMPUTE] -= seconds * members
-        self.parts_s[Part.LOST] += seconds * members
+        self.parts_s[TimeUse.COMPUTE] -= seconds * members
+        self.parts_s[TimeUse.LOST] += seconds * members
 
     def note(self, plan: Plan | None) -> None:
         """Record that this shape trains from now on."""
@@ -128,10 +128,10 @@ class Books:
         """Return whether the job's limit of dollars is spent."""
         return until.kind == "usd" and self.usd is not None and self.usd >= until.amount
 
-    def outcome(self, policy: str, trace: str, seed: int, steps: int, **more: int) -> Outcome:
+    def outcome(self, policy: str, trace: str, seed: int, steps: int, **more: int) -> PolicyOutcome:
         """Return the sums, by VM."""
         num = self.job.gpus_per_vm
-        return Outcome(
+        return PolicyOutcome(
             policy=policy,
             trace=trace,
             seed=seed,

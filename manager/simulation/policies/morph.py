@@ -8,12 +8,12 @@ from itertools import pairwise
 
 import simpy
 
-from manager.accounting.account import Part
+from manager.accounting.account import TimeUse
 from manager.controller.state.events import NodeFacts
 from manager.simulation.policies.membership import ON_DEMAND, end_of, nothing_paid, usd_of
 from manager.simulation.spot.cluster import SpotCluster, without_cycles
 from manager.simulation.spot.job import SpotJob
-from manager.simulation.spot.outcome import Moment, Outcome
+from manager.simulation.spot.outcome import Moment, PolicyOutcome
 from manager.simulation.spot.run_end import SpotPrices, Until
 from manager.simulation.spot.vms import Acting
 from morph.contract.lives import Recorded, recorded
@@ -33,12 +33,12 @@ def play_morph(
     prices: SpotPrices | None = None,
     name: str = "",
     redundancy: str | None = None,
-    told: Callable[[float], None] = lambda _share: None,
-) -> Outcome:
+    show_share: Callable[[float], None] = lambda _share: None,
+) -> PolicyOutcome:
     """Play the real controller's decisions on these VMs.
 
     VMs whose events' source is ``ON_DEMAND`` have the on-demand price. ``redundancy``: replaces the job's value.
-    ``told``: called regularly with the share of the time, or of the steps, that is over.
+    ``show_share``: called regularly with the share of the time, or of the steps, that is over.
     """
     if redundancy is not None:
         policy = job.policy.model_copy(update={"redundancy": redundancy})
@@ -79,14 +79,14 @@ def play_morph(
         cluster.env.process(live(of_one))
     end_s, gave_up = end_of(until, trace), ""
     with without_cycles():
-        _play(cluster, until, end_s, told)
+        _play(cluster, until, end_s, show_share)
     account, ended_s = cluster.account, cluster.now_s
     if cluster.finish is not None and cluster.finish.outcome != "finished":
         gave_up = f"gave up after {ended_s / 3600:.2g} of {end_s / 3600:.4g} hours: {cluster.finish.sentence}"
         cluster.moments.append(Moment(ended_s, 0, "", 0.0))
         ended_s = max(ended_s, end_s)
     changes = sum(before.shape != after.shape for before, after in pairwise(cluster.moments))
-    return Outcome(
+    return PolicyOutcome(
         policy="morph" if redundancy is None else f"morph-{redundancy}",
         trace=name,
         seed=seed,
@@ -98,7 +98,7 @@ def play_morph(
         num_fatal=cluster.num_fatal,
         num_changes=changes,
         vm_s=account.total_s / job.gpus_per_vm,
-        parts_s={part: account.part_s(part) / job.gpus_per_vm for part in Part},
+        parts_s={part: account.part_s(part) / job.gpus_per_vm for part in TimeUse},
         usd=None if nothing_paid(trace, prices) is None else _usd(cluster),
         finished=cluster.finish is not None and cluster.finish.outcome == "finished",
         gave_up=gave_up,
@@ -115,8 +115,8 @@ def play_mix(
     prices: SpotPrices | None = None,
     name: str = "",
     on_demand_share: float,
-    told: Callable[[float], None] = lambda _share: None,
-) -> Outcome:
+    show_share: Callable[[float], None] = lambda _share: None,
+) -> PolicyOutcome:
     """Play Morph on as many VMs, of which this share is on demand and never taken; the others follow the trace."""
     num = round(on_demand_share * trace.max_nodes)
     kept: set[str] = set()
@@ -133,11 +133,11 @@ def play_mix(
             kept.remove(event.node_id)
             events.append(event)
     mixed = trace.model_copy(update={"events": tuple(events)})
-    outcome = play_morph(job, mixed, until=until, seed=seed, prices=prices, name=name, told=told)
+    outcome = play_morph(job, mixed, until=until, seed=seed, prices=prices, name=name, show_share=show_share)
     return replace(outcome, policy=f"mix-{round(100 * on_demand_share)}")
 
 
-def _play(cluster: SpotCluster, until: Until, end_s: float, told: Callable[[float], None]) -> None:
+def _play(cluster: SpotCluster, until: Until, end_s: float, show_share: Callable[[float], None]) -> None:
     while cluster.finish is None and cluster.now_s < end_s:
         cluster.play(min(end_s, cluster.now_s + LOOK_EVERY_S))
         done = [cluster.now_s / end_s]
@@ -145,7 +145,7 @@ def _play(cluster: SpotCluster, until: Until, end_s: float, told: Callable[[floa
             done.append(_usd(cluster) / until.amount)
         elif until.num_steps:
             done.append(cluster.state.version / until.num_steps)
-        told(min(1.0, max(done)))
+        show_share(min(1.0, max(done)))
         if until.kind == "usd" and done[-1] >= 1:
             break
 

@@ -19,10 +19,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from manager.accounting.account import Part
+from manager.accounting.account import TimeUse
 from manager.simulation.policies.membership import Books, Change, end_of, intervals, nothing_paid, twice_slower
 from manager.simulation.spot.job import RedundantCost, SpotJob
-from manager.simulation.spot.outcome import Outcome
+from manager.simulation.spot.outcome import PolicyOutcome
 from manager.simulation.spot.run_end import SpotPrices, Until
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace
@@ -130,7 +130,7 @@ class _Run:
     def _go_back(self) -> None:
         lost_s = self.since_save_s + (self._every_s() if self.since_save_s < self._durable_s() else 0.0)
         members = max(1, self.depth * self.plan.num_replicas)
-        lost_s = min(lost_s, self.books.parts_s[Part.COMPUTE] / members, self.done * self._step_s())
+        lost_s = min(lost_s, self.books.parts_s[TimeUse.COMPUTE] / members, self.done * self._step_s())
         self.books.undo(lost_s, members)
         lost = min(self.done, lost_s / self._step_s())
         self.done, self.lost = self.done - lost, self.lost + lost
@@ -155,17 +155,17 @@ class _Run:
     def _train(self, until_s: float) -> None:
         books, working = self.books, self.working
         if not working:
-            return books.spend(until_s, Part.WAITING, 0)
+            return books.spend(until_s, TimeUse.WAITING, 0)
         members = sum(vm is not None for pipeline in working for vm in pipeline)
-        books.spend(min(self.ready_s, until_s), Part.MORPH, members)
+        books.spend(min(self.ready_s, until_s), TimeUse.MORPH, members)
         if books.now_s >= until_s:
             return None
         share = len(working) / self.plan.num_replicas
         slower, step_s = self._slower(), self._step_s()
         gained = min((until_s - books.now_s) / slower / step_s * share, self.most - self.done)
         compute_s = gained * step_s / share
-        books.spend(books.now_s + compute_s * (slower - 1), Part.CHECKPOINT, members)
-        books.spend(books.now_s + compute_s, Part.COMPUTE, members)
+        books.spend(books.now_s + compute_s * (slower - 1), TimeUse.CHECKPOINT, members)
+        books.spend(books.now_s + compute_s, TimeUse.COMPUTE, members)
         self.done += gained
         self.since_save_s = math.fmod(self.since_save_s + compute_s, self._every_s())
         self.of_step = (self.of_step + compute_s / step_s) % 1.0
@@ -210,7 +210,7 @@ def play_pipelines(
     prices: SpotPrices | None = None,
     name: str = "",
     redundant: str | None,
-) -> Outcome:
+) -> PolicyOutcome:
     """Play pipelines that drop samples, or whose VMs compute for their successors: "eflb" or "lflb"."""
     most = math.inf if until.num_steps is None else float(until.num_steps)
     books = Books(job, nothing_paid(trace, prices))
@@ -218,7 +218,7 @@ def play_pipelines(
     assert plan is not None, "some number of workers fits equal pipelines"
     run = _Run(job, books, plan, None if redundant is None else job.redundant[redundant], most)
     for change, until_s in intervals(trace, job.durations.setup_s, end_of(until, trace), prices, job.gpus_per_vm):
-        books.spend(change.time_s, Part.WAITING, 0)
+        books.spend(change.time_s, TimeUse.WAITING, 0)
         books.take(change)
         run.take(change)
         books.note(plan if run.working else None)

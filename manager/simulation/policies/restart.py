@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from manager.accounting.account import Part
+from manager.accounting.account import TimeUse
 from manager.simulation.policies.membership import Books, end_of, intervals, nothing_paid
 from manager.simulation.spot.job import SpotJob
-from manager.simulation.spot.outcome import Outcome
+from manager.simulation.spot.outcome import PolicyOutcome
 from manager.simulation.spot.run_end import SpotPrices, Until
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace
@@ -96,20 +96,20 @@ class _Run:
         """Train until this time with this membership."""
         books, plan = self.books, self.plan
         if plan is None:
-            return books.spend(until_s, Part.WAITING, 0)
+            return books.spend(until_s, TimeUse.WAITING, 0)
         members = plan.num_workers
-        books.spend(min(self.ready_s, until_s), Part.MORPH, members)
+        books.spend(min(self.ready_s, until_s), TimeUse.MORPH, members)
         step_s = plan.expected.mini_batch_s + self.job.durations.order_s
         while not self.done and books.now_s + step_s - self.begun_s <= until_s:
             num = self._steps_until_save(step_s, until_s)
-            books.spend(books.now_s + num * step_s - self.begun_s, Part.COMPUTE, members)
+            books.spend(books.now_s + num * step_s - self.begun_s, TimeUse.COMPUTE, members)
             self.spent.append((self.step, num, step_s, members))
             self.step, self.begun_s = self.step + num, 0.0
             if self._is_due():
                 self._save(until_s)
         if not self.done:
             self.begun_s += max(0.0, until_s - books.now_s)
-            books.spend(until_s, Part.COMPUTE, members)
+            books.spend(until_s, TimeUse.COMPUTE, members)
         return None
 
     def _steps_until_save(self, step_s: float, until_s: float) -> int:
@@ -147,7 +147,7 @@ class _Run:
     def _save(self, until_s: float) -> None:
         assert self.plan is not None
         books, stall_s = self.books, self._stall_s()
-        books.spend(min(until_s, books.now_s + stall_s), Part.CHECKPOINT, self.plan.num_workers)
+        books.spend(min(until_s, books.now_s + stall_s), TimeUse.CHECKPOINT, self.plan.num_workers)
         newest = max(step for since_s, step in self.saved if since_s <= books.now_s)
         self.saved = [*self.saved[-2:], (books.now_s + self._durable_s(), self.step)]
         self.spent = [entry for entry in self.spent if entry[0] + entry[1] > newest]
@@ -174,7 +174,7 @@ def play_restart(
     name: str = "",
     every_steps: int | None = None,
     adaptive: bool = False,
-) -> Outcome:
+) -> PolicyOutcome:
     """Play a job that restarts and saves every ``every_steps`` steps; None: at the interval of least cost.
 
     ``adaptive``: no other saves if every notice leaves time to save (the thesis on Spotify, 4.2).
@@ -184,7 +184,7 @@ def play_restart(
     run = _Run(job, books, every_steps, most)
     leads = [event.notice_s for event in trace.events if event.event == "remove"]
     for change, until_s in intervals(trace, job.durations.setup_s, end_of(until, trace), prices, job.gpus_per_vm):
-        books.spend(change.time_s, Part.WAITING, 0)
+        books.spend(change.time_s, TimeUse.WAITING, 0)
         books.take(change)
         better = job.best_plan(len(books.ready))
         if not set(change.lost).isdisjoint(run.members):

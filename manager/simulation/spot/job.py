@@ -162,10 +162,10 @@ def job_from_profile(
         units={unit.id: unit.sections for unit in profile.units},
         unit_bytes={unit.id: unit.parameter_bytes * state_copies for unit in profile.units},
         state_copies=state_copies,
-        section_compute_s=_compute_s(profile, micro_batch_size),
+        section_compute_s=profile.section_compute_s(micro_batch_size),
         node_types=dict(node_types),
         type_compute_s={
-            name: _compute_s(of_pool_type(profile, name), micro_batch_size) for name in set(node_types.values())
+            name: of_pool_type(profile, name).section_compute_s(micro_batch_size) for name in set(node_types.values())
         },
         durations=durations,
         policy=policy,
@@ -179,11 +179,6 @@ def _equal_plans(
     if not isinstance(most, int) or not any(plan.kinds for plan in plans.values()):
         return None
     return plan_table(profile, most, replace(request, unequal=False)) or None
-
-
-def _compute_s(profile: Profile, micro_batch_size: int) -> tuple[float, ...]:
-    m = micro_batch_size
-    return tuple(section.forward[m].median_s + section.backward[m].median_s for section in profile.sections)
 
 
 def with_redundant_costs(job: SpotJob, profile: Profile, num_workers: int) -> SpotJob:
@@ -203,9 +198,9 @@ def with_redundant_costs(job: SpotJob, profile: Profile, num_workers: int) -> Sp
     steps = {mode: step(mode) for mode in modes}
     costs = {
         mode: RedundantCost(
-            overhead=max(0.0, found.expected.mini_batch_s / plain_s - 1), pause=found.mean_pause_s / plain_s
+            overhead=max(0.0, simulated.expected.mini_batch_s / plain_s - 1), pause=simulated.mean_pause_s / plain_s
         )
-        for mode, found in steps.items()
+        for mode, simulated in steps.items()
     }
     return job.model_copy(update={"redundant": costs})
 

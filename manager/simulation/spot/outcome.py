@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from manager.accounting.account import Part
+from manager.accounting.account import TimeUse
 
 
 class Moment(NamedTuple):
@@ -18,7 +18,7 @@ class Moment(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PolicyOutcome:
     """One job under one policy on one trace.
 
     ``steps``: the steps whose result counts at the end. ``examples``: the samples in them; fewer than steps times the
@@ -38,7 +38,7 @@ class Outcome:
     num_fatal: int
     num_changes: int
     vm_s: float
-    parts_s: dict[Part, float]
+    parts_s: dict[TimeUse, float]
     usd: float | None
     finished: bool
     gave_up: str = ""

@@ -39,11 +39,11 @@ class Until(Value):
             if date <= now:
                 raise InputError("is in the past", field="--until", value=text, allowed="a future date")
             return cls(kind="hours", amount=(date - now).total_seconds() / 3600)
-        found = _FORM.fullmatch(text.strip().lower())
-        amount = float(found["number"]) if found else 0.0
-        if found is None or amount <= 0 or (not found["unit"] and not amount.is_integer()):
+        match = _FORM.fullmatch(text.strip().lower())
+        amount = float(match["number"]) if match else 0.0
+        if match is None or amount <= 0 or (not match["unit"] and not amount.is_integer()):
             raise InputError("is not a bound", field="--until", value=text, allowed=_ALLOWED)
-        match found["unit"]:
+        match match["unit"]:
             case "h":
                 return cls(kind="hours", amount=amount)
             case "d":

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from morph.contract.messages import ReshapeOrder, Slot, UnitId, WorkerId
 from morph.contract.salvage import LOSSES, KeptSums, PartialSum, counted_in, mask_of, partial_sum, share_in
 
-Place = tuple[UnitId, int]
+UnitSection = tuple[UnitId, int]
 """A unit, and one of the sections that use it."""
 
 
@@ -24,13 +24,13 @@ class StepStart:
             for sections in [stage.sections for stage in order.plan.stages]
         ]
         self._shares: dict[int, Sequence[int]] = {}
-        self.counted: dict[Place, int] = {}
+        self.counted: dict[UnitSection, int] = {}
         self._parts: dict[WorkerId, list[PartialSum]] = {}
         for entry in () if self._salvage is None else self._salvage.sums:
             _add(self.counted, entry.sum)
             self._parts.setdefault(entry.receiver, []).append(entry.sum)
 
-    def places(self, slot: Slot) -> tuple[Place, ...]:
+    def places(self, slot: Slot) -> tuple[UnitSection, ...]:
         """Return the places that a worker's stage sums."""
         return self._places[slot.stage]
 
@@ -60,11 +60,11 @@ class WorkerSums:
     units: Mapping[UnitId, Sequence[int]]
     step: int | None = None
     parts: list[PartialSum] = field(default_factory=list)
-    counted: dict[Place, int] | None = None
-    before: Mapping[Place, int] = field(default_factory=dict)
+    counted: dict[UnitSection, int] | None = None
+    before: Mapping[UnitSection, int] = field(default_factory=dict)
     share: Sequence[int] = ()
     whole: int = 0
-    _places: tuple[Place, ...] = ()
+    _places: tuple[UnitSection, ...] = ()
 
     def begin(self, start: StepStart, slot: Slot, step: int) -> bool:
         """Begin a step; returns whether this worker has the sums that the order tells it to continue with."""
@@ -121,7 +121,7 @@ def with_losses(units: Mapping[UnitId, Sequence[int]], num_sections: int) -> dic
     return {**units, LOSSES: (num_sections - 1,)}
 
 
-def _add(places: dict[Place, int], part: PartialSum) -> None:
+def _add(places: dict[UnitSection, int], part: PartialSum) -> None:
     for section, mask in counted_in(part).items():
         assert not places.get((part.unit, section), 0) & mask, f"{part} is counted twice"
         places[part.unit, section] = places.get((part.unit, section), 0) | mask

@@ -90,7 +90,7 @@ class Workers:
     def _give_up(self, like: Aborted, workers: Sequence[WorkerId]) -> Acting:
         """Let the remaining workers report that they have given up, with their sums."""
         yield self._env.timeout(self.job.durations.aborted_s)
-        told: list[Told] = []
+        events: list[Told] = []
         without: list[WorkerId] = []
         for worker in workers:
             if worker in self.alive:
@@ -99,10 +99,10 @@ class Workers:
                     without.append(worker)
                 else:
                     answer = like.model_copy(update={"worker": worker, "kept": kept})
-                    told.append(WorkerAnswered.model_construct(worker=worker, answer=answer))
+                    events.append(WorkerAnswered.model_construct(worker=worker, answer=answer))
         if without:
-            told.append(AnsweredAlike.model_construct(kind=ALIKE, workers=tuple(without), answer=like))
-        self._tell(told)
+            events.append(AnsweredAlike.model_construct(kind=ALIKE, workers=tuple(without), answer=like))
+        self._tell(events)
 
     def reshape(self, orders: Sequence[SendReshape]) -> None:
         """Form a shape; the worker that receives or sends most decides how long it takes."""

@@ -35,7 +35,7 @@ _TYPES = {"int": "N", "float": "X", "str": "TEXT", "path": "PATH"}
 Rows = list[tuple[str, str]]
 Command = Any
 """A command or a group of Typer; its classes for them come and go with Click's."""
-Place = str | Mapping[str, str]
+CommandPlace = str | Mapping[str, str]
 
 
 class HelpGroup(TyperGroup):
@@ -45,7 +45,7 @@ class HelpGroup(TyperGroup):
     places, the places by name, with the group itself under the empty name.
     """
 
-    table: ClassVar[Mapping[str, Mapping[str, Place]]] = {}
+    table: ClassVar[Mapping[str, Mapping[str, CommandPlace]]] = {}
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -75,7 +75,7 @@ class HelpGroup(TyperGroup):
 class Found(dict[str, Command]):
     """Commands by name, each of which is imported when it is looked up."""
 
-    def __init__(self, places: Mapping[str, tuple[str, Place]]) -> None:
+    def __init__(self, places: Mapping[str, tuple[str, CommandPlace]]) -> None:
         super().__init__(dict.fromkeys(places))
         self._places = dict(places)
 
@@ -156,7 +156,7 @@ def found_by_name(place: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-def _imported(name: str, place: Place) -> Any:
+def _imported(name: str, place: CommandPlace) -> Any:
     places = {"": place} if isinstance(place, str) else place
     found = found_by_name(places[""])
     if isinstance(found, typer.Typer):

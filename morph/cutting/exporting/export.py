@@ -28,7 +28,7 @@ from morph.cutting.deferred_init.construct import (
 from morph.cutting.deferred_init.recordable import unvalidated_distributions
 from morph.cutting.deferred_init.tape import CannotRecord
 from morph.cutting.exporting.attention_masks import masks_as_untraced
-from morph.cutting.exporting.exported_job import ExportedJob, GraphJob, MarkedJob, Source
+from morph.cutting.exporting.exported_job import ExportedJob, GraphInput, GraphJob, MarkedJob
 from morph.cutting.exporting.functional import Functional, make_functional
 from morph.cutting.exporting.gradient_hooks import (
     gradients_refused,
@@ -62,7 +62,7 @@ from morph.data.loader import form_of, varying_dims
 from morph.jobs.job import Job
 from morph.losses import names_of
 
-__all__ = ["ExportedJob", "GraphJob", "MarkedJob", "Source", "export_job"]
+__all__ = ["ExportedJob", "GraphInput", "GraphJob", "MarkedJob", "export_job"]
 
 _PREFIX = "model."
 _NUMBERS: set[object] = {torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default}
@@ -141,7 +141,7 @@ def _graph_job(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> GraphJo
     )
 
 
-def _length_symbol(job: Job, graph_module: GraphModule, sources: dict[str, Source]) -> Any:
+def _length_symbol(job: Job, graph_module: GraphModule, sources: dict[str, GraphInput]) -> Any:
     if len(job.buckets) < 2:
         return None
     varying = varying_dims(job)
@@ -245,27 +245,29 @@ def _written_names(functional: Functional, program: ExportedProgram, built: Buil
 
 def _sources(
     program: ExportedProgram, batch: dict[str, Tensor], canonical: dict[str, str], written: dict[str, str]
-) -> dict[str, Source]:
-    sources: dict[str, Source] = {}
+) -> dict[str, GraphInput]:
+    sources: dict[str, GraphInput] = {}
     keys = iter(batch)
     for spec in program.graph_signature.input_specs:
         placeholder = spec.arg.name
         if spec.kind == InputKind.USER_INPUT:
-            sources[placeholder] = Source("batch", next(keys))
+            sources[placeholder] = GraphInput("batch", next(keys))
             continue
         target = str(spec.target)
         name = target.removeprefix(_PREFIX)
         trainable = spec.kind == InputKind.PARAMETER and _held(program, target).requires_grad
         if placeholder in written:
-            sources[placeholder] = Source("buffer", written[placeholder])
+            sources[placeholder] = GraphInput("buffer", written[placeholder])
         else:
             sources[placeholder] = (
-                Source("parameter", canonical[name]) if trainable else Source("constant", canonical.get(name, name))
+                GraphInput("parameter", canonical[name])
+                if trainable
+                else GraphInput("constant", canonical.get(name, name))
             )
     return sources
 
 
-def _constants(program: ExportedProgram, sources: dict[str, Source], built: BuiltModel) -> LazyTensors:
+def _constants(program: ExportedProgram, sources: dict[str, GraphInput], built: BuiltModel) -> LazyTensors:
     held = {
         spec.arg.name: _held(program, str(spec.target))
         for spec in program.graph_signature.input_specs
@@ -330,5 +332,5 @@ def _refuse_sizes_of_data(job: Job, graph_module: GraphModule, known: set[Any]) 
                 )
 
 
-def _is_batch(sources: dict[str, Source], node: Node) -> bool:
+def _is_batch(sources: dict[str, GraphInput], node: Node) -> bool:
     return sources[node.name].kind == "batch"

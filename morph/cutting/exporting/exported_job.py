@@ -67,7 +67,7 @@ class ExportedJob:
 
 
 @dataclass(frozen=True)
-class Source:
+class GraphInput:
     """The content of a graph input.
 
     ``kind`` is ``parameter`` (a trainable one), ``buffer`` (one that the forward writes), ``constant`` (another buffer,
@@ -92,7 +92,7 @@ class GraphJob(ExportedJob):
     """
 
     graph_module: GraphModule
-    sources: dict[str, Source]
+    sources: dict[str, GraphInput]
     batch_symbol: Any
     initial_constants: LazyTensors
     written: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from morph.contract.errors import JobError
-from morph.cutting.exporting.exported_job import Source
+from morph.cutting.exporting.exported_job import GraphInput
 from morph.cutting.exporting.functional import Functional, results_of
 from morph.cutting.exporting.random_operations import is_random
 from morph.cutting.sections.statistics import PLAIN
@@ -39,7 +39,7 @@ _ALLOWED = (
 )
 
 
-def settle_writes(functional: Functional, sources: Mapping[str, Source]) -> None:
+def settle_writes(functional: Functional, sources: Mapping[str, GraphInput]) -> None:
     """Refuse changes that would depend on the shape, and move the others to the place where their values are used."""
     if not functional.written:
         return
@@ -65,7 +65,7 @@ def settle_writes(functional: Functional, sources: Mapping[str, Source]) -> None
     _move_to_their_use(graph, [end for end in changed if end not in varying], set(changed))
 
 
-def _varying(functional: Functional, sources: Mapping[str, Source]) -> set[Node]:
+def _varying(functional: Functional, sources: Mapping[str, GraphInput]) -> set[Node]:
     """Return nodes that differ between micro-batches: they depend on samples or their number, or are random."""
     varying: set[Node] = set()
     for node in functional.graph_module.graph.nodes:

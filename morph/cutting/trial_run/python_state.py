@@ -76,7 +76,7 @@ class KeptState:
             function = waiting.pop()
             if id(function) not in seen:
                 seen.add(id(function))
-                for name, value in _behind(function):
+                for name, value in _reachable(function):
                     yield name, functools.partial(_same, value)
                     if isinstance(value, FunctionType) and value.__code__.co_filename in self.files:
                         waiting.append(value)
@@ -121,15 +121,15 @@ def _generator_state(value: object) -> object:
     return repr(value) if isinstance(value, itertools.count) else None
 
 
-def _behind(function: object) -> Iterator[tuple[str, object]]:
+def _reachable(function: object) -> Iterator[tuple[str, object]]:
     """Yield external values that a function can reach: globals that it names, closures, the object of a method."""
     if isinstance(function, functools.partial):
-        yield from _behind(function.func)
+        yield from _reachable(function.func)
         yield from ((f"argument {place} of the loss", value) for place, value in enumerate(function.args))
         yield from ((f"argument {key} of the loss", value) for key, value in function.keywords.items())
     elif isinstance(function, MethodType):
         yield from _attributes(function.__self__)
-        yield from _behind(function.__func__)
+        yield from _reachable(function.__func__)
     elif isinstance(function, FunctionType):
         names = set(_names(function.__code__))
         yield from ((f"global {name}", function.__globals__[name]) for name in names & function.__globals__.keys())
@@ -138,7 +138,7 @@ def _behind(function: object) -> Iterator[tuple[str, object]]:
                 yield f"variable {name}", cell.cell_contents
     else:
         yield from _attributes(function)
-        yield from _behind(type(function).__call__) if callable(function) else ()
+        yield from _reachable(type(function).__call__) if callable(function) else ()
 
 
 def _attributes(thing: object) -> Iterator[tuple[str, object]]:

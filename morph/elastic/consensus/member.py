@@ -70,12 +70,12 @@ def is_majority(left: Collection[int], of: Collection[int]) -> bool:
 
 def voters(reports: Iterable[Report]) -> list[Ring]:
     """Return the newest ring that was formed, and all rings that may have been formed after it."""
-    told = list(reports)
-    formed = [report.ring for report in told if report.ring is not None]
+    answers = list(reports)
+    formed = [report.ring for report in answers if report.ring is not None]
     newest = formed[0]
     for ring in formed:
         newest = ring if ring.ballot.beats(newest.ballot) else newest
-    open_ones = {ring for report in told for ring in report.accepted if ring.ballot.beats(newest.ballot)}
+    open_ones = {ring for report in answers for ring in report.accepted if ring.ballot.beats(newest.ballot)}
     return [newest, *sorted(open_ones)]
 
 
@@ -306,10 +306,10 @@ def _entered(state: MemberState) -> tuple[MemberState, Outputs]:
     """End the third round: train in the ring accepted last, and tell the members that are not in it."""
     ring = state.accepted[-1]
     left_out = (state.known() | state.met).difference(ring.members)
-    told = tuple(Send(other, Excluded(ring.ballot)) for other in sorted(left_out))
+    excluded = tuple(Send(other, Excluded(ring.ballot)) for other in sorted(left_out))
     nobody: frozenset[int] = frozenset()
     state = replace(state, phase="running", ring=ring, accepted=(), suspects=nobody, joiners=nobody, met=nobody)
-    return state, (*told, Enter(ring, state.goal, state.source, state.behind, state.fresh))
+    return state, (*excluded, Enter(ring, state.goal, state.source, state.behind, state.fresh))
 
 
 def _on_stop(state: MemberState, token: Stop) -> tuple[MemberState, Outputs]:

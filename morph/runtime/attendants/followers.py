@@ -95,7 +95,7 @@ class FollowerLane(Attendant):
         self._incoming = Incoming(
             context,
             {unit: follow.worker for follow in others for unit in follow.units},
-            make_shadow=lambda unit: self._shadow(unit, order),
+            make_unit_copy=lambda unit: self._make_unit_copy(unit, order),
             arrive=self._workload.arrive,
             listen_host=self._setup.listen_host,
             news=self._wake,
@@ -104,11 +104,11 @@ class FollowerLane(Attendant):
             take_sums=self._keep,
         )
 
-    def _shadow(self, unit: str, order: ReshapeOrder) -> UnitState:
-        shadow = self._workload.make_shadow(unit, order.plan.num_micro_batches)
+    def _make_unit_copy(self, unit: str, order: ReshapeOrder) -> UnitState:
+        unit_copy = self._workload.make_unit_copy(unit, order.plan.num_micro_batches)
         if order.follow_in_host:
-            shadow.offload()
-        return shadow
+            unit_copy.offload()
+        return unit_copy
 
     def at_version(self, current: Generation, order: StepOrder | CommitOrder, held: Units) -> None:  # noqa: ARG002
         """Connect before a generation's first step; before each, start to send further units."""
@@ -218,16 +218,16 @@ def frame_of(step: int, parts: Sequence[HeldSum]) -> Frame:
 
 def sums_of(frame: Frame) -> list[HeldSum]:
     """Return the partial sums in a frame."""
-    told = frame.facts.get("sums", ())
-    tensors: list[dict[str, Tensor]] = [{} for _ in told]
+    described = frame.facts.get("sums", ())
+    tensors: list[dict[str, Tensor]] = [{} for _ in described]
     for key, value in frame.tensors.items():
         index, _, name = key.partition("/")
         tensors[int(index)][name] = value
     return [
         HeldSum(
             PartialSum.model_validate(part["total"]),
-            found,
+            tensors_of,
             tuple(MicroBatchLoss.model_validate(loss) for loss in part["losses"]),
         )
-        for part, found in zip(told, tensors, strict=True)
+        for part, tensors_of in zip(described, tensors, strict=True)
     ]

@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 class Incoming:
     """Receives units during training, in a thread that listens and one thread for each sender.
 
-    ``make_shadow`` makes a unit that will be kept in step. On emulated links, ``arrive`` blocks until this many bytes
-    have arrived. ``known``: units that are already here at their senders' present version. ``take_sums`` is called with
-    the sender's name and a frame of partial sums, or a frame that says that no more will come.
+    ``make_unit_copy`` makes a unit that will be kept up to date. On emulated links, ``arrive`` blocks until this many
+    bytes have arrived. ``known``: units that are already here at their senders' present version. ``take_sums`` is
+    called with the sender's name and a frame of partial sums, or a frame that says that no more will come.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Incoming:
         context: StreamContext,
         senders: Mapping[str, str],
         *,
-        make_shadow: Callable[[str], UnitState],
+        make_unit_copy: Callable[[str], UnitState],
         arrive: Callable[[int], None],
         listen_host: str,
         news: Callable[[], None],
@@ -50,13 +50,13 @@ class Incoming:
     ) -> None:
         self._rendezvous = context.rendezvous(context.worker)
         self._senders = dict(senders)
-        self._make_shadow, self._arrive, self._open_store = make_shadow, arrive, context.open_store
+        self._make_unit_copy, self._arrive, self._open_store = make_unit_copy, arrive, context.open_store
         self._faults, self._news, self._limit_s = context.faults, news, context.limit_s
         self._lock = threading.Lock()
         self._take_sums = take_sums
-        self._shadows: dict[str, UnitState] = dict(known or {})
-        self._versions: dict[str, int] = {unit: state.version for unit, state in self._shadows.items()}
-        self._in_step: set[str] = set(self._shadows)
+        self._unit_copies: dict[str, UnitState] = dict(known or {})
+        self._versions: dict[str, int] = {unit: state.version for unit, state in self._unit_copies.items()}
+        self._in_step: set[str] = set(self._unit_copies)
         self._synced: set[str] = set()
         self._broken: dict[str, str] = {}
         self._interrupt: Interrupt | None = None
@@ -91,18 +91,18 @@ class Incoming:
             return False
 
         interrupt.wait_for(there, f"unit {unit}, which was pre-copied", timeout_s)
-        return self._shadows[unit]
+        return self._unit_copies[unit]
 
     def in_step(self, version: int) -> dict[str, UnitState]:
         """Return the units in step with their senders: at this version, or with the gradients that lead to it."""
         with self._lock:
-            found = {}
+            units = {}
             for unit in self._in_step:
-                state = self._shadows[unit]
+                state = self._unit_copies[unit]
                 if state.version == version or (state.version == version - 1 and state.reduced is not None):
-                    found[unit] = state
-            self._in_step = set(found)
-            return found
+                    units[unit] = state
+            self._in_step = set(units)
+            return units
 
     @property
     def synced(self) -> tuple[str, ...]:
@@ -191,11 +191,11 @@ class Incoming:
             self.received_bytes += size
         if facts["kind"] == "state":
             self._faults.reach("receive_ahead", facts["version"])
-            shadow = self._make_shadow(facts["unit"])
-            shadow.load(frame.tensors)
+            unit_copy = self._make_unit_copy(facts["unit"])
+            unit_copy.load(frame.tensors)
             with self._lock:
-                self._shadows[facts["unit"]] = shadow
-                self._versions[facts["unit"]] = shadow.version
+                self._unit_copies[facts["unit"]] = unit_copy
+                self._versions[facts["unit"]] = unit_copy.version
         elif facts["kind"] in ("update", "undecided"):
             with self._lock:  # the worker owns units in step too, and alone once this object has ended
                 if self._ended:
@@ -203,10 +203,10 @@ class Incoming:
                 for unit, update in facts["units"].items():
                     gradients = _of(unit, frame.tensors)
                     if facts["kind"] == "update":
-                        apply_update(self._shadows[unit], update, gradients)
-                        self._versions[unit] = self._shadows[unit].version
+                        apply_update(self._unit_copies[unit], update, gradients)
+                        self._versions[unit] = self._unit_copies[unit].version
                     else:
-                        hold_update(self._shadows[unit], update, gradients)
+                        hold_update(self._unit_copies[unit], update, gradients)
                         self._in_step.add(unit)
         elif facts["kind"] in ("sums", "through"):
             self._take_sums(sender, frame)

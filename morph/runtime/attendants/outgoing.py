@@ -214,8 +214,8 @@ class Outgoing:
 
     def _connect(self) -> socket.socket:
         with self._open_store() as store:
-            told = store.get(self._rendezvous.key).decode()
-        connection = socket.create_connection(self._rendezvous.address(told), CONNECT_TIMEOUT_S)
+            invitation = store.get(self._rendezvous.key).decode()
+        connection = socket.create_connection(self._rendezvous.address(invitation), CONNECT_TIMEOUT_S)
         connection.settimeout(self._limit_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._condition:
@@ -223,7 +223,7 @@ class Outgoing:
             ended = self.error is not None
         if ended:
             close(connection)
-        send_frame(connection, Frame(self._rendezvous.hello(told, self._worker), {}))
+        send_frame(connection, Frame(self._rendezvous.hello(invitation, self._worker), {}))
         return connection
 
     def _next(self) -> Frame | _State | None:

@@ -75,7 +75,7 @@ class PreCopyLane(Attendant):
                 self._incoming = Incoming(
                     context,
                     senders,
-                    make_shadow=lambda unit: self._workload.make_shadow(unit, order.num_micro_batches),
+                    make_unit_copy=lambda unit: self._workload.make_unit_copy(unit, order.num_micro_batches),
                     arrive=self._workload.arrive,
                     listen_host=self._setup.listen_host,
                     news=self._news,

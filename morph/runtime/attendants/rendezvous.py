@@ -32,21 +32,21 @@ class Rendezvous:
         nonce = new_secret()
         return f"{host} {port} {nonce} {proof(self._secret, 'receiver', self.key, host, str(port), nonce)}"
 
-    def address(self, told: str) -> tuple[str, int]:
+    def address(self, invitation: str) -> tuple[str, int]:
         """Return the receiver's address. Raises ConnectionError if the text is not from the receiver."""
-        host, port, nonce, given = _parts(told)
+        host, port, nonce, given = _parts(invitation)
         if not is_proven(given, self._secret, "receiver", self.key, host, port, nonce):
             raise ConnectionError("the receiver's address was written by someone else")
         return host, int(port)
 
-    def hello(self, told: str, sender: str) -> dict[str, str]:
+    def hello(self, invitation: str, sender: str) -> dict[str, str]:
         """Return the facts of a sender's first frame."""
-        _, _, nonce, _ = _parts(told)
+        _, _, nonce, _ = _parts(invitation)
         return {"kind": "hello", "worker": sender, "proof": proof(self._secret, "sender", self.key, nonce, sender)}
 
-    def greeted(self, told: str, facts: Mapping[str, Any]) -> str | None:
+    def greeted(self, invitation: str, facts: Mapping[str, Any]) -> str | None:
         """Return the sender of a hello; None if it is not from a sender."""
-        _, _, nonce, _ = _parts(told)
+        _, _, nonce, _ = _parts(invitation)
         sender, given = str(facts.get("worker")), str(facts.get("proof"))
         return sender if is_proven(given, self._secret, "sender", self.key, nonce, sender) else None
 
@@ -72,8 +72,8 @@ class StreamContext:
         return Rendezvous(self.occasion, receiver, self.secret)
 
 
-def _parts(told: str) -> tuple[str, str, str, str]:
-    parts = told.rsplit(" ", 3)
+def _parts(invitation: str) -> tuple[str, str, str, str]:
+    parts = invitation.rsplit(" ", 3)
     if len(parts) < 4:
         raise ConnectionError("the receiver's address is not valid")
     host, port, nonce, given = parts

@@ -29,16 +29,16 @@ def usable_device(
     ``name``: ``cpu`` or ``cuda``. ``numbered``: whether names such as ``cuda:1`` are allowed.
     """
     cuda = torch.cuda.is_available()
-    found = ["cpu", *["cuda"] * cuda]
-    found += [f"cuda:{number}" for number in range(torch.cuda.device_count()) if cuda and numbered]
-    if name in found:
+    devices = ["cpu", *["cuda"] * cuda]
+    devices += [f"cuda:{number}" for number in range(torch.cuda.device_count()) if cuda and numbered]
+    if name in devices:
         return torch.device(name)
     why = ""
     if name.partition(":")[0] == "cuda" and not cuda:
         lacks = "finds none" if torch.backends.cuda.is_built() else "is built without CUDA"  # type: ignore[no-untyped-call]
         why = f": torch {torch.__version__} {lacks}"
     raise ConfigError(
-        f"this machine has no such device{why}", source=source, field=field, value=name, allowed=", ".join(found)
+        f"this machine has no such device{why}", source=source, field=field, value=name, allowed=", ".join(devices)
     )
 
 

@@ -34,7 +34,7 @@ from morph.runtime.groups.topology import Topology
 log = logging.getLogger(__name__)
 
 
-class Place(Value):
+class WorkerMachine(Value):
     """The place of a worker; workers of one ``machine`` can share memory."""
 
     machine: str
@@ -57,7 +57,7 @@ def this_machine() -> str:
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/ipc').readlink()}"
 
 
-def edges_within(edges: Sequence[GroupSpec], places: Mapping[str, Place]) -> tuple[GroupSpec, ...]:
+def edges_within(edges: Sequence[GroupSpec], places: Mapping[str, WorkerMachine]) -> tuple[GroupSpec, ...]:
     """Return the edges whose ends are on one machine, in their order. Pure; both ends get the same answer."""
     return tuple(edge for edge in edges if len({places[member].machine for member in edge.members}) == 1)
 
@@ -119,13 +119,13 @@ class Forming:
     def links(self, open_store: Callable[[], Store]) -> dict[str, Link]:
         """Exchange offers; blocks until the neighbours have made theirs. Raises RuntimeError as the store does."""
         store = PrefixStore(f"g{self.interrupt.generation}/links", open_store())
-        places = told_facts(store, self.edges, self.worker, Place(machine=this_machine()))
+        places = told_facts(store, self.edges, self.worker, WorkerMachine(machine=this_machine()))
         near = edges_within(self.edges, places)
         out = [edge for edge in near if edge.members[0] == self.worker]
         boxes = [self._offer(store, edge, index) for index, edge in enumerate(out)]
-        found = {edge.name: self._open(store, edge) for edge in near if edge.members[1] == self.worker}
-        found |= {edge.name: self._heard(store, edge, box) for edge, box in zip(out, boxes, strict=True)}
-        ends = {name: end for name, end in found.items() if end is not None}
+        opened = {edge.name: self._open(store, edge) for edge in near if edge.members[1] == self.worker}
+        opened |= {edge.name: self._heard(store, edge, box) for edge, box in zip(out, boxes, strict=True)}
+        ends = {name: end for name, end in opened.items() if end is not None}
         self.groups.at_clear += [end.close for end in ends.values()]
         return dict(ends)
 

@@ -184,19 +184,19 @@ class SendingEnd(LinkEnd[_Message]):
         return message
 
     def _carry(self, requested: _Message) -> None:
-        told = [self._forth.transfer(one) for one in requested.beside]
+        signals = [self._forth.transfer(one) for one in requested.beside]
         for piece in _pieces(requested.tensors, self._box.slot_bytes):
             self._await_slot()
             self._interrupt.check()
             self._box.fill(self, self._number, piece, requested.ready).wait()
             self._interrupt.check()
-            told.append(self._forth.transfer(_number(self._number)))
+            signals.append(self._forth.transfer(_number(self._number)))
             self._number += 1
             if self._number >= self._box.num_slots:
                 answer = torch.zeros(1, dtype=torch.int64)
                 self._answer = answer, self._back.transfer(answer)
         requested.tensors = ()
-        requested.begin(told)
+        requested.begin(signals)
 
     def _await_slot(self) -> None:
         if self._answer is not None:
@@ -216,10 +216,10 @@ class _Read(Begun):
         self.specs, self.beside, self._device = specs, beside, device
         self._read: tuple[tuple[Tensor, ...], Event] | None = None
 
-    def arrive(self, tensors: tuple[Tensor, ...], event: Event, told: Sequence[Transfer]) -> None:
+    def arrive(self, tensors: tuple[Tensor, ...], event: Event, signals: Sequence[Transfer]) -> None:
         """Set the tensors, which are complete once the device has reached ``event``."""
         self._read = tensors, event
-        self.begin(told)
+        self.begin(signals)
 
     def take(self) -> tuple[Tensor, ...]:
         assert self.done
@@ -254,18 +254,18 @@ class ReceivingEnd(LinkEnd[_Read]):
     def _carry(self, requested: _Read) -> None:
         assert self._slots is not None
         tensors = tuple(self._stream.empty(spec.shape, spec.dtype) for spec in requested.specs)
-        told = [self._forth.transfer(one) for one in requested.beside]
+        signals = [self._forth.transfer(one) for one in requested.beside]
         for piece in _pieces(tensors, self._slot_bytes):
             self._answer()
             number = torch.zeros(1, dtype=torch.int64)
-            told.append(self._forth.transfer(number))
-            told[-1].wait("a mailbox to be filled")
+            signals.append(self._forth.transfer(number))
+            signals[-1].wait("a mailbox to be filled")
             assert int(number) == self._number
             slot = self._slots[self._number % self._num_slots, : len(piece)]
             self._stream.copy(piece, slot)
             self._unanswered.append((self._stream.record(), slot))
             self._number += 1
-        requested.arrive(tensors, self._stream.record(), told)
+        requested.arrive(tensors, self._stream.record(), signals)
         self._answer()
 
     def _answer(self) -> None:

@@ -58,9 +58,9 @@ def rings_over_nccl(
     chosen = []
     for ring in rings:
         members = [facts[member] for member in ring.members]
-        if len({one.uuid for one in members}) < len(members):
+        if len({worker.uuid for worker in members}) < len(members):
             why = "two workers of a reduction share a device"
-        elif len({one.nccl for one in members}) > 1:
+        elif len({worker.nccl for worker in members}) > 1:
             why = "the workers of a reduction have different versions of NCCL"
         else:
             chosen.append(ring)

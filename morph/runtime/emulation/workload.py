@@ -71,8 +71,8 @@ class EmulatedWorkload:
     def incoming_state(self, channel: Channel, interrupt: Interrupt) -> Carrier:
         return IncomingState(channel, self._clock, self._alarm, interrupt, self._device.state_s_per_byte)
 
-    def make_shadow(self, unit: str, num_micro_batches: int) -> UnitState:
-        """See ``Workload.make_shadow``: its updates take their time on a clock of its own."""
+    def make_unit_copy(self, unit: str, num_micro_batches: int) -> UnitState:
+        """See ``Workload.make_unit_copy``: its updates take their time on a clock of its own."""
         return make_unit(self._device, self._units[unit], DeviceClock(0.0), num_micro_batches)
 
     def arrive(self, num_bytes: int) -> None:
@@ -83,10 +83,10 @@ class EmulatedWorkload:
             due_s = self._arrived_s
         time.sleep(max(0.0, due_s - now_s))
 
-    def adopt(self, shadow: UnitState) -> UnitState:
-        assert isinstance(shadow, EmulatedUnitState)
-        shadow.clock = self._clock
-        return shadow
+    def adopt(self, unit_copy: UnitState) -> UnitState:
+        assert isinstance(unit_copy, EmulatedUnitState)
+        unit_copy.clock = self._clock
+        return unit_copy
 
     def take_place(self, current: Generation) -> None:
         """See ``Workload.take_place``: from now on times are those of the stage's type of node."""
@@ -135,9 +135,9 @@ class EmulatedWorkload:
         faults: FaultPlan,
     ) -> Callable[[], float]:
         """See ``Workload.probe``: the sections' medians pass on the device's clock."""
-        found = [self._device.sections[section] for section in sections]
-        forward_s = sum(section.forward.median_s for section in found)
-        backward_s = sum(section.backward.median_s for section in found)
+        timed = [self._device.sections[section] for section in sections]
+        forward_s = sum(section.forward.median_s for section in timed)
+        backward_s = sum(section.backward.median_s for section in timed)
 
         def run() -> float:
             self._clock.rest()
@@ -163,12 +163,12 @@ class EmulatedWorkload:
 
     def _sections(self, current: Generation, sections: range) -> list[SectionUnits]:
         first = {name: float(state.parameters[name].detach()[0]) for name, state in current.units.items()}
-        found = []
+        with_units = []
         for section in sections:
             units = [unit.id for unit in self._device.units if section in unit.sections]
             patterns = {unit: self._patterns[unit] for unit in units}
-            found.append(SectionUnits(section, sum(first[unit] for unit in units), patterns))
-        return found
+            with_units.append(SectionUnits(section, sum(first[unit] for unit in units), patterns))
+        return with_units
 
     def _links(self, current: Generation, jitter: JitterDraw, micro_batches: Sequence[int]) -> Links:
         (activations_in, gradients_out, activations_out, gradients_in), slot = current.edges, current.slot

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from morph.contract.messages import ReshapeOrder, Slot, Source
+from morph.contract.messages import ReshapeOrder, Slot, StateSource
 from morph.contract.plan import Plan
 from morph.contract.salvage import Salvage
 from morph.cutting.sections.section import ParameterUnit
@@ -60,7 +60,7 @@ def move_name(generation: int, sender: str, receiver: str) -> str:
     return f"g{generation}/move/{sender}/{receiver}"
 
 
-def moves_of(sources: Sequence[Source], salvage: Salvage | None = None) -> tuple[tuple[str, str], ...]:
+def moves_of(sources: Sequence[StateSource], salvage: Salvage | None = None) -> tuple[tuple[str, str], ...]:
     """Distinct (sender, receiver) pairs, sorted."""
     pairs = {
         (source.peer, source.worker) for source in sources if source.kind in ("peer", "checkpoint") and source.peer

@@ -32,12 +32,12 @@ def end_with_threads() -> None:
     """
     before = threading.excepthook
 
-    def hook(told: threading.ExceptHookArgs) -> None:
-        if told.thread is None or not told.thread.name.startswith(OWN_THREADS):
-            before(told)
+    def hook(failure: threading.ExceptHookArgs) -> None:
+        if failure.thread is None or not failure.thread.name.startswith(OWN_THREADS):
+            before(failure)
             return
         try:
-            log.critical("thread %s failed: the worker ends", told.thread.name, exc_info=told.exc_value)
+            log.critical("thread %s failed: the worker ends", failure.thread.name, exc_info=failure.exc_value)
         finally:
             os._exit(1)
 

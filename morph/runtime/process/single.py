@@ -29,7 +29,7 @@ from morph.contract.messages import (
     Reshaped,
     ReshapeOrder,
     Slot,
-    Source,
+    StateSource,
     StepOrder,
     WorkerSetup,
     weights_of,
@@ -106,7 +106,7 @@ def _run_single(
         cut=cut,
     )
     worker = _expect(set_up(setup), Worker)
-    sources = tuple(Source(worker=ME, unit=unit.id, kind="initial") for unit in model.units)
+    sources = tuple(StateSource(worker=ME, unit=unit.id, kind="initial") for unit in model.units)
     slots = (Slot(worker=ME, stage=0, replica=0),)
     order = ReshapeOrder(generation=1, version=0, plan=plan, slots=slots, sources=sources)
     reshaped, epochs = _expect(worker.reshape(order), Reshaped), worker.ready.epochs

@@ -19,7 +19,7 @@ from torch import Tensor
 from morph.checkpoint.manifest import read_manifest, version_url
 from morph.checkpoint.unit_files import read_unit
 from morph.contract.errors import CheckpointError, WaitTimeout
-from morph.contract.messages import MicroBatchLoss, Source
+from morph.contract.messages import MicroBatchLoss, StateSource
 from morph.contract.rules import CheckpointRules
 from morph.contract.salvage import Salvage, SalvagedSum
 from morph.runtime.groups.channels import Carrier, Transfer
@@ -66,7 +66,7 @@ class MoveContext:
         return [entry for entry in moved if self.worker in (entry.holder, entry.receiver)]
 
 
-def start_sending(sources: Sequence[Source], context: MoveContext) -> list[Transfer]:
+def start_sending(sources: Sequence[StateSource], context: MoveContext) -> list[Transfer]:
     """Start sending every unit and sum that others get from this worker: see ``send_tensors``.
 
     Two workers may exchange units, so each worker receives before it waits for its own units to leave. Raises
@@ -108,7 +108,9 @@ def take_sums(context: MoveContext) -> tuple[list[HeldSum], int]:
     return received, num_bytes
 
 
-def send_in_background(sources: Sequence[Source], context: MoveContext, interrupt: Interrupt) -> Callable[[], None]:
+def send_in_background(
+    sources: Sequence[StateSource], context: MoveContext, interrupt: Interrupt
+) -> Callable[[], None]:
     """Prepare units for peers in a thread and send them; calling the result blocks until all have left.
 
     So a worker sends and receives at the same time. The result raises as ``Interrupt.wait_for``.
@@ -123,7 +125,7 @@ def send_in_background(sources: Sequence[Source], context: MoveContext, interrup
     return wait
 
 
-def take_units(sources: Sequence[Source], context: MoveContext) -> tuple[dict[str, UnitState], int]:
+def take_units(sources: Sequence[StateSource], context: MoveContext) -> tuple[dict[str, UnitState], int]:
     """Collect this worker's units at the wanted version; returns them and the bytes received from peers.
 
     Raises CheckpointError if a checkpoint is incomplete or damaged, or storage does not answer; GenerationAborted or

@@ -126,14 +126,14 @@ def _pieces(flat: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     ends = list(accumulate(sizes))
     index = 0
     for begin, end in chunks(sizes):
-        found = []
+        pieces = []
         while begin < end:
             first = ends[index] - sizes[index]
             stop = min(end, ends[index])
-            found.append(flat[index][begin - first : stop - first])
+            pieces.append(flat[index][begin - first : stop - first])
             begin = stop
             index += stop == ends[index]
-        yield found
+        yield pieces
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:

@@ -24,7 +24,7 @@ from morph.contract.decided import LossScale
 from morph.contract.errors import NonFiniteGradient, wrong_job
 from morph.runtime.device.staging import moved
 from morph.runtime.state.fixed_point import FixedSum, add_fixed, fits, fixed_sum, from_fixed, next_exponent, to_fixed
-from morph.runtime.state.parts import Memory, Part, from_reals, reals
+from morph.runtime.state.parts import Memory, UnitPart, from_reals, reals
 
 IN_CACHE = 1 << 16
 """Elements of a block that stays in a processor's cache for several passes."""
@@ -57,7 +57,7 @@ class Accumulator(ABC):
     changes, which are not gradients: they have no loss scale, and are zero if nothing was added.
     """
 
-    bears_non_finite: bool
+    allows_non_finite: bool
     """Whether a gradient may be infinite or NaN without an error, because the step may be skipped."""
     marks_non_finite = False
     """Whether ``mean`` makes the first mean of a tensor's range NaN if any mean of that range is not finite."""
@@ -73,12 +73,12 @@ class Accumulator(ABC):
         self.device = memory.device
         self._like = like
         self._loss_scale = loss_scale
-        self.bears_non_finite = loss_scale is not None
+        self.allows_non_finite = loss_scale is not None
         self._changes = changes
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name, tensor in like.items():
             by_dtype.setdefault(tensor.dtype, []).append(name)
-        self.parts = tuple(Part(tuple(names), like, self._type(dtype), memory) for dtype, names in by_dtype.items())
+        self.parts = tuple(UnitPart(tuple(names), like, self._type(dtype), memory) for dtype, names in by_dtype.items())
         self._part_of = {name: part for part in self.parts for name in part.names}
         self._largest = torch.full((len(like),), _NOTHING, dtype=torch.float64, device=self.device)
         self._largest_of = {name: self._largest[place : place + 1] for place, name in enumerate(like)}
@@ -111,7 +111,7 @@ class Accumulator(ABC):
         return self._largest if self._largest_of_all is None else self._largest_of_all
 
     @abstractmethod
-    def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
+    def mean(self, part: UnitPart, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
         """Compute mean gradients of a range of a part.
 
         ``sums``: sums of each member in this range: (members, elements), possibly with padding after the part.
@@ -119,10 +119,10 @@ class Accumulator(ABC):
         """
 
     @abstractmethod
-    def whole(self, part: Part, means: Tensor, num_micro_batches: int) -> Tensor:
+    def whole(self, part: UnitPart, means: Tensor, num_micro_batches: int) -> Tensor:
         """Return sums of a whole part from which ``mean`` makes these means."""
 
-    def take(self, means: Mapping[Part, Tensor], largest: Tensor | None, num_micro_batches: int) -> None:
+    def take(self, means: Mapping[UnitPart, Tensor], largest: Tensor | None, num_micro_batches: int) -> None:
         """Hold the results of a ring for all members: means on the sums' device, largest magnitudes on the host."""
         self._largest_of_all = largest
         for part, values in means.items():
@@ -139,14 +139,14 @@ class Accumulator(ABC):
 
         None if a gradient in it does not fit.
         """
-        found = {"largest": self._known_largest}
+        tensors = {"largest": self._known_largest}
         for number, part in enumerate(self.parts):
             sums = part.sums
             if self._reduced_by is not None:
                 assert part.means is not None
                 sums = self.whole(part, part.means, self._reduced_by)
-            found[f"sums{number}"] = sums
-        return found if self._fits(found) else None
+            tensors[f"sums{number}"] = sums
+        return tensors if self._fits(tensors) else None
 
     @abstractmethod
     def _fits(self, partial: dict[str, Tensor]) -> bool:
@@ -161,7 +161,7 @@ class Accumulator(ABC):
     def finish(self, num_micro_batches: int, step: int) -> Reduced:
         """Return mean gradients: of all members' sums if a ring has made them, else of this worker's sums.
 
-        Raises NonFiniteGradient if one is not finite, unless ``bears_non_finite``; the error names step and parameter.
+        Raises NonFiniteGradient if one is not finite, unless ``allows_non_finite``; the error names step and parameter.
         """
         return finish_all({"": self}, num_micro_batches, step)[""]
 
@@ -176,29 +176,29 @@ class Accumulator(ABC):
         """Return the numbers that ``finished`` needs on the host: flat, in float64, on the sums' device."""
         return [self._known_largest]
 
-    def finished(self, told: Sequence[list[float]], step: int) -> Reduced:
+    def finished(self, numbers: Sequence[list[float]], step: int) -> Reduced:
         """Return the means, and check them by the requested numbers. Raises as ``finish``."""
         means: dict[str, Tensor] = {}
         for part in self.parts:
             assert part.means is not None
             means |= zip(part.names, torch.split(part.means[: part.size], part.sizes), strict=True)
-        largest = dict(zip(self._like, told[0], strict=True))
+        largest = dict(zip(self._like, numbers[0], strict=True))
         gradients = {
             name: moved(from_reals(means[name], like), like.device)
             for name, like in self._like.items()
             if largest[name] != _NOTHING or name in self._changes
         }
-        return self._judged(gradients, largest, told[1:], step)
+        return self._judged(gradients, largest, numbers[1:], step)
 
     @abstractmethod
     def _judged(
-        self, gradients: dict[str, Tensor], largest: Mapping[str, float], told: Sequence[list[float]], step: int
+        self, gradients: dict[str, Tensor], largest: Mapping[str, float], totals: Sequence[list[float]], step: int
     ) -> Reduced:
         """Check the means by the other requested numbers."""
 
     def _broken(self, name: str, step: int, exponents: Mapping[str, int]) -> Reduced:
         """Handle a gradient that is not finite: the step may be skipped, or this is an error."""
-        if not self.bears_non_finite:
+        if not self.allows_non_finite:
             what = f"change of buffer {name}" if name in self._changes else f"gradient of {name}"
             raise NonFiniteGradient(f"step {step}: the {what} is NaN or infinite")
         return Reduced(gradients={}, exponents=dict(exponents), overflowed=False, non_finite=True)
@@ -234,18 +234,18 @@ class ExactAccumulator(Accumulator):
         sums, values, is_first = [], [], []
         for name, gradient in gradients:
             into, first = self._part_of[name].sum_of(name)
-            found = self._fixed.get(name)
-            if found is None:
+            fixed = self._fixed.get(name)
+            if fixed is None:
                 exponent = self._exponents[name] - self._loss_exponents[name]
-                found = self._fixed[name] = fixed_sum(into, self._largest_of[name], exponent)
+                fixed = self._fixed[name] = fixed_sum(into, self._largest_of[name], exponent)
             plain = reals(gradient) if gradient.is_complex() else gradient
             assert plain.numel() == len(into), f"a gradient of {plain.numel()} numbers for {len(into)} of {name}"
-            sums.append(found)
+            sums.append(fixed)
             values.append(plain)
             is_first.append(first)
         add_fixed(sums, values, is_first)
 
-    def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
+    def mean(self, part: UnitPart, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
         names, rows, means = [], [], []
         for name, begin, end in part.tensors_between(first, first + sums.shape[1]):
             own = slice(begin - first, end - first)
@@ -254,7 +254,7 @@ class ExactAccumulator(Accumulator):
             means.append(into[own])
         from_fixed(rows, [self._exponents[name] for name in names], num_micro_batches, means)
 
-    def whole(self, part: Part, means: Tensor, num_micro_batches: int) -> Tensor:
+    def whole(self, part: UnitPart, means: Tensor, num_micro_batches: int) -> Tensor:
         """See ``Accumulator.whole``: the integers may differ from the added ones, if several have the same mean."""
         sums = torch.empty_like(part.sums)
         for name, begin, end in part.tensors_between(0, part.size):
@@ -281,7 +281,7 @@ class ExactAccumulator(Accumulator):
         self,
         gradients: dict[str, Tensor],
         largest: Mapping[str, float],
-        told: Sequence[list[float]],  # noqa: ARG002
+        totals: Sequence[list[float]],  # noqa: ARG002
         step: int,
     ) -> Reduced:
         exponents, overflowed = {}, False
@@ -337,7 +337,7 @@ class FastAccumulator(Accumulator):
         if fresh:
             torch._foreach_zero_([self._largest_of[name] for name in fresh])
 
-    def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
+    def mean(self, part: UnitPart, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
         """See ``Accumulator.mean``: members' sums are added in their order.
 
         On a processor, the first element of each tensor's part of the range tells whether the whole part is finite, so
@@ -368,7 +368,7 @@ class FastAccumulator(Accumulator):
                 if not _is_finite(into[begin - first : end - first]):
                     into[begin - first] = math.nan
 
-    def whole(self, part: Part, means: Tensor, num_micro_batches: int) -> Tensor:
+    def whole(self, part: UnitPart, means: Tensor, num_micro_batches: int) -> Tensor:
         """See ``Accumulator.whole``; the last bits may differ, as fast accumulation does not fix them."""
         sums = means[: part.size].to(part.sums.dtype) * num_micro_batches
         if self._loss_scale is not None:
@@ -390,11 +390,11 @@ class FastAccumulator(Accumulator):
         self,
         gradients: dict[str, Tensor],
         largest: Mapping[str, float],  # noqa: ARG002
-        told: Sequence[list[float]],
+        totals: Sequence[list[float]],
         step: int,
     ) -> Reduced:
         unseen = [part for part in self.parts if not math.isfinite(part.sum_of_means)]
-        for part, (total,) in zip(unseen, told, strict=True):
+        for part, (total,) in zip(unseen, totals, strict=True):
             assert part.means is not None
             if not (math.isfinite(total) or _is_finite(part.means[: part.size])):
                 ranges = part.tensors_between(0, part.size)
@@ -405,17 +405,18 @@ class FastAccumulator(Accumulator):
 
 def finish_all(accumulators: Mapping[str, Accumulator], num_micro_batches: int, step: int) -> dict[str, Reduced]:
     """Finish the accumulators of a worker's units. It waits for a device once. Raises as ``Accumulator.finish``."""
-    for one in accumulators.values():
-        one.make_means(num_micro_batches)
-    asked = {unit: one.asked() for unit, one in accumulators.items()}
+    for accumulator in accumulators.values():
+        accumulator.make_means(num_micro_batches)
+    asked = {unit: accumulator.asked() for unit, accumulator in accumulators.items()}
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in (tensor for tensors in asked.values() for tensor in tensors):
         by_device.setdefault(tensor.device, []).append(tensor)
-    told = {device: iter(torch.cat(tensors).tolist()) for device, tensors in by_device.items()}
+    numbers_on = {device: iter(torch.cat(tensors).tolist()) for device, tensors in by_device.items()}
     numbers = {
-        unit: [list(islice(told[tensor.device], len(tensor))) for tensor in tensors] for unit, tensors in asked.items()
+        unit: [list(islice(numbers_on[tensor.device], len(tensor))) for tensor in tensors]
+        for unit, tensors in asked.items()
     }
-    return {unit: one.finished(numbers[unit], step) for unit, one in accumulators.items()}
+    return {unit: accumulator.finished(numbers[unit], step) for unit, accumulator in accumulators.items()}
 
 
 def _is_finite(values: Tensor) -> bool:

@@ -112,29 +112,29 @@ def add_fixed(sums: Sequence[FixedSum], gradients: Sequence[Tensor], is_first: S
     _add_each_by_torch(sums, flat, is_first)
 
 
-def _add_on_processor(one: FixedSum, gradient: Tensor, first: bool) -> None:
-    assert one.addresses is not None, "sums of two devices"
-    total, largest = one.addresses
+def _add_on_processor(fixed: FixedSum, gradient: Tensor, first: bool) -> None:
+    assert fixed.addresses is not None, "sums of two devices"
+    total, largest = fixed.addresses
     if gradient.dtype not in _LOOPED or gradient.is_neg() or not gradient.is_contiguous():
         wide = gradient.dtype if gradient.dtype in _LOOPED else torch.float32
         gradient = gradient.detach().resolve_neg().to(wide).contiguous()
     loops = _loops(gradient.dtype)
     if loops is None:
-        _add_each_by_torch([one], [gradient.detach().reshape(-1)], [first])
+        _add_each_by_torch([fixed], [gradient.detach().reshape(-1)], [first])
         return
-    loops.add(total, gradient.data_ptr(), gradient.numel(), 2.0**one.exponent, largest, first)
+    loops.add(total, gradient.data_ptr(), gradient.numel(), 2.0**fixed.exponent, largest, first)
 
 
-def _add_by_torch(one: FixedSum, values: Tensor) -> None:
+def _add_by_torch(fixed: FixedSum, values: Tensor) -> None:
     if values.numel() == 0:
-        one.largest.clamp_(min=0.0)
+        fixed.largest.clamp_(min=0.0)
         return
     if values.dtype not in (torch.float32, torch.float64):
         values = values.to(torch.float32)
     # with a loss scale too, the factor may not be a normal float32
-    wide = values if MIN_EXPONENT <= one.exponent <= MAX_EXPONENT else values.to(torch.float64)
-    one.total.add_((wide * 2.0**one.exponent).round_().to(torch.int64))
-    torch.maximum(one.largest, values.abs().amax().to(torch.float64), out=one.largest)
+    wide = values if MIN_EXPONENT <= fixed.exponent <= MAX_EXPONENT else values.to(torch.float64)
+    fixed.total.add_((wide * 2.0**fixed.exponent).round_().to(torch.int64))
+    torch.maximum(fixed.largest, values.abs().amax().to(torch.float64), out=fixed.largest)
 
 
 def from_fixed(totals: Sequence[Tensor], exponents: Sequence[int], divisor: int, into: Sequence[Tensor]) -> None:
@@ -171,11 +171,11 @@ def to_fixed(means: Tensor, exponent: int, divisor: int, into: Tensor) -> None:
     scale = 2.0**-exponent / divisor
     guess = (means.to(torch.float64) / scale).round_()
     spacing = torch.clamp((torch.nextafter(guess.abs(), guess.new_tensor(math.inf)) - guess.abs()), min=1.0)
-    found = guess.clone()
+    nearest = guess.clone()
     for steps in (1, -1, 2, -2):
-        wrong = (found * scale).to(means.dtype) != means
-        found = torch.where(wrong, guess + steps * spacing, found)
-    into.copy_(found)
+        wrong = (nearest * scale).to(means.dtype) != means
+        nearest = torch.where(wrong, guess + steps * spacing, nearest)
+    into.copy_(nearest)
 
 
 @cache
@@ -207,9 +207,9 @@ def _loops(dtype: torch.dtype) -> Loops | None:
         loops = compile_loops(dtype)
 
         def add(sums: Sequence[FixedSum], flat: Sequence[Tensor], is_first: Sequence[bool]) -> None:
-            for one, values, first in zip(sums, flat, is_first, strict=True):
-                addresses = one.total.data_ptr(), one.largest.data_ptr()
-                loops.add(addresses[0], values.data_ptr(), len(values), 2.0**one.exponent, addresses[1], first)
+            for fixed, values, first in zip(sums, flat, is_first, strict=True):
+                addresses = fixed.total.data_ptr(), fixed.largest.data_ptr()
+                loops.add(addresses[0], values.data_ptr(), len(values), 2.0**fixed.exponent, addresses[1], first)
 
         _compare(SimpleNamespace(add=add, mean=partial(_mean_each_by_loop, loops)), _HOST, dtype)
     except Exception as error:
@@ -224,7 +224,7 @@ def _compare(kernels: Any, device: torch.device, dtype: torch.dtype) -> None:
     values[::3] *= -1
     sizes = [1, 5000, 3191]
     some = torch.split(values, sizes)
-    found = []
+    results = []
     for each in (kernels, SimpleNamespace(add=_add_each_by_torch, mean=_mean_each_by_torch)):
         total = torch.ones(len(values), dtype=torch.int64, device=device)
         largest, means = torch.zeros(len(some), dtype=torch.float64, device=device), torch.empty_like(values[:4096])
@@ -234,16 +234,16 @@ def _compare(kernels: Any, device: torch.device, dtype: torch.dtype) -> None:
         rows = total.view(2, -1)
         halves = [rows[:, :1000], rows[:, 1000:]], [5, 7], 12, [means[:1000], means[1000:]]
         each.mean(*halves)
-        found.append((total.tolist(), largest.tolist(), means.tolist()))
-    if found[0] != found[1]:
+        results.append((total.tolist(), largest.tolist(), means.tolist()))
+    if results[0] != results[1]:
         raise ValueError("it gives other bits than torch does")
 
 
 def _add_each_by_torch(sums: Sequence[FixedSum], flat: Sequence[Tensor], is_first: Sequence[bool]) -> None:
-    for one, values, first in zip(sums, flat, is_first, strict=True):
+    for fixed, values, first in zip(sums, flat, is_first, strict=True):
         if first:
-            one.total.zero_()
-        _add_by_torch(one, values)
+            fixed.total.zero_()
+        _add_by_torch(fixed, values)
 
 
 def _mean_each_by_loop(

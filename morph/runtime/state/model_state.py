@@ -269,11 +269,11 @@ class ImportedParameters:
         own = {key for group in group_numbers(state.optimizer) for key in group}
         for name in state.parameters.keys() & self._names.keys():
             entry = self._names[name][0]
-            found, plain[name], settings = self._file.optimizer_state(entry)
+            stored, plain[name], settings = self._file.optimizer_state(entry)
             if settings != own:
                 allowed = f"one with the settings of the job's: {', '.join(sorted(own))}; or no --optimizer-state"
                 raise self._wrong("is trained by another optimizer", [entry], ", ".join(sorted(settings)), allowed)
-            tensors |= {(name, key): value for key, value in found.items()}
+            tensors |= {(name, key): value for key, value in stored.items()}
         state.take_optimizer_state(tensors, plain)
 
     def _differs(self, kept: str, names: list[str]) -> bool:

@@ -145,10 +145,10 @@ def step_together(optimizers: Sequence[Optimizer]) -> None:
     groups: list[dict[str, Any]] = []
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         settings = _settings(group)
-        found = next((one for one in groups if _settings(one) == settings), None)
-        if found is None:
-            groups.append(found := {**settings, "params": []})
-        found["params"].extend(group["params"])
+        same = next((one for one in groups if _settings(one) == settings), None)
+        if same is None:
+            groups.append(same := {**settings, "params": []})
+        same["params"].extend(group["params"])
     joint = copy(optimizers[0])  # with its own groups and state, and without attributes added to the original
     joint.param_groups = groups
     joint.state = defaultdict(dict)
@@ -163,7 +163,7 @@ def kernels_of(optimizer: Optimizer) -> Any:
     Torch chooses for all tensors of a group, so a group may only have tensors with equal type, device, layout and
     entries of state. Call this after a step, while the gradients are still present.
     """
-    found = set()
+    kernels = set()
     for group in optimizer.param_groups:
         if any(isinstance(value, Tensor) for value in _settings(group).values()):
             return None
@@ -174,8 +174,8 @@ def kernels_of(optimizer: Optimizer) -> Any:
             if not (is_plain and all(tensor is not None and tensor.is_contiguous() for tensor in tensors)):
                 return None
             kinds = tuple((key, getattr(value, "dtype", None)) for key, value in sorted(state.items()))
-            found.add((parameter.device, parameter.dtype, parameter.grad.dtype, kinds))
-    return (type(optimizer), *found) if len(found) == 1 else None
+            kernels.add((parameter.device, parameter.dtype, parameter.grad.dtype, kinds))
+    return (type(optimizer), *kernels) if len(kernels) == 1 else None
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,24 +50,24 @@ class Memory:
     def take(self, size: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """Return a flat tensor of this many elements; its initial contents are undefined."""
         device = device or self.device
-        alike = [one for one in self._free if (one.dtype, one.device) == (dtype, device)]
-        fits = [one for one in alike if len(one) >= size]
+        alike = [block for block in self._free if (block.dtype, block.device) == (dtype, device)]
+        fits = [block for block in alike if len(block) >= size]
         if self._is_tight and not fits:
             for one in alike:
                 self.used.pop(one.data_ptr(), None)  # meta tensors have no address
             self._free = [one for one in self._free if all(one is not other for other in alike)]
             alike.clear()
-        found = min(fits, key=len) if fits else torch.empty(size, dtype=dtype, device=device)
-        self._free = [one for one in self._free if one is not found]
-        self.used[found.data_ptr()] = found
-        return found[:size]
+        block = min(fits, key=len) if fits else torch.empty(size, dtype=dtype, device=device)
+        self._free = [one for one in self._free if one is not block]
+        self.used[block.data_ptr()] = block
+        return block[:size]
 
     def give_back(self, taken: Tensor) -> None:
         """Return memory that is no longer needed in this step."""
         self._free.append(self.used.get(taken.data_ptr(), taken))
 
 
-class Part:
+class UnitPart:
     """Tensors of one unit whose means have one type; their sums, of ``reals``, are consecutive in memory.
 
     ``like``: shape and type of each mean. ``dtype``: type of the sums.

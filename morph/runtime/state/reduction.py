@@ -29,7 +29,7 @@ from morph.runtime.device.staging import Staging, staging_for
 from morph.runtime.groups.channels import Ring, Transfer
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.accumulators import Accumulator
-from morph.runtime.state.parts import Memory, Part
+from morph.runtime.state.parts import Memory, UnitPart
 
 _WHAT = "the gradients' reduction"
 
@@ -54,11 +54,11 @@ class _Unit:
     staging: Staging | None
     ready: Event | None = None
     largest: Tensor | None = None
-    means: dict[Part, Tensor] = field(default_factory=dict)
-    sums_of_means: dict[Part, float] = field(default_factory=dict)
+    means: dict[UnitPart, Tensor] = field(default_factory=dict)
+    sums_of_means: dict[UnitPart, float] = field(default_factory=dict)
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[UnitPart]:
         return [part for part in self.accumulator.parts if part.size]
 
     def pieces(self) -> list[_Piece]:
@@ -91,7 +91,7 @@ class _Piece:
     """A range of a part; ``part_size``: elements of the whole part, in equal shares; ``sums``: (members, elements)."""
 
     unit: _Unit
-    part: Part | None
+    part: UnitPart | None
     first: int
     part_size: int
     sums: Tensor | None
@@ -134,7 +134,7 @@ class _Piece:
             memory.give_back(self.received)
             self.sums, self.received, self.means = None, None, whole
 
-    def _memory_of_means(self, part: Part, memory: Memory, size: int) -> Tensor:
+    def _memory_of_means(self, part: UnitPart, memory: Memory, size: int) -> Tensor:
         """Return the destination of this piece's means: their final place, or pinned memory that is copied there."""
         assert self.received is not None
         staging, dtype = self.unit.staging, part.mean_dtype
@@ -152,9 +152,9 @@ class _Piece:
 
     def copied_to_host(self, hosts: Sequence[Tensor]) -> None:
         """Record that the sums to be reduced are on the host now."""
-        found = iter(hosts)
-        self.largest = None if self.largest is None else next(found)
-        self.sums = None if self.sums is None else next(found).view(self.sums.shape)
+        copies = iter(hosts)
+        self.largest = None if self.largest is None else next(copies)
+        self.sums = None if self.sums is None else next(copies).view(self.sums.shape)
 
     def wait(self) -> None:
         for pending in self.pending:
@@ -170,9 +170,9 @@ class _Piece:
                 length = len(self.means) // self.ring.size
                 shares = range(self.first, self.first + len(self.means), length)
                 ranges = [one for first in shares for one in self.part.tensors_between(first, first + length)]
-                told = self.means[[begin - self.first for _, begin, _ in ranges]]
+                means = self.means[[begin - self.first for _, begin, _ in ranges]]
                 sums = self.unit.sums_of_means
-                sums[self.part] = sums.get(self.part, 0.0) + float(told.sum())
+                sums[self.part] = sums.get(self.part, 0.0) + float(means.sum())
             if self.unit.staging is not None:
                 place = self.unit.means[self.part][self.first : self.first + len(self.means)]
                 self.unit.staging.fill(place, self.means)

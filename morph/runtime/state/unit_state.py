@@ -181,8 +181,8 @@ class UnitState:
         self.exponents = dict.fromkeys(unit.names, first_exponent(self._num_contributions)) if exact else {}
         self._summed = self._all_summed()
         self._home: torch.device | None = None
-        self._away: torch.device | None = None
-        """``_home`` while the state is there for an update."""
+        self._offload_to: torch.device | None = None
+        """Where the state returns after an update; None: it stays where it is."""
         self._applied: Reduced | None = None
 
     def _build_optimizer(self) -> None:
@@ -324,7 +324,7 @@ class UnitState:
         for copy in self._copies:
             copy.finish()
         self._copies.clear()
-        self._away = self._home
+        self._offload_to = self._home
         self.reload()
         reduced, self.reduced = self.reduced, None
         self._scales_before = None
@@ -360,8 +360,8 @@ class UnitState:
             none_said = Decided(version=self.version + 1, skipped=reduced is None)
             self.loss_scale = (decided or none_said).next_scale(self.loss_scale)
         self.version += 1
-        if self._away is not None:
-            self._away = None
+        if self._offload_to is not None:
+            self._offload_to = None
             self.offload()
 
     def _factor(self, decided: Decided | None) -> float:
@@ -375,13 +375,13 @@ class UnitState:
 
     def _publish(self) -> None:
         """Copy updated parameters to those that sections read, if the optimizer updates copies."""
-        updated = {name: one for name, one in self._updated.items() if one is not self.parameters[name]}
-        there = [name for name, one in updated.items() if one.device == self.parameters[name].device]
+        updated = {name: tensor for name, tensor in self._updated.items() if tensor is not self.parameters[name]}
+        there = [name for name, tensor in updated.items() if tensor.device == self.parameters[name].device]
         with torch.no_grad():
             if there:
                 torch._foreach_copy_([self.parameters[name] for name in there], [updated.pop(name) for name in there])
-            for name, one in updated.items():
-                fill(self.parameters[name], one)
+            for name, tensor in updated.items():
+                fill(self.parameters[name], tensor)
 
     def tensors(self) -> dict[str, Tensor]:
         """Copy the whole state as named CPU tensors (``param/..``, ``buffer/..``, ``optim/../..``) and numbers."""
@@ -429,18 +429,18 @@ class UnitState:
                 f"unit {self.unit.id} was trained with other frozen weights: the folder 'frozen' beside the run's"
                 " checkpoints, which `morph import` wrote, is missing or is another run's"
             )
-        found: dict[tuple[str, str], Tensor] = {}
+        stored: dict[tuple[str, str], Tensor] = {}
         with torch.no_grad():
             for name, parameter in self._updated.items():
                 _take(parameter, self._saved(tensors, "param", name, parameter), for_good=for_good)
                 prefix = f"optim/{name}/"
-                found |= {(name, key.removeprefix(prefix)): v for key, v in tensors.items() if key.startswith(prefix)}
+                stored |= {(name, key.removeprefix(prefix)): v for key, v in tensors.items() if key.startswith(prefix)}
             for name, buffer in self.buffers.items():
                 fill(buffer, self._saved(tensors, "buffer", name, buffer))
         self._publish()
         if says_otherwise(numbers, self._said):
             self._build_optimizer()
-        load_optimizer_state(self.optimizer, self._updated, found, numbers["optimizer"], for_good=for_good)
+        load_optimizer_state(self.optimizer, self._updated, stored, numbers["optimizer"], for_good=for_good)
         self._kernels = None
         self._load_numbers(numbers)
         self.reduced = self._scales_before = None
@@ -470,12 +470,12 @@ class UnitState:
 
 
 def _updated(parameter: Parameter, rules: UpdateRules) -> Parameter:
-    found: Tensor = parameter
-    if rules.master_weights and found.dtype.to_real().itemsize < torch.float32.itemsize:
-        found = found.detach().to(torch.promote_types(found.dtype, torch.float32))
+    values: Tensor = parameter
+    if rules.master_weights and values.dtype.to_real().itemsize < torch.float32.itemsize:
+        values = values.detach().to(torch.promote_types(values.dtype, torch.float32))
     if rules.optimizer_in_host_memory:
-        found = to_host({"": found})[""]
-    return parameter if found is parameter else Parameter(found)
+        values = to_host({"": values})[""]
+    return parameter if values is parameter else Parameter(values)
 
 
 def _take(parameter: Parameter, saved: Tensor, *, for_good: bool) -> None:
@@ -528,11 +528,11 @@ def norms_sq(states: Mapping[str, UnitState]) -> dict[str, float]:
     Raises NonFiniteGradient if one is not finite.
     """
     wanted = {unit: state.gradients_of_norm for unit, state in states.items()}
-    found = squared_norms({unit: gradients for unit, gradients in wanted.items() if gradients is not None})
-    for unit, norm_sq in found.items():
+    norms = squared_norms({unit: gradients for unit, gradients in wanted.items() if gradients is not None})
+    for unit, norm_sq in norms.items():
         if not math.isfinite(norm_sq):
             raise NonFiniteGradient(f"step {states[unit].version}: the gradient of unit {unit} has no finite norm")
-    return found
+    return norms
 
 
 def squared_norm(tensors: Iterable[Tensor]) -> float:

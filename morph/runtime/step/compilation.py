@@ -38,9 +38,11 @@ def compiled(model: CutModel) -> CutModel:
     _prepare()
     shared: Compiled = {}
 
-    def change(one: CutModel) -> CutModel:
-        kept = (replace(section, finish=partial(_finished, shared, section), _on_device={}) for section in one.sections)
-        return replace(one, sections=tuple(kept))
+    def change(model: CutModel) -> CutModel:
+        kept = (
+            replace(section, finish=partial(_finished, shared, section), _on_device={}) for section in model.sections
+        )
+        return replace(model, sections=tuple(kept))
 
     return model.mapped(change)
 
@@ -75,9 +77,9 @@ def compile_all(
         except (MorphError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            told = " ".join(str(error).split())[:_SHOWN]
+            cause = " ".join(str(error).split())[:_SHOWN]
             raise wrong_job(
-                "compile", f"section {section.index} ({section.label}) cannot be compiled: {told}", True, "False"
+                "compile", f"section {section.index} ({section.label}) cannot be compiled: {cause}", True, "False"
             ) from error
 
 

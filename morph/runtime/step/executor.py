@@ -206,10 +206,10 @@ class Executor:
         else:
             arrived = iter(self._gradients_in.take_there())
             gradients = tuple(next(arrived) if spec.requires_grad else None for spec in self._work.outputs)
-        found = self._timed(lambda: self._stage.backward(micro_batch, gradients, sums.of(micro_batch)))
+        input_gradients = self._timed(lambda: self._stage.backward(micro_batch, gradients, sums.of(micro_batch)))
         sums.count(micro_batch)
         if self._gradients_out:
-            pairs = zip(found, self._work.inputs, strict=True)
+            pairs = zip(input_gradients, self._work.inputs, strict=True)
             there = [gradient for gradient, spec in pairs if spec.requires_grad]
             like = _with_gradients(self._work.inputs_of(micro_batch)) if self._work.gradients_may_lack else ()
             self._gradients_out.send(there, like)

@@ -67,13 +67,13 @@ def prepare_cublas() -> None:
 
     Raises JobError if the environment requests a workspace with which products may differ from run to run.
     """
-    found = os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_WORKSPACES[0])
-    if found not in CUBLAS_WORKSPACES:
+    workspace = os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_WORKSPACES[0])
+    if workspace not in CUBLAS_WORKSPACES:
         raise JobError(
             "products on a GPU would not have the same bits each time",
             source="environment",
             field=CUBLAS_VARIABLE,
-            value=found,
+            value=workspace,
             allowed=" or ".join(CUBLAS_WORKSPACES),
         )
 
@@ -83,12 +83,12 @@ def raise_if_refused(error: RuntimeError, first_line: str | None) -> None:
 
     ``first_line``: ``file:line`` of the user's code at which the section begins, if it is known.
     """
-    found = _NONE_DETERMINISTIC.match(str(error))
-    if found is not None:
+    refused = _NONE_DETERMINISTIC.match(str(error))
+    if refused is not None:
         where = f", in the section that begins at {first_line}" if first_line else ""
         raise wrong_job(
             "accumulation",
-            f"{found.group(1)} has no deterministic kernel on this device{where}",
+            f"{refused.group(1)} has no deterministic kernel on this device{where}",
             "exact",
             "'fast', or another operation in the model",
         ) from error

@@ -96,7 +96,7 @@ class Stage:
         self._precision = precision
         self._may_lack = borders_may_lack_gradients(model)
         self._stored: dict[int, list[tuple[Tensor, ...]]] = {}
-        self._behind: dict[int, list[tuple[Tensor, ...]]] = {}
+        self._earlier_inputs: dict[int, list[tuple[Tensor, ...]]] = {}
         """Inputs of the earlier groups, for micro-batches whose last group was recomputed."""
         self._runs: dict[int, list[SectionRun]] = {}
 
@@ -124,15 +124,15 @@ class Stage:
         """Run the forward again from the stored input, keeping the graphs of the last group for the backward."""
         stored = self._stored.pop(micro_batch)
         self._runs[micro_batch] = self._run(self._groups[-1], micro_batch, stored.pop())
-        self._behind[micro_batch] = stored
+        self._earlier_inputs[micro_batch] = stored
 
     def backward(
         self, micro_batch: int, output_gradients: Sequence[Tensor | None], sink: GradientSink
     ) -> tuple[Tensor | None, ...]:
         gradients = tuple(output_gradients)
-        runs, behind = self._runs.pop(micro_batch), self._behind.pop(micro_batch, [])
+        runs, earlier = self._runs.pop(micro_batch), self._earlier_inputs.pop(micro_batch, [])
         for group in reversed(self._groups):
-            runs = runs or self._run(group, micro_batch, behind.pop())
+            runs = runs or self._run(group, micro_batch, earlier.pop())
             for section in reversed(self._of(group, micro_batch)):
                 run, add_here = runs.pop(), partial(sink.add, section.index)
                 gradients = section_backward(section, run, gradients, self._parameters, add_here)
@@ -190,10 +190,10 @@ def seed_section(seed: int, step: int, micro_batch: int, section: int) -> None:
     ``torch.manual_seed`` is not used: for each unused kind of device it stores the call, with its stack, until that
     device is used. This takes longer than many sections' kernels, and is never freed without such a device.
     """
-    found = stream_seed(seed, step, micro_batch, section)
-    torch.default_generator.manual_seed(found)
+    section_seed = stream_seed(seed, step, micro_batch, section)
+    torch.default_generator.manual_seed(section_seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch ships no types for it
-        torch.cuda.manual_seed_all(found)
+        torch.cuda.manual_seed_all(section_seed)
 
 
 class GradientSink(Protocol):
@@ -302,12 +302,12 @@ def section_backward(
         return (None,) * len(run.inputs)
     outputs, seeds = [output for output, _ in pairs], [gradient for _, gradient in pairs]
     try:
-        found = iter(torch.autograd.grad(outputs, wanted, seeds, allow_unused=True))
+        computed = iter(torch.autograd.grad(outputs, wanted, seeds, allow_unused=True))
     except RuntimeError as error:
         raise_if_refused(error, section.source)
         raise
-    input_gradients = tuple(_maybe(next(found)) if tensor.requires_grad else None for tensor in run.inputs)
-    for name, gradient in zip(section.parameters, found, strict=True):
+    input_gradients = tuple(_maybe(next(computed)) if tensor.requires_grad else None for tensor in run.inputs)
+    for name, gradient in zip(section.parameters, computed, strict=True):
         if gradient is not None:
             add(name, gradient.to_dense() if gradient.is_sparse else gradient)
     return input_gradients

@@ -195,19 +195,19 @@ class StepSums:
         """Return the sums that would be missing if the step ran again elsewhere: whole sums after the reduction."""
         if not self._keep:
             return []
-        found = []
+        held = []
         for unit, accumulator in self.accumulators.items():
             counted = {section: self._counted.get((unit, section), 0) for section in self._sections_of[unit]}
             if accumulator.is_reduced:
                 counted = dict.fromkeys(counted, self._whole)
             tensors = accumulator.partial()
             if tensors is not None and any(counted.values()):
-                found.append(HeldSum(partial_sum(unit, counted), tensors))
+                held.append(HeldSum(partial_sum(unit, counted), tensors))
         mask = self._counted.get(self._losses, 0)
         if mask:
             losses = tuple(loss for number, loss in sorted(self.losses.items()) if mask >> number & 1)
-            found.append(HeldSum(partial_sum(LOSSES, {self._losses[1]: mask}), {}, losses))
-        return found
+            held.append(HeldSum(partial_sum(LOSSES, {self._losses[1]: mask}), {}, losses))
+        return held
 
 
 def told_losses(
@@ -223,7 +223,7 @@ def told_losses(
     names = [name for name in metric_names if not name.endswith(SAMPLES)]
     scalars = [some[place].detach().to(torch.float64) for some in outputs.values() for place in kept]
     numbers = torch.stack(scalars).tolist()
-    told = []
+    losses = []
     for micro_batch in outputs:
         loss, *metrics = numbers[: len(kept)]
         del numbers[: len(kept)]
@@ -232,8 +232,8 @@ def told_losses(
             loss = loss if WEIGHT in named else loss * share
             means = [name for name in names if not name.endswith(MARKS) and name + WEIGHT not in named]
             named |= {name: named[name] * share for name in means}
-        told.append(MicroBatchLoss(micro_batch=micro_batch, loss=loss, metrics=named, share=share))
-    return told
+        losses.append(MicroBatchLoss(micro_batch=micro_batch, loss=loss, metrics=named, share=share))
+    return losses
 
 
 def _count(places: dict[tuple[str, int], int], total: PartialSum) -> None:
@@ -296,7 +296,7 @@ class KnownSums:
             counted=counted,
         )
         for accumulator in running.accumulators.values():
-            accumulator.bears_non_finite |= order.bears_non_finite
+            accumulator.allows_non_finite |= order.bears_non_finite
         self._step, self._running, self.parts = order.step, running, []
         return running
 

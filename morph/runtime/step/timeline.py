@@ -101,26 +101,26 @@ def _in_order(
     transfers: Iterable[Laid], handed_over_s: dict[tuple[int, int, SpanKind, int | None], float]
 ) -> list[Laid]:
     free_s: dict[tuple[int, int, SpanKind], float] = {}
-    found = []
-    for one in sorted(transfers, key=lambda one: one.end_s):
-        replica, stage, kind, micro_batch = _key(one)
-        start_s = max(one.start_s, free_s.get((replica, stage, kind), one.start_s))
+    ordered = []
+    for transfer in sorted(transfers, key=lambda transfer: transfer.end_s):
+        replica, stage, kind, micro_batch = _key(transfer)
+        start_s = max(transfer.start_s, free_s.get((replica, stage, kind), transfer.start_s))
         if kind in _SOURCES:
             sent, offset = _SOURCES[kind]
             start_s = max(start_s, handed_over_s.get((replica, stage + offset, sent, micro_batch), start_s))
-        free_s[replica, stage, kind] = one.end_s
-        found.append(Laid(one.timeline, one.span, min(start_s, one.end_s), one.end_s))
-    return found
+        free_s[replica, stage, kind] = transfer.end_s
+        ordered.append(Laid(transfer.timeline, transfer.span, min(start_s, transfer.end_s), transfer.end_s))
+    return ordered
 
 
 def _named(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
 
 
-def _complete(one: Laid, pid: int) -> dict[str, Any]:
-    span = one.span
+def _complete(laid: Laid, pid: int) -> dict[str, Any]:
+    span = laid.span
     number = "" if span.micro_batch is None else str(span.micro_batch)
-    start_us, end_us = round(one.start_s * 1e6, 3), round(one.end_s * 1e6, 3)
+    start_us, end_us = round(laid.start_s * 1e6, 3), round(laid.end_s * 1e6, 3)
     return {
         "ph": "X",
         "name": f"{_LETTERS.get(span.kind, span.kind.replace('_', ' ') + ' ' * bool(number))}{number}",
@@ -129,5 +129,5 @@ def _complete(one: Laid, pid: int) -> dict[str, Any]:
         "tid": _TRACK_IDS[_TRACKS[span.kind]],
         "ts": start_us,
         "dur": round(end_us - start_us, 3),
-        "args": {"micro_batch": span.micro_batch, "stage": one.timeline.stage, "replica": one.timeline.replica},
+        "args": {"micro_batch": span.micro_batch, "stage": laid.timeline.stage, "replica": laid.timeline.replica},
     }

@@ -184,10 +184,10 @@ class Training:
             assert state.version == version, f"unit {name} is at version {state.version}, not {version}"
 
     def _tell(self, current: Generation, order: StepOrder | CommitOrder) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+        answers: dict[str, Any] = {}
         for attendant in self._attendants:
-            told |= attendant.at_version(current, order, self.held) or {}
-        return told
+            answers |= attendant.at_version(current, order, self.held) or {}
+        return answers
 
     def _forget_gradients(self, current: Generation, order: StepOrder) -> None:
         """Drop the previous attempt's gradients, even if the next attempt has none; adopt scales that fit."""

@@ -171,7 +171,7 @@ def run_evaluation(stage: EvaluationStage, work: StageWork, interrupt: Interrupt
             activations_in, work.inputs, count, specs_of=lambda place: work.inputs_of(work.micro_batches[place])
         )
     leaving = Sender(activations_out) if activations_out else None
-    told: dict[int, Sequence[Tensor]] = {}
+    outputs_of: dict[int, Sequence[Tensor]] = {}
     for done, micro_batch in enumerate(work.micro_batches):
         interrupt.check()
         inputs: tuple[Tensor, ...] = ()
@@ -180,36 +180,36 @@ def run_evaluation(stage: EvaluationStage, work: StageWork, interrupt: Interrupt
             inputs = arriving.take()
         outputs = stage.forward(micro_batch, inputs)
         if leaving is None:
-            told[micro_batch] = outputs
+            outputs_of[micro_batch] = outputs
             continue
         leaving.send(outputs)
         if done % MAX_SENDING == MAX_SENDING - 1:
             leaving.flush()
     if leaving is not None:
         leaving.flush()
-    losses = told_losses(told, work.metric_names, dict(enumerate(work.shares)))
-    arrays = _arrays(told, work.metric_names, work.outputs)
+    losses = told_losses(outputs_of, work.metric_names, dict(enumerate(work.shares)))
+    arrays = _arrays(outputs_of, work.metric_names, work.outputs)
     if not arrays:
         return tuple(losses)
     return tuple(entry.model_copy(update={"samples": arrays[entry.micro_batch]}) for entry in losses)
 
 
 def _arrays(
-    told: Mapping[int, Sequence[Tensor]], names: Sequence[str], longest: Sequence[BoundaryTensor]
+    outputs_of: Mapping[int, Sequence[Tensor]], names: Sequence[str], longest: Sequence[BoundaryTensor]
 ) -> dict[int, dict[str, Array]]:
     """Return the values of each sample, by micro-batch, padded to the longest; bf16, which numpy lacks, is widened."""
     places = {name.removesuffix(SAMPLES): place for place, name in enumerate(names, 1) if name.endswith(SAMPLES)}
     if not places:
         return {}
-    found: dict[int, dict[str, Array]] = {}
-    for micro_batch, outputs in told.items():
+    arrays_of: dict[int, dict[str, Array]] = {}
+    for micro_batch, outputs in outputs_of.items():
         arrays = {}
         for name, place in places.items():
             values = _as_long_as(outputs[place].detach(), longest[place].shape).cpu()
             array = (values.float() if values.dtype is torch.bfloat16 else values).contiguous().numpy()
             arrays[name] = Array(dtype=str(array.dtype), shape=array.shape, data=array.tobytes())
-        found[micro_batch] = arrays
-    return found
+        arrays_of[micro_batch] = arrays
+    return arrays_of
 
 
 def _as_long_as(values: Tensor, shape: Sequence[int]) -> Tensor:
@@ -307,21 +307,21 @@ class Evaluator(Attendant):
         with own_generators() as seed_all:
             seed_all(seed_of(job.seed, "evaluation", totals.version))
             try:
-                found = job.eval_metrics(given)
+                metrics = job.eval_metrics(given)
             except Exception as error:
-                told = f"fails: {type(error).__name__}: {error}"
-                raise wrong_job("eval_metrics", told) from error
-        if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
-            kind, allowed = type(found).__name__, "a dict of numbers by name"
+                problem = f"fails: {type(error).__name__}: {error}"
+                raise wrong_job("eval_metrics", problem) from error
+        if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+            kind, allowed = type(metrics).__name__, "a dict of numbers by name"
             raise wrong_job("eval_metrics", "returns something else", kind, allowed)
         values: dict[str, float | None] = {}
-        for name, value in found.items():
+        for name, value in metrics.items():
             try:
                 number = float(value)
             except (TypeError, ValueError) as error:
                 kind = type(value).__name__
-                told = f"returns no number as {name!r}"
-                raise wrong_job("eval_metrics", told, kind, "a number") from error
+                problem = f"returns no number as {name!r}"
+                raise wrong_job("eval_metrics", problem, kind, "a number") from error
             values[name] = number if math.isfinite(number) else None
         return FinishedMetrics(version=totals.version, values=values)
 

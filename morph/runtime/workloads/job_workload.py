@@ -77,12 +77,12 @@ _PROBE_SIZE = 0.01
 def check_training(job: Job, model: CutModel) -> dict[str, str]:
     """Build each unit's optimizer and schedule without memory, check the evaluation data, and return the settings."""
     _check_step_entry(job)
-    found = settings(job, model) | _needs(job, model)
+    known = settings(job, model) | _needs(job, model)
     if job.compile:
         refuse_marked(model)
     if job.eval_data is not None:
         Evaluator(job, model, torch.device("cpu"))
-    return found
+    return known
 
 
 def _check_step_entry(job: Job) -> None:
@@ -102,9 +102,9 @@ def _check_step_entry(job: Job) -> None:
 
 def settings(job: Job, model: CutModel) -> dict[str, str]:
     """Return a job's settings as text by name: its fields, and numbers of each unit's optimizer and schedule."""
-    found = {name: repr(getattr(job, name)) for name in _FIELDS}
+    values = {name: repr(getattr(job, name)) for name in _FIELDS}
     if isinstance(job.model, WholeModel):
-        found["model"] = job.model.digest()
+        values["model"] = job.model.digest()
     for unit in model.units:
         if not unit.parameters:
             continue
@@ -114,19 +114,19 @@ def settings(job: Job, model: CutModel) -> dict[str, str]:
         }
         make = partial(build_optimizer, job.optimizer, parameters)
         optimizer = run_users_code(make, job, None, "optimizer")
-        found[f"optimizer({unit.id})"] = kind_of(optimizer)
-        found[f"optimizer({unit.id}) groups"] = str(len(optimizer.param_groups))
-        found[f"lr_scheduler({unit.id})"] = "None"
+        values[f"optimizer({unit.id})"] = kind_of(optimizer)
+        values[f"optimizer({unit.id}) groups"] = str(len(optimizer.param_groups))
+        values[f"lr_scheduler({unit.id})"] = "None"
         groups = run_users_code(partial(group_numbers, optimizer), job, None, "optimizer")
         for index, group in enumerate(groups):
-            found |= {f"optimizer({unit.id})[{index}][{key!r}]": repr(value) for key, value in group.items()}
+            values |= {f"optimizer({unit.id})[{index}][{key!r}]": repr(value) for key, value in group.items()}
         if job.lr_scheduler is not None:
             schedule = partial(build_scheduler, job.lr_scheduler, optimizer)
             scheduler = run_users_code(schedule, job, None, "lr_scheduler")
-            found[f"lr_scheduler({unit.id})"] = type(scheduler).__name__
+            values[f"lr_scheduler({unit.id})"] = type(scheduler).__name__
             numbers = scheduler_numbers(scheduler)
-            found |= {f"lr_scheduler({unit.id})[{key!r}]": repr(value) for key, value in numbers.items()}
-    return found
+            values |= {f"lr_scheduler({unit.id})[{key!r}]": repr(value) for key, value in numbers.items()}
+    return values
 
 
 def _needs(job: Job, model: CutModel) -> dict[str, str]:
@@ -134,15 +134,15 @@ def _needs(job: Job, model: CutModel) -> dict[str, str]:
 
     An optimizer that does not run on these is left out.
     """
-    found: dict[str, str] = {}
+    needs: dict[str, str] = {}
     for unit in model.units:
         shapes = [model.parameter_specs[name] for name in unit.parameters]
         small = [(tuple(min(size, _SMALL) for size in shape), dtype) for shape, dtype in shapes]
         make = partial(_stepped, job, unit.parameters, small)
         with torch.random.fork_rng(devices=[]), suppress(Exception):
             keys = sorted({key for entries in make().state.values() for key in entries}) if shapes else []
-            found[f"optimizer({unit.id}) needs"] = ", ".join(key for key in keys if not _steps_without(make(), key))
-    return found
+            needs[f"optimizer({unit.id}) needs"] = ", ".join(key for key in keys if not _steps_without(make(), key))
+    return needs
 
 
 def _stepped(job: Job, names: Sequence[str], specs: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Optimizer:
@@ -176,13 +176,13 @@ class JobWorkload:
         self._device = torch.device(setup.device)
         self._clock = clock_of(self._device)
         prepare_cublas()  # importing the job may start CUDA
-        found = load_and_cut(
+        loaded = load_and_cut(
             setup.job_path,
             num_sections=setup.num_sections,
             micro_batch_size=setup.micro_batch_size,
             handed=setup.cut,
         )
-        self._job, self._model, self._initial = found.job, found.model, found.initial
+        self._job, self._model, self._initial = loaded.job, loaded.model, loaded.initial
         self._data_workers = self._start_data_workers(setup) if self._job.data_workers else None
         set_kernels(kernels_for(self._job.accumulation, kernels_now()))
         frozen = FrozenWeights(setup.checkpoint_url)
@@ -227,16 +227,16 @@ class JobWorkload:
 
     @property
     def epochs(self) -> Epochs | None:
-        found = order_of(self._job).epochs
-        return None if found.end == "fill" else found
+        epochs = order_of(self._job).epochs
+        return None if epochs.end == "fill" else epochs
 
     def make_unit(self, unit: str, num_micro_batches: int, *, empty: bool = False) -> UnitState:
-        found = next(entry for entry in self._model.units if entry.id == unit)
+        described = next(entry for entry in self._model.units if entry.id == unit)
         return UnitState(
-            found,
+            described,
             {
                 name: self._initial.empty(name, self._device) if empty else moved(self._initial[name], self._device)
-                for name in found.names
+                for name in described.names
             },
             self._job.optimizer,
             num_micro_batches=num_micro_batches,
@@ -248,14 +248,14 @@ class JobWorkload:
     def incoming_state(self, channel: Channel, interrupt: Interrupt) -> Carrier:  # noqa: ARG002
         return channel
 
-    def make_shadow(self, unit: str, num_micro_batches: int) -> UnitState:
+    def make_unit_copy(self, unit: str, num_micro_batches: int) -> UnitState:
         return self.make_unit(unit, num_micro_batches, empty=True)
 
     def arrive(self, num_bytes: int) -> None:
         """See ``Workload.arrive``: received bytes arrive at once."""
 
-    def adopt(self, shadow: UnitState) -> UnitState:
-        return shadow
+    def adopt(self, unit_copy: UnitState) -> UnitState:
+        return unit_copy
 
     def take_place(self, current: Generation) -> None:
         """See ``Workload.take_place``: constants, including frozen weights, are read from their sources."""

@@ -42,13 +42,13 @@ class Workload(StepSource, Protocol):
     def incoming_state(self, channel: Channel, interrupt: Interrupt) -> Carrier:
         """Return the channel over which this worker receives a unit's state."""
 
-    def make_shadow(self, unit: str, num_micro_batches: int) -> UnitState:
+    def make_unit_copy(self, unit: str, num_micro_batches: int) -> UnitState:
         """Return an empty unit that will follow another worker's; made and used outside the order lane."""
 
     def arrive(self, num_bytes: int) -> None:
         """Block until this many pre-copied bytes have arrived; called outside the order lane."""
 
-    def adopt(self, shadow: UnitState) -> UnitState:
+    def adopt(self, unit_copy: UnitState) -> UnitState:
         """Turn a unit that followed another worker's into this worker's own."""
 
     def take_place(self, current: Generation) -> None:
