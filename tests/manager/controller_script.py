@@ -177,6 +177,14 @@ def receivers(actions: Sequence[Action], kind: type[SendReshape] | type[SendStep
     return sorted(action.worker for action in actions if isinstance(action, kind))
 
 
+def formed(num_workers: int, **fields: object) -> Script:
+    """Return a script in which workers n1, n2, ... have formed a shape, and have their first orders."""
+    script = Script(**fields)
+    script.ready(*(f"n{number + 1}" for number in range(num_workers)))
+    script.reshaped()
+    return script
+
+
 def script_in(phase: Phase) -> Script:
     """Return a script whose controller is in this phase, with four VMs and two more that are starting."""
     script = Script(num_steps=2)

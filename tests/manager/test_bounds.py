@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from controller_script import Script, receivers
+from controller_script import Script, formed, receivers
 from simulated_job import MANIFEST, PLANS, RULES, SIZES, UNITS
 
 from manager.controller.state.actions import Action, EndWorker, SendReshape, SendStep
@@ -133,9 +133,7 @@ def test_a_hung_worker_is_found_within_a_known_multiple_of_its_step() -> None:
 def test_small_jobs_get_the_floor_and_set_values_win() -> None:
     for limit_s, expected_s in ((None, FLOOR_S), (20.0, 20.0)):
         policy = POLICY.model_copy(update={"order_timeout_s": limit_s, "rules": RULES})
-        script = Script(policy=policy)
-        script.ready("n1", "n2", "n3", "n4")
-        script.reshaped()
+        script = formed(4, policy=policy)
         script.prepared("n1", "n2", "n3")
         assert script.state.step.order is not None
         assert script.state.step.order.limit_s == expected_s

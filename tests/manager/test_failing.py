@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from controller_script import Script, changed, receivers, script_in
+from controller_script import Script, changed, formed, receivers, script_in
 from simulated_job import MANIFEST, PLANS, UNITS
 
 from manager.controller.shape.formation import GATHER_S
@@ -79,9 +79,7 @@ def test_a_jobs_error_is_retried_without_the_worker_that_raised_it() -> None:
 
 
 def test_without_enough_others_the_same_worker_tries_again() -> None:
-    script = Script(expected_nodes=2)
-    script.ready("n1", "n2")
-    script.reshaped()
+    script = formed(2, expected_nodes=2)
     fail(script, "n2", "job")
     script.aborted()
     assert script.state.phase is Phase.RESHAPING
@@ -354,9 +352,7 @@ def lose_a_stage(script: Script) -> ReshapeOrder:
 
 
 def test_without_a_living_holder_everybody_goes_back_to_the_checkpoint() -> None:
-    script = Script()
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
+    script = formed(4)
     for _ in range(3):
         script.prepared()
     script.saved(3)
@@ -379,9 +375,7 @@ def test_without_a_checkpoint_everybody_goes_back_to_the_start() -> None:
 
 
 def test_lost_units_of_the_checkpointed_version_are_read_and_the_rest_kept() -> None:
-    script = Script(initial_version=5, initial_checkpoint=MANIFEST)
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
+    script = formed(4, initial_version=5, initial_checkpoint=MANIFEST)
     order = lose_a_stage(script)
     assert (order.version, script.code) == (5, "formed")
     assert {source.kind for source in order.sources} >= {"checkpoint", "keep"}
@@ -402,9 +396,7 @@ def test_a_failed_reshape_loses_nothing() -> None:
 
 def test_a_worker_that_is_left_over_serves_what_only_it_holds() -> None:
     plans = {2: PLANS[2], 3: PLANS[2], 6: PLANS[6]}
-    script = Script(plans=plans, expected_nodes=6)
-    script.ready("n1", "n2", "n3", "n4", "n5", "n6")
-    script.reshaped()
+    script = formed(6, plans=plans, expected_nodes=6)
     script.prepared()
     for worker in script.members[::2]:
         script.tell(WorkerLost(worker=worker, cause="killed"))
@@ -419,9 +411,7 @@ def test_a_worker_that_is_left_over_serves_what_only_it_holds() -> None:
 
 
 def test_below_the_minimum_survivors_save_what_they_hold_and_wait() -> None:
-    script = Script(plans={count: PLANS[count] for count in (4, 6)}, expected_nodes=4)
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
+    script = formed(4, plans={count: PLANS[count] for count in (4, 6)}, expected_nodes=4)
     script.prepared()
     script.tell(WorkerLost(worker="n1", cause="killed"))
     commits = [action.order for action in script.aborted() if isinstance(action, SendCommit)]

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from cluster_invariants import INVARIANTS
-from controller_script import Script, changed
+from controller_script import Script, changed, formed
 from simulated_cluster import SimulatedCluster
 from simulated_job import SIZES, UNITS, make_config, make_plan
 from simulated_workers import Faults
@@ -201,9 +201,7 @@ def test_followers_make_fatal_losses_rarer() -> None:
 
 
 def test_a_follower_counts_once_it_has_a_decided_steps_gradients() -> None:
-    script = Script(plans={2: make_plan(2, 1), 3: make_plan(3, 1)}, expected_nodes=3)
-    script.ready("n1", "n2", "n3")
-    script.reshaped()
+    script = formed(3, plans={2: make_plan(2, 1), 3: make_plan(3, 1)}, expected_nodes=3)
     assert script.state.reshape is not None
     follows = {follow.worker: follow for follow in script.state.reshape.follows}
     lost = script.members[0]
@@ -224,9 +222,7 @@ def test_a_follower_counts_once_it_has_a_decided_steps_gradients() -> None:
 
 
 def test_a_follower_that_misses_a_step_does_not_count() -> None:
-    script = Script(plans={2: make_plan(2, 1)}, expected_nodes=2)
-    script.ready("n1", "n2")
-    script.reshaped()
+    script = formed(2, plans={2: make_plan(2, 1)}, expected_nodes=2)
     for followed in (True, False):
         for worker in script.busy:
             answer = script.prepared_answer(worker).model_copy(update={"followed": followed})

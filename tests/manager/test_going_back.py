@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from controller_script import Script, receivers
+from controller_script import Script, formed, receivers
 from simulated_job import FILES, RULES
 
 from manager.controller.state.actions import Action, FindCheckpoint, Finish, NoteBadStep, SendReshape, SendStep
@@ -22,10 +22,7 @@ def script_with(**losses: object) -> Script:
     """Return a script with two workers that are about to train, and a checkpoint every three steps."""
     rules = RULES.model_copy(update={"losses": LossRules.model_validate({"back_steps": 4, **losses})})
     policy = Policy(checkpoint_every_steps=3, order_timeout_s=20.0, rules=rules)
-    script = Script(num_steps=20, expected_nodes=2, policy=policy)
-    script.ready("n1", "n2")
-    script.reshaped()
-    return script
+    return formed(2, num_steps=20, expected_nodes=2, policy=policy)
 
 
 def bad(script: Script) -> tuple[Action, ...]:

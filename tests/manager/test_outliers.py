@@ -6,7 +6,7 @@ import random
 import statistics
 
 import pytest
-from controller_script import Script, receivers
+from controller_script import Script, formed, receivers
 from simulated_job import PLANS, RULES, make_plan, make_unequal
 
 from manager.controller.fail_stutter import Expected, error_of_median, judge, usual
@@ -71,9 +71,7 @@ def test_random_differences_on_shared_cores_are_not_stutter() -> None:
 
 def trained(**fields: object) -> Script:
     """Return a script in which six workers have trained for a while, in three stages of two replicas."""
-    script = Script(expected_nodes=6, num_steps=1000, **fields)
-    script.ready("n1", "n2", "n3", "n4", "n5", "n6")
-    script.reshaped()
+    script = formed(6, expected_nodes=6, num_steps=1000, **fields)
     warmed_up(script)
     return script
 
@@ -126,9 +124,7 @@ def test_times_of_an_older_generation_and_of_strangers_are_ignored() -> None:
 
 
 def test_a_slow_member_stays_where_leaving_it_out_would_be_slower_still() -> None:
-    script = Script(plans={2: PLANS[2], 4: PLANS[4]}, num_steps=1000)
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
+    script = formed(4, plans={2: PLANS[2], 4: PLANS[4]}, num_steps=1000)
     warmed_up(script)
     for _ in range(RULES.stutter.windows):
         times(script, {"n3": SLOW})
@@ -181,9 +177,9 @@ def suspects(script: Script) -> list[str]:
 def unequal(slow: dict[str, float], *kinds: tuple[int, int, str]) -> Script:
     """Let these kinds of pipelines, of the only plan, report times longer than the profile's by these factors."""
     plan = make_unequal(*kinds)
-    script = Script(plans={plan.num_workers: plan}, expected_nodes=plan.num_workers, section_compute_s=(1.0,) * 6)
-    script.ready(*(f"n{number}" for number in range(1, plan.num_workers + 1)))
-    script.reshaped()
+    script = formed(
+        plan.num_workers, plans={plan.num_workers: plan}, expected_nodes=plan.num_workers, section_compute_s=(1.0,) * 6
+    )
     for _ in range(5):
         against_profile(script, slow)
     return script
@@ -202,9 +198,7 @@ def test_stages_of_the_same_sections_are_peers_whatever_pipeline_they_are_in() -
     """Three equal workers are compared with their median, although all of them are slower than the profile."""
     slow = dict.fromkeys(("n1", "n2", "n3", "n4"), SLOW) | {"n4": SLOW * SLOW}
     same = make_unequal((1, 2, ""), (1, 2, ""))
-    script = Script(plans={4: same}, expected_nodes=4)
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
+    script = formed(4, plans={4: same}, expected_nodes=4)
     for _ in range(5):
         times(script, slow)
     assert suspects(script) == ["n4"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from controller_script import Script, receivers
+from controller_script import Script, formed, receivers
 from simulated_job import FILES
 
 from manager.controller.state.actions import Abort, Action, EndWorker, FindCheckpoint, Finish, SendReshape
@@ -31,9 +31,7 @@ def manifest(version: int) -> Manifest:
 @pytest.fixture
 def script() -> Script:
     """Return a script: all VMs are lost after step 7, with a checkpoint of version 6, which two new workers load."""
-    script = Script(num_steps=20, expected_nodes=2)
-    script.ready("n1", "n2")
-    script.reshaped()
+    script = formed(2, num_steps=20, expected_nodes=2)
     for version in range(1, 7):
         script.prepared()
         if version in (3, 6):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from controller_script import Script, changed
+from controller_script import Script, changed, formed
 from simulated_job import PLANS, UNITS, make_config
 
 from manager.controller.shape.risk import losses_per_vm_s, mean_s_to_fatal_loss
@@ -47,9 +47,7 @@ def training(size: int, **policy: object) -> Script:
     """Return the script of a job that trains on this many workers, and saves as often as costs least."""
     given = make_config().policy.model_copy(update={"checkpoint_every_steps": None, **policy})
     plans = {count: plan for count, plan in PLANS.items() if count <= size}
-    script = Script(plans=plans, num_steps=10**6, expected_nodes=size, policy=given, expected_losses=LOSSES)
-    script.ready(*(f"n{number + 1}" for number in range(size)))
-    script.reshaped()
+    script = formed(size, plans=plans, num_steps=10**6, expected_nodes=size, policy=given, expected_losses=LOSSES)
     assert script.state.phase is Phase.TRAINING
     return script
 
@@ -371,9 +369,7 @@ def test_a_notice_causes_few_saves_the_last_as_late_as_possible() -> None:
 
 def test_a_step_that_outlasts_a_notice_is_dissolved_for_a_change() -> None:
     given = make_config().policy.model_copy(update={"checkpoint_every_steps": None})
-    script = Script(plans={count: PLANS[count] for count in (2, 3)}, num_steps=100, expected_nodes=3, policy=given)
-    script.ready("n1", "n2", "n3")
-    script.reshaped()
+    script = formed(3, plans={count: PLANS[count] for count in (2, 3)}, num_steps=100, expected_nodes=3, policy=given)
     script.state = seen(script.state, step_s=60.0)
     script.tell(NoticeGiven(worker="n3", lead_s=30.0, notice="taken"))
     assert script.state.phase is Phase.ABORTING
@@ -386,9 +382,9 @@ def test_a_step_that_outlasts_a_notice_is_dissolved_for_a_change() -> None:
 def test_a_step_that_ends_in_time_is_not_dissolved() -> None:
     for lead_s, step_s in ((30.0, 5.0), (0.5, 60.0)):
         given = make_config().policy.model_copy(update={"checkpoint_every_steps": None})
-        script = Script(plans={count: PLANS[count] for count in (2, 3)}, num_steps=100, expected_nodes=3, policy=given)
-        script.ready("n1", "n2", "n3")
-        script.reshaped()
+        script = formed(
+            3, plans={count: PLANS[count] for count in (2, 3)}, num_steps=100, expected_nodes=3, policy=given
+        )
         script.state = seen(script.state, step_s=step_s)
         script.tell(NoticeGiven(worker="n3", lead_s=lead_s, notice="taken"))
         assert script.state.phase is Phase.TRAINING

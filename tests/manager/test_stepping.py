@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from controller_script import Script, receivers, script_in, unit_written
+from controller_script import Script, formed, receivers, script_in, unit_written
 from simulated_job import MANIFEST, PLANS, UNITS
 
 from manager.controller.state.actions import (
@@ -87,9 +87,7 @@ def test_a_checkpoint_is_written_every_so_many_versions_each_unit_once() -> None
 
 
 def test_a_checkpoint_waits_for_the_one_before_it() -> None:
-    script = Script(num_steps=20)
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
+    script = formed(4, num_steps=20)
     for _ in range(7):
         script.prepared()
     assert script.state.saving.pending is not None
@@ -103,9 +101,7 @@ def test_a_checkpoint_waits_for_the_one_before_it() -> None:
 
 
 def test_a_failed_checkpoint_is_tried_again_a_whole_interval_later() -> None:
-    script = Script(num_steps=20)
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
+    script = formed(4, num_steps=20)
     for _ in range(3):
         script.prepared()
     script.tell(CheckpointFailed(worker="n1", error="disk full"))
@@ -166,9 +162,7 @@ def test_a_last_checkpoint_refused_for_too_long_ends_the_run() -> None:
 
 
 def test_newcomers_join_at_a_step_boundary_when_they_make_it_faster() -> None:
-    script = Script()
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
+    script = formed(4)
     script.ready("n5")
     assert receivers(script.prepared(), SendStep) == ["n1", "n2", "n3", "n4"]
     script.ready("n6")
@@ -181,9 +175,7 @@ def test_newcomers_join_at_a_step_boundary_when_they_make_it_faster() -> None:
 def test_newcomers_that_gain_too_little_stay_spare() -> None:
     speed = PLANS[4].expected.examples_per_s * 1.01
     slow = PLANS[6].model_copy(update={"expected": PLANS[6].expected.model_copy(update={"examples_per_s": speed})})
-    script = Script(plans={4: PLANS[4], 6: slow})
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
+    script = formed(4, plans={4: PLANS[4], 6: slow})
     script.ready("n5", "n6")
     assert receivers(script.prepared(), SendStep) == ["n1", "n2", "n3", "n4"]
 
@@ -206,9 +198,7 @@ def test_the_last_version_is_committed_saved_and_sealed_before_the_end() -> None
 
 
 def test_a_stop_saves_the_next_boundary() -> None:
-    script = Script()
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
+    script = formed(4)
     assert script.tell(StopRequested(reason="interrupted")) == ()
     assert receivers(script.prepared(), SendCommit) == ["n1", "n2", "n3", "n4"]
     script.committed()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from controller_script import Script, changed, receivers, script_in
+from controller_script import Script, changed, formed, receivers, script_in
 from pydantic import ValidationError
 from simulated_job import MIXED, PLANS, RULES, make_config, make_plan
 
@@ -78,9 +78,7 @@ def test_a_stop_ends_the_wait_and_what_is_decided_is_saved() -> None:
 
 
 def test_a_join_waits_for_a_second_newcomer_while_training_continues() -> None:
-    script = Script(plans={2: PLANS[2], 3: PLANS[3], 4: PLANS[4]}, expected_nodes=2)
-    script.ready("n1", "n2")
-    script.reshaped()
+    script = formed(2, plans={2: PLANS[2], 3: PLANS[3], 4: PLANS[4]}, expected_nodes=2)
     script.ready("n3")
     script.tell(NodeAppeared(node="n4"))
     assert receivers(script.prepared(), SendStep) == ["n1", "n2"]
@@ -89,9 +87,7 @@ def test_a_join_waits_for_a_second_newcomer_while_training_continues() -> None:
 
 
 def test_a_join_waits_no_longer_than_a_second_change_would_cost() -> None:
-    script = Script(plans={2: PLANS[2], 3: PLANS[3], 4: PLANS[4]}, expected_nodes=2)
-    script.ready("n1", "n2")
-    script.reshaped()
+    script = formed(2, plans={2: PLANS[2], 3: PLANS[3], 4: PLANS[4]}, expected_nodes=2)
     script.ready("n3")
     script.tell(NodeAppeared(node="n4"))
     script.state = changed(script.state, setup_s=1.5)
@@ -157,9 +153,7 @@ def test_a_pause_for_vms_ends_one_day() -> None:
 
 
 def test_time_in_which_no_worker_could_be_heard_is_not_waiting() -> None:
-    script = Script(expected_nodes=2)
-    script.ready("n1", "n2")
-    script.reshaped()
+    script = formed(2, expected_nodes=2)
     script.tell(WorkerLost(worker="n2", cause="killed"))
     assert script.state.phase is Phase.ABORTING
     assert script.state.step.order is not None
@@ -176,9 +170,7 @@ def with_morph_s(morph_s: float) -> Rules:
 
 def script_of_long_steps(**policy: object) -> Script:
     """Return a script in which two workers began a long step, and a third waits for a fourth to be of use."""
-    script = Script(plans=LONG, expected_nodes=2, policy=make_config().policy.model_copy(update=policy))
-    script.ready("n1", "n2")
-    script.reshaped()
+    script = formed(2, plans=LONG, expected_nodes=2, policy=make_config().policy.model_copy(update=policy))
     script.ready("n3")
     assert script.state.phase is Phase.TRAINING
     script.tell(NodeAppeared(node="n4"))
@@ -269,9 +261,7 @@ def comes(script: Script, node: str, host: str) -> None:
 
 def morphs_in(seconds: float) -> int:
     """Count generations while one machine is there for 1 s, away for 1 s, and so on; steps take 0.4 s."""
-    script = Script(plans={2: PLANS[2], 3: PLANS[3]}, expected_nodes=2, num_steps=10**6)
-    script.ready("n1", "n2")
-    script.reshaped()
+    script = formed(2, plans={2: PLANS[2], 3: PLANS[3]}, expected_nodes=2, num_steps=10**6)
     number, there = 0, False
     next_s = script.now_s
     while script.now_s < seconds:
@@ -299,9 +289,7 @@ def test_a_flapping_machine_is_taken_in_a_few_times_only() -> None:
 
 
 def test_a_machine_that_stays_long_enough_is_taken_in_again() -> None:
-    script = Script(plans={2: PLANS[2], 3: PLANS[3]}, expected_nodes=2, num_steps=10**6)
-    script.ready("n1", "n2")
-    script.reshaped()
+    script = formed(2, plans={2: PLANS[2], 3: PLANS[3]}, expected_nodes=2, num_steps=10**6)
     flapped_twice(script)
     comes(script, "m3", "m")
     ready_s = script.now_s
