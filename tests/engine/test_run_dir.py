@@ -85,7 +85,6 @@ def test_a_directory_that_another_process_holds_is_refused_with_its_number(tmp_p
     )
     try:
         assert holder.stdin is not None
-        assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(RunDirError, match=f"is in use by process {holder.pid}"), RunDir(tmp_path / "run", FACTS):
             pass

@@ -64,7 +64,6 @@ class Script:
     def wake(self) -> tuple[Action, ...]:
         """Let time pass until a tick finds something to do; one after a wait that ended early only sets the next."""
         for _ in range(5):
-            assert self.last is not None
             assert self.last.wake_at_s is not None
             wake_at_s = self.last.wake_at_s
             assert decide(self.state, Tick(), wake_at_s - 0.001).actions == ()
@@ -75,12 +74,10 @@ class Script:
 
     @property
     def code(self) -> str:
-        assert self.last is not None
         return self.last.reason.code
 
     @property
     def sentence(self) -> str:
-        assert self.last is not None
         return self.last.reason.sentence
 
     @property

@@ -202,7 +202,6 @@ def test_followers_make_fatal_losses_rarer() -> None:
 
 def test_a_follower_counts_once_it_has_a_decided_steps_gradients() -> None:
     script = formed(3, plans={2: make_plan(2, 1), 3: make_plan(3, 1)}, expected_nodes=3)
-    assert script.state.reshape is not None
     follows = {follow.worker: follow for follow in script.state.reshape.follows}
     lost = script.members[0]
     mine, keeper = script.state.member_units[lost], follows[lost].follower
@@ -217,7 +216,6 @@ def test_a_follower_counts_once_it_has_a_decided_steps_gradients() -> None:
     script.tell(WorkerLost(worker=lost, cause="killed"))
     script.aborted()
     assert script.state.version == version
-    assert script.state.reshape is not None
     assert {source.kind for source in script.state.reshape.sources} <= {"keep", "peer"}
 
 
@@ -243,7 +241,6 @@ def test_auto_follows_only_while_that_pays() -> None:
     )
 
     def followed() -> bool:
-        assert script.state.reshape is not None
         return any(follow.units for follow in script.state.reshape.follows)
 
     def train_through_a_save(durable_s: float) -> None:

@@ -64,7 +64,6 @@ def test_a_bad_step_goes_back_over_steps_that_are_run_again() -> None:
     assert (script.state.version, script.state.phase) == (8, Phase.RESHAPING)
     assert script.state.decided == Decided(version=8, skipped=True, state_of=4)
     assert script.state.losses == LossTrend(num_bad=1)
-    assert script.state.reshape is not None
     assert {source.kind for source in script.state.reshape.sources} == {"keep"}
     orders = {action.worker: action.order for action in script.reshaped() if isinstance(action, SendStep)}
     assert [orders[worker].samples_of for worker in script.members] == [7, None]
@@ -86,7 +85,6 @@ def test_without_an_earlier_checkpoint_a_bad_step_restarts_the_run() -> None:
     script.tell(WorkerLost(worker="n2", cause="killed"))
     script.aborted()
     script.ready("n3")
-    assert script.state.saving.checkpoint is not None
     assert script.state.version == script.state.saving.checkpoint.version == 3
     script.reshaped()
     script.prepared()

@@ -189,7 +189,6 @@ def test_a_stage_of_only_one_unequal_pipeline_is_compared_with_the_profile() -> 
     script = unequal({"n5": SLOW}, (3, 1, ""), (2, 1, ""))
     assert suspects(script) == ["n5"]
     yardstick = script.state.workers["n5"].pace.yardstick
-    assert yardstick is not None
     assert (yardstick.first_section, yardstick.end_section, yardstick.healthy_s) == (3, 6, 3.0)
     assert suspects(unequal({}, (3, 1, ""), (2, 1, ""))) == []
 
@@ -280,7 +279,6 @@ def test_good_probes_in_a_row_bring_a_worker_back() -> None:
 def test_a_probe_repeats_the_slow_stage_against_its_peers_time() -> None:
     script = trained()
     stage = next(slot.stage for slot in script.state.slots if slot.worker == "n3")
-    assert script.state.plan is not None
     sections = script.state.plan.stages[stage].sections
     script.ready("n7")
     for _ in range(RULES.stutter.windows):
@@ -299,7 +297,6 @@ def test_a_probe_that_did_not_run_is_repeated_and_not_counted() -> None:
     script = left_out()
     script.tell(WorkerProbed(worker="n3", probe=probe(script), slowdown=None))
     probation = script.state.workers["n3"].probation
-    assert probation is not None
     assert (probation.num_failed, probation.num_passed, probation.requested_s) == (0, 0, None)
     for _ in range(RULES.stutter.max_probes - 1):
         script.tell(WorkerProbed(worker="n3", probe=probe(script), slowdown=None))
