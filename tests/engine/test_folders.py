@@ -45,7 +45,6 @@ class Run:
         ending.callback(self.manager.wait, BOUND_S)
         ending.callback(self.manager.kill)
         assert self.manager.stdout is not None
-        assert self.manager.stdin is not None
         ending.callback(self.manager.stdin.close)  # this ends the owner
         ending.callback(self.manager.stdout.close)
         folder, owner = self.manager.stdout.readline().split()

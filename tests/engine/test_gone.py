@@ -43,7 +43,6 @@ def test_orphans_of_a_session_with_a_killed_leader_are_found() -> None:
         [sys.executable, "-c", program], start_new_session=True, stdout=subprocess.PIPE, text=True
     ) as leader:
         known = psutil.Process(leader.pid)
-        assert leader.stdout is not None
         orphan = psutil.Process(int(leader.stdout.readline()))
         try:
             assert session_of(known) == [known, orphan]
