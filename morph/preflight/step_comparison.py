@@ -72,7 +72,8 @@ class StepTrial:
         allow, or if the optimizer fails.
         """
         reduced = {unit: state.reduced for unit, state in self.states.items()}
-        given = {**mean, **self.means()}
+        means = self.means()
+        given = {name: means.get(name, gradient) for name, gradient in mean.items()}
         for step in range(NUM_STEPS):
             run_users_code(partial(self._step, reduced, step), self.job, None, "optimizer")
         names = [name for unit in self.model.units for name in unit.parameters]
